@@ -1,0 +1,1 @@
+"""Perseus for DeepSpeed: pipeline-parallel training on less energy, without slowing down."""

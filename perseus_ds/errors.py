@@ -1,0 +1,37 @@
+"""Every exception a user of perseus-ds can see."""
+
+
+class PerseusError(Exception):
+    """Base of all errors that perseus-ds raises on purpose."""
+
+
+class ConfigError(PerseusError, ValueError):
+    """The ``perseus`` block, a command's arguments, or what they point to, is wrong."""
+
+
+class ProfileError(PerseusError, ValueError):
+    """A profile (``profile.csv``, ``profile.json``) cannot be used as it is."""
+
+
+class ScheduleError(PerseusError, ValueError):
+    """A pipeline schedule cannot be turned into a DAG: deadlock, or a transfer without a partner."""
+
+
+class FrontierError(PerseusError, ValueError):
+    """A frontier or plan file cannot be used as it is."""
+
+
+class PlanError(PerseusError, ValueError):
+    """A frequency plan does not fit the schedule or the GPU it is meant for."""
+
+
+class DeadlineError(PerseusError, ValueError):
+    """No plan is as fast as was asked."""
+
+
+class GpuError(PerseusError, RuntimeError):
+    """The GPU or its driver refused something."""
+
+
+class GpuPermissionError(GpuError):
+    """This process may not change the GPU's clocks."""

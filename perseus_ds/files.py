@@ -1,0 +1,47 @@
+"""Reading and writing small files so that a crash never leaves half of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from perseus_ds.errors import PerseusError
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file completely or not at all.
+
+    Raises:
+        OSError: The disk is full or the folder is not writable; a file already there is unharmed.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path, error_class: type[PerseusError], what: str) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        PerseusError: As ``error_class``, when the file is missing, cut off or not an object.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error_class(f"{path}: no such file; expected a {what}.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise error_class(f"{path}: not a complete JSON file ({error}). Write it again.") from None
+    if not isinstance(raw, dict):
+        raise error_class(f"{path}: expected a {what} (a JSON object), found a {type(raw).__name__}.")
+    return raw

@@ -1,0 +1,40 @@
+"""What a frequency plan assigns clocks to."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Kind(str, enum.Enum):
+    """What an instruction computes."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+    """A forward run again before its backward (activation checkpointing as a separate instruction)."""
+    TAIL = "tail"
+    """Gradient reduction and optimizer step, once per iteration."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Instruction:
+    """One kind of work of one stage on one micro-batch.
+
+    Attributes:
+        stage: Stage index, 0 first.
+        kind: What is computed.
+        micro_batch: Micro-batch index within the iteration, 0 first (0 for the tail).
+    """
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        if self.kind is Kind.TAIL:
+            return f"tail of stage {self.stage}"
+        return f"{self.kind} of micro-batch {self.micro_batch} on stage {self.stage}"

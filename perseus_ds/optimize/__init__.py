@@ -1,0 +1,69 @@
+"""From a schedule and a profile to the frontier of frequency plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from perseus_ds.dag import Dag
+from perseus_ds.errors import ConfigError, ProfileError
+from perseus_ds.frontier import Frontier, Provenance, drop_dominated
+from perseus_ds.optimize.lowtime import solve_lowtime
+from perseus_ds.optimize.problem import Problem
+from perseus_ds.schedule import Schedule
+from perseus_ds.stage_profile import StageProfile
+
+Solver = Literal["exact", "lowtime"]
+Progress = Callable[[str, float], None]
+"""Called with what is being done and how much of it is done, 0 to 1."""
+
+
+def optimize(
+    schedule: Schedule,
+    profile: StageProfile,
+    *,
+    blocking_power_w: float | None = None,
+    solver: Solver = "lowtime",
+    progress: Progress | None = None,
+) -> Frontier:
+    """Return the frontier of frequency plans from ``T_min`` to ``T*``.
+
+    Args:
+        schedule: What every rank does in one iteration.
+        profile: Time and energy at each clock, and the durations of what has no clock.
+        blocking_power_w: What a waiting GPU draws [W]; the profile's own value by default.
+        solver: ``lowtime`` is the published solver.
+        progress: Told how far the solver is.
+
+    Raises:
+        ProfileError: The profile does not cover the schedule, or blocking power is unknown.
+    """
+    power_w = profile.info.blocking_power_w if blocking_power_w is None else blocking_power_w
+    if power_w is None:
+        raise ConfigError(
+            "blocking_power_w is missing: the profile has no profile.json that holds it. Give what a GPU draws "
+            "while it waits, such as blocking_power_w=83.64 (A100, from the Perseus paper)."
+        )
+    if not 0 <= power_w < float("inf"):
+        raise ConfigError(f"blocking_power_w={power_w}: expected a number of watts >= 0.")
+    if schedule.num_stages > profile.num_stages:
+        raise ProfileError(
+            f"The schedule has {schedule.num_stages} stages, the profile {profile.num_stages}. "
+            f"Profile the model with {schedule.num_stages} stages, or give fewer."
+        )
+    problem = Problem(Dag.build(schedule), profile, power_w)
+    plans = solve_lowtime(problem, progress or (lambda what, done: None))
+    return Frontier(
+        plans=tuple(drop_dominated(plans)),
+        t_min_s=problem.t_min_s,
+        baseline=problem.baseline(),
+        provenance=Provenance(
+            schedule=schedule.name,
+            micro_batches=schedule.micro_batches,
+            stages=schedule.num_stages,
+            blocking_power_w=power_w,
+            solver=solver,
+            simulated=profile.info.simulated,
+            gpu=profile.info.gpu,
+        ),
+    )
