@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -127,8 +127,24 @@ def read_schedule(schedule_class: Callable[..., Any], *, ranks: int, micro_batch
             raise ScheduleError(
                 f"{name} cannot schedule {micro_batches} micro-batches on {ranks} pipeline ranks: {error}"
             ) from error
-        streams.append(tuple(_Reader(rank, ranks, name).read(commands)))
+        try:
+            streams.append(_stream(commands, rank, ranks))
+        except ScheduleError as error:
+            raise ScheduleError(f"{name}: {error}") from None
     return Schedule(name=name, micro_batches=micro_batches, ranks=tuple(streams))
+
+
+def _stream(commands: list[Any], rank: int, ranks: int) -> tuple[Operation, ...]:
+    reader = CommandReader(rank, ranks, batched=any(type(c).__name__ == "CommitP2P" for c in commands))
+    stream: list[Operation] = []
+    for command in commands:
+        for operation in reader.operations(type(command).__name__, getattr(command, "phase", 0)):
+            # Reduction and step are several commands but one tail.
+            if not stream or stream[-1] != operation:
+                stream.append(operation)
+    if reader.queued:
+        raise ScheduleError(f"rank {rank} queues a transfer after its last CommitP2P: {reader.queued[0][1]}.")
+    return tuple(stream)
 
 
 def schedule_class(name: str) -> type:
@@ -173,66 +189,62 @@ _COMPUTE = {
 }
 
 
-class _Reader:
-    """Turns one rank's commands into operations; the k-th of a kind is micro-batch k."""
+class CommandReader:
+    """Turns one rank's commands into operations, one after the other; the k-th of a kind is micro-batch k.
 
-    def __init__(self, rank: int, ranks: int, name: str) -> None:
-        self.rank = rank
-        self.ranks = ranks
-        self.name = name
-        self.counts: Counter[tuple[str, int]] = Counter()
+    Args:
+        rank: Pipeline rank.
+        ranks: Pipeline ranks.
+        batched: Sends and receives are only queued until the next ``CommitP2P``.
+    """
+
+    def __init__(self, rank: int, ranks: int, batched: bool) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self._batched = batched
+        self._counts: Counter[tuple[str, int]] = Counter()
         self.queued: list[tuple[bool, Transfer]] = []
-        self.tail_done = False
 
-    def read(self, commands: list[Any]) -> Iterable[Operation]:
-        # A schedule that commits batches only queues its sends and receives.
-        batched = any(type(command).__name__ == "CommitP2P" for command in commands)
-        for command in commands:
-            yield from self._operations(command, batched)
-        if self.queued:
-            raise ScheduleError(
-                f"{self.name}: rank {self.rank} queues a transfer after its last CommitP2P: {self.queued[0][1]}."
-            )
+    def operations(self, command: str, phase: int = 0) -> tuple[Operation, ...]:
+        """Return what a command does; nothing for a transfer that is only queued.
 
-    def _operations(self, command: Any, batched: bool) -> Iterable[Operation]:
-        kind = type(command).__name__
-        stage = self._stage(getattr(command, "phase", 0))
-        if kind in _COMPUTE:
-            yield self._compute(_COMPUTE[kind], stage)
-        elif kind == "LoadMicroBatch":
-            yield Load(stage, self._count("load", stage))
-        elif kind in _TAIL:
-            if not self.tail_done:
-                self.tail_done = True
-                yield Compute(Instruction(stage, Kind.TAIL, 0))
-        elif kind == "CommitP2P":
-            if self.queued:
-                yield _exchange(self.queued)
-                self.queued = []
-        elif kind == "RecomputeRecvGrad":
+        Args:
+            command: Class name of the command.
+            phase: Which of the rank's stages (DualPipeV: 0 or 1).
+
+        Raises:
+            ScheduleError: The command is unknown.
+        """
+        stage = self._stage(phase)
+        if command in _COMPUTE:
+            return (self._compute(_COMPUTE[command], stage),)
+        if command == "LoadMicroBatch":
+            return (Load(stage, self._count("load", stage)),)
+        if command in _TAIL:
+            return (Compute(Instruction(stage, Kind.TAIL, 0)),)
+        if command == "CommitP2P":
+            queued, self.queued = self.queued, []
+            return (_exchange(queued),) if queued else ()
+        if command == "RecomputeRecvGrad":
             # Merak posts the receive, recomputes, then waits: the two sides meet after the recomputation.
-            yield self._compute(Kind.RECOMPUTE, stage)
-            yield _exchange([self._transfer("RecvGrad", stage)])
-        elif kind in ("SendActivationRecvGrad", "SendGradRecvActivation"):
-            first, second = kind.split("Recv")
-            yield _exchange([self._transfer(first, stage), self._transfer("Recv" + second, stage)])
-        elif kind in ("SendActivation", "RecvActivation", "SendGrad", "RecvGrad"):
-            transfer = self._transfer(kind, stage)
-            if batched:
-                self.queued.append(transfer)
-            else:
-                yield _exchange([transfer])
-        else:
-            raise ScheduleError(
-                f"{self.name}: rank {self.rank} has an instruction perseus-ds does not know: {command!r}."
-            )
+            return (self._compute(Kind.RECOMPUTE, stage), _exchange([self._transfer("RecvGrad", stage)]))
+        if command in ("SendActivationRecvGrad", "SendGradRecvActivation"):
+            first, second = command.split("Recv")
+            return (_exchange([self._transfer(first, stage), self._transfer("Recv" + second, stage)]),)
+        if command in ("SendActivation", "RecvActivation", "SendGrad", "RecvGrad"):
+            transfer = self._transfer(command, stage)
+            if not self._batched:
+                return (_exchange([transfer]),)
+            self.queued.append(transfer)
+            return ()
+        raise ScheduleError(f"rank {self._rank} has an instruction perseus-ds does not know: {command}.")
 
     def _stage(self, phase: int) -> int:
-        return self.rank if phase == 0 else 2 * self.ranks - 1 - self.rank
+        return self._rank if phase == 0 else 2 * self._ranks - 1 - self._rank
 
     def _count(self, what: str, stage: int) -> int:
-        self.counts[what, stage] += 1
-        return self.counts[what, stage] - 1
+        self._counts[what, stage] += 1
+        return self._counts[what, stage] - 1
 
     def _compute(self, kind: Kind, stage: int) -> Compute:
         return Compute(Instruction(stage, kind, self._count(kind.value, stage)))

@@ -1,0 +1,106 @@
+"""The ``perseus`` block of a DeepSpeed config."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
+
+from perseus_ds.errors import ConfigError
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ProfileConfig(_Block):
+    """How a profile is measured."""
+
+    min_clock_mhz: int | None = Field(None, gt=0, description="Lowest clock to measure [MHz]; the GPU's lowest by default.")
+    max_clock_mhz: int | None = Field(None, gt=0, description="Highest clock to measure [MHz]; the GPU's highest by default.")
+    clock_stride: int = Field(1, ge=1, description="Measure every n-th supported clock.")
+    warm_up: int = Field(3, ge=2, description="Ordinary training iterations before the measurement.")
+    repetitions: int = Field(5, ge=1, description="Least number of times each instruction is run at each clock.")
+    window_s: float = Field(0.6, gt=0, description="Least time each instruction is repeated at each clock [s].")
+
+
+class SimulatedConfig(_Block):
+    """The GPU to simulate where there is none."""
+
+    gpu: str = Field("a100-sxm", description="Device model: a100-sxm or a40.")
+    longest_instruction_s: float = Field(
+        0.1,
+        gt=0,
+        description="Time of the pipeline's longest forward or backward at the top clock [s]; the others follow "
+        "from their floating-point operations.",
+    )
+    lock_latency_s: float = Field(0.015, ge=0, description="Time of a clock-setting call [s].")
+    counter_period_s: float = Field(0.1, gt=0, description="Refresh period of the energy counter [s].")
+    time_noise: float = Field(0.0, ge=0, lt=0.5, description="Relative standard deviation of instruction times.")
+    power_noise: float = Field(0.0, ge=0, lt=0.5, description="Relative standard deviation of power.")
+    may_lock: bool = Field(True, description="Whether setting clocks is permitted.")
+
+
+class PerseusConfig(_Block):
+    """What Perseus does in this training run."""
+
+    enabled: bool = Field(True, description="Without it, DeepSpeed runs as if there were no block.")
+    mode: Literal["observe", "profile", "run"] = Field(
+        "observe",
+        description="observe: measure time and energy at default clocks; profile: measure every clock, write "
+        "profile.csv, train on at default clocks; run: train under the plan chosen from a frontier.",
+    )
+    device: Literal["auto", "nvml", "simulated"] = Field(
+        "auto", description="auto: NVML where the engine runs on CUDA, otherwise a simulated GPU."
+    )
+    output_dir: str = Field("perseus", description="Folder for profile.csv, profile.json and run.jsonl.")
+    frontier: str | None = Field(None, description="frontier.json (or its folder), for run mode.")
+    max_slowdown: float = Field(0.0, ge=0, description="Longest iteration allowed, as a fraction above T_min.")
+    profile: ProfileConfig = Field(default_factory=lambda: ProfileConfig())
+    simulated: SimulatedConfig = Field(default_factory=lambda: SimulatedConfig())
+
+    @model_validator(mode="after")
+    def _run_needs_a_frontier(self) -> Self:
+        if not self.enabled or self.mode != "run":
+            return self
+        if self.frontier is None:
+            raise ValueError('"mode": "run" needs "frontier": the frontier.json that "perseus-ds optimize" wrote')
+        path = Path(self.frontier)
+        if not (path / "frontier.json" if path.is_dir() else path).is_file():
+            raise ValueError(f'"frontier": {self.frontier} does not exist. Write it with "perseus-ds optimize"')
+        return self
+
+
+def parse_block(block: object) -> PerseusConfig:
+    """Validate a ``perseus`` block.
+
+    Raises:
+        ConfigError: The message names the key and says what to write instead.
+    """
+    if not isinstance(block, Mapping):
+        raise ConfigError(f'perseus: expected an object such as {{"enabled": true}}, got {block!r}.')
+    try:
+        return PerseusConfig.model_validate(dict(block))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
+
+
+def _explain(problem: Any) -> str:
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(["perseus", *location])
+    if problem["type"] == "extra_forbidden":
+        owner: Any = PerseusConfig
+        for part in location[:-1]:
+            owner = owner.model_fields[part].annotation
+        known = list(owner.model_fields)
+        close = difflib.get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}."
+        return f"{key}: unknown key; {hint}"
+    if problem["type"] == "value_error":
+        return f"{key}: {problem['ctx']['error']}."
+    expected = problem["msg"].removeprefix("Input should be ")
+    return f"{key}: expected {expected}, got {problem['input']!r}."

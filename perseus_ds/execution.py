@@ -1,0 +1,178 @@
+"""Times the operations of an iteration on whatever the engine computes with.
+
+Three ways to run: on the host (wall-clock time), on CUDA (device events, no synchronisation until
+the iteration is over) and on a simulated GPU (wall-clock time, each instruction stretched to what
+the simulated GPU needs).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from perseus_ds.clocks import Moment
+from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.instruction import Instruction, Kind
+from perseus_ds.schedule import Compute, Operation
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One operation as it ran.
+
+    Attributes:
+        operation: What ran.
+        start_s: From the iteration's start [s].
+        end_s: From the iteration's start [s].
+    """
+
+    operation: Operation
+    start_s: float
+    end_s: float
+
+    @property
+    def time_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+class Execution(Protocol):
+    """Begin and end of every operation of this rank."""
+
+    def start_iteration(self) -> None:
+        """Forget earlier spans; times count from here."""
+
+    def begin(self, operation: Operation) -> None:
+        """The operation is about to be issued."""
+
+    def end(self, operation: Operation) -> Moment | None:
+        """The operation was issued; returns the moment it is done on the device, None if that is now."""
+
+    def spans(self) -> list[Span]:
+        """Wait for the device and return the operations since the iteration's start."""
+
+
+class HostExecution:
+    """Operations that are over when the call returns."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._origin_s = time.perf_counter()
+        self._began_s = 0.0
+
+    def start_iteration(self) -> None:
+        self._spans = []
+        self._origin_s = time.perf_counter()
+
+    def begin(self, operation: Operation) -> None:
+        self._began_s = time.perf_counter()
+
+    def end(self, operation: Operation) -> Moment | None:
+        origin_s = self._origin_s
+        self._spans.append(Span(operation, self._began_s - origin_s, time.perf_counter() - origin_s))
+        return None
+
+    def spans(self) -> list[Span]:
+        return self._spans
+
+
+class CudaExecution:
+    """Operations that the host only launches: timed by events on the current stream."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[Operation, Any, Any]] = []
+        self._origin = self._record()
+        self._began = self._origin
+
+    def start_iteration(self) -> None:
+        self._marks = []
+        self._origin = self._record()
+
+    def begin(self, operation: Operation) -> None:
+        self._began = self._record()
+
+    def end(self, operation: Operation) -> Moment | None:
+        done = self._record()
+        self._marks.append((operation, self._began, done))
+        return done
+
+    def spans(self) -> list[Span]:
+        torch.cuda.synchronize()
+        return [
+            Span(operation, self._origin.elapsed_time(began) / 1e3, self._origin.elapsed_time(ended) / 1e3)
+            for operation, began, ended in self._marks
+        ]
+
+    @staticmethod
+    def _record() -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+class SimulatedExecution(HostExecution):
+    """Instructions computed for real, then waited for until the simulated GPU has done the same work.
+
+    How much work an instruction is, relative to the others, follows from the floating-point
+    operations its kernels did the first time it ran. Until :meth:`calibrate`, nothing is stretched.
+    """
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+        self._seconds_per_flop: float | None = None
+        self._flops: dict[tuple[int, Kind], int] = {}
+        self._counter: _FlopCounter | None = None
+
+    @property
+    def largest_flops(self) -> int:
+        """Floating-point operations of this rank's largest instruction so far."""
+        return max(self._flops.values(), default=0)
+
+    def calibrate(self, seconds_per_flop: float) -> None:
+        """Set how long a floating-point operation takes at the top clock [s]."""
+        self._seconds_per_flop = seconds_per_flop
+
+    def begin(self, operation: Operation) -> None:
+        super().begin(operation)
+        if isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL:
+            self._gpu.begin_work()
+            if _key(operation.instruction) not in self._flops:
+                self._counter = _FlopCounter()
+                self._counter.__enter__()
+
+    def end(self, operation: Operation) -> Moment | None:
+        if isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL:
+            key = _key(operation.instruction)
+            if self._counter is not None:
+                self._counter.__exit__(None, None, None)
+                self._flops[key] = self._counter.flops
+                self._counter = None
+            self._gpu.finish_work(self._flops[key] * (self._seconds_per_flop or 0.0))
+        return super().end(operation)
+
+
+def _key(instruction: Instruction) -> tuple[int, Kind]:
+    return instruction.stage, instruction.kind
+
+
+class _FlopCounter(TorchDispatchMode):
+    """Counts the floating-point operations of kernels without changing which kernels run.
+
+    (PyTorch's own ``FlopCounterMode`` decomposes composite operators, which could change results.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out
