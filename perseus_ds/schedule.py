@@ -169,7 +169,8 @@ def schedule_class(name: str) -> type:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"schedule={name}: not found ({error}). Write 1f1b, dualpipev, or package.module:Class of an importable class."
+            f"schedule={name}: not found ({error}). Write 1f1b, dualpipev, or package.module:Class of a class "
+            "that can be imported here."
         ) from error
     if not hasattr(found, "steps"):
         raise ConfigError(f"schedule={name}: not a PipeSchedule, it has no steps().")
@@ -182,6 +183,7 @@ def stages_per_rank(schedule_class: type) -> int:
 
 
 _TAIL = {"ReduceTiedGrads", "ReduceGrads", "OptimizerStep"}
+_NO_WORK = {"RestoreRecomputeStatus"}
 _COMPUTE = {
     "ForwardPass": Kind.FORWARD,
     "PreCheckpointForwardPass": Kind.FORWARD,
