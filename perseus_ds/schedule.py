@@ -184,6 +184,15 @@ def stages_per_rank(schedule_class: type) -> int:
 
 _TAIL = {"ReduceTiedGrads", "ReduceGrads", "OptimizerStep"}
 _NO_WORK = {"RestoreRecomputeStatus"}
+_TRANSFERS = {
+    "SendActivation": ("SendActivation",),
+    "RecvActivation": ("RecvActivation",),
+    "SendGrad": ("SendGrad",),
+    "RecvGrad": ("RecvGrad",),
+    "SendActivationRecvGrad": ("SendActivation", "RecvGrad"),
+    "SendGradRecvActivation": ("SendGrad", "RecvActivation"),
+    "RecomputeRecvGrad": ("RecvGrad",),
+}
 _COMPUTE = {
     "ForwardPass": Kind.FORWARD,
     "PreCheckpointForwardPass": Kind.FORWARD,
@@ -220,26 +229,29 @@ class CommandReader:
         stage = self._stage(phase)
         if command in _COMPUTE:
             return (self._compute(_COMPUTE[command], stage),)
-        if command == "LoadMicroBatch":
-            return (Load(stage, self._count("load", stage)),)
         if command in _TAIL:
             return (Compute(Instruction(stage, Kind.TAIL, 0)),)
+        if command == "LoadMicroBatch":
+            return (Load(stage, self._count("load", stage)),)
+        if command not in _NO_WORK:
+            return self._communication(command, stage)
+        return ()
+
+    def _communication(self, command: str, stage: int) -> tuple[Operation, ...]:
         if command == "CommitP2P":
-            queued, self.queued = self.queued, []
-            return (_exchange(queued),) if queued else ()
-        if command == "RecomputeRecvGrad":
-            # Merak posts the receive, recomputes, then waits: the two sides meet after the recomputation.
-            return (self._compute(Kind.RECOMPUTE, stage), _exchange([self._transfer("RecvGrad", stage)]))
-        if command in ("SendActivationRecvGrad", "SendGradRecvActivation"):
-            first, second = command.split("Recv")
-            return (_exchange([self._transfer(first, stage), self._transfer("Recv" + second, stage)]),)
-        if command in ("SendActivation", "RecvActivation", "SendGrad", "RecvGrad"):
-            transfer = self._transfer(command, stage)
-            if not self._batched:
-                return (_exchange([transfer]),)
-            self.queued.append(transfer)
+            transfers, self.queued = self.queued, []
+            return (_exchange(transfers),) if transfers else ()
+        if command not in _TRANSFERS:
+            raise ScheduleError(f"rank {self._rank} has an instruction perseus-ds does not know: {command}.")
+        transfers = [self._transfer(part, stage) for part in _TRANSFERS[command]]
+        if self._batched:
+            self.queued += transfers
             return ()
-        raise ScheduleError(f"rank {self._rank} has an instruction perseus-ds does not know: {command}.")
+        if command == "RecomputeRecvGrad":
+            # Merak first recomputes what the gradient is for, and then receives it.
+            recompute = Compute(Instruction(stage, Kind.RECOMPUTE, transfers[0][1].micro_batch))
+            return (recompute, _exchange(transfers))
+        return (_exchange(transfers),)
 
     def _stage(self, phase: int) -> int:
         return self._rank if phase == 0 else 2 * self._ranks - 1 - self._rank
