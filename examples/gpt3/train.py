@@ -1,0 +1,171 @@
+"""Pre-train GPT-3 with DeepSpeed pipeline parallelism and Perseus.
+
+    deepspeed --num_gpus 4 examples/gpt3/train.py model=tiny
+    torchrun --nproc_per_node 4 examples/gpt3/train.py model=tiny steps=100 --profile
+
+Configuration: ``configs/gpt3``, by Hydra. ``--profile`` is short for ``perseus.mode=profile``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import hydra
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.utils.data import TensorDataset
+from transformers import GPT2Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+INITIAL_STD = 0.02
+
+
+class Embedding(nn.Embedding):
+    """Token embedding; tied, it is the language-model head as well."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INITIAL_STD)
+
+
+class Positions(nn.Embedding):
+    """Adds the learned embedding of each position."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INITIAL_STD)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.weight[: hidden.shape[1]]
+
+
+class Block(GPT2Block):
+    """A transformer block; its residual branches start smaller the deeper the model is, as in GPT-2."""
+
+    def __init__(self, config: GPT2Config, index: int) -> None:
+        super().__init__(config, layer_idx=index)
+        for projection in (self.attn.c_proj, self.mlp.c_proj):
+            nn.init.normal_(projection.weight, std=INITIAL_STD / (2 * config.n_layer) ** 0.5)
+
+
+class Head(nn.Linear):
+    """Language-model head with weights of its own."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INITIAL_STD)
+
+
+def tied_head(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the logits of shape (batch, sequence, vocabulary), using the embedding's weights."""
+    return nn.functional.linear(hidden, embedding.weight)
+
+
+def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy; ``labels`` are the inputs shifted by one token."""
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def gpt3_layers(model: DictConfig) -> list[LayerSpec]:
+    """Return the layers of a GPT-3 of the given shape, for a ``PipelineModule`` to build its own share of."""
+    config = GPT2Config(
+        n_embd=model.width,
+        n_layer=model.layers,
+        n_head=model.heads,
+        n_positions=model.sequence_length,
+        vocab_size=model.vocabulary,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        attn_implementation="sdpa",  # causal without a mask; "eager" would need one
+    )
+    token_embedding = (Embedding, model.vocabulary, model.width)
+    blocks = [LayerSpec(Block, config, index) for index in range(model.layers)]
+    body = [LayerSpec(Positions, model.sequence_length, model.width), *blocks, LayerSpec(nn.LayerNorm, model.width)]
+    if model.tie_head:
+        return [
+            TiedLayerSpec("embedding", *token_embedding),
+            *body,
+            TiedLayerSpec("embedding", *token_embedding, forward_fn=tied_head),
+        ]
+    return [LayerSpec(*token_embedding), *body, LayerSpec(Head, model.width, model.vocabulary, bias=False)]
+
+
+def read_text(path: str | None, max_bytes: int) -> bytes:
+    """Return the first bytes of a text file, or of the Python standard library's modules."""
+    files = [Path(path)] if path else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b""
+    for file in files:
+        if len(text) >= max_bytes:
+            break
+        text += file.read_bytes()
+    return text[:max_bytes]
+
+
+def byte_dataset(text: bytes, sequence_length: int, seed: int) -> TensorDataset:
+    """Cut text into (tokens, next tokens) of ``sequence_length`` bytes each, shuffled."""
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    count = (len(tokens) - 1) // sequence_length
+    if count < 1:
+        raise ValueError(f"data: {len(text)} bytes of text are fewer than one sequence of {sequence_length}. Give more.")
+    inputs = tokens[: count * sequence_length].view(count, sequence_length)
+    labels = tokens[1 : count * sequence_length + 1].view(count, sequence_length)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(inputs[order], labels[order])
+
+
+def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
+    """Return the DeepSpeed configuration, ``perseus`` block included, for this many data-parallel pipelines."""
+    size = cfg.model.micro_batch_size
+    parts = [cfg.deepspeed, cfg.deepspeed_on_gpu] if torch.cuda.is_available() else [cfg.deepspeed]
+    config: dict[str, Any] = OmegaConf.to_container(OmegaConf.merge(*parts), resolve=True)  # type: ignore[assignment]
+    config["train_micro_batch_size_per_gpu"] = size
+    config["gradient_accumulation_steps"] = cfg.micro_batches or max(1, cfg.model.global_batch // (size * pipelines))
+    config["perseus"] = OmegaConf.to_container(cfg.perseus, resolve=True)
+    return config
+
+
+@hydra.main(version_base="1.3", config_path="../../configs/gpt3", config_name="config")
+def main(cfg: DictConfig) -> None:
+    """Train, or measure a profile."""
+    deepspeed.init_distributed()
+    ranks = torch.distributed.get_world_size()
+    if torch.cuda.is_available():
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    elif ranks > 1:
+        torch.set_num_threads(1)  # the ranks share the cores
+    stages = cfg.stages or ranks
+
+    with torch.no_grad():  # tying the head copies weights between stages
+        module = PipelineModule(
+            layers=gpt3_layers(cfg.model),
+            num_stages=stages,
+            loss_fn=causal_lm_loss,
+            partition_method=cfg.model.partition,
+            activation_checkpoint_interval=cfg.activation_checkpoint_interval,
+            seed_layers=True,  # the same weights however the layers are spread over stages
+            seed_fn=torch.manual_seed,
+            base_seed=cfg.seed,
+        )
+    text = read_text(cfg.data.path, cfg.data.max_bytes)
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        model_parameters=[p for p in module.parameters() if p.requires_grad],
+        training_data=byte_dataset(text, cfg.model.sequence_length, cfg.seed),
+        config=deepspeed_config(cfg, pipelines=ranks // stages),
+    )
+    # In profile mode the first call measures and one is enough.
+    for _ in range(1 if cfg.perseus.mode == "profile" else cfg.steps):
+        engine.train_batch()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # DeepSpeed's launcher adds --local_rank, which Hydra does not know; the environment says the same.
+    arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
+    sys.argv[1:] = ["perseus.mode=profile" if a == "--profile" else a for a in arguments]
+    main()
