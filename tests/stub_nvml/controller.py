@@ -1,0 +1,159 @@
+"""Makes, changes and watches the GPUs of the stub NVML library; see stub_nvml.c."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("stub_nvml.c")
+STATE_VARIABLE = "PERSEUS_STUB_NVML"
+MAX_GPUS = 8
+MAX_CLOCKS = 128
+HISTORY = 4096
+A100_CLOCKS_MHZ = tuple(range(1410, 209, -15))
+
+FUNCTIONS = (
+    "init", "shutdown", "driver_version", "count", "by_index", "by_uuid", "by_pci", "uuid", "name", "pci_info",
+    "memory_clocks", "graphics_clocks", "set_locked", "reset_locked", "clock_info", "energy", "power", "reasons",
+    "mig_mode",
+)  # fmt: skip
+ERRORS = {
+    "none": 0, "not_supported": 3, "no_permission": 4, "driver_not_loaded": 9, "timeout": 10, "function_not_found": 13,
+    "gpu_is_lost": 15, "version_mismatch": 18, "unknown": 999,
+}  # fmt: skip
+
+
+class _Change(ctypes.Structure):
+    _fields_ = (("at_s", ctypes.c_double), ("clock_mhz", ctypes.c_uint32), ("pid", ctypes.c_uint32))
+
+
+class StubGpu(ctypes.Structure):
+    """One GPU in the shared file: every attribute may be read and set while other processes use it."""
+
+    _fields_ = (
+        ("uuid", ctypes.c_char * 80), ("name", ctypes.c_char * 96), ("bus_id", ctypes.c_char * 32),
+        ("clock_count", ctypes.c_uint32), ("clocks_mhz", ctypes.c_uint32 * MAX_CLOCKS),
+        ("memory_clock_count", ctypes.c_uint32), ("memory_clocks_mhz", ctypes.c_uint32 * 4),
+        ("locked_clock_mhz", ctypes.c_uint32), ("previous_clock_mhz", ctypes.c_uint32),
+        ("limit_clock_mhz", ctypes.c_uint32), ("has_energy_counter", ctypes.c_uint32),
+        ("mig_enabled", ctypes.c_uint32), ("reserved", ctypes.c_uint32), ("throttle_reasons", ctypes.c_uint64),
+        ("locked_at_s", ctypes.c_double), ("settle_s", ctypes.c_double), ("lock_latency_s", ctypes.c_double),
+        ("counter_period_s", ctypes.c_double), ("power_w", ctypes.c_double),
+        ("_calls", ctypes.c_uint32 * len(FUNCTIONS)), ("_errors", ctypes.c_int32 * len(FUNCTIONS)),
+        ("_hang", ctypes.c_uint32 * len(FUNCTIONS)), ("change_count", ctypes.c_uint32),
+        ("_changes", _Change * HISTORY),
+    )  # fmt: skip
+
+    def calls(self, function: str) -> int:
+        return int(self._calls[FUNCTIONS.index(function)])
+
+    def fail(self, function: str, error: str) -> None:
+        """Let a function answer with an error from now on; ``none`` makes it work again."""
+        self._errors[FUNCTIONS.index(function)] = ERRORS[error]
+
+    def hang(self, function: str, hangs: bool = True) -> None:
+        """Let a function not return until it is told so again with False."""
+        self._hang[FUNCTIONS.index(function)] = hangs
+
+    def changes_mhz(self) -> list[int]:
+        """Return the clocks that were set so far, in order; 0 is a reset. The last 4096 at most."""
+        first = max(0, self.change_count - HISTORY)
+        return [int(self._changes[n % HISTORY].clock_mhz) for n in range(first, self.change_count)]
+
+    def change_times_s(self) -> list[float]:
+        """Return when (``time.monotonic``) the clocks of :meth:`changes_mhz` were set [s]."""
+        first = max(0, self.change_count - HISTORY)
+        return [float(self._changes[n % HISTORY].at_s) for n in range(first, self.change_count)]
+
+
+class _State(ctypes.Structure):
+    _fields_ = (
+        ("gpu_count", ctypes.c_uint32), ("driver_version", ctypes.c_char * 76),
+        ("_calls", ctypes.c_uint32 * len(FUNCTIONS)), ("_errors", ctypes.c_int32 * len(FUNCTIONS)),
+        ("gpus", StubGpu * MAX_GPUS),
+    )  # fmt: skip
+
+
+def build(folder: Path) -> Path:
+    """Compile the library into a folder and return its path.
+
+    Raises:
+        FileNotFoundError: There is no C compiler.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise FileNotFoundError("no C compiler (cc, gcc or clang) to build the stub NVML library with")
+    library = folder / "libnvidia-ml.so.1"
+    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
+    subprocess.run([compiler, *flags, "-o", str(library), str(SOURCE)], check=True)
+    return library
+
+
+class StubNvml:
+    """GPUs that every process started with :attr:`environment` sees through the real pynvml.
+
+    Attributes:
+        gpus: The GPUs, live: setting ``stub.gpus[0].power_w`` changes what the next call there reads.
+        environment: Variables that make a process load the stub library with these GPUs.
+    """
+
+    def __init__(
+        self, library: Path, state_file: Path, gpu_count: int, clocks_mhz: Sequence[int] = A100_CLOCKS_MHZ
+    ) -> None:
+        if ctypes.CDLL(str(library)).stubStateSize() != ctypes.sizeof(_State):
+            raise AssertionError("controller.py and stub_nvml.c disagree about the layout of the shared state")
+        state_file.write_bytes(bytes(ctypes.sizeof(_State)))
+        with state_file.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        self._state = _State.from_buffer(self._map)
+        self._state.driver_version = b"550.54.15-stub"
+        self._state.gpu_count = gpu_count
+        self.gpus = [self._state.gpus[index] for index in range(gpu_count)]
+        for index, gpu in enumerate(self.gpus):
+            _fill(gpu, index, clocks_mhz)
+        search = os.pathsep.join(filter(None, [str(library.parent), os.environ.get("LD_LIBRARY_PATH")]))
+        self.environment = {STATE_VARIABLE: str(state_file), "LD_LIBRARY_PATH": search}
+
+    def calls(self, function: str) -> int:
+        """Return how often a function that belongs to no GPU was called (``init``, ``count``, …)."""
+        return int(self._state._calls[FUNCTIONS.index(function)])
+
+    def fail(self, function: str, error: str) -> None:
+        """Let a function that belongs to no GPU answer with an error from now on."""
+        self._state._errors[FUNCTIONS.index(function)] = ERRORS[error]
+
+    def locked_clocks_mhz(self) -> list[int]:
+        """Return the clock each GPU is locked at, 0 where it is not."""
+        return [int(gpu.locked_clock_mhz) for gpu in self.gpus]
+
+    def run(
+        self, *arguments: str, timeout_s: float = 60, environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run Python with these arguments on the stub's GPUs and return its output."""
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env={**os.environ, **self.environment, **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+
+def _fill(gpu: StubGpu, index: int, clocks_mhz: Sequence[int]) -> None:
+    gpu.uuid = f"GPU-{index}b6c4a7e-5d21-4f3e-9a10-00000000000{index}".encode()
+    gpu.name = b"NVIDIA A100-SXM4-80GB (stub)"
+    gpu.bus_id = f"00000000:{index + 16:02X}:00.0".encode()
+    gpu.clock_count = len(clocks_mhz)
+    gpu.clocks_mhz[: len(clocks_mhz)] = sorted(clocks_mhz, reverse=True)
+    gpu.memory_clock_count = 2
+    gpu.memory_clocks_mhz[:2] = [1593, 405]
+    gpu.has_energy_counter = 1
+    gpu.counter_period_s = 0.1
+    gpu.power_w = 250.0

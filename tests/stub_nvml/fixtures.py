@@ -1,0 +1,58 @@
+"""Pytest fixtures around the stub NVML library; tests/conftest.py makes them known to every test."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pynvml
+import pytest
+from stub_nvml.controller import STATE_VARIABLE, StubNvml, build
+
+MakeStub = Callable[[int], StubNvml]
+
+
+@pytest.fixture(scope="session")
+def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled library."""
+    try:
+        return build(tmp_path_factory.mktemp("stub_nvml"))
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def make_stub_nvml(stub_library: Path, tmp_path: Path) -> MakeStub:
+    """A function that makes a node of so many GPUs, for processes started with its ``environment``."""
+    return lambda gpu_count: StubNvml(stub_library, tmp_path / "stub_nvml_state", gpu_count)
+
+
+@pytest.fixture
+def stub_nvml(make_stub_nvml: MakeStub) -> StubNvml:
+    """A node of four A100."""
+    return make_stub_nvml(4)
+
+
+@pytest.fixture
+def stub_nvml_here(stub_nvml: StubNvml, stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubNvml]:
+    """The same node, seen by the real pynvml in this very process.
+
+    The dynamic linker gives out a library that is already loaded under the name asked for, so loading the stub first
+    is enough. It stays loaded: without its variable it answers that no driver is loaded.
+    """
+    library = ctypes.CDLL(str(stub_library))
+    monkeypatch.setenv(STATE_VARIABLE, stub_nvml.environment[STATE_VARIABLE])
+    for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(variable, raising=False)
+    pynvml.nvmlInit()
+    if not pynvml.nvmlSystemGetDriverVersion().endswith("-stub"):
+        pynvml.nvmlShutdown()
+        pytest.skip(
+            "this process has loaded a real libnvidia-ml.so.1 before; run these tests in a process of their own"
+        )
+    pynvml.nvmlShutdown()
+    yield stub_nvml
+    stub_nvml.fail("shutdown", "none")
+    while library.nvmlShutdown() == 0:  # Let go of what a failed test left open.
+        pass

@@ -1,0 +1,273 @@
+/* A stand-in for libnvidia-ml.so.1 for tests: what pynvml calls, on GPUs that live in a shared file.
+ *
+ * The file named by PERSEUS_STUB_NVML holds one `struct state`, written by controller.py, whose
+ * ctypes.Structure mirrors this one. Every process that maps it sees the same GPUs. */
+
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MAX_GPUS 8
+#define MAX_CLOCKS 128
+#define HISTORY 4096
+
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7,
+       DRIVER_NOT_LOADED = 9 };
+
+enum function { INIT, SHUTDOWN, DRIVER_VERSION, COUNT, BY_INDEX, BY_UUID, BY_PCI, UUID, NAME, PCI_INFO, MEMORY_CLOCKS,
+                GRAPHICS_CLOCKS, SET_LOCKED, RESET_LOCKED, CLOCK_INFO, ENERGY, POWER, REASONS, MIG_MODE, FUNCTIONS };
+
+struct change {
+    double at_s; /* CLOCK_MONOTONIC */
+    uint32_t clock_mhz; /* 0: reset */
+    uint32_t pid;
+};
+
+struct gpu {
+    char uuid[80], name[96], bus_id[32];
+    uint32_t clock_count, clocks_mhz[MAX_CLOCKS]; /* descending, as NVML lists them */
+    uint32_t memory_clock_count, memory_clocks_mhz[4];
+    uint32_t locked_clock_mhz; /* 0: not locked */
+    uint32_t previous_clock_mhz; /* in effect until settled */
+    uint32_t limit_clock_mhz; /* the clock stays below this one, as at a power limit; 0: no limit */
+    uint32_t has_energy_counter, mig_enabled, reserved;
+    uint64_t throttle_reasons;
+    double locked_at_s, settle_s, lock_latency_s, counter_period_s, power_w;
+    uint32_t calls[FUNCTIONS];
+    int32_t errors[FUNCTIONS]; /* nvmlReturn_t to answer with, 0: none */
+    uint32_t hang[FUNCTIONS]; /* does not return until this is 0 again */
+    uint32_t change_count;
+    struct change changes[HISTORY];
+};
+
+struct state {
+    uint32_t gpu_count;
+    char driver_version[76];
+    uint32_t calls[FUNCTIONS];
+    int32_t errors[FUNCTIONS];
+    struct gpu gpus[MAX_GPUS];
+};
+
+static struct state *state;
+static int users; /* nvmlInit counts its users, in each process */
+
+unsigned stubStateSize(void) { return sizeof(struct state); }
+
+static double now_s(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec / 1e9;
+}
+
+static void sleep_s(double seconds) {
+    struct timespec t = {(time_t)seconds, (long)((seconds - (time_t)seconds) * 1e9)};
+    nanosleep(&t, NULL);
+}
+
+static int global_call(enum function f) {
+    if (!users) return UNINITIALIZED;
+    __atomic_fetch_add(&state->calls[f], 1, __ATOMIC_SEQ_CST);
+    return state->errors[f];
+}
+
+static int call(struct gpu *gpu, enum function f) {
+    if (!users) return UNINITIALIZED;
+    if (!gpu) return INVALID_ARGUMENT;
+    __atomic_fetch_add(&gpu->calls[f], 1, __ATOMIC_SEQ_CST);
+    while (*(volatile uint32_t *)&gpu->hang[f]) sleep_s(0.01);
+    if (f == SET_LOCKED || f == RESET_LOCKED) sleep_s(gpu->lock_latency_s);
+    return gpu->errors[f];
+}
+
+static uint32_t clock_mhz(struct gpu *gpu) {
+    uint32_t wanted = now_s() < gpu->locked_at_s + gpu->settle_s ? gpu->previous_clock_mhz : gpu->locked_clock_mhz;
+    if (!wanted) wanted = gpu->clocks_mhz[0];
+    return gpu->limit_clock_mhz && gpu->limit_clock_mhz < wanted ? gpu->limit_clock_mhz : wanted;
+}
+
+static void change_clock(struct gpu *gpu, uint32_t mhz) {
+    uint32_t n = __atomic_fetch_add(&gpu->change_count, 1, __ATOMIC_SEQ_CST);
+    gpu->changes[n % HISTORY] = (struct change){now_s(), mhz, (uint32_t)getpid()};
+    gpu->previous_clock_mhz = clock_mhz(gpu);
+    gpu->locked_at_s = now_s();
+    gpu->locked_clock_mhz = mhz;
+}
+
+static int list(const uint32_t *from, unsigned n, unsigned *count, unsigned *to) {
+    int fits = to && *count >= n;
+    *count = n;
+    if (!fits) return INSUFFICIENT_SIZE;
+    memcpy(to, from, n * sizeof *to);
+    return SUCCESS;
+}
+
+int nvmlInitWithFlags(unsigned flags) {
+    (void)flags;
+    if (!users) {
+        const char *path = getenv("PERSEUS_STUB_NVML");
+        int file = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
+        if (file < 0) return DRIVER_NOT_LOADED;
+        if (state) munmap(state, sizeof *state);
+        state = mmap(NULL, sizeof *state, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+        close(file);
+        if (state == MAP_FAILED) { state = NULL; return DRIVER_NOT_LOADED; }
+    }
+    __atomic_fetch_add(&state->calls[INIT], 1, __ATOMIC_SEQ_CST);
+    if (state->errors[INIT]) return state->errors[INIT];
+    users++;
+    return SUCCESS;
+}
+
+int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
+
+int nvmlShutdown(void) {
+    int error = global_call(SHUTDOWN);
+    if (!error) users--;
+    return error;
+}
+
+const char *nvmlErrorString(int code) {
+    static __thread char text[32];
+    snprintf(text, sizeof text, "stub error %d", code);
+    return text;
+}
+
+int nvmlSystemGetDriverVersion(char *version, unsigned length) {
+    int error = global_call(DRIVER_VERSION);
+    if (!error) snprintf(version, length, "%s", state->driver_version);
+    return error;
+}
+
+int nvmlDeviceGetCount_v2(unsigned *count) {
+    int error = global_call(COUNT);
+    if (!error) *count = state->gpu_count;
+    return error;
+}
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, struct gpu **gpu) {
+    int error = global_call(BY_INDEX);
+    if (error) return error;
+    if (index >= state->gpu_count) return INVALID_ARGUMENT;
+    *gpu = &state->gpus[index];
+    return call(*gpu, BY_INDEX);
+}
+
+int nvmlDeviceGetHandleByUUID(const char *uuid, struct gpu **gpu) {
+    int error = global_call(BY_UUID);
+    if (error) return error;
+    for (unsigned i = 0; i < state->gpu_count; i++)
+        if (!strcmp(state->gpus[i].uuid, uuid)) return *gpu = &state->gpus[i], call(*gpu, BY_UUID);
+    return NOT_FOUND;
+}
+
+int nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, struct gpu **gpu) {
+    int error = global_call(BY_PCI);
+    if (error) return error;
+    for (unsigned i = 0; i < state->gpu_count; i++)
+        if (!strcasecmp(state->gpus[i].bus_id, bus_id)) return *gpu = &state->gpus[i], call(*gpu, BY_PCI);
+    return NOT_FOUND;
+}
+
+int nvmlDeviceGetIndex(struct gpu *gpu, unsigned *index) {
+    int error = call(gpu, BY_INDEX);
+    if (!error) *index = (unsigned)(gpu - state->gpus);
+    return error;
+}
+
+int nvmlDeviceGetUUID(struct gpu *gpu, char *uuid, unsigned length) {
+    int error = call(gpu, UUID);
+    if (!error) snprintf(uuid, length, "%s", gpu->uuid);
+    return error;
+}
+
+int nvmlDeviceGetName(struct gpu *gpu, char *name, unsigned length) {
+    int error = call(gpu, NAME);
+    if (!error) snprintf(name, length, "%s", gpu->name);
+    return error;
+}
+
+struct pci_info { /* nvmlPciInfo_t */
+    char bus_id_legacy[16];
+    unsigned domain, bus, device, device_id, subsystem_id;
+    char bus_id[32];
+};
+
+int nvmlDeviceGetPciInfo_v3(struct gpu *gpu, struct pci_info *info) {
+    int error = call(gpu, PCI_INFO);
+    if (error) return error;
+    memset(info, 0, sizeof *info);
+    memcpy(info->bus_id, gpu->bus_id, sizeof info->bus_id);
+    sscanf(gpu->bus_id, "%x:%x:%x", &info->domain, &info->bus, &info->device);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMigMode(struct gpu *gpu, unsigned *current, unsigned *pending) {
+    int error = call(gpu, MIG_MODE);
+    if (!error) *current = *pending = gpu->mig_enabled;
+    return error;
+}
+
+int nvmlDeviceGetSupportedMemoryClocks(struct gpu *gpu, unsigned *count, unsigned *clocks) {
+    int error = call(gpu, MEMORY_CLOCKS);
+    return error ? error : list(gpu->memory_clocks_mhz, gpu->memory_clock_count, count, clocks);
+}
+
+int nvmlDeviceGetSupportedGraphicsClocks(struct gpu *gpu, unsigned memory_mhz, unsigned *count, unsigned *clocks) {
+    int error = call(gpu, GRAPHICS_CLOCKS);
+    if (error) return error;
+    for (unsigned i = 0; i < gpu->memory_clock_count; i++)
+        if (gpu->memory_clocks_mhz[i] == memory_mhz) /* idle memory clocks allow the lowest SM clock only */
+            return list(gpu->clocks_mhz + (i ? gpu->clock_count - 1 : 0), i ? 1 : gpu->clock_count, count, clocks);
+    return NOT_FOUND;
+}
+
+int nvmlDeviceSetGpuLockedClocks(struct gpu *gpu, unsigned lowest_mhz, unsigned highest_mhz) {
+    int error = call(gpu, SET_LOCKED);
+    if (error) return error;
+    if (lowest_mhz > highest_mhz) return INVALID_ARGUMENT;
+    change_clock(gpu, highest_mhz);
+    return SUCCESS;
+}
+
+int nvmlDeviceResetGpuLockedClocks(struct gpu *gpu) {
+    int error = call(gpu, RESET_LOCKED);
+    if (!error) change_clock(gpu, 0);
+    return error;
+}
+
+int nvmlDeviceGetClockInfo(struct gpu *gpu, int type, unsigned *mhz) {
+    int error = call(gpu, CLOCK_INFO);
+    if (!error) *mhz = type == 2 ? gpu->memory_clocks_mhz[0] : clock_mhz(gpu);
+    return error;
+}
+
+int nvmlDeviceGetTotalEnergyConsumption(struct gpu *gpu, unsigned long long *millijoules) {
+    int error = call(gpu, ENERGY);
+    if (error) return error;
+    if (!gpu->has_energy_counter) return NOT_SUPPORTED;
+    uint64_t periods = (uint64_t)(now_s() / gpu->counter_period_s);
+    *millijoules = (unsigned long long)(periods * gpu->counter_period_s * gpu->power_w * 1e3);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetPowerUsage(struct gpu *gpu, unsigned *milliwatts) {
+    int error = call(gpu, POWER);
+    if (!error) *milliwatts = (unsigned)(gpu->power_w * 1e3);
+    return error;
+}
+
+int nvmlDeviceGetCurrentClocksEventReasons(struct gpu *gpu, unsigned long long *reasons) {
+    int error = call(gpu, REASONS);
+    if (!error) *reasons = gpu->throttle_reasons;
+    return error;
+}
+
+int nvmlDeviceGetCurrentClocksThrottleReasons(struct gpu *gpu, unsigned long long *reasons) {
+    return nvmlDeviceGetCurrentClocksEventReasons(gpu, reasons);
+}
