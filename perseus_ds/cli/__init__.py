@@ -1,0 +1,1 @@
+"""``perseus-ds …``: one thin module per command."""

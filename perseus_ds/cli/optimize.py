@@ -1,0 +1,50 @@
+"""``perseus-ds optimize``: from a profile to the frontier of frequency plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import Field
+
+from perseus_ds.cli.arguments import Arguments, compose
+from perseus_ds.cli.inputs import naming, schedule_for
+from perseus_ds.cli.progress import progress_bar
+from perseus_ds.cli.summary import frontier_summary
+from perseus_ds.optimize import Solver, optimize
+from perseus_ds.stage_profile import StageProfile
+
+
+class OptimizeArguments(Arguments):
+    """Arguments of the command; ``configs/cli/optimize.yaml`` explains them."""
+
+    profile: Path
+    out: Path
+    micro_batches: int | None = Field(ge=1)
+    stages: int | None = Field(ge=1)
+    blocking_power_w: float | None = Field(ge=0, allow_inf_nan=False)
+    schedule: str | None
+    solver: Solver | None
+
+
+def run(overrides: list[str]) -> int:
+    """Write the frontier and print what it saves."""
+    arguments = compose("optimize", overrides, OptimizeArguments)
+    profile = StageProfile.load(arguments.profile)
+    schedule = schedule_for(
+        profile, schedule=arguments.schedule, stages=arguments.stages, micro_batches=arguments.micro_batches
+    )
+    with naming(arguments.profile), progress_bar() as progress:
+        frontier = optimize(
+            schedule,
+            profile,
+            blocking_power_w=arguments.blocking_power_w,
+            progress=progress,
+            **({} if arguments.solver is None else {"solver": arguments.solver}),
+        )
+    provenance = frontier.provenance.model_copy(update={"profile": str(arguments.profile)})
+    frontier = replace(frontier, provenance=provenance)
+    path = frontier.save(arguments.out)
+    print(frontier_summary(frontier))
+    print(f"Written: {path} and {path.with_suffix('.csv').name}")
+    return 0

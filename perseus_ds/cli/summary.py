@@ -1,0 +1,28 @@
+"""A frontier in a few lines for the terminal."""
+
+from __future__ import annotations
+
+from perseus_ds.frontier import Frontier, describe
+
+
+def frontier_summary(frontier: Frontier) -> str:
+    """Return what a person asks first: how many plans, how fast, and what they save."""
+    figures = describe(frontier)
+    fastest, provenance = frontier.plans[0], frontier.provenance
+    slowdown = fastest.time_s / frontier.t_min_s - 1
+    lines = [
+        f"{figures['plans']} plans for {provenance.stages} stages and {provenance.micro_batches} micro-batches "
+        f"({provenance.schedule}, solver {provenance.solver})",
+        f"  all at the highest clock  {frontier.baseline.time_s:10.4f} s  {frontier.baseline.energy_j:12.2f} J",
+        f"  fastest plan              {fastest.time_s:10.4f} s  {fastest.energy_j:12.2f} J  "
+        f"saves {figures['saving_at_t_min']:.1%} at {slowdown:+.2%} time against T_min",
+        f"  most frugal plan (T*)     {figures['t_star_s']:10.4f} s  {frontier.plans[-1].energy_j:12.2f} J  "
+        f"saves {figures['saving_at_t_star']:.1%}",
+    ]
+    if figures["mean_gap"] is not None:
+        mean, worst = figures["mean_gap"], figures["worst_gap"]
+        lines.append(f"  above the lower bound     mean {mean:.3%}, worst {worst:.3%} of the energy")
+    lines.append("  Energies are per iteration of one pipeline, one GPU per rank.")
+    if provenance.simulated:
+        lines.append("  The profile is SIMULATED: no GPU was measured.")
+    return "\n".join(lines)
