@@ -108,10 +108,12 @@ def read_text(path: str | None, max_bytes: int) -> bytes:
 
 def byte_dataset(text: bytes, sequence_length: int, seed: int) -> TensorDataset:
     """Cut text into (tokens, next tokens) of ``sequence_length`` bytes each, shuffled."""
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    count = (len(tokens) - 1) // sequence_length
+    count = (len(text) - 1) // sequence_length
     if count < 1:
-        raise ValueError(f"data: {len(text)} bytes of text are fewer than one sequence of {sequence_length}. Give more.")
+        raise ValueError(
+            f"data.path: {len(text)} bytes of text, less than one sequence of {sequence_length} and a byte."
+        )
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     inputs = tokens[: count * sequence_length].view(count, sequence_length)
     labels = tokens[1 : count * sequence_length + 1].view(count, sequence_length)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
@@ -129,7 +131,7 @@ def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
     return config
 
 
-@hydra.main(version_base="1.3", config_path="../../configs/gpt3", config_name="config")
+@hydra.main(version_base="1.3", config_path="../../configs/gpt3", config_name="config")  # type: ignore[untyped-decorator]
 def main(cfg: DictConfig) -> None:
     """Train, or measure a profile."""
     deepspeed.init_distributed()
@@ -146,7 +148,8 @@ def main(cfg: DictConfig) -> None:
             num_stages=stages,
             loss_fn=causal_lm_loss,
             partition_method=cfg.model.partition,
-            activation_checkpoint_interval=cfg.activation_checkpoint_interval,
+            activation_checkpoint_interval=1 if cfg.model.activation_checkpointing else 0,
+            checkpointable_layers=["Block"],
             seed_layers=True,  # the same weights however the layers are spread over stages
             seed_fn=torch.manual_seed,
             base_seed=cfg.seed,
