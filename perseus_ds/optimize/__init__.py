@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from perseus_ds.dag import Dag
@@ -10,6 +10,7 @@ from perseus_ds.errors import ConfigError, ProfileError
 from perseus_ds.frontier import Frontier, Provenance, drop_dominated
 from perseus_ds.optimize.lowtime import solve_lowtime
 from perseus_ds.optimize.problem import Problem
+from perseus_ds.plan import FrequencyPlan
 from perseus_ds.schedule import Schedule
 from perseus_ds.stage_profile import StageProfile
 
@@ -38,6 +39,18 @@ def optimize(
     Raises:
         ProfileError: The profile does not cover the schedule, or blocking power is unknown.
     """
+    problem = problem_for(schedule, profile, blocking_power_w)
+    plans = solve_lowtime(problem, progress or (lambda what, done: None))
+    return frontier_of(problem, plans, solver)
+
+
+def problem_for(schedule: Schedule, profile: StageProfile, blocking_power_w: float | None) -> Problem:
+    """Return what there is to decide for a schedule.
+
+    Raises:
+        ConfigError: Blocking power is unknown.
+        ProfileError: The profile does not cover the schedule.
+    """
     power_w = profile.info.blocking_power_w if blocking_power_w is None else blocking_power_w
     if power_w is None:
         raise ConfigError(
@@ -51,19 +64,23 @@ def optimize(
             f"The schedule has {schedule.num_stages} stages, the profile {profile.num_stages}. "
             f"Profile the model with {schedule.num_stages} stages, or give fewer."
         )
-    problem = Problem(Dag.build(schedule), profile, power_w)
-    plans = solve_lowtime(problem, progress or (lambda what, done: None))
+    return Problem(Dag.build(schedule), profile, power_w)
+
+
+def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -> Frontier:
+    """Return the frontier of the plans for which none is both as fast and as frugal."""
+    schedule, info = problem.dag.schedule, problem.profile.info
     return Frontier(
-        plans=tuple(drop_dominated(plans)),
+        plans=tuple(drop_dominated(list(plans))),
         t_min_s=problem.t_min_s,
         baseline=problem.baseline(),
         provenance=Provenance(
             schedule=schedule.name,
             micro_batches=schedule.micro_batches,
             stages=schedule.num_stages,
-            blocking_power_w=power_w,
+            blocking_power_w=problem.blocking_power_w,
             solver=solver,
-            simulated=profile.info.simulated,
-            gpu=profile.info.gpu,
+            simulated=info.simulated,
+            gpu=info.gpu,
         ),
     )
