@@ -185,6 +185,11 @@ class NvmlGpu:
         finally:
             _call("Closing NVML", "nvmlShutdown")
 
+    @property
+    def address(self) -> str:
+        """What another process, the guardian, finds this GPU by."""
+        return f"nvml:{self.uuid}"
+
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name}, {self.uuid})"
 
