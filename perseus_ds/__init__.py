@@ -1,1 +1,24 @@
-"""Perseus for DeepSpeed: pipeline-parallel training on less energy, without slowing down."""
+"""Perseus for DeepSpeed: pipeline-parallel training on less energy, without slowing down.
+
+Importing this package is cheap; DeepSpeed and PyTorch are imported when they are needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["initialize"]
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """Initialize DeepSpeed, with Perseus if its config has an enabled ``perseus`` block.
+
+    A drop-in for ``deepspeed.initialize``: the same arguments, the same tuple of engine, optimizer,
+    data loader and learning-rate scheduler. Without the block, exactly what DeepSpeed returns.
+
+    Raises:
+        ConfigError: The block is wrong, or the model is not a ``PipelineModule``.
+    """
+    from perseus_ds.engine import initialize as initialize_engine
+
+    return initialize_engine(*args, **kwargs)

@@ -20,8 +20,12 @@ class _Block(BaseModel):
 class ProfileConfig(_Block):
     """How a profile is measured."""
 
-    min_clock_mhz: int | None = Field(None, gt=0, description="Lowest clock to measure [MHz]; the GPU's lowest by default.")
-    max_clock_mhz: int | None = Field(None, gt=0, description="Highest clock to measure [MHz]; the GPU's highest by default.")
+    min_clock_mhz: int | None = Field(
+        None, gt=0, description="Lowest clock to measure [MHz]; the GPU's lowest by default."
+    )
+    max_clock_mhz: int | None = Field(
+        None, gt=0, description="Highest clock to measure [MHz]; the GPU's highest by default."
+    )
     clock_stride: int = Field(1, ge=1, description="Measure every n-th supported clock.")
     warm_up: int = Field(3, ge=2, description="Ordinary training iterations before the measurement.")
     repetitions: int = Field(5, ge=1, description="Least number of times each instruction is run at each clock.")
@@ -60,8 +64,8 @@ class PerseusConfig(_Block):
     output_dir: str = Field("perseus", description="Folder for profile.csv, profile.json and run.jsonl.")
     frontier: str | None = Field(None, description="frontier.json (or its folder), for run mode.")
     max_slowdown: float = Field(0.0, ge=0, description="Longest iteration allowed, as a fraction above T_min.")
-    profile: ProfileConfig = Field(default_factory=lambda: ProfileConfig())
-    simulated: SimulatedConfig = Field(default_factory=lambda: SimulatedConfig())
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
+    simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
 
     @model_validator(mode="after")
     def _run_needs_a_frontier(self) -> Self:

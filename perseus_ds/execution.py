@@ -96,7 +96,7 @@ class CudaExecution:
         self._began = self._record()
 
     def end(self, operation: Operation) -> Moment | None:
-        done = self._record()
+        done: Moment = self._record()
         self._marks.append((operation, self._began, done))
         return done
 
@@ -109,7 +109,7 @@ class CudaExecution:
 
     @staticmethod
     def _record() -> Any:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -143,13 +143,13 @@ class SimulatedExecution(HostExecution):
             self._gpu.begin_work()
             if _key(operation.instruction) not in self._flops:
                 self._counter = _FlopCounter()
-                self._counter.__enter__()
+                self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, operation: Operation) -> Moment | None:
         if isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL:
             key = _key(operation.instruction)
             if self._counter is not None:
-                self._counter.__exit__(None, None, None)
+                self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
                 self._flops[key] = self._counter.flops
                 self._counter = None
             self._gpu.finish_work(self._flops[key] * (self._seconds_per_flop or 0.0))
@@ -167,7 +167,7 @@ class _FlopCounter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other, on a CPU group of their own so that no GPU stream is touched."""
+"""What the ranks of a job tell each other, on CPU groups of their own so that no GPU stream is touched."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from perseus_ds.errors import PerseusError
+
 T = TypeVar("T")
 
 
@@ -18,69 +20,116 @@ class Place:
 
     Attributes:
         rank: Global rank.
-        pipeline_rank: Position in its pipeline, 0 first.
-        pipeline_ranks: Ranks per pipeline.
+        pipeline: Global ranks of this rank's pipeline, first stage first.
         data_parallel_rank: Which pipeline.
         data_parallel: Number of pipelines.
-        tensor_parallel: Ranks that share a stage.
+        stage_peers: Global ranks that share this rank's stage by tensor parallelism, itself included.
     """
 
     rank: int
-    pipeline_rank: int
-    pipeline_ranks: int
+    pipeline: tuple[int, ...]
     data_parallel_rank: int = 0
     data_parallel: int = 1
-    tensor_parallel: int = 1
+    stage_peers: tuple[int, ...] = ()
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Position in the pipeline, 0 first."""
+        return self.pipeline.index(self.rank)
+
+    @property
+    def pipeline_ranks(self) -> int:
+        return len(self.pipeline)
+
+    @property
+    def tensor_parallel(self) -> int:
+        return max(1, len(self.stage_peers))
 
 
 class Ranks:
-    """Collectives among all ranks of the job."""
+    """Collectives among all ranks of the job; every rank must make it at the same time."""
 
     def __init__(self, place: Place) -> None:
-        """Make the group; every rank must do so at the same time."""
         self.place = place
         self.world_size = dist.get_world_size()
         self._group: Any = dist.new_group(backend="gloo")
+        self._stage_group: Any = None
+        peers: list[tuple[int, ...]] = [()] * self.world_size
+        dist.all_gather_object(peers, place.stage_peers, group=self._group)
+        if any(len(p) > 1 for p in peers):
+            groups = [list(p) for p in sorted(set(peers))]
+            self._stage_group, _ = dist.new_subgroups_by_enumeration(groups, backend="gloo")
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which writes files and speaks for all."""
         return self.place.rank == 0
 
-    def gather(self, value: T) -> list[T] | None:
-        """Return every rank's value on rank 0, None elsewhere."""
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value on rank 0, an empty list elsewhere."""
         gathered: list[Any] | None = [None] * self.world_size if self.is_first else None
         dist.gather_object(value, gathered, dst=0, group=self._group)
+        return gathered or []
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return every rank's value."""
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
-    def broadcast(self, value: T | None) -> T:
-        """Return rank 0's value everywhere."""
-        box = [value]
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Return what rank 0 makes, everywhere.
+
+        Raises:
+            PerseusError: What rank 0 raised, everywhere.
+        """
+        box: list[Any] = [None]
+        if self.is_first:
+            try:
+                box = [make()]
+            except (PerseusError, OSError) as error:
+                box = [error]
         dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]  # type: ignore[return-value]
+        if isinstance(box[0], Exception):
+            raise box[0]
+        return box[0]  # type: ignore[no-any-return]
+
+    def together(self, check: Callable[[], None]) -> None:
+        """Run a check on every rank; if it fails on one, it fails on all.
+
+        Raises:
+            PerseusError: What the first rank that failed raised.
+        """
+        problem: PerseusError | None = None
+        try:
+            check()
+        except PerseusError as error:
+            problem = error
+        for found in self.all_gather(problem):
+            if found is not None:
+                raise found
 
     def all_max(self, value: float) -> float:
         """Return the largest of all ranks' values."""
-        tensor = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
-        return float(tensor)
+        return _max(value, self._group)
+
+    def stage_max(self, value: float) -> float:
+        """Return the largest value among the ranks that share this rank's stage."""
+        return value if self._stage_group is None else _max(value, self._stage_group)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier(group=self._group)
 
-    def start_all_gather(self, values: list[float]) -> Callable[[], torch.Tensor]:
-        """Start to exchange a few numbers in the background.
-
-        Returns:
-            A function that waits for the result, shape (ranks, values).
-        """
+    def all_gather_numbers(self, values: list[float]) -> torch.Tensor:
+        """Return every rank's numbers, shape (ranks, values)."""
         ours = torch.tensor(values, dtype=torch.float64)
         result = [torch.empty_like(ours) for _ in range(self.world_size)]
-        work = dist.all_gather(result, ours, group=self._group, async_op=True)
+        dist.all_gather(result, ours, group=self._group)
+        return torch.stack(result)
 
-        def finish() -> torch.Tensor:
-            work.wait()
-            return torch.stack(result)
 
-        return finish
+def _max(value: float, group: Any) -> float:
+    tensor = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    return float(tensor)

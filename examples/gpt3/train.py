@@ -25,6 +25,8 @@ from torch.utils.data import TensorDataset
 from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+import perseus_ds
+
 INITIAL_STD = 0.02
 
 
@@ -155,7 +157,7 @@ def main(cfg: DictConfig) -> None:
             base_seed=cfg.seed,
         )
     text = read_text(cfg.data.path, cfg.data.max_bytes)
-    engine, *_ = deepspeed.initialize(
+    engine, *_ = perseus_ds.initialize(
         model=module,
         model_parameters=[p for p in module.parameters() if p.requires_grad],
         training_data=byte_dataset(text, cfg.model.sequence_length, cfg.seed),

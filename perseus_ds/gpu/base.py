@@ -36,6 +36,13 @@ class Gpu(Protocol):
             GpuError: As for :meth:`lock_clock`.
         """
 
+    def check_lock_permission(self) -> None:
+        """Check that this process may lock clocks, without leaving one locked.
+
+        Raises:
+            GpuPermissionError: It may not; the message says what to do.
+        """
+
     def clock_mhz(self) -> int:
         """Return the SM clock now [MHz]."""
 

@@ -131,7 +131,7 @@ class SimulatedGpu:
     ) -> None:
         self.model = model
         self.name = f"simulated {model.name}"
-        self.driver = None
+        self.driver: str | None = None
         self._lock_latency_s = lock_latency_s
         self._counter_period_s = counter_period_s
         self._time_noise = time_noise
@@ -170,6 +170,13 @@ class SimulatedGpu:
 
     def reset_clock(self) -> None:
         self._set_clock(self.model.top_clock_mhz)
+
+    def check_lock_permission(self) -> None:
+        if not self._may_lock:
+            raise GpuPermissionError(
+                f"{self.name}: this process may not set clocks (perseus.simulated.may_lock is false). "
+                "Set it to true, or see what a real GPU asks for: root, CAP_SYS_ADMIN or zeusd."
+            )
 
     def clock_mhz(self) -> int:
         with self._changed:
@@ -216,11 +223,7 @@ class SimulatedGpu:
             self._update_power()
 
     def _set_clock(self, clock_mhz: int) -> None:
-        if not self._may_lock:
-            raise GpuPermissionError(
-                f"{self.name}: this process may not set clocks (perseus.simulated.may_lock is false). "
-                "Set it to true, or see what a real GPU asks for: root, CAP_SYS_ADMIN or zeusd."
-            )
+        self.check_lock_permission()
         time.sleep(self._lock_latency_s)
         with self._changed:
             self._advance()

@@ -1,0 +1,1 @@
+"""Measures what each instruction takes and uses at each clock."""

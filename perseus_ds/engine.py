@@ -1,0 +1,259 @@
+"""DeepSpeed's pipeline engines with Perseus inside: the only subclasses, and how to get one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import hjson
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe import schedule as deepspeed_schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from perseus_ds.config import PerseusConfig, parse_block
+from perseus_ds.errors import ConfigError
+from perseus_ds.execution import CudaExecution, Execution, HostExecution, SimulatedExecution
+from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.nvml import NvmlGpu
+from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.instruction import Kind
+from perseus_ds.ranks import Place, Ranks
+from perseus_ds.replay import Replay
+from perseus_ds.runtime import Job, PerseusRuntime
+from perseus_ds.schedule import CommandReader, read_schedule
+from perseus_ds.stage_profile import ProfileInfo
+
+logger = logging.getLogger("perseus_ds")
+
+
+def _intercepted(instruction_map: Mapping[type, Callable[..., None]]) -> dict[type, Callable[..., None]]:
+    """Surround every command of an engine by Perseus's begin and end.
+
+    DeepSpeed looks commands up in this map by their exact type, and the map holds functions of the
+    base class: overriding a method would have no effect.
+    """
+    return {command: _surrounded(command.__name__, execute) for command, execute in instruction_map.items()}
+
+
+def _surrounded(command: str, execute: Callable[..., None]) -> Callable[..., None]:
+    def execute_surrounded(engine: Any, **arguments: Any) -> None:
+        engine.execute_command(command, execute, arguments)
+
+    return execute_surrounded
+
+
+class _PerseusEngine:
+    """What Perseus adds to a pipeline engine of DeepSpeed.
+
+    Attributes:
+        perseus: The runtime of this rank.
+    """
+
+    _INSTRUCTION_MAP: dict[type, Callable[..., None]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        engine: Any = self
+        config = parse_block(engine._config._param_dict["perseus"])
+        self._perseus_schedule = type(engine._train_schedule())
+        self._perseus_micro_batches = engine.micro_batches
+        self._perseus_batched = any(c.__name__ == "CommitP2P" for c in self._INSTRUCTION_MAP)
+        self._perseus_reader = self._new_reader()
+        self._perseus_replay = Replay(engine, self._execute_again)
+        gpu = _open_gpu(config, engine)
+        self.perseus = PerseusRuntime(
+            config,
+            _job(engine, config, gpu, self._perseus_schedule),
+            ranks=Ranks(_place(engine.grid)),
+            gpu=gpu,
+            execution=_execution(gpu, engine.device),
+            work=self._perseus_replay,
+            isolated=self._perseus_replay.isolated,
+        )
+
+    def train_batch(self, data_iter: Any = None) -> Any:
+        """Train one batch as DeepSpeed does, under Perseus's plan."""
+        engine: Any = self
+        if engine.micro_batches != self._perseus_micro_batches:
+            self._perseus_micro_batches = engine.micro_batches
+            self.perseus.schedule_changed()
+        self._perseus_reader = self._new_reader()
+        with self.perseus.iteration(samples=engine.global_samples + engine.train_batch_size()):
+            return super().train_batch(data_iter)  # type: ignore[misc]
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one batch as DeepSpeed does, at default clocks."""
+        with self.perseus.paused():
+            return super().eval_batch(*args, **kwargs)  # type: ignore[misc]
+
+    def destroy(self) -> None:
+        """Restore the clock and release what DeepSpeed holds."""
+        self.perseus.close()
+        super().destroy()  # type: ignore[misc]
+
+    def execute_command(self, command: str, execute: Callable[..., None], arguments: dict[str, Any]) -> None:
+        """Execute one command of the schedule between Perseus's begin and end."""
+        operations = self._perseus_reader.operations(command, arguments.get("phase", 0))
+        if not operations:
+            execute(self, **arguments)
+            return
+        if self.perseus.wants_recording:
+            self._perseus_replay.record(operations[0], arguments)
+        with self.perseus.operation(operations[0]):
+            execute(self, **arguments)
+
+    def _new_reader(self) -> CommandReader:
+        engine: Any = self
+        return CommandReader(engine.stage_id, engine.num_stages, self._perseus_batched)
+
+    def _execute_again(self, kind: Kind, arguments: dict[str, Any]) -> None:
+        command = deepspeed_schedule.ForwardPass if kind is Kind.FORWARD else deepspeed_schedule.BackwardPass
+        base: Any = super()
+        base._INSTRUCTION_MAP[command](self, **arguments)
+
+
+class PerseusPipelineEngine(_PerseusEngine, PipelineEngine):
+    """DeepSpeed's ``PipelineEngine`` with Perseus."""
+
+    _INSTRUCTION_MAP = _intercepted(PipelineEngine._INSTRUCTION_MAP)
+
+
+_ENGINES: dict[str, type] = {"PipelineEngine": PerseusPipelineEngine}
+
+if hasattr(deepspeed, "DualPipeVEngine"):
+
+    class PerseusDualPipeVEngine(_PerseusEngine, deepspeed.DualPipeVEngine):
+        """DeepSpeed's ``DualPipeVEngine`` with Perseus."""
+
+        _INSTRUCTION_MAP = _intercepted(deepspeed.DualPipeVEngine._INSTRUCTION_MAP)
+
+    _ENGINES["DualPipeVEngine"] = PerseusDualPipeVEngine
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """Initialize DeepSpeed, with Perseus if the config has a ``perseus`` block that is enabled.
+
+    Args:
+        *args: As for ``deepspeed.initialize``.
+        **kwargs: As for ``deepspeed.initialize``.
+
+    Returns:
+        As ``deepspeed.initialize``: engine, optimizer, data loader, learning-rate scheduler.
+
+    Raises:
+        ConfigError: The block is wrong, or the model is not a ``PipelineModule``.
+    """
+    arguments = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
+    block = _perseus_block(arguments)
+    if block is None or not parse_block(block).enabled:
+        return deepspeed.initialize(*args, **kwargs)  # type: ignore[no-any-return]
+    model = arguments.get("model")
+    if not isinstance(model, PipelineModule):
+        raise ConfigError(
+            f"perseus: the model is a {type(model).__name__}, expected a deepspeed.pipe.PipelineModule: Perseus plans "
+            'the clocks of pipeline stages. Write the model as a PipelineModule, or set "perseus": {"enabled": false}.'
+        )
+    with _engines_replaced():
+        return deepspeed.initialize(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+_replacing = threading.Lock()
+
+
+@contextmanager
+def _engines_replaced() -> Iterator[None]:
+    """Let ``deepspeed.initialize``, which finds its engine classes by name, find ours; only inside."""
+    with _replacing:
+        originals = {name: getattr(deepspeed, name) for name in _ENGINES}
+        try:
+            for name, engine in _ENGINES.items():
+                setattr(deepspeed, name, engine)
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(deepspeed, name, original)
+
+
+def _perseus_block(arguments: Mapping[str, Any]) -> object | None:
+    """Return the ``perseus`` block of the config, wherever ``deepspeed.initialize`` takes it from."""
+    config = arguments.get("config") or arguments.get("config_params")
+    config = config or getattr(arguments.get("args"), "deepspeed_config", None)
+    if isinstance(config, str | Path) and Path(config).is_file():
+        config = hjson.loads(Path(config).read_text(encoding="utf-8"))
+    return config.get("perseus") if isinstance(config, Mapping) else None
+
+
+def _open_gpu(config: PerseusConfig, engine: Any) -> Gpu:
+    if config.device == "nvml" or (config.device == "auto" and engine.device.type == "cuda"):
+        if engine.device.type == "cuda":
+            index = engine.device.index if engine.device.index is not None else torch.cuda.current_device()
+            uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) or None
+            return NvmlGpu.for_cuda_device(index, uuid)
+        return NvmlGpu.for_cuda_device(engine.local_rank if engine.local_rank >= 0 else 0)
+    if config.device == "auto" and engine.global_rank == 0:
+        logger.warning(
+            "perseus: no CUDA GPU, so GPUs are SIMULATED (%s): training is real, times and energies are not. "
+            'Set "device": "simulated" to hide this notice.',
+            config.simulated.gpu,
+        )
+    settings = config.simulated
+    return SimulatedGpu.named(
+        settings.gpu,
+        lock_latency_s=settings.lock_latency_s,
+        counter_period_s=settings.counter_period_s,
+        time_noise=settings.time_noise,
+        power_noise=settings.power_noise,
+        may_lock=settings.may_lock,
+        seed=engine.global_rank,
+    )
+
+
+def _execution(gpu: Gpu, device: torch.device) -> Execution:
+    if isinstance(gpu, SimulatedGpu):
+        return SimulatedExecution(gpu)
+    return CudaExecution() if device.type == "cuda" else HostExecution()
+
+
+def _place(grid: Any) -> Place:
+    return Place(
+        rank=grid.get_global_rank(),
+        pipeline=tuple(grid.pp_group),
+        data_parallel_rank=grid.get_data_parallel_id(),
+        data_parallel=grid.data_parallel_size,
+        stage_peers=tuple(grid.slice_group or ()) if grid.slice_parallel_size > 1 else (),
+    )
+
+
+def _job(engine: Any, config: PerseusConfig, gpu: Gpu, schedule_class: type) -> Job:
+    schedule = read_schedule(schedule_class, ranks=engine.num_stages, micro_batches=engine.micro_batches)
+    versions = {name: importlib.metadata.version(name) for name in ("deepspeed", "torch", "perseus-ds")}
+    info = ProfileInfo(
+        simulated=gpu.simulated,
+        gpu=gpu.name,
+        driver=gpu.driver,
+        default_clock_mhz=gpu.supported_clocks_mhz()[-1],
+        schedule=schedule.name,
+        stages=schedule.num_stages,
+        pipeline_ranks=engine.num_stages,
+        data_parallel=engine.grid.data_parallel_size,
+        tensor_parallel=engine.grid.slice_parallel_size,
+        micro_batches=engine.micro_batches,
+        micro_batch_size=engine.micro_batch_size,
+        model=type(engine.module).__name__,
+        versions=versions,
+    )
+    return Job(
+        schedule=schedule,
+        device=torch.device(engine.device),
+        info=info,
+        monitor=engine.monitor,
+        steps_per_print=engine.steps_per_print(),
+    )

@@ -1,0 +1,60 @@
+"""What a GPU draws while it truly waits for its neighbour in a receive."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from perseus_ds.gpu.base import Gpu
+from perseus_ds.profiler.counter_log import CounterLog
+from perseus_ds.ranks import Place
+
+
+def measure_blocking_power_w(gpu: Gpu, place: Place, device: torch.device, window_s: float) -> float:
+    """Let the ranks of a pipeline wait for each other in turns; every rank must call this.
+
+    Args:
+        gpu: This rank's GPU.
+        place: Where this rank stands.
+        device: Where the engine's tensors live.
+        window_s: How long each rank waits [s]; several refreshes of the energy counter.
+
+    Returns:
+        This rank's average power while it waited [W].
+    """
+    power_w = None
+    for waiting, sending in _rounds(place.pipeline_ranks):
+        if place.pipeline_rank in waiting:
+            source = place.pipeline[sending[waiting.index(place.pipeline_rank)]]
+            power_w = _waiting_power_w(gpu, source, device)
+        elif place.pipeline_rank in sending:
+            target = place.pipeline[waiting[sending.index(place.pipeline_rank)]]
+            time.sleep(window_s)
+            dist.send(torch.zeros(1, device=device), target)
+    if power_w is None:  # a pipeline of one rank never waits; idling comes closest
+        with CounterLog(gpu) as log:
+            begin_s = time.perf_counter()
+            time.sleep(window_s)
+            power_w = log.power_w(begin_s, time.perf_counter())
+    return power_w
+
+
+def _rounds(ranks: int) -> list[tuple[list[int], list[int]]]:
+    """Who waits for whom, neighbours only, so that every rank waits at least once."""
+    pairs = ranks - ranks % 2
+    even, odd = list(range(0, pairs, 2)), list(range(1, pairs, 2))
+    rounds = [(even, odd), (odd, even)]
+    if ranks % 2:
+        rounds.append(([ranks - 1], [ranks - 2]))
+    return rounds if ranks > 1 else []
+
+
+def _waiting_power_w(gpu: Gpu, source: int, device: torch.device) -> float:
+    with CounterLog(gpu) as log:
+        begin_s = time.perf_counter()
+        dist.recv(torch.zeros(1, device=device), source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return log.power_w(begin_s, time.perf_counter())

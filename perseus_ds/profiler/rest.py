@@ -1,0 +1,73 @@
+"""How long the parts of an iteration take that have no clock to choose: loads, transfers, the tail."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from perseus_ds.execution import Span
+from perseus_ds.instruction import Kind
+from perseus_ds.schedule import Compute, Exchange, Load, Transfer
+from perseus_ds.stage_profile import TransferDuration
+
+Iterations = Sequence[Sequence[Span]]
+"""One rank's spans, by iteration."""
+
+
+def load_durations_s(ranks: Sequence[Iterations]) -> dict[int, float]:
+    """Return the median load of each stage [s]."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for span in _spans(ranks):
+        if isinstance(span.operation, Load):
+            found[span.operation.stage].append(span.time_s)
+    return {stage: statistics.median(times_s) for stage, times_s in sorted(found.items())}
+
+
+def transfer_durations(ranks: Sequence[Iterations]) -> list[TransferDuration]:
+    """Return the median transfer over each boundary and direction, without the wait for the partner.
+
+    Both sides of a transfer end together, so the side that came last, which waited for nobody,
+    shows what the transfer itself takes: the shorter of the two.
+    """
+    shorter: dict[tuple[int, Transfer], float] = {}
+    for rank in ranks:
+        for number, spans in enumerate(rank):
+            for span in spans:
+                if isinstance(span.operation, Exchange):
+                    for transfer in span.operation.transfers:
+                        key = (number, transfer)
+                        shorter[key] = min(span.time_s, shorter.get(key, span.time_s))
+    found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    for (_, transfer), time_s in shorter.items():
+        found[transfer.payload, transfer.source, transfer.target].append(time_s)
+    return [
+        TransferDuration(payload=payload, source=source, target=target, time_s=statistics.median(times_s))
+        for (payload, source, target), times_s in sorted(found.items())
+    ]
+
+
+def tail_durations_s(ranks: Sequence[Iterations]) -> dict[int, float]:
+    """Return the median tail of each stage [s]: reductions, without the wait for peers, and the step.
+
+    A reduction ends on all its ranks together, so the shortest one shows what it takes itself; the
+    optimizer step, the last part, is each rank's own.
+    """
+    found: dict[int, list[float]] = defaultdict(list)
+    for iteration in zip(*ranks, strict=True):
+        parts = [[s for s in spans if _is_tail(s)] for spans in iteration]
+        shared = [min(s.time_s for s in part if s) for part in zip_longest(*(p[:-1] for p in parts))]
+        for part in parts:
+            if part and isinstance(part[-1].operation, Compute):
+                stage = part[-1].operation.instruction.stage
+                found[stage].append(sum(shared[: len(part) - 1]) + part[-1].time_s)
+    return {stage: statistics.median(times_s) for stage, times_s in sorted(found.items())}
+
+
+def _is_tail(span: Span) -> bool:
+    return isinstance(span.operation, Compute) and span.operation.instruction.kind is Kind.TAIL
+
+
+def _spans(ranks: Sequence[Iterations]) -> list[Span]:
+    return [span for rank in ranks for spans in rank for span in spans]

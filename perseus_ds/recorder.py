@@ -1,0 +1,133 @@
+"""What each iteration took: summed over the job, written to ``run.jsonl``, DeepSpeed's monitor and the terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from perseus_ds.ranks import Ranks
+
+logger = logging.getLogger("perseus_ds")
+
+
+class Monitor(Protocol):
+    """DeepSpeed's monitor, or anything like it."""
+
+    def write_events(self, event_list: list[tuple[str, float, int]]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What this rank saw of one iteration.
+
+    Attributes:
+        number: Training step, 1 first.
+        samples: Samples seen by the job so far, the monitor's x-axis.
+        phase: What Perseus was doing.
+        time_s: Iteration time [s].
+        energy_j: Energy of this rank's GPU [J].
+        clock_changes: Clock changes of this rank's GPU.
+        failed: Whether this rank has fallen back to default clocks.
+        predicted_time_s: What the plan promised [s]; None without a plan.
+        predicted_energy_j: For the whole job [J]; None without a plan.
+        plan: The plan's place on the frontier; None without a plan.
+    """
+
+    number: int
+    samples: int
+    phase: str
+    time_s: float
+    energy_j: float
+    clock_changes: int
+    failed: bool = False
+    predicted_time_s: float | None = None
+    predicted_energy_j: float | None = None
+    plan: int | None = None
+
+
+class Recorder:
+    """Adds up the ranks' figures of each iteration and writes them on rank 0."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        directory: Path,
+        *,
+        simulated: bool,
+        monitor: Monitor | None = None,
+        steps_per_print: int | None = None,
+    ) -> None:
+        self._ranks = ranks
+        self._path = directory / "run.jsonl"
+        self._simulated = simulated
+        self._monitor = monitor
+        self._steps_per_print = steps_per_print
+        self._file_works = True
+
+    def event(self, name: str, **details: Any) -> None:
+        """Record that something happened; on rank 0 only."""
+        if self._ranks.is_first:
+            self._write({"event": name, "time": time.time(), "simulated": self._simulated, **details})
+
+    def add(self, iteration: Iteration) -> None:
+        """Record an iteration of all ranks; every rank must do so at the same time."""
+        values = [iteration.time_s, iteration.energy_j, float(iteration.clock_changes), float(iteration.failed)]
+        by_rank = self._ranks.all_gather_numbers(values)
+        if self._ranks.is_first:
+            time_s, energy_j = float(by_rank[:, 0].max()), float(by_rank[:, 1].sum())
+            self._write(
+                {
+                    "iteration": iteration.number,
+                    "phase": iteration.phase,
+                    "plan": iteration.plan,
+                    "time_s": round(time_s, 6),
+                    "energy_j": round(energy_j, 3),
+                    "power_w": round(energy_j / time_s, 3),
+                    "predicted_time_s": iteration.predicted_time_s,
+                    "predicted_energy_j": iteration.predicted_energy_j,
+                    "clock_changes": int(by_rank[:, 2].sum()),
+                    "failed_ranks": torch.nonzero(by_rank[:, 3]).flatten().tolist(),
+                    "simulated": self._simulated,
+                }
+            )
+            self._tell_monitor(iteration, time_s, energy_j)
+            self._print(iteration, time_s, energy_j)
+
+    def _tell_monitor(self, iteration: Iteration, time_s: float, energy_j: float) -> None:
+        if self._monitor is None or not getattr(self._monitor, "enabled", True):
+            return
+        prefix = "Perseus/simulated" if self._simulated else "Perseus"
+        self._monitor.write_events(
+            [
+                (f"{prefix}/iteration_time_s", time_s, iteration.samples),
+                (f"{prefix}/iteration_energy_j", energy_j, iteration.samples),
+                (f"{prefix}/average_power_w", energy_j / time_s, iteration.samples),
+            ]
+        )
+
+    def _print(self, iteration: Iteration, time_s: float, energy_j: float) -> None:
+        if not self._steps_per_print or iteration.number % self._steps_per_print:
+            return
+        text = f"perseus: step {iteration.number}: {iteration.phase}, {time_s:.3f} s, {energy_j:.0f} J"
+        if iteration.predicted_time_s is not None and iteration.predicted_energy_j is not None:
+            text += (
+                f" (plan {iteration.plan}: {iteration.predicted_time_s:.3f} s, {iteration.predicted_energy_j:.0f} J)"
+            )
+        print(text + (", simulated GPUs" if self._simulated else ""), flush=True)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if not self._file_works:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            self._file_works = False
+            logger.warning("perseus: %s cannot be written (%s); training goes on without it.", self._path, error)
