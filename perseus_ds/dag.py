@@ -173,7 +173,7 @@ def _levels(
         groups[depth[node]].append(node)
     result = []
     for group in groups:
-        width = max(1, max(len(neighbours[node]) for node in group))
+        width = max(1, *(len(neighbours[node]) for node in group))
         padded = np.full((len(group), width), -1, dtype=np.intp)
         for row, node in enumerate(group):
             padded[row, : len(neighbours[node])] = neighbours[node]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import bisect
 import csv
 import io
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -77,8 +78,10 @@ class Frontier:
             The slowest plan with ``time_s <= min(deadline_s, T*)``.
 
         Raises:
-            DeadlineError: No plan is that fast; the message gives ``T_min``.
+            DeadlineError: No plan is that fast, or it is no deadline; the message gives ``T_min``.
         """
+        if not deadline_s > 0:
+            raise DeadlineError(f"A deadline is a time above 0 s, got {deadline_s}.")
         index = bisect.bisect_right(self._times_s, deadline_s * (1 + _TOLERANCE))
         if index == 0:
             raise DeadlineError(
@@ -147,14 +150,15 @@ class Frontier:
 
 
 _FORMAT: Literal["perseus-ds frontier"] = "perseus-ds frontier"
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _PlanFile(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    time_s: float = Field(gt=0)
-    energy_j: float
-    lower_bound_j: float | None = None
-    clocks_mhz: list[list[int]]
+    time_s: Positive
+    energy_j: Positive
+    lower_bound_j: Positive | None = None
+    clocks_mhz: list[list[Annotated[int, Field(gt=0)]]]
 
     @classmethod
     def of(cls, plan: FrequencyPlan) -> _PlanFile:
@@ -177,8 +181,8 @@ class _FrontierFile(BaseModel):
     format: Literal["perseus-ds frontier"] = _FORMAT
     schema_version: int = SCHEMA_VERSION
     provenance: Provenance
-    t_min_s: float
-    t_star_s: float
+    t_min_s: Positive
+    t_star_s: Positive
     instructions: list[list[tuple[int, Kind, int]]]
     baseline: _PlanFile
     plans: list[_PlanFile] = Field(min_length=1)
@@ -191,7 +195,7 @@ class _FrontierFile(BaseModel):
 
 
 def _check_order(plans: Sequence[FrequencyPlan]) -> None:
-    for number, (faster, slower) in enumerate(zip(plans, plans[1:], strict=False)):
+    for number, (faster, slower) in enumerate(itertools.pairwise(plans)):
         if not (faster.time_s < slower.time_s and faster.energy_j > slower.energy_j):
             raise FrontierError(f"plans {number} and {number + 1} are not ordered by time and energy.")
 

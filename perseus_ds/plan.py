@@ -59,7 +59,8 @@ def check_instructions(planned: Sequence[Sequence[Instruction]], expected: Seque
     remedy = f'Run "perseus-ds optimize" again for {len(expected)} ranks and {micro_batches} micro-batches.'
     if len(planned) != len(expected):
         raise PlanError(
-            f"Plan does not fit this schedule: it is for {len(planned)} ranks, the schedule has {len(expected)}. {remedy}"
+            f"Plan does not fit this schedule: it is for {len(planned)} ranks, the schedule has {len(expected)}. "
+            f"{remedy}"
         )
     for rank, (ours, theirs) in enumerate(zip(planned, expected, strict=True)):
         for position in range(max(len(ours), len(theirs))):

@@ -25,16 +25,25 @@ def schedule_for(
     micro_batches = info.micro_batches if micro_batches is None else micro_batches
     if micro_batches is None:
         raise ConfigError("micro_batches is missing: no profile.json says it. Write micro_batches=….")
-    name = schedule or info.schedule or "1f1b"
     stages = stages or info.stages or profile.num_stages
-    with _no_warnings():
-        found = schedule_class(name)
+    name, found = find_schedule(profile, schedule)
     per_rank = stages_per_rank(found)
     if stages % per_rank:
         raise ConfigError(
             f"stages={stages}: {name} puts {per_rank} stages on every rank. Give a multiple of {per_rank}."
         )
     return read_schedule(found, ranks=stages // per_rank, micro_batches=micro_batches)
+
+
+def find_schedule(profile: StageProfile, schedule: str | None) -> tuple[str, type]:
+    """Return name and class of the schedule that the argument names, else the profile, else 1F1B.
+
+    Raises:
+        ConfigError: There is no such schedule.
+    """
+    name = schedule or profile.info.schedule or "1f1b"
+    with _no_warnings():
+        return name, schedule_class(name)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field
@@ -10,7 +9,7 @@ from pydantic import Field
 from perseus_ds.cli.arguments import Arguments, compose
 from perseus_ds.cli.inputs import naming, schedule_for
 from perseus_ds.cli.progress import progress_bar
-from perseus_ds.cli.summary import frontier_summary
+from perseus_ds.cli.summary import save_and_summarise
 from perseus_ds.optimize import Solver, optimize
 from perseus_ds.stage_profile import StageProfile
 
@@ -42,9 +41,5 @@ def run(overrides: list[str]) -> int:
             progress=progress,
             **({} if arguments.solver is None else {"solver": arguments.solver}),
         )
-    provenance = frontier.provenance.model_copy(update={"profile": str(arguments.profile)})
-    frontier = replace(frontier, provenance=provenance)
-    path = frontier.save(arguments.out)
-    print(frontier_summary(frontier))
-    print(f"Written: {path} and {path.with_suffix('.csv').name}")
+    print(save_and_summarise(frontier, arguments.profile, arguments.out))
     return 0

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from perseus_ds.frontier import Frontier, describe
+
+
+def save_and_summarise(frontier: Frontier, profile: Path, out: Path) -> str:
+    """Save a frontier that was made for a profile, and return what to print about it."""
+    provenance = frontier.provenance.model_copy(update={"profile": str(profile)})
+    path = replace(frontier, provenance=provenance).save(out)
+    return f"{frontier_summary(frontier)}\nWritten: {path} and {path.with_suffix('.csv').name}"
 
 
 def frontier_summary(frontier: Frontier) -> str:
