@@ -1,0 +1,1 @@
+"""What people look at: timelines and pictures of plans."""

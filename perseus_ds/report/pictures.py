@@ -1,0 +1,228 @@
+"""Pictures of a frontier and of a pipeline's timeline, as PNG or whatever the file's suffix says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.colors import Colormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from perseus_ds.frontier import Frontier, Provenance
+from perseus_ds.instruction import Instruction, Kind
+from perseus_ds.plan import FrequencyPlan
+from perseus_ds.report.timeline import Bar, Timeline
+from perseus_ds.schedule import Transfer
+
+_WIDTH_IN = 9.0
+_TALLEST_IN = 14.0
+_DPI = 200
+# Okabe and Ito's colours, which colour-blind people can tell apart.
+_BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#767676"
+_WAITING = "#ECECEC"
+_CHARACTER = 0.009
+"""Width of a character in a bar, as a fraction of the time axis."""
+_LOW, _HIGH = 0.5, 0.82
+"""Heights of bars: forwards are low, so that they tell from backwards where there is no room for text."""
+_LETTER = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.RECOMPUTE: "R"}
+
+
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """What iterations really took, with the energy of one pipeline."""
+
+    label: str
+    time_s: float
+    energy_j: float
+
+
+def frontier_picture(
+    frontier: Frontier,
+    path: Path | str,
+    *,
+    in_use: FrequencyPlan | None = None,
+    measured: Sequence[MeasuredPoint] = (),
+) -> None:
+    """Draw energy over time of all plans, the lower bound, and what there is to compare them with.
+
+    Args:
+        frontier: The plans.
+        path: Where to write the picture.
+        in_use: The plan to single out.
+        measured: Medians of real runs.
+    """
+    figure = Figure(figsize=(_WIDTH_IN, 4.8), layout="constrained")
+    axes = figure.add_subplot()
+    times = [plan.time_s for plan in frontier.plans]
+    if all(plan.lower_bound_j is not None for plan in frontier.plans):
+        bounds = [plan.lower_bound_j or 0.0 for plan in frontier.plans]
+        axes.plot(times, bounds, color=_GREY, linestyle="--", label="lower bound: no plan uses less")
+    marker = "o" if len(times) <= 80 else None
+    energies = [plan.energy_j for plan in frontier.plans]
+    axes.plot(times, energies, color=_BLUE, marker=marker, markersize=3, label=f"{len(times)} plans (predicted)")
+    baseline = frontier.baseline
+    axes.plot(
+        baseline.time_s,
+        baseline.energy_j,
+        "s",
+        color=_ORANGE,
+        markersize=9,
+        label="all at the highest clock (predicted)",
+    )
+    if in_use is not None:
+        label = f"plan in use: {_change(in_use.energy_j, baseline.energy_j)} energy (predicted)"
+        axes.plot(in_use.time_s, in_use.energy_j, "*", color=_BLUE, markersize=16, markeredgecolor="black", label=label)
+    for point, marker in zip(measured, "DX^vP<>", strict=False):
+        axes.plot(
+            point.time_s,
+            point.energy_j,
+            marker,
+            color=_PURPLE,
+            markersize=9,
+            markeredgecolor="black",
+            linestyle="none",
+            label=f"measured: {point.label}",
+        )
+    _mark_times(axes, frontier)
+    axes.set_xlabel("iteration time [s]")
+    axes.set_ylabel("energy of an iteration [J]")
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+    axes.margins(x=0.06, y=0.1)
+    axes.legend(loc="upper right", frameon=True, framealpha=1, edgecolor="0.8")
+    figure.suptitle(f"Energy over time: {_subject(frontier.provenance)}", fontsize=11)
+    figure.savefig(path, dpi=_DPI)
+
+
+def timeline_picture(before: Timeline, after: Timeline, provenance: Provenance, path: Path | str) -> None:
+    """Draw two timelines of one pipeline below each other, on the same axes.
+
+    Args:
+        before: Such as everything at the highest clock.
+        after: Such as the plan in use.
+        provenance: What they come from.
+        path: Where to write the picture.
+    """
+    figure = Figure(figsize=(_WIDTH_IN, min(2.2 + 0.75 * before.ranks, _TALLEST_IN)), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    clocks = [bar.clock_mhz for part in (before, after) for bar in part.bars if bar.clock_mhz is not None]
+    norm, colours = Normalize(min(clocks), max(clocks)), matplotlib.colormaps["viridis"]
+    longest_s = max(before.time_s, after.time_s)
+    for axes, part in ((upper, before), (lower, after)):
+        _draw_timeline(axes, part, norm, colours, longest_s)
+    upper.set_title(f"Everything at the highest clock: {before.time_s:.3f} s, {before.energy_j:.0f} J", loc="left")
+    lower.set_title(
+        f"Under the plan: {after.time_s:.3f} s ({_change(after.time_s, before.time_s)}), "
+        f"{after.energy_j:.0f} J ({_change(after.energy_j, before.energy_j)})",
+        loc="left",
+    )
+    lower.set_xlabel("time [s]")
+    bar = figure.colorbar(matplotlib.cm.ScalarMappable(norm, colours), ax=[upper, lower], pad=0.01, aspect=30)
+    bar.set_label("SM clock [MHz]")
+    figure.legend(
+        handles=_legend((before, after), colours), loc="outside lower center", ncols=5, frameon=False, fontsize=9
+    )
+    figure.suptitle(f"One iteration, predicted: {_subject(provenance)}", fontsize=11)
+    figure.savefig(path, dpi=_DPI)
+
+
+def _draw_timeline(axes: Axes, part: Timeline, norm: Normalize, colours: Colormap, longest_s: float) -> None:
+    axes.barh(range(part.ranks), part.time_s, height=_HIGH, color=_WAITING)
+    for bars, edge, width in (
+        ([b for b in part.bars if isinstance(b.work, Transfer)], "none", 0.0),
+        ([b for b in part.bars if not isinstance(b.work, Transfer) and not b.critical], "white", 0.4),
+        ([b for b in part.bars if not isinstance(b.work, Transfer) and b.critical], "black", 1.1),
+    ):
+        axes.barh(
+            [b.rank for b in bars],
+            [b.end_s - b.start_s for b in bars],
+            left=[b.start_s for b in bars],
+            height=[_height(b) for b in bars],
+            color=[_GREY if b.clock_mhz is None else colours(norm(b.clock_mhz)) for b in bars],
+            edgecolor=edge,
+            linewidth=width,
+        )
+    _connect_critical_path(axes, part)
+    digits = len(str(max((b.work.micro_batch for b in part.bars if isinstance(b.work, Instruction)), default=0)))
+    for bar in part.bars:
+        if (bar.end_s - bar.start_s) / longest_s >= _CHARACTER * (1 + digits):
+            _write_name(axes, bar, norm)
+    axes.axvline(part.time_s, color="black", linewidth=0.8)
+    axes.set_xlim(0, longest_s * 1.005)
+    axes.set_ylim(part.ranks - 0.5, -0.5)
+    axes.set_yticks(range(part.ranks), [f"rank {rank}" for rank in range(part.ranks)])
+    axes.tick_params(axis="y", length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _connect_critical_path(axes: Axes, part: Timeline) -> None:
+    """Draw a line wherever the critical path goes over to another rank."""
+    path = sorted((b for b in part.bars if b.critical and not isinstance(b.work, Transfer)), key=lambda b: b.start_s)
+    for first, second in pairwise(path):
+        if first.rank != second.rank:
+            down = 0.5 if second.rank > first.rank else -0.5
+            y = [first.rank + down * _height(first), second.rank - down * _height(second)]
+            axes.plot([first.end_s, second.start_s], y, color="black", linewidth=1.1)
+
+
+def _write_name(axes: Axes, bar: Bar, norm: Normalize) -> None:
+    """Write what is computed and for which micro-batch into a bar."""
+    if not isinstance(bar.work, Instruction) or bar.work.kind is Kind.TAIL:
+        return
+    name = f"{_LETTER[bar.work.kind]}{bar.work.micro_batch}"
+    dark = bar.clock_mhz is None or norm(bar.clock_mhz) < 0.6
+    middle = (bar.start_s + bar.end_s) / 2
+    axes.text(middle, bar.rank, name, color="white" if dark else "black", ha="center", va="center", fontsize=7)
+
+
+def _legend(parts: Iterable[Timeline], colours: Colormap) -> list[Patch | Line2D]:
+    kinds = {_kind(bar) for part in parts for bar in part.bars}
+    middle = colours(0.5)
+    handles: list[Patch | Line2D] = [
+        Line2D([], [], color=middle, linewidth=4, solid_capstyle="butt", label="forward (low bar)"),
+        Line2D([], [], color=middle, linewidth=9, solid_capstyle="butt", label="backward (high bar)"),
+        Patch(facecolor=_WAITING, label="waiting"),
+        Patch(facecolor="white", edgecolor="black", label="critical path"),
+    ]
+    if kinds & {None, Kind.TAIL}:
+        handles.append(Patch(facecolor=_GREY, label="load, transfer, tail"))
+    return handles
+
+
+def _mark_times(axes: Axes, frontier: Frontier) -> None:
+    for time_s, name, side in ((frontier.t_min_s, "$T_{min}$", "right"), (frontier.t_star_s, "$T^*$", "right")):
+        axes.axvline(time_s, color="0.55", linestyle=":", linewidth=1)
+        axes.annotate(
+            name,
+            (time_s, 0.02),
+            xycoords=("data", "axes fraction"),
+            xytext=(-4, 0),
+            textcoords="offset points",
+            ha=side,
+        )
+
+
+def _kind(bar: Bar) -> Kind | None:
+    return bar.work.kind if isinstance(bar.work, Instruction) else None
+
+
+def _height(bar: Bar) -> float:
+    return _LOW if _kind(bar) in (Kind.FORWARD, Kind.RECOMPUTE) else _HIGH
+
+
+def _subject(provenance: Provenance) -> str:
+    parts = [f"{provenance.stages} stages", f"{provenance.micro_batches} micro-batches", provenance.gpu or ""]
+    if provenance.simulated and "simulated" not in parts[-1].lower():
+        parts.append("SIMULATED")
+    return ", ".join(part for part in parts if part)
+
+
+def _change(value: float, reference: float) -> str:
+    text = f"{value / reference - 1:+.1%}".replace("-", "\N{MINUS SIGN}")
+    return text if text[1:] != "0.0%" else "±0.0%"

@@ -1,0 +1,94 @@
+"""When every instruction of one iteration runs under a plan, as a profile predicts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from perseus_ds.dag import Dag, Seconds
+from perseus_ds.instruction import Instruction
+from perseus_ds.plan import FrequencyPlan
+from perseus_ds.schedule import Load, Transfer
+from perseus_ds.stage_profile import StageProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Something a rank does.
+
+    Attributes:
+        rank: Pipeline rank; a transfer has a bar for each of its two.
+        work: What it is.
+        start_s: From the iteration's start [s].
+        end_s: From the iteration's start [s].
+        clock_mhz: The plan's clock; None for what has no clock to choose.
+        critical: On the critical path: slower here means a slower iteration.
+    """
+
+    rank: int
+    work: Instruction | Load | Transfer
+    start_s: float
+    end_s: float
+    clock_mhz: int | None
+    critical: bool
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One iteration of one pipeline, from 0 to ``time_s``.
+
+    Attributes:
+        bars: What takes time, by rank and start; a rank without a bar waits.
+        ranks: Pipeline ranks.
+        time_s: Iteration time [s].
+        energy_j: Energy of the iteration, one GPU per rank [J].
+    """
+
+    bars: tuple[Bar, ...]
+    ranks: int
+    time_s: float
+    energy_j: float
+
+
+def timeline(dag: Dag, profile: StageProfile, plan: FrequencyPlan) -> Timeline:
+    """Return when each instruction runs if it starts as early as it can.
+
+    Args:
+        dag: The iteration.
+        profile: How long each instruction takes at its clock.
+        plan: A plan for this iteration.
+
+    Raises:
+        ProfileError: The plan has a clock that was not measured.
+    """
+    clock_mhz = {
+        instruction: clock
+        for stream, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True)
+        for instruction, clock in zip(stream, clocks, strict=True)
+    }
+    durations_s = _durations_s(dag, profile, clock_mhz)
+    finish_s = dag.finish_s(durations_s)
+    critical = set(dag.critical_path(durations_s))
+    bars = [
+        Bar(
+            rank=rank,
+            work=node.work,
+            start_s=float(finish_s[index] - durations_s[index]),
+            end_s=float(finish_s[index]),
+            clock_mhz=clock_mhz.get(node.work) if isinstance(node.work, Instruction) else None,
+            critical=index in critical,
+        )
+        for index, node in enumerate(dag.nodes)
+        for rank in node.ranks
+        if durations_s[index] > 0
+    ]
+    bars.sort(key=lambda bar: (bar.rank, bar.start_s))
+    return Timeline(tuple(bars), len(dag.schedule.ranks), float(finish_s.max(initial=0.0)), plan.energy_j)
+
+
+def _durations_s(dag: Dag, profile: StageProfile, clock_mhz: dict[Instruction, int]) -> Seconds:
+    durations_s = dag.fixed_durations_s(profile.info.fixed_durations)
+    for index, node in enumerate(dag.nodes):
+        if isinstance(node.work, Instruction) and node.work in clock_mhz:
+            work = node.work
+            durations_s[index] = profile.at(work.stage, work.kind, clock_mhz[work]).time_s
+    return durations_s
