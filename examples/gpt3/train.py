@@ -163,9 +163,11 @@ def main(cfg: DictConfig) -> None:
         training_data=byte_dataset(text, cfg.model.sequence_length, cfg.seed),
         config=deepspeed_config(cfg, pipelines=ranks // stages),
     )
-    # In profile mode the first call measures and one is enough.
-    for _ in range(1 if cfg.perseus.mode == "profile" else cfg.steps):
+    profiling = cfg.perseus.enabled and cfg.perseus.mode == "profile"
+    for _ in range(cfg.steps):
         engine.train_batch()
+        if profiling and engine.perseus.profiled:
+            break
     torch.distributed.destroy_process_group()
 
 
