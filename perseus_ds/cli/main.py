@@ -15,6 +15,8 @@ COMMANDS = {
     "emulate": ("emulate", "what a frontier saves for a job of many pipelines with a straggler"),
     "export": ("export", "write a frontier's plans for Zeus"),
     "import": ("import_", "read plans of lowtime or Zeus and judge them by a profile"),
+    "reset": ("reset", "return GPUs to their default clocks"),
+    "doctor": ("doctor", "whether this machine will work, and what to do where it will not"),
 }
 _USAGE = "usage: perseus-ds COMMAND [key=value ...]"
 

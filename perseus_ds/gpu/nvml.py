@@ -37,7 +37,9 @@ _REMEDIES = {
         + _ANOTHER_DEVICE
     ),
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: "The driver is too old to have the function: update the NVIDIA driver.",
-    pynvml.NVML_ERROR_INVALID_ARGUMENT: "The driver does not take that value: see `nvidia-smi -q -d SUPPORTED_CLOCKS`.",
+    pynvml.NVML_ERROR_INVALID_ARGUMENT: (
+        "There is no such GPU or value: `nvidia-smi -L` lists the GPUs, `nvidia-smi -q -d SUPPORTED_CLOCKS` clocks."
+    ),
     pynvml.NVML_ERROR_OPERATING_SYSTEM: "The operating system blocked the request: check cgroups, seccomp and SELinux.",
 }
 _THROTTLE_REASONS = {

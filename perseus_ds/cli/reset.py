@@ -1,0 +1,47 @@
+"""``perseus-ds reset``: the last resort against clocks that stayed locked."""
+
+from __future__ import annotations
+
+import sys
+
+from pydantic import field_validator
+
+from perseus_ds.cli.arguments import Arguments, compose
+from perseus_ds.errors import ConfigError, GpuError
+from perseus_ds.gpu.nvml import NvmlGpu
+
+
+class ResetArguments(Arguments):
+    """Arguments of the command; ``configs/cli/reset.yaml`` explains them."""
+
+    gpus: list[int | str] | None
+
+    @field_validator("gpus", mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, value: object) -> object:
+        return [value] if isinstance(value, (int, str)) else value
+
+
+def run(overrides: list[str]) -> int:
+    """Reset the clocks; returns 1 if a GPU could not be reset."""
+    chosen = compose("reset", overrides, ResetArguments).gpus
+    if chosen == []:
+        raise ConfigError("gpus=[]: name at least one GPU, or leave gpus out for all of them.")
+    if chosen is None:
+        chosen = [*range(NvmlGpu.count())]
+    results = [_reset(gpu) for gpu in chosen]
+    return 0 if all(results) else 1
+
+
+def _reset(index_or_uuid: int | str) -> bool:
+    try:
+        gpu = NvmlGpu(index_or_uuid) if isinstance(index_or_uuid, int) else NvmlGpu.by_uuid(index_or_uuid)
+        try:
+            gpu.reset_clock()
+            print(f"{gpu}: clock reset to the driver's default; {gpu.clock_mhz()} MHz now.")
+        finally:
+            gpu.close()
+    except GpuError as error:
+        print(f"GPU {index_or_uuid}: NOT reset. {error}", file=sys.stderr)
+        return False
+    return True

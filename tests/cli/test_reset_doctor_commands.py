@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from stub_nvml.controller import StubNvml
+
+from perseus_ds.cli.main import main
+
+Output = pytest.CaptureFixture[str]
+
+
+def lines_of(output: Output) -> dict[str, tuple[str, str]]:
+    """Return level and text of each line of the doctor's page; of several GPUs the last."""
+    found = {}
+    for line in output.readouterr().out.splitlines():
+        level, _, rest = line.partition("  ")
+        if level.strip() in ("ok", "info", "warn", "fail"):
+            found[rest[:13].strip()] = (level.strip(), rest[13:].strip())
+    return found
+
+
+def test_reset_restores_every_gpu(stub_nvml_here: StubNvml, capsys: Output) -> None:
+    for gpu in stub_nvml_here.gpus:
+        gpu.locked_clock_mhz = 900
+    assert main(["reset"]) == 0
+    assert stub_nvml_here.locked_clocks_mhz() == [0, 0, 0, 0]
+    assert capsys.readouterr().out.count("clock reset to the driver's default; 1410 MHz now.") == 4
+
+
+@pytest.mark.parametrize("chosen", ["gpus=[1,3]", "gpus=[GPU-1b6,3]"])
+def test_reset_touches_only_the_chosen_gpus(stub_nvml_here: StubNvml, chosen: str) -> None:
+    for gpu in stub_nvml_here.gpus:
+        gpu.locked_clock_mhz = 900
+    assert main(["reset", chosen]) == 0
+    assert stub_nvml_here.locked_clocks_mhz() == [900, 0, 900, 0]
+
+
+def test_reset_goes_on_after_a_gpu_that_refuses(stub_nvml_here: StubNvml, capsys: Output) -> None:
+    for gpu in stub_nvml_here.gpus:
+        gpu.locked_clock_mhz = 900
+    stub_nvml_here.gpus[1].fail("reset_locked", "no_permission")
+    assert main(["reset"]) == 1
+    assert stub_nvml_here.locked_clocks_mhz() == [0, 900, 0, 0]
+    assert "GPU 1: NOT reset." in (complaint := capsys.readouterr().err)
+    assert "CAP_SYS_ADMIN" in complaint
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "message"),
+    [
+        ("gpus=9", 1, "GPU 9: NOT reset"),
+        ("gpus=GPU-dead", 1, "fits 0 of the GPUs"),
+        ("gpus=[]", 2, "at least one GPU"),
+        ("gpus=1.5", 2, "gpus"),
+        ("gpu=1", 2, "no such argument"),
+    ],
+)
+def test_reset_says_which_gpu_it_cannot_find(
+    stub_nvml_here: StubNvml, capsys: Output, argument: str, code: int, message: str
+) -> None:
+    assert main(["reset", argument]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_doctor_is_content_and_changes_no_clock(stub_nvml_here: StubNvml, capsys: Output) -> None:
+    stub_nvml_here.gpus[3].counter_period_s = 0.05
+    main(["doctor"])
+    lines = lines_of(capsys)
+    assert lines["clocks"] == ("ok", "81 from 210 to 1410 MHz, now 1410 MHz")
+    assert lines["power"] == ("ok", "250 W now, nothing holds the clock down")
+    level, counter = lines["energy"]
+    assert level == "ok"
+    assert float(counter.split()[-2]) == pytest.approx(50, abs=5)
+    assert all(gpu.change_count == 0 for gpu in stub_nvml_here.gpus)
+
+
+def test_doctor_measures_the_lock_when_asked_and_resets(stub_nvml_here: StubNvml, capsys: Output) -> None:
+    gpu = stub_nvml_here.gpus[3]
+    gpu.lock_latency_s = 0.015
+    gpu.settle_s = 0.04
+    assert main(["doctor", "lock=true"]) == 0
+    level, text = lines_of(capsys)["lock"]
+    assert level == "ok"
+    numbers = [float(word) for word in text.replace(",", "").split() if word[0].isdigit()]
+    assert numbers == [pytest.approx(15, abs=10), pytest.approx(55, abs=20)]
+    assert stub_nvml_here.locked_clocks_mhz() == [0, 0, 0, 0]
+    assert len(set(gpu.changes_mhz())) > 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "line", "message"),
+    [
+        (("set_locked", "no_permission"), "lock", "--cap-add SYS_ADMIN"),
+        (("energy", "not_supported"), "energy", "no energy counter"),
+        (("graphics_clocks", "gpu_is_lost"), "clocks", "fell off the bus"),
+        (("name", "gpu_is_lost"), "GPU 3", "fell off the bus"),
+    ],
+)
+def test_doctor_shows_what_is_wrong_with_a_gpu(
+    stub_nvml_here: StubNvml, capsys: Output, fault: tuple[str, str], line: str, message: str
+) -> None:
+    stub_nvml_here.gpus[3].fail(*fault)
+    assert main(["doctor", "lock=true"]) == 1
+    level, text = lines_of(capsys)[line]
+    assert level == "fail"
+    assert message in text
+    assert stub_nvml_here.locked_clocks_mhz() == [0, 0, 0, 0]
+
+
+def test_doctor_warns_of_a_throttled_gpu_whose_clock_does_not_follow(stub_nvml_here: StubNvml, capsys: Output) -> None:
+    stub_nvml_here.gpus[3].throttle_reasons = 0x4
+    stub_nvml_here.gpus[3].limit_clock_mhz = 300
+    main(["doctor", "lock=true"])
+    lines = lines_of(capsys)
+    assert lines["power"] == ("warn", "250 W now, clock held down by sw_power_cap")
+    assert lines["lock"][0] == "warn"
+    assert "did not follow" in lines["lock"][1]
+
+
+def test_doctor_tells_a_missing_driver(stub_nvml_here: StubNvml, capsys: Output) -> None:
+    stub_nvml_here.fail("init", "driver_not_loaded")
+    assert main(["doctor"]) == 1
+    level, text = lines_of(capsys)["NVML"]
+    assert level == "fail"
+    assert "kernel driver is not loaded" in text
+
+
+def test_doctor_finds_zeusd(
+    stub_nvml_here: StubNvml, capsys: Output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stub_nvml_here.fail("init", "driver_not_loaded")
+    path = tmp_path / "zeusd.sock"
+    monkeypatch.setenv("ZEUSD_SOCK_PATH", str(path))
+    main(["doctor"])
+    assert lines_of(capsys)["zeusd"] == ("fail", f"{path}: No such file or directory")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        main(["doctor"])
+    assert "answers" in lines_of(capsys)["zeusd"][1]
