@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from matplotlib.patches import Patch
 from perseus_ds.frontier import Frontier, Provenance
 from perseus_ds.instruction import Instruction, Kind
 from perseus_ds.plan import FrequencyPlan
+from perseus_ds.report.run_log import MeasuredPoint
 from perseus_ds.report.timeline import Bar, Timeline
-from perseus_ds.schedule import Transfer
 
 _WIDTH_IN = 9.0
 _TALLEST_IN = 14.0
@@ -31,15 +30,6 @@ _CHARACTER = 0.009
 _LOW, _HIGH = 0.5, 0.82
 """Heights of bars: forwards are low, so that they tell from backwards where there is no room for text."""
 _LETTER = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.RECOMPUTE: "R"}
-
-
-@dataclass(frozen=True)
-class MeasuredPoint:
-    """What iterations really took, with the energy of one pipeline."""
-
-    label: str
-    time_s: float
-    energy_j: float
 
 
 def frontier_picture(
@@ -87,7 +77,7 @@ def frontier_picture(
             markersize=9,
             markeredgecolor="black",
             linestyle="none",
-            label=f"measured: {point.label}",
+            label=f"measured: {point.label} (median of {point.iterations})",
         )
     _mark_times(axes, frontier)
     axes.set_xlabel("iteration time [s]")
@@ -135,9 +125,9 @@ def timeline_picture(before: Timeline, after: Timeline, provenance: Provenance, 
 def _draw_timeline(axes: Axes, part: Timeline, norm: Normalize, colours: Colormap, longest_s: float) -> None:
     axes.barh(range(part.ranks), part.time_s, height=_HIGH, color=_WAITING)
     for bars, edge, width in (
-        ([b for b in part.bars if isinstance(b.work, Transfer)], "none", 0.0),
-        ([b for b in part.bars if not isinstance(b.work, Transfer) and not b.critical], "white", 0.4),
-        ([b for b in part.bars if not isinstance(b.work, Transfer) and b.critical], "black", 1.1),
+        ([b for b in part.bars if not isinstance(b.work, Instruction)], "none", 0.0),
+        ([b for b in part.bars if isinstance(b.work, Instruction) and not b.critical], "white", 0.4),
+        ([b for b in part.bars if isinstance(b.work, Instruction) and b.critical], "black", 1.1),
     ):
         axes.barh(
             [b.rank for b in bars],
@@ -163,7 +153,7 @@ def _draw_timeline(axes: Axes, part: Timeline, norm: Normalize, colours: Colorma
 
 def _connect_critical_path(axes: Axes, part: Timeline) -> None:
     """Draw a line wherever the critical path goes over to another rank."""
-    path = sorted((b for b in part.bars if b.critical and not isinstance(b.work, Transfer)), key=lambda b: b.start_s)
+    path = sorted((b for b in part.bars if b.critical and isinstance(b.work, Instruction)), key=lambda b: b.start_s)
     for first, second in pairwise(path):
         if first.rank != second.rank:
             down = 0.5 if second.rank > first.rank else -0.5
