@@ -68,7 +68,7 @@ def read_zeus(path: Path) -> Pairs:
             raise FrontierError(f"{path}: rank {rank}: expected a list, found {entries!r:.60}.")
         for position, entry in enumerate(entries):
             match entry:
-                case (str(), int()) if entry[1] > 0:
+                case (str(), int(clock)) if clock > 0 and clock is not True:
                     continue
             raise FrontierError(
                 f"{path}: rank {rank}, instruction {position}: expected (instruction, MHz) such as "
