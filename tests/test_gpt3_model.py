@@ -1,0 +1,132 @@
+"""The GPT-3 example's model and data, without launching ranks."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.pipe import TiedLayerSpec
+from hydra import compose, initialize_config_dir
+
+ROOT = Path(__file__).parents[1]
+# Published by Merak-Zeus, in millions; the head shares the token embedding's weights.
+PUBLISHED_MILLIONS = {
+    "small": 124.44,
+    "medium": 354.82,
+    "large": 758.73,
+    "xl": 1313.63,
+    "2.7b": 2648.93,
+    "6.7b": 6654.21,
+    "13b": 12848.14,
+    "175b": 174591.68,
+}
+
+
+@pytest.fixture(scope="module")
+def train():
+    spec = importlib.util.spec_from_file_location("gpt3_train", ROOT / "examples" / "gpt3" / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def config(*overrides):
+    with initialize_config_dir(str(ROOT / "configs" / "gpt3"), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+def build(layers):
+    """Build the layers as one stage does, tied ones once."""
+    tied, functions = {}, []
+    for layer in layers:
+        if isinstance(layer, TiedLayerSpec):
+            module = tied.setdefault(layer.key, None) or layer.build()
+            tied[layer.key] = module
+            function = layer.forward_fn
+            functions.append(module if function is None else lambda x, f=function, m=module: f(m, x))
+        else:
+            functions.append(layer.build())
+    return functions, [*tied.values(), *(f for f in functions if isinstance(f, torch.nn.Module))]
+
+
+def count_parameters(modules):
+    return sum(p.numel() for p in {id(p): p for m in modules for p in m.parameters()}.values())
+
+
+@pytest.mark.parametrize("size", PUBLISHED_MILLIONS)
+def test_parameter_counts_are_the_published_ones_with_a_tied_head(train, size):
+    with torch.device("meta"):
+        _, modules = build(train.gpt3_layers(config(f"model={size}").model))
+    assert round(count_parameters(modules) / 1e6, 2) == PUBLISHED_MILLIONS[size]
+
+
+def test_an_untied_head_adds_one_vocabulary_matrix(train):
+    with torch.device("meta"):
+        tied = count_parameters(build(train.gpt3_layers(config("model=small").model))[1])
+        untied = count_parameters(build(train.gpt3_layers(config("model=small", "model.tie_head=false").model))[1])
+    assert untied - tied == 50257 * 768
+
+
+@pytest.mark.parametrize("tie_head", ["true", "false"])
+def test_logits_depend_on_earlier_tokens_only(train, tie_head):
+    torch.manual_seed(0)
+    model = config("model=tiny", f"model.tie_head={tie_head}").model
+    functions, _ = build(train.gpt3_layers(model))
+
+    def logits(tokens):
+        for function in functions:
+            tokens = function(tokens)
+        return tokens
+
+    tokens = torch.randint(0, 256, (1, 64))
+    changed = tokens.clone()
+    changed[0, 40] = (tokens[0, 40] + 1) % 256
+    with torch.no_grad():
+        difference = (logits(tokens) - logits(changed)).abs().amax(dim=(0, 2))
+    assert difference.shape == (64,)
+    assert difference[:40].max() < 1e-5
+    assert difference[40:].min() > 1e-5
+
+
+def test_labels_are_the_next_tokens_and_every_window_appears_once(train):
+    text = bytes(range(200))
+    inputs, labels = train.byte_dataset(text, sequence_length=8, seed=1).tensors
+    assert torch.equal(labels, inputs + 1)
+    assert sorted(inputs[:, 0].tolist()) == list(range(0, 192, 8))
+
+
+def test_the_order_of_the_data_follows_the_seed(train):
+    first, again, other = (train.byte_dataset(bytes(range(200)), 8, seed).tensors[0] for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_too_little_text_is_named(train):
+    with pytest.raises(ValueError, match=r"data\.path: 8 bytes"):
+        train.byte_dataset(b"too few.", sequence_length=8, seed=0)
+
+
+def test_the_default_text_is_the_standard_library_up_to_the_limit(train):
+    text = train.read_text(None, 100_000)
+    assert len(text) == 100_000
+    assert b"import " in text
+
+
+def test_the_deepspeed_config_keeps_the_global_batch_and_passes_the_perseus_block(train):
+    built = train.deepspeed_config(config("model=xl", "perseus.max_slowdown=0.1"), pipelines=8)
+    assert built["train_micro_batch_size_per_gpu"] * built["gradient_accumulation_steps"] * 8 == 1024
+    assert built["perseus"]["max_slowdown"] == 0.1
+
+
+def test_every_key_of_the_perseus_block_is_valid_and_none_is_missing():
+    from omegaconf import OmegaConf
+
+    from perseus_ds.config import PerseusConfig, parse_block
+
+    block = OmegaConf.to_container(config().perseus)
+    assert parse_block(block) == PerseusConfig()
+    assert set(block) == set(PerseusConfig.model_fields)
+    assert set(block["profile"]) == set(PerseusConfig().profile.__class__.model_fields)
+    assert set(block["simulated"]) == set(PerseusConfig().simulated.__class__.model_fields)
