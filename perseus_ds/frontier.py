@@ -90,6 +90,15 @@ class Frontier:
             )
         return self.plans[index - 1]
 
+    def within(self, max_slowdown: float) -> FrequencyPlan:
+        """Return the plan of least energy that is at most so much slower than ``T_min``.
+
+        Args:
+            max_slowdown: As a fraction of ``T_min``, >= 0. If even the fastest plan is slower, as
+                lowtime's may be, it is the fastest plan.
+        """
+        return self.lookup(max(self.t_min_s * (1 + max_slowdown), self.plans[0].time_s))
+
     def save(self, directory: Path | str) -> Path:
         """Write ``frontier.csv`` and ``frontier.json``, each complete or not at all.
 

@@ -42,10 +42,10 @@ def _open(address: str) -> _Resettable:
 
         return NvmlGpu.by_uuid(identity)
     if device == "zeus":
-        from perseus_ds.gpu.zeus import ZeusGpu
+        from perseus_ds.gpu.zeus import open_address
 
-        return ZeusGpu(int(identity))
-    raise GpuError(f"Unknown GPU address {address!r}: expected nvml:UUID or zeus:INDEX.")
+        return open_address(identity)
+    raise GpuError(f"Unknown GPU address {address!r}: expected nvml:… or zeus:….")
 
 
 class _Process:
@@ -176,6 +176,8 @@ def main() -> None:
             return  # Another rank was faster.
         raise
     listener.listen(128)
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        os.environ.pop(variable, None)  # The ranks may each see another part of the node's GPUs.
     if os.fork():
         return  # The guardian proper is an orphan: killing the job's process tree does not find it.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -242,7 +242,7 @@ class PerseusRuntime:
                     f"{self.config.frontier} was measured on simulated GPUs, this job runs on {self._gpu.name}. "
                     'Measure a profile here: "mode": "profile".'
                 )
-            plan = frontier.lookup(frontier.t_min_s * (1 + self.config.max_slowdown))
+            plan = frontier.within(self.config.max_slowdown)
             check_instructions(plan.instructions, self._job.schedule.instructions)
             return plan, frontier.plans.index(plan)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import pynvml
+from typing_extensions import Self
 
 from perseus_ds.errors import GpuError, GpuPermissionError
 from perseus_ds.gpu.visible import match_uuid, pick
@@ -79,6 +82,16 @@ def _initialise() -> None:
     _call("Starting NVML", "nvmlInit")
 
 
+@contextmanager
+def _nvml() -> Iterator[None]:
+    """NVML for a moment; it counts its users, so that a GPU that is open keeps it open."""
+    _initialise()
+    try:
+        yield
+    finally:
+        _call("Closing NVML", "nvmlShutdown")
+
+
 def _handles() -> list[Any]:
     count = _call("Counting the GPUs", "nvmlDeviceGetCount")
     return [_call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in range(count)]
@@ -139,7 +152,7 @@ class NvmlGpu:
             raise
 
     @classmethod
-    def for_cuda_device(cls, cuda_index: int, uuid: str | None = None) -> NvmlGpu:
+    def for_cuda_device(cls, cuda_index: int, uuid: str | None = None) -> Self:
         """Open the GPU that CUDA calls ``cuda_index`` in this process.
 
         Args:
@@ -150,29 +163,23 @@ class NvmlGpu:
         Raises:
             GpuError: There is no such GPU, it is a MIG device, or the order of unlike GPUs is not certain.
         """
-        _initialise()
-        try:
-            value = os.environ.get("CUDA_VISIBLE_DEVICES")
-            if uuid is not None:
-                return cls(match_uuid(uuid, _uuids()))
+        if uuid is not None:
+            return cls.by_uuid(uuid)
+        value = os.environ.get("CUDA_VISIBLE_DEVICES")
+        with _nvml():
             index = pick(cuda_index, value, _uuids())
             _check_order(value)
             return cls(index)
-        finally:
-            _call("Closing NVML", "nvmlShutdown")
 
     @classmethod
-    def by_uuid(cls, uuid: str) -> NvmlGpu:
+    def by_uuid(cls, uuid: str) -> Self:
         """Open a GPU by its full or abbreviated UUID, whatever ``CUDA_VISIBLE_DEVICES`` says.
 
         Raises:
             GpuError: No GPU, or more than one, has it.
         """
-        _initialise()
-        try:
+        with _nvml():
             return cls(match_uuid(uuid, _uuids()))
-        finally:
-            _call("Closing NVML", "nvmlShutdown")
 
     @staticmethod
     def count() -> int:
@@ -181,11 +188,8 @@ class NvmlGpu:
         Raises:
             GpuError: NVML or the driver is missing.
         """
-        _initialise()
-        try:
+        with _nvml():
             return int(_call("Counting the GPUs", "nvmlDeviceGetCount"))
-        finally:
-            _call("Closing NVML", "nvmlShutdown")
 
     @property
     def address(self) -> str:
@@ -230,6 +234,11 @@ class NvmlGpu:
         """
         return self._clocks_mhz
 
+    def _check_clock(self, clock_mhz: int) -> None:
+        if clock_mhz not in self._clocks_mhz:
+            nearest = min(self._clocks_mhz, key=lambda clock: abs(clock - clock_mhz))
+            raise GpuError(f"Locking the clock of {self} failed: it has no {clock_mhz} MHz; the nearest is {nearest}.")
+
     def lock_clock(self, clock_mhz: int) -> None:
         """Request a fixed SM clock; it takes effect a little later and limits may keep it lower.
 
@@ -237,9 +246,7 @@ class NvmlGpu:
             GpuPermissionError: This process may not.
             GpuError: The GPU has no such clock, or the driver refused.
         """
-        if clock_mhz not in self._clocks_mhz:
-            nearest = min(self._clocks_mhz, key=lambda clock: abs(clock - clock_mhz))
-            raise GpuError(f"Locking the clock of {self} failed: it has no {clock_mhz} MHz; the nearest is {nearest}.")
+        self._check_clock(clock_mhz)
         self._ask(f"Locking {clock_mhz} MHz as the clock", "nvmlDeviceSetGpuLockedClocks", clock_mhz, clock_mhz)
 
     def reset_clock(self) -> None:

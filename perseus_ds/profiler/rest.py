@@ -49,20 +49,26 @@ def transfer_durations(ranks: Sequence[Iterations]) -> list[TransferDuration]:
 
 
 def tail_durations_s(ranks: Sequence[Iterations]) -> dict[int, float]:
-    """Return the median tail of each stage [s]: reductions, without the wait for peers, and the step.
+    """Return the median tail of each stage [s], without the waits for other ranks.
 
-    A reduction ends on all its ranks together, so the shortest one shows what it takes itself; the
-    optimizer step, the last part, is each rank's own.
+    Reductions, and an optimizer step that agrees on a gradient norm, end together on the ranks that
+    take part: what such a part takes itself begins when the last of them has come. Ranks begin an
+    iteration together, so their times can be compared.
     """
     found: dict[int, list[float]] = defaultdict(list)
     for iteration in zip(*ranks, strict=True):
-        parts = [[s for s in spans if _is_tail(s)] for spans in iteration]
-        shared = [min(s.time_s for s in part if s) for part in zip_longest(*(p[:-1] for p in parts))]
-        for part in parts:
-            if part and isinstance(part[-1].operation, Compute):
-                stage = part[-1].operation.instruction.stage
-                found[stage].append(sum(shared[: len(part) - 1]) + part[-1].time_s)
+        tails = [[span for span in spans if _is_tail(span)] for spans in iteration]
+        parts = list(zip_longest(*tails))
+        for tail in tails:
+            if tail and isinstance(tail[0].operation, Compute):
+                own_s = [_without_wait_s(parts[number], span) for number, span in enumerate(tail)]
+                found[tail[0].operation.instruction.stage].append(sum(own_s))
     return {stage: statistics.median(times_s) for stage, times_s in sorted(found.items())}
+
+
+def _without_wait_s(part: Sequence[Span | None], span: Span) -> float:
+    """Return the time since the last rank that began this part before it was over."""
+    return span.end_s - max(s.start_s for s in part if s is not None and s.start_s <= span.end_s)
 
 
 def _is_tail(span: Span) -> bool:

@@ -1,0 +1,119 @@
+"""The main job in one go, on simulated GPUs: profile, optimise, train at default clocks and under the plan.
+
+    python examples/gpt3/demo.py
+
+Four pipeline stages, each a process with DeepSpeed's real engine; the GPUs are simulated A100s.
+Everything is left in ``runs/demo``.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from perseus_ds.frontier import Frontier
+from perseus_ds.report.run_log import MeasuredPoint, measured_points
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "runs" / "demo"
+BIN = Path(sys.executable).parent
+TRAIN = [
+    str(BIN / "deepspeed"), "--num_gpus", "4", str(Path(__file__).parent / "train.py"),
+    "model=tiny", "perseus.device=simulated", "log_every=5",
+]  # fmt: skip
+PROMISED_SAVING, ALLOWED_SLOWDOWN, ALLOWED_ERROR = 0.08, 0.01, 0.05
+
+
+def _short(word: str) -> str:
+    """Write a path as a reader in the repository's root would."""
+    return word.replace(f"{BIN}/", "").replace(f"{ROOT}/", "")
+
+
+def run(title: str, command: list[str], log: Path) -> None:
+    """Run a command, show what Perseus says of it, and keep the rest in a log."""
+    print(f"\n{title}\n  $ {' '.join(_short(word) for word in command)}", flush=True)
+    began_s = time.monotonic()
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, text=True, bufsize=1)
+        assert process.stdout is not None
+        for line in process.stdout:
+            file.write(line)
+            shown = re.search(r"(?:steps: \d+ loss: \S+|perseus: step|perseus: wrote).*", line)
+            if shown:
+                print(f"  {shown.group()}", flush=True)
+    if process.wait() != 0:
+        print(log.read_text(encoding="utf-8")[-3000:])
+        raise SystemExit(f"This step failed with exit code {process.returncode}; its output is in {log}.")
+    print(f"  ({time.monotonic() - began_s:.0f} s)", flush=True)
+
+
+def table(frontier: Frontier, default: MeasuredPoint, planned: MeasuredPoint) -> str:
+    """Return predicted and measured figures side by side, and whether they are what was promised."""
+    plan = frontier.within(0.0)
+    rows = [("default clocks", frontier.baseline, default), (f"plan 0 of {len(frontier.plans)}", plan, planned)]
+    lines = [
+        "                      iteration time [s]               energy per iteration [J]",
+        "                   predicted  measured   error        predicted  measured   error",
+    ]
+    errors = []
+    for name, predicted, measured in rows:
+        error_t, error_e = predicted.time_s / measured.time_s - 1, predicted.energy_j / measured.energy_j - 1
+        errors += [abs(error_t), abs(error_e)]
+        lines.append(
+            f"  {name:16} {predicted.time_s:9.3f} {measured.time_s:9.3f} {error_t:+7.1%}"
+            f"     {predicted.energy_j:12.1f} {measured.energy_j:9.1f} {error_e:+7.1%}"
+        )
+    saving, slowdown = 1 - planned.energy_j / default.energy_j, planned.time_s / default.time_s - 1
+    lines += [
+        "",
+        f"  Energy saved: {saving:.1%} (measured), at {slowdown:+.1%} iteration time. All GPUs are SIMULATED A100s.",
+        f"  Medians of {default.iterations} and {planned.iterations} iterations; energies are of all four GPUs.",
+    ]
+    checks = {
+        f"saves at least {PROMISED_SAVING:.0%}": saving >= PROMISED_SAVING,
+        f"iterations at most {ALLOWED_SLOWDOWN:.0%} longer": slowdown <= ALLOWED_SLOWDOWN,
+        f"predictions within {ALLOWED_ERROR:.0%}": max(errors) <= ALLOWED_ERROR,
+    }
+    return "\n".join([*lines, "", *(f"  [{'ok' if good else 'NOT MET'}] {what}" for what, good in checks.items())])
+
+
+def main() -> None:
+    """Run the four steps, then show what came of them."""
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir(parents=True)
+    profile, frontier_dir = OUT / "profile" / "profile.csv", OUT / "frontier"
+    perseus_ds = str(BIN / "perseus-ds")
+    run(
+        "1. Profile: every other clock, forwards and backwards of all four stages at once",
+        [*TRAIN, "steps=3", "--profile", "perseus.profile.clock_stride=2", f"perseus.output_dir={OUT}/profile"],
+        OUT / "profile.log",
+    )
+    run(
+        "2. Optimise: every frequency plan worth running",
+        [perseus_ds, "optimize", f"profile={profile}", f"out={frontier_dir}"],
+        OUT / "optimize.log",
+    )
+    run("3. Train at default clocks", [*TRAIN, "steps=16", f"perseus.output_dir={OUT}/default"], OUT / "default.log")
+    run(
+        "4. Train under the fastest plan",
+        [*TRAIN, "steps=16", "perseus.mode=run", f"perseus.frontier={frontier_dir}", f"perseus.output_dir={OUT}/plan"],
+        OUT / "plan.log",
+    )
+    run(
+        "5. Draw",
+        [perseus_ds, "plot", f"frontier={frontier_dir}", f"profile={profile}", f"out={OUT}",
+         f"runs=[{OUT}/default,{OUT}/plan]"],
+        OUT / "plot.log",
+    )  # fmt: skip
+    (default,), (planned,) = measured_points(OUT / "default"), measured_points(OUT / "plan")
+    print(f"\n{table(Frontier.load(frontier_dir), default, planned)}\n")
+    print(f"  Pictures:  {OUT}/frontier.png, {OUT}/timeline.png")
+    print(f"  Profile:   {profile}\n  Frontier:  {frontier_dir}/frontier.csv\n  Iterations: {OUT}/plan/run.jsonl")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Effective energy as a convex function of time: lower hulls of the measured points of each group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from perseus_ds.optimize.problem import Group
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class Hull:
+    """A convex, falling, piecewise-linear function of time, its pieces from left to right.
+
+    Attributes:
+        left_s: Shape (k,): where each piece begins [s].
+        length_s: Shape (k,): how much time it spans [s].
+        saving_w: Shape (k,): energy saved per second spent on it, strictly falling [W].
+        loss: Shape (k,): how much of a piece's saving the measured clocks miss on average between its
+            ends, as a fraction; 1/2 where nothing was measured in between.
+    """
+
+    left_s: Floats
+    length_s: Floats
+    saving_w: Floats
+    loss: Floats
+
+    @classmethod
+    def of(cls, time_s: Floats, cost_j: Floats) -> Hull:
+        """Return the lower hull of points with rising time and falling cost."""
+        kept: list[int] = []
+        for index in range(len(time_s)):
+            while len(kept) >= 2 and _above(time_s, cost_j, kept[-2], kept[-1], index):
+                kept.pop()
+            kept.append(index)
+        length_s, drop_j = np.diff(time_s[kept]), -np.diff(cost_j[kept])
+        # The energy of the slowest clock that fits, averaged over the time allowed.
+        steps_j = np.add.reduceat(np.append(cost_j[:-1] * np.diff(time_s), 0.0), kept)[:-1] / length_s
+        chord_j = cost_j[kept][:-1] - drop_j / 2
+        return cls(time_s[kept][:-1], length_s, drop_j / length_s, (steps_j - chord_j) / drop_j)
+
+
+def _above(time_s: Floats, cost_j: Floats, left: int, middle: int, right: int) -> bool:
+    """Whether the middle point lies on or above the line through its neighbours."""
+    rise = (cost_j[right] - cost_j[left]) * (time_s[middle] - time_s[left])
+    return bool((cost_j[middle] - cost_j[left]) * (time_s[right] - time_s[left]) >= rise)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The hull pieces of many decisions, one decision after the other.
+
+    Attributes:
+        owner: Shape (m,): the decision each piece belongs to.
+        left_s, length_s, saving_w, loss: Shape (m,), as in :class:`Hull`.
+    """
+
+    owner: Indices
+    left_s: Floats
+    length_s: Floats
+    saving_w: Floats
+    loss: Floats
+
+
+class HullTable:
+    """The hulls of all groups, for every number of clocks that are fast enough to be usable."""
+
+    def __init__(self, groups: tuple[Group, ...]) -> None:
+        self._groups = groups
+        self._hulls: dict[tuple[int, int], Hull] = {}
+
+    def pieces(self, group: Indices, usable: Indices) -> Pieces:
+        """Return the pieces of decisions of these groups that may use their fastest clocks only.
+
+        Args:
+            group: Shape (n,).
+            usable: Shape (n,): how many of the group's clocks, at least 1.
+        """
+        keys, which = np.unique(np.stack([group, usable]), axis=1, return_inverse=True)
+        hulls = [self._hull(int(g), int(n)) for g, n in keys.T]
+        counts = np.array([len(h.length_s) for h in hulls], dtype=np.intp)
+        begins = np.cumsum(counts) - counts
+        which = which.reshape(-1)
+        owner = np.repeat(np.arange(len(group)), counts[which])
+        ends = np.cumsum(counts[which])
+        within = np.arange(len(owner)) - np.repeat(ends - counts[which], counts[which])
+        at = begins[which][owner] + within
+
+        def column(name: str) -> Floats:
+            return np.concatenate([getattr(h, name) for h in hulls])[at]
+
+        return Pieces(owner, column("left_s"), column("length_s"), column("saving_w"), column("loss"))
+
+    def _hull(self, group: int, usable: int) -> Hull:
+        key = (group, usable)
+        if key not in self._hulls:
+            options = self._groups[group]
+            self._hulls[key] = Hull.of(options.options.time_s[::-1][:usable], options.cost_j[::-1][:usable])
+        return self._hulls[key]

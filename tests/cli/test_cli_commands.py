@@ -1,0 +1,204 @@
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pipelines import synthetic_profile
+
+from perseus_ds.cli.main import COMMANDS, main
+from perseus_ds.frontier import Frontier
+
+LOWTIME = Path(__file__).resolve().parents[3] / "shared" / "data" / "sosp24"
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """Run a command in an empty folder; return its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        code = main(words)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def profile(tmp_path):
+    synthetic_profile(2, simulated=True, blocking_power_w=80.0, micro_batches=3).save(tmp_path / "p" / "profile.csv")
+    return "p/profile.csv"
+
+
+def test_help_lists_every_command(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    assert all(f"  {command} " in out for command in COMMANDS)
+
+
+def test_every_commands_help_explains_its_arguments(run):
+    for command in COMMANDS:
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert f"usage: perseus-ds {command}" in out
+
+
+def test_the_version_is_the_packages(run):
+    assert run("--version")[1].startswith("perseus-ds 0.")
+
+
+def test_without_a_command_the_usage_is_an_error(run):
+    code, out, _ = run()
+    assert (code, out.startswith("usage: perseus-ds COMMAND")) == (2, True)
+
+
+def test_help_imports_nothing_heavy():
+    script = (
+        "import sys\nfrom perseus_ds.cli.main import main\nmain(['--help'])\nmain(['optimize', '--help'])\n"
+        "assert not {'torch', 'deepspeed', 'numpy', 'lowtime'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nonsense"], "perseus-ds nonsense: there is no such command. Commands: optimize,"),
+        (["optimize"], "perseus-ds optimize: profile is missing: write profile=…"),
+        (["optimize", "profle=x"], "profle: there is no such argument. Arguments: profile, out,"),
+        (["optimize", "+extra=1"], "extra: there is no such argument"),
+        (["optimize", "profile"], "'profile': expected key=value"),
+        (["optimize", "profile=x", "out=y", "stages=many"], "stages=many: Input should be a valid integer"),
+        (
+            ["optimize", "profile=x", "out=y", "micro_batches=0"],
+            "micro_batches=0: Input should be greater than or equal",
+        ),
+        (["optimize", "profile=x", "out=y", "blocking_power_w=-1"], "blocking_power_w=-1: Input should be greater"),
+        (["optimize", "profile=x", "out=y", "solver=magic"], "solver=magic: Input should be 'exact' or 'lowtime'"),
+        (["optimize", "profile=[x", "out=y"], "Hydra cannot read these arguments"),
+        (["export", "frontier=x", "out=y", "format=csv"], "format=csv: Input should be 'zeus'"),
+        (["emulate", "frontier=x", "profile=y"], "pipelines is missing: write pipelines=…"),
+    ],
+)
+def test_wrong_arguments_say_what_to_write_and_exit_with_2(run, words, message):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_missing_profile_exits_with_1(run):
+    code, _, err = run("optimize", "profile=nowhere.csv", "out=y")
+    assert code == 1
+    assert "nowhere.csv: no such profile" in err
+
+
+def test_what_profile_json_holds_is_optional(run, profile, tmp_path):
+    code, out, _ = run("optimize", f"profile={profile}", "out=f")
+    assert code == 0
+    assert "for 2 stages and 3 micro-batches" in out
+    assert "SIMULATED" in out
+    frontier = Frontier.load(tmp_path / "f")
+    assert frontier.provenance.blocking_power_w == 80.0
+    assert frontier.provenance.simulated is True
+    assert frontier.provenance.profile == profile
+    with (tmp_path / "f" / "frontier.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(frontier.plans)
+
+
+def test_arguments_override_profile_json(run, profile, tmp_path):
+    words = ["micro_batches=5", "blocking_power_w=70", "solver=lowtime", "schedule=1f1b"]
+    assert run("optimize", f"profile={profile}", "out=f", *words)[0] == 0
+    provenance = Frontier.load(tmp_path / "f").provenance
+    assert (provenance.micro_batches, provenance.blocking_power_w, provenance.solver) == (5, 70.0, "lowtime")
+
+
+def test_dual_pipe_v_holds_two_stages_a_rank(run, profile, tmp_path):
+    assert run("optimize", f"profile={profile}", "out=f", "schedule=dualpipev")[0] == 0
+    assert len(Frontier.load(tmp_path / "f").instructions) == 1
+
+
+def test_what_profile_json_does_not_hold_must_be_given(run, tmp_path):
+    synthetic_profile(2).save(tmp_path / "profile.csv")
+    code, _, err = run("optimize", "profile=profile.csv", "out=f")
+    assert (code, "micro_batches is missing" in err) == (2, True)
+    code, _, err = run("optimize", "profile=profile.csv", "out=f", "micro_batches=2")
+    assert (code, "blocking_power_w is missing" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["stages=3"], "p/profile.csv: The schedule has 3 stages, the profile 2"),
+        (["blocking_power_w=400"], "p/profile.csv: stage 0, forward, 900 MHz"),
+        (["schedule=dualpipev", "stages=1"], "stages=1: dualpipev puts 2 stages on every rank"),
+        (["schedule=dualpipev", "micro_batches=1"], "cannot schedule 1 micro-batches"),
+        (["schedule=nonsense"], "schedule=nonsense: not found"),
+    ],
+)
+def test_a_profile_that_does_not_fit_is_named(run, profile, words, message):
+    code, _, err = run("optimize", f"profile={profile}", "out=f", *words)
+    assert code in (1, 2)
+    assert message in err
+    assert not Path("f").exists()
+
+
+def test_a_stage_gap_names_the_stage_and_the_file(run, tmp_path):
+    rows = synthetic_profile(3)
+    rows.save(tmp_path / "profile.csv")
+    lines = (tmp_path / "profile.csv").read_text().splitlines()
+    (tmp_path / "profile.csv").write_text("\n".join(line for line in lines if not line.startswith("1,")) + "\n")
+    code, _, err = run("optimize", "profile=profile.csv", "out=f", "micro_batches=2", "blocking_power_w=80")
+    assert (code, "profile.csv: The profile has no forward rows for stage 1" in err) == (1, True)
+
+
+def test_export_and_import_return_the_same_plans(run, profile, tmp_path):
+    assert run("optimize", f"profile={profile}", "out=f", "solver=lowtime")[0] == 0
+    assert run("export", "frontier=f", "out=plans")[0] == 0
+    code, out, _ = run("import", "plans=plans", f"profile={profile}", "out=back")
+    assert code == 0
+    assert "solver imported" in out
+    ours, back = Frontier.load(tmp_path / "f"), Frontier.load(tmp_path / "back")
+    assert [p.clocks_mhz for p in ours.plans] == [p.clocks_mhz for p in back.plans]
+
+
+def test_emulate_takes_what_it_needs_from_the_frontier(run, profile):
+    assert run("optimize", f"profile={profile}", "out=f")[0] == 0
+    code, out, _ = run("emulate", "frontier=f", f"profile={profile}", "pipelines=4", "straggler=1.2")
+    assert code == 0
+    assert "saved with a straggler 1.2x" in out
+    assert "SIMULATED" in out
+
+
+def test_emulate_shows_the_published_figures_beside_ours(run):
+    published = LOWTIME / "lowtime_frontier" / "gpt3-175b_a100-sxm_mb96.csv"
+    if not published.is_file():
+        pytest.skip(f"the published data is not here: {published}")
+    profile = LOWTIME / "stage_profile" / "gpt3-175b_a100-sxm.csv"
+    code, out, _ = run(
+        *("emulate", f"frontier=[{published},{published}]", f"profile={profile}", "pipelines=16", "straggler=[1.2]"),
+        *("gpus_per_stage=8", "time_scale=10", "micro_batches=96", "blocking_power_w=83.64"),
+    )
+    assert code == 0
+    rows = {line[:32].strip(): line[32:].split() for line in out.splitlines()}
+    assert rows["saved without a straggler"] == ["13.32%", "13.32%"]
+    assert rows["saved with a straggler 1.2x"] == ["27.01%", "27.01%"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("time,joules\n1,2\n", "curve.csv: column 'energy' is missing"),
+        ("time,energy\n1,lots\n", "curve.csv, line 2: expected numbers"),
+        ("time,energy\n1\n", "curve.csv, line 2: expected numbers"),
+        ("time,energy\n", "curve.csv: a frontier needs at least one plan"),
+        ("time,energy\nnan,3\n", "curve.csv: a frontier needs at least one plan, with positive times"),
+    ],
+)
+def test_emulate_names_a_bad_csv(run, profile, tmp_path, text, message):
+    (tmp_path / "curve.csv").write_text(text)
+    code, _, err = run(
+        "emulate", "frontier=curve.csv", f"profile={profile}", "pipelines=2", "micro_batches=3", "blocking_power_w=80"
+    )
+    assert (code, message in err) == (1, True), err
