@@ -1,50 +1,18 @@
-"""An NVIDIA GPU through NVML; the only module that knows pynvml (from the package ``nvidia-ml-py``)."""
+"""An NVIDIA GPU through NVML, by the module pynvml from the package ``nvidia-ml-py``."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import pynvml
 from typing_extensions import Self
 
-from perseus_ds.errors import GpuError, GpuPermissionError
+from perseus_ds.errors import GpuError
+from perseus_ds.gpu.nvml_calls import call, nvml_session, start_nvml
 from perseus_ds.gpu.visible import match_uuid, pick
 
-_ANOTHER_DEVICE = 'or set "device": "simulated" in the perseus block.'
-_REMEDIES = {
-    pynvml.NVML_ERROR_NO_PERMISSION: (
-        "Changing clocks needs root or CAP_SYS_ADMIN: run as root, add `--cap-add SYS_ADMIN` to docker run, "
-        'or run the zeusd daemon and set "device": "zeus".'
-    ),
-    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
-        "libnvidia-ml.so.1 was not found: install the NVIDIA driver, start the container with `--gpus all`, "
-        + _ANOTHER_DEVICE
-    ),
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: (
-        "The NVIDIA kernel driver is not loaded: check `nvidia-smi` and `dmesg`, " + _ANOTHER_DEVICE
-    ),
-    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
-        "NVML and the loaded kernel driver are of different versions: reboot, or reload the driver after its update."
-    ),
-    pynvml.NVML_ERROR_GPU_IS_LOST: (
-        "The GPU fell off the bus: look for `Xid` in dmesg, then reset the GPU or reboot the node."
-    ),
-    pynvml.NVML_ERROR_RESET_REQUIRED: "The GPU must be reset before it is usable: `nvidia-smi --gpu-reset` as root.",
-    pynvml.NVML_ERROR_TIMEOUT: "The driver did not answer in time: check `nvidia-smi` and dmesg, then try again.",
-    pynvml.NVML_ERROR_NOT_SUPPORTED: (
-        "This GPU or its driver lacks the function (vGPUs and GPUs before Volta often do): use another GPU, "
-        + _ANOTHER_DEVICE
-    ),
-    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: "The driver is too old to have the function: update the NVIDIA driver.",
-    pynvml.NVML_ERROR_INVALID_ARGUMENT: (
-        "There is no such GPU or value: `nvidia-smi -L` lists the GPUs, `nvidia-smi -q -d SUPPORTED_CLOCKS` clocks."
-    ),
-    pynvml.NVML_ERROR_OPERATING_SYSTEM: "The operating system blocked the request: check cgroups, seccomp and SELinux.",
-}
 _THROTTLE_REASONS = {
     0x001: "idle",
     0x002: "applications_clocks_setting",
@@ -58,48 +26,14 @@ _THROTTLE_REASONS = {
 }
 
 
-def _call(what: str, function: str, *arguments: Any) -> Any:
-    """Call one of pynvml's functions and turn its errors into ours."""
-    if not hasattr(pynvml, function):
-        raise GpuError(
-            f"{what} failed: the installed nvidia-ml-py has no {function}. "
-            f'Run `pip install --upgrade "nvidia-ml-py>=12.535"`.'
-        )
-    try:
-        return getattr(pynvml, function)(*arguments)
-    except pynvml.NVMLError as error:
-        kind = GpuPermissionError if error.value == pynvml.NVML_ERROR_NO_PERMISSION else GpuError
-        remedy = _REMEDIES.get(error.value, "Check `nvidia-smi` and dmesg.")
-        raise kind(f"{what} failed: {function} says {str(error)!r} (code {error.value}). {remedy}") from error
-
-
-def _initialise() -> None:
-    if not hasattr(pynvml, "_nvmlGetFunctionPointer"):
-        raise GpuError(
-            f"The module pynvml at {getattr(pynvml, '__file__', '?')} is not NVIDIA's binding. "
-            f"Run `pip uninstall pynvml` and then `pip install --force-reinstall nvidia-ml-py`."
-        )
-    _call("Starting NVML", "nvmlInit")
-
-
-@contextmanager
-def _nvml() -> Iterator[None]:
-    """NVML for a moment; it counts its users, so that a GPU that is open keeps it open."""
-    _initialise()
-    try:
-        yield
-    finally:
-        _call("Closing NVML", "nvmlShutdown")
-
-
 def _handles() -> list[Any]:
-    count = _call("Counting the GPUs", "nvmlDeviceGetCount")
-    return [_call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in range(count)]
+    count = call("Counting the GPUs", "nvmlDeviceGetCount")
+    return [call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in range(count)]
 
 
 def _uuids() -> list[str]:
     return [
-        str(_call(f"Reading the UUID of GPU {index}", "nvmlDeviceGetUUID", handle))
+        str(call(f"Reading the UUID of GPU {index}", "nvmlDeviceGetUUID", handle))
         for index, handle in enumerate(_handles())
     ]
 
@@ -108,7 +42,7 @@ def _check_order(value: str | None) -> None:
     """Refuse to guess where CUDA's numbering may differ from NVML's, which is by PCI bus."""
     if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or (value or "").strip().startswith("GPU-"):
         return
-    names = {str(_call("Reading the GPUs' names", "nvmlDeviceGetName", handle)) for handle in _handles()}
+    names = {str(call("Reading the GPUs' names", "nvmlDeviceGetName", handle)) for handle in _handles()}
     if len(names) > 1:
         raise GpuError(
             f"This node has different GPUs ({', '.join(sorted(names))}), which CUDA numbers by speed and NVML by PCI "
@@ -138,14 +72,14 @@ class NvmlGpu:
         Raises:
             GpuError: NVML, the driver or the GPU is missing, or the GPU is split by MIG.
         """
-        _initialise()
+        start_nvml()
         self._open = True
         try:
             self.index = index
-            self._handle = _call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index)
-            self.name = str(_call(f"Reading the name of GPU {index}", "nvmlDeviceGetName", self._handle))
-            self.uuid = str(_call(f"Reading the UUID of GPU {index}", "nvmlDeviceGetUUID", self._handle))
-            self.driver: str | None = str(_call("Reading the driver's version", "nvmlSystemGetDriverVersion"))
+            self._handle = call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index)
+            self.name = str(call(f"Reading the name of GPU {index}", "nvmlDeviceGetName", self._handle))
+            self.uuid = str(call(f"Reading the UUID of GPU {index}", "nvmlDeviceGetUUID", self._handle))
+            self.driver: str | None = str(call("Reading the driver's version", "nvmlSystemGetDriverVersion"))
             self._refuse_mig()
         except BaseException:
             self.close()
@@ -166,7 +100,7 @@ class NvmlGpu:
         if uuid is not None:
             return cls.by_uuid(uuid)
         value = os.environ.get("CUDA_VISIBLE_DEVICES")
-        with _nvml():
+        with nvml_session():
             index = pick(cuda_index, value, _uuids())
             _check_order(value)
             return cls(index)
@@ -178,7 +112,7 @@ class NvmlGpu:
         Raises:
             GpuError: No GPU, or more than one, has it.
         """
-        with _nvml():
+        with nvml_session():
             return cls(match_uuid(uuid, _uuids()))
 
     @staticmethod
@@ -188,8 +122,8 @@ class NvmlGpu:
         Raises:
             GpuError: NVML or the driver is missing.
         """
-        with _nvml():
-            return int(_call("Counting the GPUs", "nvmlDeviceGetCount"))
+        with nvml_session():
+            return int(call("Counting the GPUs", "nvmlDeviceGetCount"))
 
     @property
     def address(self) -> str:
@@ -202,7 +136,7 @@ class NvmlGpu:
     def _ask(self, what: str, function: str, *arguments: Any) -> Any:
         if not self._open:
             raise GpuError(f"{what} of {self} failed: it was closed.")
-        return _call(f"{what} of {self}", function, self._handle, *arguments)
+        return call(f"{what} of {self}", function, self._handle, *arguments)
 
     def _refuse_mig(self) -> None:
         try:
@@ -311,4 +245,4 @@ class NvmlGpu:
         """Release the driver. The clock stays as it is."""
         if self._open:
             self._open = False
-            _call("Closing NVML", "nvmlShutdown")
+            call("Closing NVML", "nvmlShutdown")
