@@ -12,9 +12,6 @@ from typing import Any, Protocol
 
 from perseus_ds.gpu.base import Gpu
 
-_DEFAULT = None
-"""Stands for the driver's own clock management where a clock is expected."""
-
 
 class Moment(Protocol):
     """A point in the GPU's own progress, such as a CUDA event."""
@@ -49,8 +46,9 @@ class ClockController:
         self._idle = True
         self._stopping = False
         self._failed = False
-        self._requested: int | None = _DEFAULT
-        self._applied: int | None = _DEFAULT
+        # None stands for the default, the driver's own clock management.
+        self._requested: int | None = None
+        self._applied: int | None = None
         self.changes = 0
         self.overtaken = 0
         self._worker = threading.Thread(target=self._work, name="perseus-clocks", daemon=True)
@@ -85,8 +83,8 @@ class ClockController:
             self._stopping = True
             self._wake.notify_all()
         self._worker.join(timeout_s)
-        if self._applied is not _DEFAULT or self._failed:
-            self._applied = _DEFAULT
+        if self._applied is not None or self._failed:
+            self._applied = None
             try:
                 self._gpu.reset_clock()
             except Exception as error:

@@ -58,8 +58,10 @@ class PerseusConfig(_Block):
         description="observe: measure time and energy at default clocks; profile: measure every clock, write "
         "profile.csv, train on at default clocks; run: train under the plan chosen from a frontier.",
     )
-    device: Literal["auto", "nvml", "simulated"] = Field(
-        "auto", description="auto: NVML where the engine runs on CUDA, otherwise a simulated GPU."
+    device: Literal["auto", "nvml", "zeus", "simulated"] = Field(
+        "auto",
+        description="auto: NVML where the engine runs on CUDA, otherwise a simulated GPU; zeus: Zeus's device layer, "
+        "for zeusd and AMD GPUs.",
     )
     output_dir: str = Field("perseus", description="Folder for profile.csv, profile.json and run.jsonl.")
     frontier: str | None = Field(None, description="frontier.json (or its folder), for run mode.")

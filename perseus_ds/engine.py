@@ -192,12 +192,12 @@ def _perseus_block(arguments: Mapping[str, Any]) -> object | None:
 
 
 def _open_gpu(config: PerseusConfig, engine: Any) -> Gpu:
+    if config.device == "zeus":
+        from perseus_ds.gpu.zeus import open_zeus_gpu
+
+        return open_zeus_gpu(*_cuda_device(engine))
     if config.device == "nvml" or (config.device == "auto" and engine.device.type == "cuda"):
-        if engine.device.type == "cuda":
-            index = engine.device.index if engine.device.index is not None else torch.cuda.current_device()
-            uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) or None
-            return NvmlGpu.for_cuda_device(index, uuid)
-        return NvmlGpu.for_cuda_device(engine.local_rank if engine.local_rank >= 0 else 0)
+        return NvmlGpu.for_cuda_device(*_cuda_device(engine))
     if config.device == "auto" and engine.global_rank == 0:
         logger.warning(
             "perseus: no CUDA GPU, so GPUs are SIMULATED (%s): training is real, times and energies are not. "
@@ -214,6 +214,14 @@ def _open_gpu(config: PerseusConfig, engine: Any) -> Gpu:
         may_lock=settings.may_lock,
         seed=engine.global_rank,
     )
+
+
+def _cuda_device(engine: Any) -> tuple[int, str | None]:
+    """Return CUDA's index of this rank's GPU, and its UUID where CUDA tells it."""
+    if engine.device.type != "cuda":
+        return max(0, engine.local_rank), None
+    index = engine.device.index if engine.device.index is not None else torch.cuda.current_device()
+    return index, str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) or None
 
 
 def _execution(gpu: Gpu, device: torch.device) -> Execution:

@@ -94,6 +94,8 @@ class Replay:
         """Leave the engine, gradients, module buffers and random number generators as they were."""
         engine = self._engine
         attributes = dict(vars(engine))
+        # Modules count too: PipelineModule numbers its forwards, to seed its layers.
+        counters = [(module, _plain_values(module)) for module in engine.module.modules()]
         states = [(buffer, buffer.detach().clone()) for buffer in engine.module.buffers()]
         python_state, numpy_state = random.getstate(), np.random.get_state()
         engine.pipe_buffers = {key: [None] * len(slots) for key, slots in engine.pipe_buffers.items()}
@@ -109,9 +111,15 @@ class Replay:
             with torch.no_grad():
                 for buffer, kept in states:
                     buffer.copy_(kept)
+            for module, values in counters:
+                vars(module).update(values)
             vars(engine).clear()
             vars(engine).update(attributes)
             _drop_gradients(engine)
+
+
+def _plain_values(module: torch.nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | None)}
 
 
 def _drop_gradients(engine: Any) -> None:

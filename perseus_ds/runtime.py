@@ -19,9 +19,11 @@ from perseus_ds.errors import GpuError, PerseusError, PlanError
 from perseus_ds.execution import Execution, SimulatedExecution, Span
 from perseus_ds.frontier import Frontier
 from perseus_ds.gpu.base import Gpu
+from perseus_ds.guardian import Guardian
 from perseus_ds.instruction import Instruction
 from perseus_ds.plan import FrequencyPlan, check_instructions
 from perseus_ds.profiler.offline import OfflineProfiler, Repeatable, check_sweep
+from perseus_ds.profiler.rest import without_gaps
 from perseus_ds.profiler.session import measure_profile
 from perseus_ds.ranks import Ranks
 from perseus_ds.recorder import Iteration, Monitor, Recorder
@@ -152,6 +154,7 @@ class PerseusRuntime:
             ranks, self._directory, simulated=gpu.simulated, monitor=job.monitor, steps_per_print=job.steps_per_print
         )
         self._recorder.event("start", mode=config.mode, gpu=gpu.name, plan=self._clock_plan.number)
+        self._guardian = self._start_guardian()
         self._guard = ExitGuard(self.close)
 
     @property
@@ -172,6 +175,8 @@ class PerseusRuntime:
             samples: Samples the job will have seen after it, the x-axis of DeepSpeed's monitor.
         """
         changes = self._clocks.changes
+        if self._guardian is not None and not self._guardian.alive:
+            self._fail(GpuError("the guardian, which restores the clocks if the job is killed, is gone"))
         self._request(self._clock_plan.first)
         energy_j = self._energy_j()
         self._execution.start_iteration()
@@ -187,7 +192,7 @@ class PerseusRuntime:
         if self._iterations == 1:
             self._calibrate()
         elif self.config.mode == "profile" and not self.profiled:
-            self._spans.append(list(self._execution.spans()))
+            self._spans.append(without_gaps(self._execution.spans(), time_s))
             if self._iterations == self.config.profile.warm_up:
                 self._measure_profile()
 
@@ -227,6 +232,14 @@ class PerseusRuntime:
         """Restore the default clock and stop; harmless when called again."""
         self._guard.release()
         self._clocks.close()
+        if self._guardian is not None:
+            self._guardian.close()
+
+    def _start_guardian(self) -> Guardian | None:
+        """Have somebody restore the clocks should all ranks be killed; a job that changes none needs nobody."""
+        if self.config.mode == "observe" or self._gpu.address is None:
+            return None
+        return Guardian.start([self._gpu.address])
 
     def _check(self, ranks: Ranks) -> None:
         if self.config.mode != "observe":

@@ -38,7 +38,7 @@ def run(title: str, command: list[str], log: Path) -> None:
     print(f"\n{title}\n  $ {' '.join(_short(word) for word in command)}", flush=True)
     began_s = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, text=True, bufsize=1)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, text=True)
         assert process.stdout is not None
         for line in process.stdout:
             file.write(line)

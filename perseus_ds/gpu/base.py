@@ -11,12 +11,17 @@ class Gpu(Protocol):
     Attributes:
         name: Product name, such as ``NVIDIA A100-SXM4-80GB``; a simulated one says so.
         driver: Driver version, or None.
+        address: How another process on this node opens it (:func:`perseus_ds.guardian_process`); None if no lock
+            of its clock outlives this process.
         simulated: Whether its physics is simulated. Whatever it yields is labelled accordingly.
     """
 
     name: str
     driver: str | None
     simulated: bool
+
+    @property
+    def address(self) -> str | None: ...
 
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         """Return the SM clocks that can be locked, ascending [MHz]."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from perseus_ds.errors import ConfigError, GpuError, GpuPermissionError
 
@@ -50,15 +51,20 @@ class DeviceModel:
         voltage = 1 + self.curvature_per_mhz2 * max(0.0, clock_mhz - self.knee_mhz) ** 2
         return self.static_power_w + self.dynamic_w_per_mhz * clock_mhz * voltage**2
 
-    def reached_clock_mhz(self, clock_mhz: float) -> float:
-        """Return the clock the board really runs at under its power limit [MHz]."""
-        if self.unlimited_power_w(clock_mhz) <= self.power_limit_w:
-            return clock_mhz
-        low, high = float(self.lowest_clock_mhz), clock_mhz
+    @cached_property
+    def limited_clock_mhz(self) -> float:
+        """The highest clock the board can keep up under its power limit [MHz]."""
+        low, high = float(self.lowest_clock_mhz), float(self.top_clock_mhz)
+        if self.unlimited_power_w(high) <= self.power_limit_w:
+            return high
         for _ in range(50):
             middle = (low + high) / 2
             low, high = (middle, high) if self.unlimited_power_w(middle) <= self.power_limit_w else (low, middle)
         return low
+
+    def reached_clock_mhz(self, clock_mhz: float) -> float:
+        """Return the clock the board really runs at under its power limit [MHz]."""
+        return min(clock_mhz, self.limited_clock_mhz)
 
     def power_w(self, clock_mhz: float) -> float:
         """Return the power while computing [W]."""
@@ -116,6 +122,7 @@ class SimulatedGpu:
     """
 
     simulated = True
+    address: str | None = None
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class CounterLog:
         if len(inside) < 3:
             raise GpuError(
                 f"{self._gpu.name}: the energy counter was refreshed only {len(inside)} times in "
-                f"{end_s - start_s:.2f} s. Make perseus.profile.window_s longer."
+                f"{end_s - start_s:.2f} s, 3 are needed. Make perseus.profile.window_s longer."
             )
         slope, _ = np.polyfit(inside[:, 0] - inside[0, 0], inside[:, 1], 1)
         return float(slope)

@@ -16,6 +16,23 @@ Iterations = Sequence[Sequence[Span]]
 """One rank's spans, by iteration."""
 
 
+def without_gaps(spans: Sequence[Span], time_s: float) -> list[Span]:
+    """Give the time that the engine spends between operations to the loads, transfers and tails beside it.
+
+    Args:
+        spans: One rank's operations of one iteration, in order.
+        time_s: The iteration time; the last operation lasts until then [s].
+    """
+    result: list[Span] = []
+    for number, span in enumerate(spans):
+        start_s, end_s = span.start_s, span.end_s
+        if _is_tail(span) or not isinstance(span.operation, Compute):
+            start_s = result[-1].end_s if result else 0.0
+            end_s = spans[number + 1].start_s if number + 1 < len(spans) else max(end_s, time_s)
+        result.append(Span(span.operation, start_s, end_s))
+    return result
+
+
 def load_durations_s(ranks: Sequence[Iterations]) -> dict[int, float]:
     """Return the median load of each stage [s]."""
     found: dict[int, list[float]] = defaultdict(list)

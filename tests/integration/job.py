@@ -1,0 +1,62 @@
+"""Starts jobs of ``pipeline_job.py`` on real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).with_name("pipeline_job.py")
+# Fast enough for a test, long enough for simulated instructions to dwarf what the CPU does.
+SIMULATED = {"longest_instruction_s": 0.03, "counter_period_s": 0.02, "lock_latency_s": 0.002}
+QUICK_PROFILE = {"min_clock_mhz": 1080, "clock_stride": 8, "window_s": 0.25, "repetitions": 3}
+
+
+@dataclass
+class Finished:
+    """A job that has ended."""
+
+    folder: Path
+    returncode: int
+    output: str
+
+    @property
+    def ranks(self) -> list[dict[str, Any]]:
+        """What every rank reported; the job must have come to its end."""
+        assert self.returncode == 0, self.output[-4000:]
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("rank*.json"))]
+
+    def records(self, name: str = "perseus") -> list[dict[str, Any]]:
+        lines = (self.folder / name / "run.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def start(folder: Path, ranks: int, environment: dict[str, str] | None = None, **job: Any) -> subprocess.Popen[str]:
+    """Start a job on as many processes as ranks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job = {"stages": ranks, "micro_batches": 4, "steps": 6, "work": [3] * 4, **job}
+    if job.get("perseus"):
+        settings = {**SIMULATED, **job["perseus"].get("simulated", {})}
+        job["perseus"] = {"output_dir": str(folder / "perseus"), "device": "simulated", **job["perseus"]}
+        job["perseus"]["simulated"] = settings
+    (folder / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return subprocess.Popen(
+        [*command, str(SCRIPT), str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+    )
+
+
+def run(folder: Path, ranks: int, environment: dict[str, str] | None = None, **job: Any) -> Finished:
+    """Run a job to its end."""
+    process = start(folder, ranks, environment, **job)
+    output, _ = process.communicate(timeout=240)
+    return Finished(folder, process.returncode, output)
