@@ -8,6 +8,7 @@ from typing import Literal
 from perseus_ds.dag import Dag
 from perseus_ds.errors import ConfigError, ProfileError
 from perseus_ds.frontier import Frontier, Provenance, drop_dominated
+from perseus_ds.optimize.exact import solve_exact
 from perseus_ds.optimize.lowtime import solve_lowtime
 from perseus_ds.optimize.problem import Problem
 from perseus_ds.plan import FrequencyPlan
@@ -24,7 +25,9 @@ def optimize(
     profile: StageProfile,
     *,
     blocking_power_w: float | None = None,
-    solver: Solver = "lowtime",
+    solver: Solver = "exact",
+    plans: int = 120,
+    switch_cost_j: float = 0.0,
     progress: Progress | None = None,
 ) -> Frontier:
     """Return the frontier of frequency plans from ``T_min`` to ``T*``.
@@ -33,15 +36,25 @@ def optimize(
         schedule: What every rank does in one iteration.
         profile: Time and energy at each clock, and the durations of what has no clock.
         blocking_power_w: What a waiting GPU draws [W]; the profile's own value by default.
-        solver: ``lowtime`` is the published solver.
+        solver: ``exact`` plans against a proven bound; ``lowtime`` is the published solver.
+        plans: For how many deadlines ``exact`` plans; about so many plans come back.
+        switch_cost_j: What a change of clock is taken to cost when ``exact`` chooses between clocks [J].
         progress: Told how far the solver is.
 
     Raises:
-        ProfileError: The profile does not cover the schedule, or blocking power is unknown.
+        ConfigError: Blocking power is unknown, or an argument is out of range.
+        ProfileError: The profile does not cover the schedule.
     """
+    if plans < 2:
+        raise ConfigError(f"plans={plans}: a frontier needs at least 2, one for T_min and one for T*.")
+    if not 0 <= switch_cost_j < float("inf"):
+        raise ConfigError(f"switch_cost_j={switch_cost_j}: expected a number of joules >= 0.")
     problem = problem_for(schedule, profile, blocking_power_w)
-    plans = solve_lowtime(problem, progress or (lambda what, done: None))
-    return frontier_of(problem, plans, solver)
+    report = progress or (lambda what, done: None)
+    if solver == "lowtime":
+        return frontier_of(problem, solve_lowtime(problem, report), solver)
+    found = solve_exact(problem, plans=plans, switch_cost_j=switch_cost_j, progress=report)
+    return frontier_of(problem, found.plans, solver)
 
 
 def problem_for(schedule: Schedule, profile: StageProfile, blocking_power_w: float | None) -> Problem:

@@ -13,36 +13,14 @@ Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
 
-@dataclass(frozen=True)
-class Hull:
-    """A convex, falling, piecewise-linear function of time, its pieces from left to right.
-
-    Attributes:
-        left_s: Shape (k,): where each piece begins [s].
-        length_s: Shape (k,): how much time it spans [s].
-        saving_w: Shape (k,): energy saved per second spent on it, strictly falling [W].
-        loss: Shape (k,): how much of a piece's saving the measured clocks miss on average between its
-            ends, as a fraction; 1/2 where nothing was measured in between.
-    """
-
-    left_s: Floats
-    length_s: Floats
-    saving_w: Floats
-    loss: Floats
-
-    @classmethod
-    def of(cls, time_s: Floats, cost_j: Floats) -> Hull:
-        """Return the lower hull of points with rising time and falling cost."""
-        kept: list[int] = []
-        for index in range(len(time_s)):
-            while len(kept) >= 2 and _above(time_s, cost_j, kept[-2], kept[-1], index):
-                kept.pop()
-            kept.append(index)
-        length_s, drop_j = np.diff(time_s[kept]), -np.diff(cost_j[kept])
-        # The energy of the slowest clock that fits, averaged over the time allowed.
-        steps_j = np.add.reduceat(np.append(cost_j[:-1] * np.diff(time_s), 0.0), kept)[:-1] / length_s
-        chord_j = cost_j[kept][:-1] - drop_j / 2
-        return cls(time_s[kept][:-1], length_s, drop_j / length_s, (steps_j - chord_j) / drop_j)
+def corners(time_s: Floats, cost_j: Floats) -> list[int]:
+    """Return the indices of the points on the lower hull of points with rising time and falling cost."""
+    kept: list[int] = []
+    for index in range(len(time_s)):
+        while len(kept) >= 2 and _above(time_s, cost_j, kept[-2], kept[-1], index):
+            kept.pop()
+        kept.append(index)
+    return kept
 
 
 def _above(time_s: Floats, cost_j: Floats, left: int, middle: int, right: int) -> bool:
@@ -52,19 +30,37 @@ def _above(time_s: Floats, cost_j: Floats, left: int, middle: int, right: int) -
 
 
 @dataclass(frozen=True)
+class Hull:
+    """A convex, falling, piecewise-linear function of time, its pieces from left to right.
+
+    Attributes:
+        length_s: Shape (k,): how much time each piece spans [s].
+        saving_w: Shape (k,): energy saved per second spent on it, strictly falling [W].
+    """
+
+    length_s: Floats
+    saving_w: Floats
+
+    @classmethod
+    def of(cls, time_s: Floats, cost_j: Floats) -> Hull:
+        """Return the lower hull of points with rising time and falling cost."""
+        kept = corners(time_s, cost_j)
+        length_s = np.diff(time_s[kept])
+        return cls(length_s, -np.diff(cost_j[kept]) / length_s)
+
+
+@dataclass(frozen=True)
 class Pieces:
     """The hull pieces of many decisions, one decision after the other.
 
     Attributes:
         owner: Shape (m,): the decision each piece belongs to.
-        left_s, length_s, saving_w, loss: Shape (m,), as in :class:`Hull`.
+        length_s, saving_w: Shape (m,), as in :class:`Hull`.
     """
 
     owner: Indices
-    left_s: Floats
     length_s: Floats
     saving_w: Floats
-    loss: Floats
 
 
 class HullTable:
@@ -91,10 +87,9 @@ class HullTable:
         within = np.arange(len(owner)) - np.repeat(ends - counts[which], counts[which])
         at = begins[which][owner] + within
 
-        def column(name: str) -> Floats:
-            return np.concatenate([getattr(h, name) for h in hulls])[at]
-
-        return Pieces(owner, column("left_s"), column("length_s"), column("saving_w"), column("loss"))
+        lengths_s = np.concatenate([h.length_s for h in hulls])
+        savings_w = np.concatenate([h.saving_w for h in hulls])
+        return Pieces(owner, lengths_s[at], savings_w[at])
 
     def _hull(self, group: int, usable: int) -> Hull:
         key = (group, usable)

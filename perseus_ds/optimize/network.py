@@ -68,7 +68,9 @@ class Network:
         self.least_s = least_s[order]
         edge_arc = np.array(builder.edge_arc, dtype=np.intp)
         self.edge_arc = np.where(edge_arc >= 0, place[edge_arc], -1) if len(edge_arc) else edge_arc
-        self.fixed_nodes = work[order[len(problem.node) :]]
+        self._other_work = work[order[len(problem.node) :]]
+        self._instant = builder.instant
+        self._to_end = {node: int(place[arc]) for node, arc in builder.to_end.items()}
 
     @property
     def decisions(self) -> int:
@@ -114,6 +116,35 @@ class Network:
             result[level.events] = np.minimum.reduceat(start, level.first, axis=0)
         return result
 
+    def dag_flow(self, flow: Floats) -> tuple[Floats, Floats]:
+        """Return a flow over the arcs as one over the DAG: over its edges, and into nodes without predecessors.
+
+        Args:
+            flow: Shape (arcs, n): n flows.
+
+        Returns:
+            Shape (edges, n), edges in the order of ``dag.predecessors``, and shape (nodes, n).
+        """
+        before = self.problem.dag.predecessors
+        first = np.concatenate(([0], np.cumsum([len(b) for b in before]))).tolist()
+        through = np.zeros((len(before), flow.shape[1]))
+        through[self.problem.node] = flow[: self.decisions]
+        others = self._other_work >= 0
+        through[self._other_work[others]] = flow[self.decisions :][others]
+        for node, arc in self._to_end.items():
+            through[node] = flow[arc]
+        edges = np.zeros((first[-1], flow.shape[1]))
+        instant = self._instant
+        for node in range(len(before) - 1, -1, -1):
+            for edge, other in enumerate(before[node], first[node]):
+                arc = self.edge_arc[edge]
+                # Not carried by an arc: all of the node's flow comes this way, or all of the other's goes it.
+                edges[edge] = flow[arc] if arc >= 0 else through[node] if len(before[node]) == 1 else through[other]
+                if instant[other]:
+                    through[other] += edges[edge]
+        source = np.where(np.array([not b for b in before])[:, None], through, 0.0)
+        return edges, source
+
 
 class _Builder:
     """Names events and lists arcs, in an order in which an event's arcs in precede its arcs out.
@@ -132,6 +163,7 @@ class _Builder:
         self.head: list[int] = []
         self.work: list[int] = []
         self.edge_arc: list[int] = []
+        self.to_end: dict[int, int] = {}
         self.start = [0] * len(dag.nodes)
         self.end = [0] * len(dag.nodes)
         for node in range(len(dag.nodes)):
@@ -149,6 +181,7 @@ class _Builder:
         if self.instant[node]:
             self.end[node] = self.start[node]
             if not after:
+                self.to_end[node] = len(self.tail)
                 self._arc(self.end[node], self.last, -1)
             return
         # A node with one successor may as well end when that starts.
