@@ -31,7 +31,7 @@ class Tangent:
 
 
 def refine(left: Tangent, right: Tangent, at: Callable[[float], Tangent], count: int) -> list[Tangent]:
-    """Return tangents of a convex, falling curve, each new one where the curve is known least.
+    """Return tangents of a falling curve, convex but near its left end, each new one where the curve is known least.
 
     Args:
         left: The fastest.
@@ -56,8 +56,9 @@ def _unknown(left: Tangent, right: Tangent) -> tuple[float, float, Tangent, Tang
     """The largest distance between the chord of two points and their tangents, negated, for a heap."""
     span_s = right.time_s - left.time_s
     chord_w = (left.energy_j - right.energy_j) / span_s
-    above, below = max(left.slope_w - chord_w, 0.0), max(chord_w - right.slope_w, 0.0)
-    unknown_j = span_s * above * below / (above + below) if above + below > 0 else 0.0
+    above, below = left.slope_w - chord_w, max(chord_w - right.slope_w, 0.0)
+    # Just after T_min more clocks become possible and the curve falls faster than its tangent says.
+    unknown_j = span_s * (above * below / (above + below) if above + below > 0 < above else below / 2)
     return -unknown_j, left.time_s, left, right
 
 
