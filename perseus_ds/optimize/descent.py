@@ -27,14 +27,12 @@ class _Arcs:
         least_s: Shape (events, width, 1): least duration; -inf for padding.
         decision: Indices (event, column) of the arcs that have a clock to choose.
         group: Shape (decisions,): their groups.
-        offset: Shape (decisions, 1): their groups' place in the option table's keys.
     """
 
     other: Indices
     least_s: Floats
     decision: tuple[Indices, Indices]
     group: Indices
-    offset: Floats
 
 
 class Descent:
@@ -128,6 +126,5 @@ class Descent:
         # Padding repeats the first arc's other end and never binds.
         other = ends[np.where(exists, padded, padded[:, :1])]
         least_s = np.where(exists, self.network.least_s[padded], -np.inf)[:, :, None]
-        decision = np.nonzero(exists & (padded < self.network.decisions))
-        group = self.network.problem.group[padded[decision]]
-        return _Arcs(other, least_s, decision, group, self.table.span_s * group[:, None])
+        row, column = np.nonzero(exists & (padded < self.network.decisions))
+        return _Arcs(other, least_s, (row, column), self.network.problem.group[padded[row, column]])

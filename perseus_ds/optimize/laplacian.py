@@ -38,7 +38,7 @@ class Laplacian:
         """Prepare to solve with these arc weights."""
         n = len(self.order)
         diagonal = np.bincount(self.tail, weight, self.events) + np.bincount(self.head, weight, self.events)
-        self.to_end_weight = np.bincount(self.tail[self.to_end], weight[self.to_end], self.events)
+        self.to_end_weight: Floats = np.bincount(self.tail[self.to_end], weight[self.to_end], self.events)
         self.end_diagonal = float(diagonal[-1])
         if n:
             band = np.bincount(self.cell, -weight[self.inner], minlength=(self.band + 1) * n).reshape(-1, n)
@@ -47,7 +47,8 @@ class Laplacian:
 
     def inflow(self, flow: Floats) -> Floats:
         """Return what flows into each event less what flows out."""
-        return np.bincount(self.head, flow, self.events) - np.bincount(self.tail, flow, self.events)
+        result: Floats = np.bincount(self.head, flow, self.events) - np.bincount(self.tail, flow, self.events)
+        return result
 
     def solve(self, inflow: Floats, end_is_free: bool) -> Floats:
         """Return the potentials of all events; the start's is 0, the end's too unless it is free."""

@@ -1,0 +1,158 @@
+"""Our frontier and lowtime's on the same input in the same run: time, energy, and distance from the bound.
+
+python benchmarks/frontier.py
+python benchmarks/frontier.py --profile ../shared/data/sosp24/stage_profile/gpt3-175b_a100-sxm.csv \
+        --blocking-power-w 83.64 --micro-batches 12 24 --time-limit-s 300
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+from milp import solve_milp  # type: ignore[import-not-found]  # run as a script, whose folder is on the path
+
+from perseus_ds.frontier import Frontier
+from perseus_ds.instruction import Kind
+from perseus_ds.optimize import optimize, problem_for
+from perseus_ds.schedule import Schedule, read_schedule, schedule_class, stages_per_rank
+from perseus_ds.stage_profile import Measurement, StageProfile
+
+Energies = list[tuple[float, float]]
+"""Time [s] and energy [J] of every plan."""
+
+
+def main() -> None:
+    arguments = _arguments()
+    profile = (
+        StageProfile.load(arguments.profile)
+        if arguments.profile
+        else synthetic_profile(arguments.stages, arguments.seed)
+    )
+    stages = arguments.stages if arguments.profile is None else min(arguments.stages, profile.num_stages)
+    for micro_batches in arguments.micro_batches:
+        chosen = schedule_class(arguments.schedule)
+        schedule = read_schedule(chosen, ranks=stages // stages_per_rank(chosen), micro_batches=micro_batches)
+        print(f"\n{arguments.schedule}, {stages} stages, {micro_batches} micro-batches")
+        _compare(schedule, profile, arguments)
+
+
+def _compare(schedule: Schedule, profile: StageProfile, arguments: argparse.Namespace) -> None:
+    def ours() -> Frontier:
+        return optimize(schedule, profile, blocking_power_w=arguments.blocking_power_w, plans=arguments.plans)
+
+    taken_s, frontier = _timed(ours)
+    gaps = np.array([plan.gap for plan in frontier.plans])
+    memory_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"  ours     {taken_s:9.2f} s, {len(frontier.plans)} plans, {memory_gib:.1f} GiB at most so far")
+    print(f"           gap mean {gaps.mean():.3%}, worst {gaps.max():.3%} (plan {gaps.argmax()}), first {gaps[0]:.3%}")
+    print(f"           fastest plan against T_min {frontier.plans[0].time_s / frontier.t_min_s - 1:+.1e}")
+    changes = [sum(map(len, frontier.instructions)), *(frontier.plans[i].clock_changes for i in (0, -1))]
+    print(
+        f"           clock changes, fastest and last plan: {changes[1]} and {changes[2]} of {changes[0]} instructions"
+    )
+    if arguments.time_limit_s > 0:
+        _compare_lowtime(schedule, profile, arguments, frontier, taken_s)
+    if arguments.milp_s > 0:
+        _compare_milp(schedule, profile, arguments, frontier)
+
+
+def _compare_lowtime(
+    schedule: Schedule, profile: StageProfile, arguments: argparse.Namespace, frontier: Frontier, ours_s: float
+) -> None:
+    found = lowtime_within(arguments.time_limit_s, schedule, profile, arguments.blocking_power_w)
+    if found is None:
+        limit_s = arguments.time_limit_s
+        print(f"  lowtime  not done within {limit_s:.0f} s, stopped; time ratio > {limit_s / ours_s:.0f}")
+        return
+    lowtime_s, plans = found
+    ratios = np.array([frontier.lookup(time_s).energy_j / energy_j for time_s, energy_j in plans])
+    print(f"  lowtime  {lowtime_s:9.2f} s, {len(plans)} plans; time ratio {lowtime_s / ours_s:.0f}")
+    print(f"           fastest plan against T_min {plans[0][0] / frontier.t_min_s - 1:+.2%}")
+    print(
+        f"  energy, ours / lowtime's at each of its {len(plans)} times: mean {ratios.mean():.4f}, "
+        f"best {ratios.min():.4f}, worst {ratios.max():.4f}"
+    )
+
+
+def _compare_milp(schedule: Schedule, profile: StageProfile, arguments: argparse.Namespace, frontier: Frontier) -> None:
+    problem = problem_for(schedule, profile, arguments.blocking_power_w)
+    for number in sorted({0, len(frontier.plans) // 4, len(frontier.plans) // 2}):
+        plan = frontier.plans[number]
+        assert plan.lower_bound_j is not None
+        found = solve_milp(problem, plan.time_s, arguments.milp_s)
+        best = "none found" if found.plan_j is None else f"{found.plan_j / plan.lower_bound_j - 1:+.3%}"
+        print(
+            f"  MILP at plan {number} ({arguments.milp_s:.0f} s): above our bound: its bound "
+            f"{found.bound_j / plan.lower_bound_j - 1:+.3%}, its plan {best}, our plan {plan.gap:+.3%}"
+        )
+
+
+def lowtime_within(
+    limit_s: float, schedule: Schedule, profile: StageProfile, blocking_power_w: float
+) -> tuple[float, Energies] | None:
+    """Run lowtime in a process of its own; return its seconds and plans, or None when it took too long."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_lowtime, args=(theirs, schedule, profile, blocking_power_w))
+    process.start()
+    theirs.close()
+    try:
+        # Importing is not its work, so the clock starts when it says so.
+        ours.recv()
+        return ours.recv() if ours.poll(limit_s) else None
+    finally:
+        process.kill()
+        process.join()
+
+
+def _lowtime(pipe: Connection, schedule: Schedule, profile: StageProfile, blocking_power_w: float) -> None:
+    import lowtime.solver  # noqa: F401
+
+    pipe.send("ready")
+    taken_s, frontier = _timed(lambda: optimize(schedule, profile, blocking_power_w=blocking_power_w, solver="lowtime"))
+    pipe.send((taken_s, [(plan.time_s, plan.energy_j) for plan in frontier.plans]))
+
+
+def _timed(work: Callable[[], Frontier]) -> tuple[float, Frontier]:
+    begin_s = time.perf_counter()
+    result = work()
+    return time.perf_counter() - begin_s, result
+
+
+def synthetic_profile(stages: int, seed: int) -> StageProfile:
+    """A made-up profile shaped like measured ones: stages unequal by a few percent, measurements noisy."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for stage in range(stages):
+        for kind, work_s in ((Kind.FORWARD, 0.05), (Kind.BACKWARD, 0.1)):
+            scale = rng.normal(1.0, 0.03)
+            for clock_mhz in range(855, 1411, 15):
+                time_s = work_s * scale * (0.3 + 0.7 * 1410 / clock_mhz) * rng.normal(1.0, 0.002)
+                power_w = (120 + 230 * (clock_mhz / 1410) ** 3) * rng.normal(1.0, 0.005)
+                rows.append(Measurement(stage, kind, clock_mhz, time_s, power_w * time_s))
+    return StageProfile(rows)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", type=Path, help="profile.csv; a synthetic one by default")
+    parser.add_argument("--seed", type=int, default=0, help="of the synthetic profile")
+    parser.add_argument("--blocking-power-w", type=float, default=80.0)
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--stages", type=int, default=8, help="at most what the profile has")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[8])
+    parser.add_argument("--plans", type=int, default=120)
+    parser.add_argument("--time-limit-s", type=float, default=120.0, help="for lowtime; 0 leaves it out")
+    parser.add_argument("--milp-s", type=float, default=0.0, help="seconds for a MILP at each of three plans")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
