@@ -29,6 +29,8 @@ class ProfileConfig(_Block):
     clock_stride: int = Field(1, ge=1, description="Measure every n-th supported clock.")
     warm_up: int = Field(3, ge=2, description="Ordinary training iterations before the measurement.")
     repetitions: int = Field(5, ge=1, description="Least number of times each instruction is run at each clock.")
+    online_stride: int = Field(3, ge=1, description="auto mode: measure every n-th supported clock.")
+    online_iterations: int = Field(2, ge=1, description="auto mode: iterations at each clock.")
     window_s: float = Field(0.6, gt=0, description="Least time each instruction is repeated at each clock [s].")
 
 
@@ -53,9 +55,10 @@ class PerseusConfig(_Block):
     """What Perseus does in this training run."""
 
     enabled: bool = Field(True, description="Without it, DeepSpeed runs as if there were no block.")
-    mode: Literal["observe", "profile", "run"] = Field(
-        "observe",
-        description="observe: measure time and energy at default clocks; profile: measure every clock, write "
+    mode: Literal["auto", "observe", "profile", "run"] = Field(
+        "auto",
+        description="auto: profile while training goes on, optimise in the background, then run under the plan; "
+        "observe: measure time and energy at default clocks; profile: measure every clock, write "
         "profile.csv, train on at default clocks; run: train under the plan chosen from a frontier.",
     )
     device: Literal["auto", "nvml", "zeus", "simulated"] = Field(
@@ -66,6 +69,9 @@ class PerseusConfig(_Block):
     output_dir: str = Field("perseus", description="Folder for profile.csv, profile.json and run.jsonl.")
     frontier: str | None = Field(None, description="frontier.json (or its folder), for run mode.")
     max_slowdown: float = Field(0.0, ge=0, description="Longest iteration allowed, as a fraction above T_min.")
+    max_drift: float = Field(
+        0.05, gt=0, description="auto mode: profile again when instructions differ by more than this fraction from it."
+    )
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
 

@@ -25,9 +25,10 @@ from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.nvml import NvmlGpu
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.instruction import Kind
+from perseus_ds.phases import Job
 from perseus_ds.ranks import Place, Ranks
 from perseus_ds.replay import Replay
-from perseus_ds.runtime import Job, PerseusRuntime
+from perseus_ds.runtime import PerseusRuntime
 from perseus_ds.schedule import CommandReader, read_schedule
 from perseus_ds.stage_profile import ProfileInfo
 

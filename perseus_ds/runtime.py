@@ -1,4 +1,4 @@
-"""What Perseus does on one rank while a job trains: measure, profile, run under a plan."""
+"""Perseus on one rank while a job trains: what surrounds iterations and their operations."""
 
 from __future__ import annotations
 
@@ -7,97 +7,26 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-import torch
-
+from perseus_ds.automatic import first_phase
+from perseus_ds.clock_plan import ClockPlan
 from perseus_ds.clocks import ClockController, ExitGuard, Moment
 from perseus_ds.config import PerseusConfig
-from perseus_ds.errors import GpuError, PerseusError, PlanError
-from perseus_ds.execution import Execution, SimulatedExecution, Span
-from perseus_ds.frontier import Frontier
+from perseus_ds.errors import GpuError, PlanError
+from perseus_ds.execution import Execution
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.guardian import Guardian
 from perseus_ds.instruction import Instruction
-from perseus_ds.plan import FrequencyPlan, check_instructions
-from perseus_ds.profiler.offline import OfflineProfiler, Repeatable, check_sweep
-from perseus_ds.profiler.rest import without_gaps
-from perseus_ds.profiler.session import measure_profile
+from perseus_ds.phases import Job, Observe, Phase, Seen, Tools
+from perseus_ds.plan import FrequencyPlan
+from perseus_ds.profiler.offline import Repeatable
 from perseus_ds.ranks import Ranks
-from perseus_ds.recorder import Iteration, Monitor, Recorder
-from perseus_ds.schedule import Compute, Operation, Schedule
-from perseus_ds.stage_profile import ProfileInfo
+from perseus_ds.recorder import Iteration, Recorder
+from perseus_ds.schedule import Compute, Operation
 
 logger = logging.getLogger("perseus_ds")
-
-
-@dataclass(frozen=True)
-class ClockPlan:
-    """One rank's share of a frequency plan, looked up by instruction.
-
-    Attributes:
-        plan: The whole plan, None at default clocks.
-        number: Its place on the frontier.
-        first: Clock of the rank's first instruction [MHz].
-        clock: Of each instruction [MHz].
-        next_clock: Of the instruction after it, round to the next iteration's first [MHz].
-    """
-
-    plan: FrequencyPlan | None
-    number: int | None
-    first: int | None
-    clock: dict[Instruction, int]
-    next_clock: dict[Instruction, int]
-
-    @classmethod
-    def none(cls) -> ClockPlan:
-        """Return the absence of a plan."""
-        return cls(None, None, None, {}, {})
-
-    @classmethod
-    def of_rank(cls, plan: FrequencyPlan, number: int, pipeline_rank: int) -> ClockPlan:
-        """Return the share of one pipeline rank."""
-        instructions, clocks = plan.instructions[pipeline_rank], plan.clocks_mhz[pipeline_rank]
-        following = clocks[1:] + clocks[:1]
-        return cls(
-            plan,
-            number,
-            clocks[0],
-            dict(zip(instructions, clocks, strict=True)),
-            dict(zip(instructions, following, strict=True)),
-        )
-
-    def check(self, gpu: Gpu) -> None:
-        """Check that a GPU has these clocks.
-
-        Raises:
-            PlanError: It has not.
-        """
-        for clock_mhz in sorted(set(self.clock.values()) - set(gpu.supported_clocks_mhz())):
-            raise PlanError(
-                f"Plan does not fit this GPU: {gpu.name} has no {clock_mhz} MHz. Profile on GPUs of this kind."
-            )
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the runtime needs to know of the training job.
-
-    Attributes:
-        schedule: What every rank of a pipeline does in one iteration.
-        device: Where the tensors live.
-        info: Model, parallelism and versions, for the profile.
-        monitor: DeepSpeed's monitor.
-        steps_per_print: How often to print; None for never.
-    """
-
-    schedule: Schedule
-    device: torch.device
-    info: ProfileInfo
-    monitor: Monitor | None = None
-    steps_per_print: int | None = None
 
 
 class PerseusRuntime:
@@ -133,29 +62,44 @@ class PerseusRuntime:
             PerseusError: On all ranks, what went wrong on one.
         """
         self.config = config
-        self._job = job
         self._ranks = ranks
         self._gpu = gpu
         self._execution = execution
-        self._work = work
-        self._isolated = isolated
-        self._directory = Path(config.output_dir)
-        self._clock_plan = ClockPlan.none()
         self._iterations = 0
         self._in_iteration = False
         self._failed = False
-        self._spans: list[list[Span]] = []
-        self.profiled = False
-        self._check(ranks)
-        if config.mode == "run":
-            self._clock_plan = self._load_plan()
+        self._clock_plan = ClockPlan.none()
+        if config.mode != "observe":
+            ranks.together(gpu.check_lock_permission)
         self._clocks = ClockController(gpu, self._fail)
         self._recorder = Recorder(
-            ranks, self._directory, simulated=gpu.simulated, monitor=job.monitor, steps_per_print=job.steps_per_print
+            ranks,
+            Path(config.output_dir),
+            simulated=gpu.simulated,
+            monitor=job.monitor,
+            steps_per_print=job.steps_per_print,
         )
-        self._recorder.event("start", mode=config.mode, gpu=gpu.name, plan=self._clock_plan.number)
+        tools = Tools(
+            config=config,
+            job=job,
+            ranks=ranks,
+            gpu=gpu,
+            clocks=self._clocks,
+            execution=execution,
+            recorder=self._recorder,
+            fail=self._fail,
+            work=work,
+            isolated=isolated,
+        )
+        self._phase: Phase = first_phase(tools)
+        self._recorder.event("start", mode=config.mode, gpu=gpu.name)
         self._guardian = self._start_guardian()
         self._guard = ExitGuard(self.close)
+
+    @property
+    def phase(self) -> str:
+        """What Perseus is doing."""
+        return self._phase.name
 
     @property
     def plan(self) -> FrequencyPlan | None:
@@ -163,9 +107,14 @@ class PerseusRuntime:
         return self._clock_plan.plan
 
     @property
+    def profiled(self) -> bool:
+        """Whether there is nothing left to measure."""
+        return isinstance(self._phase, Observe) or self.plan is not None
+
+    @property
     def wants_recording(self) -> bool:
         """Whether the instructions of this iteration are to be kept, to be repeated afterwards."""
-        return self.config.mode == "profile" and self._iterations == self.config.profile.warm_up - 1
+        return self._phase.records
 
     @contextmanager
     def iteration(self, samples: int = 0) -> Iterator[None]:
@@ -177,7 +126,8 @@ class PerseusRuntime:
         changes = self._clocks.changes
         if self._guardian is not None and not self._guardian.alive:
             self._fail(GpuError("the guardian, which restores the clocks if the job is killed, is gone"))
-        self._request(self._clock_plan.first)
+        self._clock_plan = ClockPlan.none() if self._failed else self._phase.clock_plan
+        self._clocks.request(self._clock_plan.first)
         energy_j = self._energy_j()
         self._execution.start_iteration()
         start_s = time.perf_counter()
@@ -189,12 +139,7 @@ class PerseusRuntime:
         time_s = time.perf_counter() - start_s
         self._iterations += 1
         self._record(samples, time_s, self._energy_j() - energy_j, self._clocks.changes - changes)
-        if self._iterations == 1:
-            self._calibrate()
-        elif self.config.mode == "profile" and not self.profiled:
-            self._spans.append(without_gaps(self._execution.spans(), time_s))
-            if self._iterations == self.config.profile.warm_up:
-                self._measure_profile()
+        self._phase = self._phase.after(Seen(self._execution.spans, start_s, time_s))
 
     def operation(self, operation: Operation) -> AbstractContextManager[None]:
         """Surround one operation of an iteration: the clock is set, and the time taken."""
@@ -224,9 +169,9 @@ class PerseusRuntime:
 
     def schedule_changed(self) -> None:
         """The engine runs another schedule than it started with: no plan fits any more."""
-        if self._clock_plan.plan is not None:
-            self._fail(PlanError("the number of micro-batches changed, so the plan does not fit any more"))
-        self._clock_plan = ClockPlan.none()
+        if not isinstance(self._phase, Observe):
+            self._fail(PlanError("the number of micro-batches changed, so no plan fits any more"))
+        self._phase = Observe()
 
     def close(self) -> None:
         """Restore the default clock and stop; harmless when called again."""
@@ -240,29 +185,6 @@ class PerseusRuntime:
         if self.config.mode == "observe" or self._gpu.address is None:
             return None
         return Guardian.start([self._gpu.address])
-
-    def _check(self, ranks: Ranks) -> None:
-        if self.config.mode != "observe":
-            ranks.together(self._gpu.check_lock_permission)
-        if self.config.mode == "profile":
-            ranks.together(lambda: check_sweep(self._gpu, self.config.profile))
-
-    def _load_plan(self) -> ClockPlan:
-        def choose() -> tuple[FrequencyPlan, int]:
-            frontier = Frontier.load(str(self.config.frontier))
-            if frontier.provenance.simulated and not self._gpu.simulated:
-                raise PlanError(
-                    f"{self.config.frontier} was measured on simulated GPUs, this job runs on {self._gpu.name}. "
-                    'Measure a profile here: "mode": "profile".'
-                )
-            plan = frontier.within(self.config.max_slowdown)
-            check_instructions(plan.instructions, self._job.schedule.instructions)
-            return plan, frontier.plans.index(plan)
-
-        plan, number = self._ranks.from_first(choose)
-        clock_plan = ClockPlan.of_rank(plan, number, self._ranks.place.pipeline_rank)
-        self._ranks.together(lambda: clock_plan.check(self._gpu))
-        return clock_plan
 
     def _request(self, clock_mhz: int | None, after: Moment | None = None) -> None:
         if clock_mhz is not None and not self._failed:
@@ -282,7 +204,7 @@ class PerseusRuntime:
             Iteration(
                 number=self._iterations,
                 samples=samples,
-                phase=self._phase,
+                phase=self._phase.name,
                 time_s=time_s,
                 energy_j=energy_j,
                 clock_changes=clock_changes,
@@ -293,57 +215,12 @@ class PerseusRuntime:
             )
         )
 
-    @property
-    def _phase(self) -> str:
-        if self._iterations == 1 and self._gpu.simulated:
-            return "calibrate"
-        if self.config.mode == "profile" and not self.profiled:
-            return "warm-up"
-        return "run" if self._clock_plan.plan is not None else "observe"
-
-    def _calibrate(self) -> None:
-        """Agree on how fast the simulated GPUs are, now that each rank knows its instructions' work."""
-        if isinstance(self._execution, SimulatedExecution):
-            largest = self._ranks.all_max(self._execution.largest_flops)
-            if largest:
-                self._execution.calibrate(self.config.simulated.longest_instruction_s / largest)
-
-    def _measure_profile(self) -> None:
-        assert self._work is not None
-        path = self._directory / "profile.csv"
-        profiler = OfflineProfiler(
-            gpu=self._gpu,
-            clocks=self._clocks,
-            execution=self._execution,
-            work=self._work,
-            ranks=self._ranks,
-            config=self.config.profile,
-        )
-        self.profiled = True
-        try:
-            with self._isolated():
-                measure_profile(
-                    profiler,
-                    gpu=self._gpu,
-                    ranks=self._ranks,
-                    device=self._job.device,
-                    spans=self._spans,
-                    window_s=self.config.profile.window_s,
-                    info=self._job.info,
-                    path=path,
-                )
-        except (PerseusError, OSError) as error:
-            self._fail(error)
-        else:
-            self._recorder.event("profile", path=str(path))
-            if self._ranks.is_first:
-                print(f"perseus: wrote {path}" + (", simulated GPUs" if self._gpu.simulated else ""), flush=True)
-
     def _fail(self, error: Exception) -> None:
         """Fall back to default clocks, warn once and record it; training goes on."""
         if self._failed:
             return
         self._failed = True
+        self._clock_plan = ClockPlan.none()
         self._clocks.request(None)
         logger.warning("perseus: %s. Training goes on at default clocks.", str(error).rstrip("."))
         self._recorder.event("failure", rank=self._ranks.place.rank, error=str(error))

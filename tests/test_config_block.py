@@ -7,7 +7,7 @@ from perseus_ds.errors import ConfigError
 
 
 def test_enabled_alone_is_a_complete_block():
-    assert parse_block({"enabled": True}).mode == "observe"
+    assert parse_block({"enabled": True}).mode == "auto"
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ def test_enabled_alone_is_a_complete_block():
         ({"zzz": 1}, "known keys are enabled, mode"),
         ({"enabled": "yes"}, "perseus.enabled: expected a valid boolean, got 'yes'"),
         ({"max_slowdown": -0.1}, "perseus.max_slowdown: expected greater than or equal to 0, got -0.1"),
-        ({"mode": "train"}, "perseus.mode: expected 'observe', 'profile' or 'run', got 'train'"),
+        ({"mode": "train"}, "perseus.mode: expected 'auto', 'observe', 'profile' or 'run', got 'train'"),
         ({"mode": "run"}, '"mode": "run" needs "frontier"'),
         ({"mode": "run", "frontier": "/nowhere/frontier.json"}, "/nowhere/frontier.json does not exist"),
         ({"device": "cuda"}, "perseus.device: expected 'auto', 'nvml'"),

@@ -22,7 +22,8 @@ def test_a_misfit_names_rank_instruction_and_remedy():
         check_instructions(planned, expected)
     assert str(error.value) == (
         "Plan does not fit this schedule: rank 0, instruction 13: expected forward of micro-batch 8 on stage 0, "
-        'the plan has backward of micro-batch 5 on stage 0. Run "perseus-ds optimize" again for 4 ranks and 16 micro-batches.'
+        'the plan has backward of micro-batch 5 on stage 0. Run "perseus-ds optimize" again for '
+        "4 ranks and 16 micro-batches."
     )
 
 

@@ -89,7 +89,7 @@ def main() -> None:
     perseus_ds = str(BIN / "perseus-ds")
     run(
         "1. Profile: every other clock, forwards and backwards of all four stages at once",
-        [*TRAIN, "steps=3", "--profile", "perseus.profile.clock_stride=2", f"perseus.output_dir={OUT}/profile"],
+        [*TRAIN, "steps=20", "--profile", "perseus.profile.clock_stride=2", f"perseus.output_dir={OUT}/profile"],
         OUT / "profile.log",
     )
     run(
@@ -97,7 +97,11 @@ def main() -> None:
         [perseus_ds, "optimize", f"profile={profile}", f"out={frontier_dir}"],
         OUT / "optimize.log",
     )
-    run("3. Train at default clocks", [*TRAIN, "steps=16", f"perseus.output_dir={OUT}/default"], OUT / "default.log")
+    run(
+        "3. Train at default clocks",
+        [*TRAIN, "steps=16", "perseus.mode=observe", f"perseus.output_dir={OUT}/default"],
+        OUT / "default.log",
+    )
     run(
         "4. Train under the fastest plan",
         [*TRAIN, "steps=16", "perseus.mode=run", f"perseus.frontier={frontier_dir}", f"perseus.output_dir={OUT}/plan"],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from perseus_ds.errors import PerseusError, ProfileError
 from perseus_ds.execution import Span
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.instruction import Kind
@@ -27,6 +28,7 @@ class RankReport:
     rows: list[Row]
     spans: list[list[Span]]
     blocking_power_w: float
+    error: str | None = None
 
 
 def measure_profile(
@@ -54,13 +56,22 @@ def measure_profile(
 
     Returns:
         The profile on rank 0, None elsewhere.
+
+    Raises:
+        ProfileError: On rank 0: a rank could not measure; nothing was written.
     """
     ranks.barrier()
     power_w = measure_blocking_power_w(gpu, ranks.place, device, window_s)
-    rows = profiler.sweep()
-    reports = ranks.gather(RankReport(ranks.place, rows, spans, power_w))
+    try:
+        report = RankReport(ranks.place, profiler.sweep(), spans, power_w)
+    except (PerseusError, TimeoutError) as error:  # the other ranks wait to hear of it
+        report = RankReport(ranks.place, [], spans, power_w, str(error))
+    reports = ranks.gather(report)
     if not reports:
         return None
+    for failed in reports:
+        if failed.error is not None:
+            raise ProfileError(f"no profile was written: rank {failed.place.rank}: {failed.error}")
     profile = combine(reports, info)
     profile.save(path)
     return profile

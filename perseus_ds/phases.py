@@ -1,0 +1,240 @@
+"""What a job does from one iteration boundary to the next: observe, profile, plan, run.
+
+Each phase decides which clocks an iteration runs at and, after it, which phase follows. All ranks
+go through the same phases at the same iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from perseus_ds.clock_plan import ClockPlan
+from perseus_ds.clocks import ClockController
+from perseus_ds.config import PerseusConfig
+from perseus_ds.errors import PerseusError, PlanError
+from perseus_ds.execution import Execution, SimulatedExecution, Span
+from perseus_ds.frontier import Frontier
+from perseus_ds.gpu.base import Gpu
+from perseus_ds.plan import FrequencyPlan, check_instructions
+from perseus_ds.profile_info import ProfileInfo
+from perseus_ds.profiler.offline import OfflineProfiler, Repeatable, check_sweep
+from perseus_ds.profiler.rest import without_gaps
+from perseus_ds.profiler.session import measure_profile
+from perseus_ds.ranks import Ranks
+from perseus_ds.recorder import Monitor, Recorder
+from perseus_ds.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Job:
+    """What Perseus needs to know of the training job.
+
+    Attributes:
+        schedule: What every rank of a pipeline does in one iteration.
+        device: Where the tensors live.
+        info: Model, parallelism and versions, for the profile.
+        monitor: DeepSpeed's monitor.
+        steps_per_print: How often to print; None for never.
+    """
+
+    schedule: Schedule
+    device: torch.device
+    info: ProfileInfo
+    monitor: Monitor | None = None
+    steps_per_print: int | None = None
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What phases work with, on this rank.
+
+    Attributes:
+        fail: Falls back to default clocks, for good.
+        work: This rank's instructions to repeat; None where the engine cannot.
+        isolated: Keeps what it surrounds out of training.
+    """
+
+    config: PerseusConfig
+    job: Job
+    ranks: Ranks
+    gpu: Gpu
+    clocks: ClockController
+    execution: Execution
+    recorder: Recorder
+    fail: Callable[[Exception], None]
+    work: Repeatable | None
+    isolated: Callable[[], AbstractContextManager[None]]
+
+    @property
+    def profile_path(self) -> Path:
+        """Where this job's profile is written."""
+        return Path(self.config.output_dir) / "profile.csv"
+
+    def announce(self, text: str) -> None:
+        """Say something, once for the whole job."""
+        if self.ranks.is_first:
+            print(f"perseus: {text}" + (", simulated GPUs" if self.gpu.simulated else ""), flush=True)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What this rank saw of an iteration.
+
+    Attributes:
+        spans: Waits for the device and returns the operations.
+        start_s: When it began, on ``time.perf_counter`` [s].
+        time_s: How long it took [s].
+    """
+
+    spans: Callable[[], list[Span]]
+    start_s: float
+    time_s: float
+
+
+class Phase(Protocol):
+    """What Perseus does during an iteration."""
+
+    @property
+    def name(self) -> str:
+        """As it is called in ``run.jsonl``."""
+
+    @property
+    def clock_plan(self) -> ClockPlan:
+        """The clocks of the next iteration."""
+
+    @property
+    def records(self) -> bool:
+        """Whether the instructions of the next iteration are to be kept, to be repeated afterwards."""
+
+    def after(self, seen: Seen) -> Phase:
+        """Return the phase of the next iteration; called on all ranks."""
+
+
+@dataclass(frozen=True)
+class Observe:
+    """Default clocks; time and energy are measured."""
+
+    name: str = "observe"
+    clock_plan: ClockPlan = field(default_factory=ClockPlan.none)
+    records: bool = False
+
+    def after(self, seen: Seen) -> Phase:
+        return self
+
+
+@dataclass(frozen=True)
+class Run:
+    """Train under a plan."""
+
+    clock_plan: ClockPlan
+    name: str = "run"
+    records: bool = False
+
+    def after(self, seen: Seen) -> Phase:
+        return self
+
+
+@dataclass(frozen=True)
+class Calibrate:
+    """The first iteration on simulated GPUs, after which each rank knows how much work its instructions are."""
+
+    tools: Tools
+    following: Phase
+    name: str = "calibrate"
+    clock_plan: ClockPlan = field(default_factory=ClockPlan.none)
+    records: bool = False
+
+    def after(self, seen: Seen) -> Phase:
+        execution = self.tools.execution
+        assert isinstance(execution, SimulatedExecution)
+        largest = self.tools.ranks.all_max(execution.largest_flops)
+        if largest:
+            execution.calibrate(self.tools.config.simulated.longest_instruction_s / largest)
+        return self.following
+
+
+class OfflineProfiling:
+    """Ordinary iterations to warm up; after the last one, every rank repeats its instructions at each clock."""
+
+    name = "warm-up"
+    clock_plan = ClockPlan.none()
+
+    def __init__(self, tools: Tools) -> None:
+        """Check that there is something to measure.
+
+        Raises:
+            ConfigError: On all ranks, if one of them has no clocks to measure.
+        """
+        tools.ranks.together(lambda: check_sweep(tools.gpu, tools.config.profile))
+        self._tools = tools
+        self._spans: list[list[Span]] = []
+
+    @property
+    def records(self) -> bool:
+        return len(self._spans) == self._tools.config.profile.warm_up - 1
+
+    def after(self, seen: Seen) -> Phase:
+        self._spans.append(without_gaps(seen.spans(), seen.time_s))
+        if len(self._spans) < self._tools.config.profile.warm_up:
+            return self
+        try:
+            self._measure()
+        except (PerseusError, OSError) as error:
+            self._tools.fail(error)
+        else:
+            self._tools.recorder.event("profile", path=str(self._tools.profile_path))
+            self._tools.announce(f"wrote {self._tools.profile_path}")
+        return Observe()
+
+    def _measure(self) -> None:
+        tools = self._tools
+        assert tools.work is not None
+        profiler = OfflineProfiler(
+            gpu=tools.gpu,
+            clocks=tools.clocks,
+            execution=tools.execution,
+            work=tools.work,
+            ranks=tools.ranks,
+            config=tools.config.profile,
+        )
+        with tools.isolated():
+            measure_profile(
+                profiler,
+                gpu=tools.gpu,
+                ranks=tools.ranks,
+                device=tools.job.device,
+                spans=self._spans[1:],  # the first iteration allocates and agrees on shapes
+                window_s=tools.config.profile.window_s,
+                info=tools.job.info,
+                path=tools.profile_path,
+            )
+
+
+def load_plan(tools: Tools, path: str) -> ClockPlan:
+    """Return this rank's share of the plan that fits, from a frontier that rank 0 reads.
+
+    Raises:
+        PerseusError: On all ranks: the file is wrong, or the plan fits not this schedule or GPU.
+    """
+
+    def choose() -> tuple[FrequencyPlan, int]:
+        frontier = Frontier.load(path)
+        if frontier.provenance.simulated and not tools.gpu.simulated:
+            raise PlanError(
+                f"{path} was measured on simulated GPUs, this job runs on {tools.gpu.name}. "
+                'Measure a profile here: "mode": "profile".'
+            )
+        plan = frontier.within(tools.config.max_slowdown)
+        check_instructions(plan.instructions, tools.job.schedule.instructions)
+        return plan, frontier.plans.index(plan)
+
+    plan, number = tools.ranks.from_first(choose)
+    clock_plan = ClockPlan.of_rank(plan, number, tools.ranks.place.pipeline_rank)
+    tools.ranks.together(lambda: clock_plan.check(tools.gpu))
+    return clock_plan

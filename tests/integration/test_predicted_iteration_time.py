@@ -1,0 +1,44 @@
+"""What the DAG predicts is what real ranks take: unequal stages, every instruction at a clock of its own."""
+
+import random
+import statistics
+
+import pytest
+from job import run
+
+from perseus_ds.dag import Dag
+from perseus_ds.frontier import Frontier, Provenance
+from perseus_ds.optimize.problem import Problem
+from perseus_ds.schedule import read_schedule, schedule_class
+from perseus_ds.stage_profile import StageProfile
+
+pytestmark = pytest.mark.integration
+SIMULATED = {"longest_instruction_s": 0.06}
+PROFILE = {"min_clock_mhz": 900, "clock_stride": 8, "window_s": 0.3, "warm_up": 5}
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "micro_batches"), [("1f1b", 4, 8), ("dualpipev", 2, 4)])
+def test_a_mixed_plan_takes_as_long_and_uses_as_much_as_predicted(tmp_path, schedule, ranks, micro_batches):
+    job = {"ranks": ranks, "work": [4, 2, 1, 3], "micro_batches": micro_batches, "dualpipev": schedule == "dualpipev"}
+    block = {"mode": "profile", "profile": PROFILE, "simulated": SIMULATED}
+    assert run(tmp_path / "profile", perseus=block, steps=5, **job).ranks
+    profile = StageProfile.load(tmp_path / "profile" / "perseus")
+    streams = read_schedule(schedule_class(schedule), ranks=ranks, micro_batches=micro_batches)
+    problem = Problem(Dag.build(streams), profile, profile.info.blocking_power_w)
+    draw = random.Random(3)
+    plan = problem.evaluate(
+        tuple(
+            tuple(int(draw.choice(profile.options(i.stage, i.kind).clock_mhz)) for i in stream)
+            for stream in problem.instructions
+        )
+    )
+    provenance = Provenance(
+        schedule=schedule, micro_batches=micro_batches, stages=4, blocking_power_w=1, solver="none", simulated=True
+    )
+    Frontier((plan,), plan.time_s, plan, provenance).save(tmp_path / "frontier")
+    block = {"mode": "run", "frontier": str(tmp_path / "frontier"), "simulated": SIMULATED}
+    records = run(tmp_path / "run", perseus=block, steps=13, **job).records()
+    measured = [record for record in records if record.get("phase") == "run"]
+    assert len(measured) == 12
+    assert statistics.median(r["time_s"] for r in measured) == pytest.approx(plan.time_s, rel=0.02)
+    assert statistics.mean(r["energy_j"] for r in measured) == pytest.approx(plan.energy_j, rel=0.03)
