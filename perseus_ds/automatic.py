@@ -83,7 +83,7 @@ class ProfileOnline:
         spans = [Span(s.operation, s.start_s + seen.start_s, s.end_s + seen.start_s) for s in seen.spans()]
         # The clock follows a little after the iteration has begun.
         begin_s = seen.start_s + _SETTLE_S
-        self._profiler.add(self._clock_mhz, spans, self._log.intervals(begin_s, seen.start_s + seen.time_s))
+        self._profiler.add(self._clock_mhz, spans, self._log.readings(begin_s, seen.start_s + seen.time_s))
         self._step += 1
         if self._step % tools.config.profile.online_iterations:
             return self

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from itertools import pairwise
 from types import TracebackType
 
 import numpy as np
@@ -42,12 +41,11 @@ class CounterLog:
         """Return how many refreshes were seen between two moments of ``time.perf_counter``."""
         return sum(start_s <= moment <= end_s for moment, _ in self._changes)
 
-    def intervals(self, start_s: float, end_s: float) -> list[tuple[float, float, float]]:
-        """Return begin [s], end [s] and energy [J] between the refreshes seen from ``start_s`` to ``end_s``."""
+    def readings(self, start_s: float, end_s: float) -> list[tuple[float, float]]:
+        """Return moment [s] and energy [J] of the refreshes seen from ``start_s`` to ``end_s``."""
         if self._error is not None:
             raise self._error
-        inside = [change for change in self._changes if start_s <= change[0] <= end_s]
-        return [(a_s, b_s, b_j - a_j) for (a_s, a_j), (b_s, b_j) in pairwise(inside)]
+        return [change for change in self._changes if start_s <= change[0] <= end_s]
 
     def power_w(self, start_s: float, end_s: float) -> float:
         """Return the average power between two moments of ``time.perf_counter`` [W].
@@ -55,9 +53,7 @@ class CounterLog:
         Raises:
             GpuError: The counter was refreshed fewer than three times in between.
         """
-        if self._error is not None:
-            raise self._error
-        inside = np.array([change for change in self._changes if start_s <= change[0] <= end_s])
+        inside = np.array(self.readings(start_s, end_s))
         if len(inside) < 3:
             raise GpuError(
                 f"{self._gpu.name}: the energy counter was refreshed only {len(inside)} times in "

@@ -1,8 +1,8 @@
 """Measures time and energy of instructions while ordinary training goes on, one clock an iteration.
 
-Times are those of the instructions as they ran. Energies come from the changes of the energy
-counter: between two of them, what was used is the sum over kinds of power times time spent, so
-power follows by non-negative least squares over all intervals at one clock.
+Times are those of the instructions as they ran. Energies come from the energy counter: whenever it
+is refreshed, what was used since the iteration began is the sum over kinds of power times the time
+spent in them, so power follows by least squares over all refreshes at one clock.
 """
 
 from __future__ import annotations
@@ -21,69 +21,66 @@ from perseus_ds.profile_rows import Measurement
 from perseus_ds.schedule import Compute
 
 Key = tuple[int, Kind]
-Interval = tuple[float, float, float]
-"""Begin [s], end [s] and energy [J] between two changes of the counter."""
+Floats = npt.NDArray[np.float64]
 
 
 class OnlineProfiler:
     """Collects iterations of one rank and makes rows of them."""
 
     def __init__(self) -> None:
+        self._keys: list[Key] = []
         self._times_s: dict[tuple[int, Key], list[float]] = defaultdict(list)
-        # By clock: time spent in each kind between two changes of the counter, and the energy used.
-        self._equations: dict[int, list[tuple[dict[Key, float], float, float]]] = defaultdict(list)
+        # By clock, and for each iteration: seconds spent in each kind and outside, and energy, at each refresh.
+        self._systems: dict[int, list[tuple[Floats, Floats]]] = defaultdict(list)
 
-    def add(self, clock_mhz: int, spans: Sequence[Span], intervals: Sequence[Interval]) -> None:
+    def add(self, clock_mhz: int, spans: Sequence[Span], readings: Sequence[tuple[float, float]]) -> None:
         """Take in an iteration that ran at one clock.
 
         Args:
             clock_mhz: The clock.
-            spans: What ran, on the same time axis as the intervals.
-            intervals: What the counter said during the iteration.
+            spans: What ran, on the same time axis as the readings.
+            readings: Moment [s] and value [J] of the energy counter whenever it was refreshed.
         """
-        computed = [(s, _key(s)) for s in spans]
+        computed = [(span, key) for span in spans if (key := _key(span)) is not None]
+        self._keys = sorted({*self._keys, *(key for _, key in computed)})
         for span, key in computed:
-            if key is not None:
-                self._times_s[clock_mhz, key].append(span.time_s)
-        for begin_s, end_s, energy_j in intervals:
-            spent: dict[Key, float] = defaultdict(float)
-            for span, key in computed:
-                if key is not None:
-                    spent[key] += max(0.0, min(end_s, span.end_s) - max(begin_s, span.start_s))
-            self._equations[clock_mhz].append((dict(spent), end_s - begin_s, energy_j))
+            self._times_s[clock_mhz, key].append(span.time_s)
+        if len(readings) < 2:
+            return
+        moments = np.array([moment for moment, _ in readings])
+        spent = np.zeros((len(readings), len(self._keys) + 1))
+        for span, key in computed:
+            spent[:, self._keys.index(key)] += np.clip(moments - span.start_s, 0.0, span.time_s)
+        spent[:, -1] = moments - spent.sum(axis=1)
+        energy_j = np.array([energy_j for _, energy_j in readings])
+        # Centred, because what the counter and the clock read at the start does not matter.
+        self._systems[clock_mhz].append((spent - spent.mean(axis=0), energy_j - energy_j.mean()))
 
     def rows(self) -> list[Measurement]:
-        """Return one row for every kind and clock of which power can be told."""
+        """Return one row for every kind and clock of which power can be told, by clock."""
         rows = []
-        for clock_mhz in sorted(self._equations):
+        for clock_mhz in sorted(self._systems):
             power_w = self._power_w(clock_mhz)
-            for (clock, key), times_s in sorted(self._times_s.items()):
-                if clock == clock_mhz and power_w.get(key, 0.0) > 0:
+            for number, key in enumerate(self._keys):
+                times_s = self._times_s[clock_mhz, key]
+                if power_w is not None and times_s and power_w[number] > 0:
                     time_s = statistics.median(times_s)
-                    rows.append(Measurement(*key, clock_mhz, time_s, power_w[key] * time_s))
+                    rows.append(Measurement(*key, clock_mhz, time_s, float(power_w[number]) * time_s))
         return rows
 
     def blocking_power_w(self) -> float | None:
-        """Return the power while not computing, None if there was no such time [W]."""
-        found = [p[None] for clock in self._equations if None in (p := self._power_w(clock))]
+        """Return the power while not computing, None if it cannot be told [W]."""
+        found = [float(power_w[-1]) for clock in self._systems if (power_w := self._power_w(clock)) is not None]
         return statistics.median(found) if found else None
 
-    def _power_w(self, clock_mhz: int) -> dict[Key | None, float]:
-        """Return the power in each kind, and outside of them under None."""
-        equations = self._equations[clock_mhz]
-        keys: list[Key | None] = sorted({key for spent, _, _ in equations for key in spent})
-        times = np.array([[spent.get(key, 0.0) for key in keys] for spent, _, _ in equations]).reshape(
-            len(equations), -1
-        )
-        length = np.array([interval_s for _, interval_s, _ in equations])
-        waiting: npt.NDArray[np.float64] = np.maximum(0.0, length - times.sum(axis=1))
-        keys.append(None)
-        system = np.column_stack([times, waiting])
-        seen = system.sum(axis=0) > 0
-        if len(equations) < seen.sum():
-            return {}
-        power, _ = nnls(system[:, seen], np.array([energy_j for _, _, energy_j in equations]))
-        return dict(zip([k for k, s in zip(keys, seen, strict=True) if s], power.tolist(), strict=True))
+    def _power_w(self, clock_mhz: int) -> Floats | None:
+        """Return the power in each kind and, last, outside of them; None where there were too few refreshes."""
+        spent = np.concatenate([spent for spent, _ in self._systems[clock_mhz]])
+        energy_j = np.concatenate([energy_j for _, energy_j in self._systems[clock_mhz]])
+        if len(energy_j) - len(self._systems[clock_mhz]) < spent.shape[1]:
+            return None
+        power_w, _ = nnls(spent, energy_j)
+        return np.asarray(power_w)
 
 
 def _key(span: Span) -> Key | None:

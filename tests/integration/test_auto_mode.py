@@ -15,7 +15,7 @@ MODEL = DEVICES["a100-sxm"]
 def test_a_job_profiles_plans_and_saves_energy_with_the_same_losses(tmp_path):
     job = {"ranks": 2, "work": [4, 3, 2, 2], "steps": 60}
     without = run(tmp_path / "without", **job).ranks
-    block = {"profile": {"online_stride": 6}, "simulated": {"counter_period_s": 0.05, "longest_instruction_s": 0.04}}
+    block = {"profile": {"online_stride": 6, "online_iterations": 3}, "simulated": {"counter_period_s": 0.05, "longest_instruction_s": 0.04}}
     finished = run(tmp_path / "auto", perseus=block, **job)
     for ours, theirs in zip(finished.ranks, without, strict=True):
         assert ours["losses"] == theirs["losses"]
@@ -34,7 +34,7 @@ def test_a_job_profiles_plans_and_saves_energy_with_the_same_losses(tmp_path):
         top_s = options.time_s[-1] / MODEL.slowdown(int(options.clock_mhz[-1]))
         for clock, time_s, energy_j in zip(options.clock_mhz, options.time_s, options.energy_j, strict=True):
             assert time_s == pytest.approx(top_s * MODEL.slowdown(int(clock)), rel=0.04)
-            assert energy_j / time_s == pytest.approx(MODEL.power_w(int(clock)), rel=0.08)
+            assert energy_j / time_s == pytest.approx(MODEL.power_w(int(clock)), rel=0.1)
 
     def mean(phase, what):
         return statistics.mean(r[what] for r in iterations if r["phase"] == phase)

@@ -1,0 +1,50 @@
+"""Power of each kind from a counter that mixes them all."""
+
+import numpy as np
+import pytest
+
+from perseus_ds.execution import Span
+from perseus_ds.instruction import Instruction, Kind
+from perseus_ds.profiler.online import OnlineProfiler
+from perseus_ds.schedule import Compute
+
+POWER_W = {Kind.FORWARD: 300.0, Kind.BACKWARD: 400.0, None: 80.0}
+
+
+def iteration(rng, start_s, micro_batches=8):
+    """Forwards of 30 ms and backwards of 70 ms with waits of up to 40 ms between, and the energy used until a moment."""
+    spans, pieces, now_s = [], [], start_s
+    for micro_batch in range(micro_batches):
+        for kind, time_s in ((Kind.FORWARD, 0.03), (Kind.BACKWARD, 0.07)):
+            wait_s = rng.uniform(0, 0.04)
+            pieces += [(now_s, now_s + wait_s, None), (now_s + wait_s, now_s + wait_s + time_s, kind)]
+            now_s += wait_s + time_s
+            spans.append(Span(Compute(Instruction(0, kind, micro_batch)), now_s - time_s, now_s))
+    return spans, pieces, now_s
+
+
+@pytest.mark.parametrize("jitter_s", [0.0, 0.002])
+def test_time_and_energy_are_told_apart_by_kind(jitter_s):
+    rng = np.random.default_rng(5)
+    profiler = OnlineProfiler()
+    for start_s in (10.0, 20.0, 30.0):
+        spans, pieces, end_s = iteration(rng, start_s)
+        readings = []
+        for moment in np.arange(start_s + 0.05, end_s, 0.05):
+            used_j = sum(POWER_W[kind] * max(0.0, min(moment, b) - a) for a, b, kind in pieces)
+            readings.append((moment + rng.uniform(0, jitter_s), 1000 + used_j))
+        profiler.add(1200, spans, readings)
+    backward, forward = profiler.rows()
+    tolerance = 0.04 if jitter_s else 1e-6
+    assert forward.time_s == pytest.approx(0.03)
+    assert forward.energy_j == pytest.approx(9.0, rel=tolerance)
+    assert backward.energy_j == pytest.approx(28.0, rel=tolerance)
+    assert profiler.blocking_power_w() == pytest.approx(80.0, rel=2 * tolerance)
+
+
+def test_an_iteration_with_too_few_refreshes_yields_no_row():
+    spans, _, end_s = iteration(np.random.default_rng(1), 0.0)
+    profiler = OnlineProfiler()
+    profiler.add(1200, spans, [(0.1, 5.0), (end_s, 300.0)])
+    assert profiler.rows() == []
+    assert profiler.blocking_power_w() is None
