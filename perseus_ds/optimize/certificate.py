@@ -80,7 +80,7 @@ class Verifier:
             )
         if not (np.all(edge_flow_w >= 0) and np.all(source_flow_w >= 0)):
             raise CertificateError("A flow must be >= 0 everywhere; the certificate was damaged.")
-        into: Floats = np.bincount(self._head, edge_flow_w, nodes) + np.where(self._is_first, source_flow_w, 0.0)
+        into: Floats = np.where(self._is_first, source_flow_w, 0.0) + np.bincount(self._head, edge_flow_w, nodes)
         ends = float(np.maximum(into - np.bincount(self._tail, edge_flow_w, nodes), 0.0).sum())
         instructions_j = self._least_j(time_s, into[self.problem.node])
         fixed_j = float(into @ self.problem.fixed_s)

@@ -126,5 +126,5 @@ class Descent:
         # Padding repeats the first arc's other end and never binds.
         other = ends[np.where(exists, padded, padded[:, :1])]
         least_s = np.where(exists, self.network.least_s[padded], -np.inf)[:, :, None]
-        row, column = np.nonzero(exists & (padded < self.network.decisions))
-        return _Arcs(other, least_s, (row, column), self.network.problem.group[padded[row, column]])
+        rows, columns = np.nonzero(exists & (padded < self.network.decisions))
+        return _Arcs(other, least_s, (rows, columns), self.network.problem.group[padded[rows, columns]])

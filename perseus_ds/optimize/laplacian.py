@@ -38,7 +38,7 @@ class Laplacian:
         """Prepare to solve with these arc weights."""
         n = len(self.order)
         diagonal = np.bincount(self.tail, weight, self.events) + np.bincount(self.head, weight, self.events)
-        self.to_end_weight: Floats = np.bincount(self.tail[self.to_end], weight[self.to_end], self.events)
+        self.to_end_weight = _sums(self.tail[self.to_end], weight[self.to_end], self.events)
         self.end_diagonal = float(diagonal[-1])
         if n:
             band = np.bincount(self.cell, -weight[self.inner], minlength=(self.band + 1) * n).reshape(-1, n)
@@ -47,8 +47,7 @@ class Laplacian:
 
     def inflow(self, flow: Floats) -> Floats:
         """Return what flows into each event less what flows out."""
-        result: Floats = np.bincount(self.head, flow, self.events) - np.bincount(self.tail, flow, self.events)
-        return result
+        return _sums(self.head, flow, self.events) - _sums(self.tail, flow, self.events)
 
     def solve(self, inflow: Floats, end_is_free: bool) -> Floats:
         """Return the potentials of all events; the start's is 0, the end's too unless it is free."""
@@ -66,3 +65,7 @@ class Laplacian:
         if len(self.order):
             result[self.order] = cho_solve_banded((self.factor, True), inflow[self.order], check_finite=False)
         return result
+
+
+def _sums(index: npt.NDArray[np.intp], values: Floats, size: int) -> Floats:
+    return np.bincount(index, values, size).astype(np.float64, copy=False)

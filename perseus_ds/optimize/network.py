@@ -78,6 +78,12 @@ class Network:
         return len(self.problem.node)
 
     @cached_property
+    def position(self) -> Floats:
+        """When each arc starts if all run flat out, from 0 at the start of the iteration to 1 at its end."""
+        earliest_s = self.earliest_s(self.least_s)
+        return earliest_s[self.tail] / float(earliest_s[-1])
+
+    @cached_property
     def forward(self) -> list[Level]:
         """All events but the start, each level's arcs coming from earlier levels."""
         return _levels(self.tail, self.head, self._topological, self.events)

@@ -187,8 +187,8 @@ def _group(profile: StageProfile, stage: int, kind: Kind, blocking_power_w: floa
     if below.size:
         row = int(below[0])
         raise ProfileError(
-            f"{where}, {measured.clock_mhz[row]} MHz: {measured.energy_j[row]:.6g} J in {measured.time_s[row]:.6g} s is "
-            f"{measured.energy_j[row] / measured.time_s[row]:.1f} W, not above the blocking power of "
+            f"{where}, {measured.clock_mhz[row]} MHz: {measured.energy_j[row]:.6g} J in {measured.time_s[row]:.6g} s "
+            f"is {measured.energy_j[row] / measured.time_s[row]:.1f} W, not above the blocking power of "
             f"{blocking_power_w:.1f} W. Check blocking_power_w, and that energies are in joules per GPU."
         )
     options = measured.pareto(blocking_power_w)

@@ -66,8 +66,6 @@ class Relaxation:
         self._earliest_s = network.earliest_s(network.least_s)
         self._after_s = network.latest_s(network.least_s, 0.0)
         self._options = OptionTable(problem.groups)
-        # When each decision starts when all run flat out, 0 to 1.
-        self.position = self._earliest_s[network.tail[: network.decisions]] / self._earliest_s[-1]
 
     def pieces(self, deadline_s: float) -> Pieces:
         """Return the hull pieces of every decision, of the clocks with which the deadline can be met.
@@ -108,7 +106,7 @@ class _InteriorPoint:
         pieces: Pieces,
         waiting_w: float | None,
     ) -> None:
-        saving_w = pieces.saving_w * (1 + _TILT * (1 - 2 * relaxation.position[pieces.owner]))
+        saving_w = pieces.saving_w * (1 + _TILT * (1 - 2 * relaxation.network.position[pieces.owner]))
         self.network = relaxation.network
         self.laplacian = relaxation.laplacian
         self.time_unit_s = relaxation.time_unit_s
@@ -140,7 +138,8 @@ class _InteriorPoint:
         self.s = np.maximum(self.s, 0.05)
 
     def _window(self) -> Floats:
-        return self.x[self.network.head] - self.x[self.network.tail]
+        result: Floats = self.x[self.network.head] - self.x[self.network.tail]
+        return result
 
     def _taken(self) -> Floats:
         return _sums(self.d, self.first)
@@ -208,7 +207,8 @@ class _InteriorPoint:
         )
 
     def _reduced(self) -> Floats:
-        return self.saving - self.flow[self.owner] + self.z - self.w
+        result: Floats = self.saving - self.flow[self.owner] + self.z - self.w
+        return result
 
     def _lengths(self, step: _Direction) -> tuple[float, float]:
         primal = min(_room(self.d, step.d), _room(self.v, -step.d), _room(self.s, step.s))

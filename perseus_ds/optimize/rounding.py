@@ -70,9 +70,7 @@ def round_late(network: Network, table: OptionTable, target_s: Floats, deadline_
     return result
 
 
-def splice(
-    network: Network, slow_s: Floats, fast_s: Floats, deadline_s: Floats, position: Floats, slow_first: bool
-) -> Floats:
+def splice(network: Network, slow_s: Floats, fast_s: Floats, deadline_s: Floats, *, slow_first: bool) -> Floats:
     """Run as a slower plan does up to some moment of the iteration, then as a faster one (or the reverse).
 
     The middle of an iteration repeats itself, so where a plan for the deadline would have to run
@@ -84,13 +82,12 @@ def splice(
         slow_s: Shape (arcs, plans): durations in the slower plans [s].
         fast_s: Shape (arcs, plans): durations in the faster plans, which meet the deadlines [s].
         deadline_s: Shape (plans,) [s].
-        position: Shape (arcs,): where in the iteration each arc is, 0 to 1.
         slow_first: Whether the slower part comes first.
 
     Returns:
         Event times, shape (events, plans) [s].
     """
-    order = position if slow_first else 1.0 - position
+    order = network.position if slow_first else 1.0 - network.position
     low, high = np.full(len(deadline_s), -1e-9), np.full(len(deadline_s), 1.0)
     for _ in range(10):
         middle = (low + high) / 2
