@@ -22,6 +22,8 @@ from perseus_ds.schedule import Compute
 
 Key = tuple[int, Kind]
 Floats = npt.NDArray[np.float64]
+_LATE_S = 0.003
+_ALIKE = 0.05
 
 
 class OnlineProfiler:
@@ -79,7 +81,15 @@ class OnlineProfiler:
         energy_j = np.concatenate([energy_j for _, energy_j in self._systems[clock_mhz]])
         if len(energy_j) - len(self._systems[clock_mhz]) < spent.shape[1]:
             return None
-        power_w, _ = nnls(spent, energy_j)
+        # What all kinds draw together is told well by few refreshes, how they differ by many: kinds are taken to
+        # draw alike, give or take _ALIKE, until the refreshes, seen up to _LATE_S late, say otherwise.
+        together = np.column_stack([spent[:, :-1].sum(axis=1), spent[:, -1]])
+        common_w = nnls(together, energy_j)[0][0]
+        if common_w == 0:
+            return None
+        kinds = spent.shape[1] - 1
+        prior = np.eye(kinds, kinds + 1) * (_LATE_S / _ALIKE)
+        power_w, _ = nnls(np.vstack([spent, prior]), np.concatenate([energy_j, prior[:, :-1].sum(axis=1) * common_w]))
         return np.asarray(power_w)
 
 

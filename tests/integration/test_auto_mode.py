@@ -15,7 +15,10 @@ MODEL = DEVICES["a100-sxm"]
 def test_a_job_profiles_plans_and_saves_energy_with_the_same_losses(tmp_path):
     job = {"ranks": 2, "work": [4, 3, 2, 2], "steps": 60}
     without = run(tmp_path / "without", **job).ranks
-    block = {"profile": {"online_stride": 6, "online_iterations": 3}, "simulated": {"counter_period_s": 0.05, "longest_instruction_s": 0.04}}
+    block = {
+        "profile": {"online_stride": 6, "online_iterations": 3},
+        "simulated": {"counter_period_s": 0.02, "longest_instruction_s": 0.04},
+    }
     finished = run(tmp_path / "auto", perseus=block, **job)
     for ours, theirs in zip(finished.ranks, without, strict=True):
         assert ours["losses"] == theirs["losses"]
