@@ -22,8 +22,8 @@ from perseus_ds.schedule import Compute
 
 Key = tuple[int, Kind]
 Floats = npt.NDArray[np.float64]
-_LATE_S = 0.003
-_ALIKE = 0.05
+_LATE_S = 0.001
+_ALIKE = 0.1
 
 
 class OnlineProfiler:
