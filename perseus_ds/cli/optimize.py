@@ -24,6 +24,8 @@ class OptimizeArguments(Arguments):
     blocking_power_w: float | None = Field(ge=0, allow_inf_nan=False)
     schedule: str | None
     solver: Solver | None
+    plans: int = Field(ge=2)
+    switch_cost_j: float = Field(ge=0, allow_inf_nan=False)
 
 
 def run(overrides: list[str]) -> int:
@@ -38,6 +40,8 @@ def run(overrides: list[str]) -> int:
             schedule,
             profile,
             blocking_power_w=arguments.blocking_power_w,
+            plans=arguments.plans,
+            switch_cost_j=arguments.switch_cost_j,
             progress=progress,
             **({} if arguments.solver is None else {"solver": arguments.solver}),
         )
