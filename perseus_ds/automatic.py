@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from perseus_ds.cache import Cache, cache_key
 from perseus_ds.clock_plan import ClockPlan
 from perseus_ds.errors import PerseusError, ProfileError
 from perseus_ds.execution import SimulatedExecution, Span
@@ -19,6 +20,7 @@ from perseus_ds.profiler.online import OnlineProfiler
 from perseus_ds.profiler.rest import without_gaps
 from perseus_ds.profiler.session import RankReport, combine
 from perseus_ds.schedule import Compute
+from perseus_ds.stage_profile import StageProfile
 
 ClockTimes = dict[tuple[int, Kind, int], float]
 """What the profile says that instructions take, by stage, kind and clock [s]."""
@@ -162,9 +164,19 @@ class Plan:
         except PerseusError as error:
             self._tools.fail(error)
             return Observe()
+        self._keep()
         self._tools.recorder.event("plan", plan=clock_plan.number)
         self._tools.announce(f"running under plan {clock_plan.number} of {self._directory / 'frontier.csv'}")
         return Watch(self._tools, clock_plan, self._expected)
+
+    def _keep(self) -> None:
+        """Leave profile and frontier for the next run of this job."""
+        cache = _cache(self._tools)
+        if self._tools.ranks.is_first and self._tools.config.cache:
+            try:
+                cache.store(self._directory)
+            except OSError as error:
+                self._tools.recorder.event("cache", error=str(error))
 
 
 class Watch:
@@ -204,6 +216,38 @@ class Watch:
         return statistics.median(ratios) if ratios else 1.0
 
 
+def _cache(tools: Tools) -> Cache:
+    """Return the cache's entry for this job; every rank must ask at the same time."""
+    simulated = tools.config.simulated.model_dump() if tools.gpu.simulated else {}
+    profile = tools.config.profile.model_dump()
+    fingerprints = tools.ranks.all_gather(tools.job.fingerprint)
+    return Cache(cache_key(tools.job.info, fingerprints, {"profile": profile, "simulated": simulated}))
+
+
+def _from_cache(tools: Tools) -> Phase | None:
+    """Start under the plan of an earlier run, if there is one that still fits."""
+    cache = _cache(tools)
+    directory = Path(tools.config.output_dir)
+
+    def restore() -> ClockTimes | None:
+        if not (tools.config.cache and cache.is_complete):
+            return None
+        cache.restore(directory)
+        measurements = StageProfile.load(directory / "profile.csv").measurements
+        return {(m.stage, m.kind, m.clock_mhz): m.time_s for m in measurements}
+
+    try:
+        expected = tools.ranks.from_first(restore)
+        if expected is None:
+            return None
+        clock_plan = load_plan(tools, str(directory / "frontier.json"))
+    except (PerseusError, OSError) as error:
+        tools.announce(f"the profile of an earlier run cannot be used ({error}); profiling again")
+        return None
+    tools.announce(f"starting under plan {clock_plan.number}, profiled by an earlier run ({cache.directory})")
+    return Watch(tools, clock_plan, expected)
+
+
 def first_phase(tools: Tools) -> Phase:
     """Return what the job does first, after checking everything that can be checked.
 
@@ -217,7 +261,7 @@ def first_phase(tools: Tools) -> Phase:
         phase = OfflineProfiling(tools)
     elif tools.config.mode == "auto":
         tools.ranks.together(lambda: check_sweep(tools.gpu, tools.config.profile))
-        phase = WarmUp(tools)
+        phase = _from_cache(tools) or WarmUp(tools)
     else:
         phase = Observe()
     return Calibrate(tools, phase) if isinstance(tools.execution, SimulatedExecution) else phase

@@ -69,6 +69,7 @@ class PerseusConfig(_Block):
     output_dir: str = Field("perseus", description="Folder for profile.csv, profile.json and run.jsonl.")
     frontier: str | None = Field(None, description="frontier.json (or its folder), for run mode.")
     max_slowdown: float = Field(0.0, ge=0, description="Longest iteration allowed, as a fraction above T_min.")
+    cache: bool = Field(True, description="auto mode: start under the plan of an earlier run of the same job.")
     max_drift: float = Field(
         0.05, gt=0, description="auto mode: profile again when instructions differ by more than this fraction from it."
     )

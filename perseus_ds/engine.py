@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import inspect
 import logging
@@ -241,6 +242,17 @@ def _place(grid: Any) -> Place:
     )
 
 
+def _fingerprint(engine: Any) -> str:
+    """Return a text that changes with whatever the times of this rank's instructions depend on."""
+    module = engine.module
+    content = [
+        [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()],
+        [type(layer).__name__ for layer in module.modules()],
+        module.activation_checkpoint_interval,
+    ]
+    return hashlib.sha256(repr(content).encode()).hexdigest()
+
+
 def _job(engine: Any, config: PerseusConfig, gpu: Gpu, schedule_class: type) -> Job:
     schedule = read_schedule(schedule_class, ranks=engine.num_stages, micro_batches=engine.micro_batches)
     versions = {name: importlib.metadata.version(name) for name in ("deepspeed", "torch", "perseus-ds")}
@@ -263,6 +275,7 @@ def _job(engine: Any, config: PerseusConfig, gpu: Gpu, schedule_class: type) -> 
         schedule=schedule,
         device=torch.device(engine.device),
         info=info,
+        fingerprint=_fingerprint(engine),
         monitor=engine.monitor,
         steps_per_print=engine.steps_per_print(),
     )

@@ -39,6 +39,7 @@ class Job:
         schedule: What every rank of a pipeline does in one iteration.
         device: Where the tensors live.
         info: Model, parallelism and versions, for the profile.
+        fingerprint: Of this rank's share of the model: what its times depend on.
         monitor: DeepSpeed's monitor.
         steps_per_print: How often to print; None for never.
     """
@@ -46,6 +47,7 @@ class Job:
     schedule: Schedule
     device: torch.device
     info: ProfileInfo
+    fingerprint: str = ""
     monitor: Monitor | None = None
     steps_per_print: int | None = None
 

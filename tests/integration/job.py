@@ -51,7 +51,7 @@ def start(folder: Path, ranks: int, environment: dict[str, str] | None = None, *
         stderr=subprocess.STDOUT,
         text=True,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"), **(environment or {})},
     )
 
 

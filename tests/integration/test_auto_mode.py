@@ -14,6 +14,7 @@ MODEL = DEVICES["a100-sxm"]
 
 def test_a_job_profiles_plans_and_saves_energy_with_the_same_losses(tmp_path):
     job = {"ranks": 2, "work": [4, 3, 2, 2], "steps": 60}
+    changed = {**job, "work": [4, 3, 3, 2], "steps": 3}
     without = run(tmp_path / "without", **job).ranks
     block = {
         "profile": {"online_stride": 6, "online_iterations": 3},
@@ -41,6 +42,15 @@ def test_a_job_profiles_plans_and_saves_energy_with_the_same_losses(tmp_path):
 
     def mean(phase, what):
         return statistics.mean(r[what] for r in iterations if r["phase"] == phase)
+
+    cached = run(
+        tmp_path / "again", environment={"XDG_CACHE_HOME": str(tmp_path / "auto" / "cache")}, perseus=block, **job
+    )
+    assert list(dict.fromkeys(r["phase"] for r in cached.records() if "iteration" in r)) == ["calibrate", "run"]
+    other = run(
+        tmp_path / "other", environment={"XDG_CACHE_HOME": str(tmp_path / "auto" / "cache")}, perseus=block, **changed
+    )
+    assert [r["phase"] for r in other.records() if "iteration" in r][1] == "warm-up"
 
     assert mean("run", "energy_j") < 0.95 * mean("plan", "energy_j")
     assert mean("run", "time_s") < 1.03 * mean("plan", "time_s")
