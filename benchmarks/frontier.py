@@ -12,6 +12,7 @@ import multiprocessing
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -35,7 +36,9 @@ def main() -> None:
         if arguments.profile
         else synthetic_profile(arguments.stages, arguments.seed)
     )
-    stages = arguments.stages if arguments.profile is None else min(arguments.stages, profile.num_stages)
+    stages = min(arguments.stages, profile.num_stages)
+    if arguments.last:
+        profile = last_stages(profile, stages)
     for micro_batches in arguments.micro_batches:
         chosen = schedule_class(arguments.schedule)
         schedule = read_schedule(chosen, ranks=stages // stages_per_rank(chosen), micro_batches=micro_batches)
@@ -126,6 +129,13 @@ def _timed(work: Callable[[], Frontier]) -> tuple[float, Frontier]:
     return time.perf_counter() - begin_s, result
 
 
+def last_stages(profile: StageProfile, count: int) -> StageProfile:
+    """Return the profile of a pipeline made of the last stages only."""
+    skipped = profile.num_stages - count
+    rows = [replace(row, stage=row.stage - skipped) for row in profile.measurements if row.stage >= skipped]
+    return StageProfile(rows)
+
+
 def synthetic_profile(stages: int, seed: int) -> StageProfile:
     """A made-up profile shaped like measured ones: stages unequal by a few percent, measurements noisy."""
     rng = np.random.default_rng(seed)
@@ -147,6 +157,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--blocking-power-w", type=float, default=80.0)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--stages", type=int, default=8, help="at most what the profile has")
+    parser.add_argument("--last", action="store_true", help="take the last stages of the profile, not the first")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8])
     parser.add_argument("--plans", type=int, default=120)
     parser.add_argument("--time-limit-s", type=float, default=120.0, help="for lowtime; 0 leaves it out")

