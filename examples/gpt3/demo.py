@@ -94,7 +94,7 @@ def main() -> None:
     )
     run(
         "2. Optimise: every frequency plan worth running",
-        [perseus_ds, "optimize", f"profile={profile}", f"out={frontier_dir}"],
+        [perseus_ds, "optimize", f"profile={profile}", f"out={frontier_dir}", "switch_cost_j=0.5"],
         OUT / "optimize.log",
     )
     run(

@@ -12,9 +12,12 @@ pytestmark = pytest.mark.integration
 MODEL = DEVICES["a100-sxm"]
 
 
+def phases_of(finished):
+    return list(dict.fromkeys(r["phase"] for r in finished.records() if "iteration" in r))
+
+
 def test_a_job_profiles_plans_and_saves_energy_with_the_same_losses(tmp_path):
-    job = {"ranks": 2, "work": [4, 3, 2, 2], "steps": 60}
-    changed = {**job, "work": [4, 3, 3, 2], "steps": 3}
+    job = {"ranks": 2, "work": [4, 3, 2, 2], "steps": 50}
     without = run(tmp_path / "without", **job).ranks
     block = {
         "profile": {"online_stride": 6, "online_iterations": 3},
@@ -27,8 +30,7 @@ def test_a_job_profiles_plans_and_saves_energy_with_the_same_losses(tmp_path):
         assert ours["plan"]
     records = finished.records()
     iterations = [r for r in records if "iteration" in r]
-    phases = list(dict.fromkeys(r["phase"] for r in iterations))
-    assert phases == ["calibrate", "warm-up", "profile", "plan", "run"]
+    assert phases_of(finished) == ["calibrate", "warm-up", "profile", "plan", "run"]
     assert [r["event"] for r in records if "event" in r] == ["start", "profile", "plan"]
 
     profile = StageProfile.load(tmp_path / "auto" / "perseus")
@@ -43,14 +45,14 @@ def test_a_job_profiles_plans_and_saves_energy_with_the_same_losses(tmp_path):
     def mean(phase, what):
         return statistics.mean(r[what] for r in iterations if r["phase"] == phase)
 
-    cached = run(
-        tmp_path / "again", environment={"XDG_CACHE_HOME": str(tmp_path / "auto" / "cache")}, perseus=block, **job
-    )
-    assert list(dict.fromkeys(r["phase"] for r in cached.records() if "iteration" in r)) == ["calibrate", "run"]
-    other = run(
-        tmp_path / "other", environment={"XDG_CACHE_HOME": str(tmp_path / "auto" / "cache")}, perseus=block, **changed
-    )
-    assert [r["phase"] for r in other.records() if "iteration" in r][1] == "warm-up"
+    earlier = {"XDG_CACHE_HOME": str(tmp_path / "auto" / "cache")}
+    again = run(tmp_path / "again", environment=earlier, perseus=block, **{**job, "steps": 3})
+    assert phases_of(again) == ["calibrate", "run"]
+    changed = {**job, "work": [4, 3, 3, 2], "steps": 3}
+    assert phases_of(run(tmp_path / "changed", environment=earlier, perseus=block, **changed)) == [
+        "calibrate",
+        "warm-up",
+    ]
 
     assert mean("run", "energy_j") < 0.95 * mean("plan", "energy_j")
     assert mean("run", "time_s") < 1.03 * mean("plan", "time_s")

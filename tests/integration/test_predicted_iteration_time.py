@@ -28,7 +28,7 @@ def predicted_well(tmp_path, schedule, ranks, micro_batches):
     """Profile, run under a plan of random clocks, and compare: iteration time within 2 %, energy within 3 %."""
     job = {"ranks": ranks, "work": [4, 2, 1, 3], "micro_batches": micro_batches, "dualpipev": schedule == "dualpipev"}
     block = {"mode": "profile", "profile": PROFILE, "simulated": SIMULATED}
-    assert run(tmp_path / "profile", perseus=block, steps=5, **job).ranks
+    assert run(tmp_path / "profile", perseus=block, steps=6, **job).ranks
     profile = StageProfile.load(tmp_path / "profile" / "perseus")
     streams = read_schedule(schedule_class(schedule), ranks=ranks, micro_batches=micro_batches)
     problem = Problem(Dag.build(streams), profile, profile.info.blocking_power_w)
