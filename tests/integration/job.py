@@ -14,6 +14,9 @@ SCRIPT = Path(__file__).with_name("pipeline_job.py")
 # Fast enough for a test, long enough for simulated instructions to dwarf what the CPU does.
 SIMULATED = {"longest_instruction_s": 0.03, "counter_period_s": 0.02, "lock_latency_s": 0.002}
 QUICK_PROFILE = {"min_clock_mhz": 1080, "clock_stride": 8, "window_s": 0.25, "repetitions": 3}
+# Jobs have a cache of their own, but for what DeepSpeed compiles.
+EXTENSIONS = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": EXTENSIONS}
 
 
 @dataclass
@@ -51,7 +54,7 @@ def start(folder: Path, ranks: int, environment: dict[str, str] | None = None, *
         stderr=subprocess.STDOUT,
         text=True,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"), **(environment or {})},
+        env={**os.environ, **ENVIRONMENT, "XDG_CACHE_HOME": str(folder / "cache"), **(environment or {})},
     )
 
 
