@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forked import run_ranks
+
 SCRIPT = Path(__file__).with_name("pipeline_job.py")
 # Fast enough for a test, long enough for simulated instructions to dwarf what the CPU does.
 SIMULATED = {"longest_instruction_s": 0.03, "counter_period_s": 0.02, "lock_latency_s": 0.002}
@@ -39,14 +41,8 @@ class Finished:
 
 
 def start(folder: Path, ranks: int, environment: dict[str, str] | None = None, **job: Any) -> subprocess.Popen[str]:
-    """Start a job on as many processes as ranks."""
-    folder.mkdir(parents=True, exist_ok=True)
-    job = {"stages": ranks, "micro_batches": 4, "steps": 6, "work": [3] * 4, **job}
-    if job.get("perseus"):
-        settings = {**SIMULATED, **job["perseus"].get("simulated", {})}
-        job["perseus"] = {"output_dir": str(folder / "perseus"), "device": "simulated", **job["perseus"]}
-        job["perseus"]["simulated"] = settings
-    (folder / "job.json").write_text(json.dumps(job))
+    """Start a job by torchrun."""
+    _prepare(folder, ranks, job)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     return subprocess.Popen(
         [*command, str(SCRIPT), str(folder)],
@@ -54,12 +50,30 @@ def start(folder: Path, ranks: int, environment: dict[str, str] | None = None, *
         stderr=subprocess.STDOUT,
         text=True,
         cwd=folder,
-        env={**os.environ, **ENVIRONMENT, "XDG_CACHE_HOME": str(folder / "cache"), **(environment or {})},
+        env={**os.environ, **_environment(folder), **(environment or {})},
     )
 
 
 def run(folder: Path, ranks: int, environment: dict[str, str] | None = None, **job: Any) -> Finished:
     """Run a job to its end."""
-    process = start(folder, ranks, environment, **job)
-    output, _ = process.communicate(timeout=240)
-    return Finished(folder, process.returncode, output)
+    environment = environment or {}
+    if "LD_LIBRARY_PATH" in environment:  # read when a program starts, so too late for a forked one
+        process = start(folder, ranks, environment, **job)
+        output, _ = process.communicate(timeout=240)
+        return Finished(folder, process.returncode, output)
+    _prepare(folder, ranks, job)
+    return Finished(folder, *run_ranks(folder, ranks, {**_environment(folder), **environment}))
+
+
+def _prepare(folder: Path, ranks: int, job: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    job = {"stages": ranks, "micro_batches": 4, "steps": 6, "work": [3] * 4, **job}
+    if job.get("perseus"):
+        settings = {**SIMULATED, **job["perseus"].get("simulated", {})}
+        job["perseus"] = {"output_dir": str(folder / "perseus"), "device": "simulated", **job["perseus"]}
+        job["perseus"]["simulated"] = settings
+    (folder / "job.json").write_text(json.dumps(job))
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return {**ENVIRONMENT, "XDG_CACHE_HOME": str(folder / "cache")}

@@ -1,0 +1,82 @@
+"""Ranks forked from a process that has imported torch and DeepSpeed already, which takes seconds for every rank.
+
+Like torchrun: every rank is a process with the usual environment, and when one fails the others are ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from pathlib import Path
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["pipeline_job"])
+
+
+def run_ranks(folder: Path, ranks: int, environment: dict[str, str], timeout_s: float = 240.0) -> tuple[int, str]:
+    """Run ``pipeline_job.py`` on as many processes as ranks.
+
+    Returns:
+        The first exit code that is not 0, else 0, and what the ranks printed.
+    """
+    log = folder / "output.log"
+    log.touch()
+    job = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+    processes = [
+        _CONTEXT.Process(target=_rank, args=(folder, log, {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+        for rank in range(ranks)
+    ]
+    with _environment(environment):  # what libraries read while they are imported
+        for process in processes:
+            process.start()
+    deadline_s = time.monotonic() + timeout_s
+    while (alive := [p for p in processes if p.exitcode is None]) and not any(p.exitcode for p in processes):
+        if not wait([p.sentinel for p in alive], timeout=max(0.0, deadline_s - time.monotonic())):
+            break
+    failed = [p.exitcode for p in processes if p.exitcode]
+    returncode = failed[0] if failed else 124 if alive else 0
+    for process in alive:
+        process.terminate()
+    for process in processes:
+        process.join(10)
+        process.kill()
+    return returncode, log.read_text()
+
+
+def _rank(folder: Path, log: Path, environment: dict[str, str]) -> None:
+    import pipeline_job
+
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = ["pipeline_job.py", str(folder)]
+    try:
+        pipeline_job.main()
+    finally:
+        atexit._run_exitfuncs()  # which a forked process leaves out
+
+
+@contextlib.contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
