@@ -44,6 +44,8 @@ class SimulatedConfig(_Block):
         description="Time of the pipeline's longest forward or backward at the top clock [s]; the others follow "
         "from their floating-point operations.",
     )
+    transfer_s: float = Field(0.0, ge=0, description="Time of a transfer between two stages [s].")
+    tail_s: float = Field(0.0, ge=0, description="Time of gradient reduction and optimizer step at the top clock [s].")
     lock_latency_s: float = Field(0.015, ge=0, description="Time of a clock-setting call [s].")
     counter_period_s: float = Field(0.1, gt=0, description="Refresh period of the energy counter [s].")
     time_noise: float = Field(0.0, ge=0, lt=0.5, description="Relative standard deviation of instruction times.")

@@ -76,7 +76,7 @@ class _PerseusEngine:
             _job(engine, config, gpu, self._perseus_schedule),
             ranks=Ranks(_place(engine.grid)),
             gpu=gpu,
-            execution=_execution(gpu, engine.device),
+            execution=_execution(gpu, engine.device, config),
             work=self._perseus_replay,
             isolated=self._perseus_replay.isolated,
         )
@@ -226,9 +226,9 @@ def _cuda_device(engine: Any) -> tuple[int, str | None]:
     return index, str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) or None
 
 
-def _execution(gpu: Gpu, device: torch.device) -> Execution:
+def _execution(gpu: Gpu, device: torch.device, config: PerseusConfig) -> Execution:
     if isinstance(gpu, SimulatedGpu):
-        return SimulatedExecution(gpu)
+        return SimulatedExecution(gpu, transfer_s=config.simulated.transfer_s, tail_s=config.simulated.tail_s)
     return CudaExecution() if device.type == "cuda" else HostExecution()
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from perseus_ds.clocks import Moment
-from perseus_ds.gpu.simulated import SimulatedGpu
-from perseus_ds.instruction import Instruction, Kind
-from perseus_ds.schedule import Compute, Operation
+from perseus_ds.gpu.simulated import MEMORY_BOUND, SimulatedGpu
+from perseus_ds.instruction import Kind
+from perseus_ds.schedule import Compute, Exchange, Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +119,19 @@ class SimulatedExecution(HostExecution):
 
     How much work an instruction is, relative to the others, follows from the floating-point
     operations its kernels did the first time it ran. Until :meth:`calibrate`, nothing is stretched.
+
+    Args:
+        gpu: The simulated GPU.
+        transfer_s: What a transfer takes, beyond what it takes for real, once both sides are there [s].
+        tail_s: What gradient reduction and optimizer step take at the top clock, beyond what they take for real [s].
     """
 
-    def __init__(self, gpu: SimulatedGpu) -> None:
+    def __init__(self, gpu: SimulatedGpu, *, transfer_s: float = 0.0, tail_s: float = 0.0) -> None:
         super().__init__()
         self._gpu = gpu
+        self._transfer_s = transfer_s
+        self._tail_s = tail_s
+        self._tail_done = False
         self._seconds_per_flop: float | None = None
         self._flops: dict[tuple[int, Kind], int] = {}
         self._counter: _FlopCounter | None = None
@@ -137,27 +145,45 @@ class SimulatedExecution(HostExecution):
         """Set how long a floating-point operation takes at the top clock [s]."""
         self._seconds_per_flop = seconds_per_flop
 
+    def start_iteration(self) -> None:
+        super().start_iteration()
+        self._tail_done = False
+
     def begin(self, operation: Operation) -> None:
         super().begin(operation)
-        if isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL:
+        if _is_pass(operation):
             self._gpu.begin_work()
-            if _key(operation.instruction) not in self._flops:
+            if _key(operation) not in self._flops:
                 self._counter = _FlopCounter()
                 self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, operation: Operation) -> Moment | None:
-        if isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL:
-            key = _key(operation.instruction)
+        if _is_pass(operation):
             if self._counter is not None:
                 self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                self._flops[key] = self._counter.flops
+                self._flops[_key(operation)] = self._counter.flops
                 self._counter = None
-            self._gpu.finish_work(self._flops[key] * (self._seconds_per_flop or 0.0))
+            self._gpu.finish_work(self._flops[_key(operation)] * (self._seconds_per_flop or 0.0))
+        elif self._seconds_per_flop is not None:
+            self._stretch_rest(operation)
         return super().end(operation)
 
+    def _stretch_rest(self, operation: Operation) -> None:
+        if isinstance(operation, Exchange):
+            time.sleep(self._transfer_s)
+        elif isinstance(operation, Compute) and self._tail_s and not self._tail_done:
+            # The tail is several commands; all of its simulated work is done after the first.
+            self._tail_done = True
+            self._gpu.begin_work(MEMORY_BOUND)
+            self._gpu.finish_work(self._tail_s)
 
-def _key(instruction: Instruction) -> tuple[int, Kind]:
-    return instruction.stage, instruction.kind
+
+def _is_pass(operation: Operation) -> TypeGuard[Compute]:
+    return isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL
+
+
+def _key(operation: Compute) -> tuple[int, Kind]:
+    return operation.instruction.stage, operation.instruction.kind
 
 
 class _FlopCounter(TorchDispatchMode):

@@ -21,6 +21,24 @@ from perseus_ds.errors import ConfigError, GpuError, GpuPermissionError
 
 
 @dataclass(frozen=True)
+class Workload:
+    """What a GPU is busy with, relative to a forward or backward.
+
+    Attributes:
+        clock_share: How much of a forward's dependence on the clock its time has.
+        dynamic_share: How much of a forward's dynamic power it draws.
+    """
+
+    clock_share: float
+    dynamic_share: float
+
+
+COMPUTE_BOUND = Workload(1.0, 1.0)
+# Reducing gradients and stepping the optimizer wait for memory and links. Assumed: no measurement was published.
+MEMORY_BOUND = Workload(0.3, 0.5)
+
+
+@dataclass(frozen=True)
 class DeviceModel:
     """How fast a GPU is and what it draws at each SM clock ``f`` [MHz].
 
@@ -28,6 +46,7 @@ class DeviceModel:
     that scales with the clock and a part, bound by memory, that does not. Power while computing is
     ``static + dynamic * f * v(f)^2`` with a relative voltage ``v`` that is flat up to ``knee`` and
     then rises, ``1 + curvature * (f - knee)^2``. At the power limit the board lowers the clock.
+    These figures are those of a forward or backward; other work is described by a :class:`Workload`.
     """
 
     name: str
@@ -46,33 +65,37 @@ class DeviceModel:
     def clocks_mhz(self) -> tuple[int, ...]:
         return tuple(range(self.lowest_clock_mhz, self.top_clock_mhz + 1, self.clock_step_mhz))
 
-    def unlimited_power_w(self, clock_mhz: float) -> float:
+    def unlimited_power_w(self, clock_mhz: float, workload: Workload) -> float:
         """Return the power while computing if there were no limit [W]."""
         voltage = 1 + self.curvature_per_mhz2 * max(0.0, clock_mhz - self.knee_mhz) ** 2
-        return self.static_power_w + self.dynamic_w_per_mhz * clock_mhz * voltage**2
+        return self.static_power_w + load.dynamic_share * self.dynamic_w_per_mhz * clock_mhz * voltage**2
 
     @cached_property
-    def limited_clock_mhz(self) -> float:
-        """The highest clock the board can keep up under its power limit [MHz]."""
+    def _limited_clocks_mhz(self) -> dict[Workload, float]:
+        return {workload: self._limited_clock_mhz(load) for workload in (COMPUTE_BOUND, MEMORY_BOUND)}
+
+    def _limited_clock_mhz(self, workload: Workload) -> float:
+        """Return the highest clock the board can keep up under its power limit [MHz]."""
         low, high = float(self.lowest_clock_mhz), float(self.top_clock_mhz)
-        if self.unlimited_power_w(high) <= self.power_limit_w:
+        if self.unlimited_power_w(high, load) <= self.power_limit_w:
             return high
         for _ in range(50):
             middle = (low + high) / 2
-            low, high = (middle, high) if self.unlimited_power_w(middle) <= self.power_limit_w else (low, middle)
+            low, high = (middle, high) if self.unlimited_power_w(middle, load) <= self.power_limit_w else (low, middle)
         return low
 
-    def reached_clock_mhz(self, clock_mhz: float) -> float:
+    def reached_clock_mhz(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:
         """Return the clock the board really runs at under its power limit [MHz]."""
-        return min(clock_mhz, self.limited_clock_mhz)
+        return min(clock_mhz, self._limited_clocks_mhz[load])
 
-    def power_w(self, clock_mhz: float) -> float:
+    def power_w(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:
         """Return the power while computing [W]."""
-        return self.unlimited_power_w(self.reached_clock_mhz(clock_mhz))
+        return self.unlimited_power_w(self.reached_clock_mhz(clock_mhz, load), load)
 
-    def slowdown(self, clock_mhz: float) -> float:
+    def slowdown(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:
         """Return the time of an instruction relative to the top clock without a power limit."""
-        return self.compute_share * self.top_clock_mhz / self.reached_clock_mhz(clock_mhz) + 1 - self.compute_share
+        scaling = self.compute_share * load.clock_share
+        return scaling * self.top_clock_mhz / self.reached_clock_mhz(clock_mhz, load) + 1 - scaling
 
 
 DEVICES = {
@@ -150,7 +173,7 @@ class SimulatedGpu:
         self._clock_mhz = model.top_clock_mhz
         self._power_w = model.blocking_power_w
         self._power_factor = 1.0
-        self._computing = False
+        self._workload: Workload | None = None
         self._progress_s = 0.0
         self._last_s = now_s()
         self._energy_j = 0.0
@@ -188,7 +211,11 @@ class SimulatedGpu:
     def clock_mhz(self) -> int:
         with self._changed:
             self._advance()
-            return round(self.model.reached_clock_mhz(self._clock_mhz)) if self._computing else self._clock_mhz
+            return (
+                round(self.model.reached_clock_mhz(self._clock_mhz, self._workload))
+                if self._workload
+                else self._clock_mhz
+            )
 
     def energy_j(self) -> float:
         with self._changed:
@@ -202,12 +229,12 @@ class SimulatedGpu:
     def close(self) -> None:
         """Nothing to release."""
 
-    def begin_work(self) -> None:
+    def begin_work(self, workload: Workload = COMPUTE_BOUND) -> None:
         """Start computing: from now on power is that of computing."""
         with self._changed:
             self._advance()
             self._power_factor = max(0.0, 1 + self._power_noise * self._random.gauss(0, 1))
-            self._computing = True
+            self._workload = workload
             self._progress_s = 0.0
             self._update_power()
 
@@ -222,11 +249,12 @@ class SimulatedGpu:
         with self._changed:
             while True:
                 self._advance()
-                remaining_s = (work_s - self._progress_s) * self.model.slowdown(self._clock_mhz)
+                assert self._workload is not None
+                remaining_s = (work_s - self._progress_s) * self.model.slowdown(self._clock_mhz, self._workload)
                 if remaining_s <= 0:
                     break
                 self._changed.wait(remaining_s)
-            self._computing = False
+            self._workload = None
             self._update_power()
 
     def _set_clock(self, clock_mhz: int) -> None:
@@ -239,8 +267,8 @@ class SimulatedGpu:
             self._changed.notify_all()
 
     def _update_power(self) -> None:
-        if self._computing:
-            self._power_w = self.model.power_w(self._clock_mhz) * self._power_factor
+        if self._workload:
+            self._power_w = self.model.power_w(self._clock_mhz, self._workload) * self._power_factor
         else:
             self._power_w = self.model.blocking_power_w
 
@@ -251,6 +279,6 @@ class SimulatedGpu:
         if refreshed_s > self._last_s:
             self._counter_j = self._energy_j + self._power_w * (refreshed_s - self._last_s)
         self._energy_j += self._power_w * (now_s - self._last_s)
-        if self._computing:
-            self._progress_s += (now_s - self._last_s) / self.model.slowdown(self._clock_mhz)
+        if self._workload:
+            self._progress_s += (now_s - self._last_s) / self.model.slowdown(self._clock_mhz, self._workload)
         self._last_s = now_s

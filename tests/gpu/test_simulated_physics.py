@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus_ds.gpu.simulated import DEVICES, SimulatedGpu
+from perseus_ds.gpu.simulated import DEVICES, MEMORY_BOUND, SimulatedGpu
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "sosp24" / "stage_profile"
 
@@ -43,6 +43,14 @@ def test_a_lower_clock_is_slower_and_draws_less_until_the_power_limit_flattens_b
     assert powers == sorted(powers)
     assert powers[-1] == pytest.approx(model.power_limit_w)
     assert slowdowns[-1] == slowdowns[-2]
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_work_bound_by_memory_depends_less_on_the_clock(name):
+    model = DEVICES[name]
+    half = model.clocks_mhz[-1] // 2
+    assert 1 < model.slowdown(half, MEMORY_BOUND) < model.slowdown(half)
+    assert model.blocking_power_w < model.power_w(half, MEMORY_BOUND) < model.power_w(half)
 
 
 @pytest.mark.parametrize("name", sorted(DEVICES))
@@ -83,4 +91,4 @@ def test_a_clock_change_counts_from_the_moment_it_is_in_effect():
     gpu.lock_clock(705)
     now.now_s += 0.25 * model.slowdown(705) * 1.0001
     gpu.finish_work(0.5)
-    assert not gpu._computing
+    assert gpu.power_w() == model.blocking_power_w
