@@ -68,34 +68,36 @@ class DeviceModel:
     def unlimited_power_w(self, clock_mhz: float, workload: Workload) -> float:
         """Return the power while computing if there were no limit [W]."""
         voltage = 1 + self.curvature_per_mhz2 * max(0.0, clock_mhz - self.knee_mhz) ** 2
-        return self.static_power_w + load.dynamic_share * self.dynamic_w_per_mhz * clock_mhz * voltage**2
+        return self.static_power_w + workload.dynamic_share * self.dynamic_w_per_mhz * clock_mhz * voltage**2
 
     @cached_property
     def _limited_clocks_mhz(self) -> dict[Workload, float]:
-        return {workload: self._limited_clock_mhz(load) for workload in (COMPUTE_BOUND, MEMORY_BOUND)}
+        return {workload: self._limited_clock_mhz(workload) for workload in (COMPUTE_BOUND, MEMORY_BOUND)}
 
     def _limited_clock_mhz(self, workload: Workload) -> float:
         """Return the highest clock the board can keep up under its power limit [MHz]."""
         low, high = float(self.lowest_clock_mhz), float(self.top_clock_mhz)
-        if self.unlimited_power_w(high, load) <= self.power_limit_w:
+        if self.unlimited_power_w(high, workload) <= self.power_limit_w:
             return high
         for _ in range(50):
             middle = (low + high) / 2
-            low, high = (middle, high) if self.unlimited_power_w(middle, load) <= self.power_limit_w else (low, middle)
+            low, high = (
+                (middle, high) if self.unlimited_power_w(middle, workload) <= self.power_limit_w else (low, middle)
+            )
         return low
 
     def reached_clock_mhz(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:
         """Return the clock the board really runs at under its power limit [MHz]."""
-        return min(clock_mhz, self._limited_clocks_mhz[load])
+        return min(clock_mhz, self._limited_clocks_mhz[workload])
 
     def power_w(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:
         """Return the power while computing [W]."""
-        return self.unlimited_power_w(self.reached_clock_mhz(clock_mhz, load), load)
+        return self.unlimited_power_w(self.reached_clock_mhz(clock_mhz, workload), workload)
 
     def slowdown(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:
         """Return the time of an instruction relative to the top clock without a power limit."""
-        scaling = self.compute_share * load.clock_share
-        return scaling * self.top_clock_mhz / self.reached_clock_mhz(clock_mhz, load) + 1 - scaling
+        scaling = self.compute_share * workload.clock_share
+        return scaling * self.top_clock_mhz / self.reached_clock_mhz(clock_mhz, workload) + 1 - scaling
 
 
 DEVICES = {
@@ -211,11 +213,9 @@ class SimulatedGpu:
     def clock_mhz(self) -> int:
         with self._changed:
             self._advance()
-            return (
-                round(self.model.reached_clock_mhz(self._clock_mhz, self._workload))
-                if self._workload
-                else self._clock_mhz
-            )
+            if self._workload is None:
+                return self._clock_mhz
+            return round(self.model.reached_clock_mhz(self._clock_mhz, self._workload))
 
     def energy_j(self) -> float:
         with self._changed:
