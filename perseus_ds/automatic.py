@@ -36,6 +36,7 @@ class WarmUp:
     name = "warm-up"
     clock_plan = ClockPlan.none()
     records = False
+    measures = True
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
@@ -53,6 +54,7 @@ class ProfileOnline:
 
     name = "profile"
     records = False
+    measures = True
 
     def __init__(self, tools: Tools, spans: list[list[Span]]) -> None:
         self._tools = tools
@@ -138,6 +140,7 @@ class Plan:
     name = "plan"
     clock_plan = ClockPlan.none()
     records = False
+    measures = False
 
     def __init__(self, tools: Tools, expected: ClockTimes) -> None:
         self._tools = tools
@@ -184,6 +187,7 @@ class Watch:
 
     name = "run"
     records = False
+    measures = False
 
     def __init__(self, tools: Tools, clock_plan: ClockPlan, expected: ClockTimes) -> None:
         self._tools = tools

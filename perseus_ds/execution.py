@@ -52,6 +52,9 @@ class Execution(Protocol):
     def end(self, operation: Operation) -> Moment | None:
         """The operation was issued; returns the moment it is done on the device, None if that is now."""
 
+    def wait(self) -> None:
+        """Wait until the device has done all that was issued."""
+
     def spans(self) -> list[Span]:
         """Wait for the device and return the operations since the iteration's start."""
 
@@ -75,6 +78,9 @@ class HostExecution:
         origin_s = self._origin_s
         self._spans.append(Span(operation, self._began_s - origin_s, time.perf_counter() - origin_s))
         return None
+
+    def wait(self) -> None:
+        """Nothing is outstanding."""
 
     def spans(self) -> list[Span]:
         return self._spans
@@ -100,8 +106,11 @@ class CudaExecution:
         self._marks.append((operation, self._began, done))
         return done
 
-    def spans(self) -> list[Span]:
+    def wait(self) -> None:
         torch.cuda.synchronize()
+
+    def spans(self) -> list[Span]:
+        self.wait()
         return [
             Span(operation, self._origin.elapsed_time(began) / 1e3, self._origin.elapsed_time(ended) / 1e3)
             for operation, began, ended in self._marks

@@ -114,6 +114,10 @@ class Phase(Protocol):
     def records(self) -> bool:
         """Whether the instructions of the next iteration are to be kept, to be repeated afterwards."""
 
+    @property
+    def measures(self) -> bool:
+        """Whether the next iteration is measured: its ranks begin the tail together, to tell it from waiting."""
+
     def after(self, seen: Seen) -> Phase:
         """Return the phase of the next iteration; called on all ranks."""
 
@@ -125,6 +129,7 @@ class Observe:
     name: str = "observe"
     clock_plan: ClockPlan = field(default_factory=ClockPlan.none)
     records: bool = False
+    measures: bool = False
 
     def after(self, seen: Seen) -> Phase:
         return self
@@ -137,6 +142,7 @@ class Run:
     clock_plan: ClockPlan
     name: str = "run"
     records: bool = False
+    measures: bool = False
 
     def after(self, seen: Seen) -> Phase:
         return self
@@ -151,6 +157,7 @@ class Calibrate:
     name: str = "calibrate"
     clock_plan: ClockPlan = field(default_factory=ClockPlan.none)
     records: bool = False
+    measures: bool = False
 
     def after(self, seen: Seen) -> Phase:
         execution = self.tools.execution
@@ -166,6 +173,7 @@ class OfflineProfiling:
 
     name = "warm-up"
     clock_plan = ClockPlan.none()
+    measures = True
 
     def __init__(self, tools: Tools) -> None:
         """Check that there is something to measure.

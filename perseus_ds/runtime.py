@@ -18,7 +18,7 @@ from perseus_ds.errors import GpuError, PlanError
 from perseus_ds.execution import Execution
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.guardian import Guardian
-from perseus_ds.instruction import Instruction
+from perseus_ds.instruction import Instruction, Kind
 from perseus_ds.phases import Job, Observe, Phase, Seen, Tools
 from perseus_ds.plan import FrequencyPlan
 from perseus_ds.profiler.offline import Repeatable
@@ -67,6 +67,9 @@ class PerseusRuntime:
         self._execution = execution
         self._iterations = 0
         self._in_iteration = False
+        # Ranks that have no tail to begin together must not be waited for.
+        self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
+        self._tail_to_align = False
         self._failed = False
         self._clock_plan = ClockPlan.none()
         if config.mode != "observe":
@@ -132,6 +135,7 @@ class PerseusRuntime:
         self._execution.start_iteration()
         start_s = time.perf_counter()
         self._in_iteration = True
+        self._tail_to_align = self._phase.measures and self._has_tail
         try:
             yield
         finally:
@@ -152,6 +156,10 @@ class PerseusRuntime:
     def begin(self, operation: Operation) -> None:
         """An operation is about to be issued."""
         if isinstance(operation, Compute):
+            if self._tail_to_align and operation.instruction.kind is Kind.TAIL:
+                self._tail_to_align = False
+                self._execution.wait()
+                self._ranks.barrier()
             self._request(self._clock_plan.clock.get(operation.instruction))
         self._execution.begin(operation)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Sequence
 
 from perseus_ds.execution import Span
 from perseus_ds.instruction import Kind
@@ -19,18 +18,31 @@ Iterations = Sequence[Sequence[Span]]
 def without_gaps(spans: Sequence[Span], time_s: float) -> list[Span]:
     """Give the time that the engine spends between operations to the loads, transfers and tails beside it.
 
+    The wait before the tail is nobody's.
+
     Args:
         spans: One rank's operations of one iteration, in order.
         time_s: The iteration time; the last operation lasts until then [s].
     """
     result: list[Span] = []
-    for number, span in enumerate(spans):
+    for before, span, after in zip([None, *spans], spans, [*spans[1:], None], strict=False):
         start_s, end_s = span.start_s, span.end_s
         if _is_tail(span) or not isinstance(span.operation, Compute):
-            start_s = result[-1].end_s if result else 0.0
-            end_s = spans[number + 1].start_s if number + 1 < len(spans) else max(end_s, time_s)
+            if before is None:
+                start_s = 0.0
+            elif not _begins_tail(before, span):
+                start_s = result[-1].end_s
+            if after is None:
+                end_s = max(end_s, time_s)
+            elif not _begins_tail(span, after):
+                end_s = after.start_s
         result.append(Span(span.operation, start_s, end_s))
     return result
+
+
+def _begins_tail(before: Span, span: Span) -> bool:
+    """Whether ranks that begin the tail together wait for each other in between."""
+    return _is_tail(span) and not _is_tail(before)
 
 
 def load_durations_s(ranks: Sequence[Iterations]) -> dict[int, float]:
@@ -66,26 +78,26 @@ def transfer_durations(ranks: Sequence[Iterations]) -> list[TransferDuration]:
 
 
 def tail_durations_s(ranks: Sequence[Iterations]) -> dict[int, float]:
-    """Return the median tail of each stage [s], without the waits for other ranks.
+    """Return the median tail of each stage [s], of iterations whose tails the ranks began together.
 
-    Reductions, and an optimizer step that agrees on a gradient norm, end together on the ranks that
-    take part: what such a part takes itself begins when the last of them has come. Ranks begin an
-    iteration together, so their times can be compared.
+    Where ranks agree on something within the tail, such as a gradient norm, the faster ones wait
+    for the slowest: that wait is part of their tail.
     """
     found: dict[int, list[float]] = defaultdict(list)
-    for iteration in zip(*ranks, strict=True):
-        tails = [[span for span in spans if _is_tail(span)] for spans in iteration]
-        parts = list(zip_longest(*tails))
-        for tail in tails:
-            if tail and isinstance(tail[0].operation, Compute):
-                own_s = [_without_wait_s(parts[number], span) for number, span in enumerate(tail)]
-                found[tail[0].operation.instruction.stage].append(sum(own_s))
+    for rank in ranks:
+        for spans in rank:
+            for stage, time_s in tails_s(spans).items():
+                found[stage].append(time_s)
     return {stage: statistics.median(times_s) for stage, times_s in sorted(found.items())}
 
 
-def _without_wait_s(part: Sequence[Span | None], span: Span) -> float:
-    """Return the time since the last rank that began this part before it was over."""
-    return span.end_s - max(s.start_s for s in part if s is not None and s.start_s <= span.end_s)
+def tails_s(spans: Iterable[Span]) -> dict[int, float]:
+    """Return how long the tail of each stage in one iteration of a rank was, all parts together [s]."""
+    found: dict[int, float] = defaultdict(float)
+    for span in spans:
+        if _is_tail(span) and isinstance(span.operation, Compute):
+            found[span.operation.instruction.stage] += span.time_s
+    return dict(found)
 
 
 def _is_tail(span: Span) -> bool:

@@ -22,11 +22,9 @@ def test_a_transfer_lasts_as_long_as_the_side_that_came_last_spent_in_it():
     assert found.time_s == pytest.approx(0.1)
 
 
-def test_the_tail_leaves_out_the_wait_for_ranks_that_reduce_together():
-    first = tail(0, (5.0, 5.1), (5.1, 5.3))
-    last = tail(1, (2.0, 5.1), (5.1, 5.2))  # waits for the first from 2.0 on
-    apart = tail(2, (3.0, 3.2), (3.2, 3.4))  # reduces with nobody
-    assert tail_durations_s([[first], [last], [apart]]) == pytest.approx({0: 0.3, 1: 0.2, 2: 0.4})
+def test_the_tail_of_a_stage_is_all_of_its_parts():
+    iterations = [tail(0, (5.0, 5.1), (5.1, 5.3)), tail(0, (7.0, 7.2), (7.2, 7.6)), tail(0, (9.0, 9.2), (9.2, 9.3))]
+    assert tail_durations_s([iterations, [tail(1, (5.0, 5.5))]]) == pytest.approx({0: 0.3, 1: 0.5})
 
 
 def test_loads_are_medians_by_stage():
@@ -34,8 +32,8 @@ def test_loads_are_medians_by_stage():
     assert load_durations_s([spans]) == {0: pytest.approx(0.2)}
 
 
-def test_gaps_go_to_what_has_no_clock():
+def test_gaps_go_to_what_has_no_clock_but_the_wait_before_the_tail_to_nobody():
     forward = Compute(Instruction(0, Kind.FORWARD, 0))
-    spans = [Span(Load(0, 0), 0.1, 0.2), Span(forward, 0.3, 1.0), *tail(0, (1.1, 1.2))]
+    spans = [Span(Load(0, 0), 0.1, 0.2), Span(forward, 0.3, 1.0), *tail(0, (1.1, 1.2), (1.25, 1.3))]
     closed = without_gaps(spans, 1.5)
-    assert [(s.start_s, s.end_s) for s in closed] == [(0.0, 0.3), (0.3, 1.0), (1.0, 1.5)]
+    assert [(s.start_s, s.end_s) for s in closed] == [(0.0, 0.3), (0.3, 1.0), (1.1, 1.25), (1.25, 1.5)]
