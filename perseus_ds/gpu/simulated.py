@@ -13,9 +13,9 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from perseus_ds.errors import ConfigError, GpuError, GpuPermissionError
 
@@ -132,6 +132,30 @@ DEVICES = {
 }
 
 
+class Timebase(Protocol):
+    """The time a simulation lives in."""
+
+    def now_s(self) -> float: ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+    def wait(self, changed: threading.Condition, seconds: float) -> None:
+        """Sleep, with the lock released, until notified at the latest."""
+
+
+class RealTime:
+    """``time.perf_counter``'s."""
+
+    def now_s(self) -> float:
+        return time.perf_counter()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def wait(self, changed: threading.Condition, seconds: float) -> None:
+        changed.wait(seconds)
+
+
 class SimulatedGpu:
     """A GPU whose physics is simulated; see :class:`perseus_ds.gpu.base.Gpu`.
 
@@ -143,7 +167,7 @@ class SimulatedGpu:
         power_noise: Relative standard deviation of an instruction's power.
         may_lock: Whether this process has the permission to set clocks.
         seed: Of the noise.
-        now_s: Clock of the simulation [s].
+        timebase: The time it lives in.
     """
 
     simulated = True
@@ -159,7 +183,7 @@ class SimulatedGpu:
         power_noise: float = 0.0,
         may_lock: bool = True,
         seed: int = 0,
-        now_s: Callable[[], float] = time.perf_counter,
+        timebase: Timebase | None = None,
     ) -> None:
         self.model = model
         self.name = f"simulated {model.name}"
@@ -170,14 +194,14 @@ class SimulatedGpu:
         self._power_noise = power_noise
         self._may_lock = may_lock
         self._random = random.Random(seed)
-        self._now_s = now_s
+        self._time = timebase or RealTime()
         self._changed = threading.Condition()
         self._clock_mhz = model.top_clock_mhz
         self._power_w = model.blocking_power_w
         self._power_factor = 1.0
         self._workload: Workload | None = None
         self._progress_s = 0.0
-        self._last_s = now_s()
+        self._last_s = self._time.now_s()
         self._energy_j = 0.0
         self._counter_j = 0.0
 
@@ -253,13 +277,13 @@ class SimulatedGpu:
                 remaining_s = (work_s - self._progress_s) * self.model.slowdown(self._clock_mhz, self._workload)
                 if remaining_s <= 0:
                     break
-                self._changed.wait(remaining_s)
+                self._time.wait(self._changed, remaining_s)
             self._workload = None
             self._update_power()
 
     def _set_clock(self, clock_mhz: int) -> None:
         self.check_lock_permission()
-        time.sleep(self._lock_latency_s)
+        self._time.sleep(self._lock_latency_s)
         with self._changed:
             self._advance()
             self._clock_mhz = clock_mhz
@@ -274,7 +298,7 @@ class SimulatedGpu:
 
     def _advance(self) -> None:
         """Account for the time since the last change, at the power and speed that held."""
-        now_s = self._now_s()
+        now_s = self._time.now_s()
         refreshed_s = math.floor(now_s / self._counter_period_s) * self._counter_period_s
         if refreshed_s > self._last_s:
             self._counter_j = self._energy_j + self._power_w * (refreshed_s - self._last_s)

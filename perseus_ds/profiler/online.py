@@ -1,15 +1,18 @@
 """Measures time and energy of instructions while ordinary training goes on, one clock an iteration.
 
 Times are those of the instructions as they ran. Energies come from the energy counter: whenever it
-is refreshed, what was used since the iteration began is the sum over kinds of power times the time
-spent in them, so power follows by least squares over all refreshes at one clock.
+is refreshed, what was used since the iteration began is blocking power times the time passed, plus
+the sum over kinds of their power beyond blocking times the time spent in them. So power follows by
+least squares over all refreshes at one clock.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,23 +20,70 @@ from scipy.optimize import nnls
 
 from perseus_ds.execution import Span
 from perseus_ds.instruction import Kind
+from perseus_ds.profile_info import RowQuality
 from perseus_ds.profile_rows import Measurement
+from perseus_ds.profiler.rest import tails_s
 from perseus_ds.schedule import Compute
 
 Key = tuple[int, Kind]
 Floats = npt.NDArray[np.float64]
+
+# How late a refresh of the counter is seen, typically [s], and by how much an instruction's power varies.
 _LATE_S = 0.001
-_ALIKE = 0.1
+_VARIES = 0.02
+# What is known of power before measuring it, as relative deviations: of waiting from blocking power, of the kinds from
+# each other at all clocks alike, and of a kind at one clock from what it is at all clocks.
+_WAITING = 0.1
+_ALIKE = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.1, Kind.RECOMPUTE: 0.1, Kind.TAIL: 0.5}
+_ALIKE_AT_A_CLOCK = {Kind.FORWARD: 0.02, Kind.BACKWARD: 0.02, Kind.RECOMPUTE: 0.02, Kind.TAIL: 0.2}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement and how it was made."""
+
+    measurement: Measurement
+    quality: RowQuality
+
+
+@dataclass(frozen=True)
+class _System:
+    """What the refreshes of the counter at one clock say, weighted so that each errs by about 1 times the power.
+
+    Attributes:
+        spent_s: Shape (refreshes, kinds + 1): seconds spent in each kind and, last, outside of them.
+        beyond_j: Shape (refreshes,): energy beyond blocking power times the time passed.
+    """
+
+    spent_s: Floats
+    beyond_j: Floats
+
+    def solve(self, expected_w: Floats, spread_w: Floats) -> Floats:
+        """Return the power beyond blocking in each kind and outside, near what is expected as far as need be [W]."""
+        scale = float(expected_w.max())
+        matrix = np.vstack([self.spent_s / scale, np.diag(1 / spread_w)])
+        values = np.concatenate([self.beyond_j / scale, expected_w / spread_w])
+        return np.asarray(np.linalg.lstsq(matrix, values, rcond=None)[0])
+
+    def common_w(self, ratio: Floats) -> float:
+        """Return the power beyond blocking of a kind whose ratio is 1 [W]."""
+        seconds = self.spent_s[:, :-1] @ ratio
+        return float(seconds @ self.beyond_j / (seconds @ seconds))
 
 
 class OnlineProfiler:
-    """Collects iterations of one rank and makes rows of them."""
+    """Collects iterations of one rank and makes rows of them.
 
-    def __init__(self) -> None:
+    Args:
+        blocking_power_w: What this rank's GPU draws while it waits [W].
+    """
+
+    def __init__(self, blocking_power_w: float) -> None:
+        self._blocking_power_w = blocking_power_w
         self._keys: list[Key] = []
         self._times_s: dict[tuple[int, Key], list[float]] = defaultdict(list)
-        # By clock, and for each iteration: seconds spent in each kind and outside, and energy, at each refresh.
-        self._systems: dict[int, list[tuple[Floats, Floats]]] = defaultdict(list)
+        # By clock, and for each iteration: spans, and moment and value of the counter's refreshes.
+        self._seen: dict[int, list[tuple[list[tuple[Span, Key]], Floats, Floats]]] = defaultdict(list)
 
     def add(self, clock_mhz: int, spans: Sequence[Span], readings: Sequence[tuple[float, float]]) -> None:
         """Take in an iteration that ran at one clock.
@@ -43,57 +93,96 @@ class OnlineProfiler:
             spans: What ran, on the same time axis as the readings.
             readings: Moment [s] and value [J] of the energy counter whenever it was refreshed.
         """
-        computed = [(span, key) for span in spans if (key := _key(span)) is not None]
+        computed = [
+            (span, (span.operation.instruction.stage, span.operation.instruction.kind))
+            for span in spans
+            if isinstance(span.operation, Compute)
+        ]
         self._keys = sorted({*self._keys, *(key for _, key in computed)})
         for span, key in computed:
-            self._times_s[clock_mhz, key].append(span.time_s)
-        if len(readings) < 2:
-            return
-        moments = np.array([moment for moment, _ in readings])
-        spent = np.zeros((len(readings), len(self._keys) + 1))
-        for span, key in computed:
-            spent[:, self._keys.index(key)] += np.clip(moments - span.start_s, 0.0, span.time_s)
-        spent[:, -1] = moments - spent.sum(axis=1)
-        energy_j = np.array([energy_j for _, energy_j in readings])
-        # Centred, because what the counter and the clock read at the start does not matter.
-        self._systems[clock_mhz].append((spent - spent.mean(axis=0), energy_j - energy_j.mean()))
+            if key[1] is not Kind.TAIL:
+                self._times_s[clock_mhz, key].append(span.time_s)
+        for stage, time_s in tails_s(spans).items():
+            self._times_s[clock_mhz, (stage, Kind.TAIL)].append(time_s)
+        if len(readings) >= 2:
+            moments, energy_j = np.array(readings).T
+            self._seen[clock_mhz].append((computed, moments, energy_j))
 
-    def rows(self) -> list[Measurement]:
+    def rows(self) -> list[Row]:
         """Return one row for every kind and clock of which power can be told, by clock."""
-        rows = []
-        for clock_mhz in sorted(self._systems):
-            power_w = self._power_w(clock_mhz)
-            for number, key in enumerate(self._keys):
-                times_s = self._times_s[clock_mhz, key]
-                if power_w is not None and times_s and power_w[number] > 0:
-                    time_s = statistics.median(times_s)
-                    rows.append(Measurement(*key, clock_mhz, time_s, float(power_w[number]) * time_s))
-        return rows
+        powers_w = self._powers_w()
+        return [
+            self._row(clock_mhz, key, float(power_w[number]))
+            for clock_mhz, power_w in sorted(powers_w.items())
+            for number, key in enumerate(self._keys)
+            if self._times_s[clock_mhz, key] and power_w[number] > 0
+        ]
 
-    def blocking_power_w(self) -> float | None:
-        """Return the power while not computing, None if it cannot be told [W]."""
-        found = [float(power_w[-1]) for clock in self._systems if (power_w := self._power_w(clock)) is not None]
-        return statistics.median(found) if found else None
+    def _row(self, clock_mhz: int, key: Key, power_w: float) -> Row:
+        times_s = self._times_s[clock_mhz, key]
+        time_s = statistics.median(times_s)
+        # A median of n samples is known 1.25 times worse than their mean.
+        error = 1.25 * statistics.stdev(times_s) / math.sqrt(len(times_s)) / time_s if len(times_s) > 1 else None
+        return Row(
+            Measurement(*key, clock_mhz, time_s, power_w * time_s),
+            RowQuality(stage=key[0], kind=key[1], clock_mhz=clock_mhz, samples=len(times_s), time_relative_error=error),
+        )
 
-    def _power_w(self, clock_mhz: int) -> Floats | None:
-        """Return the power in each kind and, last, outside of them; None where there were too few refreshes."""
-        spent = np.concatenate([spent for spent, _ in self._systems[clock_mhz]])
-        energy_j = np.concatenate([energy_j for _, energy_j in self._systems[clock_mhz]])
-        if len(energy_j) - len(self._systems[clock_mhz]) < spent.shape[1]:
-            return None
-        # What all kinds draw together is told well by few refreshes, how they differ by many: kinds are taken to
-        # draw alike, give or take _ALIKE, until the refreshes, seen up to _LATE_S late, say otherwise.
-        together = np.column_stack([spent[:, :-1].sum(axis=1), spent[:, -1]])
-        common_w = nnls(together, energy_j)[0][0]
-        if common_w == 0:
-            return None
-        kinds = spent.shape[1] - 1
-        prior = np.eye(kinds, kinds + 1) * (_LATE_S / _ALIKE)
-        power_w, _ = nnls(np.vstack([spent, prior]), np.concatenate([energy_j, prior[:, :-1].sum(axis=1) * common_w]))
-        return np.asarray(power_w)
+    def _powers_w(self) -> dict[int, Floats]:
+        """Return, by clock, the power in each kind.
+
+        What all kinds draw together is told well by few refreshes, how they differ only by many. So
+        the ratio of kinds to each other is taken from all clocks at once, and a kind leaves it at
+        one clock only as far as the refreshes insist.
+        """
+        systems = {clock: system for clock in self._seen if (system := self._system(clock)) is not None}
+        ratio = np.ones(len(self._keys))
+        common_w: dict[int, float] = {}
+        for _ in range(3):
+            common_w = {c: w for c, s in systems.items() if (w := s.common_w(ratio)) > 0}
+            if not common_w:
+                return {}
+            ratio = self._ratio({c: systems[c] for c in common_w}, common_w)
+        return {c: self._at_clock(systems[c], ratio, w) for c, w in common_w.items()}
+
+    def _ratio(self, systems: dict[int, _System], common_w: dict[int, float]) -> Floats:
+        """Return what each kind draws beyond blocking at all clocks, relative to the others."""
+        spread = np.array([_ALIKE[kind] for _, kind in self._keys])
+        matrix = [system.spent_s[:, :-1] for system in systems.values()]
+        values = [system.beyond_j / common_w[clock] for clock, system in systems.items()]
+        return np.asarray(nnls(np.vstack([*matrix, np.diag(1 / spread)]), np.concatenate([*values, 1 / spread]))[0])
+
+    def _at_clock(self, system: _System, ratio: Floats, common_w: float) -> Floats:
+        expected_w = ratio * common_w
+        alike = np.array([_ALIKE_AT_A_CLOCK[kind] for _, kind in self._keys])
+        power_w = system.solve(
+            np.append(expected_w, 0.0),
+            np.append(alike * np.maximum(expected_w, 1.0), _WAITING * self._blocking_power_w),
+        )
+        return self._blocking_power_w + np.maximum(power_w[:-1], 0.0)
+
+    def _system(self, clock_mhz: int) -> _System | None:
+        """Return what is known at a clock; None where the counter was not refreshed twice within an iteration."""
+        spent, beyond = [], []
+        for computed, moments, energy_j in self._seen[clock_mhz]:
+            seconds = np.zeros((len(moments), len(self._keys) + 1))
+            for span, key in computed:
+                seconds[:, self._keys.index(key)] += np.clip(moments - span.start_s, 0.0, span.time_s)
+            seconds[:, -1] = moments - seconds.sum(axis=1)
+            weight = _weights(moments, statistics.mean(span.time_s for span, _ in computed))
+            spent.append(weight @ seconds)
+            beyond.append(weight @ (energy_j - self._blocking_power_w * moments))
+        return _System(np.concatenate(spent), np.concatenate(beyond)) if spent else None
 
 
-def _key(span: Span) -> Key | None:
-    if isinstance(span.operation, Compute) and span.operation.instruction.kind is not Kind.TAIL:
-        return span.operation.instruction.stage, span.operation.instruction.kind
-    return None
+def _weights(moments_s: Floats, instruction_s: float) -> Floats:
+    """Return the matrix that makes the errors of readings independent, of size 1, and blind to where they begin.
+
+    A refresh is seen late by chance; and power that varies from instruction to instruction makes
+    the energy wander, so that later readings share the deviation of earlier ones.
+    """
+    wander = _VARIES**2 * instruction_s * (np.minimum.outer(moments_s, moments_s) - moments_s[0])
+    factor = np.linalg.cholesky(wander + _LATE_S**2 * np.eye(len(moments_s)))
+    weights = np.linalg.inv(factor)
+    begin = weights.sum(axis=1)
+    return np.asarray(weights - np.outer(begin, begin @ weights) / (begin @ begin))

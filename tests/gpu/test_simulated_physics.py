@@ -6,31 +6,24 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual_time import VirtualTime
 
 from perseus_ds.gpu.simulated import DEVICES, MEMORY_BOUND, SimulatedGpu
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "sosp24" / "stage_profile"
 
 
-class Time:
-    def __init__(self):
-        self.now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
-
-
 def test_energy_is_power_over_time_and_read_as_the_counter_was_last_refreshed():
-    now = Time()
-    gpu = SimulatedGpu(DEVICES["a100-sxm"], lock_latency_s=0, now_s=now)
-    now.now_s = 101.25
+    now = VirtualTime()
+    gpu = SimulatedGpu(DEVICES["a100-sxm"], lock_latency_s=0, timebase=now)
+    now.seconds = 101.25
     begin_j = gpu.energy_j()
-    now.now_s = 101.29
+    now.seconds = 101.29
     assert gpu.energy_j() == begin_j
-    now.now_s = 102.25
+    now.seconds = 102.25
     assert gpu.energy_j() - begin_j == pytest.approx(83.64, abs=0.002)
     gpu.begin_work()
-    now.now_s = 103.25
+    now.seconds = 103.25
     assert gpu.energy_j() - begin_j == pytest.approx(83.64 + 83.64 * 0.05 + 475.0 * 0.95, rel=1e-3)
 
 
@@ -71,24 +64,24 @@ def test_the_device_model_follows_the_published_measurements(name):
 @given(st.sampled_from(sorted(DEVICES)), st.integers(0, 60))
 def test_work_takes_as_long_as_its_clock_allows(name, step):
     model = DEVICES[name]
-    now = Time()
-    gpu = SimulatedGpu(model, lock_latency_s=0, now_s=now)
+    now = VirtualTime()
+    gpu = SimulatedGpu(model, lock_latency_s=0, timebase=now)
     clock = model.clocks_mhz[step]
     gpu.lock_clock(clock)
     gpu.begin_work()
     needed_s = 0.5 * model.slowdown(clock)
-    now.now_s += needed_s * 1.0001
+    now.seconds += needed_s * 1.0001
     gpu.finish_work(0.5)  # returns at once: the time is over
     assert gpu.power_w() == model.blocking_power_w
 
 
 def test_a_clock_change_counts_from_the_moment_it_is_in_effect():
     model = DEVICES["a100-sxm"]
-    now = Time()
-    gpu = SimulatedGpu(model, lock_latency_s=0, now_s=now)
+    now = VirtualTime()
+    gpu = SimulatedGpu(model, lock_latency_s=0, timebase=now)
     gpu.begin_work()
-    now.now_s += 0.25 * model.slowdown(1410)
+    now.seconds += 0.25 * model.slowdown(1410)
     gpu.lock_clock(705)
-    now.now_s += 0.25 * model.slowdown(705) * 1.0001
+    now.seconds += 0.25 * model.slowdown(705) * 1.0001
     gpu.finish_work(0.5)
     assert gpu.power_w() == model.blocking_power_w
