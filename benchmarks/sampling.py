@@ -1,0 +1,197 @@
+"""Plans from a few well-chosen clocks, and from noisy rows, against plans from all rows without noise.
+
+    python benchmarks/sampling.py            # simulated truth only, where ../shared/data is missing
+    python benchmarks/sampling.py --seeds 8
+
+Measured profiles (published with the Perseus paper): the sampler sees only rows it asks for, and what
+comes of it is judged on the full table. The alternative is the same number of evenly spaced clocks
+with monotone interpolation in between. Simulated truth: rows with 1 % noise on time and 2 % on energy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy.interpolate import PchipInterpolator
+
+from perseus_ds.gpu.simulated import DEVICES
+from perseus_ds.instruction import Kind
+from perseus_ds.optimize import optimize, problem_for
+from perseus_ds.profiler.denoise import denoise
+from perseus_ds.profiler.sampling import AdaptiveSampler
+from perseus_ds.schedule import Schedule, read_schedule, schedule_class
+from perseus_ds.stage_profile import Measurement, StageProfile
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "sosp24" / "stage_profile"
+BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}
+BUDGET = {"a100-sxm": 12, "a40": 15}
+SLOWDOWNS = (0.0, 0.02, 0.05, 0.10, 0.15)
+PLANS = 60
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What plans of one profile do on another one.
+
+    Attributes:
+        excess: Energy above that of plans made with the truth, mean over deadlines, with as much time.
+        late: By how much the deadline is missed, worst of all.
+    """
+
+    excess: float
+    late: float
+
+
+class Judge:
+    """Judges profiles by what their plans do in truth."""
+
+    def __init__(self, truth: StageProfile, schedule: Schedule, blocking_power_w: float) -> None:
+        self._schedule = schedule
+        self._power_w = blocking_power_w
+        self._problem = problem_for(schedule, truth, blocking_power_w)
+        self._best = optimize(schedule, truth, blocking_power_w=blocking_power_w, plans=PLANS)
+
+    def of(self, profile: StageProfile) -> Judgement:
+        """Optimise a profile and look at its plans."""
+        frontier = optimize(self._schedule, profile, blocking_power_w=self._power_w, plans=PLANS)
+        excess, late = [], []
+        for slowdown in SLOWDOWNS:
+            deadline_s = self._best.t_min_s * (1 + slowdown)
+            plan = frontier.lookup(max(deadline_s, frontier.plans[0].time_s))
+            real = self._problem.evaluate(plan.clocks_mhz)
+            # A plan that comes late gets no credit for what that saves.
+            best = self._best.lookup(max(deadline_s, real.time_s, self._best.plans[0].time_s))
+            excess.append(real.energy_j / best.energy_j - 1)
+            late.append(real.time_s / deadline_s - 1)
+        return Judgement(statistics.mean(excess), max(late))
+
+
+def only(profile: StageProfile, clocks_mhz: Sequence[int]) -> StageProfile:
+    """Return the rows of some clocks."""
+    return StageProfile([m for m in profile.measurements if m.clock_mhz in clocks_mhz], profile.info)
+
+
+def clocks_of(profile: StageProfile) -> list[int]:
+    """Return all clocks of a profile, ascending."""
+    return sorted({m.clock_mhz for m in profile.measurements})
+
+
+def interpolated(profile: StageProfile, clocks_mhz: Sequence[int]) -> StageProfile:
+    """Fill in clocks by monotone interpolation of time and energy."""
+    rows = []
+    for stage, kind in profile.keys:
+        options = profile.options(stage, kind)
+        time_s, energy_j = (
+            PchipInterpolator(options.clock_mhz, v)(clocks_mhz) for v in (options.time_s, options.energy_j)
+        )
+        rows += [
+            Measurement(stage, kind, c, float(t), float(e))
+            for c, t, e in zip(clocks_mhz, time_s, energy_j, strict=True)
+        ]
+    return StageProfile(rows, profile.info)
+
+
+def sample(profile: StageProfile, blocking_power_w: float, budget: int) -> list[int]:
+    """Let the sampler ask for clocks until it is content."""
+    sampler = AdaptiveSampler(clocks_of(profile), blocking_power_w=blocking_power_w, budget=budget)
+    asked: list[int] = []
+    while clocks := sampler.next_clocks():
+        asked += clocks
+        sampler.add(m for m in profile.measurements if m.clock_mhz in clocks)
+    return asked
+
+
+def measured_profiles(micro_batches: int) -> None:
+    """Compare on the profiles published with the paper."""
+    schedule = read_schedule(schedule_class("1f1b"), ranks=8, micro_batches=micro_batches)
+    print(
+        f"GPT-3 175B, 8 stages, {micro_batches} micro-batches; energy above plans from all rows, at 0, 2, 5, 10, 15 %"
+    )
+    for name, blocking_power_w in BLOCKING_POWER_W.items():
+        path = DATA / f"gpt3-175b_{name}.csv"
+        if not path.exists():
+            print(f"  {name}: skipped, {path} is not on this machine")
+            continue
+        truth = StageProfile.load(path)
+        clocks = clocks_of(truth)
+        judge = Judge(truth, schedule, blocking_power_w)
+        asked = sample(truth, blocking_power_w, BUDGET[name])
+        adaptive = judge.of(denoise(only(truth, asked), clocks))
+        evenly = [clocks[round(i)] for i in np.linspace(0, len(clocks) - 1, len(asked))]
+        even = judge.of(interpolated(only(truth, evenly), clocks))
+        print(f"  {name}: {len(asked)} of {len(clocks)} clocks: {sorted(asked)}")
+        show("adaptive", adaptive)
+        show("evenly spaced, interpolated", even)
+        print(f"    ratio of excess energy: {adaptive.excess / even.excess:.2f}")
+
+
+def simulated_truth(seeds: int, micro_batches: int) -> None:
+    """Compare raw and denoised rows where the truth is known."""
+    schedule = read_schedule(schedule_class("1f1b"), ranks=4, micro_batches=micro_batches)
+    print(f"Simulated truth, 4 unequal stages, {micro_batches} micro-batches, noise 1 % on time and 2 % on energy")
+    for name, model in DEVICES.items():
+        truth = simulated_profile(name)
+        judge = Judge(truth, schedule, model.blocking_power_w)
+        found: dict[str, list[Judgement]] = {"raw rows": [], "denoised": [], "adaptive, denoised": []}
+        for seed in range(seeds):
+            noisy = with_noise(truth, seed)
+            asked = sample(noisy, model.blocking_power_w, len(clocks_of(truth)) // 3)
+            found["raw rows"].append(judge.of(noisy))
+            found["denoised"].append(judge.of(denoise(noisy, clocks_of(truth))))
+            found["adaptive, denoised"].append(judge.of(denoise(only(noisy, asked), clocks_of(truth))))
+        print(f"  {name}, {seeds} draws (mean excess, mean of the worst lateness)")
+        for what, results in found.items():
+            show(what, Judgement(statistics.mean(r.excess for r in results), statistics.mean(r.late for r in results)))
+        excess = {what: statistics.mean(abs(r.excess) for r in results) for what, results in found.items()}
+        print(f"    ratio of excess energy, denoised to raw: {excess['denoised'] / excess['raw rows']:.2f}")
+
+
+def simulated_profile(name: str) -> StageProfile:
+    """Return what a simulated device truly takes and uses, for four unequal stages."""
+    model = DEVICES[name]
+    rows = []
+    for stage, forward_s in enumerate((0.100, 0.085, 0.110, 0.120)):
+        for kind, factor in ((Kind.FORWARD, 1.0), (Kind.BACKWARD, 2.0)):
+            for clock in model.clocks_mhz[len(model.clocks_mhz) // 2 :]:
+                time_s = factor * forward_s * model.slowdown(clock)
+                rows.append(Measurement(stage, kind, clock, time_s, time_s * model.power_w(clock)))
+    return StageProfile(rows)
+
+
+def with_noise(truth: StageProfile, seed: int) -> StageProfile:
+    """Return the rows with 1 % noise on time and 2 % on energy."""
+    rng = np.random.default_rng(seed)
+    return StageProfile(
+        Measurement(
+            m.stage,
+            m.kind,
+            m.clock_mhz,
+            m.time_s * float(1 + 0.01 * rng.standard_normal()),
+            m.energy_j * float(1 + 0.02 * rng.standard_normal()),
+        )
+        for m in truth.measurements
+    )
+
+
+def show(what: str, judgement: Judgement) -> None:
+    """Print one line."""
+    print(f"    {what:28} energy {judgement.excess:+7.2%}   late {judgement.late:+7.2%}", flush=True)
+
+
+def main() -> None:
+    """Run both comparisons."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--micro-batches", type=int, default=24)
+    parser.add_argument("--seeds", type=int, default=4)
+    arguments = parser.parse_args()
+    measured_profiles(arguments.micro_batches)
+    simulated_truth(arguments.seeds, arguments.micro_batches)
+
+
+if __name__ == "__main__":
+    main()

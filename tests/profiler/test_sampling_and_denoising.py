@@ -1,0 +1,138 @@
+"""Which clocks are measured, and what is made of few or noisy rows."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perseus_ds.gpu.simulated import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
+from perseus_ds.instruction import Kind
+from perseus_ds.profile_info import ProfileInfo, RowQuality
+from perseus_ds.profiler.denoise import denoise
+from perseus_ds.profiler.sampling import AdaptiveSampler, make_sampler
+from perseus_ds.stage_profile import Measurement, StageProfile
+
+WORK_S = {(0, Kind.FORWARD): 0.1, (0, Kind.BACKWARD): 0.21, (1, Kind.FORWARD): 0.12, (1, Kind.BACKWARD): 0.23}
+
+
+def truth(name, clocks, work_s=WORK_S):
+    model = DEVICES[name]
+    rows = []
+    for (stage, kind), top_s in work_s.items():
+        workload = MEMORY_BOUND if kind is Kind.TAIL else COMPUTE_BOUND
+        for clock in clocks:
+            time_s = top_s * model.slowdown(clock, workload)
+            rows.append(Measurement(stage, kind, clock, time_s, time_s * model.power_w(clock, workload)))
+    return StageProfile(rows)
+
+
+def errors(profile, true):
+    return np.array(
+        [
+            (m.time_s / t.time_s - 1, m.energy_j / t.energy_j - 1)
+            for m in profile.measurements
+            for t in [true.at(m.stage, m.kind, m.clock_mhz)]
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_rows_without_noise_stay_as_they_are(name):
+    clocks = DEVICES[name].clocks_mhz[40:]
+    true = truth(name, clocks, {**WORK_S, (0, Kind.TAIL): 0.05})
+    assert np.abs(errors(denoise(true, clocks), true)).max() < 0.0015
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_few_rows_tell_those_in_between(name):
+    clocks = DEVICES[name].clocks_mhz[40:]
+    true = truth(name, clocks)
+    completed = denoise(truth(name, clocks[::4]), clocks)
+    assert {m.clock_mhz for m in completed.measurements} > set(clocks[::4])
+    assert np.abs(errors(completed, true)).max() < 0.015
+    samples = {row.clock_mhz: row.samples for row in completed.info.rows}
+    assert all((samples[c] == 0) == (c not in clocks[::4]) for c in samples)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.sampled_from(sorted(DEVICES)), st.integers(0, 10_000))
+def test_noise_is_taken_out_of_rows(name, seed):
+    clocks = DEVICES[name].clocks_mhz[40:]
+    true, rng = truth(name, clocks), np.random.default_rng(seed)
+    noisy = [
+        Measurement(
+            m.stage,
+            m.kind,
+            m.clock_mhz,
+            m.time_s * (1 + 0.01 * rng.standard_normal()),
+            m.energy_j * (1 + 0.02 * rng.standard_normal()),
+        )
+        for m in true.measurements
+    ]
+    quality = [
+        RowQuality(
+            stage=m.stage,
+            kind=m.kind,
+            clock_mhz=m.clock_mhz,
+            samples=1,
+            time_relative_error=0.01,
+            energy_relative_error=0.02,
+        )
+        for m in noisy
+    ]
+    raw = StageProfile(noisy, ProfileInfo(rows=quality))
+    before, after = (np.sqrt((errors(p, true) ** 2).mean(axis=0)) for p in (raw, denoise(raw, clocks)))
+    assert (after < 0.5 * before).all()
+
+
+def test_an_outlier_does_not_bend_its_neighbours():
+    clocks = DEVICES["a100-sxm"].clocks_mhz[40:]
+    true = truth("a100-sxm", clocks)
+    wrong = [
+        Measurement(
+            m.stage,
+            m.kind,
+            m.clock_mhz,
+            m.time_s * (1.3 if (m.stage, m.clock_mhz) == (0, clocks[20]) else 1),
+            m.energy_j,
+        )
+        for m in true.measurements
+    ]
+    found = denoise(StageProfile(wrong), clocks)
+    others = StageProfile([m for m in found.measurements if m.clock_mhz != clocks[20]])
+    assert np.abs(errors(others, true)[:, 0]).max() < 0.03
+
+
+def run(sampler, profile):
+    asked = []
+    while clocks := sampler.next_clocks():
+        assert clocks == sorted(clocks, reverse=True)
+        asked += clocks
+        sampler.add(m for m in profile.measurements if m.clock_mhz in clocks)
+    return asked
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from(sorted(DEVICES)), st.integers(3, 20), st.integers(0, 60))
+def test_the_adaptive_sampler_asks_for_each_clock_once_and_keeps_its_budget(name, budget, lowest):
+    model = DEVICES[name]
+    clocks = model.clocks_mhz[lowest:]
+    asked = run(AdaptiveSampler(clocks, blocking_power_w=model.blocking_power_w, budget=budget), truth(name, clocks))
+    assert len(asked) == len(set(asked)) <= budget
+    assert set(asked) <= set(clocks)
+    assert asked[0] == clocks[-1]
+
+
+def test_a_sweep_stops_when_energy_keeps_rising():
+    model = DEVICES["a100-sxm"]
+    profile = truth("a100-sxm", model.clocks_mhz)
+    for sampling, stride in (("full", 1), ("stride", 4)):
+        asked = run(make_sampler(sampling, model.clocks_mhz, stride=stride, blocking_power_w=80.0), profile)
+        assert asked == list(model.clocks_mhz[::-1][::stride][: len(asked)])
+        assert 5 < len(asked) < len(model.clocks_mhz[::stride])
+
+
+def test_the_default_is_content_with_a_third_of_the_clocks():
+    model = DEVICES["a40"]
+    sampler = make_sampler("adaptive", model.clocks_mhz, stride=1, blocking_power_w=model.blocking_power_w)
+    assert 5 <= len(run(sampler, truth("a40", model.clocks_mhz))) <= len(model.clocks_mhz) // 3
