@@ -7,131 +7,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-from perseus_ds.cache import Cache, cache_key
+from perseus_ds.cache import Cache
 from perseus_ds.clock_plan import ClockPlan
-from perseus_ds.errors import PerseusError, ProfileError
+from perseus_ds.errors import PerseusError
 from perseus_ds.execution import SimulatedExecution, Span
 from perseus_ds.instruction import Kind
-from perseus_ds.phases import Calibrate, Observe, OfflineProfiling, Phase, Run, Seen, Tools, load_plan
-from perseus_ds.profile_info import RowQuality
-from perseus_ds.profiler.counter_log import CounterLog
-from perseus_ds.profiler.offline import Row, check_sweep
-from perseus_ds.profiler.online import OnlineProfiler
-from perseus_ds.profiler.rest import without_gaps
-from perseus_ds.profiler.session import RankReport, combine
+from perseus_ds.phases import Calibrate, Observe, Phase, Run, Seen, Tools, load_plan
+from perseus_ds.profiler.search import clocks_to_choose_from
+from perseus_ds.profiling import WarmUp, profile_offline, profile_online
 from perseus_ds.schedule import Compute
 from perseus_ds.stage_profile import StageProfile
 
 ClockTimes = dict[tuple[int, Kind, int], float]
 """What the profile says that instructions take, by stage, kind and clock [s]."""
 
-_SETTLE_S = 0.05
 _WATCH_EVERY = 10
 _STRIKES = 2
-
-
-class WarmUp:
-    """Ordinary iterations at default clocks, in which loads, transfers and the tail are measured."""
-
-    name = "warm-up"
-    clock_plan = ClockPlan.none()
-    records = False
-    measures = True
-
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-        self._spans: list[list[Span]] = []
-
-    def after(self, seen: Seen) -> Phase:
-        self._spans.append(without_gaps(seen.spans(), seen.time_s))
-        if len(self._spans) < self._tools.config.profile.warm_up:
-            return self
-        return ProfileOnline(self._tools, self._spans[1:])
-
-
-class ProfileOnline:
-    """Each iteration runs at one clock, from the highest down, until energy rises."""
-
-    name = "profile"
-    records = False
-    measures = True
-
-    def __init__(self, tools: Tools, spans: list[list[Span]]) -> None:
-        self._tools = tools
-        self._spans = spans
-        self._profiler = OnlineProfiler()
-        supported = tools.gpu.supported_clocks_mhz()
-        config = tools.config.profile
-        low, high = config.min_clock_mhz or supported[0], config.max_clock_mhz or supported[-1]
-        stride = config.online_stride
-        self._clocks = [c for c in reversed(supported) if low <= c <= high][::stride]
-        self._step = 0
-        self._energies_j: list[float] = []
-        self._log = CounterLog(tools.gpu)
-        self._log.__enter__()
-        tools.announce(
-            f"profiling online: at most {len(self._clocks) * config.online_iterations} iterations, "
-            f"{len(self._clocks)} clocks from {self._clocks[0]} MHz down"
-        )
-
-    @property
-    def clock_plan(self) -> ClockPlan:
-        return ClockPlan.constant(self._clock_mhz)
-
-    @property
-    def _clock_mhz(self) -> int:
-        return self._clocks[self._step // self._tools.config.profile.online_iterations]
-
-    def after(self, seen: Seen) -> Phase:
-        tools = self._tools
-        spans = [Span(s.operation, s.start_s + seen.start_s, s.end_s + seen.start_s) for s in seen.spans()]
-        # The clock follows a little after the iteration has begun.
-        begin_s = seen.start_s + _SETTLE_S
-        self._profiler.add(self._clock_mhz, spans, self._log.readings(begin_s, seen.start_s + seen.time_s))
-        self._step += 1
-        if self._step % tools.config.profile.online_iterations:
-            return self
-        done_mhz = self._clocks[self._step // tools.config.profile.online_iterations - 1]
-        at_clock = [row.energy_j for row in self._profiler.rows() if row.clock_mhz == done_mhz]
-        self._energies_j.append(sum(at_clock))
-        last = self._step == len(self._clocks) * tools.config.profile.online_iterations
-        rising = len(self._energies_j) > 2 and self._energies_j[-1] > self._energies_j[-2] > self._energies_j[-3]
-        if not last and tools.ranks.all_max(0.0 if rising else 1.0) > 0:
-            return self
-        self._log.__exit__(None, None, None)
-        return self._finish()
-
-    def _finish(self) -> Phase:
-        """Write the profile and start to plan."""
-        tools = self._tools
-        rows = [
-            Row(
-                m,
-                RowQuality(
-                    stage=m.stage, kind=m.kind, clock_mhz=m.clock_mhz, samples=tools.config.profile.online_iterations
-                ),
-            )
-            for m in self._profiler.rows()
-        ]
-        reports = tools.ranks.gather(
-            RankReport(tools.ranks.place, rows, self._spans, self._profiler.blocking_power_w() or 0.0)
-        )
-
-        def write() -> ClockTimes:
-            if not all(report.rows for report in reports):
-                raise ProfileError("online profiling: a rank saw too few refreshes of the energy counter")
-            profile = combine(reports, tools.job.info)
-            profile.save(tools.profile_path)
-            return {(m.stage, m.kind, m.clock_mhz): m.time_s for m in profile.measurements}
-
-        try:
-            expected = tools.ranks.from_first(write)
-        except (PerseusError, OSError) as error:
-            tools.fail(error)
-            return Observe()
-        tools.recorder.event("profile", path=str(tools.profile_path), iterations=self._step)
-        tools.announce(f"wrote {tools.profile_path} after {self._step} profiled iterations")
-        return Plan(tools, expected)
 
 
 class Plan:
@@ -206,7 +97,7 @@ class Watch:
             return self
         self._tools.recorder.event("drift", drift=drift)
         self._tools.announce(f"instructions take {drift:.0%} longer or shorter than profiled; profiling again")
-        return WarmUp(self._tools)
+        return _profile_and_plan(self._tools)
 
     def _ratio(self, spans: list[Span]) -> float:
         """Return how long this rank's instructions take, relative to the profile, as a median."""
@@ -220,12 +111,13 @@ class Watch:
         return statistics.median(ratios) if ratios else 1.0
 
 
+def _times_s(profile: StageProfile) -> ClockTimes:
+    return {(m.stage, m.kind, m.clock_mhz): m.time_s for m in profile.measurements}
+
+
 def _cache(tools: Tools) -> Cache:
     """Return the cache's entry for this job; every rank must ask at the same time."""
-    simulated = tools.config.simulated.model_dump() if tools.gpu.simulated else {}
-    profile = tools.config.profile.model_dump()
-    fingerprints = tools.ranks.all_gather(tools.job.fingerprint)
-    return Cache(cache_key(tools.job.info, fingerprints, {"profile": profile, "simulated": simulated}))
+    return Cache(tools.job_key())
 
 
 def _from_cache(tools: Tools) -> Phase | None:
@@ -237,8 +129,7 @@ def _from_cache(tools: Tools) -> Phase | None:
         if not (tools.config.cache and cache.is_complete):
             return None
         cache.restore(directory)
-        measurements = StageProfile.load(directory / "profile.csv").measurements
-        return {(m.stage, m.kind, m.clock_mhz): m.time_s for m in measurements}
+        return _times_s(StageProfile.load(directory / "profile.csv"))
 
     try:
         expected = tools.ranks.from_first(restore)
@@ -252,6 +143,20 @@ def _from_cache(tools: Tools) -> Phase | None:
     return Watch(tools, clock_plan, expected)
 
 
+def _profile_and_plan(tools: Tools) -> Phase:
+    def plan(profile: StageProfile) -> Phase:
+        return Plan(tools, _times_s(profile))
+
+    return WarmUp(tools, lambda tools, before: profile_online(tools, before, plan))
+
+
+def _check_clocks(tools: Tools) -> None:
+    def check() -> None:
+        clocks_to_choose_from(tools.gpu, tools.config.profile)
+
+    tools.ranks.together(check)
+
+
 def first_phase(tools: Tools) -> Phase:
     """Return what the job does first, after checking everything that can be checked.
 
@@ -262,10 +167,11 @@ def first_phase(tools: Tools) -> Phase:
     if tools.config.mode == "run":
         phase = Run(load_plan(tools, str(tools.config.frontier)))
     elif tools.config.mode == "profile":
-        phase = OfflineProfiling(tools)
+        _check_clocks(tools)
+        phase = WarmUp(tools, profile_offline, records=True)
     elif tools.config.mode == "auto":
-        tools.ranks.together(lambda: check_sweep(tools.gpu, tools.config.profile))
-        phase = _from_cache(tools) or WarmUp(tools)
+        _check_clocks(tools)
+        phase = _from_cache(tools) or _profile_and_plan(tools)
     else:
         phase = Observe()
     return Calibrate(tools, phase) if isinstance(tools.execution, SimulatedExecution) else phase

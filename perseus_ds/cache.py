@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from perseus_ds.profile_info import ProfileInfo
@@ -14,7 +14,7 @@ from perseus_ds.profile_info import ProfileInfo
 _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
 
 
-def cache_key(info: ProfileInfo, fingerprints: Sequence[str], settings: dict[str, object]) -> str:
+def cache_key(info: ProfileInfo, fingerprints: Sequence[str], settings: Mapping[str, object]) -> str:
     """Return the name under which a profile is kept.
 
     Args:
@@ -22,7 +22,7 @@ def cache_key(info: ProfileInfo, fingerprints: Sequence[str], settings: dict[str
         fingerprints: Of every rank's share of the model.
         settings: What else changes a measurement or a plan.
     """
-    content = [info.model_dump(mode="json"), list(fingerprints), settings]
+    content = [info.model_dump(mode="json"), list(fingerprints), dict(settings)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
 
 

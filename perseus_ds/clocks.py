@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
+from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu
 
 
@@ -68,11 +69,15 @@ class ClockController:
         """Ask for a clock and wait until the driver has accepted it.
 
         Raises:
-            TimeoutError: The driver did not answer.
+            GpuError: The driver refused, now or earlier.
+            TimeoutError: It did not answer.
         """
         self.request(clock_mhz)
         with self._wake:
-            if not self._wake.wait_for(lambda: self._idle or self._failed, timeout_s):
+            answered = self._wake.wait_for(lambda: self._idle or self._failed, timeout_s)
+            if self._failed:
+                raise GpuError(f"{self._gpu.name}: the clock cannot be set any more; see the warning before.")
+            if not answered:
                 raise TimeoutError(f"{self._gpu.name}: the driver did not set the clock within {timeout_s} s.")
 
     def close(self, timeout_s: float = 5.0) -> None:

@@ -26,12 +26,21 @@ class ProfileConfig(_Block):
     max_clock_mhz: int | None = Field(
         None, gt=0, description="Highest clock to measure [MHz]; the GPU's highest by default."
     )
-    clock_stride: int = Field(1, ge=1, description="Measure every n-th supported clock.")
-    warm_up: int = Field(3, ge=2, description="Ordinary training iterations before the measurement.")
-    repetitions: int = Field(5, ge=1, description="Least number of times each instruction is run at each clock.")
-    online_stride: int = Field(3, ge=1, description="auto mode: measure every n-th supported clock.")
-    online_iterations: int = Field(2, ge=1, description="auto mode: iterations at each clock.")
-    window_s: float = Field(0.6, gt=0, description="Least time each instruction is repeated at each clock [s].")
+    sampling: Literal["full", "stride", "adaptive"] = Field(
+        "adaptive",
+        description="Clocks to measure. full: each one; stride: every n-th; adaptive: a few, chosen from what was "
+        "measured so far, and a fitted model in between.",
+    )
+    clock_stride: int = Field(1, ge=1, description="The n of stride.")
+    warm_up: int = Field(
+        3,
+        ge=2,
+        description="Least number of ordinary training iterations before the measurement; more while times drift.",
+    )
+    relative_error: float = Field(
+        0.01, gt=0, lt=1, description="Instructions are repeated until their time and energy are known this well."
+    )
+    max_window_s: float = Field(4.0, gt=0, description="Longest time an instruction is repeated at one clock [s].")
 
 
 class SimulatedConfig(_Block):

@@ -23,6 +23,7 @@ from perseus_ds.config import PerseusConfig, parse_block
 from perseus_ds.errors import ConfigError
 from perseus_ds.execution import CudaExecution, Execution, HostExecution, SimulatedExecution
 from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.integrated import with_energy
 from perseus_ds.gpu.nvml import NvmlGpu
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.instruction import Kind
@@ -194,6 +195,10 @@ def _perseus_block(arguments: Mapping[str, Any]) -> object | None:
 
 
 def _open_gpu(config: PerseusConfig, engine: Any) -> Gpu:
+    return with_energy(_open_bare_gpu(config, engine))
+
+
+def _open_bare_gpu(config: PerseusConfig, engine: Any) -> Gpu:
     if config.device == "zeus":
         from perseus_ds.gpu.zeus import open_zeus_gpu
 

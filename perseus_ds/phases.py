@@ -14,18 +14,17 @@ from typing import Protocol
 
 import torch
 
+from perseus_ds.cache import cache_key
 from perseus_ds.clock_plan import ClockPlan
 from perseus_ds.clocks import ClockController
 from perseus_ds.config import PerseusConfig
-from perseus_ds.errors import PerseusError, PlanError
+from perseus_ds.errors import PlanError
 from perseus_ds.execution import Execution, SimulatedExecution, Span
 from perseus_ds.frontier import Frontier
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.plan import FrequencyPlan, check_instructions
 from perseus_ds.profile_info import ProfileInfo
-from perseus_ds.profiler.offline import OfflineProfiler, Repeatable, check_sweep
-from perseus_ds.profiler.rest import without_gaps
-from perseus_ds.profiler.session import measure_profile
+from perseus_ds.profiler.offline import Repeatable
 from perseus_ds.ranks import Ranks
 from perseus_ds.recorder import Monitor, Recorder
 from perseus_ds.schedule import Schedule
@@ -78,6 +77,14 @@ class Tools:
         """Where this job's profile is written."""
         return Path(self.config.output_dir) / "profile.csv"
 
+    def job_key(self) -> str:
+        """Return what tells this job from others whose instructions differ; every rank must ask at the same time."""
+        settings = {
+            "profile": self.config.profile.model_dump(),
+            "simulated": self.config.simulated.model_dump() if self.gpu.simulated else {},
+        }
+        return cache_key(self.job.info, self.ranks.all_gather(self.job.fingerprint), settings)
+
     def announce(self, text: str) -> None:
         """Say something, once for the whole job."""
         if self.ranks.is_first:
@@ -92,11 +99,15 @@ class Seen:
         spans: Waits for the device and returns the operations.
         start_s: When it began, on ``time.perf_counter`` [s].
         time_s: How long it took [s].
+        energy_j: Of this rank's GPU [J].
+        failed: Whether this rank has fallen back to default clocks.
     """
 
     spans: Callable[[], list[Span]]
     start_s: float
     time_s: float
+    energy_j: float
+    failed: bool
 
 
 class Phase(Protocol):
@@ -166,64 +177,6 @@ class Calibrate:
         if largest:
             execution.calibrate(self.tools.config.simulated.longest_instruction_s / largest)
         return self.following
-
-
-class OfflineProfiling:
-    """Ordinary iterations to warm up; after the last one, every rank repeats its instructions at each clock."""
-
-    name = "warm-up"
-    clock_plan = ClockPlan.none()
-    measures = True
-
-    def __init__(self, tools: Tools) -> None:
-        """Check that there is something to measure.
-
-        Raises:
-            ConfigError: On all ranks, if one of them has no clocks to measure.
-        """
-        tools.ranks.together(lambda: check_sweep(tools.gpu, tools.config.profile))
-        self._tools = tools
-        self._spans: list[list[Span]] = []
-
-    @property
-    def records(self) -> bool:
-        return len(self._spans) == self._tools.config.profile.warm_up - 1
-
-    def after(self, seen: Seen) -> Phase:
-        self._spans.append(without_gaps(seen.spans(), seen.time_s))
-        if len(self._spans) < self._tools.config.profile.warm_up:
-            return self
-        try:
-            self._measure()
-        except (PerseusError, OSError) as error:
-            self._tools.fail(error)
-        else:
-            self._tools.recorder.event("profile", path=str(self._tools.profile_path))
-            self._tools.announce(f"wrote {self._tools.profile_path}")
-        return Observe()
-
-    def _measure(self) -> None:
-        tools = self._tools
-        assert tools.work is not None
-        profiler = OfflineProfiler(
-            gpu=tools.gpu,
-            clocks=tools.clocks,
-            execution=tools.execution,
-            work=tools.work,
-            ranks=tools.ranks,
-            config=tools.config.profile,
-        )
-        with tools.isolated():
-            measure_profile(
-                profiler,
-                gpu=tools.gpu,
-                ranks=tools.ranks,
-                device=tools.job.device,
-                spans=self._spans[1:],  # the first iteration allocates and agrees on shapes
-                window_s=tools.config.profile.window_s,
-                info=tools.job.info,
-                path=tools.profile_path,
-            )
 
 
 def load_plan(tools: Tools, path: str) -> ClockPlan:

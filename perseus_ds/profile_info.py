@@ -29,7 +29,12 @@ class TransferDuration(BaseModel):
 
 
 class RowQuality(BaseModel):
-    """How one row was measured."""
+    """How one row was measured.
+
+    Attributes:
+        samples: How often it was measured; 0 for a clock that was only estimated from its neighbours.
+        reached_mhz: The clock the GPU really ran at, where a limit kept it lower.
+    """
 
     model_config = ConfigDict(extra="forbid")
     stage: int
@@ -38,6 +43,7 @@ class RowQuality(BaseModel):
     samples: int
     time_relative_error: float | None = None
     energy_relative_error: float | None = None
+    reached_mhz: int | None = None
 
 
 class ProfileInfo(BaseModel):
@@ -61,6 +67,7 @@ class ProfileInfo(BaseModel):
     micro_batches: Count | None = None
     micro_batch_size: Count | None = None
     model: str | None = None
+    job: str | None = None
     versions: dict[str, str] = Field(default_factory=dict)
     load_s: dict[int, Duration] = Field(default_factory=dict)
     tail_s: dict[int, Duration] = Field(default_factory=dict)

@@ -142,8 +142,9 @@ class PerseusRuntime:
             self._in_iteration = False
         time_s = time.perf_counter() - start_s
         self._iterations += 1
-        self._record(samples, time_s, self._energy_j() - energy_j, self._clocks.changes - changes)
-        self._phase = self._phase.after(Seen(self._execution.spans, start_s, time_s))
+        energy_j = self._energy_j() - energy_j
+        self._record(samples, time_s, energy_j, self._clocks.changes - changes)
+        self._phase = self._phase.after(Seen(self._execution.spans, start_s, time_s, energy_j, self._failed))
 
     def operation(self, operation: Operation) -> AbstractContextManager[None]:
         """Surround one operation of an iteration: the clock is set, and the time taken."""

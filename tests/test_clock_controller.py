@@ -116,7 +116,9 @@ def test_closing_restores_nothing_where_nothing_was_changed(clocks, gpu):
 def test_a_refusal_is_told_once_and_nothing_is_requested_after(clocks, gpu, errors):
     gpu.refuse_after = 1
     clocks.set_and_wait(1200)
-    clocks.set_and_wait(1110)
+    for clock in (1110, 1050):
+        with pytest.raises(GpuError, match="cannot be set any more"):
+            clocks.set_and_wait(clock)
     clocks.request(1005)
     time.sleep(0.1)
     assert [str(error) for error in errors] == ["the GPU is lost"]

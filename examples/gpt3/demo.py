@@ -88,8 +88,8 @@ def main() -> None:
     profile, frontier_dir = OUT / "profile" / "profile.csv", OUT / "frontier"
     perseus_ds = str(BIN / "perseus-ds")
     run(
-        "1. Profile: every other clock, forwards and backwards of all four stages at once",
-        [*TRAIN, "steps=20", "--profile", "perseus.profile.clock_stride=2", f"perseus.output_dir={OUT}/profile"],
+        "1. Profile: a few well-chosen clocks, forwards and backwards of all four stages at once",
+        [*TRAIN, "steps=20", "--profile", f"perseus.output_dir={OUT}/profile"],
         OUT / "profile.log",
     )
     run(

@@ -21,6 +21,10 @@ class Gpu(Protocol):
     simulated: bool
 
     @property
+    def has_energy_counter(self) -> bool:
+        """Whether :meth:`energy_j` works; before Volta and on many virtual GPUs it does not."""
+
+    @property
     def address(self) -> str | None: ...
 
     def supported_clocks_mhz(self) -> tuple[int, ...]:

@@ -171,6 +171,7 @@ class SimulatedGpu:
     """
 
     simulated = True
+    has_energy_counter = True
     address: str | None = None
 
     def __init__(

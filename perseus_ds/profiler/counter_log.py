@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise, starmap
 from types import TracebackType
-
-import numpy as np
 
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu
+
+
+@dataclass(frozen=True)
+class Power:
+    """Average power over a while.
+
+    Attributes:
+        watts: The average.
+        relative_error: Its standard error, infinite where it cannot be told yet.
+        clock_mhz: The clock the GPU ran at, as read back; a median.
+    """
+
+    watts: float
+    relative_error: float
+    clock_mhz: float
 
 
 class CounterLog:
@@ -17,12 +35,20 @@ class CounterLog:
 
     A counter refreshed every 100 ms tells nothing about one 20 ms instruction, but its changes lie
     on the true energy curve: the slope through several of them is the average power.
+
+    Args:
+        gpu: Whose counter.
+        now_s: The time that moments are given in.
+        poll_s: How often to look [s].
     """
 
-    def __init__(self, gpu: Gpu, poll_s: float = 0.002) -> None:
+    def __init__(self, gpu: Gpu, now_s: Callable[[], float] = time.perf_counter, poll_s: float = 0.002) -> None:
         self._gpu = gpu
+        self._now_s = now_s
         self._poll_s = poll_s
         self._changes: list[tuple[float, float]] = []
+        self._clocks: list[tuple[float, int]] = []
+        self._last_j: float | None = None
         self._stop = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._watch, name="perseus-energy", daemon=True)
@@ -38,7 +64,7 @@ class CounterLog:
         self._thread.join()
 
     def changes(self, start_s: float, end_s: float) -> int:
-        """Return how many refreshes were seen between two moments of ``time.perf_counter``."""
+        """Return how many refreshes were seen between two moments."""
         return sum(start_s <= moment <= end_s for moment, _ in self._changes)
 
     def readings(self, start_s: float, end_s: float) -> list[tuple[float, float]]:
@@ -47,28 +73,62 @@ class CounterLog:
             raise self._error
         return [change for change in self._changes if start_s <= change[0] <= end_s]
 
-    def power_w(self, start_s: float, end_s: float) -> float:
-        """Return the average power between two moments of ``time.perf_counter`` [W].
+    def forget(self) -> None:
+        """Drop the refreshes seen so far."""
+        self._changes = []
+        self._clocks = []
+
+    def power(self, start_s: float, end_s: float, at_least_s: float = 0.0) -> Power:
+        """Return the average power between two moments.
+
+        Args:
+            start_s: From when [s].
+            end_s: Until when [s].
+            at_least_s: How long power must be averaged before one value does not depend on the next [s].
 
         Raises:
             GpuError: The counter was refreshed fewer than three times in between.
         """
-        inside = np.array(self.readings(start_s, end_s))
+        inside = self.readings(start_s, end_s)
         if len(inside) < 3:
             raise GpuError(
                 f"{self._gpu.name}: the energy counter was refreshed only {len(inside)} times in "
-                f"{end_s - start_s:.2f} s, 3 are needed. Make perseus.profile.window_s longer."
+                f"{end_s - start_s:.2f} s, 3 are needed. Make perseus.profile.max_window_s longer."
             )
-        slope, _ = np.polyfit(inside[:, 0] - inside[0, 0], inside[:, 1], 1)
-        return float(slope)
+        watts = _slope(inside[0], inside[-1])
+        stride = max(1, math.ceil(at_least_s * (len(inside) - 1) / (inside[-1][0] - inside[0][0]) - 1e-6))
+        steps_w = list(starmap(_slope, pairwise(inside[::stride])))
+        error = (
+            statistics.stdev(steps_w) / math.sqrt(len(steps_w)) / watts if len(steps_w) > 1 and watts > 0 else math.inf
+        )
+        clocks = [clock for moment, clock in self._clocks if start_s <= moment <= end_s]
+        return Power(watts, error, statistics.median(clocks) if clocks else math.nan)
+
+    def power_w(self, start_s: float, end_s: float) -> float:
+        """Return the average power between two moments [W].
+
+        Raises:
+            GpuError: The counter was refreshed fewer than three times in between.
+        """
+        return self.power(start_s, end_s).watts
+
+    def poll(self) -> None:
+        """Look at the counter once; the clock is read whenever it was refreshed."""
+        energy_j = self._gpu.energy_j()
+        if self._last_j is not None and energy_j != self._last_j:
+            now_s = self._now_s()
+            self._changes.append((now_s, energy_j))
+            self._clocks.append((now_s, self._gpu.clock_mhz()))
+        self._last_j = energy_j
 
     def _watch(self) -> None:
         try:
-            last_j = self._gpu.energy_j()
+            self.poll()
             while not self._stop.wait(self._poll_s):
-                energy_j = self._gpu.energy_j()
-                if energy_j != last_j:
-                    self._changes.append((time.perf_counter(), energy_j))
-                    last_j = energy_j
+                self.poll()
         except Exception as error:
             self._error = error
+
+
+def _slope(before: tuple[float, float], after: tuple[float, float]) -> float:
+    return (after[1] - before[1]) / (after[0] - before[0])

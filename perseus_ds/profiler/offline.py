@@ -1,29 +1,32 @@
-"""Measures every (stage, kind) of this rank at one clock after the other, from the highest down."""
+"""Measures every (stage, kind) of this rank at a clock by repeating it, outside of training."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
-from tqdm import tqdm
-
-from perseus_ds.clocks import ClockController
 from perseus_ds.config import ProfileConfig
-from perseus_ds.errors import ConfigError, ProfileError
+from perseus_ds.errors import ProfileError
 from perseus_ds.execution import Execution, Span
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.instruction import Instruction, Kind
+from perseus_ds.profile_info import RowQuality
 from perseus_ds.profiler.counter_log import CounterLog
-from perseus_ds.ranks import Ranks
+from perseus_ds.profiler.rows import Row
 from perseus_ds.schedule import Compute
-from perseus_ds.stage_profile import Measurement, RowQuality
+from perseus_ds.stage_profile import Measurement
 
-_RISES_TO_STOP = 5
+_REFRESHES_AT_A_TIME = 5
+_FEWEST_CYCLES = 4
+_SETTLED = 0.03
+_MOST_TO_SETTLE = 10
+# A clock read back that is this much lower than what was asked for was not reached.
+_NOT_REACHED = 0.985
 
 
 class Repeatable(Protocol):
@@ -37,139 +40,180 @@ class Repeatable(Protocol):
         """Run a forward, or the backward of the last forward run."""
 
 
+class Peers(Protocol):
+    """Ranks that share a stage compute together, so they must repeat instructions equally often."""
+
+    def stage_max(self, value: float) -> float: ...
+
+
+class Locks(Protocol):
+    """Sets this rank's clock."""
+
+    def set_and_wait(self, clock_mhz: int | None) -> None: ...
+
+
 @dataclass(frozen=True)
-class Row:
-    """A measurement and how it was made."""
+class Repeated:
+    """What repeating a cycle of instructions yields.
 
-    measurement: Measurement
-    quality: RowQuality
-
-
-def clocks_to_measure(gpu: Gpu, config: ProfileConfig) -> list[int]:
-    """Return the clocks of a sweep, the highest first [MHz].
-
-    Raises:
-        ConfigError: The GPU supports fewer than two clocks in the range asked for.
+    Attributes:
+        times_s: Of the last kind of the cycle.
+        energy_j: Of one cycle.
+        energy_error: Relative standard error of it.
+        clock_mhz: The clock the GPU ran at.
     """
-    supported = gpu.supported_clocks_mhz()
-    low, high = config.min_clock_mhz or supported[0], config.max_clock_mhz or supported[-1]
-    chosen = [clock for clock in reversed(supported) if low <= clock <= high][:: config.clock_stride]
-    if len(chosen) < 2:
-        raise ConfigError(
-            f"perseus.profile: {gpu.name} supports {len(chosen)} clocks from {low} to {high} MHz with stride "
-            f"{config.clock_stride}; a profile needs at least 2. It supports {supported[0]} to {supported[-1]} MHz."
-        )
-    return chosen
 
-
-def check_sweep(gpu: Gpu, config: ProfileConfig) -> None:
-    """Check that a sweep has clocks to measure.
-
-    Raises:
-        ConfigError: It has not.
-    """
-    clocks_to_measure(gpu, config)
+    times_s: list[float]
+    energy_j: float
+    energy_error: float
+    clock_mhz: float
 
 
 class OfflineProfiler:
-    """Sweeps the clocks of one GPU while its rank repeats its own instructions.
+    """Measures one clock after the other while this rank repeats its own instructions.
 
     Forwards are repeated alone; a backward needs a forward before it, so pairs are repeated and the
-    forward's energy is subtracted.
+    forward's energy is subtracted. Instructions are repeated until the standard errors of time and
+    energy are small enough, in portions of a few refreshes of the energy counter.
+
+    Args:
+        gpu: This rank's GPU.
+        clocks: Sets its clock.
+        execution: Times instructions.
+        work: The instructions.
+        peers: Ranks that share the stage.
+        config: How well to measure.
+        blocking_power_w: What the GPU draws between instructions [W].
+        counter_period_s: How often the energy counter is refreshed [s].
+        watch: Watches the energy counter.
+        now_s: The time its moments are given in.
     """
 
     def __init__(
         self,
         *,
         gpu: Gpu,
-        clocks: ClockController,
+        clocks: Locks,
         execution: Execution,
         work: Repeatable,
-        ranks: Ranks,
+        peers: Peers,
         config: ProfileConfig,
+        blocking_power_w: float,
+        counter_period_s: float,
+        watch: Callable[[Gpu], AbstractContextManager[CounterLog]] = CounterLog,
+        now_s: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._gpu = gpu
         self._clocks = clocks
         self._execution = execution
         self._work = work
-        self._ranks = ranks
+        self._peers = peers
         self._config = config
+        self._blocking_power_w = blocking_power_w
+        self._portion_s = _REFRESHES_AT_A_TIME * counter_period_s
+        self._watch = watch
+        self._now_s = now_s
 
-    def sweep(self) -> list[Row]:
-        """Measure until energy has risen five times in a row, and leave the clock at its default."""
-        rows: list[Row] = []
-        energies_j: list[float] = []
-        clocks = clocks_to_measure(self._gpu, self._config)
-        try:
-            for clock_mhz in tqdm(
-                clocks, desc="perseus: profiling clocks", unit="clock", disable=not self._ranks.is_first
-            ):
-                self._clocks.set_and_wait(clock_mhz)
-                self._settle()
-                measured = self._measure_all(clock_mhz)
-                rows += measured
-                energies_j.append(sum(row.measurement.energy_j for row in measured))
-                # Ranks that share a stage compute together, so they must stop together.
-                if self._ranks.stage_max(0.0 if _keeps_rising(energies_j) else 1.0) == 0.0:
-                    break
-        finally:
-            self._clocks.set_and_wait(None)
-        return rows
+    def measure(self, clock_mhz: int) -> list[Row]:
+        """Return one row for each (stage, kind) at a clock, which stays set.
 
-    def _settle(self) -> None:
-        """Let clock and temperature follow the first time each instruction runs at a new clock."""
-        for stage, kind in self._work.instructions:
-            self._work.run(stage, kind)
-
-    def _measure_all(self, clock_mhz: int) -> list[Row]:
+        Raises:
+            GpuError: The GPU refused.
+            ProfileError: What was measured cannot be.
+        """
+        self._clocks.set_and_wait(clock_mhz)
         rows = []
-        forward_j: dict[int, float] = {}
+        forward: dict[int, Repeated] = {}
         for stage, kind in self._work.instructions:
             cycle = [Kind.FORWARD] if kind is Kind.FORWARD else [Kind.FORWARD, Kind.BACKWARD]
-            times_s, cycle_j = self._repeat(stage, cycle)
-            energy_j = cycle_j - (forward_j[stage] if kind is Kind.BACKWARD else 0.0)
-            forward_j.setdefault(stage, energy_j)
-            time_s = statistics.median(times_s)
-            if energy_j <= 0:
-                raise ProfileError(
-                    f"stage {stage}, {kind}, {clock_mhz} MHz: measured {energy_j:.3g} J, which cannot be. "
-                    "Make perseus.profile.window_s longer."
-                )
-            error = statistics.stdev(times_s) / math.sqrt(len(times_s)) / time_s if len(times_s) > 1 else None
-            rows.append(
-                Row(
-                    Measurement(stage, kind, clock_mhz, time_s, energy_j),
-                    RowQuality(
-                        stage=stage, kind=kind, clock_mhz=clock_mhz, samples=len(times_s), time_relative_error=error
-                    ),
-                )
-            )
+            self._settle(stage, cycle)
+            repeated = self._repeat(stage, cycle)
+            if kind is Kind.FORWARD:
+                forward[stage] = repeated
+            rows.append(self._row(stage, kind, clock_mhz, repeated, forward[stage]))
         return rows
 
-    def _repeat(self, stage: int, cycle: list[Kind]) -> tuple[list[float], float]:
-        """Repeat a cycle of instructions for a window; return the last kind's times [s] and a cycle's energy [J]."""
-        with CounterLog(self._gpu) as log:
-            begin_s = time.perf_counter()
-            spans: list[Span] = []
-            count = self._cycles_for(self._config.window_s, lambda: spans.extend(self._cycle(stage, cycle)))
-            end_s = time.perf_counter()
-        times_s = [
-            s.time_s for s in spans if isinstance(s.operation, Compute) and s.operation.instruction.kind is cycle[-1]
-        ]
-        return times_s, log.power_w(begin_s, end_s) * (end_s - begin_s) / count
+    def _row(self, stage: int, kind: Kind, clock_mhz: int, repeated: Repeated, forward: Repeated) -> Row:
+        energy_j, error_j = repeated.energy_j, repeated.energy_j * repeated.energy_error
+        if kind is Kind.BACKWARD:
+            energy_j -= forward.energy_j
+            error_j = math.hypot(error_j, forward.energy_j * forward.energy_error)
+        if energy_j <= 0:
+            raise ProfileError(
+                f"stage {stage}, {kind}, {clock_mhz} MHz: measured {energy_j:.3g} J, which cannot be. "
+                "Make perseus.profile.max_window_s longer."
+            )
+        time_s, time_error = typical(repeated.times_s)
+        held = repeated.clock_mhz < _NOT_REACHED * clock_mhz
+        return Row(
+            Measurement(stage, kind, clock_mhz, time_s, energy_j),
+            RowQuality(
+                stage=stage,
+                kind=kind,
+                clock_mhz=clock_mhz,
+                samples=len(repeated.times_s),
+                time_relative_error=time_error,
+                energy_relative_error=error_j / energy_j,
+                reached_mhz=int(repeated.clock_mhz) if held else None,
+            ),
+        )
 
-    def _cycles_for(self, window_s: float, run: Callable[[], None]) -> int:
-        """Run until the window is over and there were enough repetitions, as often as peers of the stage do."""
-        begin_s = time.perf_counter()
+    def _settle(self, stage: int, cycle: Sequence[Kind]) -> None:
+        """Repeat until times no longer change from one to the next: caches, clock and temperature have followed."""
+        before_s = math.inf
+        for _ in range(_MOST_TO_SETTLE):
+            time_s = sum(span.time_s for span in self._run(stage, cycle))
+            settled = abs(time_s / before_s - 1) < _SETTLED
+            before_s = time_s
+            if self._peers.stage_max(0.0 if settled else 1.0) == 0.0:
+                break
+
+    def _repeat(self, stage: int, cycle: Sequence[Kind]) -> Repeated:
+        """Repeat a cycle until enough is known of it."""
+        spans: list[Span] = []
+        count = 0
+        with self._watch(self._gpu) as log:
+            begin_s = self._now_s()
+            while True:
+                count += self._repeat_for(self._portion_s, lambda: spans.extend(self._run(stage, cycle)))
+                end_s = self._now_s()
+                times_s = [span.time_s for span in spans if _kind(span) is cycle[-1]]
+                found = self._evaluate(log, begin_s, end_s, count, spans)
+                unknown = found is None or max(found.energy_error, typical(times_s)[1]) > self._config.relative_error
+                go_on = (unknown and end_s - begin_s < self._config.max_window_s) or count < _FEWEST_CYCLES
+                if self._peers.stage_max(1.0 if go_on or found is None else 0.0) == 0.0:
+                    assert found is not None
+                    return found
+                if end_s - begin_s > 10 * self._config.max_window_s:
+                    log.power(begin_s, end_s)  # says what is wrong with the counter
+
+    def _evaluate(
+        self, log: CounterLog, begin_s: float, end_s: float, count: int, spans: Sequence[Span]
+    ) -> Repeated | None:
+        if len(log.readings(begin_s, end_s)) < _REFRESHES_AT_A_TIME - 1:
+            return None
+        power = log.power(begin_s, end_s, at_least_s=(end_s - begin_s) / count)
+        cycle_s = (end_s - begin_s) / count
+        gap_s = cycle_s - sum(span.time_s for span in spans) / count
+        last = _kind(spans[-1])
+        return Repeated(
+            times_s=[span.time_s for span in spans if _kind(span) is last],
+            energy_j=power.watts * cycle_s - self._blocking_power_w * gap_s,
+            energy_error=power.relative_error,
+            clock_mhz=power.clock_mhz,
+        )
+
+    def _repeat_for(self, portion_s: float, run: Callable[[], object]) -> int:
+        """Run for a while, as often as peers of the stage do; return how often that was."""
+        begin_s = self._now_s()
         run()
-        once_s = time.perf_counter() - begin_s
-        count = max(self._config.repetitions, math.ceil(window_s / once_s))
-        count = int(self._ranks.stage_max(count))
+        once_s = max(self._now_s() - begin_s, 1e-6)
+        count = int(self._peers.stage_max(math.ceil(portion_s / once_s)))
         for _ in range(count - 1):
             run()
         return count
 
-    def _cycle(self, stage: int, cycle: list[Kind]) -> list[Span]:
+    def _run(self, stage: int, cycle: Sequence[Kind]) -> list[Span]:
         self._execution.start_iteration()
         for kind in cycle:
             operation = Compute(Instruction(stage, kind, 0))
@@ -179,6 +223,14 @@ class OfflineProfiler:
         return self._execution.spans()
 
 
-def _keeps_rising(energies_j: list[float]) -> bool:
-    last = energies_j[-_RISES_TO_STOP - 1 :]
-    return len(last) > _RISES_TO_STOP and all(a < b for a, b in pairwise(last))
+def typical(times_s: Sequence[float]) -> tuple[float, float]:
+    """Return the median and its relative standard error, told by the median deviation: outliers do not matter."""
+    median_s = statistics.median(times_s)
+    deviation_s = statistics.median(abs(time_s - median_s) for time_s in times_s)
+    # 1.48 makes a median deviation a standard deviation, 1.25 the error of a mean that of a median.
+    error = 1.48 * 1.25 * deviation_s / math.sqrt(len(times_s)) / median_s
+    return median_s, error if len(times_s) > 2 else math.inf
+
+
+def _kind(span: Span) -> Kind | None:
+    return span.operation.instruction.kind if isinstance(span.operation, Compute) else None

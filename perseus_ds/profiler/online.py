@@ -23,6 +23,7 @@ from perseus_ds.instruction import Kind
 from perseus_ds.profile_info import RowQuality
 from perseus_ds.profile_rows import Measurement
 from perseus_ds.profiler.rest import tails_s
+from perseus_ds.profiler.rows import Row
 from perseus_ds.schedule import Compute
 
 Key = tuple[int, Kind]
@@ -36,14 +37,6 @@ _VARIES = 0.02
 _WAITING = 0.1
 _ALIKE = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.1, Kind.RECOMPUTE: 0.1, Kind.TAIL: 0.5}
 _ALIKE_AT_A_CLOCK = {Kind.FORWARD: 0.02, Kind.BACKWARD: 0.02, Kind.RECOMPUTE: 0.02, Kind.TAIL: 0.2}
-
-
-@dataclass(frozen=True)
-class Row:
-    """A measurement and how it was made."""
-
-    measurement: Measurement
-    quality: RowQuality
 
 
 @dataclass(frozen=True)

@@ -47,18 +47,20 @@ def make_sampler(
     *,
     stride: int,
     blocking_power_w: float,
+    budget: int,
 ) -> Sampler:
     """Return the sampler of a profile.
 
     Args:
         sampling: ``full``: every clock, ``stride``: every n-th, both from the highest down until energy keeps
-            rising; ``adaptive``: at most a third of them.
+            rising; ``adaptive``: a few.
         clocks_mhz: The clocks that may be measured, ascending.
         stride: The n of ``stride``.
         blocking_power_w: What a waiting GPU draws [W].
+        budget: Most clocks that ``adaptive`` measures.
     """
     if sampling == "adaptive":
-        return AdaptiveSampler(clocks_mhz, blocking_power_w=blocking_power_w, budget=max(4, len(clocks_mhz) // 3))
+        return AdaptiveSampler(clocks_mhz, blocking_power_w=blocking_power_w, budget=budget)
     return Sweep(clocks_mhz[::-1][:: stride if sampling == "stride" else 1])
 
 

@@ -6,6 +6,7 @@ import pytest
 from job import run
 
 from perseus_ds.gpu.simulated import DEVICES
+from perseus_ds.instruction import Kind
 from perseus_ds.stage_profile import StageProfile
 
 pytestmark = pytest.mark.integration
@@ -20,7 +21,6 @@ def test_a_job_profiles_plans_and_saves_energy_with_the_same_losses(tmp_path):
     job = {"ranks": 2, "work": [4, 3, 2, 2], "steps": 50}
     without = run(tmp_path / "without", **job).ranks
     block = {
-        "profile": {"online_stride": 6, "online_iterations": 3},
         "simulated": {"counter_period_s": 0.02, "longest_instruction_s": 0.04},
     }
     finished = run(tmp_path / "auto", perseus=block, **job)
@@ -37,6 +37,8 @@ def test_a_job_profiles_plans_and_saves_energy_with_the_same_losses(tmp_path):
     assert profile.info.blocking_power_w == pytest.approx(MODEL.blocking_power_w, rel=0.1)
     for stage, kind in profile.keys:
         options = profile.options(stage, kind)
+        if kind is Kind.TAIL:
+            continue
         top_s = options.time_s[-1] / MODEL.slowdown(int(options.clock_mhz[-1]))
         for clock, time_s, energy_j in zip(options.clock_mhz, options.time_s, options.energy_j, strict=True):
             assert time_s == pytest.approx(top_s * MODEL.slowdown(int(clock)), rel=0.04)

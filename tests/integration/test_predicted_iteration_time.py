@@ -14,7 +14,7 @@ from perseus_ds.stage_profile import StageProfile
 
 pytestmark = pytest.mark.integration
 SIMULATED = {"longest_instruction_s": 0.06}
-PROFILE = {"min_clock_mhz": 900, "clock_stride": 8, "window_s": 0.3, "warm_up": 5}
+PROFILE = {"min_clock_mhz": 900, "max_window_s": 0.5, "warm_up": 5}
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "micro_batches"), [("1f1b", 4, 8), ("dualpipev", 2, 4)])

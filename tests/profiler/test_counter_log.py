@@ -21,7 +21,7 @@ def test_too_few_refreshes_are_an_error_that_says_what_to_do():
     gpu = SimulatedGpu(DEVICES["a100-sxm"], counter_period_s=60.0)
     with CounterLog(gpu) as log:
         time.sleep(0.02)
-        with pytest.raises(GpuError, match=r"only 0 times .*window_s longer"):
+        with pytest.raises(GpuError, match=r"only 0 times .*max_window_s longer"):
             log.power_w(0.0, time.perf_counter())
 
 

@@ -1,0 +1,185 @@
+"""Which clocks to measure next, agreed by all ranks; what was measured is kept on disk at once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from perseus_ds.config import ProfileConfig
+from perseus_ds.errors import ConfigError, ProfileError
+from perseus_ds.gpu.base import Gpu
+from perseus_ds.profile_info import ProfileInfo
+from perseus_ds.profiler.denoise import denoise
+from perseus_ds.profiler.rows import Row, combined, reached_only
+from perseus_ds.profiler.sampling import make_sampler
+from perseus_ds.ranks import Ranks
+from perseus_ds.stage_profile import StageProfile
+
+logger = logging.getLogger("perseus_ds")
+
+# While training goes on, every clock costs an iteration that is slower.
+_ONLINE_BUDGET = 10
+
+
+def clocks_to_choose_from(gpu: Gpu, config: ProfileConfig) -> list[int]:
+    """Return the clocks that may be measured, ascending [MHz].
+
+    Raises:
+        ConfigError: The GPU supports fewer than two clocks in the range asked for.
+    """
+    supported = gpu.supported_clocks_mhz()
+    low, high = config.min_clock_mhz or supported[0], config.max_clock_mhz or supported[-1]
+    chosen = [clock for clock in supported if low <= clock <= high]
+    if len(chosen) < 2:
+        raise ConfigError(
+            f"perseus.profile: {gpu.name} supports {len(chosen)} clocks from {low} to {high} MHz; a profile needs at "
+            f"least 2. It supports {supported[0]} to {supported[-1]} MHz."
+        )
+    return chosen
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What all ranks measured.
+
+    Attributes:
+        profile: To plan with: noise taken out, clocks in between filled in.
+        raw: The rows as they were measured.
+    """
+
+    profile: StageProfile
+    raw: StageProfile
+
+
+class ClockSearch:
+    """Asks for clocks to measure until enough is known; every rank must use its own in the same way.
+
+    Rows are written as ``measured.csv`` after every clock. A search that finds rows there of the same job, and
+    no finished profile, goes on where that one stopped.
+
+    Args:
+        ranks: All ranks.
+        clocks_mhz: The clocks that may be measured, ascending.
+        config: How to sample.
+        info: What is known of the job; ``info.job`` tells it from others.
+        directory: Where the profile will be written.
+        online: Training waits for it.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        clocks_mhz: Sequence[int],
+        config: ProfileConfig,
+        info: ProfileInfo,
+        directory: Path,
+        *,
+        online: bool = False,
+    ) -> None:
+        self._ranks = ranks
+        self._clocks = clocks_mhz
+        self._info = info
+        self._directory = directory
+        self._sampler = make_sampler(
+            config.sampling,
+            clocks_mhz,
+            stride=config.clock_stride,
+            blocking_power_w=info.blocking_power_w or 0.0,
+            budget=most_clocks(config, len(clocks_mhz), online=online),
+        )
+        self._rows: list[Row] = []
+        self._earlier = self._rows_of_an_interrupted_search() if ranks.is_first else {}
+        self.resumed = 0
+
+    def next_clocks(self) -> list[int]:
+        """Return the clocks to measure now, the highest first [MHz]; none when enough is known."""
+        return self._ranks.from_first(self._next_unknown)
+
+    def add(self, rows: Sequence[Row] | Exception) -> None:
+        """Take in what this rank measured at those clocks, or why it could not.
+
+        Raises:
+            ProfileError: On all ranks, what went wrong on one.
+            OSError: On all ranks, if rank 0 cannot keep the rows.
+        """
+        by_rank = self._ranks.gather(rows)
+
+        def take() -> None:
+            for rank, found in enumerate(by_rank):
+                if isinstance(found, Exception):
+                    raise ProfileError(f"no profile was written: rank {rank}: {found}")
+            self._take(combined(row for found in by_rank if not isinstance(found, Exception) for row in found))
+
+        self._ranks.from_first(take)
+
+    def finish(self, rest: ProfileInfo) -> Measured:
+        """Make the profile; on rank 0 only.
+
+        Args:
+            rest: What else was measured.
+
+        Raises:
+            ProfileError: There is too little to make one of.
+        """
+        kept, left_out = reached_only(self._rows)
+        if left_out:
+            clocks = sorted({row.measurement.clock_mhz for row in left_out})
+            logger.warning(
+                "perseus: a power or thermal limit kept GPUs below %s MHz; %d rows are left out. What a limit allows "
+                "is the fastest they can be.",
+                f"{clocks[0]} to {clocks[-1]}" if len(clocks) > 1 else clocks[0],
+                len(left_out),
+            )
+        if not kept:
+            raise ProfileError("no instruction was measured at any clock. See the warnings above.")
+        raw = self._raw(self._rows, rest)
+        measured = StageProfile(
+            [r.measurement for r in kept], rest.model_copy(update={"rows": [r.quality for r in kept]})
+        )
+        return Measured(denoise(measured, self._clocks), raw)
+
+    def _next_unknown(self) -> list[int]:
+        while clocks := self._sampler.next_clocks():
+            unknown = [clock for clock in clocks if clock not in self._earlier]
+            if unknown and len(unknown) < len(clocks):
+                self._take([row for clock in clocks for row in self._earlier.pop(clock, [])], keep=False)
+            if unknown:
+                return unknown
+            self.resumed += len(clocks)
+            self._take([row for clock in clocks for row in self._earlier.pop(clock)], keep=False)
+        return []
+
+    def _take(self, rows: list[Row], *, keep: bool = True) -> None:
+        self._rows += rows
+        self._sampler.add(row.measurement for row in rows)
+        if keep:
+            self._raw(self._rows, self._info).save(self._directory / "measured.csv")
+
+    def _raw(self, rows: Sequence[Row], info: ProfileInfo) -> StageProfile:
+        return StageProfile([r.measurement for r in rows], info.model_copy(update={"rows": [r.quality for r in rows]}))
+
+    def _rows_of_an_interrupted_search(self) -> dict[int, list[Row]]:
+        path = self._directory / "measured.csv"
+        if (self._directory / "profile.csv").exists() or not path.exists():
+            return {}
+        try:
+            earlier = StageProfile.load(path)
+        except ProfileError:
+            return {}
+        if earlier.info.job is None or earlier.info.job != self._info.job:
+            return {}
+        found: dict[int, list[Row]] = {}
+        for quality in earlier.info.rows:
+            row = Row(earlier.at(quality.stage, quality.kind, quality.clock_mhz), quality)
+            found.setdefault(quality.clock_mhz, []).append(row)
+        return found
+
+
+def most_clocks(config: ProfileConfig, clocks: int, *, online: bool = False) -> int:
+    """Return how many of so many clocks are measured at most."""
+    if config.sampling == "adaptive":
+        budget = max(4, clocks // 3)
+        return min(_ONLINE_BUDGET, budget) if online else budget
+    return clocks if config.sampling == "full" else -(-clocks // config.clock_stride)
