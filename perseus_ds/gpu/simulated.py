@@ -74,6 +74,11 @@ class DeviceModel:
     def _limited_clocks_mhz(self) -> dict[Workload, float]:
         return {workload: self._limited_clock_mhz(workload) for workload in (COMPUTE_BOUND, MEMORY_BOUND)}
 
+    @property
+    def limited_clock_mhz(self) -> float:
+        """The highest clock that forwards and backwards can be run at under the power limit [MHz]."""
+        return self._limited_clocks_mhz[COMPUTE_BOUND]
+
     def _limited_clock_mhz(self, workload: Workload) -> float:
         """Return the highest clock the board can keep up under its power limit [MHz]."""
         low, high = float(self.lowest_clock_mhz), float(self.top_clock_mhz)
@@ -276,7 +281,7 @@ class SimulatedGpu:
                 self._advance()
                 assert self._workload is not None
                 remaining_s = (work_s - self._progress_s) * self.model.slowdown(self._clock_mhz, self._workload)
-                if remaining_s <= 0:
+                if remaining_s <= 1e-9:  # what a sum of times rounds off
                     break
                 self._time.wait(self._changed, remaining_s)
             self._workload = None

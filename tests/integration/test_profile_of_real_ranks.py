@@ -19,6 +19,8 @@ MODEL = DEVICES["a100-sxm"]
 def check_against_truth(profile):
     """Rows agree with the device model in how time and energy change with the clock."""
     for stage, kind in profile.keys:
+        if kind is Kind.TAIL:  # takes what it takes for real, on no simulated GPU
+            continue
         options = profile.options(stage, kind)
         top_s = options.time_s[-1] / MODEL.slowdown(int(options.clock_mhz[-1]))
         for clock, time_s, energy_j in zip(options.clock_mhz, options.time_s, options.energy_j, strict=True):
@@ -32,7 +34,7 @@ def test_two_pipelines_of_two_stages_are_profiled_as_one_and_then_run_under_one_
     profiled = run(tmp_path / "profile", perseus={"mode": "profile", "profile": QUICK_PROFILE}, steps=20, **job)
     assert len(profiled.ranks) == 4
     profile = StageProfile.load(tmp_path / "profile" / "perseus")
-    assert profile.keys == ((0, Kind.BACKWARD), (0, Kind.FORWARD), (1, Kind.BACKWARD), (1, Kind.FORWARD))
+    assert set(profile.keys) >= {(stage, kind) for stage in (0, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)}
     assert (profile.info.data_parallel, profile.info.stages, profile.info.micro_batches) == (2, 2, 4)
     assert profile.info.blocking_power_w == pytest.approx(MODEL.blocking_power_w, rel=0.03)
     assert {(t.payload, t.source, t.target) for t in profile.info.transfers} == {("activation", 0, 1), ("grad", 1, 0)}

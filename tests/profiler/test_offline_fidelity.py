@@ -1,0 +1,169 @@
+"""Offline rows of simulated GPUs, whose truth is known, in a virtual time: noise, a slow counter, limits, outliers."""
+
+import pytest
+from virtual_time import VirtualTime
+
+from perseus_ds.config import ProfileConfig
+from perseus_ds.errors import GpuError
+from perseus_ds.execution import Span
+from perseus_ds.gpu.simulated import DEVICES, SimulatedGpu
+from perseus_ds.instruction import Kind
+from perseus_ds.profile_info import ProfileInfo
+from perseus_ds.profiler.counter_log import CounterLog
+from perseus_ds.profiler.denoise import denoise
+from perseus_ds.profiler.offline import OfflineProfiler, typical
+from perseus_ds.profiler.rows import reached_only
+from perseus_ds.stage_profile import StageProfile
+
+
+class TickingTime(VirtualTime):
+    """Calls somebody every 2 ms, as a thread would."""
+
+    def __init__(self):
+        super().__init__()
+        self.on_tick = None
+
+    def sleep(self, seconds):
+        end_s = self.seconds + seconds
+        while self.seconds < end_s:
+            self.seconds = min(end_s, self.seconds + 0.002)
+            if self.on_tick:
+                self.on_tick()
+
+    def wait(self, changed, seconds):
+        changed.release()
+        self.sleep(seconds)
+        changed.acquire()
+
+
+class Log(CounterLog):
+    """Looks at the counter whenever time passes, without a thread."""
+
+    def __init__(self, gpu, now):
+        super().__init__(gpu, now.now_s)
+        self._now = now
+
+    def __enter__(self):
+        self._now.on_tick = self.poll
+        return self
+
+    def __exit__(self, *_):
+        self._now.on_tick = None
+
+
+class Rank:
+    """One rank's GPU, instructions and timer, in a time of its own."""
+
+    def __init__(self, work_s, device="a100-sxm", gap_s=0.0, **gpu):
+        self.now = TickingTime()
+        self.gpu = SimulatedGpu(DEVICES[device], lock_latency_s=0.015, timebase=self.now, **gpu)
+        self.work_s = work_s
+        self.gap_s = gap_s
+        self.runs = 0
+        self.stutter_every = 0
+        self._spans = []
+
+    @property
+    def instructions(self):
+        return tuple(self.work_s)
+
+    def run(self, stage, kind):
+        self.runs += 1
+        self.gpu.begin_work()
+        self.gpu.finish_work(self.work_s[stage, kind])
+        if self.stutter_every and self.runs % self.stutter_every == 0:
+            self.now.sleep(self.work_s[stage, kind])
+
+    def set_and_wait(self, clock_mhz):
+        self.gpu.reset_clock() if clock_mhz is None else self.gpu.lock_clock(clock_mhz)
+
+    def stage_max(self, value):
+        return value
+
+    def start_iteration(self):
+        self.now.sleep(self.gap_s)
+        self._spans = []
+
+    def begin(self, operation):
+        self._began_s = self.now.now_s()
+
+    def end(self, operation):
+        self._spans.append(Span(operation, self._began_s, self.now.now_s()))
+
+    def spans(self):
+        return self._spans
+
+    def profiler(self, **settings):
+        return OfflineProfiler(
+            gpu=self.gpu,
+            clocks=self,
+            execution=self,
+            work=self,
+            peers=self,
+            config=ProfileConfig(**settings),
+            blocking_power_w=self.gpu.model.blocking_power_w,
+            counter_period_s=0.1,
+            watch=lambda gpu: Log(gpu, self.now),
+            now_s=self.now.now_s,
+        )
+
+
+def measure(rank, clocks, **settings):
+    profiler = rank.profiler(**settings)
+    return [row for clock in clocks for row in profiler.measure(clock)]
+
+
+CLOCKS = DEVICES["a100-sxm"].clocks_mhz[::-4][:12]
+
+
+@pytest.mark.parametrize("forward_s", [0.002, 0.02, 0.1, 0.25])
+def test_rows_are_close_to_the_truth(forward_s):
+    """With 1 % noise on time, 2 % on power, a counter refreshed every 100 ms and a lock that takes 15 ms."""
+    work_s = {(0, Kind.FORWARD): forward_s, (0, Kind.BACKWARD): 2 * forward_s}
+    rank = Rank(work_s, gap_s=0.0003, time_noise=0.01, power_noise=0.02, seed=5)
+    rows = measure(rank, CLOCKS)
+    info = ProfileInfo(rows=[row.quality for row in rows])
+    profile = denoise(StageProfile([row.measurement for row in rows], info), CLOCKS)
+    model = rank.gpu.model
+    for row in profile.measurements:
+        time_s = work_s[row.stage, row.kind] * model.slowdown(row.clock_mhz)
+        assert row.time_s == pytest.approx(time_s, rel=0.01)
+        assert row.energy_j == pytest.approx(time_s * model.power_w(row.clock_mhz), rel=0.02)
+
+
+def test_repetitions_end_when_enough_is_known():
+    noisy, exact = (Rank({(0, Kind.FORWARD): 0.02}, time_noise=n, power_noise=n, seed=1) for n in (0.2, 0.0))
+    (loud,), (calm,) = measure(noisy, CLOCKS[:1]), measure(exact, CLOCKS[:1])
+    assert loud.quality.samples > 2 * calm.quality.samples
+    assert loud.quality.time_relative_error == pytest.approx(0.01, abs=0.02)
+    (short,) = measure(Rank({(0, Kind.FORWARD): 0.02}, time_noise=0.2, seed=1), CLOCKS[:1], max_window_s=0.5)
+    assert short.quality.samples < loud.quality.samples
+
+
+def test_outliers_do_not_move_the_time():
+    rank = Rank({(0, Kind.FORWARD): 0.02}, time_noise=0.002)
+    rank.stutter_every = 7
+    (row,) = measure(rank, CLOCKS[:1])
+    assert row.measurement.time_s == pytest.approx(0.02 * rank.gpu.model.slowdown(CLOCKS[0]), rel=0.01)
+
+
+def test_equal_samples_are_fine():
+    assert typical([0.1, 0.1, 0.1, 0.1]) == (0.1, 0.0)
+
+
+def test_clocks_beyond_the_power_limit_are_marked_and_only_the_lowest_of_them_is_kept():
+    rank = Rank({(0, Kind.FORWARD): 0.05}, device="a40")
+    rows = measure(rank, (1740, 1650, 1545, 1440, 1200))
+    reached = [row.quality.reached_mhz for row in rows]
+    limit = rank.gpu.model.limited_clock_mhz
+    assert reached[:3] == [pytest.approx(limit, abs=1)] * 3
+    assert reached[3:] == [None, None]
+    kept, left_out = reached_only(rows)
+    assert sorted(row.measurement.clock_mhz for row in kept) == [1200, 1440, 1545]
+    assert sorted(row.measurement.clock_mhz for row in left_out) == [1650, 1740]
+
+
+def test_a_counter_that_stands_still_is_told():
+    rank = Rank({(0, Kind.FORWARD): 0.02}, counter_period_s=1000.0)
+    with pytest.raises(GpuError, match="refreshed only 0 times"):
+        measure(rank, CLOCKS[:1], max_window_s=0.2)
