@@ -84,6 +84,7 @@ class Recorder:
             self._write(
                 {
                     "iteration": iteration.number,
+                    "ended": round(time.time(), 3),
                     "phase": iteration.phase,
                     "plan": iteration.plan,
                     "time_s": round(time_s, 6),

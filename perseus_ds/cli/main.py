@@ -12,6 +12,7 @@ from perseus_ds.errors import ConfigError, PerseusError
 # Command -> its module, which has run(overrides) -> exit code, and what it does.
 COMMANDS = {
     "optimize": ("optimize", "plan: from a profile to the frontier of frequency plans"),
+    "profile": ("profile", "show, compare, validate, merge or convert a profile"),
     "plot": ("plot", "pictures of the frontier and of the pipeline's timeline, before and after"),
     "emulate": ("emulate", "what a frontier saves for a job of many pipelines with a straggler"),
     "export": ("export", "write a frontier's plans for Zeus"),

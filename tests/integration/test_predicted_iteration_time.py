@@ -65,7 +65,11 @@ def rest_foreseen(tmp_path):
     """The iteration takes what the DAG says within 1 %; forwards and backwards alone are off by more than 5 %."""
     block = {"simulated": {**SIMULATED, "transfer_s": 0.012, "tail_s": 0.12}}
     job = {"ranks": 2, "work": [4, 2, 3, 3], "micro_batches": 6}
-    profiling = {**block, "mode": "profile", "profile": {**PROFILE, "min_clock_mhz": 1050}}
+    profiling = {
+        **block,
+        "mode": "profile",
+        "profile": {**PROFILE, "min_clock_mhz": 1050, "sampling": "stride", "clock_stride": 6},
+    }
     assert run(tmp_path / "profile", perseus=profiling, steps=40, **job).ranks
     profile = StageProfile.load(tmp_path / "profile" / "perseus")
     tails = {(0, Kind.TAIL), (1, Kind.TAIL)}
