@@ -100,9 +100,8 @@ def _validate(arguments: ProfileArguments, profile: StageProfile) -> None:
         slower = options.time_s[1:] / np.minimum.accumulate(options.time_s)[:-1] - 1
         if slower.max() > 0.03:
             clock = int(options.clock_mhz[1:][slower.argmax()])
-            print(
-                f"  note: stage {group.stage}, {group.kind}: at {clock} MHz {slower.max():.1%} slower than at a lower clock"
-            )
+            where = f"stage {group.stage}, {group.kind}, {clock} MHz"
+            print(f"  note: {where}: {slower.max():.1%} slower than at a lower clock")
     print(f"Plans can be made of it: {len(problem.groups)} kinds of instructions, T_min {problem.t_min_s:.4f} s.")
 
 
