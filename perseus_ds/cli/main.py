@@ -17,6 +17,7 @@ COMMANDS = {
     "emulate": ("emulate", "what a frontier saves for a job of many pipelines with a straggler"),
     "export": ("export", "write a frontier's plans for Zeus"),
     "import": ("import_", "read plans of lowtime or Zeus and judge them by a profile"),
+    "control": ("control", "tell a running job: status, policy, straggler, pause, resume"),
     "reset": ("reset", "return GPUs to their default clocks"),
     "doctor": ("doctor", "whether this machine will work, and what to do where it will not"),
 }

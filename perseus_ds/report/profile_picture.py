@@ -41,7 +41,7 @@ def profile_picture(profile: StageProfile, path: Path, *, blocking_power_w: floa
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(8, len(labels)), fontsize="small")
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), fontsize="small")
     title = f"{profile.info.gpu or 'profile'}: rows (filled: Pareto-optimal), fitted curves ± 2 standard deviations"
     figure.suptitle(title + (" — SIMULATED" if profile.info.simulated else ""), fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
