@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -10,19 +9,13 @@ from pathlib import Path
 from perseus_ds.cache import Cache
 from perseus_ds.clock_plan import ClockPlan
 from perseus_ds.errors import PerseusError
-from perseus_ds.execution import SimulatedExecution, Span
-from perseus_ds.instruction import Kind
-from perseus_ds.phases import Calibrate, Observe, Phase, Run, Seen, Tools, load_plan
+from perseus_ds.execution import SimulatedExecution
+from perseus_ds.frontier import Frontier
+from perseus_ds.phases import Calibrate, Observe, Phase, Seen, Tools
 from perseus_ds.profiler.search import clocks_to_choose_from
 from perseus_ds.profiling import WarmUp, profile_offline, profile_online
-from perseus_ds.schedule import Compute
+from perseus_ds.running import ClockTimes, Running, load_frontier
 from perseus_ds.stage_profile import StageProfile
-
-ClockTimes = dict[tuple[int, Kind, int], float]
-"""What the profile says that instructions take, by stage, kind and clock [s]."""
-
-_WATCH_EVERY = 10
-_STRIKES = 2
 
 
 class Plan:
@@ -54,14 +47,15 @@ class Plan:
             self._tools.fail(PerseusError(f"optimising failed, see {self._directory / 'optimize.log'}"))
             return Observe()
         try:
-            clock_plan = load_plan(self._tools, str(self._directory / "frontier.json"))
+            frontier = load_frontier(self._tools, str(self._directory / "frontier.json"))
         except PerseusError as error:
             self._tools.fail(error)
             return Observe()
         self._keep()
-        self._tools.recorder.event("plan", plan=clock_plan.number)
-        self._tools.announce(f"running under plan {clock_plan.number} of {self._directory / 'frontier.csv'}")
-        return Watch(self._tools, clock_plan, self._expected)
+        running = _running(self._tools, frontier, self._expected)
+        self._tools.recorder.event("plan", plan=running.clock_plan.number)
+        self._tools.announce(f"running under plan {running.clock_plan.number} of {self._directory / 'frontier.csv'}")
+        return running
 
     def _keep(self) -> None:
         """Leave profile and frontier for the next run of this job."""
@@ -71,44 +65,6 @@ class Plan:
                 cache.store(self._directory)
             except OSError as error:
                 self._tools.recorder.event("cache", error=str(error))
-
-
-class Watch:
-    """Train under a plan, and profile again when instructions take longer or shorter than profiled."""
-
-    name = "run"
-    records = False
-    measures = False
-
-    def __init__(self, tools: Tools, clock_plan: ClockPlan, expected: ClockTimes) -> None:
-        self._tools = tools
-        self.clock_plan = clock_plan
-        self._expected = expected
-        self._iterations = 0
-        self._strikes = 0
-
-    def after(self, seen: Seen) -> Phase:
-        self._iterations += 1
-        if self._iterations % _WATCH_EVERY:
-            return self
-        drift = self._tools.ranks.all_max(abs(self._ratio(seen.spans()) - 1))
-        self._strikes = self._strikes + 1 if drift > self._tools.config.max_drift else 0
-        if self._strikes < _STRIKES:
-            return self
-        self._tools.recorder.event("drift", drift=drift)
-        self._tools.announce(f"instructions take {drift:.0%} longer or shorter than profiled; profiling again")
-        return _profile_and_plan(self._tools)
-
-    def _ratio(self, spans: list[Span]) -> float:
-        """Return how long this rank's instructions take, relative to the profile, as a median."""
-        ratios = []
-        for span in spans:
-            if isinstance(span.operation, Compute):
-                instruction = span.operation.instruction
-                key = (instruction.stage, instruction.kind, self.clock_plan.clock.get(instruction, 0))
-                if key in self._expected:
-                    ratios.append(span.time_s / self._expected[key])
-        return statistics.median(ratios) if ratios else 1.0
 
 
 def _times_s(profile: StageProfile) -> ClockTimes:
@@ -135,12 +91,18 @@ def _from_cache(tools: Tools) -> Phase | None:
         expected = tools.ranks.from_first(restore)
         if expected is None:
             return None
-        clock_plan = load_plan(tools, str(directory / "frontier.json"))
+        frontier = load_frontier(tools, str(directory / "frontier.json"))
     except (PerseusError, OSError) as error:
         tools.announce(f"the profile of an earlier run cannot be used ({error}); profiling again")
         return None
-    tools.announce(f"starting under plan {clock_plan.number}, profiled by an earlier run ({cache.directory})")
-    return Watch(tools, clock_plan, expected)
+    running = _running(tools, frontier, expected)
+    number = running.clock_plan.number
+    tools.announce(f"starting under plan {number}, profiled by an earlier run ({cache.directory})")
+    return running
+
+
+def _running(tools: Tools, frontier: Frontier, expected: ClockTimes) -> Running:
+    return Running(tools, frontier, expected, lambda: _profile_and_plan(tools))
 
 
 def _profile_and_plan(tools: Tools) -> Phase:
@@ -165,7 +127,7 @@ def first_phase(tools: Tools) -> Phase:
     """
     phase: Phase
     if tools.config.mode == "run":
-        phase = Run(load_plan(tools, str(tools.config.frontier)))
+        phase = Running(tools, load_frontier(tools, str(tools.config.frontier)), {})
     elif tools.config.mode == "profile":
         _check_clocks(tools)
         phase = WarmUp(tools, profile_offline, records=True)

@@ -20,6 +20,7 @@ class ClockPlan:
         first: Clock of the rank's first instruction [MHz].
         clock: Of each instruction [MHz].
         next_clock: Of the instruction after it, round to the next iteration's first [MHz].
+        default: What the iteration takes and uses at default clocks; None where it is not known.
     """
 
     plan: FrequencyPlan | None
@@ -27,6 +28,7 @@ class ClockPlan:
     first: int | None
     clock: dict[Instruction, int]
     next_clock: dict[Instruction, int]
+    default: FrequencyPlan | None = None
 
     @classmethod
     def none(cls) -> ClockPlan:
@@ -39,7 +41,9 @@ class ClockPlan:
         return cls(None, None, clock_mhz, {}, {})
 
     @classmethod
-    def of_rank(cls, plan: FrequencyPlan, number: int, pipeline_rank: int) -> ClockPlan:
+    def of_rank(
+        cls, plan: FrequencyPlan, number: int, pipeline_rank: int, default: FrequencyPlan | None = None
+    ) -> ClockPlan:
         """Return the share of one pipeline rank."""
         instructions, clocks = plan.instructions[pipeline_rank], plan.clocks_mhz[pipeline_rank]
         following = clocks[1:] + clocks[:1]
@@ -49,6 +53,7 @@ class ClockPlan:
             clocks[0],
             dict(zip(instructions, clocks, strict=True)),
             dict(zip(instructions, following, strict=True)),
+            default,
         )
 
     def check(self, gpu: Gpu) -> None:

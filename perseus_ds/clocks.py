@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
@@ -52,6 +53,7 @@ class ClockController:
         self._applied: int | None = None
         self.changes = 0
         self.overtaken = 0
+        self._called_s: float | None = None
         self._worker = threading.Thread(target=self._work, name="perseus-clocks", daemon=True)
         self._worker.start()
 
@@ -80,6 +82,12 @@ class ClockController:
             if not answered:
                 raise TimeoutError(f"{self._gpu.name}: the driver did not set the clock within {timeout_s} s.")
 
+    @property
+    def waiting_s(self) -> float:
+        """How long the driver has not answered the call under way [s]; 0 if there is none."""
+        called_s = self._called_s
+        return 0.0 if called_s is None else time.monotonic() - called_s
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the worker and restore the default clock; harmless when called again."""
         with self._wake:
@@ -88,6 +96,8 @@ class ClockController:
             self._stopping = True
             self._wake.notify_all()
         self._worker.join(timeout_s)
+        if self._worker.is_alive():
+            return  # the driver hangs, and would hang us; the guardian restores the clock
         if self._applied is not None or self._failed:
             self._applied = None
             try:
@@ -113,10 +123,14 @@ class ClockController:
     def _apply(self, clock_mhz: int | None) -> None:
         # Noted first: if the call fails half-way the clock may have changed, and must be restored.
         self._applied = clock_mhz
-        if clock_mhz is None:
-            self._gpu.reset_clock()
-        else:
-            self._gpu.lock_clock(clock_mhz)
+        self._called_s = time.monotonic()
+        try:
+            if clock_mhz is None:
+                self._gpu.reset_clock()
+            else:
+                self._gpu.lock_clock(clock_mhz)
+        finally:
+            self._called_s = None
         self.changes += 1
 
     def _is_overtaken(self) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from perseus_ds.errors import ConfigError
+from perseus_ds.policy import PolicyConfig, SlowdownPolicy
 
 
 class _Block(BaseModel):
@@ -79,7 +80,12 @@ class PerseusConfig(_Block):
     )
     output_dir: str = Field("perseus", description="Folder for profile.csv, profile.json and run.jsonl.")
     frontier: str | None = Field(None, description="frontier.json (or its folder), for run mode.")
-    max_slowdown: float = Field(0.0, ge=0, description="Longest iteration allowed, as a fraction above T_min.")
+    policy: PolicyConfig = Field(
+        default_factory=SlowdownPolicy,
+        description='Plan to run. {"name": "slowdown", "max_slowdown": 0.05}: 5 % above T_min at most (default 0); '
+        '{"name": "deadline", "finish_by": "2026-11-22T08:00:00+00:00", "total_steps": 1000}; '
+        '{"name": "power_cap", "watts": 5000}: of all GPUs together; {"name": "energy_optimal"}.',
+    )
     cache: bool = Field(True, description="auto mode: start under the plan of an earlier run of the same job.")
     max_drift: float = Field(
         0.05, gt=0, description="auto mode: profile again when instructions differ by more than this fraction from it."
@@ -113,14 +119,23 @@ def parse_block(block: object) -> PerseusConfig:
         raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
 
 
+def _owner(location: list[str]) -> Any:
+    owner: Any = PerseusConfig
+    for part in location:
+        # A union is followed by the name of the member that was meant.
+        owner = owner.model_fields[part].annotation if hasattr(owner, "model_fields") else _member(owner, part)
+    return owner
+
+
+def _member(union: Any, name: str) -> Any:
+    return next(member for member in get_args(union) if get_args(member.model_fields["name"].annotation) == (name,))
+
+
 def _explain(problem: Any) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(["perseus", *location])
     if problem["type"] == "extra_forbidden":
-        owner: Any = PerseusConfig
-        for part in location[:-1]:
-            owner = owner.model_fields[part].annotation
-        known = list(owner.model_fields)
+        known = list(_owner(location[:-1]).model_fields)
         close = difflib.get_close_matches(location[-1], known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}."
         return f"{key}: unknown key; {hint}"

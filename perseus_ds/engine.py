@@ -35,6 +35,7 @@ from perseus_ds.schedule import CommandReader, read_schedule
 from perseus_ds.stage_profile import ProfileInfo
 
 logger = logging.getLogger("perseus_ds")
+_CHECKPOINT_KEY = "perseus_ds"
 
 
 def _intercepted(instruction_map: Mapping[type, Callable[..., None]]) -> dict[type, Callable[..., None]]:
@@ -96,6 +97,19 @@ class _PerseusEngine:
         """Evaluate one batch as DeepSpeed does, at default clocks."""
         with self.perseus.paused():
             return super().eval_batch(*args, **kwargs)  # type: ignore[misc]
+
+    def save_checkpoint(self, save_dir: Any, tag: Any = None, client_state: Any = None, **kwargs: Any) -> Any:
+        """Save a checkpoint as DeepSpeed does; policy, stragglers told of and steps done go with it."""
+        state = {**(client_state or {}), _CHECKPOINT_KEY: self.perseus.state()}
+        return super().save_checkpoint(save_dir, tag=tag, client_state=state, **kwargs)  # type: ignore[misc]
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint as DeepSpeed does, and take up Perseus's state from it."""
+        path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        state = (client_state or {}).pop(_CHECKPOINT_KEY, None)
+        if state is not None:
+            self.perseus.restore(state)
+        return path, client_state
 
     def destroy(self) -> None:
         """Restore the clock and release what DeepSpeed holds."""

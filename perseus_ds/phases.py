@@ -6,6 +6,7 @@ go through the same phases at the same iterations.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,11 +19,9 @@ from perseus_ds.cache import cache_key
 from perseus_ds.clock_plan import ClockPlan
 from perseus_ds.clocks import ClockController
 from perseus_ds.config import PerseusConfig
-from perseus_ds.errors import PlanError
 from perseus_ds.execution import Execution, SimulatedExecution, Span
-from perseus_ds.frontier import Frontier
 from perseus_ds.gpu.base import Gpu
-from perseus_ds.plan import FrequencyPlan, check_instructions
+from perseus_ds.orders import Orders
 from perseus_ds.profile_info import ProfileInfo
 from perseus_ds.profiler.offline import Repeatable
 from perseus_ds.ranks import Ranks
@@ -56,6 +55,7 @@ class Tools:
     """What phases work with, on this rank.
 
     Attributes:
+        orders: What users want of the job.
         fail: Falls back to default clocks, for good.
         work: This rank's instructions to repeat; None where the engine cannot.
         isolated: Keeps what it surrounds out of training.
@@ -68,6 +68,7 @@ class Tools:
     clocks: ClockController
     execution: Execution
     recorder: Recorder
+    orders: Orders
     fail: Callable[[Exception], None]
     work: Repeatable | None
     isolated: Callable[[], AbstractContextManager[None]]
@@ -88,7 +89,8 @@ class Tools:
     def announce(self, text: str) -> None:
         """Say something, once for the whole job."""
         if self.ranks.is_first:
-            print(f"perseus: {text}" + (", simulated GPUs" if self.gpu.simulated else ""), flush=True)
+            with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk
+                print(f"perseus: {text}" + (", simulated GPUs" if self.gpu.simulated else ""), flush=True)
 
 
 @dataclass(frozen=True)
@@ -147,19 +149,6 @@ class Observe:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Train under a plan."""
-
-    clock_plan: ClockPlan
-    name: str = "run"
-    records: bool = False
-    measures: bool = False
-
-    def after(self, seen: Seen) -> Phase:
-        return self
-
-
-@dataclass(frozen=True)
 class Calibrate:
     """The first iteration on simulated GPUs, after which each rank knows how much work its instructions are."""
 
@@ -177,27 +166,3 @@ class Calibrate:
         if largest:
             execution.calibrate(self.tools.config.simulated.longest_instruction_s / largest)
         return self.following
-
-
-def load_plan(tools: Tools, path: str) -> ClockPlan:
-    """Return this rank's share of the plan that fits, from a frontier that rank 0 reads.
-
-    Raises:
-        PerseusError: On all ranks: the file is wrong, or the plan fits not this schedule or GPU.
-    """
-
-    def choose() -> tuple[FrequencyPlan, int]:
-        frontier = Frontier.load(path)
-        if frontier.provenance.simulated and not tools.gpu.simulated:
-            raise PlanError(
-                f"{path} was measured on simulated GPUs, this job runs on {tools.gpu.name}. "
-                'Measure a profile here: "mode": "profile".'
-            )
-        plan = frontier.within(tools.config.max_slowdown)
-        check_instructions(plan.instructions, tools.job.schedule.instructions)
-        return plan, frontier.plans.index(plan)
-
-    plan, number = tools.ranks.from_first(choose)
-    clock_plan = ClockPlan.of_rank(plan, number, tools.ranks.place.pipeline_rank)
-    tools.ranks.together(lambda: clock_plan.check(tools.gpu))
-    return clock_plan

@@ -105,11 +105,14 @@ def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situatio
     if left <= 0:
         return Decision(len(frontier.plans) - 1)
     seconds = (policy.finish_by - situation.now).total_seconds()
-    allowed_s = seconds / left / situation.time_ratio
+    # One step in reserve: what an iteration takes more than the one before is only known afterwards.
+    allowed_s = seconds / (left + 1) / situation.time_ratio
     try:
-        return Decision(frontier.plans.index(frontier.lookup(allowed_s)))
+        return Decision(frontier.plans.index(frontier.lookup(max(allowed_s, 1e-9))))
     except DeadlineError:
         needed_s = left * frontier.plans[0].time_s * situation.time_ratio
+        if needed_s <= seconds:
+            return Decision(0)
         return Decision(
             0,
             f"the deadline {policy.finish_by.isoformat()} cannot be met: {left} steps take {needed_s:.0f} s at the "

@@ -304,11 +304,15 @@ def _measure_offline(tools: Tools, before: Before, tail: list[Row]) -> None:
         f"measuring up to {most} clocks, at most {longest_s:.0f} s; the energy counter moves every "
         f"{period_s * 1e3:.0f} ms"
     )
+    chosen = search.next_clocks()
+    if search.resumed:
+        tools.announce(f"{search.resumed} clocks were already measured by an interrupted run of this job")
     with tqdm(total=most, desc="perseus: profiling clocks", unit="clock", disable=not tools.ranks.is_first) as bar:
-        while chosen := search.next_clocks():
+        while chosen:
             for clock_mhz in chosen:
                 search.add(_rows_or_error(profiler, clock_mhz))
                 bar.update()
+            chosen = search.next_clocks()
     search.add(tail)
     tools.ranks.from_first(lambda: _save(tools, search, before))
 

@@ -46,6 +46,19 @@ class Place:
         return max(1, len(self.stage_peers))
 
 
+class Pending:
+    """Numbers of all ranks on their way."""
+
+    def __init__(self, work: Any, received: list[torch.Tensor]) -> None:
+        self._work = work
+        self._received = received
+
+    def result(self) -> torch.Tensor:
+        """Wait for them; shape (ranks, values)."""
+        self._work.wait()
+        return torch.stack(self._received)
+
+
 class Ranks:
     """Collectives among all ranks of the job; every rank must make it at the same time."""
 
@@ -120,6 +133,12 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier(group=self._group)
+
+    def start_all_gather(self, values: list[float]) -> Pending:
+        """Begin to tell every rank's numbers to all, while training goes on."""
+        ours = torch.tensor(values, dtype=torch.float64)
+        received = [torch.empty_like(ours) for _ in range(self.world_size)]
+        return Pending(dist.all_gather(received, ours, group=self._group, async_op=True), received)
 
     def all_gather_numbers(self, values: list[float]) -> torch.Tensor:
         """Return every rank's numbers, shape (ranks, values)."""

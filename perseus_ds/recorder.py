@@ -69,6 +69,7 @@ class Recorder:
         self._monitor = monitor
         self._steps_per_print = steps_per_print
         self._file_works = True
+        self._pipelines = ranks.all_gather(ranks.place.data_parallel_rank)
 
     def event(self, name: str, **details: Any) -> None:
         """Record that something happened; on rank 0 only."""
@@ -89,6 +90,7 @@ class Recorder:
                     "plan": iteration.plan,
                     "time_s": round(time_s, 6),
                     "energy_j": round(energy_j, 3),
+                    "energy_by_pipeline_j": self._by_pipeline(by_rank[:, 1]),
                     "power_w": round(energy_j / time_s, 3),
                     "predicted_time_s": iteration.predicted_time_s,
                     "predicted_energy_j": iteration.predicted_energy_j,
@@ -99,6 +101,12 @@ class Recorder:
             )
             self._tell_monitor(iteration, time_s, energy_j)
             self._print(iteration, time_s, energy_j)
+
+    def _by_pipeline(self, energies_j: torch.Tensor) -> list[float]:
+        sums = [0.0] * (max(self._pipelines) + 1)
+        for pipeline, energy_j in zip(self._pipelines, energies_j.tolist(), strict=True):
+            sums[pipeline] += energy_j
+        return [round(energy_j, 3) for energy_j in sums]
 
     def _tell_monitor(self, iteration: Iteration, time_s: float, energy_j: float) -> None:
         if self._monitor is None or not getattr(self._monitor, "enabled", True):

@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from perseus_ds.automatic import first_phase
 from perseus_ds.clock_plan import ClockPlan
 from perseus_ds.clocks import ClockController, ExitGuard, Moment
 from perseus_ds.config import PerseusConfig
+from perseus_ds.control import ControlServer
 from perseus_ds.errors import GpuError, PlanError
 from perseus_ds.execution import Execution
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.guardian import Guardian
 from perseus_ds.instruction import Instruction, Kind
+from perseus_ds.orders import Orders
 from perseus_ds.phases import Job, Observe, Phase, Seen, Tools
 from perseus_ds.plan import FrequencyPlan
 from perseus_ds.profiler.offline import Repeatable
@@ -27,6 +30,7 @@ from perseus_ds.recorder import Iteration, Recorder
 from perseus_ds.schedule import Compute, Operation
 
 logger = logging.getLogger("perseus_ds")
+_DRIVER_HANGS_S = 3.0
 
 
 class PerseusRuntime:
@@ -82,6 +86,7 @@ class PerseusRuntime:
             monitor=job.monitor,
             steps_per_print=job.steps_per_print,
         )
+        self._orders = Orders(config.policy, job.info.data_parallel or 1)
         tools = Tools(
             config=config,
             job=job,
@@ -90,6 +95,7 @@ class PerseusRuntime:
             clocks=self._clocks,
             execution=execution,
             recorder=self._recorder,
+            orders=self._orders,
             fail=self._fail,
             work=work,
             isolated=isolated,
@@ -97,6 +103,7 @@ class PerseusRuntime:
         self._phase: Phase = first_phase(tools)
         self._recorder.event("start", mode=config.mode, gpu=gpu.name)
         self._guardian = self._start_guardian()
+        self._control = self._listen()
         self._guard = ExitGuard(self.close)
 
     @property
@@ -129,6 +136,8 @@ class PerseusRuntime:
         changes = self._clocks.changes
         if self._guardian is not None and not self._guardian.alive:
             self._fail(GpuError("the guardian, which restores the clocks if the job is killed, is gone"))
+        if self._clocks.waiting_s > _DRIVER_HANGS_S:
+            self._fail(GpuError(f"the driver has not answered for {self._clocks.waiting_s:.0f} s"))
         self._clock_plan = ClockPlan.none() if self._failed else self._phase.clock_plan
         self._clocks.request(self._clock_plan.first)
         energy_j = self._energy_j()
@@ -142,6 +151,7 @@ class PerseusRuntime:
             self._in_iteration = False
         time_s = time.perf_counter() - start_s
         self._iterations += 1
+        self._orders.steps += 1
         energy_j = self._energy_j() - energy_j
         self._record(samples, time_s, energy_j, self._clocks.changes - changes)
         self._phase = self._phase.after(Seen(self._execution.spans, start_s, time_s, energy_j, self._failed))
@@ -182,10 +192,35 @@ class PerseusRuntime:
             self._fail(PlanError("the number of micro-batches changed, so no plan fits any more"))
         self._phase = Observe()
 
+    def set_straggler(self, pipeline: int, slowdown: float, after_iterations: int = 0) -> None:
+        """Expect a data-parallel pipeline to take longer; the others then run no faster than is of use.
+
+        What counts is what rank 0 is told.
+
+        Args:
+            pipeline: Which, 0 first.
+            slowdown: How many times as long it takes; 1 when it has recovered.
+            after_iterations: From when on.
+
+        Raises:
+            ValueError: There is no such pipeline, or the slowdown is below 1.
+        """
+        self._orders.set_straggler(pipeline, slowdown, after_iterations)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of Perseus: policy, stragglers told of, steps done."""
+        return self._orders.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what a checkpoint kept; the policy of the config counts if it was changed since."""
+        self._orders.restore(state)
+
     def close(self) -> None:
         """Restore the default clock and stop; harmless when called again."""
         self._guard.release()
         self._clocks.close()
+        if self._control is not None:
+            self._control.close()
         if self._guardian is not None:
             self._guardian.close()
 
@@ -194,6 +229,17 @@ class PerseusRuntime:
         if self.config.mode == "observe" or self._gpu.address is None:
             return None
         return Guardian.start([self._gpu.address])
+
+    def _listen(self) -> ControlServer | None:
+        """Take orders from outside, on rank 0; a job that runs no plans needs none."""
+        if self.config.mode not in ("auto", "run") or not self._ranks.is_first:
+            return None
+        try:
+            return ControlServer(Path(self.config.output_dir), self._orders.carry_out)
+        except OSError as error:
+            logger.warning("perseus: `perseus-ds control` will not reach this job: %s.", error)
+            self._recorder.event("control", error=str(error))
+            return None
 
     def _request(self, clock_mhz: int | None, after: Moment | None = None) -> None:
         if clock_mhz is not None and not self._failed:
@@ -209,6 +255,14 @@ class PerseusRuntime:
     def _record(self, samples: int, time_s: float, energy_j: float, clock_changes: int) -> None:
         plan = self._clock_plan.plan
         place = self._ranks.place
+        self._orders.snapshot = {
+            "step": self._orders.steps,
+            "phase": self._phase.name,
+            "plan": self._clock_plan.number,
+            "time_s": round(time_s, 4),
+            "failed": self._failed,
+            "simulated": self._gpu.simulated,
+        }
         self._recorder.add(
             Iteration(
                 number=self._iterations,

@@ -13,11 +13,14 @@ def test_enabled_alone_is_a_complete_block():
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"max_slowdwn": 0.1}, "perseus.max_slowdwn: unknown key; did you mean 'max_slowdown'?"),
+        ({"polcy": {}}, "perseus.polcy: unknown key; did you mean 'policy'?"),
         ({"profile": {"clock_strid": 2}}, "perseus.profile.clock_strid: unknown key; did you mean 'clock_stride'?"),
         ({"zzz": 1}, "known keys are enabled, mode"),
         ({"enabled": "yes"}, "perseus.enabled: expected a valid boolean, got 'yes'"),
-        ({"max_slowdown": -0.1}, "perseus.max_slowdown: expected greater than or equal to 0, got -0.1"),
+        ({"policy": {"name": "slowdown", "max_slowdown": -0.1}}, "max_slowdown: expected greater than or equal to 0"),
+        ({"policy": {"name": "slowdown", "max_slow": 0}}, "max_slow: unknown key; did you mean 'max_slowdown'?"),
+        ({"policy": {"name": "fast"}}, "expected tags: 'slowdown', 'deadline', 'power_cap', 'energy_optimal'"),
+        ({"policy": {"name": "deadline", "finish_by": "2026-11-22T08:00:00", "total_steps": 9}}, "timezone"),
         ({"mode": "train"}, "perseus.mode: expected 'auto', 'observe', 'profile' or 'run', got 'train'"),
         ({"mode": "run"}, '"mode": "run" needs "frontier"'),
         ({"mode": "run", "frontier": "/nowhere/frontier.json"}, "/nowhere/frontier.json does not exist"),

@@ -20,7 +20,7 @@ from perseus_ds.stage_profile import StageProfile
 logger = logging.getLogger("perseus_ds")
 
 # While training goes on, every clock costs an iteration that is slower.
-_ONLINE_BUDGET = 10
+_ONLINE_BUDGET = 8
 
 
 def clocks_to_choose_from(gpu: Gpu, config: ProfileConfig) -> list[int]:

@@ -9,8 +9,11 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import shutil
 import socket
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
@@ -26,8 +29,13 @@ def run_ranks(folder: Path, ranks: int, environment: dict[str, str], timeout_s: 
     Returns:
         The first exit code that is not 0, else 0, and what the ranks printed.
     """
-    log = folder / "output.log"
-    log.touch()
+    # Not a file: a job may be out of disk space.
+    log = Path(tempfile.mkdtemp()) / "output"
+    os.mkfifo(log)
+    reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(log, os.O_WRONLY)
+    output: list[bytes] = []
+    thread = threading.Thread(target=_read_all, args=(reader, output))
     job = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
     processes = [
         _CONTEXT.Process(target=_rank, args=(folder, log, {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
@@ -36,6 +44,8 @@ def run_ranks(folder: Path, ranks: int, environment: dict[str, str], timeout_s: 
     with _environment(environment):  # what libraries read while they are imported
         for process in processes:
             process.start()
+    os.set_blocking(reader, True)
+    thread.start()
     deadline_s = time.monotonic() + timeout_s
     while (alive := [p for p in processes if p.exitcode is None]) and not any(p.exitcode for p in processes):
         if not wait([p.sentinel for p in alive], timeout=max(0.0, deadline_s - time.monotonic())):
@@ -47,13 +57,24 @@ def run_ranks(folder: Path, ranks: int, environment: dict[str, str], timeout_s: 
     for process in processes:
         process.join(10)
         process.kill()
-    return returncode, log.read_text()
+    os.close(writer)
+    thread.join()
+    os.close(reader)
+    shutil.rmtree(log.parent)
+    text = b"".join(output).decode(errors="replace")
+    (folder / "output.log").write_text(text)
+    return returncode, text
+
+
+def _read_all(descriptor: int, output: list[bytes]) -> None:
+    while part := os.read(descriptor, 65536):
+        output.append(part)
 
 
 def _rank(folder: Path, log: Path, environment: dict[str, str]) -> None:
     import pipeline_job
 
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(log, os.O_WRONLY)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.environ.update(environment)

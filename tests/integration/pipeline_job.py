@@ -7,10 +7,13 @@ a hash of its weights, what Perseus says of itself.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
+import resource
 import signal
 import sys
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import deepspeed
@@ -38,17 +41,26 @@ class Block(nn.Module):
         return self.dropout(self.norm(hidden))
 
 
-def batches(seed: int):
+def batches(seed: int, nan_at: int | None = None):
     generator = torch.Generator().manual_seed(seed)
-    while True:
+    for number in itertools.count():
         data = torch.randn(8, WIDTH, generator=generator)
+        if number == nan_at:
+            data[0, 0] = float("nan")
         yield data, data.roll(1, dims=1)
 
 
 def pipeline_module(job: dict) -> PipelineModule:
     layers = [LayerSpec(Block, repeat) for repeat in job["work"]]
     loss = nn.MSELoss()
-    common = {"layers": layers, "num_stages": job["stages"], "loss_fn": loss, "partition_method": "uniform"}
+    checkpointing = {"activation_checkpoint_interval": job.get("checkpoint_every", 0)}
+    common = {
+        **checkpointing,
+        "layers": layers,
+        "num_stages": job["stages"],
+        "loss_fn": loss,
+        "partition_method": "uniform",
+    }
     if job.get("dualpipev"):
         from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
@@ -63,6 +75,8 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     torch.manual_seed(11)
     module = pipeline_module(job)
+    for layer in module.forward_funcs[: max(0, job.get("frozen_layers", 0) - module._local_start)]:
+        layer.requires_grad_(False)
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": job["micro_batches"],
@@ -72,18 +86,42 @@ def main() -> None:
     }
     if job.get("perseus") is not None:
         config["perseus"] = job["perseus"]
+    if "finish_in_s" in job:
+        finish_by = datetime.now(timezone.utc) + timedelta(seconds=job["finish_in_s"])
+        config["perseus"]["policy"] = {
+            "name": "deadline",
+            "finish_by": finish_by.isoformat(),
+            "total_steps": job["steps"],
+        }
     engine, *_ = perseus_ds.initialize(
-        model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
+        # An optimizer wants parameters, be they frozen.
+        model=module,
+        model_parameters=list(module.parameters()),
+        config=config,
     )
     rank = torch.distributed.get_rank()
-    data = batches(100 + engine.grid.get_data_parallel_id())
+    nan_at = job["nan_step"] * job["micro_batches"] if "nan_step" in job else None
+    data = batches(100 + engine.grid.get_data_parallel_id(), nan_at)
+    if "file_limit_bytes" in job:  # writing more fails as on a full disk
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit_bytes"], resource.RLIM_INFINITY))
     losses = []
-    for step in range(job["steps"]):
+    first = resume(engine, module, data, job) if "resume_from" in job else 0
+    seeded = "save_after" in job or "resume_from" in job
+    slow = SlowPipeline(engine, job["slow_pipeline"]) if "slow_pipeline" in job else None
+    for step in range(first, first + job["steps"]):
+        if seeded:
+            torch.manual_seed(step)
+        if slow:
+            slow.before(step)
         losses.append(float(engine.train_batch(data)))
+        if step == job.get("save_after"):
+            engine.save_checkpoint(str(folder / "checkpoint"))
         if step == job.get("evaluate_after"):
             losses.append(float(engine.eval_batch(batches(3))))
         if step == job.get("end_after"):
             end(job["end_by"], rank)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     weights = hashlib.sha256()
     for _, value in sorted(module.state_dict().items()):
         weights.update(value.numpy().tobytes())
@@ -93,11 +131,36 @@ def main() -> None:
         "losses": losses,
         "weights": weights.hexdigest(),
         "random": torch.rand(1).item(),
+        "finish_by": finish_by.timestamp() if "finish_in_s" in job else None,
         "plan": getattr(getattr(engine, "perseus", None), "plan", None) is not None,
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def resume(engine, module, data, job: dict) -> int:
+    """Load a checkpoint and take up data and seeds where it was saved; return the next step."""
+    engine.load_checkpoint(job["resume_from"])
+    module.micro_offset = engine.global_steps * job["micro_batches"]  # which seeds the layers, and DeepSpeed forgets
+    for _ in range(engine.global_steps * job["micro_batches"]):
+        next(data)
+    return engine.global_steps
+
+
+class SlowPipeline:
+    """Makes all instructions of one pipeline take longer for a while, as a throttled node would."""
+
+    def __init__(self, engine, job: dict) -> None:
+        self.job = job
+        self.execution = engine.perseus._execution
+        self.affected = engine.grid.get_data_parallel_id() == job["pipeline"]
+
+    def before(self, step: int) -> None:
+        if self.affected and step == self.job["first"]:
+            self.execution.calibrate(self.execution._seconds_per_flop * self.job["factor"])
+        if self.affected and step == self.job["last"]:
+            self.execution.calibrate(self.execution._seconds_per_flop / self.job["factor"])
 
 
 def end(how: str, rank: int) -> None:

@@ -83,7 +83,12 @@ def rest_foreseen(tmp_path):
     plan = frontier.within(0.04)
     assert len({clock for clocks in plan.clocks_mhz for clock in clocks}) > 2
     frontier.save(tmp_path / "frontier")
-    block = {**block, "mode": "run", "frontier": str(tmp_path / "frontier"), "max_slowdown": 0.04}
+    block = {
+        **block,
+        "mode": "run",
+        "frontier": str(tmp_path / "frontier"),
+        "policy": {"name": "slowdown", "max_slowdown": 0.04},
+    }
     records = run(tmp_path / "run", perseus=block, steps=16, **job).records()
     time_s = statistics.median(r["time_s"] for r in records if r.get("phase") == "run")
 

@@ -45,7 +45,7 @@ def test_two_pipelines_of_two_stages_are_profiled_as_one_and_then_run_under_one_
 
     out = tmp_path / "frontier"
     assert main(["optimize", f"profile={tmp_path}/profile/perseus/profile.csv", f"out={out}"]) == 0
-    block = {"mode": "run", "frontier": str(out), "max_slowdown": 0.1}
+    block = {"mode": "run", "frontier": str(out), "policy": {"name": "slowdown", "max_slowdown": 0.1}}
     running = run(tmp_path / "run", perseus=block, steps=8, **job)
     assert all(rank["plan"] for rank in running.ranks)
     records = [r for r in running.records() if r.get("phase") == "run"]

@@ -1,0 +1,96 @@
+"""What users want of a running job: policy, stragglers told of, pause. Rank 0's count; they outlive checkpoints."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from perseus_ds.control import Pause, Resume, SetPolicy, SetStraggler, Status
+from perseus_ds.policy import PolicyConfig
+from perseus_ds.stragglers import Straggler
+
+_POLICY: TypeAdapter[PolicyConfig] = TypeAdapter(PolicyConfig)
+
+
+class Orders:
+    """Read at iteration boundaries, changed at any time by any thread.
+
+    Attributes:
+        policy: Which plan to run.
+        paused: Whether to run at default clocks.
+        steps: Steps done, those before a checkpoint included.
+    """
+
+    def __init__(self, policy: PolicyConfig, pipelines: int) -> None:
+        self.policy = policy
+        self._configured = policy
+        self.paused = False
+        self.steps = 0
+        self._pipelines = pipelines
+        self._lock = threading.Lock()
+        self._told: dict[int, tuple[int, float]] = {}
+        self.snapshot: dict[str, Any] = {}
+
+    def straggler(self) -> Straggler | None:
+        """Return the slowest of the stragglers told of, if one is due."""
+        with self._lock:
+            due = [Straggler(p, slowdown) for p, (step, slowdown) in self._told.items() if self.steps >= step]
+        return max(due, key=lambda straggler: straggler.slowdown, default=None)
+
+    def set_straggler(self, pipeline: int, slowdown: float, after_iterations: int = 0) -> None:
+        """Be told of a straggler.
+
+        Raises:
+            ValueError: There is no such pipeline, or the slowdown is below 1.
+        """
+        if not 0 <= pipeline < self._pipelines:
+            raise ValueError(
+                f"pipeline: there is no pipeline {pipeline}; they are numbered 0 to {self._pipelines - 1}."
+            )
+        if not slowdown >= 1:
+            raise ValueError(f"slowdown: expected at least 1 (1 ends it), got {slowdown}.")
+        with self._lock:
+            if slowdown == 1:
+                self._told.pop(pipeline, None)
+            else:
+                self._told[pipeline] = (self.steps + after_iterations, slowdown)
+
+    def carry_out(self, order: Status | SetPolicy | SetStraggler | Pause | Resume) -> dict[str, Any]:
+        """Do what was asked from outside; return what to answer.
+
+        Raises:
+            ValueError: It cannot be done; nothing has changed.
+        """
+        if isinstance(order, Status):
+            return {"status": {**self.snapshot, "paused": self.paused, "policy": self.policy.model_dump(mode="json")}}
+        if isinstance(order, SetPolicy):
+            self.policy = order.policy
+            return {"done": f"policy {order.policy.name} from the next iterations on"}
+        if isinstance(order, SetStraggler):
+            self.set_straggler(order.pipeline, order.slowdown, order.after_iterations)
+            return {"done": f"pipeline {order.pipeline} is expected to take {order.slowdown:g} times as long"}
+        self.paused = isinstance(order, Pause)
+        return {"done": "default clocks" if self.paused else "plans again"}
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, as plain values."""
+        with self._lock:
+            told = {str(p): [step, slowdown] for p, (step, slowdown) in self._told.items()}
+        return {
+            "policy": self.policy.model_dump(mode="json"),
+            "configured": self._configured.model_dump(mode="json"),
+            "paused": self.paused,
+            "steps": self.steps,
+            "told": told,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what a checkpoint kept; a policy that the config has changed since is the config's."""
+        policy = _POLICY.validate_python(state["policy"])
+        with self._lock:
+            if _POLICY.validate_python(state["configured"]) == self._configured:
+                self.policy = policy
+            self.paused, self.steps = bool(state["paused"]), int(state["steps"])
+            self._told = {int(p): (int(step), float(s)) for p, (step, s) in state["told"].items()}
