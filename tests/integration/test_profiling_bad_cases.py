@@ -36,7 +36,7 @@ def test_one_micro_batch(tmp_path):
 
 
 def test_a_frozen_first_stage_with_activation_checkpointing(tmp_path):
-    without, perseus = both(tmp_path, "auto", frozen_layers=2, checkpoint_every=1)
+    without, perseus = both(tmp_path, "auto", frozen_layers=2, checkpoint_every=1, deepspeed={"gradient_clipping": 0.0})
     assert_same_training(without, perseus)
     StageProfile.load(tmp_path / "auto" / "perseus")
 
