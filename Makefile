@@ -3,13 +3,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-extended lint clean
 
 demo: $(READY)  ## Profile, optimise and train GPT-3 (tiny) on four pipeline stages with simulated GPUs.
 	$(BIN)/python examples/gpt3/demo.py
 
 test: $(READY)  ## Unit tests, and integration tests that launch real DeepSpeed ranks.
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not extended"
+
+test-extended: $(READY)  ## Faults, odd jobs and slow networks: more of the latter.
+	$(BIN)/pytest -m extended
 
 lint: $(READY)  ## Style and types.
 	$(BIN)/ruff check .

@@ -5,9 +5,12 @@ Importing this package is cheap; DeepSpeed and PyTorch are imported when they ar
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["initialize"]
+if TYPE_CHECKING:
+    from perseus_ds.runtime import PerseusRuntime
+
+__all__ = ["PerseusRuntime", "initialize"]
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -22,3 +25,11 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     from perseus_ds.engine import initialize as initialize_engine
 
     return initialize_engine(*args, **kwargs)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PerseusRuntime":
+        from perseus_ds.runtime import PerseusRuntime
+
+        return PerseusRuntime
+    raise AttributeError(f"module 'perseus_ds' has no attribute {name!r}")

@@ -20,12 +20,9 @@ from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from perseus_ds.config import PerseusConfig, parse_block
+from perseus_ds.devices import execution_on, open_gpu
 from perseus_ds.errors import ConfigError
-from perseus_ds.execution import CudaExecution, Execution, HostExecution, SimulatedExecution
 from perseus_ds.gpu.base import Gpu
-from perseus_ds.gpu.integrated import with_energy
-from perseus_ds.gpu.nvml import NvmlGpu
-from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.instruction import Kind
 from perseus_ds.phases import Job
 from perseus_ds.ranks import Place, Ranks
@@ -72,13 +69,13 @@ class _PerseusEngine:
         self._perseus_batched = any(c.__name__ == "CommitP2P" for c in self._INSTRUCTION_MAP)
         self._perseus_reader = self._new_reader()
         self._perseus_replay = Replay(engine, self._execute_again)
-        gpu = _open_gpu(config, engine)
+        gpu = open_gpu(config, engine.device, rank=engine.global_rank, local_rank=engine.local_rank)
         self.perseus = PerseusRuntime(
             config,
             _job(engine, config, gpu, self._perseus_schedule),
             ranks=Ranks(_place(engine.grid)),
             gpu=gpu,
-            execution=_execution(gpu, engine.device, config),
+            execution=execution_on(gpu, engine.device, config),
             work=self._perseus_replay,
             isolated=self._perseus_replay.isolated,
         )
@@ -206,49 +203,6 @@ def _perseus_block(arguments: Mapping[str, Any]) -> object | None:
     if isinstance(config, str | Path) and Path(config).is_file():
         config = hjson.loads(Path(config).read_text(encoding="utf-8"))
     return config.get("perseus") if isinstance(config, Mapping) else None
-
-
-def _open_gpu(config: PerseusConfig, engine: Any) -> Gpu:
-    return with_energy(_open_bare_gpu(config, engine))
-
-
-def _open_bare_gpu(config: PerseusConfig, engine: Any) -> Gpu:
-    if config.device == "zeus":
-        from perseus_ds.gpu.zeus import open_zeus_gpu
-
-        return open_zeus_gpu(*_cuda_device(engine))
-    if config.device == "nvml" or (config.device == "auto" and engine.device.type == "cuda"):
-        return NvmlGpu.for_cuda_device(*_cuda_device(engine))
-    if config.device == "auto" and engine.global_rank == 0:
-        logger.warning(
-            "perseus: no CUDA GPU, so GPUs are SIMULATED (%s): training is real, times and energies are not. "
-            'Set "device": "simulated" to hide this notice.',
-            config.simulated.gpu,
-        )
-    settings = config.simulated
-    return SimulatedGpu.named(
-        settings.gpu,
-        lock_latency_s=settings.lock_latency_s,
-        counter_period_s=settings.counter_period_s,
-        time_noise=settings.time_noise,
-        power_noise=settings.power_noise,
-        may_lock=settings.may_lock,
-        seed=engine.global_rank,
-    )
-
-
-def _cuda_device(engine: Any) -> tuple[int, str | None]:
-    """Return CUDA's index of this rank's GPU, and its UUID where CUDA tells it."""
-    if engine.device.type != "cuda":
-        return max(0, engine.local_rank), None
-    index = engine.device.index if engine.device.index is not None else torch.cuda.current_device()
-    return index, str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) or None
-
-
-def _execution(gpu: Gpu, device: torch.device, config: PerseusConfig) -> Execution:
-    if isinstance(gpu, SimulatedGpu):
-        return SimulatedExecution(gpu, transfer_s=config.simulated.transfer_s, tail_s=config.simulated.tail_s)
-    return CudaExecution() if device.type == "cuda" else HostExecution()
 
 
 def _place(grid: Any) -> Place:

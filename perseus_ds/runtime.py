@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from perseus_ds.automatic import first_phase
 from perseus_ds.clock_plan import ClockPlan
 from perseus_ds.clocks import ClockController, ExitGuard, Moment
-from perseus_ds.config import PerseusConfig
+from perseus_ds.config import PerseusConfig, parse_block
 from perseus_ds.control import ControlServer
-from perseus_ds.errors import GpuError, PlanError
+from perseus_ds.devices import execution_on, open_gpu
+from perseus_ds.errors import ConfigError, GpuError, PlanError
 from perseus_ds.execution import Execution
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.guardian import Guardian
@@ -24,10 +29,11 @@ from perseus_ds.instruction import Instruction, Kind
 from perseus_ds.orders import Orders
 from perseus_ds.phases import Job, Observe, Phase, Seen, Tools
 from perseus_ds.plan import FrequencyPlan
+from perseus_ds.profile_info import ProfileInfo
 from perseus_ds.profiler.offline import Repeatable
-from perseus_ds.ranks import Ranks
+from perseus_ds.ranks import Place, Ranks
 from perseus_ds.recorder import Iteration, Recorder
-from perseus_ds.schedule import Compute, Operation
+from perseus_ds.schedule import Compute, Operation, Schedule
 
 logger = logging.getLogger("perseus_ds")
 _DRIVER_HANGS_S = 3.0
@@ -74,6 +80,7 @@ class PerseusRuntime:
         # Ranks that have no tail to begin together must not be waited for.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
         self._tail_to_align = False
+        self._closed = False
         self._failed = False
         self._clock_plan = ClockPlan.none()
         if config.mode != "observe":
@@ -106,6 +113,60 @@ class PerseusRuntime:
         self._control = self._listen()
         self._guard = ExitGuard(self.close)
 
+    @classmethod
+    def for_loop(
+        cls,
+        block: Mapping[str, Any],
+        schedule: Schedule,
+        *,
+        pipeline: Sequence[int],
+        data_parallel_rank: int = 0,
+        data_parallel: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> PerseusRuntime:
+        """Make the runtime of a rank for a training loop of one's own, on ``torch.distributed``.
+
+        Surround each iteration with :meth:`iteration` and each forward and backward in it with
+        :meth:`instruction`; call :meth:`close` at the end. The modes ``observe``, ``run`` and ``auto``
+        work; ``profile`` needs an engine whose instructions it can repeat.
+
+        Args:
+            block: A ``perseus`` block.
+            schedule: What every rank of a pipeline does in one iteration, such as
+                ``read_schedule(schedule_class("1f1b"), ranks=4, micro_batches=8)``.
+            pipeline: Global ranks of this rank's pipeline, first stage first.
+            data_parallel_rank: Which pipeline.
+            data_parallel: Number of pipelines.
+            device: Where the rank's tensors live.
+
+        Raises:
+            ConfigError: The block is wrong, or its mode needs an engine.
+            PerseusError: On all ranks, what went wrong on one.
+        """
+        config = parse_block(block)
+        if config.mode == "profile":
+            raise ConfigError('perseus.mode: a loop of one\'s own cannot "profile"; "auto" profiles while it trains.')
+        rank, local_rank = dist.get_rank(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        device = torch.device(device)
+        gpu = open_gpu(config, device, rank=rank, local_rank=local_rank)
+        info = ProfileInfo(
+            simulated=gpu.simulated,
+            gpu=gpu.name,
+            driver=gpu.driver,
+            schedule=schedule.name,
+            stages=schedule.num_stages,
+            pipeline_ranks=len(pipeline),
+            data_parallel=data_parallel,
+            micro_batches=schedule.micro_batches,
+        )
+        return cls(
+            config,
+            Job(schedule, device, info),
+            ranks=Ranks(Place(rank, tuple(pipeline), data_parallel_rank, data_parallel)),
+            gpu=gpu,
+            execution=execution_on(gpu, device, config),
+        )
+
     @property
     def phase(self) -> str:
         """What Perseus is doing."""
@@ -133,7 +194,7 @@ class PerseusRuntime:
         Args:
             samples: Samples the job will have seen after it, the x-axis of DeepSpeed's monitor.
         """
-        changes = self._clocks.changes
+        changes, skips = self._clocks.changes, self._clocks.overtaken
         if self._guardian is not None and not self._guardian.alive:
             self._fail(GpuError("the guardian, which restores the clocks if the job is killed, is gone"))
         if self._clocks.waiting_s > _DRIVER_HANGS_S:
@@ -153,7 +214,8 @@ class PerseusRuntime:
         self._iterations += 1
         self._orders.steps += 1
         energy_j = self._energy_j() - energy_j
-        self._record(samples, time_s, energy_j, self._clocks.changes - changes)
+        counts = self._clocks.changes - changes, self._clocks.overtaken - skips
+        self._record(samples, time_s, energy_j, *counts)
         self._phase = self._phase.after(Seen(self._execution.spans, start_s, time_s, energy_j, self._failed))
 
     def operation(self, operation: Operation) -> AbstractContextManager[None]:
@@ -219,6 +281,9 @@ class PerseusRuntime:
         """Restore the default clock and stop; harmless when called again."""
         self._guard.release()
         self._clocks.close()
+        if not self._closed:
+            self._closed = True
+            self._recorder.summarise()
         if self._control is not None:
             self._control.close()
         if self._guardian is not None:
@@ -252,9 +317,10 @@ class PerseusRuntime:
             self._fail(error)
             return math.nan
 
-    def _record(self, samples: int, time_s: float, energy_j: float, clock_changes: int) -> None:
+    def _record(self, samples: int, time_s: float, energy_j: float, clock_changes: int, clock_skips: int) -> None:
         plan = self._clock_plan.plan
-        place = self._ranks.place
+        default = self._clock_plan.default
+        gpus = self._ranks.place.data_parallel * self._ranks.place.tensor_parallel
         self._orders.snapshot = {
             "step": self._orders.steps,
             "phase": self._phase.name,
@@ -271,10 +337,12 @@ class PerseusRuntime:
                 time_s=time_s,
                 energy_j=energy_j,
                 clock_changes=clock_changes,
+                clock_skips=clock_skips,
                 failed=self._failed,
                 plan=self._clock_plan.number,
                 predicted_time_s=plan.time_s if plan else None,
-                predicted_energy_j=plan.energy_j * place.data_parallel * place.tensor_parallel if plan else None,
+                predicted_energy_j=plan.energy_j * gpus if plan else None,
+                default_energy_j=default.energy_j * gpus if default else None,
             )
         )
 

@@ -39,6 +39,7 @@ def test_two_pipelines_of_two_stages_train_as_one_rank_does(tmp_path):
     assert len(set(alone)) == 5
 
 
+@pytest.mark.extended
 def test_an_untied_head_with_activation_checkpointing_trains_the_same(tmp_path):
     overrides = ("steps=3", "model.global_batch=8", "model.tie_head=false")
     plain = losses(TORCHRUN, 2, tmp_path, *overrides)

@@ -19,7 +19,10 @@ SIMULATED = {"longest_instruction_s": 0.06}
 PROFILE = {"min_clock_mhz": 900, "max_window_s": 0.5, "warm_up": 5}
 
 
-@pytest.mark.parametrize(("schedule", "ranks", "micro_batches"), [("1f1b", 4, 8), ("dualpipev", 2, 4)])
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "micro_batches"),
+    [("1f1b", 4, 8), pytest.param("dualpipev", 2, 4, marks=pytest.mark.extended)],
+)
 def test_a_mixed_plan_takes_as_long_and_uses_as_much_as_predicted(tmp_path, schedule, ranks, micro_batches):
     # On a machine that is busy with something else nothing takes as long as predicted: that deserves a second look.
     if not predicted_well(tmp_path / "first", schedule, ranks, micro_batches):
@@ -55,6 +58,7 @@ def predicted_well(tmp_path, schedule, ranks, micro_batches):
     return time_s == pytest.approx(plan.time_s, rel=0.02) and energy_j == pytest.approx(plan.energy_j, rel=0.03)
 
 
+@pytest.mark.extended
 def test_slow_links_and_a_heavy_tail_are_foreseen(tmp_path):
     # As above: a busy machine deserves a second look.
     if not rest_foreseen(tmp_path / "first"):

@@ -59,6 +59,13 @@ def test_two_pipelines_of_two_stages_are_profiled_as_one_and_then_run_under_one_
     assert sum(r["energy_j"] for r in records) / len(records) == pytest.approx(predicted, rel=0.15)
 
 
+def is_rank(process):
+    try:
+        return "pipeline_job.py" in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended meanwhile
+        return False
+
+
 def test_a_rank_killed_while_profiling_leaves_no_profile(tmp_path):
     slow = {**QUICK_PROFILE, "clock_stride": 1, "min_clock_mhz": 300, "max_window_s": 0.5}
     process = start(tmp_path / "job", 2, perseus={"mode": "profile", "profile": slow}, steps=4)
@@ -69,9 +76,7 @@ def test_a_rank_killed_while_profiling_leaves_no_profile(tmp_path):
         assert process.poll() is None
         time.sleep(0.1)
     time.sleep(1.0)  # the warm-up is over: both ranks are in the sweep
-    ranks = [
-        p for p in psutil.Process(process.pid).children(recursive=True) if "pipeline_job.py" in " ".join(p.cmdline())
-    ]
+    ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if is_rank(p)]
     max(ranks, key=lambda p: p.pid).send_signal(signal.SIGKILL)
     process.communicate(timeout=90)
     assert process.returncode != 0

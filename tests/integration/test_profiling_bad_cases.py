@@ -8,7 +8,7 @@ from job import run
 from perseus_ds.instruction import Kind
 from perseus_ds.stage_profile import StageProfile
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.extended]
 PROFILE = {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8, "max_window_s": 0.2}
 SIMULATED = {"longest_instruction_s": 0.02}
 JOB = {"ranks": 2, "work": [3] * 4, "steps": 26}

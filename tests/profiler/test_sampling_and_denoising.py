@@ -82,7 +82,7 @@ def test_noise_is_taken_out_of_rows(name, seed):
     ]
     raw = StageProfile(noisy, ProfileInfo(rows=quality))
     before, after = (np.sqrt((errors(p, true) ** 2).mean(axis=0)) for p in (raw, denoise(raw, clocks)))
-    assert (after < 0.5 * before).all()
+    assert (after < 0.7 * before).all()
 
 
 def test_an_outlier_does_not_bend_its_neighbours():

@@ -1,0 +1,220 @@
+"""What Perseus adds to training: per instruction on the training thread, and per iteration of DeepSpeed.
+
+    python benchmarks/overhead.py                  # beside Zeus's client where `zeus` is importable
+
+Clocks are set through the real NVML binding on the tests' stub driver, whose calls take 15 ms as real ones do. Zeus's
+client path is ``PipelineFrequencyOptimizer.on_instruction_begin`` with its ``FrequencyController`` process and queue,
+without the ``torch.cuda.synchronize()`` it does at every instruction: there is no GPU here to wait for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MICRO_BATCHES, ITERATIONS = 64, 60
+CLOCKS_MHZ = (1410, 1200)
+LATENCY_S = 0.015
+
+
+def main() -> None:
+    """Measure each way in processes of its own and print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--child", choices=sorted(CHILDREN), help=argparse.SUPPRESS)
+    parser.add_argument("--repeat", type=int, default=3)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(CHILDREN[arguments.child]()))
+        return
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from stub_nvml.controller import StubNvml, build  # type: ignore[import-not-found]
+
+    with tempfile.TemporaryDirectory() as folder:
+        stub = StubNvml(build(Path(folder)), Path(folder) / "state", 1)
+        stub.gpus[0].lock_latency_s = LATENCY_S
+        found: dict[str, list[float]] = {name: [] for name in CHILDREN}
+        for _ in range(arguments.repeat):
+            for name in CHILDREN:
+                if (value := run(name, Path(folder), stub.environment)) is not None:
+                    found[name].append(value)
+    per = {name: statistics.median(values) for name, values in found.items() if values}
+    print("Training thread, per instruction (begin and end, the clock changes every time):")
+    print(f"  perseus-ds  {per['perseus'] * 1e6:6.1f} µs")
+    if "zeus" in per:
+        print(f"  zeus        {per['zeus'] * 1e6:6.1f} µs, without its synchronize")
+        print(f"  ratio       {per['perseus'] / per['zeus']:6.2f}")
+    else:
+        print("  zeus        skipped: not installed (pip install zeus)")
+    print("Iteration of DeepSpeed's pipeline engine, one stage, clocks as planned:")
+    print(f"  plain       {per['plain'] * 1e3:6.2f} ms\n  perseus-ds  {per['engine'] * 1e3:6.2f} ms")
+    print(f"  ratio       {per['engine'] / per['plain']:.4f}")
+
+
+def run(name: str, folder: Path, environment: dict[str, str]) -> float | None:
+    """Run one way in a process of its own; None where it cannot run."""
+    command = [sys.executable, __file__, "--child", name]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        if name == "zeus" and "No module named 'zeus'" in done.stderr:
+            return None
+        raise SystemExit(done.stderr[-3000:])
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def perseus() -> float:
+    """Return seconds per instruction on the training thread."""
+    runtime, instructions = _runtime()
+
+    def iteration() -> None:
+        with runtime.iteration():
+            began_s = time.perf_counter()
+            for instruction in instructions:
+                with runtime.instruction(instruction):
+                    pass
+            times_s.append((time.perf_counter() - began_s) / len(instructions))
+
+    times_s: list[float] = []
+    _repeat(iteration)
+    runtime.close()
+    return statistics.median(times_s)
+
+
+def _runtime() -> tuple[Any, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from perseus_ds.config import parse_block
+    from perseus_ds.execution import HostExecution
+    from perseus_ds.gpu.nvml import NvmlGpu
+    from perseus_ds.phases import Job
+    from perseus_ds.profile_info import ProfileInfo
+    from perseus_ds.ranks import Place, Ranks
+    from perseus_ds.runtime import PerseusRuntime
+
+    dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+    schedule, frontier = _plan()
+    block = {"mode": "run", "device": "nvml", "frontier": frontier, "output_dir": tempfile.mkdtemp()}
+    runtime = PerseusRuntime(
+        parse_block(block),
+        Job(schedule, torch.device("cpu"), ProfileInfo()),
+        ranks=Ranks(Place(0, (0,))),
+        gpu=NvmlGpu(0),
+        execution=HostExecution(),
+    )
+    return runtime, schedule.instructions[0][:-1]
+
+
+def _plan() -> tuple[Any, str]:
+    from perseus_ds.frontier import Frontier, Provenance
+    from perseus_ds.instruction import Kind
+    from perseus_ds.plan import FrequencyPlan
+    from perseus_ds.schedule import read_schedule, schedule_class
+
+    schedule = read_schedule(schedule_class("1f1b"), ranks=1, micro_batches=MICRO_BATCHES)
+    stream = tuple(i for i in schedule.instructions[0] if i.kind is not Kind.TAIL)
+    clocks = tuple(CLOCKS_MHZ[position % 2] for position in range(len(stream)))
+    plan = FrequencyPlan((stream,), (clocks,), 1.0, 100.0)
+    provenance = Provenance(schedule="1f1b", micro_batches=MICRO_BATCHES, stages=1, blocking_power_w=80, solver="none")
+    return schedule, str(Frontier((plan,), 1.0, plan, provenance).save(tempfile.mkdtemp()))
+
+
+def zeus() -> float:
+    """Return seconds per instruction of Zeus's client path, without its synchronisation."""
+    from zeus.optimizer.pipeline_frequency import optimizer as module
+    from zeus.optimizer.pipeline_frequency.frequency_controller import FrequencyController
+
+    module.sync_execution = lambda *arguments, **keywords: None
+    client = module.PipelineFrequencyOptimizer.__new__(module.PipelineFrequencyOptimizer)
+    names = ["forward", "backward"] * MICRO_BATCHES
+    client.device_id = 0
+    client.freq_schedule = [(name, CLOCKS_MHZ[position % 2]) for position, name in enumerate(names)]
+    client.freq_schedule_iter = iter(client.freq_schedule)
+    client.frequency_controller = FrequencyController(0)
+    times_s: list[float] = []
+
+    def iteration() -> None:
+        client.on_step_begin()
+        began_s = time.perf_counter()
+        for name in names:
+            client.on_instruction_begin(name)
+            client.on_instruction_end(name)
+        times_s.append((time.perf_counter() - began_s) / len(names))
+        client.on_step_end()
+
+    _repeat(iteration)
+    client.frequency_controller._proc.kill()  # its queue holds minutes of clocks
+    client.frequency_controller._q.cancel_join_thread()
+    return statistics.median(times_s)
+
+
+def _repeat(iteration: Callable[[], None]) -> None:
+    for _ in range(ITERATIONS):
+        iteration()
+        time.sleep(0.02)
+
+
+def plain() -> float:
+    """Return seconds per iteration of DeepSpeed alone."""
+    return _train(None)
+
+
+def engine() -> float:
+    """Return seconds per iteration of DeepSpeed with Perseus."""
+    _, frontier = _plan()
+    return _train({"mode": "run", "device": "nvml", "frontier": frontier, "output_dir": tempfile.mkdtemp()})
+
+
+def _train(block: dict[str, Any] | None) -> float:
+    import deepspeed
+    import torch
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    import perseus_ds
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    layers = [LayerSpec(torch.nn.Linear, 384, 384) for _ in range(4)]
+    module = PipelineModule(layers=layers, num_stages=1, loss_fn=torch.nn.MSELoss())
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 64,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}},
+    }
+    if block is not None:
+        config["perseus"] = block
+    built, *_ = perseus_ds.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    data = iter(lambda: (torch.zeros(64, 384), torch.zeros(64, 384)), None)
+    times_s = []
+    for _ in range(ITERATIONS):
+        began_s = time.perf_counter()
+        built.train_batch(data)
+        times_s.append(time.perf_counter() - began_s)
+    built.destroy()
+    return statistics.median(times_s[5:])
+
+
+CHILDREN: dict[str, Callable[[], float]] = {"perseus": perseus, "zeus": zeus, "plain": plain, "engine": engine}
+
+
+if __name__ == "__main__":
+    main()
