@@ -17,7 +17,6 @@ from perseus_ds.profiling import WarmUp, profile_offline, profile_online
 from perseus_ds.running import ClockTimes, Running, load_frontier
 from perseus_ds.stage_profile import StageProfile
 
-
 # A clock follows some 15 ms late; what runs meanwhile runs at the wrong one.
 _SWITCH_COST_J = 0.5
 
