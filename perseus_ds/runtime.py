@@ -29,6 +29,7 @@ from perseus_ds.instruction import Instruction, Kind
 from perseus_ds.orders import Orders
 from perseus_ds.phases import Job, Observe, Phase, Seen, Tools
 from perseus_ds.plan import FrequencyPlan
+from perseus_ds.policy import PolicyConfig
 from perseus_ds.profile_info import ProfileInfo
 from perseus_ds.profiler.offline import Repeatable
 from perseus_ds.ranks import Place, Ranks
@@ -253,6 +254,10 @@ class PerseusRuntime:
         if not isinstance(self._phase, Observe):
             self._fail(PlanError("the number of micro-batches changed, so no plan fits any more"))
         self._phase = Observe()
+
+    def set_policy(self, policy: PolicyConfig) -> None:
+        """Run under another policy from the next iterations on; what counts is what rank 0 is told."""
+        self._orders.policy = policy
 
     def set_straggler(self, pipeline: int, slowdown: float, after_iterations: int = 0) -> None:
         """Expect a data-parallel pipeline to take longer; the others then run no faster than is of use.

@@ -22,6 +22,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import perseus_ds
+from perseus_ds.policy import DeadlinePolicy
 
 WIDTH = 16
 
@@ -86,13 +87,6 @@ def main() -> None:
     }
     if job.get("perseus") is not None:
         config["perseus"] = job["perseus"]
-    if "finish_in_s" in job:
-        finish_by = datetime.now(timezone.utc) + timedelta(seconds=job["finish_in_s"])
-        config["perseus"]["policy"] = {
-            "name": "deadline",
-            "finish_by": finish_by.isoformat(),
-            "total_steps": job["steps"],
-        }
     engine, *_ = perseus_ds.initialize(
         # An optimizer wants parameters, be they frozen.
         model=module,
@@ -107,6 +101,10 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit_bytes"], resource.RLIM_INFINITY))
     losses = []
     first = resume(engine, module, data, job) if "resume_from" in job else 0
+    finish_by = None
+    if "finish_in_s" in job:
+        finish_by = datetime.now(timezone.utc) + timedelta(seconds=job["finish_in_s"])
+        engine.perseus.set_policy(DeadlinePolicy(name="deadline", finish_by=finish_by, total_steps=job["steps"]))
     seeded = "save_after" in job or "resume_from" in job
     slow = SlowPipeline(engine, job["slow_pipeline"]) if "slow_pipeline" in job else None
     for step in range(first, first + job["steps"]):
@@ -131,7 +129,7 @@ def main() -> None:
         "losses": losses,
         "weights": weights.hexdigest(),
         "random": torch.rand(1).item(),
-        "finish_by": finish_by.timestamp() if "finish_in_s" in job else None,
+        "finish_by": finish_by.timestamp() if finish_by else None,
         "plan": getattr(getattr(engine, "perseus", None), "plan", None) is not None,
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
