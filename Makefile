@@ -3,7 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-extended lint clean
+OLDEST_DEEPSPEED := 0.14.4
+
+.PHONY: demo test test-extended test-oldest lint clean
 
 demo: $(READY)  ## Profile, optimise and train GPT-3 (tiny) on four pipeline stages with simulated GPUs.
 	$(BIN)/python examples/gpt3/demo.py
@@ -14,13 +16,22 @@ test: $(READY)  ## Unit tests, and integration tests that launch real DeepSpeed 
 test-extended: $(READY)  ## Faults, odd jobs and slow networks: more of the latter.
 	$(BIN)/pytest -m extended
 
+test-oldest: .deepspeed-$(OLDEST_DEEPSPEED)/.ready  ## The oldest DeepSpeed that is supported, which has no DualPipeV.
+	PYTHONPATH=$(CURDIR)/.deepspeed-$(OLDEST_DEEPSPEED) $(BIN)/pytest -k "not dualpipev" tests/test_deepspeed_versions.py \
+		tests/integration/test_training_is_untouched.py
+
+.deepspeed-$(OLDEST_DEEPSPEED)/.ready: $(READY)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+		--upgrade --target $(@D) deepspeed==$(OLDEST_DEEPSPEED)
+	touch $@
+
 lint: $(READY)  ## Style and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .deepspeed-* runs
 
 # Made again when the pins or the package's metadata change; otherwise targets start at once.
 $(READY): requirements.lock pyproject.toml

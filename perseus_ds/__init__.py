@@ -21,7 +21,11 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
     Raises:
         ConfigError: The block is wrong, or the model is not a ``PipelineModule``.
+        VersionError: The installed DeepSpeed is not one that Perseus works with.
     """
+    from perseus_ds.versions import require_deepspeed
+
+    require_deepspeed()
     from perseus_ds.engine import initialize as initialize_engine
 
     return initialize_engine(*args, **kwargs)

@@ -15,8 +15,9 @@ from typing import Literal
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.measure import counter_period_s, lock_latency
 from perseus_ds.gpu.nvml import NvmlGpu
+from perseus_ds.versions import deepspeed_problem, deepspeed_remedy
 
-_PACKAGES = ("perseus-ds", "deepspeed", "torch", "nvidia-ml-py")
+_PACKAGES = ("perseus-ds", "torch", "nvidia-ml-py")
 _CAP_SYS_ADMIN = 21
 
 
@@ -41,7 +42,7 @@ class Finding:
 def examine_software() -> list[Finding]:
     """Look at Python's packages, CUDA as torch sees it, and zeusd."""
     python = Finding("ok", "Python", platform.python_version())
-    return [python, *map(_package, _PACKAGES), _torch_devices(), _zeusd()]
+    return [python, *map(_package, _PACKAGES), _deepspeed(), _torch_devices(), _zeusd()]
 
 
 def _package(name: str) -> Finding:
@@ -49,6 +50,13 @@ def _package(name: str) -> Finding:
         return Finding("ok", name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         return Finding("fail", name, "not installed", f"pip install {name}")
+
+
+def _deepspeed() -> Finding:
+    problem = deepspeed_problem()
+    if problem:
+        return Finding("fail", "deepspeed", problem, deepspeed_remedy())
+    return _package("deepspeed")
 
 
 def _torch_devices() -> Finding:

@@ -30,9 +30,11 @@ from perseus_ds.replay import Replay
 from perseus_ds.runtime import PerseusRuntime
 from perseus_ds.schedule import CommandReader, read_schedule
 from perseus_ds.stage_profile import ProfileInfo
+from perseus_ds.versions import require_hooks
 
 logger = logging.getLogger("perseus_ds")
 _CHECKPOINT_KEY = "perseus_ds"
+require_hooks(PipelineEngine)
 
 
 def _intercepted(instruction_map: Mapping[type, Callable[..., None]]) -> dict[type, Callable[..., None]]:
@@ -64,7 +66,7 @@ class _PerseusEngine:
         super().__init__(*args, **kwargs)
         engine: Any = self
         config = parse_block(engine._config._param_dict["perseus"])
-        self._perseus_schedule = type(engine._train_schedule())
+        self._perseus_schedule = _schedule_class(engine)
         self._perseus_micro_batches = engine.micro_batches
         self._perseus_batched = any(c.__name__ == "CommitP2P" for c in self._INSTRUCTION_MAP)
         self._perseus_reader = self._new_reader()
@@ -203,6 +205,12 @@ def _perseus_block(arguments: Mapping[str, Any]) -> object | None:
     if isinstance(config, str | Path) and Path(config).is_file():
         config = hjson.loads(Path(config).read_text(encoding="utf-8"))
     return config.get("perseus") if isinstance(config, Mapping) else None
+
+
+def _schedule_class(engine: Any) -> type:
+    """Return the schedule that the engine trains by; before 0.19.8 there was but one, and no method to ask."""
+    asked = getattr(engine, "_train_schedule", None)
+    return type(asked()) if asked else deepspeed_schedule.TrainSchedule
 
 
 def _place(grid: Any) -> Place:

@@ -35,3 +35,7 @@ class GpuError(PerseusError, RuntimeError):
 
 class GpuPermissionError(GpuError):
     """This process may not change the GPU's clocks."""
+
+
+class VersionError(PerseusError, ImportError):
+    """The installed DeepSpeed is not one that Perseus works with."""
