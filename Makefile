@@ -4,8 +4,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 OLDEST_DEEPSPEED := 0.14.4
+DOCS := .venv-docs
 
-.PHONY: demo test test-extended test-oldest lint clean
+.PHONY: demo test test-extended test-oldest lint docs clean
 
 demo: $(READY)  ## Profile, optimise and train GPT-3 (tiny) on four pipeline stages with simulated GPUs.
 	$(BIN)/python examples/gpt3/demo.py
@@ -30,8 +31,17 @@ lint: $(READY)  ## Style and types.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(READY) $(DOCS)/.ready  ## The documentation as a site in site/; a link or anchor that leads nowhere is an error.
+	$(BIN)/python docs/reference.py
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+
+$(DOCS)/.ready: requirements-docs.lock
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-docs.lock
+	touch $@
+
 clean:
-	rm -rf $(VENV) .deepspeed-* runs
+	rm -rf $(VENV) $(DOCS) .deepspeed-* runs site
 
 # Made again when the pins or the package's metadata change; otherwise targets start at once.
 $(READY): requirements.lock pyproject.toml

@@ -1,0 +1,33 @@
+"""A hook of MkDocs: turns formulas between dollar signs into MathML, which browsers draw without a script."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from latex2mathml.converter import convert
+
+# Code is matched too, so that dollar signs in it are left alone.
+_CODE_OR_FORMULA = re.compile(r"^```.*?^```|`[^`\n]*`|^\$\$\n(.*?)\n\$\$$|\$([^$\n]+)\$", re.MULTILINE | re.DOTALL)
+_PLACEHOLDER = re.compile(r"FORMULA([BI])([0-9a-f]+)END")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Hide the formulas of a page from Markdown, for which an underscore has a meaning of its own."""
+    return _CODE_OR_FORMULA.sub(_hidden, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Put the formulas into the page."""
+    return _PLACEHOLDER.sub(_drawn, html)
+
+
+def _hidden(match: re.Match[str]) -> str:
+    block, inline = match.groups()
+    formula = block or inline
+    return f"FORMULA{'B' if block else 'I'}{formula.encode().hex()}END" if formula else match[0]
+
+
+def _drawn(match: re.Match[str]) -> str:
+    kind, formula = match.groups()
+    return convert(bytes.fromhex(formula).decode(), display="block" if kind == "B" else "inline")

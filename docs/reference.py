@@ -1,0 +1,128 @@
+"""Writes the reference pages, configuration.md and commands.md, from the code itself: python docs/reference.py."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from perseus_ds.cli.arguments import defaults_text
+from perseus_ds.cli.main import COMMANDS
+from perseus_ds.config import PerseusConfig
+
+FOLDER = Path(__file__).parent
+NOTE = "<!-- Made by docs/reference.py (make docs) from the code: change it there. -->\n"
+
+
+def configuration() -> str:
+    """Return the page on the ``perseus`` block."""
+    lines = [
+        NOTE,
+        "# Configuration\n",
+        "The `perseus` block of the DeepSpeed config, a dictionary or JSON file. All keys may be left out. An unknown",
+        "key or a wrong value is an error that names the key, before training starts.\n",
+        '```json\n{"train_micro_batch_size_per_gpu": 8, "perseus": {"enabled": true}}\n```\n',
+        "## `perseus`\n",
+        *_table(PerseusConfig),
+    ]
+    for key, model in _blocks(PerseusConfig, "perseus"):
+        lines += [f"\n## `{key}`\n", f"{(model.__doc__ or '').strip()}\n", *_table(model)]
+    return "\n".join(lines) + "\n"
+
+
+def commands() -> str:
+    """Return the page on the commands and their arguments."""
+    lines = [
+        NOTE,
+        "# Commands\n",
+        "`perseus-ds COMMAND key=value …`; values are read as [Hydra](https://hydra.cc) reads them, so a list is",
+        "`[a,b]` and text with special characters is quoted twice. `???` must be given. Exit code 0 is success, 1 a",
+        "failure, 2 a wrong argument.",
+    ]
+    for command, (_, purpose) in COMMANDS.items():
+        lines += [f"\n## `perseus-ds {command}`\n", f"{_sentence(purpose[0].upper() + purpose[1:])}\n"]
+        lines += [f"```yaml\n{defaults_text(command).strip()}\n```"]
+    return "\n".join(lines) + "\n"
+
+
+def _blocks(model: type[BaseModel], key: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield every model within a model, with the key it is found at."""
+    for name, field in model.model_fields.items():
+        for inner in _models(field):
+            label = f"{key}.{name}"
+            chosen = inner.model_fields.get("name")
+            if chosen is not None:
+                label += f": {get_args(chosen.annotation)[0]}"
+            yield label, inner
+            yield from _blocks(inner, f"{key}.{name}")
+
+
+def _models(field: FieldInfo) -> list[type[BaseModel]]:
+    parts = get_args(field.annotation) if _is_union(field.annotation) else (field.annotation,)
+    return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+
+
+def _is_union(annotation: object) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType)
+
+
+def _table(model: type[BaseModel]) -> list[str]:
+    rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        inner = _models(field)
+        meaning = field.description or (inner[0].__doc__ or "" if inner else "")
+        cells = (f"`{name}`", _type(field), _default(field), _sentence(meaning.strip()))
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return rows
+
+
+def _type(field: FieldInfo) -> str:
+    if _models(field):
+        return "object, see below"
+    limits = [
+        f"{sign} {getattr(limit, name):g}"
+        for limit in field.metadata
+        for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
+        if getattr(limit, name, None) is not None
+    ]
+    return " ".join([_name(field.annotation), ", ".join(limits)]).strip()
+
+
+def _name(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value!r}`".replace("'", '"') for value in get_args(annotation))
+    if _is_union(annotation):
+        return " or ".join(_name(part) for part in get_args(annotation) if part is not type(None))
+    names = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text"}
+    return names.get(annotation, "time with a time zone")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "" if field.default_factory is None else "see below"
+    if field.default is None:
+        return ""
+    text = str(field.default).lower() if isinstance(field.default, bool) else repr(field.default).replace("'", '"')
+    return f"`{text}`"
+
+
+def _sentence(text: str) -> str:
+    return text if not text or text.endswith((".", "…")) else f"{text}."
+
+
+PAGES = {"configuration.md": configuration, "commands.md": commands}
+
+
+def main() -> None:
+    """Write the pages."""
+    for name, page in PAGES.items():
+        (FOLDER / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What documentation says is so: links lead somewhere, messages exist, generated pages are those of the code."""
+
+import ast
+import functools
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(page for folder in (".", "docs", "benchmarks", "examples/*") for page in ROOT.glob(f"{folder}/*.md"))
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{target} is not there"
+        assert not anchor or anchor in headings(file), f"{target} has no such heading"
+
+
+@functools.cache
+def literals() -> list[str]:
+    """All texts of the package, with … for what is filled in."""
+    found = []
+    for path in sorted((ROOT / "perseus_ds").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[sd]", "…", node.value))
+            elif isinstance(node, ast.BinOp) and isinstance(node.left, ast.JoinedStr | ast.Constant):
+                found.append(ast.unparse(node))
+    return found
+
+
+TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
+MESSAGES = re.findall(r"^### `(.*)`$|^- `(.*?)`:", TROUBLESHOOTING, re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", [heading or reason for heading, reason in MESSAGES])
+def test_messages_quoted_in_troubleshooting_are_in_the_code(message):
+    # What begins with … in the documentation may begin with more than one thing that is filled in.
+    quoted = message.removeprefix("…").removesuffix("…").strip(": ")
+    assert any(quoted in text for text in literals())
+
+
+def test_enough_messages_are_explained():
+    assert len(MESSAGES) > 30
+
+
+@pytest.mark.parametrize("name", ["configuration.md", "commands.md"])
+def test_reference_pages_are_those_of_the_code(name):
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    page = (ROOT / "docs" / name).read_text()
+    assert page == reference.PAGES[name](), 'run "python docs/reference.py"'
