@@ -11,6 +11,21 @@ from perseus_ds.plan import FrequencyPlan
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """What one iteration of the whole job takes, by the profile.
+
+    Attributes:
+        time_s: Iteration time [s].
+        energy_j: Energy of all GPUs [J].
+        default_energy_j: The same at default clocks [J].
+    """
+
+    time_s: float
+    energy_j: float
+    default_energy_j: float
+
+
+@dataclass(frozen=True)
 class ClockPlan:
     """One rank's share of a frequency plan, looked up by instruction.
 
@@ -20,7 +35,7 @@ class ClockPlan:
         first: Clock of the rank's first instruction [MHz].
         clock: Of each instruction [MHz].
         next_clock: Of the instruction after it, round to the next iteration's first [MHz].
-        default: What the iteration takes and uses at default clocks; None where it is not known.
+        forecast: What the job's iteration takes under it; None where it is not known.
     """
 
     plan: FrequencyPlan | None
@@ -28,7 +43,7 @@ class ClockPlan:
     first: int | None
     clock: dict[Instruction, int]
     next_clock: dict[Instruction, int]
-    default: FrequencyPlan | None = None
+    forecast: Forecast | None = None
 
     @classmethod
     def none(cls) -> ClockPlan:
@@ -42,7 +57,7 @@ class ClockPlan:
 
     @classmethod
     def of_rank(
-        cls, plan: FrequencyPlan, number: int, pipeline_rank: int, default: FrequencyPlan | None = None
+        cls, plan: FrequencyPlan, number: int, pipeline_rank: int, forecast: Forecast | None = None
     ) -> ClockPlan:
         """Return the share of one pipeline rank."""
         instructions, clocks = plan.instructions[pipeline_rank], plan.clocks_mhz[pipeline_rank]
@@ -53,7 +68,7 @@ class ClockPlan:
             clocks[0],
             dict(zip(instructions, clocks, strict=True)),
             dict(zip(instructions, following, strict=True)),
-            default,
+            forecast,
         )
 
     def check(self, gpu: Gpu) -> None:

@@ -97,17 +97,20 @@ class _PerseusEngine:
         with self.perseus.paused():
             return super().eval_batch(*args, **kwargs)  # type: ignore[misc]
 
-    def save_checkpoint(self, save_dir: Any, tag: Any = None, client_state: Any = None, **kwargs: Any) -> Any:
-        """Save a checkpoint as DeepSpeed does; policy, stragglers told of and steps done go with it."""
+    def save_checkpoint(
+        self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Save a checkpoint as DeepSpeed does; policy, stragglers told of and pause go with it."""
         state = {**(client_state or {}), _CHECKPOINT_KEY: self.perseus.state()}
-        return super().save_checkpoint(save_dir, tag=tag, client_state=state, **kwargs)  # type: ignore[misc]
+        return super().save_checkpoint(save_dir, tag, state, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint as DeepSpeed does, and take up Perseus's state from it."""
+        """Load a checkpoint as DeepSpeed does, and go on under the plan it was saved under."""
+        engine: Any = self
         path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        state = (client_state or {}).pop(_CHECKPOINT_KEY, None)
-        if state is not None:
-            self.perseus.restore(state)
+        if path is not None:
+            state = (client_state or {}).pop(_CHECKPOINT_KEY, {})
+            self.perseus.restore(state, steps=engine.global_steps)
         return path, client_state
 
     def destroy(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
@@ -14,6 +15,16 @@ from perseus_ds.stragglers import Straggler
 _POLICY: TypeAdapter[PolicyConfig] = TypeAdapter(PolicyConfig)
 
 
+class Progress(Protocol):
+    """What a checkpoint keeps of whoever carries orders out."""
+
+    def state(self) -> dict[str, Any]:
+        """Return it as plain values."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take it up; empty if there is none for the policy as it is."""
+
+
 class Orders:
     """Read at iteration boundaries, changed at any time by any thread.
 
@@ -21,6 +32,9 @@ class Orders:
         policy: Which plan to run.
         paused: Whether to run at default clocks.
         steps: Steps done, those before a checkpoint included.
+        snapshot: The last iteration, as ``status`` tells it.
+        decided: What the next one runs, as ``status`` tells it.
+        progress: Who carries orders out, once plans are run.
     """
 
     def __init__(self, policy: PolicyConfig, pipelines: int) -> None:
@@ -32,6 +46,8 @@ class Orders:
         self._lock = threading.Lock()
         self._told: dict[int, tuple[int, float]] = {}
         self.snapshot: dict[str, Any] = {}
+        self.decided: dict[str, Any] = {}
+        self.progress: Progress | None = None
 
     def straggler(self) -> Straggler | None:
         """Return the slowest of the stragglers told of, if one is due."""
@@ -64,7 +80,8 @@ class Orders:
             ValueError: It cannot be done; nothing has changed.
         """
         if isinstance(order, Status):
-            return {"status": {**self.snapshot, "paused": self.paused, "policy": self.policy.model_dump(mode="json")}}
+            asked = {"paused": self.paused, "policy": self.policy.model_dump(mode="json")}
+            return {"status": {**self.decided, **self.snapshot, **asked}}
         if isinstance(order, SetPolicy):
             self.policy = order.policy
             return {"done": f"policy {order.policy.name} from the next iterations on"}
@@ -84,13 +101,20 @@ class Orders:
             "paused": self.paused,
             "steps": self.steps,
             "told": told,
+            "progress": self.progress.state() if self.progress else {},
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take up what a checkpoint kept; a policy that the config has changed since is the config's."""
-        policy = _POLICY.validate_python(state["policy"])
+    def restore(self, state: Mapping[str, Any], steps: int | None = None) -> None:
+        """Take up what a checkpoint kept, if anything; a policy that the config has changed since is the config's."""
+        progress: Mapping[str, Any] = {}
         with self._lock:
-            if _POLICY.validate_python(state["configured"]) == self._configured:
-                self.policy = policy
-            self.paused, self.steps = bool(state["paused"]), int(state["steps"])
-            self._told = {int(p): (int(step), float(s)) for p, (step, s) in state["told"].items()}
+            if state:
+                if _POLICY.validate_python(state["configured"]) == self._configured:
+                    self.policy = _POLICY.validate_python(state["policy"])
+                    progress = state["progress"]
+                self.paused, self.steps = bool(state["paused"]), int(state["steps"])
+                told = {int(p): (int(step), float(s)) for p, (step, s) in state["told"].items()}
+                self._told = {p: entry for p, entry in told.items() if p < self._pipelines}
+            self.steps = self.steps if steps is None else steps
+        if self.progress:
+            self.progress.restore(progress)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
-from perseus_ds.errors import DeadlineError
 from perseus_ds.frontier import Frontier
 
 
@@ -50,6 +48,10 @@ PolicyConfig = Annotated[
 ]
 
 
+# Times and powers are known this well; of what there is to use up, this much is left.
+_MARGIN = 0.005
+
+
 @dataclass(frozen=True)
 class Situation:
     """How the run goes.
@@ -57,16 +59,20 @@ class Situation:
     Attributes:
         step: Steps done, those before a checkpoint included.
         now: The time.
-        time_ratio: Measured over predicted iteration time.
-        energy_ratio: Measured over predicted energy of an iteration.
+        time_ratio: Measured over promised iteration time.
+        power_ratio: Measured over promised power.
+        stopped_s: Time between iterations [s].
         gpus_per_rank: GPUs of the job for each pipeline rank of a plan.
+        running: The plan the policy asked for last; None at the start.
     """
 
     step: int
     now: datetime
     time_ratio: float = 1.0
-    energy_ratio: float = 1.0
+    power_ratio: float = 1.0
+    stopped_s: float = 0.0
     gpus_per_rank: int = 1
+    running: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,11 +99,10 @@ def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> De
     return _under_cap(policy, frontier, situation)
 
 
-def no_slower_than(frontier: Frontier, plan: int, straggler_s: float | None) -> int:
-    """Return the plan to run when another pipeline takes longer anyway: that of min(T', T*)."""
-    if straggler_s is None or straggler_s <= frontier.plans[plan].time_s:
-        return plan
-    return frontier.plans.index(frontier.lookup(straggler_s))
+def with_room(frontier: Frontier, plan: int, room: float) -> int:
+    """Return the plan of a pipeline that may take so many times as long as a plan: that of min(T', T*)."""
+    deadline_s = frontier.plans[plan].time_s * room * (1 - _MARGIN)
+    return plan if deadline_s <= frontier.plans[plan].time_s else _slowest(frontier, deadline_s)
 
 
 def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situation) -> Decision:
@@ -106,32 +111,41 @@ def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situatio
         return Decision(len(frontier.plans) - 1)
     seconds = (policy.finish_by - situation.now).total_seconds()
     # One step in reserve: what an iteration takes more than the one before is only known afterwards.
-    allowed_s = seconds / (left + 1) / situation.time_ratio
-    try:
-        return Decision(frontier.plans.index(frontier.lookup(max(allowed_s, 1e-9))))
-    except DeadlineError:
-        needed_s = left * frontier.plans[0].time_s * situation.time_ratio
-        if needed_s <= seconds:
-            return Decision(0)
-        return Decision(
-            0,
-            f"the deadline {policy.finish_by.isoformat()} cannot be met: {left} steps take {needed_s:.0f} s at the "
-            f"fastest, {max(0.0, seconds):.0f} s are left. Running the fastest plan",
-        )
+    allowed_s = (seconds / (left + 1) - situation.stopped_s) / situation.time_ratio
+    fastest_s = frontier.plans[0].time_s
+    if allowed_s >= fastest_s:
+        most = _slowest(frontier, allowed_s)
+        running = most if situation.running is None else situation.running
+        return Decision(_clamp(running, _slowest(frontier, allowed_s * (1 - _MARGIN)), most))
+    needed_s = left * (fastest_s * situation.time_ratio + situation.stopped_s)
+    if needed_s <= seconds:
+        return Decision(0)
+    return Decision(
+        0,
+        f"the deadline {policy.finish_by.isoformat()} cannot be met: {left} steps take {needed_s:.0f} s at the "
+        f"fastest, {max(0.0, seconds):.0f} s are left. Running the fastest plan",
+    )
 
 
 def _under_cap(policy: PowerCapPolicy, frontier: Frontier, situation: Situation) -> Decision:
-    scale = situation.gpus_per_rank * situation.energy_ratio / situation.time_ratio
+    scale = situation.gpus_per_rank * situation.power_ratio
     powers_w = [scale * plan.energy_j / plan.time_s for plan in frontier.plans]
-    first = _first(powers_w, lambda power_w: power_w <= policy.watts)
-    if first is not None:
-        return Decision(first)
+    last = len(powers_w) - 1
+    if powers_w[last] <= policy.watts:
+        fastest = next(n for n, power_w in enumerate(powers_w) if power_w <= policy.watts)
+        safe = next((n for n, power_w in enumerate(powers_w) if power_w <= policy.watts * (1 - _MARGIN)), last)
+        return Decision(_clamp(fastest if situation.running is None else situation.running, fastest, safe))
     return Decision(
-        len(powers_w) - 1,
+        last,
         f"a power cap of {policy.watts:.0f} W cannot be kept: the plan that draws least takes {powers_w[-1]:.0f} W. "
         "Running it",
     )
 
 
-def _first(values: list[float], good: Callable[[float], bool]) -> int | None:
-    return next((index for index, value in enumerate(values) if good(value)), None)
+def _clamp(running: int, low: int, high: int) -> int:
+    """Return the plan of a range that changes least: what wavers by a little shall not change plans."""
+    return min(max(running, low), high)
+
+
+def _slowest(frontier: Frontier, deadline_s: float) -> int:
+    return frontier.plans.index(frontier.lookup(max(deadline_s, frontier.plans[0].time_s)))

@@ -5,16 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from perseus_ds.clock_plan import Forecast
 from perseus_ds.ranks import Ranks
 
 logger = logging.getLogger("perseus_ds")
+# What DeepSpeed's monitor is told of a record, and how it is called there.
+_TAGS = {
+    "iteration_time_s": "time_s",
+    "iteration_energy_j": "energy_j",
+    "average_power_w": "power_w",
+    "plan": "plan",
+    "saved": "saved",
+    "late": "late",
+    "drift": "drift",
+    "clock_changes": "clock_changes",
+    "clock_skips": "clock_skips",
+}
 
 
 class Monitor(Protocol):
@@ -32,14 +47,12 @@ class Iteration:
         samples: Samples seen by the job so far, the monitor's x-axis.
         phase: What Perseus was doing.
         time_s: Iteration time [s].
-        energy_j: Energy of this rank's GPU [J].
+        energy_j: Energy of this rank's GPU [J]; NaN where it cannot be read.
         clock_changes: Clock changes of this rank's GPU.
         clock_skips: Clock changes it left out because a later one was already due.
         failed: Whether this rank has fallen back to default clocks.
-        predicted_time_s: What the plan promised [s]; None without a plan.
-        predicted_energy_j: For the whole job [J]; None without a plan.
         plan: The plan's place on the frontier; None without a plan.
-        default_energy_j: What the profile says the whole job uses at default clocks [J]; None without a plan.
+        forecast: What the profile promised for the whole job; None without a plan.
     """
 
     number: int
@@ -50,10 +63,8 @@ class Iteration:
     clock_changes: int
     clock_skips: int = 0
     failed: bool = False
-    predicted_time_s: float | None = None
-    predicted_energy_j: float | None = None
     plan: int | None = None
-    default_energy_j: float | None = None
+    forecast: Forecast | None = None
 
 
 @dataclass
@@ -63,22 +74,48 @@ class _Total:
     iterations: int = 0
     time_s: float = 0.0
     energy_j: float = 0.0
+    without_energy: int = 0
+    clock_changes: int = 0
+    clock_skips: int = 0
     planned: int = 0
     planned_j: float = 0.0
     default_j: float = 0.0
 
-    def add(self, time_s: float, energy_j: float, default_j: float | None) -> None:
+    def add(self, record: Mapping[str, Any], forecast: Forecast | None) -> None:
         self.iterations += 1
-        self.time_s += time_s
-        self.energy_j += energy_j
-        if default_j is not None:
+        self.time_s += record["time_s"]
+        self.clock_changes += record["clock_changes"]
+        self.clock_skips += record["clock_skips"]
+        if record["energy_j"] is None:
+            self.without_energy += 1
+            return
+        self.energy_j += record["energy_j"]
+        if forecast is not None:
             self.planned += 1
-            self.planned_j += energy_j
-            self.default_j += default_j
+            self.planned_j += record["energy_j"]
+            self.default_j += forecast.default_energy_j
+
+    @property
+    def saved(self) -> float | None:
+        return 1 - self.planned_j / self.default_j if self.default_j else None
+
+    def __str__(self) -> str:
+        text = f"{self.iterations} iterations, {self.time_s:.0f} s, {self.energy_j / 3.6e6:.4g} kWh"
+        if self.without_energy:
+            text += f" (not counting {self.without_energy} iterations whose energy could not be read)"
+        text += f", {self.clock_changes} clock changes, {self.clock_skips} skipped"
+        if self.saved is not None:
+            text += f"; {self.planned} under plans, on {self.saved:.1%} less energy than default clocks take "
+            text += "by the profile"
+        return text
 
 
 class Recorder:
-    """Adds up the ranks' figures of each iteration and writes them on rank 0."""
+    """Adds up the ranks' figures of each iteration and writes them on rank 0.
+
+    Attributes:
+        drift: How far instructions are from the profile, as a fraction, when that was last looked at.
+    """
 
     def __init__(
         self,
@@ -89,10 +126,11 @@ class Recorder:
         monitor: Monitor | None = None,
         steps_per_print: int | None = None,
     ) -> None:
+        self.drift: float | None = None
         self._ranks = ranks
         self._path = directory / "run.jsonl"
         self._simulated = simulated
-        self._monitor = monitor
+        self._monitor = monitor if getattr(monitor, "enabled", True) else None
         self._steps_per_print = steps_per_print
         self._file_works = True
         self._total = _Total()
@@ -109,29 +147,43 @@ class Recorder:
         values = [iteration.time_s, iteration.energy_j, *map(float, counts)]
         by_rank = self._ranks.all_gather_numbers(values)
         if self._ranks.is_first:
-            time_s, energy_j = float(by_rank[:, 0].max()), float(by_rank[:, 1].sum())
-            self._write(
-                {
-                    "iteration": iteration.number,
-                    "ended": round(time.time(), 3),
-                    "phase": iteration.phase,
-                    "plan": iteration.plan,
-                    "time_s": round(time_s, 6),
-                    "energy_j": round(energy_j, 3),
-                    "energy_by_pipeline_j": self._by_pipeline(by_rank[:, 1]),
-                    "power_w": round(energy_j / time_s, 3),
-                    "predicted_time_s": iteration.predicted_time_s,
-                    "predicted_energy_j": iteration.predicted_energy_j,
-                    "saved": iteration.default_energy_j and round(1 - energy_j / iteration.default_energy_j, 4),
-                    "clock_changes": int(by_rank[:, 2].sum()),
-                    "clock_skips": int(by_rank[:, 4].sum()),
-                    "failed_ranks": torch.nonzero(by_rank[:, 3]).flatten().tolist(),
-                    "simulated": self._simulated,
-                }
-            )
-            self._total.add(time_s, energy_j, iteration.default_energy_j)
-            self._tell_monitor(iteration, time_s, energy_j)
-            self._print(iteration, time_s, energy_j)
+            record = self._of_job(iteration, by_rank)
+            self._write(record)
+            self._total.add(record, iteration.forecast)
+            self._tell_monitor(record, iteration.samples)
+            self._print(record)
+
+    def summarise(self) -> None:
+        """Say in one line what the training took and saved, and record it; on rank 0 only."""
+        if not self._ranks.is_first or self._total.iterations == 0:
+            return
+        self._say(str(self._total))
+        total = {key: round(value, 3) for key, value in asdict(self._total).items()}
+        self.event("end", **total, saved=_rounded(self._total.saved, 4))
+
+    def _of_job(self, iteration: Iteration, by_rank: torch.Tensor) -> dict[str, Any]:
+        time_s, energy_j = float(by_rank[:, 0].max()), float(by_rank[:, 1].sum())
+        has_energy = math.isfinite(energy_j)
+        forecast = iteration.forecast
+        return {
+            "iteration": iteration.number,
+            "ended": round(time.time(), 3),
+            "phase": iteration.phase,
+            "plan": iteration.plan,
+            "time_s": round(time_s, 6),
+            "energy_j": round(energy_j, 3) if has_energy else None,
+            "energy_by_pipeline_j": self._by_pipeline(by_rank[:, 1]) if has_energy else None,
+            "power_w": round(energy_j / time_s, 3) if has_energy else None,
+            "predicted_time_s": forecast and round(forecast.time_s, 6),
+            "predicted_energy_j": forecast and round(forecast.energy_j, 3),
+            "saved": round(1 - energy_j / forecast.default_energy_j, 4) if forecast and has_energy else None,
+            "late": forecast and round(time_s / forecast.time_s - 1, 4),
+            "drift": _rounded(self.drift, 4),
+            "clock_changes": int(by_rank[:, 2].sum()),
+            "clock_skips": int(by_rank[:, 4].sum()),
+            "failed_ranks": torch.nonzero(by_rank[:, 3]).flatten().tolist(),
+            "simulated": self._simulated,
+        }
 
     def _by_pipeline(self, energies_j: torch.Tensor) -> list[float]:
         sums = [0.0] * (max(self._pipelines) + 1)
@@ -139,44 +191,30 @@ class Recorder:
             sums[pipeline] += energy_j
         return [round(energy_j, 3) for energy_j in sums]
 
-    def _tell_monitor(self, iteration: Iteration, time_s: float, energy_j: float) -> None:
-        if self._monitor is None or not getattr(self._monitor, "enabled", True):
+    def _tell_monitor(self, record: Mapping[str, Any], samples: int) -> None:
+        if self._monitor is None:
             return
         prefix = "Perseus/simulated" if self._simulated else "Perseus"
-        values = {"iteration_time_s": time_s, "iteration_energy_j": energy_j, "average_power_w": energy_j / time_s}
-        if iteration.default_energy_j is not None and iteration.plan is not None:
-            values |= {"plan": float(iteration.plan), "saved": 1 - energy_j / iteration.default_energy_j}
-        self._monitor.write_events([(f"{prefix}/{name}", value, iteration.samples) for name, value in values.items()])
+        values = {tag: record[key] for tag, key in _TAGS.items() if record[key] is not None}
+        try:
+            self._monitor.write_events([(f"{prefix}/{tag}", float(value), samples) for tag, value in values.items()])
+        except Exception as error:  # files, networks, services: whatever the user has chosen to write to
+            self._monitor = None
+            logger.warning("perseus: DeepSpeed's monitor failed (%s); it is told no more by Perseus.", error)
 
-    def summarise(self) -> None:
-        """Say in one line what the training took and saved, and record it; on rank 0 only."""
-        total = self._total
-        if not self._ranks.is_first or total.iterations == 0:
+    def _print(self, record: Mapping[str, Any]) -> None:
+        if not self._steps_per_print or record["iteration"] % self._steps_per_print:
             return
-        text = f"perseus: {total.iterations} iterations, {total.time_s:.0f} s, {total.energy_j / 3.6e6:.4g} kWh"
-        saved = None
-        if total.default_j:
-            saved = 1 - total.planned_j / total.default_j
-            text += f"; {total.planned} under plans, on {saved:.1%} less energy than default clocks take by the profile"
-        with contextlib.suppress(OSError):
-            print(text + (", simulated GPUs" if self._simulated else ""), flush=True)
-        self.event(
-            "end",
-            iterations=total.iterations,
-            time_s=round(total.time_s, 3),
-            energy_j=round(total.energy_j, 3),
-            saved=saved and round(saved, 4),
-        )
+        text = f"step {record['iteration']}: {record['phase']}, {record['time_s']:.3f} s"
+        text += "" if record["energy_j"] is None else f", {record['energy_j']:.0f} J"
+        if record["predicted_time_s"] is not None:
+            promised = f"{record['predicted_time_s']:.3f} s, {record['predicted_energy_j']:.0f} J"
+            text += f" (plan {record['plan']}: {promised})"
+        self._say(text)
 
-    def _print(self, iteration: Iteration, time_s: float, energy_j: float) -> None:
-        if not self._steps_per_print or iteration.number % self._steps_per_print:
-            return
-        text = f"perseus: step {iteration.number}: {iteration.phase}, {time_s:.3f} s, {energy_j:.0f} J"
-        if iteration.predicted_time_s is not None and iteration.predicted_energy_j is not None:
-            text += (
-                f" (plan {iteration.plan}: {iteration.predicted_time_s:.3f} s, {iteration.predicted_energy_j:.0f} J)"
-            )
-        print(text + (", simulated GPUs" if self._simulated else ""), flush=True)
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk
+            print(f"perseus: {text}" + (", simulated GPUs" if self._simulated else ""), flush=True)
 
     def _write(self, record: dict[str, Any]) -> None:
         if not self._file_works:
@@ -188,3 +226,7 @@ class Recorder:
         except OSError as error:
             self._file_works = False
             logger.warning("perseus: %s cannot be written (%s); training goes on without it.", self._path, error)
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
+from typing import Any
 
+import torch
+
+from perseus_ds.assignment import Assignment, Choice
 from perseus_ds.clock_plan import ClockPlan
+from perseus_ds.drift import ClockTimes, DriftWatch
 from perseus_ds.errors import PlanError
 from perseus_ds.execution import Span
 from perseus_ds.frontier import Frontier
 from perseus_ds.instruction import Kind
+from perseus_ds.pace import Pace
 from perseus_ds.phases import Phase, Seen, Tools
 from perseus_ds.plan import check_instructions
-from perseus_ds.policy import Situation, decide, no_slower_than
+from perseus_ds.policy import Situation, decide
 from perseus_ds.ranks import Pending
 from perseus_ds.schedule import Compute
-from perseus_ds.stragglers import Straggler, StragglerWatch
+from perseus_ds.stragglers import StragglerWatch
 
-ClockTimes = dict[tuple[int, Kind, int], float]
-"""What the profile says that instructions take, by stage, kind and clock [s]."""
-
-_WATCH_EVERY = 10
-_STRIKES = 2
-_REMEMBERED = 10
-_NOBODY = -1.0
+_DRIFT_EVERY = 10
 
 
 def load_frontier(tools: Tools, path: str) -> Frontier:
@@ -60,9 +57,9 @@ def load_frontier(tools: Tools, path: str) -> Frontier:
 class Running:
     """Trains under the plan that the policy asks for.
 
-    Once an iteration the ranks tell each other, while the next one runs, how long it took them, and
-    rank 0 which plan it has decided on: so all ranks change plans at the same boundary, the second
-    after what it is a response to.
+    Once an iteration the ranks tell each other, while the next one runs, how it went, and rank 0
+    what it has decided on: so all ranks change plans at the same boundary, the second after what it
+    is a response to.
 
     Args:
         tools: Of this rank.
@@ -71,134 +68,170 @@ class Running:
         again: Makes the phase that profiles again when they take something else.
     """
 
-    name = "run"
     records = False
     measures = False
 
     def __init__(
         self, tools: Tools, frontier: Frontier, expected: ClockTimes, again: Callable[[], Phase] | None = None
     ) -> None:
+        place = tools.ranks.place
         self._tools = tools
         self._frontier = frontier
-        self._expected = expected
         self._again = again
-        self._pipelines = tools.ranks.all_gather(tools.ranks.place.data_parallel_rank)
-        self._stragglers = StragglerWatch()
-        self._times: deque[float] = deque(maxlen=_REMEMBERED)
-        self._boundary_s = 0.0
+        self._drift = DriftWatch(expected, tools.config.max_drift)
+        self._pipelines = torch.tensor(tools.ranks.all_gather(place.data_parallel_rank))
+        self._gpus_per_rank = tools.ranks.world_size // place.pipeline_ranks
+        self._stragglers = StragglerWatch(place.data_parallel)
+        self._pace = Pace()
+        self._ended_s: float | None = None
         self._iterations = 0
-        self._strikes = 0
-        self._problem = ""
-        self._pending: Pending | None = None
-        self._clock_plan = ClockPlan.none()
-        self._known: tuple[int, int | None, bool] | None = None
-        self._apply(tools.ranks.from_first(self._decision))
+        self._policy = tools.orders.policy
+        self._has_complained = False
+        self._pending: tuple[Pending, Assignment] | None = None
+        self.clock_plan = ClockPlan.none()
+        self._running: int | None = None
+        self._assignment = self._assign(tools.ranks.from_first(self._choose))
+        tools.orders.progress = self
 
     @property
-    def clock_plan(self) -> ClockPlan:
-        return self._clock_plan
+    def name(self) -> str:
+        return "pause" if self._assignment.choice.paused else "run"
 
     def after(self, seen: Seen) -> Phase:
         self._iterations += 1
-        now_s = time.monotonic()
-        if self._clock_plan.plan is not None and self._iterations > 1:
-            # From boundary to boundary: what lies between iterations takes time too.
-            self._times.append((now_s - self._boundary_s) / self._clock_plan.plan.time_s)
-        self._boundary_s = now_s
-        spans = seen.spans() if self._tools.ranks.place.data_parallel > 1 or self._is_watching else []
-        if self._again is not None and self._drifts(spans):
-            if self._pending is not None:
-                self._pending.result()
+        if self._ended_s is not None:
+            self._pace.add_stop(seen.start_s - self._ended_s)
+        self._ended_s = seen.start_s + seen.time_s
+        looks_for_drift = self._again is not None and self._iterations % _DRIFT_EVERY == 0
+        spans = seen.spans() if self._tools.ranks.place.data_parallel > 1 or looks_for_drift else []
+        if self._again is not None and looks_for_drift and self._has_drifted(seen, spans):
+            self._drop_pending()
+            self._tools.orders.progress, self._tools.recorder.drift = None, None
             return self._again()
-        self._agree(self._own_ratio(spans))
+        self._agree(seen, spans)
         return self
 
-    @property
-    def _is_watching(self) -> bool:
-        return bool(self._expected) and self._iterations % _WATCH_EVERY == 0
+    def state(self) -> dict[str, Any]:
+        return {"plan": self._running, "rooms": list(self._stragglers.rooms), "pace": self._pace.state()}
 
-    def _agree(self, ratio: float) -> None:
-        """Take in what was told at the last boundary, and tell what is new."""
-        if self._pending is not None:
-            numbers = self._pending.result()
-            self._apply([float(number) for number in numbers[0, 1:]])
-            ratios = [
-                max(float(numbers[rank, 0]) for rank, owner in enumerate(self._pipelines) if owner == pipeline)
-                for pipeline in sorted(set(self._pipelines))
-            ]
-            if self._clock_plan.plan is not None and all(ratio > 0 for ratio in ratios):
-                self._stragglers.update(ratios)
-        decision = self._decision() if self._tools.ranks.is_first else [0.0] * 4
-        self._pending = self._tools.ranks.start_all_gather([ratio, *decision])
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where a checkpoint was saved, from the next iteration on; all ranks do so at once."""
+        self._drop_pending()
+        if state:
+            self._running = min(int(state["plan"]), len(self._frontier.plans) - 1)
+            self._pace.restore(state["pace"])
+            if len(state["rooms"]) == len(self._stragglers.rooms):
+                self._stragglers.rooms = tuple(state["rooms"])
+        self._assignment = self._assign(self._tools.ranks.from_first(self._as_before if state else self._choose))
 
-    def _decision(self) -> list[float]:
-        """Return plan, straggler, its slowdown, and whether to pause; on rank 0."""
+    def _as_before(self) -> Choice:
         orders = self._tools.orders
+        return Choice(self._running or 0, orders.paused, orders.straggler())
+
+    def _agree(self, seen: Seen, spans: list[Span]) -> None:
+        """Take in what was told at the last boundary, and tell what is new."""
+        ran = self._assignment
+        if self._pending is not None:
+            pending, before = self._pending
+            numbers = pending.result()
+            self._take_in(numbers, before)
+            self._assignment = self._assign(Choice.from_numbers(numbers[0, 4:].tolist()))
+        choice = self._choose() if self._tools.ranks.is_first else Choice(0)
+        told = [*_own_times_s(spans), seen.time_s, seen.energy_j, *choice.as_numbers()]
+        self._pending = self._tools.ranks.start_all_gather(told), ran
+
+    def _take_in(self, numbers: torch.Tensor, ran: Assignment) -> None:
+        """Learn from an iteration of all ranks: computing, tail and all of it [s], energy [J]."""
+        if ran.choice.paused:
+            return
+        promised = self._frontier.plans[ran.choice.plan]
+        self._pace.add_iteration(
+            time_s=float(numbers[:, 2].max()),
+            energy_j=float(numbers[:, 3].sum()),
+            promised_time_s=promised.time_s,
+            promised_energy_j=promised.energy_j * self._gpus_per_rank,
+        )
+        if self._tools.ranks.place.data_parallel > 1 and numbers[:, 0].min() > 0:
+            # Whoever reduces last waits for nobody: its tail is what the tail takes.
+            tail_s = numbers[:, 1].min()
+            own_s = [numbers[self._pipelines == pipeline, 0].max() + tail_s for pipeline in range(len(ran.plans))]
+            self._stragglers.update(
+                [float(s / self._frontier.plans[plan].time_s) for s, plan in zip(own_s, ran.plans, strict=True)]
+            )
+
+    def _choose(self) -> Choice:
+        """Decide; on rank 0."""
+        tools, orders = self._tools, self._tools.orders
+        if orders.policy != self._policy:
+            self._policy, self._has_complained = orders.policy, False
+            tools.recorder.event("policy", policy=orders.policy.model_dump(mode="json"))
         situation = Situation(
             step=orders.steps,
             now=datetime.now(timezone.utc),
-            time_ratio=statistics.median(self._times) if self._times else 1.0,
-            gpus_per_rank=self._tools.ranks.world_size // self._tools.ranks.place.pipeline_ranks,
+            time_ratio=self._pace.time_ratio,
+            power_ratio=self._pace.power_ratio,
+            stopped_s=self._pace.stopped_s,
+            gpus_per_rank=self._gpus_per_rank,
+            running=self._running,
         )
-        decision = decide(orders.policy, self._frontier, situation)
-        if decision.problem and not self._problem:
-            self._tools.recorder.event("policy", problem=decision.problem)
-            self._tools.announce(decision.problem)
-        self._problem = decision.problem
-        straggler = orders.straggler() or self._stragglers.found
-        told = (float(straggler.pipeline), straggler.slowdown) if straggler else (_NOBODY, 1.0)
-        return [float(decision.plan), *told, float(orders.paused)]
+        decision = decide(self._policy, self._frontier, situation)
+        if decision.problem and not self._has_complained:
+            self._has_complained = True
+            tools.recorder.event("policy", problem=decision.problem)
+            tools.announce(decision.problem)
+        return Choice(decision.plan, orders.paused, orders.straggler())
 
-    def _apply(self, decision: list[float]) -> None:
-        plan, pipeline, slowdown, paused = decision
-        straggler = Straggler(int(pipeline), slowdown) if pipeline != _NOBODY else None
-        ours = int(plan)
+    def _assign(self, choice: Choice) -> Assignment:
+        """Give every pipeline its plan, from the next iteration on."""
+        self._running = choice.plan
+        assignment = Assignment.of(self._frontier, choice, self._stragglers.rooms)
+        if self._iterations and assignment == self._assignment:
+            return assignment
         place = self._tools.ranks.place
-        if straggler is not None and straggler.pipeline != place.data_parallel_rank:
-            ours = no_slower_than(self._frontier, ours, slowdown * self._frontier.plans[ours].time_s)
-        if paused:
-            self._clock_plan = ClockPlan.none()
-        elif self._clock_plan.number != ours:
-            self._clock_plan = ClockPlan.of_rank(
-                self._frontier.plans[ours], ours, place.pipeline_rank, default=self._frontier.baseline
-            )
-        known = (int(plan), straggler.pipeline if straggler else None, bool(paused))
-        if self._known is not None and known != self._known:
-            self._tools.recorder.event(
-                "plan", plan=known[0], straggler=known[1], slowdown=round(slowdown, 3), paused=known[2]
-            )
-        self._known = known
+        ours = assignment.plans[place.data_parallel_rank]
+        self.clock_plan = ClockPlan.none()
+        if not choice.paused:
+            forecast = assignment.forecast(self._frontier, place.tensor_parallel)
+            self.clock_plan = ClockPlan.of_rank(self._frontier.plans[ours], ours, place.pipeline_rank, forecast)
+        straggler = assignment.straggler
+        details = {
+            "plan": choice.plan,
+            "plans": list(assignment.plans),
+            "straggler": straggler.pipeline if straggler else None,
+            "slowdown": round(straggler.slowdown, 3) if straggler else 1.0,
+            "paused": choice.paused,
+        }
+        if self._iterations:
+            self._tools.recorder.event("plan", **details)
+        self._tools.orders.decided = {**details, "t_min_s": self._frontier.t_min_s, "t_star_s": self._frontier.t_star_s}
+        return assignment
 
-    def _own_ratio(self, spans: list[Span]) -> float:
-        """Return when this rank had computed its last, relative to the plan's end; 0 if it is not known."""
-        plan = self._clock_plan.plan
-        computed = [
-            span.end_s
-            for span in spans
-            if isinstance(span.operation, Compute) and span.operation.instruction.kind is not Kind.TAIL
-        ]
-        return max(computed) / plan.time_s if plan is not None and computed else 0.0
+    def _drop_pending(self) -> None:
+        if self._pending is not None:
+            self._pending[0].result()
+            self._pending = None
 
-    def _drifts(self, spans: list[Span]) -> bool:
-        """Whether instructions take longer or shorter than profiled, told by their median, twice in a row."""
-        if not self._is_watching or self._clock_plan.plan is None:
+    def _has_drifted(self, seen: Seen, spans: list[Span]) -> bool:
+        """Whether instructions take longer or shorter than profiled; all ranks ask at once."""
+        known = not (seen.failed or self._assignment.choice.paused)  # otherwise clocks are not the plan's
+        ours = self._drift.of_rank(spans, self.clock_plan.clock) if known else 0.0
+        by_rank = self._tools.ranks.all_gather_numbers([ours])[:, 0]
+        pipelines = [float(by_rank[self._pipelines == n].max()) for n in range(len(self._assignment.plans))]
+        self._tools.recorder.drift = drift = max(pipelines)
+        if not self._drift.has_drifted(pipelines):
             return False
-        drift = self._tools.ranks.all_max(abs(self._instruction_ratio(spans) - 1))
-        # A pipeline that straggles is no reason to measure all over again.
-        drifted = drift > self._tools.config.max_drift and self._stragglers.found is None
-        self._strikes = self._strikes + 1 if drifted else 0
-        if self._strikes < _STRIKES:
-            return False
-        self._tools.recorder.event("drift", drift=drift)
+        self._tools.recorder.event("drift", drift=round(drift, 4))
         self._tools.announce(f"instructions take {drift:.0%} longer or shorter than profiled; profiling again")
         return True
 
-    def _instruction_ratio(self, spans: list[Span]) -> float:
-        ratios = []
-        for span in spans:
-            if isinstance(span.operation, Compute):
-                instruction = span.operation.instruction
-                key = (instruction.stage, instruction.kind, self._clock_plan.clock.get(instruction, 0))
-                if key in self._expected:
-                    ratios.append(span.time_s / self._expected[key])
-        return statistics.median(ratios) if ratios else 1.0
+
+def _own_times_s(spans: list[Span]) -> tuple[float, float]:
+    """Return when this rank had computed its last, and how long its tail was, waiting included [s]; 0 if not known."""
+    computed = [span.end_s for span in spans if isinstance(span.operation, Compute) and not _is_tail(span.operation)]
+    tail = [span.end_s for span in spans if isinstance(span.operation, Compute) and _is_tail(span.operation)]
+    last_s = max(computed, default=0.0)
+    return last_s, max(0.0, max(tail, default=last_s) - last_s)
+
+
+def _is_tail(operation: Compute) -> bool:
+    return operation.instruction.kind is Kind.TAIL

@@ -19,7 +19,7 @@ from perseus_ds.automatic import first_phase
 from perseus_ds.clock_plan import ClockPlan
 from perseus_ds.clocks import ClockController, ExitGuard, Moment
 from perseus_ds.config import PerseusConfig, parse_block
-from perseus_ds.control import ControlServer
+from perseus_ds.control import ControlServer, parse_order
 from perseus_ds.devices import execution_on, open_gpu
 from perseus_ds.errors import ConfigError, GpuError, PlanError
 from perseus_ds.execution import Execution
@@ -29,11 +29,11 @@ from perseus_ds.instruction import Instruction, Kind
 from perseus_ds.orders import Orders
 from perseus_ds.phases import Job, Observe, Phase, Seen, Tools
 from perseus_ds.plan import FrequencyPlan
-from perseus_ds.policy import PolicyConfig
 from perseus_ds.profile_info import ProfileInfo
 from perseus_ds.profiler.offline import Repeatable
 from perseus_ds.ranks import Place, Ranks
 from perseus_ds.recorder import Iteration, Recorder
+from perseus_ds.running import Running
 from perseus_ds.schedule import Compute, Operation, Schedule
 
 logger = logging.getLogger("perseus_ds")
@@ -76,7 +76,6 @@ class PerseusRuntime:
         self._ranks = ranks
         self._gpu = gpu
         self._execution = execution
-        self._iterations = 0
         self._in_iteration = False
         # Ranks that have no tail to begin together must not be waited for.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
@@ -181,7 +180,7 @@ class PerseusRuntime:
     @property
     def profiled(self) -> bool:
         """Whether there is nothing left to measure."""
-        return isinstance(self._phase, Observe) or self.plan is not None
+        return isinstance(self._phase, Observe | Running)
 
     @property
     def wants_recording(self) -> bool:
@@ -212,7 +211,6 @@ class PerseusRuntime:
         finally:
             self._in_iteration = False
         time_s = time.perf_counter() - start_s
-        self._iterations += 1
         self._orders.steps += 1
         energy_j = self._energy_j() - energy_j
         counts = self._clocks.changes - changes, self._clocks.overtaken - skips
@@ -255,9 +253,18 @@ class PerseusRuntime:
             self._fail(PlanError("the number of micro-batches changed, so no plan fits any more"))
         self._phase = Observe()
 
-    def set_policy(self, policy: PolicyConfig) -> None:
-        """Run under another policy from the next iterations on; what counts is what rank 0 is told."""
-        self._orders.policy = policy
+    def set_policy(self, policy: Mapping[str, Any]) -> None:
+        """Run under another policy from the next iterations on.
+
+        What counts is what rank 0 is told.
+
+        Args:
+            policy: As in the ``perseus`` block, such as ``{"name": "energy_optimal"}``.
+
+        Raises:
+            ConfigError: It is no policy; the message names the key.
+        """
+        self._orders.carry_out(parse_order({"command": "policy", "policy": policy}))
 
     def set_straggler(self, pipeline: int, slowdown: float, after_iterations: int = 0) -> None:
         """Expect a data-parallel pipeline to take longer; the others then run no faster than is of use.
@@ -278,9 +285,15 @@ class PerseusRuntime:
         """Return what a checkpoint keeps of Perseus: policy, stragglers told of, steps done."""
         return self._orders.state()
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take up what a checkpoint kept; the policy of the config counts if it was changed since."""
-        self._orders.restore(state)
+    def restore(self, state: Mapping[str, Any], steps: int | None = None) -> None:
+        """Take up what a checkpoint kept, before the next iteration; every rank must do so at once.
+
+        Args:
+            state: What :meth:`state` returned; empty where the checkpoint was saved without Perseus. A
+                policy that the config has changed since is the config's.
+            steps: Steps done, where somebody else counts them.
+        """
+        self._orders.restore(state, steps)
 
     def close(self) -> None:
         """Restore the default clock and stop; harmless when called again."""
@@ -323,9 +336,6 @@ class PerseusRuntime:
             return math.nan
 
     def _record(self, samples: int, time_s: float, energy_j: float, clock_changes: int, clock_skips: int) -> None:
-        plan = self._clock_plan.plan
-        default = self._clock_plan.default
-        gpus = self._ranks.place.data_parallel * self._ranks.place.tensor_parallel
         self._orders.snapshot = {
             "step": self._orders.steps,
             "phase": self._phase.name,
@@ -336,7 +346,7 @@ class PerseusRuntime:
         }
         self._recorder.add(
             Iteration(
-                number=self._iterations,
+                number=self._orders.steps,
                 samples=samples,
                 phase=self._phase.name,
                 time_s=time_s,
@@ -345,9 +355,7 @@ class PerseusRuntime:
                 clock_skips=clock_skips,
                 failed=self._failed,
                 plan=self._clock_plan.number,
-                predicted_time_s=plan.time_s if plan else None,
-                predicted_energy_j=plan.energy_j * gpus if plan else None,
-                default_energy_j=default.energy_j * gpus if default else None,
+                forecast=self._clock_plan.forecast,
             )
         )
 

@@ -1,14 +1,18 @@
-"""Recognises a pipeline that is slower than its data-parallel peers, and when it has recovered."""
+"""Which data-parallel pipelines may take their time because another one takes longer anyway, and how much of it."""
 
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_SLOWER = 1.06
-_RECOVERED = 1.03
+_APART = 1.06
+_TOGETHER = 1.03
 _IN_A_ROW = 2
+# Room is cut as soon as a pipeline would keep the others waiting, and given back only where it is worth a change.
+_CUT = 0.99
+_GIVE = 1.03
 
 
 @dataclass(frozen=True)
@@ -27,39 +31,62 @@ class Straggler:
 class StragglerWatch:
     """Looks at how long each pipeline takes itself, relative to what its plan says.
 
-    What a pipeline takes on purpose, under a slower plan, is in its plan; what it waits for others
-    is not in its own time. A straggler is slower than expected by 6 % more than its peers are, twice
-    in a row; it has recovered when it is within 3 %, twice in a row, so that one slow iteration
-    changes nothing and a pipeline at the border does not flap.
+    What a pipeline takes longer on purpose, under a slower plan, is in its plan; what it waits for
+    others is not in its own time. Every pipeline has *room*: how many times as long as the policy's
+    plan its plan may take until it finishes with the slowest pipeline (T' of the paper, section 3.2).
+    One that is slow itself, but not the slowest, has the less of it.
+
+    Room is given once the slowest is 6 % behind the fastest twice in a row, and taken back once all
+    are within 3 % twice in a row, so that one slow iteration changes nothing and a pipeline at the
+    border does not flap.
+
+    Attributes:
+        rooms: For each pipeline, >= 1; all 1 while none straggles.
     """
 
-    def __init__(self) -> None:
-        self._suspect: Straggler | None = None
-        self._strikes = 0
-        self.found: Straggler | None = None
+    def __init__(self, pipelines: int) -> None:
+        self.rooms = (1.0,) * pipelines
+        self._seen: deque[tuple[float, ...]] = deque(maxlen=_IN_A_ROW)
 
-    def update(self, ratios: Sequence[float]) -> Straggler | None:
-        """Take in an iteration and return the straggler, if there is one.
+    def update(self, ratios: Sequence[float]) -> tuple[float, ...]:
+        """Take in an iteration and return the rooms.
 
         Args:
             ratios: For each pipeline, its own time over that of the plan it ran, > 0.
         """
-        slowest = max(range(len(ratios)), key=lambda pipeline: ratios[pipeline])
-        others = [ratio for pipeline, ratio in enumerate(ratios) if pipeline != slowest]
-        if not others:
-            return None
-        relative = ratios[slowest] / statistics.median(others)
-        bound = _RECOVERED if self.found and self.found.pipeline == slowest else _SLOWER
-        seen = Straggler(slowest, relative) if relative > bound else None
-        if (seen and seen.pipeline) != (self.found and self.found.pipeline):
-            same = (seen and seen.pipeline) == (self._suspect and self._suspect.pipeline)
-            self._strikes = self._strikes + 1 if same else 1
-            self._suspect = seen
-            if self._strikes >= _IN_A_ROW:
-                self.found, self._strikes = seen, 0
-        else:
-            self._strikes = 0
-            # A straggler that becomes slower or faster is followed, small changes are not.
-            if seen and self.found and abs(seen.slowdown / self.found.slowdown - 1) > _RECOVERED - 1:
-                self.found = seen
-        return self.found
+        slowest = max(ratios)
+        self._seen.append(tuple(slowest / ratio for ratio in ratios))
+        if len(self._seen) == _IN_A_ROW:
+            least = tuple(min(rooms) for rooms in zip(*self._seen, strict=True))
+            most = tuple(max(rooms) for rooms in zip(*self._seen, strict=True))
+            if max(self.rooms) == 1:
+                # Two iterations with another straggler each are noise: nobody has room in both.
+                self.rooms = least if max(least) > _APART else self.rooms
+            elif max(most) < _TOGETHER:
+                self.rooms = (1.0,) * len(ratios)
+            elif self._is_off(least, most):
+                self.rooms = least
+        return self.rooms
+
+    def _is_off(self, least: tuple[float, ...], most: tuple[float, ...]) -> bool:
+        given = self.rooms
+        too_much = any(m < _CUT * g for m, g in zip(most, given, strict=True))
+        too_little = any(m > _GIVE * g for m, g in zip(least, given, strict=True))
+        return too_much or too_little
+
+
+def with_told(rooms: Sequence[float], told: Straggler | None) -> tuple[float, ...]:
+    """Return the rooms there are when one pipeline is known to take longer than its peers usually do."""
+    if told is None:
+        return tuple(rooms)
+    slowness = [max(rooms) / room for room in rooms]
+    others = [slow for pipeline, slow in enumerate(slowness) if pipeline != told.pipeline]
+    slowness[told.pipeline] = told.slowdown * (statistics.median_low(others) if others else 1.0)
+    return tuple(max(slowness) / slow for slow in slowness)
+
+
+def straggler_of(rooms: Sequence[float]) -> Straggler | None:
+    """Return the pipeline all others wait for, if they do."""
+    if max(rooms) == 1:
+        return None
+    return Straggler(min(range(len(rooms)), key=lambda pipeline: rooms[pipeline]), max(rooms))

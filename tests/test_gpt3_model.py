@@ -115,7 +115,7 @@ def test_the_default_text_is_the_standard_library_up_to_the_limit(train):
 
 
 def test_the_deepspeed_config_keeps_the_global_batch_and_passes_the_perseus_block(train):
-    built = train.deepspeed_config(config("model=xl", "perseus.policy.max_slowdown=0.1"), pipelines=8)
+    built = train.deepspeed_config(config("model=xl", "+perseus.policy.max_slowdown=0.1"), pipelines=8)
     assert built["train_micro_batch_size_per_gpu"] * built["gradient_accumulation_steps"] * 8 == 1024
     assert built["perseus"]["policy"]["max_slowdown"] == 0.1
 

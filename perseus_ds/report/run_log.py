@@ -46,7 +46,7 @@ def measured_points(path: Path | str, *, pipelines: int = 1) -> list[MeasuredPoi
     for record in _records(path):
         if record.get("event") == "start":
             phases = {}
-        elif record.get("phase") in _LABELS:
+        elif record.get("phase") in _LABELS and record["energy_j"] is not None:  # energy that could be read
             phases.setdefault(record["phase"], []).append(record)
     if not phases:
         raise ConfigError(f"{path}: no iterations at default clocks or under a plan. Train for some steps more.")

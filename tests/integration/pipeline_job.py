@@ -6,6 +6,7 @@ a hash of its weights, what Perseus says of itself.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import json
@@ -17,12 +18,12 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import deepspeed
+import psutil
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import perseus_ds
-from perseus_ds.policy import DeadlinePolicy
 
 WIDTH = 16
 
@@ -99,13 +100,33 @@ def main() -> None:
     if "file_limit_bytes" in job:  # writing more fails as on a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit_bytes"], resource.RLIM_INFINITY))
-    losses = []
+    report = train(engine, module, data, job, folder)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    weights = hashlib.sha256()
+    for _, value in sorted(module.state_dict().items()):
+        weights.update(value.numpy().tobytes())
+    report |= {
+        "engine": type(engine).__name__,
+        "bases": [base.__name__ for base in type(engine).__mro__],
+        "weights": weights.hexdigest(),
+        "random": torch.rand(1).item(),
+        "plan": getattr(getattr(engine, "perseus", None), "plan", None) is not None,
+    }
+    (folder / f"rank{rank}.json").write_text(json.dumps(report))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def train(engine, module, data, job: dict, folder: Path) -> dict:
+    """Train for the job's steps, with whatever is to happen meanwhile; return what to report."""
+    losses: list[float] = []
+    resources: list[dict[str, int]] = []
+    phases: list[str] = []
+    finish_by = set_deadline(engine, job) if "finish_in_s" in job else None
+    if "policy" in job:
+        engine.perseus.set_policy(job["policy"])
     first = resume(engine, module, data, job) if "resume_from" in job else 0
-    finish_by = None
-    if "finish_in_s" in job:
-        finish_by = datetime.now(timezone.utc) + timedelta(seconds=job["finish_in_s"])
-        engine.perseus.set_policy(DeadlinePolicy(name="deadline", finish_by=finish_by, total_steps=job["steps"]))
-    seeded = "save_after" in job or "resume_from" in job
+    seeded = bool({"save_after", "save_in_phase", "resume_from"} & job.keys())
     slow = SlowPipeline(engine, job["slow_pipeline"]) if "slow_pipeline" in job else None
     for step in range(first, first + job["steps"]):
         if seeded:
@@ -113,28 +134,40 @@ def main() -> None:
         if slow:
             slow.before(step)
         losses.append(float(engine.train_batch(data)))
-        if step == job.get("save_after"):
+        phases.append(engine.perseus.phase if "save_in_phase" in job else "")
+        in_phase = phases.count(job.get("save_in_phase")) == 3
+        if step == job.get("save_after") or in_phase:
             engine.save_checkpoint(str(folder / "checkpoint"))
+        if in_phase:
+            break
         if step == job.get("evaluate_after"):
             losses.append(float(engine.eval_batch(batches(3))))
+        if step in job.get("look_after", ()):
+            resources.append(resources_of(engine))
         if step == job.get("end_after"):
-            end(job["end_by"], rank)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    weights = hashlib.sha256()
-    for _, value in sorted(module.state_dict().items()):
-        weights.update(value.numpy().tobytes())
-    report = {
-        "engine": type(engine).__name__,
-        "bases": [base.__name__ for base in type(engine).__mro__],
-        "losses": losses,
-        "weights": weights.hexdigest(),
-        "random": torch.rand(1).item(),
-        "finish_by": finish_by.timestamp() if finish_by else None,
-        "plan": getattr(getattr(engine, "perseus", None), "plan", None) is not None,
+            end(job["end_by"], torch.distributed.get_rank())
+    return {"losses": losses, "finish_by": finish_by, "resources": resources}
+
+
+def set_deadline(engine, job: dict) -> float:
+    """Ask for the last step to be done so long after the first one begins; return when that is."""
+    finish_by = datetime.now(timezone.utc) + timedelta(seconds=job["finish_in_s"])
+    policy = {"name": "deadline", "finish_by": finish_by.isoformat(), "total_steps": job["steps"]}
+    engine.perseus.set_policy(policy)
+    return finish_by.timestamp()
+
+
+def resources_of(engine) -> dict[str, int]:
+    """Return what a job that runs for weeks must not use ever more of."""
+    gc.collect()
+    process = psutil.Process()
+    return {
+        "memory_bytes": process.memory_info().rss,
+        "objects": len(gc.get_objects()),
+        "threads": process.num_threads(),
+        "handles": process.num_fds(),
+        "queued_clocks": len(engine.perseus._clocks._requests),
     }
-    (folder / f"rank{rank}.json").write_text(json.dumps(report))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def resume(engine, module, data, job: dict) -> int:

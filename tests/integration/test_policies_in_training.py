@@ -1,13 +1,15 @@
 """Policies, stragglers, orders from outside and checkpoints, on real ranks."""
 
+import itertools
+import json
 import statistics
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from job import run, start
+from job import run
 
+from perseus_ds.cli.main import main
 from perseus_ds.control import send_order
 from perseus_ds.errors import ConfigError
 from perseus_ds.gpu.simulated import DEVICES
@@ -18,10 +20,10 @@ from perseus_ds.stage_profile import Measurement, ProfileInfo, StageProfile
 
 pytestmark = pytest.mark.integration
 MODEL = DEVICES["a100-sxm"]
-SIMULATED = {"longest_instruction_s": 0.03, "lock_latency_s": 0.002, "counter_period_s": 0.02}
+SIMULATED = {"longest_instruction_s": 0.02, "lock_latency_s": 0.002, "counter_period_s": 0.02}
 
 
-def frontier(folder, stages=2, micro_batches=4, forward_s=0.015):
+def frontier(folder, stages=2, micro_batches=4, forward_s=0.01):
     """Save the frontier of the job's true profile: equal stages, whose backward takes twice as long."""
     rows = []
     for stage in range(stages):
@@ -46,93 +48,110 @@ def iterations(finished):
 
 # On a machine that is busy with something else times mean little: that deserves a second look.
 def test_other_pipelines_follow_a_straggler_and_come_back(tmp_path):
-    frontier(tmp_path / "frontier")
-    if not followed_well(tmp_path, "first"):
-        assert followed_well(tmp_path, "second")
+    # On a machine that is busy with something else no iteration takes as long as another: that deserves a second look.
+    if not followed_a_straggler(tmp_path / "first"):
+        assert followed_a_straggler(tmp_path / "second")
 
 
-def followed_well(tmp_path, name):
-    """Within five iterations, until the straggler has recovered, and back within five."""
-    job = {"ranks": 4, "stages": 2, "work": [3] * 4, "steps": 60}
-    slow = {"slow_pipeline": {"pipeline": 1, "factor": 1.2, "first": 15, "last": 40}}
-    finished = run(tmp_path / name, perseus=block(tmp_path / "frontier"), **job, **slow)
+def followed_a_straggler(folder):
+    """One of two pipelines takes 1.2 times as long from iteration 20 to 60; the job is to lose <= 1 % by following."""
+    plans = frontier(folder / "frontier").plans
+    job = {"ranks": 4, "stages": 2, "work": [3] * 4, "steps": 72}
+    slow = {"slow_pipeline": {"pipeline": 1, "factor": 1.2, "first": 20, "last": 60}}
+    finished = run(folder / "job", perseus=block(folder / "frontier"), **job, **slow)
     assert len(finished.ranks) == 4
-    told = [r["straggler"] for r in finished.records() if r.get("event") == "plan"]
-    records = {r["iteration"]: r for r in iterations(finished)}
+    records = {r["iteration"] - 1: r for r in iterations(finished)}
+    events = [r for r in finished.records() if r.get("event") == "plan"]
+    recognised = [straggler for straggler, _ in itertools.groupby(r["straggler"] for r in events)]
 
-    def healthy_j(first, last):
-        return statistics.mean(records[n]["energy_by_pipeline_j"][0] for n in range(first, last))
+    def mean(first, last, value):
+        return statistics.mean(value(records[n]) for n in range(first, last))
 
-    def time_s(first, last):
-        return statistics.median(records[n]["time_s"] for n in range(first, last))
+    def healthy_j(record):
+        return record["energy_by_pipeline_j"][0]
 
-    during, at_full_speed = healthy_j(20, 40), healthy_j(16, 18)
-    before, after = healthy_j(5, 15), healthy_j(46, 60)
-    print(f"healthy pipeline: {during / at_full_speed - 1:+.1%} energy, back to {after / before - 1:+.1%}")
+    def time_s(record):
+        return record["time_s"]
+
+    # Reacted to at the second boundary after the second slow iteration; until then it is waited for at full speed.
+    full_speed_j, full_speed_s = mean(20, 23, healthy_j), mean(20, 23, time_s)
+    following_j, following_s = mean(25, 60, healthy_j), mean(25, 60, time_s)
+    before_s, after_s = mean(5, 20, time_s), mean(65, 72, time_s)
+    predicted_j = records[40]["predicted_energy_j"] / mean(25, 60, lambda r: r["energy_j"])
+    print(
+        f"while following: job {following_s / full_speed_s - 1:+.2%} time, healthy pipeline "
+        f"{following_j / full_speed_j - 1:+.1%} energy, predicted {predicted_j - 1:+.1%}; "
+        f"after: {after_s / before_s - 1:+.2%} time; plans {[r['plans'] for r in events]}"
+    )
+    assert records[24]["plan"] > records[19]["plan"]
+    assert plans[records[40]["plan"]].time_s < 1.2 * plans[0].time_s
     return (
-        told == [1, None]
-        and during < 0.92 * at_full_speed
-        and after == pytest.approx(before, rel=0.05)
-        and time_s(20, 40) < 1.02 * time_s(16, 18)
-        and time_s(46, 60) < 1.05 * time_s(5, 15)
+        recognised == [1, None]
+        and following_s <= 1.01 * full_speed_s
+        and following_j <= 0.92 * full_speed_j
+        and records[65]["plan"] == records[19]["plan"]
+        and after_s <= 1.02 * before_s
+        and predicted_j == pytest.approx(1, rel=0.05)
     )
 
 
+@pytest.mark.extended
 def test_deadlines_are_met_on_little_energy_or_said_to_be_impossible(tmp_path):
-    if not deadlines_hold(tmp_path, "first"):
-        assert deadlines_hold(tmp_path, "second")
-
-
-def deadlines_hold(tmp_path, attempt):
-    plans = frontier(tmp_path / "frontier").plans
-    good, energies, steps = [], {}, 40
-    for name, factor in (("tight", 1.1), ("loose", 1.6), ("impossible", 0.5)):
-        seconds = steps * plans[0].time_s * factor
-        folder = tmp_path / attempt / name
-        finished = run(folder, 2, steps=steps, finish_in_s=seconds, perseus=block(tmp_path / "frontier"))
+    t_min_s = frontier(tmp_path / "frontier").plans[0].time_s
+    energies_j, steps = {}, 40
+    for name, factor in (("tight", 1.08), ("loose", 1.5), ("impossible", 0.6)):
+        job = {"steps": steps, "finish_in_s": steps * t_min_s * factor, "perseus": block(tmp_path / "frontier")}
+        finished = run(tmp_path / name, 2, **job)
         records = iterations(finished)
-        energies[name] = statistics.mean(r["energy_j"] for r in records[3:])
-        on_time = records[-1]["ended"] <= finished.ranks[0]["finish_by"]
-        good.append(on_time == (name != "impossible"))
-        good.append(("cannot be met" in finished.output) == (name == "impossible"))
+        energies_j[name] = statistics.mean(r["energy_j"] for r in records[3:])
+        assert (records[-1]["ended"] <= finished.ranks[0]["finish_by"]) == (name != "impossible")
+        assert finished.output.count("cannot be met") == (name == "impossible")
         if name == "impossible":
-            assert {r["plan"] for r in records} == {0}
-    print({name: round(energy_j, 1) for name, energy_j in energies.items()})
-    return all(good) and energies["loose"] < 0.95 * energies["tight"]
+            assert {r["plan"] for r in records[2:]} == {0}
+    print({name: round(energy_j, 1) for name, energy_j in energies_j.items()})
+    assert energies_j["loose"] < 0.95 * energies_j["tight"]
 
 
 def test_a_running_job_takes_orders_and_a_checkpoint_keeps_them(tmp_path):
     plans = frontier(tmp_path / "frontier").plans
-    job = {"work": [3] * 4, "perseus": block(tmp_path / "frontier")}
-    process = start(tmp_path / "job", 2, steps=60, save_after=50, **job)
+    powers_w = [2 * plan.energy_j / 2 / plan.time_s for plan in plans]
+    cap_w = (powers_w[0] + powers_w[-1]) / 2
+    csv = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}
+    job = {"work": [3] * 4, "perseus": block(tmp_path / "frontier"), "deepspeed": {"csv_monitor": csv}}
     output = tmp_path / "job" / "perseus"
-    deadline = time.monotonic() + 60
-    while not (output / "run.jsonl").exists() or len((output / "run.jsonl").read_text().splitlines()) < 5:
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()[0][-3000:]
-        time.sleep(0.1)
-    assert send_order(output, {"command": "status"})["status"]["simulated"] is True
-    with pytest.raises(ConfigError, match="no pipeline 7"):
-        send_order(output, {"command": "straggler", "pipeline": 7, "slowdown": 1.2})
-    command = [
-        sys.executable,
-        "-m",
-        "perseus_ds",
-        "control",
-        "policy",
-        f"run={output}",
-        "policy={name: energy_optimal}",
-    ]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "policy energy_optimal" in told.stdout, told.stderr
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, text[-3000:]
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(run, tmp_path / "job", 2, steps=60, save_after=50, **job)
+        wait_for(output, lambda records: len(records) >= 5)
+        assert send_order(output, {"command": "status"})["status"]["simulated"] is True
+        with pytest.raises(ConfigError, match="no pipeline 7"):
+            send_order(output, {"command": "straggler", "pipeline": 7, "slowdown": 1.2})
+        assert main(["control", "pause", f"run={output}"]) == 0
+        wait_for(output, lambda records: records[-1].get("phase") == "pause")
+        assert main(["control", "resume", f"run={output}"]) == 0
+        assert main(["control", "policy", f"run={output}", f"policy={{name: power_cap, watts: {cap_w}}}"]) == 0
+        first = running.result()
+    losses = first.ranks[0]["losses"]
     assert not (output / "control.json").exists()
-    from job import Finished
+    capped = iterations(first)[-25:]
+    drawn_w = sum(r["energy_j"] for r in capped) / sum(r["time_s"] for r in capped)
+    print(f"cap {cap_w:.0f} W, drawn {drawn_w:.0f} W, plan {capped[-1]['plan']} of {len(plans)}")
+    assert 0.95 * cap_w < drawn_w < 1.01 * cap_w
 
-    first = Finished(tmp_path / "job", 0, text)
-    assert iterations(first)[-1]["plan"] == len(plans) - 1
+    checkpoint = str(tmp_path / "job" / "checkpoint")
+    resumed = run(tmp_path / "resumed", 2, steps=9, resume_from=checkpoint, **job)
+    assert resumed.ranks[0]["losses"] == losses[51:]
+    assert [r["iteration"] for r in iterations(resumed)] == list(range(53, 61))
+    before = {r["iteration"]: r["plan"] for r in capped}
+    assert iterations(resumed)[0]["plan"] == before[53]
 
-    resumed = run(tmp_path / "resumed", 2, steps=9, resume_from=str(tmp_path / "job" / "checkpoint"), **job)
-    assert resumed.ranks[0]["losses"] == first.ranks[0]["losses"][51:]
-    assert {r["plan"] for r in iterations(resumed)[3:]} == {len(plans) - 1}
+
+def wait_for(output, condition):
+    """Wait until the records of a job that runs meet a condition."""
+    give_up_s = time.monotonic() + 60
+    while time.monotonic() < give_up_s:
+        path = output / "run.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        if lines and condition([json.loads(line) for line in lines]):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{output}: it did not happen")
