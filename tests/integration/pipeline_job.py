@@ -105,12 +105,14 @@ def main() -> None:
     weights = hashlib.sha256()
     for _, value in sorted(module.state_dict().items()):
         weights.update(value.numpy().tobytes())
+    perseus = getattr(engine, "perseus", None)
     report |= {
         "engine": type(engine).__name__,
         "bases": [base.__name__ for base in type(engine).__mro__],
         "weights": weights.hexdigest(),
         "random": torch.rand(1).item(),
-        "plan": getattr(getattr(engine, "perseus", None), "plan", None) is not None,
+        "plan": getattr(perseus, "plan", None) is not None,
+        "policy": perseus.state()["policy"] if perseus else None,
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
     torch.distributed.barrier()

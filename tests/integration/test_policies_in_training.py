@@ -1,5 +1,6 @@
 """Policies, stragglers, orders from outside and checkpoints, on real ranks."""
 
+import csv
 import itertools
 import json
 import statistics
@@ -116,8 +117,8 @@ def test_a_running_job_takes_orders_and_a_checkpoint_keeps_them(tmp_path):
     plans = frontier(tmp_path / "frontier").plans
     powers_w = [2 * plan.energy_j / 2 / plan.time_s for plan in plans]
     cap_w = (powers_w[0] + powers_w[-1]) / 2
-    csv = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}
-    job = {"work": [3] * 4, "perseus": block(tmp_path / "frontier"), "deepspeed": {"csv_monitor": csv}}
+    monitor = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}
+    job = {"work": [3] * 4, "perseus": block(tmp_path / "frontier"), "deepspeed": {"csv_monitor": monitor}}
     output = tmp_path / "job" / "perseus"
     with ThreadPoolExecutor() as pool:
         running = pool.submit(run, tmp_path / "job", 2, steps=60, save_after=50, **job)
@@ -137,12 +138,22 @@ def test_a_running_job_takes_orders_and_a_checkpoint_keeps_them(tmp_path):
     print(f"cap {cap_w:.0f} W, drawn {drawn_w:.0f} W, plan {capped[-1]['plan']} of {len(plans)}")
     assert 0.95 * cap_w < drawn_w < 1.01 * cap_w
 
+    told = records_of_monitor(tmp_path / "csv" / "job", "Perseus/simulated/average_power_w")
+    assert told == [r["power_w"] for r in first.records() if "iteration" in r]
+
     checkpoint = str(tmp_path / "job" / "checkpoint")
     resumed = run(tmp_path / "resumed", 2, steps=9, resume_from=checkpoint, **job)
     assert resumed.ranks[0]["losses"] == losses[51:]
+    assert resumed.ranks[0]["policy"] == first.ranks[0]["policy"] == {"name": "power_cap", "watts": cap_w}
     assert [r["iteration"] for r in iterations(resumed)] == list(range(53, 61))
     before = {r["iteration"]: r["plan"] for r in capped}
     assert iterations(resumed)[0]["plan"] == before[53]
+
+
+def records_of_monitor(folder, tag):
+    """Return what DeepSpeed's CSV monitor was told."""
+    with (folder / (tag.replace("/", "_") + ".csv")).open() as file:
+        return [float(value) for _, value in list(csv.reader(file))[1:]]
 
 
 def wait_for(output, condition):
