@@ -103,7 +103,7 @@ def test_deadlines_are_met_on_little_energy_or_said_to_be_impossible(tmp_path):
 
 
 def deadlines_hold(folder):
-    """Train under a tight, a loose and an impossible deadline; the loose one is to save >= 5 % against the tight one."""
+    """Train under a tight, a loose and an impossible deadline; the loose one is to save >= 5 %."""
     t_min_s = frontier(folder / "frontier", forward_s=0.02).plans[0].time_s
     longer = {**SIMULATED, "longest_instruction_s": 0.04}
     energies_j, good, steps = {}, [], 40
