@@ -1,0 +1,69 @@
+"""The built wheel, installed where nothing of the checkout can be imported, does what the quick start says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.extended]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The ``bin`` of an environment with the wheel, and with this one's other packages."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, ROOT], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    python = folder / "venv/bin/python"
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], check=True)
+    (packages,) = (folder / "venv/lib").glob("python*/site-packages")
+    # A path in a .pth file, unlike a site directory, brings no .pth files of its own: the editable install stays out.
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python.parent
+
+
+def run(installed, folder, *command, **environment):
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment = {**kept, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1", **environment}
+    finished = subprocess.run(
+        [installed / command[0], *command[1:]], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    return finished.returncode, finished.stdout + finished.stderr
+
+
+def test_the_quick_start_runs_from_an_empty_folder(installed, tmp_path):
+    code, output = run(installed, tmp_path, "python", "-c", "import perseus_ds; print(perseus_ds.__file__)")
+    assert code == 0
+    assert Path(output.strip()).is_relative_to(installed.parent)
+    (script,) = re.findall(
+        r"^```python title=\"train.py\"\n(.*?)^```", (ROOT / "docs/quick-start.md").read_text(), re.M | re.S
+    )
+    (tmp_path / "train.py").write_text(script)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py")
+    code, output = run(installed, tmp_path, "python", *launch)
+    assert code == 0, output
+    records = [json.loads(line) for line in (tmp_path / "perseus/run.jsonl").read_text().splitlines()]
+    assert "run" in {record.get("phase") for record in records}, "it never came to run under a plan"
+    assert records[-1]["event"] == "end"
+    assert records[-1]["saved"] > 0.02
+    code, output = run(installed, tmp_path, "perseus-ds", "optimize", "profile=perseus", "out=frontier", "plans=20")
+    assert code == 0, output
+    assert (tmp_path / "frontier/frontier.json").is_file()
+    arguments = ("profile=perseus", "frontier=perseus", "out=pictures", "runs=[perseus]")
+    code, output = run(installed, tmp_path, "perseus-ds", "plot", *arguments)
+    assert code == 0, output
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} >= {"frontier.png", "timeline.png"}
+
+
+def test_commands_find_their_defaults(installed, tmp_path):
+    assert "commands:" in run(installed, tmp_path, "perseus-ds", "--help")[1]
+    assert "micro_batches: null" in run(installed, tmp_path, "perseus-ds", "optimize", "--help")[1]
+    assert "perseus-ds    0.1.0" in run(installed, tmp_path, "perseus-ds", "doctor")[1].replace("  ok", "")
