@@ -3,10 +3,16 @@
 import ast
 import functools
 import importlib.util
+import json
 import re
 from pathlib import Path
 
 import pytest
+
+from perseus_ds.frontier import Frontier, Provenance
+from perseus_ds.plan import FrequencyPlan
+from perseus_ds.profile_info import ProfileInfo, RowQuality, TransferDuration
+from perseus_ds.profile_rows import COLUMNS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(page for folder in (".", "docs", "benchmarks", "examples/*") for page in ROOT.glob(f"{folder}/*.md"))
@@ -69,3 +75,14 @@ def test_reference_pages_are_those_of_the_code(name):
     spec.loader.exec_module(reference)
     page = (ROOT / "docs" / name).read_text()
     assert page == reference.PAGES[name](), 'run "python docs/reference.py"'
+
+
+def test_keys_of_our_files_are_documented(tmp_path):
+    page = (ROOT / "docs/file-formats.md").read_text()
+    keys = [key for model in (ProfileInfo, RowQuality, TransferDuration, Provenance) for key in model.model_fields]
+    plan = FrequencyPlan(((), ()), ((), ()), 1.0, 2.0, 1.9)
+    provenance = Provenance(schedule="s", micro_batches=1, stages=2, blocking_power_w=1.0, solver="exact")
+    file = json.loads(Frontier((plan,), 1.0, plan, provenance).save(tmp_path).read_text())
+    columns = (tmp_path / "frontier.csv").read_text().splitlines()[0].split(",")
+    keys += [*file, *file["plans"][0], *columns, *COLUMNS]
+    assert not [key for key in keys if f"`{key}`" not in page]

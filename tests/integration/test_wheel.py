@@ -53,6 +53,8 @@ def test_the_quick_start_runs_from_an_empty_folder(installed, tmp_path):
     records = [json.loads(line) for line in (tmp_path / "perseus/run.jsonl").read_text().splitlines()]
     assert "run" in {record.get("phase") for record in records}, "it never came to run under a plan"
     assert records[-1]["event"] == "end"
+    page = (ROOT / "docs/file-formats.md").read_text()
+    assert not [key for record in records if "phase" in record for key in record if f"`{key}`" not in page]
     assert records[-1]["saved"] > 0.02
     code, output = run(installed, tmp_path, "perseus-ds", "optimize", "profile=perseus", "out=frontier", "plans=20")
     assert code == 0, output
