@@ -14,9 +14,10 @@ from perseus_ds.execution import SimulatedExecution
 from perseus_ds.frontier import Frontier
 from perseus_ds.phases import Calibrate, Observe, Phase, Seen, Tools
 from perseus_ds.profiler.search import clocks_to_choose_from
-from perseus_ds.profiling import WarmUp, profile_offline, profile_online
+from perseus_ds.profiling import profile_offline, profile_online
 from perseus_ds.running import Running, load_frontier
 from perseus_ds.stage_profile import StageProfile
+from perseus_ds.warm_up import WarmUp
 
 # A clock follows some 15 ms late; what runs meanwhile runs at the wrong one.
 _SWITCH_COST_J = 0.5

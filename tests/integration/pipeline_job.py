@@ -20,6 +20,8 @@ from pathlib import Path
 import deepspeed
 import psutil
 import torch
+from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
@@ -43,10 +45,17 @@ class Block(nn.Module):
         return self.dropout(self.norm(hidden))
 
 
-def batches(seed: int, nan_at: int | None = None):
+class HalfPrecisionCpu(CPU_Accelerator):
+    """torch computes in fp16 on any CPU, slowly; DeepSpeed says so of the newest only."""
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+
+def batches(seed: int, nan_at: int | None = None, dtype: torch.dtype = torch.float32):
     generator = torch.Generator().manual_seed(seed)
     for number in itertools.count():
-        data = torch.randn(8, WIDTH, generator=generator)
+        data = torch.randn(8, WIDTH, generator=generator).to(dtype)
         if number == nan_at:
             data[0, 0] = float("nan")
         yield data, data.roll(1, dims=1)
@@ -67,13 +76,20 @@ def pipeline_module(job: dict) -> PipelineModule:
         from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
         return DualPipeVModule(**common)
-    return PipelineModule(**common, seed_layers=True, base_seed=7)
+    module = PipelineModule(**common, seed_layers=True, base_seed=7)
+    return module.half() if in_half(job) else module  # buffers as well, which DeepSpeed leaves in fp32
+
+
+def in_half(job: dict) -> bool:
+    return job.get("deepspeed", {}).get("fp16", {}).get("enabled", False)
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_text())
     torch.set_num_threads(1)
+    if in_half(job):
+        set_accelerator(HalfPrecisionCpu())
     deepspeed.init_distributed("gloo")
     torch.manual_seed(11)
     module = pipeline_module(job)
@@ -96,7 +112,7 @@ def main() -> None:
     )
     rank = torch.distributed.get_rank()
     nan_at = job["nan_step"] * job["micro_batches"] if "nan_step" in job else None
-    data = batches(100 + engine.grid.get_data_parallel_id(), nan_at)
+    data = batches(100 + engine.grid.get_data_parallel_id(), nan_at, torch.half if in_half(job) else torch.float32)
     if "file_limit_bytes" in job:  # writing more fails as on a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit_bytes"], resource.RLIM_INFINITY))
@@ -111,6 +127,7 @@ def main() -> None:
         "bases": [base.__name__ for base in type(engine).__mro__],
         "weights": weights.hexdigest(),
         "random": torch.rand(1).item(),
+        "skipped_steps": engine.skipped_steps,
         "plan": getattr(perseus, "plan", None) is not None,
         "policy": perseus.state()["policy"] if perseus else None,
     }

@@ -48,6 +48,14 @@ def test_a_loss_that_is_not_a_number(tmp_path):
     StageProfile.load(tmp_path / "auto" / "perseus")
 
 
+def test_fp16_whose_loss_scale_skips_steps_while_profiling(tmp_path):
+    fp16 = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
+    without, perseus = both(tmp_path, "auto", deepspeed={"fp16": fp16, "zero_optimization": {"stage": 1}})
+    assert_same_training(without, perseus)
+    assert perseus.ranks[0]["skipped_steps"] == without.ranks[0]["skipped_steps"] > 3
+    StageProfile.load(tmp_path / "auto" / "perseus")
+
+
 def test_a_full_disk(tmp_path):
     without, perseus = both(tmp_path, "auto", file_limit_bytes=600)
     assert_same_training(without, perseus)

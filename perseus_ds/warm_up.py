@@ -1,0 +1,93 @@
+"""The first phase: ordinary iterations until times are steady."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from perseus_ds.clock_plan import ClockPlan
+from perseus_ds.execution import Span
+from perseus_ds.phases import Phase, Seen, Tools
+from perseus_ds.profile_info import ProfileInfo
+from perseus_ds.profiler.blocking import measure_blocking_power_w
+from perseus_ds.profiler.rest import load_durations_s, tail_durations_s, transfer_durations, without_gaps
+
+_STEADY = 0.02
+_BLOCKING_WINDOW_S = 0.45
+
+
+@dataclass(frozen=True)
+class Before:
+    """What iterations were like before any clock was changed, on this rank.
+
+    Attributes:
+        spans: Operations, by iteration.
+        time_s: A typical iteration [s].
+        energy_j: Of this rank's GPU in a typical iteration [J].
+        info: The job, and what of the iteration has no clock to choose; complete on rank 0.
+    """
+
+    spans: list[list[Span]]
+    time_s: float
+    energy_j: float
+    info: ProfileInfo
+
+
+class WarmUp:
+    """Ordinary iterations until times are steady, in which loads, transfers and the tail are measured.
+
+    Args:
+        tools: Of this rank.
+        following: Makes the next phase.
+        records: Whether instructions are to be repeated afterwards.
+    """
+
+    name = "warm-up"
+    clock_plan = ClockPlan.none()
+    measures = True
+
+    def __init__(self, tools: Tools, following: Callable[[Tools, Before], Phase], *, records: bool = False) -> None:
+        self._tools = tools
+        self._following = following
+        self._records = records
+        self._spans: list[list[Span]] = []
+        self._times_s: list[float] = []
+        self._energies_j: list[float] = []
+
+    @property
+    def records(self) -> bool:
+        return self._records and len(self._spans) >= self._tools.config.profile.warm_up - 1
+
+    def after(self, seen: Seen) -> Phase:
+        self._spans.append(without_gaps(seen.spans(), seen.time_s))
+        self._times_s.append(seen.time_s)
+        self._energies_j.append(seen.energy_j)
+        least = self._tools.config.profile.warm_up
+        if len(self._spans) < least:
+            return self
+        drifts = abs(self._times_s[-1] / self._times_s[-2] - 1) > _STEADY
+        if len(self._spans) < 3 * least and self._tools.ranks.all_max(float(drifts)):
+            return self
+        return self._following(self._tools, self._before())
+
+    def _before(self) -> Before:
+        tools = self._tools
+        spans = self._spans[1:]  # the first iteration allocates and agrees on shapes
+        power_w = measure_blocking_power_w(tools.gpu, tools.ranks.place, tools.job.device, _BLOCKING_WINDOW_S)
+        job_key = tools.job_key()
+        reports = tools.ranks.gather((tools.ranks.place.data_parallel_rank, spans, power_w))
+        pipeline = [spans for data_parallel_rank, spans, _ in reports if data_parallel_rank == 0]
+        rest = {
+            "load_s": load_durations_s(pipeline),
+            "transfers": transfer_durations(pipeline),
+            "tail_s": tail_durations_s([spans for _, spans, _ in reports]),
+            "blocking_power_w": statistics.mean(power_w for *_, power_w in reports) if reports else power_w,
+            "job": job_key,
+        }
+        return Before(
+            spans,
+            statistics.median(self._times_s[1:]),
+            statistics.mean(self._energies_j[1:]),
+            tools.job.info.model_copy(update={**rest, "rows": []} if reports else {"blocking_power_w": power_w}),
+        )
