@@ -8,11 +8,11 @@ from pathlib import Path
 
 from perseus_ds.cache import Cache
 from perseus_ds.clock_plan import ClockPlan
-from perseus_ds.drift import ClockTimes
 from perseus_ds.errors import PerseusError
 from perseus_ds.execution import SimulatedExecution
 from perseus_ds.frontier import Frontier
 from perseus_ds.phases import Calibrate, Observe, Phase, Seen, Tools
+from perseus_ds.plan import ClockTimes
 from perseus_ds.profiler.search import clocks_to_choose_from
 from perseus_ds.profiling import profile_offline, profile_online
 from perseus_ds.running import Running, load_frontier

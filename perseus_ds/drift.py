@@ -6,11 +6,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from perseus_ds.execution import Span
-from perseus_ds.instruction import Instruction, Kind
+from perseus_ds.instruction import Instruction
+from perseus_ds.plan import ClockTimes
 from perseus_ds.schedule import Compute
-
-ClockTimes = Mapping[tuple[int, Kind, int], float]
-"""What the profile says that instructions take, by stage, kind and clock [s]."""
 
 _STRIKES = 2
 

@@ -46,8 +46,8 @@ class Execution(Protocol):
     def start_iteration(self) -> None:
         """Forget earlier spans; times count from here."""
 
-    def begin(self, operation: Operation) -> None:
-        """The operation is about to be issued."""
+    def begin(self, operation: Operation) -> Moment | None:
+        """The operation is about to be issued; returns the moment it begins on the device, None if that is now."""
 
     def end(self, operation: Operation) -> Moment | None:
         """The operation was issued; returns the moment it is done on the device, None if that is now."""
@@ -63,27 +63,28 @@ class HostExecution:
     """Operations that are over when the call returns."""
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []
+        self._marks: list[tuple[Operation, float, float]] = []
         self._origin_s = time.perf_counter()
         self._began_s = 0.0
 
     def start_iteration(self) -> None:
-        self._spans = []
+        self._marks = []
         self._origin_s = time.perf_counter()
 
-    def begin(self, operation: Operation) -> None:
+    def begin(self, operation: Operation) -> Moment | None:
         self._began_s = time.perf_counter()
+        return None
 
     def end(self, operation: Operation) -> Moment | None:
-        origin_s = self._origin_s
-        self._spans.append(Span(operation, self._began_s - origin_s, time.perf_counter() - origin_s))
+        self._marks.append((operation, self._began_s, time.perf_counter()))
         return None
 
     def wait(self) -> None:
         """Nothing is outstanding."""
 
     def spans(self) -> list[Span]:
-        return self._spans
+        origin_s = self._origin_s
+        return [Span(operation, began_s - origin_s, ended_s - origin_s) for operation, began_s, ended_s in self._marks]
 
 
 class CudaExecution:
@@ -98,8 +99,10 @@ class CudaExecution:
         self._marks = []
         self._origin = self._record()
 
-    def begin(self, operation: Operation) -> None:
-        self._began = self._record()
+    def begin(self, operation: Operation) -> Moment | None:
+        began: Moment = self._record()
+        self._began = began
+        return began
 
     def end(self, operation: Operation) -> Moment | None:
         done: Moment = self._record()
@@ -158,13 +161,13 @@ class SimulatedExecution(HostExecution):
         super().start_iteration()
         self._tail_done = False
 
-    def begin(self, operation: Operation) -> None:
-        super().begin(operation)
+    def begin(self, operation: Operation) -> Moment | None:
         if _is_pass(operation):
             self._gpu.begin_work()
             if _key(operation) not in self._flops:
                 self._counter = _FlopCounter()
                 self._counter.__enter__()  # type: ignore[no-untyped-call]
+        return super().begin(operation)
 
     def end(self, operation: Operation) -> Moment | None:
         if _is_pass(operation):

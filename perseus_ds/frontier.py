@@ -7,7 +7,7 @@ import csv
 import io
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from perseus_ds.errors import DeadlineError, FrontierError
 from perseus_ds.files import read_json, write_atomically
 from perseus_ds.instruction import Instruction, Kind
-from perseus_ds.plan import FrequencyPlan, InstructionStreams
+from perseus_ds.plan import ClockTimes, FrequencyPlan, InstructionStreams
 
 SCHEMA_VERSION = 1
 # Deadlines come from arithmetic on measured times; a plan that is late by rounding is not late.
@@ -47,12 +47,14 @@ class Frontier:
         t_min_s: Makespan with every instruction at its fastest measured clock [s].
         baseline: Everything at the highest measured clock: what running without Perseus costs.
         provenance: What it was computed from.
+        instruction_times_s: What the profile says that instructions take, at each clock [s].
     """
 
     plans: tuple[FrequencyPlan, ...]
     t_min_s: float
     baseline: FrequencyPlan
     provenance: Provenance
+    instruction_times_s: ClockTimes = field(default_factory=dict)
 
     @property
     def t_star_s(self) -> float:
@@ -155,6 +157,7 @@ class Frontier:
             instructions=[[(i.stage, i.kind, i.micro_batch) for i in stream] for stream in self.instructions],
             baseline=_PlanFile.of(self.baseline),
             plans=[_PlanFile.of(plan) for plan in self.plans],
+            instruction_times_s=[(*key, time_s) for key, time_s in self.instruction_times_s.items()],
         )
 
 
@@ -195,12 +198,14 @@ class _FrontierFile(BaseModel):
     instructions: list[list[tuple[int, Kind, int]]]
     baseline: _PlanFile
     plans: list[_PlanFile] = Field(min_length=1)
+    instruction_times_s: list[tuple[int, Kind, int, Positive]] = []
 
     def to_frontier(self) -> Frontier:
         instructions = tuple(tuple(Instruction(*entry) for entry in stream) for stream in self.instructions)
         plans = tuple(plan.to_plan(instructions) for plan in self.plans)
         _check_order(plans)
-        return Frontier(plans, self.t_min_s, self.baseline.to_plan(instructions), self.provenance)
+        times_s = {(stage, kind, clock): time_s for stage, kind, clock, time_s in self.instruction_times_s}
+        return Frontier(plans, self.t_min_s, self.baseline.to_plan(instructions), self.provenance, times_s)
 
 
 def _check_order(plans: Sequence[FrequencyPlan]) -> None:

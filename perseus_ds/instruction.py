@@ -19,6 +19,9 @@ class Kind(str, enum.Enum):
     def __str__(self) -> str:
         return self.value
 
+    # Enum's is written in Python, and instructions are looked up while training.
+    __hash__ = str.__hash__
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Instruction:

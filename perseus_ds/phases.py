@@ -7,7 +7,7 @@ go through the same phases at the same iterations.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from perseus_ds.clocks import ClockController
 from perseus_ds.config import PerseusConfig
 from perseus_ds.execution import Execution, SimulatedExecution, Span
 from perseus_ds.gpu.base import Gpu
+from perseus_ds.instruction import Instruction
 from perseus_ds.orders import Orders
 from perseus_ds.profile_info import ProfileInfo
 from perseus_ds.profiler.offline import Repeatable
@@ -102,6 +103,7 @@ class Seen:
         start_s: When it began, on ``time.perf_counter`` [s].
         time_s: How long it took [s].
         energy_j: Of this rank's GPU [J].
+        clock: Clock that was asked for around each instruction; empty without a plan [MHz].
         failed: Whether this rank has fallen back to default clocks.
     """
 
@@ -109,6 +111,7 @@ class Seen:
     start_s: float
     time_s: float
     energy_j: float
+    clock: Mapping[Instruction, int]
     failed: bool
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from perseus_ds.errors import PlanError
 from perseus_ds.instruction import Instruction, Kind
 
 InstructionStreams = tuple[tuple[Instruction, ...], ...]
+ClockTimes = Mapping[tuple[int, Kind, int], float]
+"""What instructions take, by stage, kind and clock [s]."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ class Iteration:
         time_s: Iteration time [s].
         energy_j: Energy of this rank's GPU [J]; NaN where it cannot be read.
         clock_changes: Clock changes of this rank's GPU.
-        clock_skips: Clock changes it left out because a later one was already due.
+        clock_skips: Clock changes it left out: too short to be worth it, or a later one was already due.
         failed: Whether this rank has fallen back to default clocks.
         plan: The plan's place on the frontier; None without a plan.
         forecast: What the profile promised for the whole job; None without a plan.
@@ -133,6 +134,7 @@ class Recorder:
         self._monitor = monitor if getattr(monitor, "enabled", True) else None
         self._steps_per_print = steps_per_print
         self._file_works = True
+        self._untold: deque[tuple[str, dict[str, Any]]] = deque()
         self._total = _Total()
         self._pipelines = ranks.all_gather(ranks.place.data_parallel_rank)
 
@@ -141,11 +143,21 @@ class Recorder:
         if self._ranks.is_first:
             self._write({"event": name, "time": time.time(), "simulated": self._simulated, **details})
 
+    def own_event(self, name: str, **details: Any) -> None:
+        """Record that something happened on this rank, with its number; on others than rank 0 with the iteration."""
+        details = {"rank": self._ranks.place.rank, **details}
+        if self._ranks.is_first:
+            self.event(name, **details)
+        else:
+            self._untold.append((name, details))
+
     def add(self, iteration: Iteration) -> None:
         """Record an iteration of all ranks; every rank must do so at the same time."""
-        counts = [iteration.clock_changes, iteration.failed, iteration.clock_skips]
+        counts = [iteration.clock_changes, iteration.failed, iteration.clock_skips, len(self._untold)]
         values = [iteration.time_s, iteration.energy_j, *map(float, counts)]
         by_rank = self._ranks.all_gather_numbers(values)
+        if by_rank[:, 5].any():
+            self._tell_events()
         if self._ranks.is_first:
             record = self._of_job(iteration, by_rank)
             self._write(record)
@@ -184,6 +196,12 @@ class Recorder:
             "failed_ranks": torch.nonzero(by_rank[:, 3]).flatten().tolist(),
             "simulated": self._simulated,
         }
+
+    def _tell_events(self) -> None:
+        ours = [self._untold.popleft() for _ in range(len(self._untold))]
+        for events in self._ranks.all_gather(ours):
+            for name, details in events:
+                self.event(name, **details)
 
     def _by_pipeline(self, energies_j: torch.Tensor) -> list[float]:
         sums = [0.0] * (max(self._pipelines) + 1)

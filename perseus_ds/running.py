@@ -10,14 +10,14 @@ import torch
 
 from perseus_ds.assignment import Assignment, Choice
 from perseus_ds.clock_plan import ClockPlan
-from perseus_ds.drift import ClockTimes, DriftWatch
+from perseus_ds.drift import DriftWatch
 from perseus_ds.errors import PlanError
 from perseus_ds.execution import Span
 from perseus_ds.frontier import Frontier
 from perseus_ds.instruction import Kind
 from perseus_ds.pace import Pace
 from perseus_ds.phases import Phase, Seen, Tools
-from perseus_ds.plan import check_instructions
+from perseus_ds.plan import ClockTimes, check_instructions
 from perseus_ds.policy import Situation, decide
 from perseus_ds.ranks import Pending
 from perseus_ds.schedule import Compute
@@ -192,7 +192,9 @@ class Running:
         self.clock_plan = ClockPlan.none()
         if not choice.paused:
             forecast = assignment.forecast(self._frontier, place.tensor_parallel)
-            self.clock_plan = ClockPlan.of_rank(self._frontier.plans[ours], ours, place.pipeline_rank, forecast)
+            self.clock_plan = ClockPlan.of_rank(
+                self._frontier.plans[ours], ours, place.pipeline_rank, forecast, self._frontier.instruction_times_s
+            )
         straggler = assignment.straggler
         details = {
             "plan": choice.plan,
@@ -214,7 +216,7 @@ class Running:
     def _has_drifted(self, seen: Seen, spans: list[Span]) -> bool:
         """Whether instructions take longer or shorter than profiled; all ranks ask at once."""
         known = not (seen.failed or self._assignment.choice.paused)  # otherwise clocks are not the plan's
-        ours = self._drift.of_rank(spans, self.clock_plan.clock) if known else 0.0
+        ours = self._drift.of_rank(spans, seen.clock) if known else 0.0
         by_rank = self._tools.ranks.all_gather_numbers([ours])[:, 0]
         pipelines = [float(by_rank[self._pipelines == n].max()) for n in range(len(self._assignment.plans))]
         self._tools.recorder.drift = drift = max(pipelines)

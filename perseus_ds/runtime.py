@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -16,13 +17,16 @@ import torch
 import torch.distributed as dist
 
 from perseus_ds.automatic import first_phase
-from perseus_ds.clock_plan import ClockPlan
-from perseus_ds.clocks import ClockController, ExitGuard, Moment
+from perseus_ds.clock_plan import ClockPlan, Steps
+from perseus_ds.clock_steps import Step
+from perseus_ds.clock_watch import Refusal
+from perseus_ds.clocks import ClockController
 from perseus_ds.config import PerseusConfig, parse_block
 from perseus_ds.control import ControlServer, parse_order
 from perseus_ds.devices import execution_on, open_gpu
 from perseus_ds.errors import ConfigError, GpuError, PlanError
 from perseus_ds.execution import Execution
+from perseus_ds.exit_guard import ExitGuard
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.guardian import Guardian
 from perseus_ds.instruction import Instruction, Kind
@@ -38,6 +42,7 @@ from perseus_ds.schedule import Compute, Operation, Schedule
 
 logger = logging.getLogger("perseus_ds")
 _DRIVER_HANGS_S = 3.0
+_LATENCY_MOVED = 0.2
 
 
 class PerseusRuntime:
@@ -83,9 +88,12 @@ class PerseusRuntime:
         self._closed = False
         self._failed = False
         self._clock_plan = ClockPlan.none()
+        self._steps = Steps()
+        self._steps_for: tuple[ClockPlan, float] = self._clock_plan, 0.0
+        self._step: Step | None = None
         if config.mode != "observe":
             ranks.together(gpu.check_lock_permission)
-        self._clocks = ClockController(gpu, self._fail)
+        self._clocks = ClockController(gpu, self._fail, self._refused)
         self._recorder = Recorder(
             ranks,
             Path(config.output_dir),
@@ -200,7 +208,8 @@ class PerseusRuntime:
         if self._clocks.waiting_s > _DRIVER_HANGS_S:
             self._fail(GpuError(f"the driver has not answered for {self._clocks.waiting_s:.0f} s"))
         self._clock_plan = ClockPlan.none() if self._failed else self._phase.clock_plan
-        self._clocks.request(self._clock_plan.first)
+        self._update_steps()
+        self._clocks.request(self._steps.first_mhz)
         energy_j = self._energy_j()
         self._execution.start_iteration()
         start_s = time.perf_counter()
@@ -213,9 +222,10 @@ class PerseusRuntime:
         time_s = time.perf_counter() - start_s
         self._orders.steps += 1
         energy_j = self._energy_j() - energy_j
-        counts = self._clocks.changes - changes, self._clocks.overtaken - skips
+        counts = self._clocks.changes - changes, self._clocks.overtaken - skips + self._steps.skipped
         self._record(samples, time_s, energy_j, *counts)
-        self._phase = self._phase.after(Seen(self._execution.spans, start_s, time_s, energy_j, self._failed))
+        seen = Seen(self._execution.spans, start_s, time_s, energy_j, self._steps.clock, self._failed)
+        self._phase = self._phase.after(seen)
 
     def operation(self, operation: Operation) -> AbstractContextManager[None]:
         """Surround one operation of an iteration: the clock is set, and the time taken."""
@@ -226,20 +236,28 @@ class PerseusRuntime:
         return self.operation(Compute(instruction))
 
     def begin(self, operation: Operation) -> None:
-        """An operation is about to be issued."""
-        if isinstance(operation, Compute):
-            if self._tail_to_align and operation.instruction.kind is Kind.TAIL:
-                self._tail_to_align = False
-                self._execution.wait()
-                self._ranks.barrier()
-            self._request(self._clock_plan.clock.get(operation.instruction))
-        self._execution.begin(operation)
+        """An operation is about to be issued: its clock is due, and the time has come to plan for the next one's."""
+        if not isinstance(operation, Compute):
+            self._execution.begin(operation)
+            return
+        if self._tail_to_align and operation.instruction.kind is Kind.TAIL:
+            self._tail_to_align = False
+            self._execution.wait()
+            self._ranks.barrier()
+        step = self._step = self._steps.by_instruction.get(operation.instruction)
+        if step is None:
+            self._execution.begin(operation)
+            return
+        self._clocks.request(step.clock_mhz)
+        begun = self._execution.begin(operation)
+        if step.early_s is not None:
+            self._clocks.request_early(step.next_clock_mhz, begun, step.early_s)
 
     def end(self, operation: Operation) -> None:
         """An operation was issued: as soon as it is over, the next instruction's clock is due."""
         moment = self._execution.end(operation)
-        if isinstance(operation, Compute):
-            self._request(self._clock_plan.next_clock.get(operation.instruction), moment)
+        if self._step is not None and isinstance(operation, Compute):
+            self._clocks.request(self._step.next_clock_mhz, moment)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -324,9 +342,17 @@ class PerseusRuntime:
             self._recorder.event("control", error=str(error))
             return None
 
-    def _request(self, clock_mhz: int | None, after: Moment | None = None) -> None:
-        if clock_mhz is not None and not self._failed:
-            self._clocks.request(clock_mhz, after)
+    def _update_steps(self) -> None:
+        """Make the iteration's steps of its plan, unless they are those of the iteration before."""
+        plan, latency_s = self._steps_for
+        measured_s = self._clocks.latency_s
+        if self._clock_plan is not plan or abs(measured_s - latency_s) > _LATENCY_MOVED * latency_s:
+            self._steps = self._clock_plan.steps(measured_s)
+            self._steps_for = self._clock_plan, measured_s
+
+    def _refused(self, refusal: Refusal) -> None:
+        """Record a clock that the GPU does not reach."""
+        self._recorder.own_event("refused", **dataclasses.asdict(refusal))
 
     def _energy_j(self) -> float:
         try:
@@ -365,9 +391,10 @@ class PerseusRuntime:
             return
         self._failed = True
         self._clock_plan = ClockPlan.none()
+        self._steps, self._step = Steps(), None
         self._clocks.request(None)
         logger.warning("perseus: %s. Training goes on at default clocks.", str(error).rstrip("."))
-        self._recorder.event("failure", rank=self._ranks.place.rank, error=str(error))
+        self._recorder.own_event("failure", error=str(error))
 
 
 class _Operation:

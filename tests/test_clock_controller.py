@@ -1,10 +1,10 @@
 """The clock controller never makes the training thread wait, and always restores the default."""
 
-import signal
-import subprocess
-import sys
+import dataclasses
+import statistics
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -31,6 +31,13 @@ class RecordingGpu(SimulatedGpu):
         super().reset_clock()
         self.asked.append(None)
 
+    @contextmanager
+    def computing(self):
+        """An instruction that takes as long as what is done meanwhile."""
+        self.begin_work()
+        yield
+        self.finish_work(0.0)
+
 
 class LaterMoment:
     """A point in the GPU's progress that a test decides on."""
@@ -56,10 +63,23 @@ def errors():
 
 
 @pytest.fixture
-def clocks(gpu, errors):
-    controller = ClockController(gpu, errors.append)
+def refusals():
+    return []
+
+
+@pytest.fixture
+def clocks(gpu, errors, refusals):
+    controller = ClockController(gpu, errors.append, refusals.append)
     yield controller
     controller.close()
+
+
+def comes(condition, within_s=5.0):
+    """Wait until something is so; returns whether it came to be in time."""
+    deadline_s = time.monotonic() + within_s
+    while not (so := condition()) and time.monotonic() < deadline_s:
+        time.sleep(0.002)
+    return so
 
 
 def test_requests_return_at_once_and_are_applied(clocks, gpu):
@@ -94,10 +114,7 @@ def test_a_clock_waits_for_the_gpus_own_progress(clocks, gpu):
     time.sleep(0.1)
     assert gpu.asked == [1200]
     moment.passed.set()
-    deadline = time.monotonic() + 5
-    while gpu.asked != [1200, 1110] and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert gpu.asked == [1200, 1110]
+    assert comes(lambda: gpu.asked == [1200, 1110])
 
 
 def test_closing_restores_the_default_clock_once(clocks, gpu):
@@ -122,39 +139,92 @@ def test_a_refusal_is_told_once_and_nothing_is_requested_after(clocks, gpu, erro
     clocks.request(1005)
     time.sleep(0.1)
     assert [str(error) for error in errors] == ["the GPU is lost"]
-    assert gpu.asked == [1200]
+    assert gpu.asked == [1200, None], "the default clock is restored at once"
     clocks.close()
     assert gpu.asked == [1200, None]
 
 
-PROGRAM = """
-import os, signal, sys, time
-from perseus_ds.clocks import ExitGuard
-{before}
-guard = ExitGuard(lambda: print("restored", flush=True))
-print("ready", flush=True)
-{end}
-"""
+def test_an_early_request_waits_for_its_time_and_not_for_the_next_one(clocks, gpu):
+    clocks.set_and_wait(1110)
+    begin_s = time.monotonic()
+    clocks.request_early(1410, None, 0.1)
+    time.sleep(0.05)
+    assert gpu.asked == [1110]
+    assert comes(lambda: gpu.asked == [1110, 1410])
+    assert time.monotonic() - begin_s >= 0.1
+    clocks.request(1410)
+    clocks.set_and_wait(1410)
+    assert gpu.asked == [1110, 1410]
+    assert clocks.overtaken == 0
 
 
-@pytest.mark.parametrize(
-    ("before", "end", "returncode", "printed"),
-    [
-        ("", "", 0, ["restored"]),
-        ("", "raise ValueError", 1, ["restored"]),
-        ("", "os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)", -signal.SIGTERM, ["restored"]),
-        ("", "os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", -signal.SIGINT, ["restored", "restored"]),
-        (
-            "signal.signal(signal.SIGTERM, lambda *_: (print('theirs', flush=True), os._exit(7)))",
-            "os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)",
-            7,
-            ["restored", "theirs"],
-        ),
-        ("", "guard.release()", 0, []),
-    ],
-)
-def test_the_exit_guard_acts_however_the_process_ends(before, end, returncode, printed):
-    program = PROGRAM.format(before=before, end=end)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == returncode, done.stderr
-    assert done.stdout.split() == ["ready", *printed]
+@pytest.mark.parametrize("on_the_gpu", [False, True])
+def test_an_early_request_does_not_outlive_an_instruction_that_ends_before_it(clocks, gpu, on_the_gpu):
+    """Whether the instruction's end is known by a request that comes then, or by a moment of the GPU's."""
+    begun, ended = LaterMoment(), LaterMoment()
+    clocks.set_and_wait(1110)
+    clocks.request_early(1410, begun if on_the_gpu else None, 30.0)
+    if on_the_gpu:
+        clocks.request(1410, after=ended)
+        begun.passed.set()
+    time.sleep(0.05)
+    assert gpu.asked == [1110]
+    if on_the_gpu:
+        ended.passed.set()
+    else:
+        clocks.request(1410)
+    assert comes(lambda: gpu.asked == [1110, 1410])
+
+
+def test_an_early_request_counts_from_the_moment_that_the_gpu_begins(clocks, gpu):
+    begun, ended = LaterMoment(), LaterMoment()
+    clocks.set_and_wait(1110)
+    clocks.request_early(1410, begun, 0.1)
+    clocks.request(1410, after=ended)
+    time.sleep(0.2)
+    assert gpu.asked == [1110]
+    begin_s = time.monotonic()
+    begun.passed.set()
+    assert comes(lambda: gpu.asked == [1110, 1410])
+    assert time.monotonic() - begin_s >= 0.1
+    ended.passed.set()
+
+
+def test_the_latency_is_measured_once_there_are_enough_changes(clocks, gpu):
+    clocks.set_and_wait(1110)
+    assert clocks.latency_s == 0.0
+    for clock in (1410, 1110, 1410, 1110):
+        clocks.set_and_wait(clock)
+        time.sleep(0.03)
+    assert clocks.latency_s == pytest.approx(0.02, rel=0.5)
+
+
+def test_a_clock_that_the_power_limit_keeps_down_is_told_once_with_the_reason(clocks, gpu, refusals):
+    gpu.model = dataclasses.replace(gpu.model, power_limit_w=300.0)
+    with gpu.computing():
+        for clock in (1410, 900, 1410):
+            clocks.set_and_wait(clock)
+            time.sleep(0.2 if not refusals else 0.6)
+    (refusal,) = refusals
+    assert refusal.clock_mhz == 1410
+    assert refusal.reached_mhz == round(gpu.model.reached_clock_mhz(1410)) < 1410
+    assert refusal.reasons == ("sw_power_cap",)
+
+
+def test_reading_back_does_not_delay_requests(clocks, gpu):
+    read = []
+
+    def slow_reading():
+        time.sleep(0.002)
+        read.append(time.monotonic())
+        return 0
+
+    gpu.clock_mhz = slow_reading
+    waited_s = []
+    for clock in (1110, 1200) * 20:
+        begin_s = time.monotonic()
+        clocks.set_and_wait(clock)
+        waited_s.append(time.monotonic() - begin_s)
+        time.sleep(0.005)
+    assert read
+    assert statistics.median(waited_s) < gpu._lock_latency_s + 0.004

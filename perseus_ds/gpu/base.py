@@ -55,6 +55,9 @@ class Gpu(Protocol):
     def clock_mhz(self) -> int:
         """Return the SM clock now [MHz]."""
 
+    def throttle_reasons(self) -> tuple[str, ...]:
+        """Return why the clock is not higher now, such as ``sw_power_cap``; empty where the driver does not tell."""
+
     def energy_j(self) -> float:
         """Return the energy used since some moment in the past [J]; refreshed about every 100 ms."""
 

@@ -247,6 +247,13 @@ class SimulatedGpu:
                 return self._clock_mhz
             return round(self.model.reached_clock_mhz(self._clock_mhz, self._workload))
 
+    def throttle_reasons(self) -> tuple[str, ...]:
+        with self._changed:
+            if self._workload is None:
+                return ("idle",)
+            is_limited = self.model.reached_clock_mhz(self._clock_mhz, self._workload) < self._clock_mhz
+            return ("sw_power_cap",) if is_limited else ()
+
     def energy_j(self) -> float:
         with self._changed:
             self._advance()

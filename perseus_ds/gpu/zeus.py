@@ -173,6 +173,9 @@ class ZeusAmdGpu:
             clocks = amdsmi.amdsmi_get_clock_info(self._zeus.handle, amdsmi.AmdSmiClkType.GFX)
             return int(clocks["clk"])
 
+    def throttle_reasons(self) -> tuple[str, ...]:
+        return ()
+
     @property
     def has_energy_counter(self) -> bool:
         """Whether Zeus found the GPU's energy counter to agree with its power."""

@@ -189,6 +189,19 @@ except GpuError as error:
 """
 
 
+def test_gpus_are_opened_by_many_threads_at_once(stub_nvml: StubNvml) -> None:
+    """As the guardian does for ranks that start together; NVML is thread-safe, and so must the stub be."""
+    program = (
+        "import sys\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from perseus_ds.gpu.nvml import NvmlGpu\n"
+        "with ThreadPoolExecutor(8) as pool:\n"
+        "    list(pool.map(lambda n: NvmlGpu(n % 4).close(), range(400)))\n"
+    )
+    done = stub_nvml.run("-c", program)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_process_of_its_own_loads_the_stub_by_library_path(stub_nvml: StubNvml) -> None:
     done = stub_nvml.run("-c", OPEN)
     assert (done.returncode, done.stdout) == (0, "550.54.15-stub\n"), done.stderr

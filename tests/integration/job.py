@@ -40,12 +40,19 @@ class Finished:
         return [json.loads(line) for line in lines]
 
 
-def start(folder: Path, ranks: int, environment: dict[str, str] | None = None, **job: Any) -> subprocess.Popen[str]:
-    """Start a job by torchrun."""
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"],
+    "deepspeed": [str(Path(sys.executable).with_name("deepspeed")), "--no_local_rank", "--num_gpus"],
+}
+
+
+def start(
+    folder: Path, ranks: int, environment: dict[str, str] | None = None, launcher: str = "torchrun", **job: Any
+) -> subprocess.Popen[str]:
+    """Start a job by one of the launchers."""
     _prepare(folder, ranks, job)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     return subprocess.Popen(
-        [*command, str(SCRIPT), str(folder)],
+        [sys.executable, *LAUNCHERS[launcher], str(ranks), str(SCRIPT), str(folder)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

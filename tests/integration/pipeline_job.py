@@ -87,6 +87,7 @@ def in_half(job: dict) -> bool:
 def main() -> None:
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_text())
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the background jobs of a shell lack
     torch.set_num_threads(1)
     if in_half(job):
         set_accelerator(HalfPrecisionCpu())

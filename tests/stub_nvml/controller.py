@@ -90,7 +90,7 @@ def build(folder: Path) -> Path:
     if compiler is None:
         raise FileNotFoundError("no C compiler (cc, gcc or clang) to build the stub NVML library with")
     library = folder / "libnvidia-ml.so.1"
-    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
+    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{library.name}"]
     subprocess.run([compiler, *flags, "-o", str(library), str(SOURCE)], check=True)
     return library
 

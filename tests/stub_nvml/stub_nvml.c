@@ -4,6 +4,7 @@
  * ctypes.Structure mirrors this one. Every process that maps it sees the same GPUs. */
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -56,6 +57,7 @@ struct state {
 
 static struct state *state;
 static int users; /* nvmlInit counts its users, in each process */
+static pthread_mutex_t starting = PTHREAD_MUTEX_INITIALIZER; /* NVML may be started and stopped by many threads */
 
 unsigned stubStateSize(void) { return sizeof(struct state); }
 
@@ -107,28 +109,38 @@ static int list(const uint32_t *from, unsigned n, unsigned *count, unsigned *to)
     return SUCCESS;
 }
 
+static int map_state(void) {
+    const char *path = getenv("PERSEUS_STUB_NVML");
+    int file = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
+    if (file < 0) return DRIVER_NOT_LOADED;
+    if (state) munmap(state, sizeof *state);
+    state = mmap(NULL, sizeof *state, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    if (state != MAP_FAILED) return SUCCESS;
+    state = NULL;
+    return DRIVER_NOT_LOADED;
+}
+
 int nvmlInitWithFlags(unsigned flags) {
     (void)flags;
-    if (!users) {
-        const char *path = getenv("PERSEUS_STUB_NVML");
-        int file = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
-        if (file < 0) return DRIVER_NOT_LOADED;
-        if (state) munmap(state, sizeof *state);
-        state = mmap(NULL, sizeof *state, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-        close(file);
-        if (state == MAP_FAILED) { state = NULL; return DRIVER_NOT_LOADED; }
+    pthread_mutex_lock(&starting);
+    int error = users ? SUCCESS : map_state();
+    if (!error) {
+        __atomic_fetch_add(&state->calls[INIT], 1, __ATOMIC_SEQ_CST);
+        error = state->errors[INIT];
     }
-    __atomic_fetch_add(&state->calls[INIT], 1, __ATOMIC_SEQ_CST);
-    if (state->errors[INIT]) return state->errors[INIT];
-    users++;
-    return SUCCESS;
+    if (!error) users++;
+    pthread_mutex_unlock(&starting);
+    return error;
 }
 
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 
 int nvmlShutdown(void) {
+    pthread_mutex_lock(&starting);
     int error = global_call(SHUTDOWN);
     if (!error) users--;
+    pthread_mutex_unlock(&starting);
     return error;
 }
 

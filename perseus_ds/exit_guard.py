@@ -1,0 +1,45 @@
+"""Restores the default clock however the process ends, as far as it can itself."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+class ExitGuard:
+    """Calls ``restore`` when the process ends: normally, by an exception, SIGINT or SIGTERM.
+
+    A signal handler that was there before is called afterwards; without one the process dies of
+    the signal as it would have. A signal that is ignored, as SIGINT is under ``nohup … &``, stays so.
+    """
+
+    def __init__(self, restore: Callable[[], None]) -> None:
+        self._restore = restore
+        self._previous: dict[int, Any] = {}
+        atexit.register(restore)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
+
+    def release(self) -> None:
+        """Stop watching; the handlers that were there before are put back."""
+        atexit.unregister(self._restore)
+        for number, previous in self._previous.items():
+            # Somebody may have installed theirs on top of ours; that one stays.
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, previous)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous.get(number)
+        self._restore()
+        if callable(previous):
+            previous(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)

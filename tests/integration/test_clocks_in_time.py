@@ -1,0 +1,71 @@
+"""Clocks that follow late, under one rank that never waits: asked for early, no instruction is slower than planned."""
+
+import dataclasses
+import statistics
+
+import pytest
+from job import run
+
+from perseus_ds.frontier import Frontier, Provenance
+from perseus_ds.gpu.simulated import DEVICES
+from perseus_ds.instruction import Kind
+from perseus_ds.plan import FrequencyPlan
+from perseus_ds.schedule import read_schedule, schedule_class
+
+pytestmark = pytest.mark.integration
+A40 = DEVICES["a40"]
+LATENCY_S = 0.0235
+BACKWARD_S = 0.06
+# Twelve linear layers: the first one's input needs no gradient.
+TOP_CLOCK_S = {Kind.FORWARD: BACKWARD_S * 12 / 23, Kind.BACKWARD: BACKWARD_S}
+SHORT_MHZ, LONG_MHZ, TOP_MHZ = 1110, 750, 1740
+"""There is time to visit LONG_MHZ for a forward and come back, and none to visit SHORT_MHZ."""
+
+
+def frontier():
+    """Return one plan: backwards at the top, forwards at clocks that are visited for long enough, or not."""
+    (stream,) = read_schedule(schedule_class("1f1b"), ranks=1, micro_batches=4).instructions
+    stream = tuple(i for i in stream if i.kind is not Kind.TAIL)
+    clocks = tuple(TOP_MHZ if i.kind is Kind.BACKWARD else SHORT_MHZ if i.micro_batch < 2 else LONG_MHZ for i in stream)
+    times_s = {
+        (0, kind, clock): top_s * A40.slowdown(clock)
+        for kind, top_s in TOP_CLOCK_S.items()
+        for clock in (SHORT_MHZ, LONG_MHZ, TOP_MHZ)
+    }
+    time_s = sum(times_s[i.stage, i.kind, clock] for i, clock in zip(stream, clocks, strict=True))
+    plan = FrequencyPlan((stream,), (clocks,), time_s, 100.0)
+    provenance = Provenance(
+        schedule="1f1b", micro_batches=4, stages=1, blocking_power_w=70.0, solver="none", simulated=True
+    )
+    assert times_s[0, Kind.FORWARD, SHORT_MHZ] < 2 * LATENCY_S < times_s[0, Kind.FORWARD, LONG_MHZ]
+    return Frontier((plan,), time_s, plan, provenance, times_s)
+
+
+def records_of(folder, plans):
+    plans.save(folder / "frontier")
+    simulated = {"gpu": "a40", "longest_instruction_s": BACKWARD_S, "lock_latency_s": LATENCY_S}
+    block = {"mode": "run", "frontier": str(folder / "frontier"), "simulated": simulated}
+    records = run(folder, 1, perseus=block, steps=10).records()
+    return records, [r for r in records if r.get("phase") == "run"][2:]  # once the latency is measured
+
+
+def test_higher_clocks_are_there_in_time_and_short_visits_left_out(tmp_path):
+    plans = frontier()
+    planned_s = plans.plans[0].time_s
+    records, iterations = records_of(tmp_path / "early", plans)
+    # A machine that is busy delays the worker now and then, which then has a request overtaken.
+    assert statistics.median(r["clock_changes"] for r in iterations) == 4
+    assert statistics.median(r["clock_skips"] for r in iterations) == 4
+    _, late = records_of(tmp_path / "late", dataclasses.replace(plans, instruction_times_s={}))
+    assert statistics.median(r["clock_changes"] + r["clock_skips"] for r in late) == 8
+    early_s, late_s = (statistics.median(r["time_s"] for r in runs) for runs in (iterations, late))
+    print(f"planned {planned_s:.4f} s, early {early_s / planned_s - 1:+.2%}, late {late_s / planned_s - 1:+.2%}")
+    assert early_s < 0.97 * late_s
+    assert early_s < planned_s
+
+    refused = [r for r in records if r.get("event") == "refused"]
+    assert len(refused) == 1
+    assert refused[0]["clock_mhz"] == TOP_MHZ
+    assert refused[0]["reached_mhz"] == round(A40.limited_clock_mhz)
+    assert refused[0]["reasons"] == ["sw_power_cap"]
+    assert refused[0]["simulated"] is True
