@@ -1,4 +1,8 @@
-"""A hook of MkDocs: turns formulas between dollar signs into MathML, which browsers draw without a script."""
+"""Hooks of MkDocs.
+
+Formulas between dollar signs become MathML, which browsers draw without a script. Links to files of the repository,
+which the site does not have, become their paths.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,23 @@ from latex2mathml.converter import convert
 
 # Code is matched too, so that dollar signs in it are left alone.
 _CODE_OR_FORMULA = re.compile(r"^```.*?^```|`[^`\n]*`|^\$\$\n(.*?)\n\$\$$|\$([^$\n]+)\$", re.MULTILINE | re.DOTALL)
+_REPOSITORY_LINK = re.compile(r"\[`?([^\]`]+)`?\]\(\.\./([^)]+)\)")
 _PLACEHOLDER = re.compile(r"FORMULA([BI])([0-9a-f]+)END")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Hide the formulas of a page from Markdown, for which an underscore has a meaning of its own."""
-    return _CODE_OR_FORMULA.sub(_hidden, markdown)
+    """Hide the formulas of a page from Markdown, for which an underscore has a meaning of its own; replace links."""
+    return _REPOSITORY_LINK.sub(_path, _CODE_OR_FORMULA.sub(_hidden, markdown))
 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Put the formulas into the page."""
     return _PLACEHOLDER.sub(_drawn, html)
+
+
+def _path(match: re.Match[str]) -> str:
+    text, path = match.groups()
+    return f"`{path}`" if text in path else f"{text} (`{path}`)"
 
 
 def _hidden(match: re.Match[str]) -> str:
