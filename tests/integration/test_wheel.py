@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.extended]
 ROOT = Path(__file__).parents[2]
 
 
@@ -39,6 +38,8 @@ def run(installed, folder, *command, **environment):
     return finished.returncode, finished.stdout + finished.stderr
 
 
+@pytest.mark.integration
+@pytest.mark.extended
 def test_the_quick_start_runs_from_an_empty_folder(installed, tmp_path):
     code, output = run(installed, tmp_path, "python", "-c", "import perseus_ds; print(perseus_ds.__file__)")
     assert code == 0
