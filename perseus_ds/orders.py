@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from perseus_ds.control import Pause, Resume, SetPolicy, SetStraggler, Status
 from perseus_ds.policy import PolicyConfig
 from perseus_ds.stragglers import Straggler
 
+logger = logging.getLogger("perseus_ds")
 _POLICY: TypeAdapter[PolicyConfig] = TypeAdapter(PolicyConfig)
 
 
@@ -32,7 +34,7 @@ class Orders:
         policy: Which plan to run.
         paused: Whether to run at default clocks.
         steps: Steps done, those before a checkpoint included.
-        snapshot: The last iteration, as ``status`` tells it.
+        last: The record of the last iteration.
         decided: What the next one runs, as ``status`` tells it.
         progress: Who carries orders out, once plans are run.
     """
@@ -45,7 +47,7 @@ class Orders:
         self._pipelines = pipelines
         self._lock = threading.Lock()
         self._told: dict[int, tuple[int, float]] = {}
-        self.snapshot: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}
         self.decided: dict[str, Any] = {}
         self.progress: Progress | None = None
 
@@ -81,7 +83,7 @@ class Orders:
         """
         if isinstance(order, Status):
             asked = {"paused": self.paused, "policy": self.policy.model_dump(mode="json")}
-            return {"status": {**self.decided, **self.snapshot, **asked}}
+            return {"status": {**self.decided, **self.last, **asked}}
         if isinstance(order, SetPolicy):
             self.policy = order.policy
             return {"done": f"policy {order.policy.name} from the next iterations on"}
@@ -89,7 +91,9 @@ class Orders:
             self.set_straggler(order.pipeline, order.slowdown, order.after_iterations)
             return {"done": f"pipeline {order.pipeline} is expected to take {order.slowdown:g} times as long"}
         self.paused = isinstance(order, Pause)
-        return {"done": "default clocks" if self.paused else "plans again"}
+        if not self.paused:
+            return {"done": "plans again"}
+        return {"done": "default clocks" if self.progress else "default clocks, once the job has profiled itself"}
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as plain values."""
@@ -107,14 +111,26 @@ class Orders:
     def restore(self, state: Mapping[str, Any], steps: int | None = None) -> None:
         """Take up what a checkpoint kept, if anything; a policy that the config has changed since is the config's."""
         progress: Mapping[str, Any] = {}
-        with self._lock:
-            if state:
-                if _POLICY.validate_python(state["configured"]) == self._configured:
-                    self.policy = _POLICY.validate_python(state["policy"])
-                    progress = state["progress"]
-                self.paused, self.steps = bool(state["paused"]), int(state["steps"])
-                told = {int(p): (int(step), float(s)) for p, (step, s) in state["told"].items()}
-                self._told = {p: entry for p, entry in told.items() if p < self._pipelines}
-            self.steps = self.steps if steps is None else steps
+        if state:
+            try:
+                progress = self._take_up(state)
+            except (KeyError, TypeError, ValueError) as error:  # saved by another version
+                logger.warning(
+                    "perseus: what the checkpoint says of Perseus cannot be read (%r); it is ignored.", error
+                )
+        self.steps = self.steps if steps is None else steps
         if self.progress:
             self.progress.restore(progress)
+
+    def _take_up(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what is for :attr:`progress`."""
+        policy, configured = (_POLICY.validate_python(state[key]) for key in ("policy", "configured"))
+        told = {int(p): (int(step), float(s)) for p, (step, s) in state["told"].items()}
+        paused, steps, progress = bool(state["paused"]), int(state["steps"]), dict(state["progress"])
+        with self._lock:
+            self._told = {p: entry for p, entry in told.items() if p < self._pipelines}
+            self.paused, self.steps = paused, steps
+            if configured != self._configured:
+                return {}
+            self.policy = policy
+        return progress

@@ -151,19 +151,21 @@ class Recorder:
         else:
             self._untold.append((name, details))
 
-    def add(self, iteration: Iteration) -> None:
-        """Record an iteration of all ranks; every rank must do so at the same time."""
+    def add(self, iteration: Iteration) -> dict[str, Any]:
+        """Record an iteration of all ranks and return the record on rank 0; every rank must do so at the same time."""
         counts = [iteration.clock_changes, iteration.failed, iteration.clock_skips, len(self._untold)]
         values = [iteration.time_s, iteration.energy_j, *map(float, counts)]
         by_rank = self._ranks.all_gather_numbers(values)
         if by_rank[:, 5].any():
             self._tell_events()
-        if self._ranks.is_first:
-            record = self._of_job(iteration, by_rank)
-            self._write(record)
-            self._total.add(record, iteration.forecast)
-            self._tell_monitor(record, iteration.samples)
-            self._print(record)
+        if not self._ranks.is_first:
+            return {}
+        record = self._of_job(iteration, by_rank)
+        self._write(record)
+        self._total.add(record, iteration.forecast)
+        self._tell_monitor(record, iteration.samples)
+        self._print(record)
+        return record
 
     def summarise(self) -> None:
         """Say in one line what the training took and saved, and record it; on rank 0 only."""

@@ -362,15 +362,7 @@ class PerseusRuntime:
             return math.nan
 
     def _record(self, samples: int, time_s: float, energy_j: float, clock_changes: int, clock_skips: int) -> None:
-        self._orders.snapshot = {
-            "step": self._orders.steps,
-            "phase": self._phase.name,
-            "plan": self._clock_plan.number,
-            "time_s": round(time_s, 4),
-            "failed": self._failed,
-            "simulated": self._gpu.simulated,
-        }
-        self._recorder.add(
+        self._orders.last = self._recorder.add(
             Iteration(
                 number=self._orders.steps,
                 samples=samples,

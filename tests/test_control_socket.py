@@ -83,6 +83,7 @@ def test_rubbish_is_answered_and_the_server_lives_on(folder, line):
 def test_the_command_gives_orders(folder, orders, capsys):
     assert main(["control", "pause", f"run={folder}"]) == 0
     assert orders.paused
+    assert "once the job has profiled itself" in capsys.readouterr().out
     assert main(["control", "status", f"run={folder}"]) == 0
     assert "paused" in capsys.readouterr().out
     assert main(["control", "straggler", f"run={folder}", "slowdown=1.2"]) == 2
@@ -100,3 +101,13 @@ def test_state_survives_a_checkpoint_but_for_a_policy_changed_in_the_config(orde
     assert same.state() == orders.state()
     assert changed.policy == SlowdownPolicy(max_slowdown=0.1)
     assert (changed.steps, changed.straggler().slowdown) == (70, 1.4)
+
+
+@pytest.mark.parametrize("key", ["policy", "told", "progress"])
+def test_a_checkpoint_of_another_version_changes_nothing_but_the_steps(orders, caplog, key):
+    orders.paused = True
+    state = {k: value for k, value in orders.state().items() if k != key}
+    fresh = Orders(SlowdownPolicy(), 2)
+    fresh.restore(state, steps=9)
+    assert fresh.state() == {**Orders(SlowdownPolicy(), 2).state(), "steps": 9}
+    assert "cannot be read" in caplog.text
