@@ -115,9 +115,7 @@ class Orders:
             try:
                 progress = self._take_up(state)
             except (KeyError, TypeError, ValueError) as error:  # saved by another version
-                logger.warning(
-                    "perseus: what the checkpoint says of Perseus cannot be read (%r); it is ignored.", error
-                )
+                logger.warning("perseus: what the checkpoint says of Perseus cannot be read (%r); ignored.", error)
         self.steps = self.steps if steps is None else steps
         if self.progress:
             self.progress.restore(progress)
