@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 _APART = 1.06
 _TOGETHER = 1.03
 _IN_A_ROW = 2
-# Room is cut as soon as a pipeline would keep the others waiting, and given back only where it is worth a change.
+# Room is cut as soon as a pipeline would keep the others waiting, and widened where that is worth a change for sure.
 _CUT = 0.99
-_GIVE = 1.03
+_WIDEN = 1.03
+_FOR_SURE = 5
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class StragglerWatch:
 
     Room is given once the slowest is 6 % behind the fastest twice in a row, and taken back once all
     are within 3 % twice in a row, so that one slow iteration changes nothing and a pipeline at the
-    border does not flap.
+    border does not flap. In between, it is cut where a pipeline would keep the others waiting twice in
+    a row, and widened to what was there in each of the last five iterations, if that is 3 % more.
 
     Attributes:
         rooms: For each pipeline, >= 1; all 1 while none straggles.
@@ -46,7 +48,7 @@ class StragglerWatch:
 
     def __init__(self, pipelines: int) -> None:
         self.rooms = (1.0,) * pipelines
-        self._seen: deque[tuple[float, ...]] = deque(maxlen=_IN_A_ROW)
+        self._seen: deque[tuple[float, ...]] = deque(maxlen=_FOR_SURE)
 
     def update(self, ratios: Sequence[float]) -> tuple[float, ...]:
         """Take in an iteration and return the rooms.
@@ -56,23 +58,27 @@ class StragglerWatch:
         """
         slowest = max(ratios)
         self._seen.append(tuple(slowest / ratio for ratio in ratios))
-        if len(self._seen) == _IN_A_ROW:
-            least = tuple(min(rooms) for rooms in zip(*self._seen, strict=True))
-            most = tuple(max(rooms) for rooms in zip(*self._seen, strict=True))
-            if max(self.rooms) == 1:
-                # Two iterations with another straggler each are noise: nobody has room in both.
-                self.rooms = least if max(least) > _APART else self.rooms
-            elif max(most) < _TOGETHER:
-                self.rooms = (1.0,) * len(ratios)
-            elif self._is_off(least, most):
-                self.rooms = least
+        if len(self._seen) >= _IN_A_ROW:
+            self.rooms = self._next_rooms([*self._seen][-_IN_A_ROW:])
         return self.rooms
 
-    def _is_off(self, least: tuple[float, ...], most: tuple[float, ...]) -> bool:
-        given = self.rooms
-        too_much = any(m < _CUT * g for m, g in zip(most, given, strict=True))
-        too_little = any(m > _GIVE * g for m, g in zip(least, given, strict=True))
-        return too_much or too_little
+    def _next_rooms(self, last: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+        least, most = _each(min, last), _each(max, last)
+        if max(self.rooms) == 1:
+            # Two iterations with another straggler each are noise: nobody has room in both.
+            return least if max(least) > _APART else self.rooms
+        if max(most) < _TOGETHER:
+            return (1.0,) * len(least)
+        if any(room < _CUT * given for room, given in zip(most, self.rooms, strict=True)):
+            return least
+        sure = _each(min, self._seen)
+        worth_it = any(room > _WIDEN * given for room, given in zip(sure, self.rooms, strict=True))
+        return sure if worth_it and len(self._seen) == _FOR_SURE else self.rooms
+
+
+def _each(choose: Callable[..., float], seen: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+    """Return the least or most of each pipeline."""
+    return tuple(choose(rooms) for rooms in zip(*seen, strict=True))
 
 
 def with_told(rooms: Sequence[float], told: Straggler | None) -> tuple[float, ...]:

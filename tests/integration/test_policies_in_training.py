@@ -48,25 +48,33 @@ def iterations(finished):
 
 
 # On a machine that is busy with something else times mean little: that deserves a second look.
-def test_other_pipelines_follow_a_straggler_and_come_back(tmp_path):
+@pytest.mark.parametrize(
+    ("longest_s", "first", "last", "slack"),
+    [
+        pytest.param(0.02, 12, 32, 0.03, id="quick"),
+        pytest.param(0.06, 20, 60, 0.01, id="exact", marks=pytest.mark.extended),
+    ],
+)
+def test_other_pipelines_follow_a_straggler_and_come_back(tmp_path, longest_s, first, last, slack):
     # On a machine that is busy with something else no iteration takes as long as another: that deserves a second look.
-    if not followed_a_straggler(tmp_path / "first"):
-        assert followed_a_straggler(tmp_path / "second")
+    if not followed_a_straggler(tmp_path / "first", longest_s, first, last, slack):
+        assert followed_a_straggler(tmp_path / "second", longest_s, first, last, slack)
 
 
-def followed_a_straggler(folder):
-    """One of two pipelines takes 1.2 times as long from iteration 20 to 60; the job is to lose <= 1 % by following."""
-    plans = frontier(folder / "frontier").plans
-    job = {"ranks": 4, "stages": 2, "work": [3] * 4, "steps": 72}
-    slow = {"slow_pipeline": {"pipeline": 1, "factor": 1.2, "first": 20, "last": 60}}
-    finished = run(folder / "job", perseus=block(folder / "frontier"), **job, **slow)
+def followed_a_straggler(folder, longest_s, first, last, slack):
+    """One of two pipelines takes 1.2 times as long for a while; following it, and back, within five iterations."""
+    plans = frontier(folder / "frontier", forward_s=longest_s / 2).plans
+    job = {"ranks": 4, "stages": 2, "work": [3] * 4, "steps": last + 12}
+    slow = {"slow_pipeline": {"pipeline": 1, "factor": 1.2, "first": first, "last": last}}
+    simulated = {**SIMULATED, "longest_instruction_s": longest_s}
+    finished = run(folder / "job", perseus={**block(folder / "frontier"), "simulated": simulated}, **job, **slow)
     assert len(finished.ranks) == 4
     records = {r["iteration"] - 1: r for r in iterations(finished)}
     events = [r for r in finished.records() if r.get("event") == "plan"]
     recognised = [straggler for straggler, _ in itertools.groupby(r["straggler"] for r in events)]
 
-    def typical(first, last, value):
-        return statistics.median(value(records[n]) for n in range(first, last))
+    def typical(begin, end, value):
+        return statistics.median(value(records[n]) for n in range(begin, end))
 
     def healthy_j(record):
         return record["energy_by_pipeline_j"][0]
@@ -75,23 +83,23 @@ def followed_a_straggler(folder):
         return record["time_s"]
 
     # Reacted to at the second boundary after the second slow iteration; until then it is waited for at full speed.
-    full_speed_j, full_speed_s = typical(20, 23, healthy_j), typical(20, 23, time_s)
-    following_j, following_s = typical(25, 60, healthy_j), typical(25, 60, time_s)
-    before_s, after_s = typical(5, 20, time_s), typical(65, 72, time_s)
-    predicted_j = records[40]["predicted_energy_j"] / typical(25, 60, lambda r: r["energy_j"])
+    full_speed_j, full_speed_s = typical(first, first + 3, healthy_j), typical(first, first + 3, time_s)
+    following_j, following_s = typical(first + 5, last, healthy_j), typical(first + 5, last, time_s)
+    before_s, after_s = typical(5, first, time_s), typical(last + 5, last + 12, time_s)
+    predicted_j = records[last - 10]["predicted_energy_j"] / typical(first + 5, last, lambda r: r["energy_j"])
     print(
         f"while following: job {following_s / full_speed_s - 1:+.2%} time, healthy pipeline "
         f"{following_j / full_speed_j - 1:+.1%} energy, predicted {predicted_j - 1:+.1%}; "
         f"after: {after_s / before_s - 1:+.2%} time; plans {[r['plans'] for r in events]}"
     )
-    assert records[24]["plan"] > records[19]["plan"]
-    assert plans[records[40]["plan"]].time_s < 1.2 * plans[0].time_s
+    assert records[first + 4]["plan"] > records[first - 1]["plan"]
+    assert plans[records[last - 10]["plan"]].time_s < 1.2 * plans[0].time_s
     return (
         recognised == [1, None]
-        and following_s <= 1.01 * full_speed_s
+        and following_s <= (1 + slack) * full_speed_s
         and following_j <= 0.92 * full_speed_j
-        and records[65]["plan"] == records[19]["plan"]
-        and after_s <= 1.02 * before_s
+        and records[last + 5]["plan"] == records[first - 1]["plan"]
+        and after_s <= (1 + 2 * slack) * before_s
         and predicted_j == pytest.approx(1, rel=0.05)
     )
 
