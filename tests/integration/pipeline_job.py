@@ -186,7 +186,7 @@ def resources_of(engine) -> dict[str, int]:
         "objects": len(gc.get_objects()),
         "threads": process.num_threads(),
         "handles": process.num_fds(),
-        "queued_clocks": len(engine.perseus._clocks._requests),
+        "queued_clocks": len(engine.perseus._clocks._requests) if hasattr(engine, "perseus") else 0,
     }
 
 

@@ -40,7 +40,8 @@ def test_a_job_whose_times_drift_says_how_far_and_profiles_again(tmp_path):
     assert abs(again[-1]["late"]) < 0.1, "plans are of the new profile"
     told = records_of_monitor(tmp_path / "csv" / "job", "Perseus/simulated/drift")
     assert told == [r["drift"] for r in records if r.get("drift") is not None and "iteration" in r]
-    assert max(told) == pytest.approx(drift)
+    assert min(told) < 0.05
+    assert max(told) == pytest.approx(0.3, abs=0.05), "seen twice before it is acted on"
 
 
 def test_a_checkpoint_in_the_middle_of_profiling_is_resumed_with_the_same_losses_and_policy(tmp_path):
