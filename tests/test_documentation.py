@@ -47,7 +47,7 @@ def literals() -> list[str]:
                 parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
                 found.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(re.sub(r"%[sd]", "…", node.value))
+                found.append(re.sub(r"%[sdr]", "…", node.value))
             elif isinstance(node, ast.BinOp) and isinstance(node.left, ast.JoinedStr | ast.Constant):
                 found.append(ast.unparse(node))
     return found
