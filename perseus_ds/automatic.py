@@ -12,11 +12,9 @@ from perseus_ds.errors import PerseusError
 from perseus_ds.execution import SimulatedExecution
 from perseus_ds.frontier import Frontier
 from perseus_ds.phases import Calibrate, Observe, Phase, Seen, Tools
-from perseus_ds.plan import ClockTimes
 from perseus_ds.profiler.search import clocks_to_choose_from
 from perseus_ds.profiling import profile_offline, profile_online
 from perseus_ds.running import Running, load_frontier
-from perseus_ds.stage_profile import StageProfile
 from perseus_ds.warm_up import WarmUp
 
 # A clock follows some 15 ms late; what runs meanwhile runs at the wrong one.
@@ -31,9 +29,8 @@ class Plan:
     records = False
     measures = False
 
-    def __init__(self, tools: Tools, expected: ClockTimes) -> None:
+    def __init__(self, tools: Tools) -> None:
         self._tools = tools
-        self._expected = expected
         self._directory = Path(tools.config.output_dir)
         self._process = self._start() if tools.ranks.is_first else None
 
@@ -57,7 +54,7 @@ class Plan:
             self._tools.fail(error)
             return Observe()
         self._keep()
-        running = _running(self._tools, frontier, self._expected)
+        running = _running(self._tools, frontier)
         self._tools.recorder.event("plan", plan=running.clock_plan.number)
         self._tools.announce(f"running under plan {running.clock_plan.number} of {self._directory / 'frontier.csv'}")
         return running
@@ -72,10 +69,6 @@ class Plan:
                 self._tools.recorder.event("cache", error=str(error))
 
 
-def _times_s(profile: StageProfile) -> ClockTimes:
-    return {(m.stage, m.kind, m.clock_mhz): m.time_s for m in profile.measurements}
-
-
 def _cache(tools: Tools) -> Cache:
     """Return the cache's entry for this job; every rank must ask at the same time."""
     return Cache(tools.job_key())
@@ -86,35 +79,31 @@ def _from_cache(tools: Tools) -> Phase | None:
     cache = _cache(tools)
     directory = Path(tools.config.output_dir)
 
-    def restore() -> ClockTimes | None:
-        if not (tools.config.cache and cache.is_complete):
-            return None
-        cache.restore(directory)
-        return _times_s(StageProfile.load(directory / "profile.csv"))
+    def restore() -> bool:
+        found = tools.config.cache and cache.is_complete
+        if found:
+            cache.restore(directory)
+        return found
 
     try:
-        expected = tools.ranks.from_first(restore)
-        if expected is None:
+        if not tools.ranks.from_first(restore):
             return None
         frontier = load_frontier(tools, str(directory / "frontier.json"))
     except (PerseusError, OSError) as error:
         tools.announce(f"the profile of an earlier run cannot be used ({error}); profiling again")
         return None
-    running = _running(tools, frontier, expected)
+    running = _running(tools, frontier)
     number = running.clock_plan.number
     tools.announce(f"starting under plan {number}, profiled by an earlier run ({cache.directory})")
     return running
 
 
-def _running(tools: Tools, frontier: Frontier, expected: ClockTimes) -> Running:
-    return Running(tools, frontier, expected, lambda: _profile_and_plan(tools))
+def _running(tools: Tools, frontier: Frontier) -> Running:
+    return Running(tools, frontier, lambda: _profile_and_plan(tools))
 
 
 def _profile_and_plan(tools: Tools) -> Phase:
-    def plan(profile: StageProfile) -> Phase:
-        return Plan(tools, _times_s(profile))
-
-    return WarmUp(tools, lambda tools, before: profile_online(tools, before, plan))
+    return WarmUp(tools, lambda tools, before: profile_online(tools, before, lambda: Plan(tools)))
 
 
 def _check_clocks(tools: Tools) -> None:
@@ -132,7 +121,7 @@ def first_phase(tools: Tools) -> Phase:
     """
     phase: Phase
     if tools.config.mode == "run":
-        phase = Running(tools, load_frontier(tools, str(tools.config.frontier)), {})
+        phase = Running(tools, load_frontier(tools, str(tools.config.frontier)))
     elif tools.config.mode == "profile":
         _check_clocks(tools)
         phase = WarmUp(tools, profile_offline, records=True)

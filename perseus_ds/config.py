@@ -88,7 +88,10 @@ class PerseusConfig(_Block):
     )
     cache: bool = Field(True, description="auto mode: start under the plan of an earlier run of the same job.")
     max_drift: float = Field(
-        0.05, gt=0, description="auto mode: profile again when instructions differ by more than this fraction from it."
+        0.05,
+        gt=0,
+        description="How far instructions may be from the profile, as a fraction: auto mode then profiles again, run "
+        "mode says so.",
     )
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)

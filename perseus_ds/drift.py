@@ -38,11 +38,11 @@ class DriftWatch:
         return abs(statistics.median(ratios) - 1) if ratios else 0.0
 
     def has_drifted(self, pipelines: Sequence[float]) -> bool:
-        """Return whether the profile is out of date.
+        """Return whether the profile has turned out to be out of date: once, until it fits again.
 
         Args:
             pipelines: How far each pipeline is from the profile. One that is alone is a straggler, and
                 no reason to measure all over again: at least half of them must be too far.
         """
         self._strikes = self._strikes + 1 if statistics.median_low(pipelines) > self._max_drift else 0
-        return self._strikes >= _STRIKES
+        return self._strikes == _STRIKES

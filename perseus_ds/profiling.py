@@ -121,13 +121,13 @@ class OnlineIterations:
         return self._following(self._iterations, self._tools.ranks.all_max(self._lost_s), lost_j)
 
 
-def profile_online(tools: Tools, before: Before, then: Callable[[StageProfile], Phase]) -> Phase:
+def profile_online(tools: Tools, before: Before, then: Callable[[], Phase]) -> Phase:
     """Measure a profile while training goes on.
 
     Args:
         tools: Of this rank.
         before: What iterations were like before.
-        then: Makes the next phase of the profile.
+        then: Makes the next phase, once the profile is written.
     """
     clocks = clocks_to_choose_from(tools.gpu, tools.config.profile)
     search = _search(tools, before, clocks, online=True)
@@ -138,14 +138,14 @@ def profile_online(tools: Tools, before: Before, then: Callable[[StageProfile], 
     )
 
     def finish(iterations: int, lost_s: float, lost_j: float) -> Phase:
-        profile = tools.ranks.from_first(lambda: _save(tools, search, before))
+        tools.ranks.from_first(lambda: _save(tools, search, before))
         cost = {"iterations": iterations, "lost_s": round(lost_s, 3), "lost_j": round(lost_j, 1)}
         tools.recorder.event("profile", path=str(tools.profile_path), resumed_clocks=search.resumed, **cost)
         tools.announce(
             f"wrote {tools.profile_path} after {iterations} profiled iterations, which cost {lost_s:+.1f} s and "
             f"{lost_j:+.0f} J against iterations at default clocks"
         )
-        return then(profile)
+        return then()
 
     return OnlineIterations(tools, before, search, finish)
 
@@ -248,14 +248,13 @@ def _search(tools: Tools, before: Before, clocks: Sequence[int], *, online: bool
     return ClockSearch(tools.ranks, clocks, tools.config.profile, before.info, directory, online=online)
 
 
-def _save(tools: Tools, search: ClockSearch, before: Before) -> StageProfile:
+def _save(tools: Tools, search: ClockSearch, before: Before) -> None:
     measured = search.finish(before.info)
     profile = _without_idle_tails(measured.profile, before)
     if not profile.keys:
         raise ProfileError("no forward or backward was measured")
     measured.raw.save(tools.profile_path.with_name("measured.csv"))
     profile.save(tools.profile_path)
-    return profile
 
 
 def _without_idle_tails(profile: StageProfile, before: Before) -> StageProfile:

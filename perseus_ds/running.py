@@ -17,7 +17,7 @@ from perseus_ds.frontier import Frontier
 from perseus_ds.instruction import Kind
 from perseus_ds.pace import Pace
 from perseus_ds.phases import Phase, Seen, Tools
-from perseus_ds.plan import ClockTimes, check_instructions
+from perseus_ds.plan import check_instructions
 from perseus_ds.policy import Situation, decide
 from perseus_ds.ranks import Pending
 from perseus_ds.schedule import Compute
@@ -64,21 +64,19 @@ class Running:
     Args:
         tools: Of this rank.
         frontier: The plans.
-        expected: What the profile says that instructions take; empty where it is not known.
-        again: Makes the phase that profiles again when they take something else.
+        again: Makes the phase that profiles again when instructions take something else than profiled; None where
+            that is only said.
     """
 
     records = False
     measures = False
 
-    def __init__(
-        self, tools: Tools, frontier: Frontier, expected: ClockTimes, again: Callable[[], Phase] | None = None
-    ) -> None:
+    def __init__(self, tools: Tools, frontier: Frontier, again: Callable[[], Phase] | None = None) -> None:
         place = tools.ranks.place
         self._tools = tools
         self._frontier = frontier
         self._again = again
-        self._drift = DriftWatch(expected, tools.config.max_drift)
+        self._drift = DriftWatch(frontier.instruction_times_s, tools.config.max_drift)
         self._pipelines = torch.tensor(tools.ranks.all_gather(place.data_parallel_rank))
         self._gpus_per_rank = tools.ranks.world_size // place.pipeline_ranks
         self._stragglers = StragglerWatch(place.data_parallel)
@@ -102,9 +100,9 @@ class Running:
         if self._ended_s is not None:
             self._pace.add_stop(seen.start_s - self._ended_s)
         self._ended_s = seen.start_s + seen.time_s
-        looks_for_drift = self._again is not None and self._iterations % _DRIFT_EVERY == 0
+        looks_for_drift = bool(self._frontier.instruction_times_s) and self._iterations % _DRIFT_EVERY == 0
         spans = seen.spans() if self._tools.ranks.place.data_parallel > 1 or looks_for_drift else []
-        if self._again is not None and looks_for_drift and self._has_drifted(seen, spans):
+        if looks_for_drift and self._has_drifted(seen, spans) and self._again is not None:
             self._drop_pending()
             self._tools.orders.progress, self._tools.recorder.drift = None, None
             return self._again()
@@ -223,7 +221,8 @@ class Running:
         if not self._drift.has_drifted(pipelines):
             return False
         self._tools.recorder.event("drift", drift=round(drift, 4))
-        self._tools.announce(f"instructions take {drift:.0%} longer or shorter than profiled; profiling again")
+        remedy = "profiling again" if self._again else 'the plans no longer fit: profile again, or use "mode": "auto"'
+        self._tools.announce(f"instructions take {drift:.0%} longer or shorter than profiled; {remedy}")
         return True
 
 
