@@ -17,7 +17,9 @@ test: $(READY)  ## Unit tests, and integration tests that launch real DeepSpeed 
 test-extended: $(READY)  ## Faults, odd jobs and slow networks: more of the latter.
 	$(BIN)/pytest -m extended
 
+# With a folder for compiled extensions of its own: what another DeepSpeed has compiled is of no use, or harmful.
 test-oldest: .deepspeed-$(OLDEST_DEEPSPEED)/.ready  ## The oldest DeepSpeed that is supported, which has no DualPipeV.
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/.deepspeed-$(OLDEST_DEEPSPEED)/extensions \
 	PYTHONPATH=$(CURDIR)/.deepspeed-$(OLDEST_DEEPSPEED) $(BIN)/pytest -k "not dualpipev" \
 		tests/test_deepspeed_versions.py tests/integration/test_training_is_untouched.py
 
