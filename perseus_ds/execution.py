@@ -55,6 +55,9 @@ class Execution(Protocol):
     def wait(self) -> None:
         """Wait until the device has done all that was issued."""
 
+    def elapsed_s(self) -> float:
+        """Wait for the device and return the time since the iteration's start [s]."""
+
     def spans(self) -> list[Span]:
         """Wait for the device and return the operations since the iteration's start."""
 
@@ -81,6 +84,9 @@ class HostExecution:
 
     def wait(self) -> None:
         """Nothing is outstanding."""
+
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._origin_s
 
     def spans(self) -> list[Span]:
         origin_s = self._origin_s
@@ -111,6 +117,11 @@ class CudaExecution:
 
     def wait(self) -> None:
         torch.cuda.synchronize()
+
+    def elapsed_s(self) -> float:
+        now = self._record()
+        self.wait()
+        return float(self._origin.elapsed_time(now)) / 1e3
 
     def spans(self) -> list[Span]:
         self.wait()

@@ -54,6 +54,7 @@ class Iteration:
         failed: Whether this rank has fallen back to default clocks.
         plan: The plan's place on the frontier; None without a plan.
         forecast: What the profile promised for the whole job; None without a plan.
+        wants_timeline: Whether this rank wants the iteration's operations kept; what counts is what rank 0 wants.
     """
 
     number: int
@@ -66,6 +67,7 @@ class Iteration:
     failed: bool = False
     plan: int | None = None
     forecast: Forecast | None = None
+    wants_timeline: bool = False
 
 
 @dataclass
@@ -116,6 +118,7 @@ class Recorder:
 
     Attributes:
         drift: How far instructions are from the profile, as a fraction, when that was last looked at.
+        timeline_wanted: Whether rank 0 wanted the operations of the last iteration kept.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class Recorder:
         steps_per_print: int | None = None,
     ) -> None:
         self.drift: float | None = None
+        self.timeline_wanted = False
         self._ranks = ranks
         self._path = directory / "run.jsonl"
         self._simulated = simulated
@@ -154,8 +158,10 @@ class Recorder:
     def add(self, iteration: Iteration) -> dict[str, Any]:
         """Record an iteration of all ranks and return the record on rank 0; every rank must do so at the same time."""
         counts = [iteration.clock_changes, iteration.failed, iteration.clock_skips, len(self._untold)]
+        counts.append(iteration.wants_timeline)
         values = [iteration.time_s, iteration.energy_j, *map(float, counts)]
         by_rank = self._ranks.all_gather_numbers(values)
+        self.timeline_wanted = bool(by_rank[0, 6])
         if by_rank[:, 5].any():
             self._tell_events()
         if not self._ranks.is_first:

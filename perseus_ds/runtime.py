@@ -39,6 +39,7 @@ from perseus_ds.ranks import Place, Ranks
 from perseus_ds.recorder import Iteration, Recorder
 from perseus_ds.running import Running
 from perseus_ds.schedule import Compute, Operation, Schedule
+from perseus_ds.timeline_log import Ran, TimelineLog
 
 logger = logging.getLogger("perseus_ds")
 _DRIVER_HANGS_S = 3.0
@@ -101,6 +102,7 @@ class PerseusRuntime:
             monitor=job.monitor,
             steps_per_print=job.steps_per_print,
         )
+        self._timelines = TimelineLog(ranks, Path(config.output_dir), gpu=gpu.name, simulated=gpu.simulated)
         self._orders = Orders(config.policy, job.info.data_parallel or 1)
         tools = Tools(
             config=config,
@@ -116,7 +118,7 @@ class PerseusRuntime:
             isolated=isolated,
         )
         self._phase: Phase = first_phase(tools)
-        self._recorder.event("start", mode=config.mode, gpu=gpu.name)
+        self._recorder.event("start", mode=config.mode, gpu=gpu.name, frontier=config.frontier)
         self._guardian = self._start_guardian()
         self._control = self._listen()
         self._guard = ExitGuard(self.close)
@@ -374,8 +376,12 @@ class PerseusRuntime:
                 failed=self._failed,
                 plan=self._clock_plan.number,
                 forecast=self._clock_plan.forecast,
+                wants_timeline=self._timelines.wants(self._phase.name, self._clock_plan.number),
             )
         )
+        if self._recorder.timeline_wanted:
+            ran = Ran(self._orders.steps, self._phase.name, self._clock_plan.number, self._clock_plan.clock)
+            self._timelines.keep(ran, self._execution)
 
     def _fail(self, error: Exception) -> None:
         """Fall back to default clocks, warn once and record it; training goes on."""

@@ -8,14 +8,16 @@ from job import run
 
 from perseus_ds.dag import Dag
 from perseus_ds.frontier import Frontier, Provenance
-from perseus_ds.instruction import Kind
+from perseus_ds.instruction import Instruction, Kind
 from perseus_ds.optimize import optimize
 from perseus_ds.optimize.problem import Problem
 from perseus_ds.schedule import read_schedule, schedule_class
 from perseus_ds.stage_profile import StageProfile
+from perseus_ds.timeline_file import TimelineFile
 
 pytestmark = pytest.mark.integration
 SIMULATED = {"longest_instruction_s": 0.06}
+PASSES = ("forward", "backward")
 PROFILE = {"min_clock_mhz": 900, "max_window_s": 0.5, "warm_up": 5}
 
 
@@ -51,13 +53,38 @@ def predicted_well(tmp_path, schedule, ranks, micro_batches):
     )
     Frontier((plan,), plan.time_s, plan, provenance).save(tmp_path / "frontier")
     block = {"mode": "run", "frontier": str(tmp_path / "frontier"), "simulated": SIMULATED}
-    records = run(tmp_path / "run", perseus=block, steps=13, **job).records()
-    measured = [record for record in records if record.get("phase") == "run"]
+    finished = run(tmp_path / "run", perseus=block, steps=13, **job)
+    measured = [record for record in finished.records() if record.get("phase") == "run"]
     assert len(measured) == 12
+    assert_kept(finished, plan)
     time_s = statistics.median(r["time_s"] for r in measured)
     energy_j = statistics.mean(r["energy_j"] for r in measured)
     print(f"{schedule}: time {plan.time_s / time_s - 1:+.2%}, energy {plan.energy_j / energy_j - 1:+.2%}")
     return time_s == pytest.approx(plan.time_s, rel=0.02) and energy_j == pytest.approx(plan.energy_j, rel=0.03)
+
+
+def assert_kept(finished, plan):
+    """One iteration under the plan lies in timeline.json: every instruction at its clock, both sides of transfers."""
+    (iteration,) = TimelineFile.load(finished.folder / "perseus" / "timeline.json").iterations
+    assert (iteration.phase, iteration.plan) == ("run", 0)
+    assert finished.records()[iteration.iteration]["plan"] == 0
+    sides = {}
+    for rank, operations in enumerate(iteration.ranks):
+        starts = [operation.start_s for operation in operations]
+        assert starts == sorted(starts)
+        done = {Instruction(o.stage, Kind(o.kind), o.micro_batch): o.clock_mhz for o in operations if o.kind in PASSES}
+        assert done == {
+            instruction: clock
+            for instruction, clock in zip(plan.instructions[rank], plan.clocks_mhz[rank], strict=True)
+            if instruction.kind is not Kind.TAIL
+        }
+        for o in operations:
+            if o.target is not None:
+                sides.setdefault((o.kind, o.stage, o.target, o.micro_batch), []).append(o)
+    assert sides
+    for one, other in sides.values():
+        # Neither side goes on before the other has come: their times overlap.
+        assert max(one.start_s, other.start_s) <= min(one.end_s, other.end_s) + 0.005
 
 
 @pytest.mark.extended
