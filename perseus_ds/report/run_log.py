@@ -43,7 +43,7 @@ def measured_points(path: Path | str, *, pipelines: int = 1) -> list[MeasuredPoi
     path = Path(path)
     path = path / "run.jsonl" if path.is_dir() else path
     phases: dict[str, list[dict[str, Any]]] = {}
-    for record in _records(path):
+    for record in read_records(path):
         if record.get("event") == "start":
             phases = {}
         elif record.get("phase") in _LABELS and record["energy_j"] is not None:  # energy that could be read
@@ -61,7 +61,12 @@ def measured_points(path: Path | str, *, pipelines: int = 1) -> list[MeasuredPoi
     ]
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return all lines of a ``run.jsonl``, but for a last one that was cut off.
+
+    Raises:
+        ConfigError: The file is missing, or a line of it is no record.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:

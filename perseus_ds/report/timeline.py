@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from perseus_ds.dag import Dag, Seconds
 from perseus_ds.instruction import Instruction
 from perseus_ds.plan import FrequencyPlan
 from perseus_ds.schedule import Load, Transfer
 from perseus_ds.stage_profile import StageProfile
 
+# Sums of the same times in another order differ by less [s].
+_INSTANT_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Bar:
@@ -32,18 +36,40 @@ class Bar:
     critical: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank waits.
+
+    Attributes:
+        rank: Pipeline rank.
+        awaited: What it could not begin before; None for the end of the iteration.
+        start_s: From the iteration's start [s].
+        end_s: From the iteration's start [s].
+    """
+
+    rank: int
+    awaited: Instruction | Load | Transfer | None
+    start_s: float
+    end_s: float
+
+    def __str__(self) -> str:
+        return f"waiting for {self.awaited or 'the end of the iteration'}"
+
+
 @dataclass(frozen=True)
 class Timeline:
     """One iteration of one pipeline, from 0 to ``time_s``.
 
     Attributes:
-        bars: What takes time, by rank and start; a rank without a bar waits.
+        bars: What takes time, by rank and start.
+        waits: What is left of the iteration, by rank and start.
         ranks: Pipeline ranks.
         time_s: Iteration time [s].
         energy_j: Energy of the iteration, one GPU per rank [J].
     """
 
     bars: tuple[Bar, ...]
+    waits: tuple[Wait, ...]
     ranks: int
     time_s: float
     energy_j: float
@@ -82,7 +108,25 @@ def timeline(dag: Dag, profile: StageProfile, plan: FrequencyPlan) -> Timeline:
         if durations_s[index] > 0
     ]
     bars.sort(key=lambda bar: (bar.rank, bar.start_s))
-    return Timeline(tuple(bars), len(dag.schedule.ranks), float(finish_s.max(initial=0.0)), plan.energy_j)
+    time_s = float(finish_s.max(initial=0.0))
+    return Timeline(
+        tuple(bars), _waits(dag, finish_s, durations_s, time_s), len(dag.schedule.ranks), time_s, plan.energy_j
+    )
+
+
+def _waits(dag: Dag, finish_s: Seconds, durations_s: Seconds, time_s: float) -> tuple[Wait, ...]:
+    """Return the time of each rank between what it does, named after what it does next."""
+    busy_until_s = [0.0] * len(dag.schedule.ranks)
+    waits = []
+    # Nodes that take no time count too: it is for a transfer that a rank waits.
+    for index in np.lexsort((range(len(dag.nodes)), finish_s - durations_s)):
+        start_s = float(finish_s[index] - durations_s[index])
+        for rank in dag.nodes[index].ranks:
+            if start_s > busy_until_s[rank] + _INSTANT_S:
+                waits.append(Wait(rank, dag.nodes[index].work, busy_until_s[rank], start_s))
+            busy_until_s[rank] = max(busy_until_s[rank], float(finish_s[index]))
+    waits += [Wait(rank, None, end_s, time_s) for rank, end_s in enumerate(busy_until_s) if end_s < time_s - _INSTANT_S]
+    return tuple(sorted(waits, key=lambda wait: (wait.rank, wait.start_s)))
 
 
 def _durations_s(dag: Dag, profile: StageProfile, clock_mhz: dict[Instruction, int]) -> Seconds:

@@ -1,0 +1,167 @@
+"""What a job did from its first iteration to its last, over all its starts, from ``run.jsonl``."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perseus_ds.report.run_log import read_records
+
+# Stretched by nothing yet, so that their times and energies mean nothing.
+_NOT_TRAINING = "calibrate"
+_DEFAULT_CLOCKS = ("observe", "warm-up")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One iteration.
+
+    Attributes:
+        number: Position in the job's history over all starts, 1 first.
+        iteration: As ``run.jsonl`` counts it, from the last start on.
+        phase: What Perseus was doing.
+        plan: The plan's place on the frontier; None without a plan.
+        time_s: Iteration time [s].
+        energy_j: Energy of the whole job [J].
+        predicted_energy_j: What the plan promised, for the whole job [J]; None without a plan.
+    """
+
+    number: int
+    iteration: int
+    phase: str
+    plan: int | None
+    time_s: float
+    energy_j: float
+    predicted_energy_j: float | None
+
+
+@dataclass(frozen=True)
+class Happening:
+    """Something other than an iteration.
+
+    Attributes:
+        after: Steps before it.
+        name: The event's name.
+        text: The event in words.
+    """
+
+    after: int
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class History:
+    """What a job did.
+
+    Attributes:
+        folder: Where its ``run.jsonl`` lies.
+        name: What to call it.
+        mode: The mode of its last start.
+        gpu: The GPU's name.
+        simulated: Whether any of it is simulated.
+        steps: All iterations but those that calibrate a simulated GPU.
+        happenings: All events.
+        frontier: Where the last start's frontier came from, if it was named.
+    """
+
+    folder: Path
+    name: str
+    mode: str | None
+    gpu: str | None
+    simulated: bool
+    steps: tuple[Step, ...]
+    happenings: tuple[Happening, ...] = field(repr=False)
+    frontier: str | None = None
+
+    @property
+    def at_default_clocks(self) -> list[Step]:
+        """Iterations without a plan that nothing disturbed: those that observe, or else the warm-up."""
+        for phase in _DEFAULT_CLOCKS:
+            found = [step for step in self.steps if step.phase == phase]
+            if found:
+                return found
+        return []
+
+    @property
+    def under_plans(self) -> list[Step]:
+        """Iterations under a plan."""
+        return [step for step in self.steps if step.phase == "run" and step.plan is not None]
+
+
+def read_history(folder: Path, name: str) -> History:
+    """Read a job's ``run.jsonl``.
+
+    Raises:
+        ConfigError: The file is missing, or a line of it is no record.
+    """
+    records = read_records(folder / "run.jsonl")
+    starts = [record for record in records if record.get("event") == "start"]
+    last = starts[-1] if starts else {}
+    return History(
+        folder=folder,
+        name=name,
+        mode=last.get("mode"),
+        gpu=last.get("gpu"),
+        simulated=any(record.get("simulated") for record in records),
+        steps=tuple(_steps(records)),
+        happenings=tuple(_happenings(records)),
+        frontier=last.get("frontier"),
+    )
+
+
+def median(values: Iterable[float]) -> float | None:
+    """Return the median of the finite values, None if there is none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.median(finite) if finite else None
+
+
+def _trains(record: dict[str, Any]) -> bool:
+    return "event" not in record and record["phase"] != _NOT_TRAINING
+
+
+def _steps(records: list[dict[str, Any]]) -> Iterator[Step]:
+    for number, record in enumerate(filter(_trains, records), start=1):
+        yield Step(
+            number=number,
+            iteration=int(record.get("iteration", number)),
+            phase=record["phase"],
+            plan=record.get("plan"),
+            time_s=record["time_s"],
+            energy_j=record["energy_j"],
+            predicted_energy_j=record.get("predicted_energy_j"),
+        )
+
+
+def _happenings(records: list[dict[str, Any]]) -> Iterator[Happening]:
+    steps = 0
+    for record in records:
+        if "event" in record:
+            yield Happening(steps, record["event"], _in_words(record))
+        elif _trains(record):
+            steps += 1
+
+
+def _in_words(event: dict[str, Any]) -> str:
+    match event["event"]:
+        case "start":
+            return f"start in {event.get('mode')} mode"
+        case "plan" if event.get("paused"):
+            return "paused"
+        case "plan":
+            straggler = event.get("straggler")
+            late = f", pipeline {straggler} is {event.get('slowdown')} times as slow" if straggler is not None else ""
+            return f"plan {event.get('plan')}{late}"
+        case "profile":
+            cost = {name: event[name] for name in ("lost_s", "spent_s", "lost_j", "spent_j") if name in event}
+            return "profile written" + "".join(f", {value:g} {name[-1].upper()}" for name, value in cost.items())
+        case "drift":
+            return f"times drifted by {event.get('drift', 0):.0%}: profiling again"
+        case "end":
+            return "end"
+        case name:
+            return ": ".join(str(part) for part in (name, event.get("problem") or event.get("error")) if part)

@@ -1,0 +1,145 @@
+"""What a run saved: energy against the same iterations at default clocks, and what that is in CO2 and money."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perseus_ds.frontier import Frontier
+from perseus_ds.report.history import History, Step, median
+
+J_PER_KWH = 3.6e6
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a kilowatt-hour stands for.
+
+    Attributes:
+        carbon_g_per_kwh: CO2 equivalent emitted for it [g].
+        price_per_kwh: What it costs.
+        currency: In which currency.
+    """
+
+    carbon_g_per_kwh: float
+    price_per_kwh: float
+    currency: str
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An iteration of the whole job at default clocks.
+
+    Attributes:
+        time_s: Iteration time [s].
+        energy_j: Of the whole job [J].
+        origin: Where the figures come from.
+        measured: Whether they were measured, not predicted.
+    """
+
+    time_s: float
+    energy_j: float
+    origin: str
+    measured: bool
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Iterations, and what they took and saved.
+
+    Attributes:
+        what: Which iterations.
+        iterations: How many.
+        time_s: All of them together [s].
+        energy_j: All of them together, of the whole job [J].
+        default_j: As many at default clocks [J].
+        default_s: As many at default clocks [s].
+    """
+
+    what: str
+    iterations: int
+    time_s: float
+    energy_j: float
+    default_j: float
+    default_s: float
+
+    @property
+    def saved_j(self) -> float:
+        return self.default_j - self.energy_j
+
+    @property
+    def saved(self) -> float:
+        """As a fraction of the energy at default clocks."""
+        return self.saved_j / self.default_j
+
+    @property
+    def slowdown(self) -> float:
+        """By how much longer they took, as a fraction of the time at default clocks."""
+        return self.time_s / self.default_s - 1
+
+    @property
+    def saved_kwh(self) -> float:
+        return self.saved_j / J_PER_KWH
+
+    def times(self, what: str, iterations: int) -> Saving:
+        """Return as many iterations of the same kind."""
+        scale = iterations / self.iterations
+        return Saving(
+            what,
+            iterations,
+            self.time_s * scale,
+            self.energy_j * scale,
+            self.default_j * scale,
+            self.default_s * scale,
+        )
+
+
+def reference_for(history: History, histories: Sequence[History], frontier: Frontier | None) -> Reference | None:
+    """Return what an iteration takes at default clocks: measured in the same job, in another one, or predicted.
+
+    Args:
+        history: The job that ran under plans.
+        histories: All jobs of the report.
+        frontier: Its plans.
+    """
+    for other in (history, *(h for h in histories if h is not history and h.mode == "observe")):
+        steps = other.at_default_clocks
+        time_s, energy_j = median(s.time_s for s in steps), median(s.energy_j for s in steps)
+        if time_s is not None and energy_j is not None:
+            where = "this job" if other is history else f"the run “{other.name}”"
+            return Reference(time_s, energy_j, f"median of {len(steps)} iterations of {where}, measured", True)
+    step = next((s for s in history.under_plans if s.plan is not None and s.predicted_energy_j is not None), None)
+    if frontier is None or step is None or step.plan is None or step.plan >= len(frontier.plans):
+        return None
+    # A job's energy is that of one pipeline times its GPUs per pipeline rank, which its records tell.
+    gpus = (step.predicted_energy_j or 0.0) / frontier.plans[step.plan].energy_j
+    baseline = frontier.baseline
+    return Reference(baseline.time_s, baseline.energy_j * gpus, "predicted by the profile, not measured", False)
+
+
+def savings(history: History, reference: Reference) -> list[Saving]:
+    """Return what the iterations under plans saved, and what all did, with the cost of finding the plans counted."""
+    planned = _total("under plans", history.under_plans, reference)
+    if planned is None:
+        return []
+    rows = [planned]
+    others = len(history.steps) - planned.iterations
+    everything = _total("all iterations, profiling counted", history.steps, reference)
+    if others and everything is not None:
+        rows.append(everything)
+    return [*rows, planned.times("100 000 iterations under plans, at that rate", 100_000)]
+
+
+def _total(what: str, steps: Sequence[Step], reference: Reference) -> Saving | None:
+    usable = [step for step in steps if math.isfinite(step.energy_j)]
+    if not usable:
+        return None
+    return Saving(
+        what,
+        len(usable),
+        sum(step.time_s for step in usable),
+        sum(step.energy_j for step in usable),
+        len(usable) * reference.energy_j,
+        len(usable) * reference.time_s,
+    )

@@ -1,0 +1,145 @@
+"""Finds what a report is made of in a run's output folder, and says what is missing and how to get it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from perseus_ds.dag import Dag
+from perseus_ds.errors import ConfigError, PerseusError
+from perseus_ds.frontier import Frontier
+from perseus_ds.plan import check_instructions
+from perseus_ds.report.history import History, read_history
+from perseus_ds.schedule import Schedule
+from perseus_ds.stage_profile import StageProfile
+from perseus_ds.timeline_file import MeasuredIteration, TimelineFile
+
+
+@dataclass
+class Sources:
+    """What was found.
+
+    Attributes:
+        folder: The run's output folder.
+        histories: Jobs in the order they were started.
+        frontier: The plans.
+        profile: What the plans were made from.
+        dag: The iteration the plans are for; None where it does not fit the profile or nothing says what it is.
+        measured: Iterations as they ran, by the name of the job.
+        files: What was read.
+        missing: What could not be had, and what to do about it, in sentences.
+    """
+
+    folder: Path
+    histories: list[History] = field(default_factory=list)
+    frontier: Frontier | None = None
+    profile: StageProfile | None = None
+    dag: Dag | None = None
+    measured: list[tuple[History, MeasuredIteration]] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether anything in it is simulated."""
+        return bool(
+            any(history.simulated for history in self.histories)
+            or (self.frontier and self.frontier.provenance.simulated)
+            or (self.profile and self.profile.info.simulated)
+        )
+
+    @property
+    def pipelines(self) -> int:
+        """GPUs per pipeline rank, in all: the energies of a job are so many times those of one pipeline."""
+        info = self.profile.info if self.profile else None
+        return (info.data_parallel or 1) * (info.tensor_parallel or 1) if info else 1
+
+
+def find_sources(
+    folder: Path, *, frontier: Path | None = None, profile: Path | None = None, runs: Sequence[Path] = ()
+) -> Sources:
+    """Collect what a folder and the folders in it hold, or what is named instead.
+
+    A frontier that lies elsewhere is found where the run says it took it from, a profile where the
+    frontier says it was computed from.
+
+    Raises:
+        PerseusError: What was named is wrong, a file that was found is broken, or there is nothing at all.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; expected the output_dir of a training run.")
+    found = Sources(folder)
+    folders = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
+    _read_histories(found, list(runs) or [path for path in folders if (path / "run.jsonl").is_file()])
+    _read_frontier(found, frontier or _first(folders, "frontier.json"))
+    _read_profile(found, profile or _first(folders, "profile.csv"))
+    if not (found.histories or found.frontier or found.profile):
+        raise ConfigError(
+            f"{folder}: no run.jsonl, profile.csv or frontier.json in it or in a folder of it. Give the output_dir of "
+            "a training run, or frontier=… and profile=…."
+        )
+    return found
+
+
+def connect(found: Sources, schedule: Schedule | None) -> None:
+    """Add the DAG of the schedule, if the frontier and the profile fit it and each other."""
+    if found.frontier is None or found.profile is None or schedule is None:
+        return
+    try:
+        check_instructions(found.frontier.instructions, schedule.instructions)
+        for plan in (found.frontier.baseline, *found.frontier.plans):
+            for stream, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True):
+                for instruction, clock in zip(stream, clocks, strict=True):
+                    found.profile.at(instruction.stage, instruction.kind, clock)
+        found.dag = Dag.build(schedule)
+    except PerseusError as error:
+        found.missing.append(f"Timelines of the plans: frontier and profile do not belong together ({error})")
+
+
+def _first(folders: Sequence[Path], name: str) -> Path | None:
+    return next((folder for folder in folders if (folder / name).is_file()), None)
+
+
+def _read_histories(found: Sources, folders: Sequence[Path]) -> None:
+    for folder in folders:
+        name = folder.name if folder != found.folder else folder.resolve().name
+        found.histories.append(read_history(folder, name))
+        found.files.append(folder / "run.jsonl")
+    found.histories.sort(key=lambda history: (history.folder / "run.jsonl").stat().st_mtime)
+    for history in found.histories:
+        path = history.folder / "timeline.json"
+        if path.is_file():
+            found.measured += [(history, iteration) for iteration in TimelineFile.load(path).iterations]
+            found.files.append(path)
+    if not found.histories:
+        found.missing.append("The run itself: there is no run.jsonl. Train with a perseus block, or give runs=[…].")
+    elif not found.measured:
+        found.missing.append("Measured timelines: there is no timeline.json. Train for three iterations or more.")
+
+
+def _read_frontier(found: Sources, path: Path | None) -> None:
+    named = [Path(h.frontier) for h in found.histories if h.frontier and Path(h.frontier).exists()]
+    path = path or (named[-1] if named else None)
+    if path is None:
+        found.missing.append(
+            "The frontier of plans, and what they save: there is no frontier.json. Write one with "
+            '"perseus-ds optimize profile=… out=…", or give frontier=….'
+        )
+        return
+    found.frontier = Frontier.load(path)
+    found.files.append(path / "frontier.json" if path.is_dir() else path)
+
+
+def _read_profile(found: Sources, path: Path | None) -> None:
+    origin = found.frontier.provenance.profile if found.frontier else None
+    if path is None and origin and Path(origin).exists():
+        path = Path(origin)
+    if path is None:
+        found.missing.append(
+            "The profile, and the timelines that follow from it: there is no profile.csv. Give the one that the "
+            "frontier was made from, profile=…."
+        )
+        return
+    found.profile = StageProfile.load(path)
+    found.files.append(path / "profile.csv" if path.is_dir() else path)

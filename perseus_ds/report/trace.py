@@ -1,0 +1,91 @@
+"""Timelines as a Chrome trace, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
+
+Each timeline is a process, each rank a thread with its instructions and waits, a second one with
+its transfers, and a counter with its clock. Format: "Trace Event Format", complete (``X``),
+counter (``C``) and metadata (``M``) events, times in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from perseus_ds.instruction import Instruction
+from perseus_ds.report.timeline import Bar, Timeline, Wait
+from perseus_ds.schedule import Transfer
+
+_US = 1e6
+Event = dict[str, Any]
+
+
+def chrome_trace(timelines: Mapping[str, Timeline], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a trace file.
+
+    Args:
+        timelines: What to show, by the name it is to have.
+        about: What else to say of it, such as whether it is simulated.
+    """
+    events: list[Event] = []
+    for process, (name, timeline) in enumerate(timelines.items(), start=1):
+        events += _process(process, name, timeline)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
+
+
+def _process(process: int, name: str, timeline: Timeline) -> list[Event]:
+    events = [_metadata("process_name", process, 0, name=name)]
+    events.append(_metadata("process_sort_index", process, 0, sort_index=process))
+    for rank in range(timeline.ranks):
+        bars = [bar for bar in timeline.bars if bar.rank == rank]
+        own: list[Bar | Wait] = [bar for bar in bars if not isinstance(bar.work, Transfer)]
+        own += [wait for wait in timeline.waits if wait.rank == rank]
+        lanes = [own, *_lanes([bar for bar in bars if isinstance(bar.work, Transfer)])]
+        for lane, slices in enumerate(lanes):
+            thread = 100 * rank + lane
+            label = f"rank {rank}" + (f" transfers{' (more)' if lane > 1 else ''}" if lane else "")
+            events.append(_metadata("thread_name", process, thread, name=label))
+            events.append(_metadata("thread_sort_index", process, thread, sort_index=thread))
+            events += [_slice(process, thread, item) for item in sorted(slices, key=lambda item: item.start_s)]
+        events += _counter(process, rank, bars)
+    return events
+
+
+def _lanes(bars: list[Bar]) -> list[list[Bar | Wait]]:
+    """Spread bars over as few lanes as they need; slices of one thread must not overlap."""
+    lanes: list[list[Bar | Wait]] = []
+    for bar in sorted(bars, key=lambda bar: bar.start_s):
+        for lane in lanes:
+            if lane[-1].end_s <= bar.start_s + 1e-9:
+                lane.append(bar)
+                break
+        else:
+            lanes.append([bar])
+    return lanes
+
+
+def _slice(process: int, thread: int, item: Bar | Wait) -> Event:
+    # Rounded at both ends, so that slices that touch still touch.
+    start_us, end_us = round(item.start_s * _US, 3), round(item.end_s * _US, 3)
+    event: Event = {"ph": "X", "pid": process, "tid": thread, "ts": start_us, "dur": round(end_us - start_us, 3)}
+    if isinstance(item, Wait):
+        return event | {"name": str(item), "cat": "wait"}
+    arguments: dict[str, Any] = {"critical": item.critical}
+    if item.clock_mhz is not None:
+        arguments["clock_mhz"] = item.clock_mhz
+    kind = item.work.kind.value if isinstance(item.work, Instruction) else type(item.work).__name__.lower()
+    return event | {"name": str(item.work), "cat": kind, "args": arguments}
+
+
+def _counter(process: int, rank: int, bars: list[Bar]) -> list[Event]:
+    """Return the clock that the plan asks for, whenever it changes."""
+    events: list[Event] = []
+    last = None
+    for bar in sorted(bars, key=lambda bar: bar.start_s):
+        if bar.clock_mhz is not None and bar.clock_mhz != last:
+            last = bar.clock_mhz
+            counter = {"ph": "C", "pid": process, "tid": 0, "ts": round(bar.start_s * _US, 3)}
+            events.append(counter | {"name": f"clock of rank {rank} [MHz]", "args": {"MHz": last}})
+    return events
+
+
+def _metadata(what: str, process: int, thread: int, **arguments: Any) -> Event:
+    return {"ph": "M", "pid": process, "tid": thread, "ts": 0, "name": what, "args": arguments}
