@@ -26,7 +26,7 @@ class Step:
         phase: What Perseus was doing.
         plan: The plan's place on the frontier; None without a plan.
         time_s: Iteration time [s].
-        energy_j: Energy of the whole job [J].
+        energy_j: Energy of the whole job [J]; NaN where it could not be read.
         predicted_energy_j: What the plan promised, for the whole job [J]; None without a plan.
     """
 
@@ -132,7 +132,7 @@ def _steps(records: list[dict[str, Any]]) -> Iterator[Step]:
             phase=record["phase"],
             plan=record.get("plan"),
             time_s=record["time_s"],
-            energy_j=record["energy_j"],
+            energy_j=math.nan if record["energy_j"] is None else record["energy_j"],
             predicted_energy_j=record.get("predicted_energy_j"),
         )
 

@@ -44,9 +44,11 @@ def measured_timeline(iteration: MeasuredIteration, *, energy_j: float) -> Timel
 
 
 def _work(operation: MeasuredOperation) -> Instruction | Load | Transfer:
-    if operation.kind == "activation" or operation.kind == "grad":
-        assert operation.target is not None
-        return Transfer(operation.kind, operation.stage, operation.target, operation.micro_batch)
-    if operation.kind == "load":
-        return Load(operation.stage, operation.micro_batch)
-    return Instruction(operation.stage, Kind(operation.kind), operation.micro_batch)
+    match operation.kind:
+        case "activation" | "grad" as payload:
+            assert operation.target is not None
+            return Transfer(payload, operation.stage, operation.target, operation.micro_batch)
+        case "load":
+            return Load(operation.stage, operation.micro_batch)
+        case kind:
+            return Instruction(operation.stage, Kind(kind), operation.micro_batch)

@@ -15,6 +15,7 @@ from perseus_ds.stage_profile import StageProfile
 # Sums of the same times in another order differ by less [s].
 _INSTANT_S = 1e-9
 
+
 @dataclass(frozen=True, slots=True)
 class Bar:
     """Something a rank does.
@@ -119,7 +120,7 @@ def _waits(dag: Dag, finish_s: Seconds, durations_s: Seconds, time_s: float) -> 
     busy_until_s = [0.0] * len(dag.schedule.ranks)
     waits = []
     # Nodes that take no time count too: it is for a transfer that a rank waits.
-    for index in np.lexsort((range(len(dag.nodes)), finish_s - durations_s)):
+    for index in np.argsort(finish_s - durations_s, kind="stable"):
         start_s = float(finish_s[index] - durations_s[index])
         for rank in dag.nodes[index].ranks:
             if start_s > busy_until_s[rank] + _INSTANT_S:
