@@ -13,6 +13,8 @@ from perseus_ds.errors import ConfigError, PerseusError
 COMMANDS = {
     "optimize": ("optimize", "plan: from a profile to the frontier of frequency plans"),
     "profile": ("profile", "show, compare, validate, merge or convert a profile"),
+    "report": ("report", "one HTML file about a run: frontier, timelines, what was saved"),
+    "trace": ("trace", "predicted and measured timelines for Perfetto"),
     "plot": ("plot", "pictures of the frontier and of the pipeline's timeline, before and after"),
     "emulate": ("emulate", "what a frontier saves for a job of many pipelines with a straggler"),
     "export": ("export", "write a frontier's plans for Zeus"),

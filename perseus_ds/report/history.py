@@ -61,6 +61,7 @@ class History:
     Attributes:
         folder: Where its ``run.jsonl`` lies.
         name: What to call it.
+        started: When, in seconds since the epoch; 0 where it is not recorded.
         mode: The mode of its last start.
         gpu: The GPU's name.
         simulated: Whether any of it is simulated.
@@ -71,6 +72,7 @@ class History:
 
     folder: Path
     name: str
+    started: float
     mode: str | None
     gpu: str | None
     simulated: bool
@@ -105,6 +107,7 @@ def read_history(folder: Path, name: str) -> History:
     return History(
         folder=folder,
         name=name,
+        started=float(starts[0].get("time", 0.0)) if starts else 0.0,
         mode=last.get("mode"),
         gpu=last.get("gpu"),
         simulated=any(record.get("simulated") for record in records),

@@ -10,10 +10,13 @@ from perseus_ds.dag import Dag
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.frontier import Frontier
 from perseus_ds.plan import check_instructions
-from perseus_ds.report.history import History, read_history
+from perseus_ds.report.history import History, Step, median, read_history
+from perseus_ds.report.run_log import MeasuredPoint
 from perseus_ds.schedule import Schedule
 from perseus_ds.stage_profile import StageProfile
 from perseus_ds.timeline_file import MeasuredIteration, TimelineFile
+
+_MOST_PLANS = 3
 
 
 @dataclass
@@ -50,10 +53,41 @@ class Sources:
         )
 
     @property
+    def plan_used(self) -> int | None:
+        """The plan of the last iteration that ran under one of the frontier's, None if there was none."""
+        used = [step.plan for history in self.histories for step in history.under_plans if step.plan is not None]
+        return used[-1] if used and self.frontier and used[-1] < len(self.frontier.plans) else None
+
+    @property
+    def measured_points(self) -> list[MeasuredPoint]:
+        """Medians by job and plan, the plans that ran for longest; those of one pipeline, one GPU per rank."""
+        points = []
+        for history in self.histories:
+            of_job = f", {history.name}" if len(self.histories) > 1 else ""
+            by_plan: dict[int, list[Step]] = {}
+            for step in history.under_plans:
+                by_plan.setdefault(step.plan or 0, []).append(step)
+            longest = sorted(by_plan, key=lambda plan: -len(by_plan[plan]))[:_MOST_PLANS]
+            shown = [(f"plan {plan}{of_job}", by_plan[plan]) for plan in sorted(longest)]
+            if history.mode != "profile":
+                shown.insert(0, (f"default clocks{of_job}", history.at_default_clocks))
+            for label, steps in shown:
+                time_s, energy_j = median(s.time_s for s in steps), median(s.energy_j for s in steps)
+                if time_s is not None and energy_j is not None:
+                    points.append(MeasuredPoint(label, time_s, energy_j / self.pipelines, len(steps)))
+        return points
+
+    @property
     def pipelines(self) -> int:
         """GPUs per pipeline rank, in all: the energies of a job are so many times those of one pipeline."""
         info = self.profile.info if self.profile else None
         return (info.data_parallel or 1) * (info.tensor_parallel or 1) if info else 1
+
+
+def label(history: History, iteration: MeasuredIteration) -> str:
+    """Return what to call a measured iteration."""
+    clocks = "default clocks" if iteration.plan is None else f"plan {iteration.plan}"
+    return f"{clocks}, iteration {iteration.iteration} of {history.name}"
 
 
 def find_sources(
@@ -106,7 +140,7 @@ def _read_histories(found: Sources, folders: Sequence[Path]) -> None:
         name = folder.name if folder != found.folder else folder.resolve().name
         found.histories.append(read_history(folder, name))
         found.files.append(folder / "run.jsonl")
-    found.histories.sort(key=lambda history: (history.folder / "run.jsonl").stat().st_mtime)
+    found.histories.sort(key=lambda history: history.started)
     for history in found.histories:
         path = history.folder / "timeline.json"
         if path.is_file():
