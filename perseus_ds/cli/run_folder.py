@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from perseus_ds.cli.arguments import Arguments
@@ -22,7 +23,7 @@ class RunArguments(Arguments):
 
 def with_folder(overrides: list[str]) -> list[str]:
     """Take a first word that is no ``key=value`` for the run's folder."""
-    if not overrides or "=" in overrides[0]:
+    if not overrides or re.match(r"[a-z_]+=", overrides[0]):
         return overrides
     quoted = overrides[0].replace("\\", "\\\\").replace("'", "\\'")
     return [f"run='{quoted}'", *overrides[1:]]

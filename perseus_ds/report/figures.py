@@ -22,7 +22,13 @@ from perseus_ds.stage_profile import StageProfile
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#5F6B7A"
 STAGE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, "#E69F00", "#56B4E9", GREY, "#000000")
 KIND_DASHES = {Kind.FORWARD: "solid", Kind.BACKWARD: "dash", Kind.RECOMPUTE: "dashdot", Kind.TAIL: "dot"}
-_PHASES = {"run": (BLUE, "circle"), "observe": (ORANGE, "square"), "warm-up": (ORANGE, "square-open")}
+_PHASES = {
+    "run": (BLUE, "circle"),
+    "observe": (ORANGE, "square"),
+    "warm-up": (ORANGE, "square-open"),
+    "profile": (GREEN, "cross"),
+    "plan": (PURPLE, "triangle-up-open"),
+}
 _OTHER_PHASE = (GREY, "diamond-open")
 _GRID = "#E6E9ED"
 

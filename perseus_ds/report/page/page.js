@@ -2,11 +2,11 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
-  const phone = window.matchMedia("(max-width: 760px)").matches;
+  const phone = window.matchMedia("screen and (max-width: 760px)").matches;
   const config = { responsive: true, displaylogo: false, displayModeBar: false };
   const TAIL = data.kinds.indexOf("tail"), FORWARD = data.kinds.indexOf("forward");
   const NO_CLOCK = "#8a94a1";
-  const state = { plan: data.in_use, colour: "clock", measured: -1 };
+  const state = { plan: data.in_use, colour: "clock", measured: -1, drawing: false };
 
   // The pipeline: when every node starts follows from the plan's clocks.
 
@@ -278,7 +278,14 @@
     byId("chosen").textContent = `Plan ${plan}: ${fixed(time, 4)} s (${signed(time / beforeTime - 1)}), ${fixed(energy, 1)} J (${signed(energy / beforeEnergy - 1)}) against everything at the highest clock${gap}; the clock changes ${changes} times.`;
     const ran = data.measured.findIndex((iteration) => iteration.plan === plan);
     if (ran >= 0) showMeasured(ran);
-    drawTimelines();
+    drawSoon();
+  }
+
+  // A slider asks for more drawings than there is time for: only the last one counts.
+  function drawSoon() {
+    if (state.drawing) return;
+    state.drawing = true;
+    requestAnimationFrame(() => { state.drawing = false; drawTimelines(); });
   }
 
   const traceOf = (meta) => byId("frontier").data.findIndex((trace) => trace.meta === meta);
@@ -295,12 +302,12 @@
       button.addEventListener("click", () => choose(Number(button.dataset.plan)));
     }
     for (const radio of document.querySelectorAll("[name=colour]")) {
-      radio.addEventListener("change", () => { state.colour = radio.value; drawTimelines(); });
+      radio.addEventListener("change", () => { state.colour = radio.value; drawSoon(); });
     }
     const select = byId("measured");
     if (!select) return;
     select.append(new Option("hidden", -1), ...data.measured.map((iteration, number) => new Option(iteration.label, number)));
-    select.addEventListener("change", () => { state.measured = Number(select.value); drawTimelines(); });
+    select.addEventListener("change", () => { state.measured = Number(select.value); drawSoon(); });
     if (!pipeline) showMeasured(data.measured.length - 1);
   }
 

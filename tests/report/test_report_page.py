@@ -1,0 +1,187 @@
+"""What the report says, and what it says when something is missing."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+from run_folders import make_job, record, write_auto_run, write_log
+
+from perseus_ds.cli.main import main
+from perseus_ds.report.history import read_history
+from perseus_ds.report.page import number, percent
+from perseus_ds.report.savings import reference_for, savings
+from perseus_ds.report.sources import find_sources
+
+
+@pytest.fixture(scope="module")
+def job():
+    return make_job()
+
+
+@pytest.fixture
+def folder(tmp_path, job):
+    write_auto_run(tmp_path / "run", job)
+    return tmp_path / "run"
+
+
+class Fetches(HTMLParser):
+    """Collects whatever a browser would fetch."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attributes):
+        self.found += [value for name, value in attributes if name in ("src", "href", "data", "action")]
+
+
+def report(folder, *words):
+    assert main(["report", str(folder), *map(str, words)]) == 0
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def embedded(page):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S).group(1))
+
+
+def text_of(page):
+    """The page's words, without scripts."""
+    return re.sub(r"\s+", " ", re.sub(r"<script.*?</script>", "", page, flags=re.S))
+
+
+def test_the_page_is_complete_in_itself_and_says_what_is_simulated(folder, capsys):
+    page = report(folder)
+    fetches = Fetches()
+    fetches.feed(page)
+    assert fetches.found == ["data:,"]
+    assert "default-src 'none'" in page
+    assert len(page) < 6e6
+    words = text_of(page)
+    assert "Simulated GPUs: no energy was really used or saved" in words
+    assert "Not in this report" not in words
+    assert capsys.readouterr().out == f"Written: {folder / 'report.html'}\n"
+
+
+def test_the_data_of_all_plans_is_there(folder, job):
+    data = embedded(report(folder))
+    assert len(data["plans"]) == len(data["pipeline"]["plans"]) == len(job.frontier.plans)
+    assert data["in_use"] == 2
+    assert [measured["plan"] for measured in data["measured"]] == [2, None]
+    assert set(data["figures"]) == {"frontier", "history", "profile-time", "profile-energy", "profile-power"}
+    names = [trace.get("name") for trace in data["figures"]["frontier"]["data"]]
+    assert "measured: plan 2, median of 3" in names
+    assert "measured: default clocks, median of 3" in names
+
+
+def test_what_was_saved_is_measured_against_default_clocks_of_the_same_job(folder, job):
+    history = read_history(folder, "run")
+    default, plan = job.frontier.baseline, job.frontier.plans[2]
+    reference = reference_for(history, [history], job.frontier)
+    assert reference.measured
+    assert (reference.energy_j, reference.time_s) == (default.energy_j, default.time_s)
+    planned, everything, projected = savings(history, reference)
+    assert (planned.iterations, everything.iterations, projected.iterations) == (3, 8, 100_000)
+    assert planned.saved == pytest.approx(1 - plan.energy_j / default.energy_j)
+    assert everything.saved_j == pytest.approx(planned.saved_j)
+    assert everything.time_s == pytest.approx(3 * plan.time_s + 5.2 * default.time_s)
+    assert projected.saved_kwh == pytest.approx((default.energy_j - plan.energy_j) * 100_000 / 3.6e6)
+
+
+def test_without_iterations_at_default_clocks_the_profile_says_what_they_take(tmp_path, job):
+    plan = job.frontier.plans[0]
+    records = [record(n, "run", 1.0, 3 * plan.energy_j, plan=0, promised_j=4 * plan.energy_j) for n in (1, 2)]
+    # What cannot be read counts neither as used nor as saved.
+    write_log(tmp_path, [{"event": "start", "mode": "run"}, *records, record(3, "run", 1.0, None, plan=0)])
+    history = read_history(tmp_path, "run")
+    reference = reference_for(history, [history], job.frontier)
+    assert not reference.measured
+    assert reference.energy_j == pytest.approx(4 * job.frontier.baseline.energy_j)
+    assert savings(history, reference)[0].iterations == 2
+    assert reference_for(history, [history], None) is None
+
+
+def test_factors_are_the_users(folder):
+    words = text_of(report(folder, "carbon_g_per_kwh=100", "price_per_kwh=2.5", "currency=EUR"))
+    assert "100 g CO" in words
+    assert "2.5 EUR a kWh" in words
+    assert main(["report", str(folder), "price_per_kwh=-1"]) == 2
+
+
+def test_a_run_whose_frontier_lies_elsewhere_finds_it_and_its_profile(tmp_path, folder, job):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("frontier.json", "profile.csv", "profile.json"):
+        shutil.move(folder / name, elsewhere / name)
+    provenance = job.frontier.provenance.model_copy(update={"profile": str(elsewhere / "profile.csv")})
+    type(job.frontier)(job.frontier.plans, job.frontier.t_min_s, job.frontier.baseline, provenance).save(elsewhere)
+    assert find_sources(folder).frontier is None
+    lines = (folder / "run.jsonl").read_text().splitlines()
+    lines[0] = json.dumps(json.loads(lines[0]) | {"frontier": str(elsewhere)})
+    (folder / "run.jsonl").write_text("\n".join(lines) + "\n")
+    assert "pipeline" in embedded(report(folder))
+
+
+@pytest.mark.parametrize(
+    ("gone", "said", "kept"),
+    [
+        (["frontier.json"], "The frontier of plans, and what they save: there is no frontier.json.", "profile-time"),
+        (["profile.csv", "profile.json"], "The profile, and the timelines that follow from it", "frontier"),
+        (["timeline.json"], "Measured timelines: there is no timeline.json.", "frontier"),
+        (["run.jsonl", "timeline.json"], "The run itself: there is no run.jsonl.", "frontier"),
+    ],
+)
+def test_what_is_missing_is_said_and_the_rest_shown(folder, capsys, gone, said, kept):
+    for name in gone:
+        (folder / name).unlink()
+    page = report(folder)
+    assert said in text_of(page)
+    assert said in capsys.readouterr().out
+    assert kept in embedded(page)["figures"]
+
+
+def test_a_profile_measured_again_does_not_fit_its_old_frontier(folder, job):
+    rows = [m for m in job.profile.measurements if m.clock_mhz != job.frontier.baseline.clocks_mhz[0][0]]
+    type(job.profile)(rows, job.profile.info).save(folder / "profile.csv")
+    page = report(folder)
+    assert "frontier and profile do not belong together" in text_of(page)
+    assert "pipeline" not in embedded(page)
+
+
+def test_several_runs_in_one_folder_are_shown_in_their_order(tmp_path, job):
+    job.profile.save(tmp_path / "profile" / "profile.csv")
+    job.frontier.save(tmp_path / "frontier")
+    plan = job.frontier.plans[0]
+    write_log(tmp_path / "b", [{"event": "start", "time": 1.0, "mode": "observe"}, record(1, "observe", 1.0, 100.0)])
+    ran = record(1, "run", 1.0, 80.0, plan=0, promised_j=plan.energy_j)
+    write_log(tmp_path / "a", [{"event": "start", "time": 2.0, "mode": "run"}, ran])
+    found = find_sources(tmp_path)
+    assert [history.name for history in found.histories] == ["b", "a"]
+    words = text_of(report(tmp_path))
+    assert "median of 1 iterations of the run “b”, measured" in words
+    assert "20.0 %" in words
+
+
+def test_a_folder_with_nothing_in_it_is_an_error_that_says_what_was_expected(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "no run.jsonl, profile.csv or frontier.json" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "no such folder; expected the output_dir" in capsys.readouterr().err
+
+
+def test_names_from_files_cannot_become_html(tmp_path, job):
+    hostile = tmp_path / "<img src=x onerror=alert(1)>"
+    write_auto_run(hostile, job)
+    page = report(hostile)
+    assert "<img" not in page[: page.index("<script>")]
+    assert "<img" not in page[page.index('id="data"') :]
+
+
+def test_figures_for_people():
+    assert number(1234567.0) == "1\N{NARROW NO-BREAK SPACE}234\N{NARROW NO-BREAK SPACE}567"
+    assert number(0.000123456, 3) == "0.000123"
+    assert number(-2.5, 2) == "\N{MINUS SIGN}2.5"
+    assert number(float("nan")) == number(None) == "\N{EN DASH}"
+    assert percent(-0.1234) == "\N{MINUS SIGN}12.3%"
+    assert percent(-0.0001) == "±0.0%"

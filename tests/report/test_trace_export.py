@@ -1,0 +1,103 @@
+"""Traces for Perfetto, and the measured timelines in them."""
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+from run_folders import MICRO_BATCHES, RANKS, make_job, measured, write_auto_run
+
+from perseus_ds.cli.main import main
+from perseus_ds.report.measured_timeline import measured_timeline
+from perseus_ds.report.timeline import timeline
+from perseus_ds.schedule import Transfer
+
+
+@pytest.fixture(scope="module")
+def job():
+    return make_job()
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory, job):
+    folder = tmp_path_factory.mktemp("run")
+    write_auto_run(folder, job)
+    assert main(["trace", str(folder)]) == 0
+    return json.loads((folder / "trace.json").read_text())
+
+
+def test_bars_and_waits_fill_the_iteration_of_every_rank(job):
+    for plan in (job.frontier.baseline, *job.frontier.plans):
+        shown = timeline(job.dag, job.profile, plan)
+        for rank in range(RANKS):
+            parts = sorted((p.start_s, p.end_s) for p in (*shown.bars, *shown.waits) if p.rank == rank)
+            assert parts[0][0] == 0
+            assert parts[-1][1] == pytest.approx(shown.time_s)
+            assert all(first[1] == pytest.approx(second[0]) for first, second in pairwise(parts))
+
+
+def test_waits_are_named_after_what_comes_next(job):
+    waits = timeline(job.dag, job.profile, job.frontier.baseline).waits
+    names = [str(wait) for wait in waits if wait.rank == RANKS - 1]
+    assert names[0] == f"waiting for activation of micro-batch 0 from stage {RANKS - 2} to stage {RANKS - 1}"
+    assert names[-1] == "waiting for the end of the iteration"
+
+
+def test_a_measured_iteration_is_told_apart_into_transfers_and_waiting(job):
+    plan = job.frontier.plans[2]
+    predicted = timeline(job.dag, job.profile, plan)
+    shown = measured_timeline(measured(job, plan, 8, 2), energy_j=1.0)
+    assert shown.time_s == pytest.approx(predicted.time_s)
+    theirs = [(b.rank, b.work, b.clock_mhz) for b in predicted.bars]
+    assert [(b.rank, b.work, b.clock_mhz) for b in shown.bars] == theirs
+    for ours, expected in zip(shown.bars, predicted.bars, strict=True):
+        assert (ours.start_s, ours.end_s) == pytest.approx((expected.start_s, expected.end_s))
+    # Waiting for a transfer that takes no time does not show in what is measured here.
+    slow = {wait for wait in predicted.waits if isinstance(wait.awaited, Transfer) and {0, 1} == ends(wait.awaited)}
+    found = {(wait.rank, wait.awaited): wait.end_s - wait.start_s for wait in shown.waits}
+    assert found == pytest.approx({(wait.rank, wait.awaited): wait.end_s - wait.start_s for wait in slow})
+
+
+def ends(transfer):
+    return {transfer.source, transfer.target}
+
+
+def test_slices_of_a_thread_do_not_overlap(trace):
+    threads = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            threads[event["pid"], event["tid"]].append(event)
+    assert len(threads) >= 4 * RANKS
+    for events in threads.values():
+        assert all(e["dur"] >= 0 for e in events)
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.002 for a, b in pairwise(sorted(events, key=lambda e: e["ts"])))
+
+
+def test_timelines_ranks_clocks_and_waits_are_named(trace, job):
+    names = {(e["pid"], e["args"]["name"]) for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert [name for _, name in sorted(names)][:2] == [
+        "predicted: highest clock, simulated",
+        "predicted: plan 2, simulated",
+    ]
+    assert any("measured: plan 2, iteration 8" in name for _, name in names)
+    threads = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert threads == {f"rank {r}{suffix}" for r in range(RANKS) for suffix in ("", " transfers")} - {
+        "rank 2 transfers"
+    }
+    plan = [e for e in trace["traceEvents"] if e["pid"] == 2]
+    passes = [e for e in plan if e.get("cat") in ("forward", "backward")]
+    assert len(passes) == 2 * RANKS * MICRO_BATCHES
+    assert any(e["args"]["critical"] for e in passes)
+    assert any(e.get("cat") == "wait" and e["name"].startswith("waiting for grad") for e in plan)
+    for rank, clocks in enumerate(job.frontier.plans[2].clocks_mhz):
+        counted = [e["args"]["MHz"] for e in plan if e["ph"] == "C" and e["name"] == f"clock of rank {rank} [MHz]"]
+        assert counted == [c for i, c in enumerate(clocks) if i == 0 or c != clocks[i - 1]]
+    assert trace["otherData"]["simulated"] is True
+
+
+def test_any_plan_can_be_asked_for(tmp_path, job, capsys):
+    write_auto_run(tmp_path, job)
+    assert main(["trace", str(tmp_path), "plan=5", f"out={tmp_path / 'five.json'}"]) == 0
+    assert "predicted: plan 5" in (tmp_path / "five.json").read_text()
+    assert main(["trace", str(tmp_path), "plan=500"]) == 2
+    assert f"the frontier has plans 0 to {len(job.frontier.plans) - 1}." in capsys.readouterr().err
