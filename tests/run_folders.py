@@ -55,21 +55,21 @@ def write_auto_run(folder: Path, job: Job) -> None:
     records += [record(n, "warm-up", default.time_s, default.energy_j) for n in (2, 3, 4)]
     records += [record(n, "profile", default.time_s * 1.1, default.energy_j) for n in (5, 6)]
     records += [{"event": "plan", "plan": 2}]
-    records += [record(n, "run", plan.time_s, plan.energy_j, plan=2, promised_j=plan.energy_j) for n in (7, 8, 9)]
+    records += [record(n, "run", plan.time_s, plan.energy_j, plan=2, saved=0.1) for n in (7, 8, 9)]
     write_log(folder, records)
     kept = [measured(job, plan, 8, 2), measured(job, default, 3, None)]
     file = TimelineFile(simulated=True, gpu="simulated A100-SXM", iterations=kept)
     (folder / "timeline.json").write_text(file.model_dump_json(exclude_none=True))
 
 
-def record(iteration: int, phase: str, time_s: float, energy_j: float | None, *, plan=None, promised_j=None) -> dict:
+def record(iteration: int, phase: str, time_s: float, energy_j: float | None, *, plan=None, saved=None) -> dict:
     return {
         "iteration": iteration,
         "phase": phase,
         "time_s": time_s,
         "energy_j": energy_j,
         "plan": plan,
-        "predicted_energy_j": promised_j,
+        "saved": saved,
         "simulated": True,
     }
 

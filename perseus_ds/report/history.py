@@ -27,7 +27,7 @@ class Step:
         plan: The plan's place on the frontier; None without a plan.
         time_s: Iteration time [s].
         energy_j: Energy of the whole job [J]; NaN where it could not be read.
-        predicted_energy_j: What the plan promised, for the whole job [J]; None without a plan.
+        default_energy_j: What the profile says the same takes at default clocks [J]; None without a plan.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Step:
     plan: int | None
     time_s: float
     energy_j: float
-    predicted_energy_j: float | None
+    default_energy_j: float | None
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,15 @@ def _trains(record: dict[str, Any]) -> bool:
 
 def _steps(records: list[dict[str, Any]]) -> Iterator[Step]:
     for number, record in enumerate(filter(_trains, records), start=1):
+        energy_j, saved = record["energy_j"], record.get("saved")
         yield Step(
             number=number,
             iteration=int(record.get("iteration", number)),
             phase=record["phase"],
             plan=record.get("plan"),
             time_s=record["time_s"],
-            energy_j=math.nan if record["energy_j"] is None else record["energy_j"],
-            predicted_energy_j=record.get("predicted_energy_j"),
+            energy_j=math.nan if energy_j is None else energy_j,
+            default_energy_j=None if energy_j is None or saved is None else energy_j / (1 - saved),
         )
 
 
@@ -156,12 +157,17 @@ def _in_words(event: dict[str, Any]) -> str:
         case "plan" if event.get("paused"):
             return "paused"
         case "plan":
-            straggler = event.get("straggler")
+            straggler, plans = event.get("straggler"), set(event.get("plans", []))
             late = f", pipeline {straggler} is {event.get('slowdown')} times as slow" if straggler is not None else ""
-            return f"plan {event.get('plan')}{late}"
+            others = f", pipelines run {', '.join(map(str, event['plans']))}" if len(plans) > 1 else ""
+            return f"plan {event.get('plan')}{late}{others}"
+        case "policy" if "policy" in event:
+            settings = ", ".join(f"{key} {value}" for key, value in event["policy"].items() if key != "name")
+            return f"policy {event['policy'].get('name')}" + (f": {settings}" if settings else "")
         case "profile":
-            cost = {name: event[name] for name in ("lost_s", "spent_s", "lost_j", "spent_j") if name in event}
-            return "profile written" + "".join(f", {value:g} {name[-1].upper()}" for name, value in cost.items())
+            cost = {key: event[key] for key in ("lost_s", "spent_s", "lost_j", "spent_j") if key in event}
+            spent = [f"{value:g} {'s' if key.endswith('_s') else 'J'}" for key, value in cost.items()]
+            return "profile written" + (f", which cost {' and '.join(spent)}" if spent else "")
         case "drift":
             return f"times drifted by {event.get('drift', 0):.0%}: profiling again"
         case "end":

@@ -109,13 +109,10 @@ def reference_for(history: History, histories: Sequence[History], frontier: Fron
         if time_s is not None and energy_j is not None:
             where = "this job" if other is history else f"the run “{other.name}”"
             return Reference(time_s, energy_j, f"median of {len(steps)} iterations of {where}, measured", True)
-    step = next((s for s in history.under_plans if s.plan is not None and s.predicted_energy_j is not None), None)
-    if frontier is None or step is None or step.plan is None or step.plan >= len(frontier.plans):
+    energy_j = median(s.default_energy_j for s in history.under_plans if s.default_energy_j is not None)
+    if frontier is None or energy_j is None:
         return None
-    # A job's energy is that of one pipeline times its GPUs per pipeline rank, which its records tell.
-    gpus = (step.predicted_energy_j or 0.0) / frontier.plans[step.plan].energy_j
-    baseline = frontier.baseline
-    return Reference(baseline.time_s, baseline.energy_j * gpus, "predicted by the profile, not measured", False)
+    return Reference(frontier.baseline.time_s, energy_j, "predicted by the profile, not measured", False)
 
 
 def savings(history: History, reference: Reference) -> list[Saving]:

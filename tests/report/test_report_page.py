@@ -90,14 +90,14 @@ def test_what_was_saved_is_measured_against_default_clocks_of_the_same_job(folde
 
 
 def test_without_iterations_at_default_clocks_the_profile_says_what_they_take(tmp_path, job):
-    plan = job.frontier.plans[0]
-    records = [record(n, "run", 1.0, 3 * plan.energy_j, plan=0, promised_j=4 * plan.energy_j) for n in (1, 2)]
+    records = [record(n, "run", 1.0, 300.0, plan=0, saved=0.25) for n in (1, 2)]
     # What cannot be read counts neither as used nor as saved.
     write_log(tmp_path, [{"event": "start", "mode": "run"}, *records, record(3, "run", 1.0, None, plan=0)])
     history = read_history(tmp_path, "run")
     reference = reference_for(history, [history], job.frontier)
     assert not reference.measured
-    assert reference.energy_j == pytest.approx(4 * job.frontier.baseline.energy_j)
+    assert (reference.time_s, reference.energy_j) == (job.frontier.baseline.time_s, pytest.approx(400.0))
+    assert savings(history, reference)[0].saved == pytest.approx(0.25)
     assert savings(history, reference)[0].iterations == 2
     assert reference_for(history, [history], None) is None
 
@@ -152,9 +152,8 @@ def test_a_profile_measured_again_does_not_fit_its_old_frontier(folder, job):
 def test_several_runs_in_one_folder_are_shown_in_their_order(tmp_path, job):
     job.profile.save(tmp_path / "profile" / "profile.csv")
     job.frontier.save(tmp_path / "frontier")
-    plan = job.frontier.plans[0]
     write_log(tmp_path / "b", [{"event": "start", "time": 1.0, "mode": "observe"}, record(1, "observe", 1.0, 100.0)])
-    ran = record(1, "run", 1.0, 80.0, plan=0, promised_j=plan.energy_j)
+    ran = record(1, "run", 1.0, 80.0, plan=0, saved=0.1)
     write_log(tmp_path / "a", [{"event": "start", "time": 2.0, "mode": "run"}, ran])
     found = find_sources(tmp_path)
     assert [history.name for history in found.histories] == ["b", "a"]
@@ -185,3 +184,29 @@ def test_figures_for_people():
     assert number(float("nan")) == number(None) == "\N{EN DASH}"
     assert percent(-0.1234) == "\N{MINUS SIGN}12.3%"
     assert percent(-0.0001) == "±0.0%"
+
+
+def test_events_are_told_in_words(tmp_path):
+    events = [
+        {"event": "start", "mode": "run"},
+        {"event": "plan", "plan": 3, "plans": [3, 7], "straggler": 1, "slowdown": 1.2, "paused": False},
+        {"event": "plan", "plan": 3, "paused": True},
+        {"event": "policy", "policy": {"name": "slowdown", "max_slowdown": 0.05}},
+        {"event": "policy", "problem": "no plan is that fast"},
+        {"event": "profile", "path": "p", "lost_s": 1.5, "lost_j": 20.0},
+        {"event": "drift", "drift": 0.07},
+        {"event": "failure", "rank": 1, "error": "the driver hangs"},
+    ]
+    write_log(tmp_path, [*events[:1], record(1, "run", 1.0, 1.0, plan=3), *events[1:]])
+    happenings = read_history(tmp_path, "run").happenings
+    assert [happening.after for happening in happenings] == [0] + [1] * 7
+    assert [happening.text for happening in happenings] == [
+        "start in run mode",
+        "plan 3, pipeline 1 is 1.2 times as slow, pipelines run 3, 7",
+        "paused",
+        "policy slowdown: max_slowdown 0.05",
+        "policy: no plan is that fast",
+        "profile written, which cost 1.5 s and 20 J",
+        "times drifted by 7%: profiling again",
+        "failure: the driver hangs",
+    ]
