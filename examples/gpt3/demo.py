@@ -82,7 +82,7 @@ def table(frontier: Frontier, default: MeasuredPoint, planned: MeasuredPoint) ->
 
 
 def main() -> None:
-    """Run the four steps, then show what came of them."""
+    """Run all steps, then show what came of them."""
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
     profile, frontier_dir = OUT / "profile" / "profile.csv", OUT / "frontier"
@@ -113,8 +113,10 @@ def main() -> None:
          f"runs=[{OUT}/default,{OUT}/plan]"],
         OUT / "plot.log",
     )  # fmt: skip
+    run("6. Report", [perseus_ds, "report", str(OUT)], OUT / "report.log")
     (default,), (planned,) = measured_points(OUT / "default"), measured_points(OUT / "plan")
     print(f"\n{table(Frontier.load(frontier_dir), default, planned)}\n")
+    print(f"  Report:    {OUT}/report.html (open it in a browser)")
     print(f"  Pictures:  {OUT}/frontier.png, {OUT}/timeline.png")
     print(f"  Profile:   {profile}\n  Frontier:  {frontier_dir}/frontier.csv\n  Iterations: {OUT}/plan/run.jsonl")
 
