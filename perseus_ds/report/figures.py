@@ -68,12 +68,16 @@ def frontier_figure(
         x=[times[in_use]], y=[energies[in_use]], mode="markers", name="plan shown below", meta="selected",
         marker={"symbol": "circle-open", "size": 22, "color": "black", "line": {"width": 2}}, hoverinfo="skip",
     )  # fmt: skip
+    _add_times(figure, frontier)
+    return figure.update_layout(height=460, hovermode="closest")
+
+
+def _add_times(figure: go.Figure, frontier: Frontier) -> None:
     for time_s, name in ((frontier.t_min_s, "T<sub>min</sub>"), (frontier.t_star_s, "T*")):
         figure.add_vline(time_s, line={"color": "#9AA3AE", "dash": "dot", "width": 1})
         figure.add_annotation(
             x=time_s, y=0, yref="paper", yanchor="bottom", xanchor="right", text=name, showarrow=False
         )
-    return figure.update_layout(height=460, hovermode="closest")
 
 
 def history_figure(histories: Sequence[History], reference: Reference | None) -> go.Figure:
@@ -105,6 +109,15 @@ def history_figure(histories: Sequence[History], reference: Reference | None) ->
             )  # fmt: skip
     if reference is not None:
         _add_reference(figure, reference, len(iterations))
+    _add_events(figure, histories)
+    for title, row in (("energy [J]", 1), ("time [s]", 2)):
+        figure.update_yaxes(title_text=title, rangemode="tozero", gridcolor=_GRID, zeroline=False, row=row, col=1)
+    figure.update_xaxes(gridcolor=_GRID, zeroline=False, range=[0.4, len(iterations) + 0.6])
+    figure.update_xaxes(title_text="iteration", row=2, col=1)
+    return _styled(figure).update_layout(height=440)
+
+
+def _add_events(figure: go.Figure, histories: Sequence[History]) -> None:
     for start, history in zip(_starts(histories), histories, strict=True):
         for event in history.happenings:
             if event.name not in ("start", "end"):
@@ -114,11 +127,6 @@ def history_figure(histories: Sequence[History], reference: Reference | None) ->
             figure.add_annotation(
                 x=start + 0.5, xanchor="left", y=0, yref="paper", yanchor="bottom", text=history.name, showarrow=False
             )
-    for title, row in (("energy [J]", 1), ("time [s]", 2)):
-        figure.update_yaxes(title_text=title, rangemode="tozero", gridcolor=_GRID, zeroline=False, row=row, col=1)
-    figure.update_xaxes(gridcolor=_GRID, zeroline=False, range=[0.4, len(iterations) + 0.6])
-    figure.update_xaxes(title_text="iteration", row=2, col=1)
-    return _styled(figure).update_layout(height=440)
 
 
 def _starts(histories: Sequence[History]) -> list[int]:

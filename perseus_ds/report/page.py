@@ -92,11 +92,10 @@ def _has(found: Sources, kind: object) -> bool:
 
 def _data(found: Sources, best: Job | None, in_use: int, in_use_label: str) -> dict[str, Any]:
     """Return what the page's script works on."""
-    data: dict[str, Any] = {"figures": {}, "kinds": KINDS, "measured": [], "in_use": in_use, "blocking_power_w": 0.0}
+    data: dict[str, Any] = {"figures": {}, "kinds": KINDS, "measured": [], "in_use": in_use}
     figures: dict[str, Figure] = data["figures"]
     if found.frontier is not None:
         frontier = found.frontier
-        data["blocking_power_w"] = frontier.provenance.blocking_power_w
         data["plans"] = [
             [plan.time_s, plan.energy_j, plan.lower_bound_j, plan.clock_changes] for plan in frontier.plans
         ]
