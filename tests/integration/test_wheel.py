@@ -60,10 +60,9 @@ def test_the_quick_start_runs_from_an_empty_folder(installed, tmp_path):
     code, output = run(installed, tmp_path, "perseus-ds", "optimize", "profile=perseus", "out=frontier", "plans=20")
     assert code == 0, output
     assert (tmp_path / "frontier/frontier.json").is_file()
-    arguments = ("profile=perseus", "frontier=perseus", "out=pictures", "runs=[perseus]")
-    code, output = run(installed, tmp_path, "perseus-ds", "plot", *arguments)
+    code, output = run(installed, tmp_path, "perseus-ds", "report", "perseus")
     assert code == 0, output
-    assert {path.name for path in (tmp_path / "pictures").iterdir()} >= {"frontier.png", "timeline.png"}
+    assert "simulated" in (tmp_path / "perseus/report.html").read_text()
 
 
 def test_commands_find_their_defaults(installed, tmp_path):
