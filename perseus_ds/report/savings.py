@@ -10,6 +10,7 @@ from perseus_ds.frontier import Frontier
 from perseus_ds.report.history import History, Step, median
 
 J_PER_KWH = 3.6e6
+_MANY = 100_000
 
 
 @dataclass(frozen=True)
@@ -117,15 +118,15 @@ def reference_for(history: History, histories: Sequence[History], frontier: Fron
 
 def savings(history: History, reference: Reference) -> list[Saving]:
     """Return what the iterations under plans saved, and what all did, with the cost of finding the plans counted."""
-    planned = _total("under plans", history.under_plans, reference)
+    planned = _total("iterations under plans", history.under_plans, reference)
     if planned is None:
         return []
     rows = [planned]
     others = len(history.steps) - planned.iterations
-    everything = _total("all iterations, profiling counted", history.steps, reference)
+    everything = _total("iterations in all, profiling counted", history.steps, reference)
     if others and everything is not None:
         rows.append(everything)
-    return [*rows, planned.times("100 000 iterations under plans, at that rate", 100_000)]
+    return [*rows, planned.times("iterations under plans, at that rate", _MANY)]
 
 
 def _total(what: str, steps: Sequence[Step], reference: Reference) -> Saving | None:
