@@ -29,8 +29,10 @@ _PHASES = {
     "profile": (GREEN, "cross"),
     "plan": (PURPLE, "triangle-up-open"),
 }
+_DRAWN_EVENTS = ("plan", "profile", "policy", "drift", "failure")
 _OTHER_PHASE = (GREY, "diamond-open")
 _GRID = "#E6E9ED"
+_MOST_POINTS, _MOST_EVENTS = 1500, 200
 
 
 def frontier_figure(
@@ -93,6 +95,8 @@ def history_figure(histories: Sequence[History], reference: Reference | None) ->
     ]
     for phase in dict.fromkeys(step.phase for _, _, step in iterations):
         shown = [(x, name, step) for x, name, step in iterations if step.phase == phase]
+        every = math.ceil(len(shown) / _MOST_POINTS)
+        label, shown = phase if every == 1 else f"{phase}, one in {every}", shown[::every]
         colour, symbol = _PHASES.get(phase, _OTHER_PHASE)
         texts = [
             f"{name}, iteration {step.iteration}, {phase}" + ("" if step.plan is None else f", plan {step.plan}")
@@ -103,7 +107,7 @@ def history_figure(histories: Sequence[History], reference: Reference | None) ->
             (2, "s", [step.time_s for _, _, step in shown]),
         ):
             figure.add_scatter(
-                x=[x for x, _, _ in shown], y=values, text=texts, mode="markers", name=phase, legendgroup=phase,
+                x=[x for x, _, _ in shown], y=values, text=texts, mode="markers", name=label, legendgroup=phase,
                 showlegend=row == 1, marker={"color": colour, "symbol": symbol, "size": 6}, row=row, col=1,
                 hovertemplate=f"%{{text}}: %{{y:.4~g}} {unit}<extra></extra>",
             )  # fmt: skip
@@ -118,15 +122,22 @@ def history_figure(histories: Sequence[History], reference: Reference | None) ->
 
 
 def _add_events(figure: go.Figure, histories: Sequence[History]) -> None:
+    lines = []
     for start, history in zip(_starts(histories), histories, strict=True):
-        for event in history.happenings:
-            if event.name not in ("start", "end"):
-                figure.add_vline(start + event.after + 0.5, line={"color": "#9AA3AE", "width": 1, "dash": "dot"})
+        drawn = sorted({event.after for event in history.happenings if event.name in _DRAWN_EVENTS})
+        dotted = {"color": "#9AA3AE", "width": 1, "dash": "dot"}
+        lines += [(start + after + 0.5, dotted) for after in drawn[:_MOST_EVENTS]]
         if len(histories) > 1:
-            figure.add_vline(start + 0.5, line={"color": GREY, "width": 1})
+            lines.append((start + 0.5, {"color": GREY, "width": 1}))
             figure.add_annotation(
                 x=start + 0.5, xanchor="left", y=0, yref="paper", yanchor="bottom", text=history.name, showarrow=False
             )
+    # All at once: one by one, plotly takes a second for every ten.
+    figure.update_layout(
+        shapes=[
+            {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": line} for x, line in lines
+        ]
+    )
 
 
 def _starts(histories: Sequence[History]) -> list[int]:

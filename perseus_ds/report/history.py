@@ -168,6 +168,12 @@ def _in_words(event: dict[str, Any]) -> str:
             cost = {key: event[key] for key in ("lost_s", "spent_s", "lost_j", "spent_j") if key in event}
             spent = [f"{value:g} {'s' if key.endswith('_s') else 'J'}" for key, value in cost.items()]
             return "profile written" + (f", which cost {' and '.join(spent)}" if spent else "")
+        case "refused":
+            why = ", ".join(event.get("reasons") or [])
+            return (
+                f"rank {event.get('rank')}'s GPU was asked for {event.get('clock_mhz')} MHz and runs at "
+                f"{event.get('reached_mhz')} MHz" + (f" ({why})" if why else "")
+            )
         case "drift":
             return f"times drifted by {event.get('drift', 0):.0%}: profiling again"
         case "end":

@@ -158,6 +158,29 @@ def test_colour_tells_clock_or_power(opened, job):
         assert min(abs(power - colour) for power in powers) < 0.01
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("gone", "drawn"),
+    [
+        (["profile.csv", "profile.json"], ["frontier", "timeline", "history"]),
+        (["frontier.json"], ["timeline", "history", "profile-time", "profile-energy", "profile-power"]),
+        (["timeline.json", "run.jsonl", "profile.csv", "profile.json"], ["frontier"]),
+    ],
+)
+def test_what_there_is_is_drawn(browser, tmp_path, job, gone, drawn):
+    write_auto_run(tmp_path, job)
+    for name in gone:
+        (tmp_path / name).unlink()
+    assert main(["report", str(tmp_path)]) == 0
+    browser.get((tmp_path / "report.html").as_uri())
+    plots = "[...document.querySelectorAll('.plot')]"
+    wait_for(browser, f"return {plots}.length && {plots}.every(plot => plot.querySelector('svg'))")
+    assert browser.execute_script(f"return {plots}.map(plot => plot.id)") == drawn
+    if "timeline" in drawn:
+        assert titles(browser)[0].startswith("Measured: ")
+    assert complaints(browser) == []
+
+
 def test_it_fits_a_phone_and_paper(opened, page):
     opened.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}

@@ -196,10 +196,11 @@ def test_events_are_told_in_words(tmp_path):
         {"event": "profile", "path": "p", "lost_s": 1.5, "lost_j": 20.0},
         {"event": "drift", "drift": 0.07},
         {"event": "failure", "rank": 1, "error": "the driver hangs"},
+        {"event": "refused", "rank": 2, "clock_mhz": 1410, "reached_mhz": 1380, "reasons": ["sw_power_cap"]},
     ]
     write_log(tmp_path, [*events[:1], record(1, "run", 1.0, 1.0, plan=3), *events[1:]])
     happenings = read_history(tmp_path, "run").happenings
-    assert [happening.after for happening in happenings] == [0] + [1] * 7
+    assert [happening.after for happening in happenings] == [0] + [1] * 8
     assert [happening.text for happening in happenings] == [
         "start in run mode",
         "plan 3, pipeline 1 is 1.2 times as slow, pipelines run 3, 7",
@@ -209,4 +210,19 @@ def test_events_are_told_in_words(tmp_path):
         "profile written, which cost 1.5 s and 20 J",
         "times drifted by 7%: profiling again",
         "failure: the driver hangs",
+        "rank 2's GPU was asked for 1410 MHz and runs at 1380 MHz (sw_power_cap)",
     ]
+
+
+def test_a_long_run_makes_no_larger_page(tmp_path):
+    records = [{"event": "start", "mode": "run"}]
+    for n in range(1, 20_001):
+        records.append(record(n, "run", 1.0, 100.0, plan=n % 5, saved=0.1))
+        if n % 50 == 0:
+            records.append({"event": "plan", "plan": n % 5})
+    write_log(tmp_path, records)
+    page = report(tmp_path)
+    assert len(page) < 6e6
+    traces = embedded(page)["figures"]["history"]["data"]
+    assert traces[0]["name"] == "run, one in 14"
+    assert "and more, in <code>run.jsonl</code>" in page

@@ -269,21 +269,25 @@
 
   function choose(plan) {
     state.plan = plan;
-    const [time, energy, bound, changes] = data.plans[plan], [beforeTime, beforeEnergy] = data.baseline;
+    const [time, energy] = data.plans[plan];
     Plotly.restyle("frontier", { x: [[time]], y: [[energy]] }, [traceOf("selected")]);
-    if (!pipeline) return;
-    byId("plan").value = plan;
-    byId("plan-number").textContent = plan;
-    const gap = bound === null ? "" : `, ${(100 * (energy / bound - 1)).toFixed(2)} % above the bound`;
-    byId("chosen").textContent = `Plan ${plan}: ${fixed(time, 4)} s (${signed(time / beforeTime - 1)}), ${fixed(energy, 1)} J (${signed(energy / beforeEnergy - 1)}) against everything at the highest clock${gap}; the clock changes ${changes} times.`;
+    if (pipeline) describe(plan);
     const ran = data.measured.findIndex((iteration) => iteration.plan === plan);
     if (ran >= 0) showMeasured(ran);
     drawSoon();
   }
 
+  function describe(plan) {
+    const [time, energy, bound, changes] = data.plans[plan], [beforeTime, beforeEnergy] = data.baseline;
+    byId("plan").value = plan;
+    byId("plan-number").textContent = plan;
+    const gap = bound === null ? "" : `, ${(100 * (energy / bound - 1)).toFixed(2)} % above the bound`;
+    byId("chosen").textContent = `Plan ${plan}: ${fixed(time, 4)} s (${signed(time / beforeTime - 1)}), ${fixed(energy, 1)} J (${signed(energy / beforeEnergy - 1)}) against everything at the highest clock${gap}; the clock changes ${changes} times.`;
+  }
+
   // A slider asks for more drawings than there is time for: only the last one counts.
   function drawSoon() {
-    if (state.drawing) return;
+    if (state.drawing || !byId("timeline")) return;
     state.drawing = true;
     requestAnimationFrame(() => { state.drawing = false; drawTimelines(); });
   }
@@ -331,8 +335,8 @@
       if (point) choose(point.pointNumber);
     });
     choose(state.plan);
-  } else if (byId("timeline")) {
-    drawTimelines();
+  } else {
+    drawSoon();
   }
   window.addEventListener("beforeprint", () => fitToPaper(true));
   window.addEventListener("afterprint", () => fitToPaper(false));
