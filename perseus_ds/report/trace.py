@@ -32,18 +32,19 @@ def chrome_trace(timelines: Mapping[str, Timeline], about: Mapping[str, Any]) ->
 
 
 def _process(process: int, name: str, timeline: Timeline) -> list[Event]:
-    events = [_metadata("process_name", process, 0, name=name)]
-    events.append(_metadata("process_sort_index", process, 0, sort_index=process))
+    events = [_metadata("process_name", process, name=name)]
+    events.append(_metadata("process_sort_index", process, sort_index=process))
     for rank in range(timeline.ranks):
         bars = [bar for bar in timeline.bars if bar.rank == rank]
         own: list[Bar | Wait] = [bar for bar in bars if not isinstance(bar.work, Transfer)]
         own += [wait for wait in timeline.waits if wait.rank == rank]
         lanes = [own, *_lanes([bar for bar in bars if isinstance(bar.work, Transfer)])]
         for lane, slices in enumerate(lanes):
-            thread = 100 * rank + lane
+            # Perfetto takes threads of all processes for one another's where numbers are the same.
+            thread = 10_000 * process + 10 * rank + lane
             label = f"rank {rank}" + (f" transfers{' (more)' if lane > 1 else ''}" if lane else "")
-            events.append(_metadata("thread_name", process, thread, name=label))
-            events.append(_metadata("thread_sort_index", process, thread, sort_index=thread))
+            events.append(_metadata("thread_name", process, name=label) | {"tid": thread})
+            events.append(_metadata("thread_sort_index", process, sort_index=thread) | {"tid": thread})
             events += [_slice(process, thread, item) for item in sorted(slices, key=lambda item: item.start_s)]
         events += _counter(process, rank, bars)
     return events
@@ -82,10 +83,10 @@ def _counter(process: int, rank: int, bars: list[Bar]) -> list[Event]:
     for bar in sorted(bars, key=lambda bar: bar.start_s):
         if bar.clock_mhz is not None and bar.clock_mhz != last:
             last = bar.clock_mhz
-            counter = {"ph": "C", "pid": process, "tid": 0, "ts": round(bar.start_s * _US, 3)}
-            events.append(counter | {"name": f"clock of rank {rank} [MHz]", "args": {"MHz": last}})
+            counter = {"ph": "C", "pid": process, "ts": round(bar.start_s * _US, 3)}
+            events.append(counter | {"name": f"clock of rank {rank}", "args": {"MHz": last}})
     return events
 
 
-def _metadata(what: str, process: int, thread: int, **arguments: Any) -> Event:
-    return {"ph": "M", "pid": process, "tid": thread, "ts": 0, "name": what, "args": arguments}
+def _metadata(what: str, process: int, **arguments: Any) -> Event:
+    return {"ph": "M", "pid": process, "ts": 0, "name": what, "args": arguments}
