@@ -1,5 +1,6 @@
 """Which plan each policy asks for."""
 
+import json
 import random
 from datetime import datetime, timedelta, timezone
 
@@ -82,11 +83,14 @@ def test_a_plan_that_still_fits_is_kept_where_another_would_hardly_do_better(run
     assert decide(cap, FRONTIER, Situation(0, NOW, power_ratio=min(1.0, noise), running=running)).plan == running
 
 
-def test_a_deadline_is_met_by_a_run_that_stops_and_slows_down():
+def test_a_deadline_is_met_by_a_run_that_stops_slows_down_and_is_resumed_later():
     draw = random.Random(5)
     policy = DeadlinePolicy(name="deadline", finish_by=NOW + timedelta(seconds=500 * 1.2), total_steps=500)
     pace, now, plan, energy_j = Pace(), NOW, None, 0.0
     for step in range(500):
+        if step == 300:  # a checkpoint, resumed ten seconds later in a new process
+            state, pace, now = json.dumps(pace.state()), Pace(), now + timedelta(seconds=10)
+            pace.restore(json.loads(state))
         situation = Situation(step, now, pace.time_ratio, 1.0, pace.stopped_s, running=plan)
         plan = decide(policy, FRONTIER, situation).plan
         time_s = PLANS[plan].time_s * draw.gauss(1.02 if step < 250 else 1.06, 0.02)
