@@ -15,7 +15,7 @@ from typing import Literal
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.measure import counter_period_s, lock_latency
 from perseus_ds.gpu.nvml import NvmlGpu
-from perseus_ds.versions import deepspeed_problem, deepspeed_remedy
+from perseus_ds.versions import REMEDY, deepspeed_problem
 
 _PACKAGES = ("perseus-ds", "torch", "nvidia-ml-py")
 _CAP_SYS_ADMIN = 21
@@ -55,7 +55,7 @@ def _package(name: str) -> Finding:
 def _deepspeed() -> Finding:
     problem = deepspeed_problem()
     if problem:
-        return Finding("fail", "deepspeed", problem, deepspeed_remedy())
+        return Finding("fail", "deepspeed", problem, REMEDY)
     return _package("deepspeed")
 
 

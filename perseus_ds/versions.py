@@ -10,6 +10,7 @@ from perseus_ds.errors import VersionError
 
 OLDEST_DEEPSPEED = "0.14.4"
 """The first whose ``import deepspeed`` works with torch 2.4 or later; tested by ``make test-oldest``."""
+REMEDY = f'Run: pip install "deepspeed>={OLDEST_DEEPSPEED}"'
 
 
 def require_deepspeed() -> None:
@@ -20,7 +21,7 @@ def require_deepspeed() -> None:
     """
     problem = deepspeed_problem()
     if problem:
-        raise VersionError(f"{problem}. {deepspeed_remedy()}")
+        raise VersionError(f"{problem}. {REMEDY}")
 
 
 def deepspeed_problem() -> str:
@@ -32,11 +33,6 @@ def deepspeed_problem() -> str:
     if Version(found) < Version(OLDEST_DEEPSPEED):
         return f"DeepSpeed {found} is too old for perseus-ds, expected deepspeed>={OLDEST_DEEPSPEED}"
     return ""
-
-
-def deepspeed_remedy() -> str:
-    """Return the command that installs a DeepSpeed that will do."""
-    return f'Run: pip install "deepspeed>={OLDEST_DEEPSPEED}"'
 
 
 def require_hooks(pipeline_engine: type) -> None:
