@@ -9,7 +9,7 @@ from packaging.version import Version
 from perseus_ds.errors import VersionError
 
 OLDEST_DEEPSPEED = "0.14.4"
-"""The first whose ``import deepspeed`` works with torch 2.4 or later; tested by ``make test-oldest``."""
+"""The first that can be imported beside the torch of ``requirements.lock``; tested by ``make test-oldest``."""
 REMEDY = f'Run: pip install "deepspeed>={OLDEST_DEEPSPEED}"'
 
 
