@@ -118,7 +118,8 @@ class PerseusRuntime:
             isolated=isolated,
         )
         self._phase: Phase = first_phase(tools)
-        self._recorder.event("start", mode=config.mode, gpu=gpu.name, frontier=config.frontier)
+        policy = config.policy.model_dump(mode="json")
+        self._recorder.event("start", mode=config.mode, gpu=gpu.name, frontier=config.frontier, policy=policy)
         self._guardian = self._start_guardian()
         self._control = self._listen()
         self._guard = ExitGuard(self.close)

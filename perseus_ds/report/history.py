@@ -13,6 +13,7 @@ from perseus_ds.report.run_log import read_records
 
 # Stretched by nothing yet, so that their times and energies mean nothing.
 _NOT_TRAINING = "calibrate"
+_PLANNING = ("auto", "run")
 _DEFAULT_CLOCKS = ("observe", "warm-up")
 
 
@@ -153,7 +154,8 @@ def _happenings(records: list[dict[str, Any]]) -> Iterator[Happening]:
 def _in_words(event: dict[str, Any]) -> str:
     match event["event"]:
         case "start":
-            return f"start in {event.get('mode')} mode"
+            policy = f", {_policy(event['policy'])}" if event.get("mode") in _PLANNING and "policy" in event else ""
+            return f"start in {event.get('mode')} mode{policy}"
         case "plan" if event.get("paused"):
             return "paused"
         case "plan":
@@ -162,8 +164,7 @@ def _in_words(event: dict[str, Any]) -> str:
             others = f", pipelines run {', '.join(map(str, event['plans']))}" if len(plans) > 1 else ""
             return f"plan {event.get('plan')}{late}{others}"
         case "policy" if "policy" in event:
-            settings = ", ".join(f"{key} {value}" for key, value in event["policy"].items() if key != "name")
-            return f"policy {event['policy'].get('name')}" + (f": {settings}" if settings else "")
+            return _policy(event["policy"])
         case "profile":
             cost = {key: event[key] for key in ("lost_s", "spent_s", "lost_j", "spent_j") if key in event}
             spent = [f"{value:g} {'s' if key.endswith('_s') else 'J'}" for key, value in cost.items()]
@@ -180,3 +181,8 @@ def _in_words(event: dict[str, Any]) -> str:
             return "end"
         case name:
             return ": ".join(str(part) for part in (name, event.get("problem") or event.get("error")) if part)
+
+
+def _policy(policy: dict[str, Any]) -> str:
+    settings = ", ".join(f"{key} {value}" for key, value in policy.items() if key != "name")
+    return f"policy {policy.get('name')}" + (f": {settings}" if settings else "")

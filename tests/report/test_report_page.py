@@ -188,7 +188,7 @@ def test_figures_for_people():
 
 def test_events_are_told_in_words(tmp_path):
     events = [
-        {"event": "start", "mode": "run"},
+        {"event": "start", "mode": "run", "policy": {"name": "energy_optimal"}},
         {"event": "plan", "plan": 3, "plans": [3, 7], "straggler": 1, "slowdown": 1.2, "paused": False},
         {"event": "plan", "plan": 3, "paused": True},
         {"event": "policy", "policy": {"name": "slowdown", "max_slowdown": 0.05}},
@@ -202,7 +202,7 @@ def test_events_are_told_in_words(tmp_path):
     happenings = read_history(tmp_path, "run").happenings
     assert [happening.after for happening in happenings] == [0] + [1] * 8
     assert [happening.text for happening in happenings] == [
-        "start in run mode",
+        "start in run mode, policy energy_optimal",
         "plan 3, pipeline 1 is 1.2 times as slow, pipelines run 3, 7",
         "paused",
         "policy slowdown: max_slowdown 0.05",

@@ -8,6 +8,8 @@
   const NO_CLOCK = "#8a94a1";
   const state = { plan: data.in_use, colour: "clock", measured: -1, drawing: false };
 
+  const ranges = {};
+
   // The pipeline: when every node starts follows from the plan's clocks.
 
   const pipeline = data.pipeline;
@@ -95,14 +97,19 @@
 
   // Timelines, one above the other on the same axis.
 
-  function colourRange(panels) {
+  // The same for all plans, so that their colours compare.
+  function colourRange() {
+    const clocks = pipeline ? [pipeline.baseline, ...pipeline.plans].flatMap(clocksOf)
+      : data.measured.flatMap((iteration) => iteration.bars.map((bar) => bar.at(-1)).filter((clock) => clock !== null));
+    const range = extent(clocks);
+    if (state.colour === "clock") return range;
+    const rows = Object.values(pipeline.rows).flatMap((byClock) => Object.entries(byClock));
+    return extent(rows.filter(([clock]) => range[0] <= clock && clock <= range[1]).map(([, [time, energy]]) => energy / time));
+  }
+
+  function extent(values) {
     let low = Infinity, high = -Infinity;
-    for (const panel of panels) {
-      for (const bar of panel.bars) {
-        const value = state.colour === "power" ? powerOf(bar) : bar.clock;
-        if (value !== null) { low = Math.min(low, value); high = Math.max(high, value); }
-      }
-    }
+    for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
     return low < high ? [low, high] : [low - 1, low + 1];
   }
 
@@ -169,7 +176,7 @@
     const ranks = Math.max(...panels.map((panel) => panel.ranks));
     const height = Math.min(Math.max(ranks * 34, 110), 480), gap = phone ? 60 : 44, top = phone ? 44 : 30, bottom = 96;
     const total = panels.length * (height + gap) - gap;
-    const [low, high] = colourRange(panels);
+    const [low, high] = ranges[state.colour] ??= colourRange();
     const power = state.colour === "power";
     const layout = {
       height: total + top + bottom, margin: { l: phone ? 34 : 58, r: 12, t: top, b: bottom }, barmode: "overlay", showlegend: false,
@@ -271,7 +278,7 @@
     state.plan = plan;
     const [time, energy] = data.plans[plan];
     Plotly.restyle("frontier", { x: [[time]], y: [[energy]] }, [traceOf("selected")]);
-    if (pipeline) describe(plan);
+    describe(plan);
     const ran = data.measured.findIndex((iteration) => iteration.plan === plan);
     if (ran >= 0) showMeasured(ran);
     drawSoon();
@@ -279,8 +286,10 @@
 
   function describe(plan) {
     const [time, energy, bound, changes] = data.plans[plan], [beforeTime, beforeEnergy] = data.baseline;
-    byId("plan").value = plan;
-    byId("plan-number").textContent = plan;
+    if (pipeline) {
+      byId("plan").value = plan;
+      byId("plan-number").textContent = plan;
+    }
     const gap = bound === null ? "" : `, ${(100 * (energy / bound - 1)).toFixed(2)} % above the bound`;
     byId("chosen").textContent = `Plan ${plan}: ${fixed(time, 4)} s (${signed(time / beforeTime - 1)}), ${fixed(energy, 1)} J (${signed(energy / beforeEnergy - 1)}) against everything at the highest clock${gap}; the clock changes ${changes} times.`;
   }
