@@ -10,7 +10,7 @@ LOOKS = (1000, 2999)
 
 
 def test_thousands_of_iterations_use_no_more_of_anything_than_hundreds(tmp_path):
-    frontier(tmp_path / "frontier", stages=2, micro_batches=2, forward_s=0.0005)
+    frontier(tmp_path / "frontier", stages=2, micro_batches=2, forward_s=0.0005, linears=1)
     tiny = {"longest_instruction_s": 0.001, "lock_latency_s": 0.0001, "counter_period_s": 0.01}
     job = {"work": [1] * 2, "micro_batches": 2, "steps": LOOKS[-1] + 1, "look_after": LOOKS}
     finished = run(tmp_path / "job", 2, perseus={**block(tmp_path / "frontier"), "simulated": tiny}, **job)

@@ -24,11 +24,15 @@ MODEL = DEVICES["a100-sxm"]
 SIMULATED = {"longest_instruction_s": 0.02, "lock_latency_s": 0.002, "counter_period_s": 0.02}
 
 
-def frontier(folder, stages=2, micro_batches=4, forward_s=0.01):
-    """Save the frontier of the job's true profile: equal stages, whose backward takes twice as long."""
+def frontier(folder, stages=2, micro_batches=4, forward_s=0.01, linears=6):
+    """Save the frontier of the job's true profile: stages of so many linear layers each.
+
+    A backward takes twice as long as a forward, but for the first layer, whose input needs no gradient.
+    """
     rows = []
     for stage in range(stages):
-        for kind, top_s in ((Kind.FORWARD, forward_s), (Kind.BACKWARD, 2 * forward_s)):
+        backward_s = forward_s * (2 - 1 / linears if stage == 0 else 2)
+        for kind, top_s in ((Kind.FORWARD, forward_s), (Kind.BACKWARD, backward_s)):
             for clock in MODEL.clocks_mhz[40:]:
                 time_s = top_s * MODEL.slowdown(clock)
                 rows.append(Measurement(stage, kind, clock, time_s, time_s * MODEL.power_w(clock)))
