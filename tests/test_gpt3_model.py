@@ -1,15 +1,12 @@
 """The GPT-3 example's model and data, without launching ranks."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import example
 import pytest
 import torch
-from deepspeed.pipe import TiedLayerSpec
-from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-ROOT = Path(__file__).parents[1]
+from perseus_ds.config import PerseusConfig, parse_block
+
 # Published by Merak-Zeus, in millions; the head shares the token embedding's weights.
 PUBLISHED_MILLIONS = {
     "small": 124.44,
@@ -25,47 +22,24 @@ PUBLISHED_MILLIONS = {
 
 @pytest.fixture(scope="module")
 def train():
-    spec = importlib.util.spec_from_file_location("gpt3_train", ROOT / "examples" / "gpt3" / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return example.load("gpt3")
 
 
 def config(*overrides):
-    with initialize_config_dir(str(ROOT / "configs" / "gpt3"), version_base="1.3"):
-        return compose("config", overrides=list(overrides))
-
-
-def build(layers):
-    """Build the layers as one stage does, tied ones once."""
-    tied, functions = {}, []
-    for layer in layers:
-        if isinstance(layer, TiedLayerSpec):
-            module = tied.setdefault(layer.key, None) or layer.build()
-            tied[layer.key] = module
-            function = layer.forward_fn
-            functions.append(module if function is None else lambda x, f=function, m=module: f(m, x))
-        else:
-            functions.append(layer.build())
-    return functions, [*tied.values(), *(f for f in functions if isinstance(f, torch.nn.Module))]
-
-
-def count_parameters(modules):
-    return sum(p.numel() for p in {id(p): p for m in modules for p in m.parameters()}.values())
+    return example.config("gpt3", *overrides)
 
 
 @pytest.mark.parametrize("size", PUBLISHED_MILLIONS)
 def test_parameter_counts_are_the_published_ones_with_a_tied_head(train, size):
-    with torch.device("meta"):
-        _, modules = build(train.gpt3_layers(config(f"model={size}").model))
-    assert round(count_parameters(modules) / 1e6, 2) == PUBLISHED_MILLIONS[size]
+    count = example.count_parameters(train.gpt3_layers(config(f"model={size}").model))
+    assert round(count / 1e6, 2) == PUBLISHED_MILLIONS[size]
 
 
 def test_an_untied_head_adds_one_vocabulary_matrix(train):
-    with torch.device("meta"):
-        tied = count_parameters(build(train.gpt3_layers(config("model=small").model))[1])
-        untied = count_parameters(build(train.gpt3_layers(config("model=small", "model.tie_head=false").model))[1])
+    tied, untied = (
+        example.count_parameters(train.gpt3_layers(config("model=small", f"model.tie_head={tie}").model))
+        for tie in ("true", "false")
+    )
     assert untied - tied == 50257 * 768
 
 
@@ -73,7 +47,7 @@ def test_an_untied_head_adds_one_vocabulary_matrix(train):
 def test_logits_depend_on_earlier_tokens_only(train, tie_head):
     torch.manual_seed(0)
     model = config("model=tiny", f"model.tie_head={tie_head}").model
-    functions, _ = build(train.gpt3_layers(model))
+    functions, _ = example.build(train.gpt3_layers(model))
 
     def logits(tokens):
         for function in functions:
@@ -91,27 +65,20 @@ def test_logits_depend_on_earlier_tokens_only(train, tie_head):
 
 
 def test_labels_are_the_next_tokens_and_every_window_appears_once(train):
-    text = bytes(range(200))
-    inputs, labels = train.byte_dataset(text, sequence_length=8, seed=1).tensors
+    inputs, labels = train.next_token_dataset(torch.arange(200), sequence_length=8, seed=1).tensors
     assert torch.equal(labels, inputs + 1)
     assert sorted(inputs[:, 0].tolist()) == list(range(0, 192, 8))
 
 
 def test_the_order_of_the_data_follows_the_seed(train):
-    first, again, other = (train.byte_dataset(bytes(range(200)), 8, seed).tensors[0] for seed in (1, 1, 2))
+    first, again, other = (train.next_token_dataset(torch.arange(200), 8, seed).tensors[0] for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
 def test_too_little_text_is_named(train):
-    with pytest.raises(ValueError, match=r"data\.path: 8 bytes"):
-        train.byte_dataset(b"too few.", sequence_length=8, seed=0)
-
-
-def test_the_default_text_is_the_standard_library_up_to_the_limit(train):
-    text = train.read_text(None, 100_000)
-    assert len(text) == 100_000
-    assert b"import " in text
+    with pytest.raises(ValueError, match="8 tokens, less than one sequence of 8"):
+        train.next_token_dataset(torch.arange(8), sequence_length=8, seed=0)
 
 
 def test_the_deepspeed_config_keeps_the_global_batch_and_passes_the_perseus_block(train):
@@ -120,12 +87,9 @@ def test_the_deepspeed_config_keeps_the_global_batch_and_passes_the_perseus_bloc
     assert built["perseus"]["policy"]["max_slowdown"] == 0.1
 
 
-def test_every_key_of_the_perseus_block_is_valid_and_none_is_missing():
-    from omegaconf import OmegaConf
-
-    from perseus_ds.config import PerseusConfig, parse_block
-
-    block = OmegaConf.to_container(config().perseus)
+@pytest.mark.parametrize("name", ["gpt3", "bert", "wide_resnet"])
+def test_every_key_of_the_perseus_block_is_valid_and_none_is_missing(name):
+    block = OmegaConf.to_container(example.config(name).perseus)
     assert parse_block(block) == PerseusConfig()
     assert set(block) == set(PerseusConfig.model_fields)
     assert set(block["profile"]) == set(PerseusConfig().profile.__class__.model_fields)

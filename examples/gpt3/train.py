@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.utils.data import TensorDataset
-from transformers import GPT2Config
+from transformers import AutoTokenizer, GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import perseus_ds
@@ -97,25 +98,60 @@ def gpt3_layers(model: DictConfig) -> list[LayerSpec]:
     return [LayerSpec(*token_embedding), *body, LayerSpec(Head, model.width, model.vocabulary, bias=False)]
 
 
-def read_text(path: str | None, max_bytes: int) -> bytes:
-    """Return the first bytes of a text file, or of the Python standard library's modules."""
+def read_texts(path: str | None) -> Iterator[str]:
+    """Yield the texts of a file, of a folder saved by ``datasets``, or of the Python standard library's modules."""
+    if path is not None and Path(path).is_dir():
+        yield from read_saved_dataset(path)
+        return
     files = [Path(path)] if path else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = b""
     for file in files:
-        if len(text) >= max_bytes:
+        yield file.read_text(encoding="utf-8", errors="replace")
+
+
+def read_saved_dataset(path: str) -> Iterator[str]:
+    """Yield the ``text`` column of what Hugging Face's ``save_to_disk`` wrote."""
+    try:
+        from datasets import load_from_disk
+    except ImportError as error:
+        raise ImportError(
+            f"data.path: to read the folder {path}, pip install datasets; or give a text file."
+        ) from error
+    saved = load_from_disk(path)
+    saved = saved.get("train", saved) if isinstance(saved, dict) else saved
+    if "text" not in saved.column_names:
+        raise ValueError(f"data.path: {path} has the columns {saved.column_names}; expected one called text.")
+    yield from saved["text"]
+
+
+def read_tokens(data: DictConfig, vocabulary: int) -> torch.Tensor:
+    """Return the first tokens of the texts that ``data`` names, int64; without a tokenizer, one token a byte."""
+    encode = tokenizer_encoder(data.tokenizer, vocabulary) if data.tokenizer else lambda text: list(text.encode())
+    tokens: list[int] = []
+    for text in read_texts(data.path):
+        tokens += encode(text)
+        if len(tokens) >= data.max_tokens:
             break
-        text += file.read_bytes()
-    return text[:max_bytes]
+    return torch.tensor(tokens[: data.max_tokens])
 
 
-def byte_dataset(text: bytes, sequence_length: int, seed: int) -> TensorDataset:
-    """Cut text into (tokens, next tokens) of ``sequence_length`` bytes each, shuffled."""
-    count = (len(text) - 1) // sequence_length
-    if count < 1:
+def tokenizer_encoder(path: str, vocabulary: int) -> Callable[[str], list[int]]:
+    """Return what makes tokens of a text, its end marked, by the Hugging Face tokenizer of a folder."""
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"data.tokenizer: {path} is not a folder; expected one with a tokenizer in it.")
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if len(tokenizer) > vocabulary:
         raise ValueError(
-            f"data.path: {len(text)} bytes of text, less than one sequence of {sequence_length} and a byte."
+            f"model.vocabulary: expected at least {len(tokenizer)}, the tokenizer's size, got {vocabulary}."
         )
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return lambda text: tokenizer.encode(text, add_special_tokens=False) + end
+
+
+def next_token_dataset(tokens: torch.Tensor, sequence_length: int, seed: int) -> TensorDataset:
+    """Cut text into (tokens, next tokens) of ``sequence_length`` each, shuffled."""
+    count = (len(tokens) - 1) // sequence_length
+    if count < 1:
+        raise ValueError(f"data: {len(tokens)} tokens, less than one sequence of {sequence_length} and a token.")
     inputs = tokens[: count * sequence_length].view(count, sequence_length)
     labels = tokens[1 : count * sequence_length + 1].view(count, sequence_length)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
@@ -156,11 +192,11 @@ def main(cfg: DictConfig) -> None:
             seed_fn=torch.manual_seed,
             base_seed=cfg.seed,
         )
-    text = read_text(cfg.data.path, cfg.data.max_bytes)
+    tokens = read_tokens(cfg.data, cfg.model.vocabulary)
     engine, *_ = perseus_ds.initialize(
         model=module,
         model_parameters=[p for p in module.parameters() if p.requires_grad],
-        training_data=byte_dataset(text, cfg.model.sequence_length, cfg.seed),
+        training_data=next_token_dataset(tokens, cfg.model.sequence_length, cfg.seed),
         config=deepspeed_config(cfg, pipelines=ranks // stages),
     )
     profiling = cfg.perseus.enabled and cfg.perseus.mode == "profile"

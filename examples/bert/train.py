@@ -1,0 +1,288 @@
+"""Pre-train BERT with DeepSpeed pipeline parallelism and Perseus.
+
+    deepspeed --num_gpus 4 examples/bert/train.py model=tiny
+    torchrun --nproc_per_node 4 examples/bert/train.py model=tiny steps=100 --profile
+
+Configuration: ``configs/bert``, by Hydra. ``--profile`` is short for ``perseus.mode=profile``.
+The objective is the masked language model of Devlin et al. (2019), without next-sentence prediction.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import hydra
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.utils.data import TensorDataset
+from transformers import AutoTokenizer, BertConfig
+from transformers.models.bert.modeling_bert import BertLayer
+
+import perseus_ds
+
+INITIAL_STD = 0.02
+LAYER_NORM_EPS = 1e-12
+MASKED, REPLACED_BY_MASK, REPLACED_BY_ANY = 0.15, 0.8, 0.1  # the other tenth of the masked stays as it is
+NO_LABEL = -100
+
+
+class Embedding(nn.Embedding):
+    """Token embedding; tied, it is the language-model head's matrix as well."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INITIAL_STD)
+
+
+class PositionsAndSegments(nn.Module):
+    """Adds the embeddings of each position and of the segment; all tokens are of the first segment."""
+
+    def __init__(self, model: DictConfig) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(INITIAL_STD * torch.randn(model.positions, model.width))
+        self.segments = nn.Parameter(INITIAL_STD * torch.randn(2, model.width))
+        self.norm = nn.LayerNorm(model.width, eps=LAYER_NORM_EPS)
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.norm(tokens + self.positions[: tokens.shape[1]] + self.segments[0]))
+
+
+class Block(BertLayer):
+    """A transformer block."""
+
+    def __init__(self, config: BertConfig, linear_biases: bool) -> None:
+        super().__init__(config)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=INITIAL_STD)
+                nn.init.zeros_(module.bias)
+                if not linear_biases:
+                    module.register_parameter("bias", None)
+
+
+class HeadTransform(nn.Module):
+    """What the language-model head does before it compares with the token embeddings."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+        nn.init.normal_(self.dense.weight, std=INITIAL_STD)
+        nn.init.zeros_(self.dense.bias)
+        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.norm(nn.functional.gelu(self.dense(hidden)))
+
+
+def tied_head(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the logits of shape (batch, sequence, vocabulary), but for their bias, using the embedding's weights."""
+    return nn.functional.linear(hidden, embedding.weight)
+
+
+class OutputBias(nn.Module):
+    """The bias of each token's logit."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits + self.bias
+
+
+def bert_layers(model: DictConfig) -> list[LayerSpec]:
+    """Return the layers of a BERT of the given shape, for a ``PipelineModule`` to build its own share of."""
+    config = BertConfig(
+        hidden_size=model.width,
+        num_attention_heads=model.heads,
+        intermediate_size=4 * model.width,
+        hidden_dropout_prob=model.dropout,
+        attention_probs_dropout_prob=model.dropout,
+        layer_norm_eps=LAYER_NORM_EPS,
+        attn_implementation="sdpa",
+    )
+    token_embedding = (Embedding, model.vocabulary, model.width)
+    return [
+        TiedLayerSpec("embedding", *token_embedding),
+        LayerSpec(PositionsAndSegments, model),
+        *(LayerSpec(Block, config, model.linear_biases) for _ in range(model.layers)),
+        LayerSpec(HeadTransform, model.width),
+        TiedLayerSpec("embedding", *token_embedding, forward_fn=tied_head),
+        LayerSpec(OutputBias, model.vocabulary),
+    ]
+
+
+def masked_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy of the tokens that were masked."""
+    total = nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL, reduction="sum"
+    )
+    return total / (labels != NO_LABEL).sum().clamp(min=1)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How texts become tokens.
+
+    Attributes:
+        size: Number of tokens.
+        encode: Turns a text into tokens.
+        mask: The token that hides another one.
+        begin: Token at the start of each sequence, if any ([CLS]).
+        end: Token at the end of each sequence, if any ([SEP]).
+    """
+
+    size: int
+    encode: Callable[[str], list[int]]
+    mask: int
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+
+
+def read_vocabulary(path: str | None, largest: int) -> Vocabulary:
+    """Return the vocabulary of a Hugging Face tokenizer's folder; without one, the 256 bytes and a mask."""
+    if path is None:
+        return Vocabulary(size=257, encode=lambda text: list(text.encode()), mask=256)
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"data.tokenizer: {path} is not a folder; expected one with a tokenizer in it.")
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if tokenizer.mask_token_id is None:
+        raise ValueError(f"data.tokenizer: {path} has no mask token, which a masked language model needs.")
+    if len(tokenizer) > largest:
+        raise ValueError(f"model.vocabulary: expected at least {len(tokenizer)}, the tokenizer's size, got {largest}.")
+    return Vocabulary(
+        size=len(tokenizer),
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        mask=tokenizer.mask_token_id,
+        begin=() if tokenizer.cls_token_id is None else (tokenizer.cls_token_id,),
+        end=() if tokenizer.sep_token_id is None else (tokenizer.sep_token_id,),
+    )
+
+
+def read_texts(path: str | None) -> Iterator[str]:
+    """Yield the texts of a file, of a folder saved by ``datasets``, or of the Python standard library's modules."""
+    if path is not None and Path(path).is_dir():
+        yield from read_saved_dataset(path)
+        return
+    files = [Path(path)] if path else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    for file in files:
+        yield file.read_text(encoding="utf-8", errors="replace")
+
+
+def read_saved_dataset(path: str) -> Iterator[str]:
+    """Yield the ``text`` column of what Hugging Face's ``save_to_disk`` wrote."""
+    try:
+        from datasets import load_from_disk
+    except ImportError as error:
+        raise ImportError(
+            f"data.path: to read the folder {path}, pip install datasets; or give a text file."
+        ) from error
+    saved = load_from_disk(path)
+    saved = saved.get("train", saved) if isinstance(saved, dict) else saved
+    if "text" not in saved.column_names:
+        raise ValueError(f"data.path: {path} has the columns {saved.column_names}; expected one called text.")
+    yield from saved["text"]
+
+
+def read_sequences(data: DictConfig, vocabulary: Vocabulary, sequence_length: int) -> torch.Tensor:
+    """Return texts as tokens of shape (sequences, sequence_length), int64."""
+    tokens: list[int] = []
+    for text in read_texts(data.path):
+        tokens += vocabulary.encode(text)
+        if len(tokens) >= data.max_tokens:
+            break
+    room = sequence_length - len(vocabulary.begin) - len(vocabulary.end)
+    count = min(len(tokens), data.max_tokens) // room
+    if count < 1:
+        raise ValueError(f"data: {len(tokens)} tokens, less than one sequence of {room}.")
+    windows = torch.tensor(tokens[: count * room]).view(count, room)
+    begin, end = (torch.tensor(t, dtype=torch.int64).expand(count, -1) for t in (vocabulary.begin, vocabulary.end))
+    return torch.cat([begin, windows, end], dim=1)
+
+
+def masked_dataset(sequences: torch.Tensor, vocabulary: Vocabulary, seed: int) -> TensorDataset:
+    """Mask once and for all, so that the first stage's tokens and the last stage's labels agree; shuffle.
+
+    Of 15 % of the tokens, 80 % become the mask, 10 % any token, and 10 % stay; only they have a label.
+    """
+    random = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(sequences.shape, generator=random) < MASKED
+    for special in (*vocabulary.begin, *vocabulary.end):
+        chosen &= sequences != special
+    fate = torch.rand(sequences.shape, generator=random)
+    anything = torch.randint(vocabulary.size, sequences.shape, generator=random)
+    inputs = sequences.where(~chosen | (fate >= REPLACED_BY_MASK), vocabulary.mask)
+    inputs = torch.where(chosen & (fate >= 1 - REPLACED_BY_ANY), anything, inputs)
+    order = torch.randperm(len(sequences), generator=random)
+    return TensorDataset(inputs[order], sequences.where(chosen, NO_LABEL)[order])
+
+
+def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
+    """Return the DeepSpeed configuration, ``perseus`` block included, for this many data-parallel pipelines."""
+    size = cfg.model.micro_batch_size
+    parts = [cfg.deepspeed, cfg.deepspeed_on_gpu] if torch.cuda.is_available() else [cfg.deepspeed]
+    config: dict[str, Any] = OmegaConf.to_container(OmegaConf.merge(*parts), resolve=True)  # type: ignore[assignment]
+    config["train_micro_batch_size_per_gpu"] = size
+    config["gradient_accumulation_steps"] = cfg.micro_batches or max(1, cfg.model.global_batch // (size * pipelines))
+    config["perseus"] = OmegaConf.to_container(cfg.perseus, resolve=True)
+    return config
+
+
+def training_data(cfg: DictConfig) -> TensorDataset:
+    """Return (masked tokens, labels) as the configuration says."""
+    vocabulary = read_vocabulary(cfg.data.tokenizer, largest=cfg.model.vocabulary)
+    return masked_dataset(read_sequences(cfg.data, vocabulary, cfg.model.sequence_length), vocabulary, cfg.seed)
+
+
+@hydra.main(version_base="1.3", config_path="../../configs/bert", config_name="config")  # type: ignore[untyped-decorator]
+def main(cfg: DictConfig) -> None:
+    """Train, or measure a profile."""
+    deepspeed.init_distributed()
+    ranks = torch.distributed.get_world_size()
+    if torch.cuda.is_available():
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    elif ranks > 1:
+        torch.set_num_threads(1)  # the ranks share the cores
+    stages = cfg.stages or ranks
+
+    with torch.no_grad():  # tying the head copies weights between stages
+        module = PipelineModule(
+            layers=bert_layers(cfg.model),
+            num_stages=stages,
+            loss_fn=masked_lm_loss,
+            partition_method=cfg.model.partition,
+            activation_checkpoint_interval=1 if cfg.model.activation_checkpointing else 0,
+            checkpointable_layers=["Block"],
+            seed_layers=True,  # the same weights however the layers are spread over stages
+            seed_fn=torch.manual_seed,
+            base_seed=cfg.seed,
+        )
+    engine, *_ = perseus_ds.initialize(
+        model=module,
+        model_parameters=[p for p in module.parameters() if p.requires_grad],
+        training_data=training_data(cfg),
+        config=deepspeed_config(cfg, pipelines=ranks // stages),
+    )
+    profiling = cfg.perseus.enabled and cfg.perseus.mode == "profile"
+    for _ in range(cfg.steps):
+        engine.train_batch()
+        if profiling and engine.perseus.profiled:
+            break
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # DeepSpeed's launcher adds --local_rank, which Hydra does not know; the environment says the same.
+    arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
+    sys.argv[1:] = ["perseus.mode=profile" if a == "--profile" else a for a in arguments]
+    main()

@@ -1,0 +1,99 @@
+"""The files of examples/cluster start real ranks as they say: two "nodes" of one rank each, both this machine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "examples" / "cluster"
+BIN = Path(sys.executable).parent
+TINY = ["model=tiny", "steps=3", "micro_batches=4", "perseus.mode=observe", "perseus.device=simulated"]
+SRUN = """#!/bin/bash
+# Runs a step on two nodes, as `srun` of an allocation of two nodes does with one task on each.
+while [[ "$1" == --* ]]; do shift; done
+for node in 0 1; do SLURM_NODEID=$node "$@" & done
+for job in $(jobs -p); do wait "$job" || exit 1; done
+"""
+SCONTROL = """#!/bin/bash
+[[ "$*" == "show hostnames node[0-1]" ]] && printf 'localhost\\nelsewhere\\n'
+"""
+PDSH = """#!/bin/bash
+# Runs a command line on each host as a remote shell would, %n being the host's number.
+while [[ "$1" == -* ]]; do
+    case "$1" in -w) hosts=$2; shift 2 ;; -f) shift 2 ;; *) shift ;; esac
+done
+echo "hosts: $hosts"
+for node in 0 1; do line="$*"; bash -c "${line//%n/$node}" & done
+for job in $(jobs -p); do wait "$job" || exit 1; done
+"""
+
+pytestmark = [pytest.mark.integration, pytest.mark.extended]
+
+
+@pytest.fixture
+def commands(tmp_path):
+    """Put stand-ins for a cluster's commands on PATH, and this Python as ``python``."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("pdsh", PDSH)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{BIN}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+def iterations(folder):
+    """Return how many iterations were recorded, and of how many stages."""
+    lines = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+    return len([line for line in lines if "energy_j" in line])
+
+
+def finished(process, output=None):
+    output = output or process.communicate(timeout=150)[0]
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def start(command, environment):
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_deepspeeds_launcher_with_the_hostfile(commands, tmp_path):
+    launcher = [sys.executable, str(BIN / "deepspeed"), "--hostfile", str(CLUSTER / "hostfile")]
+    local = ["--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", "29611", "--num_gpus", "1"]
+    script = ["examples/gpt3/train.py", *TINY, f"perseus.output_dir={tmp_path}/run"]
+    output = finished(start([*launcher, *local, *script], commands))
+    assert "hosts: node-0,node-1" in output
+    assert "stage=1 layers" in output
+    assert iterations(tmp_path / "run") == 3
+
+
+def test_the_slurm_script(commands, tmp_path):
+    slurm = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
+    arguments = [*TINY, f"perseus.output_dir={tmp_path}/run"]
+    output = finished(start(["bash", str(CLUSTER / "slurm.sbatch"), *arguments], {**commands, **slurm}))
+    assert "stage=1 layers" in output
+    assert iterations(tmp_path / "run") == 3
+
+
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "kubernetes-zeusd.yaml"])
+def test_the_kubernetes_containers(commands, tmp_path, name):
+    (job,) = [d for d in yaml.safe_load_all((CLUSTER / name).read_text()) if d["kind"] == "Job"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    local = {"MASTER_ADDR": "127.0.0.1", "GPUS_PER_NODE": "1"}
+    environment = {**commands, **{entry["name"]: entry["value"] for entry in container["env"]}, **local}
+    arguments = [*container["args"], *TINY, f"perseus.output_dir={tmp_path}/run"]
+    pods = [
+        start([*container["command"], *arguments], {**environment, "JOB_COMPLETION_INDEX": str(index)})
+        for index in range(job["spec"]["completions"])
+    ]
+    outputs = [finished(pod) for pod in pods]
+    assert any("stage=1 layers" in output for output in outputs)
+    assert iterations(tmp_path / "run") == 3
