@@ -76,9 +76,16 @@ def test_the_order_of_the_data_follows_the_seed(train):
     assert not torch.equal(first, other)
 
 
-def test_too_little_text_is_named(train):
-    with pytest.raises(ValueError, match="8 tokens, less than one sequence of 8"):
-        train.next_token_dataset(torch.arange(8), sequence_length=8, seed=0)
+@pytest.mark.parametrize(
+    ("name", "data"), [("gpt3", "max_tokens=8000"), ("bert", "max_tokens=8000"), ("wide_resnet", "images=15")]
+)
+def test_too_little_data_for_a_micro_batch_of_each_pipeline_is_named(name, data):
+    cfg = example.config(name, f"data.{data}", "model.micro_batch_size=8")
+    train = example.load(name)
+    expected = "data: 15 images" if name == "wide_resnet" else "data: 12[45] sequences"
+    assert len(train.training_data(cfg, pipelines=1)) in (15, 124, 125)
+    with pytest.raises(ValueError, match=rf"{expected}, less than a micro-batch for each pipeline: \d+"):
+        train.training_data(cfg, pipelines=16)
 
 
 def test_the_deepspeed_config_keeps_the_global_batch_and_passes_the_perseus_block(train):

@@ -54,7 +54,7 @@ def test_the_simulator_sees_the_published_work_and_twice_as_much_in_the_backward
 
 
 def test_synthetic_images_are_the_same_each_time_and_tell_their_class(train):
-    first, again = (train.training_data(config("data.images=64")) for _ in range(2))
+    first, again = (train.training_data(config("data.images=64"), 1) for _ in range(2))
     assert torch.equal(first[3][0], again[3][0])
     assert sorted(first.indices) == list(range(64))
     images = torch.stack([image for image, _ in first])
@@ -72,7 +72,7 @@ def test_images_of_a_folder_are_scaled_and_keep_their_labels(train, tmp_path, su
             np.save(tmp_path / f"{name}.npy", array)
         else:
             torch.save(torch.from_numpy(array), tmp_path / f"{name}.pt")
-    data = train.training_data(config(f"data.path={tmp_path}"))
+    data = train.training_data(config(f"data.path={tmp_path}", "model.micro_batch_size=2"), 1)
     assert len(data) == 6
     for image, label in data:
         torch.testing.assert_close(image, torch.from_numpy(images[int(label)]).float() / 127.5 - 1)
@@ -83,10 +83,10 @@ def test_what_is_wrong_with_a_folder_is_named(train, tmp_path):
         np.save(tmp_path / "images.npy", images)
         np.save(tmp_path / "labels.npy", labels)
         with pytest.raises(ValueError, match=r"data\.path") as raised:
-            train.training_data(config(f"data.path={tmp_path}"))
+            train.training_data(config(f"data.path={tmp_path}", "model.micro_batch_size=2"), 1)
         return str(raised.value)
 
     with pytest.raises(FileNotFoundError, match=r"images\.npy or .*images\.pt, found neither"):
-        train.training_data(config(f"data.path={tmp_path}"))
+        train.training_data(config(f"data.path={tmp_path}", "model.micro_batch_size=2"), 1)
     assert "(5, 4, 4, 3)" in problem(np.zeros((5, 4, 4, 3)), np.zeros(5))
     assert "labels beyond 0 to 9" in problem(np.zeros((5, 3, 4, 4)), np.full(5, 10))

@@ -203,9 +203,7 @@ def read_sequences(data: DictConfig, vocabulary: Vocabulary, sequence_length: in
             break
     room = sequence_length - len(vocabulary.begin) - len(vocabulary.end)
     count = min(len(tokens), data.max_tokens) // room
-    if count < 1:
-        raise ValueError(f"data: {len(tokens)} tokens, less than one sequence of {room}.")
-    windows = torch.tensor(tokens[: count * room]).view(count, room)
+    windows = torch.tensor(tokens[: count * room], dtype=torch.int64).view(count, room)
     begin, end = (torch.tensor(t, dtype=torch.int64).expand(count, -1) for t in (vocabulary.begin, vocabulary.end))
     return torch.cat([begin, windows, end], dim=1)
 
@@ -227,6 +225,16 @@ def masked_dataset(sequences: torch.Tensor, vocabulary: Vocabulary, seed: int) -
     return TensorDataset(inputs[order], sequences.where(chosen, NO_LABEL)[order])
 
 
+def training_data(cfg: DictConfig, pipelines: int) -> TensorDataset:
+    """Return (masked tokens, labels) as the configuration says, enough for this many data-parallel pipelines."""
+    vocabulary = read_vocabulary(cfg.data.tokenizer, largest=cfg.model.vocabulary)
+    data = masked_dataset(read_sequences(cfg.data, vocabulary, cfg.model.sequence_length), vocabulary, cfg.seed)
+    least = cfg.model.micro_batch_size * pipelines
+    if len(data) < least:
+        raise ValueError(f"data: {len(data)} sequences, less than a micro-batch for each pipeline: {least}.")
+    return data
+
+
 def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
     """Return the DeepSpeed configuration, ``perseus`` block included, for this many data-parallel pipelines."""
     size = cfg.model.micro_batch_size
@@ -236,12 +244,6 @@ def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
     config["gradient_accumulation_steps"] = cfg.micro_batches or max(1, cfg.model.global_batch // (size * pipelines))
     config["perseus"] = OmegaConf.to_container(cfg.perseus, resolve=True)
     return config
-
-
-def training_data(cfg: DictConfig) -> TensorDataset:
-    """Return (masked tokens, labels) as the configuration says."""
-    vocabulary = read_vocabulary(cfg.data.tokenizer, largest=cfg.model.vocabulary)
-    return masked_dataset(read_sequences(cfg.data, vocabulary, cfg.model.sequence_length), vocabulary, cfg.seed)
 
 
 @hydra.main(version_base="1.3", config_path="../../configs/bert", config_name="config")  # type: ignore[untyped-decorator]
@@ -270,7 +272,7 @@ def main(cfg: DictConfig) -> None:
     engine, *_ = perseus_ds.initialize(
         model=module,
         model_parameters=[p for p in module.parameters() if p.requires_grad],
-        training_data=training_data(cfg),
+        training_data=training_data(cfg, pipelines=ranks // stages),
         config=deepspeed_config(cfg, pipelines=ranks // stages),
     )
     profiling = cfg.perseus.enabled and cfg.perseus.mode == "profile"

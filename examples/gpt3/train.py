@@ -131,7 +131,7 @@ def read_tokens(data: DictConfig, vocabulary: int) -> torch.Tensor:
         tokens += encode(text)
         if len(tokens) >= data.max_tokens:
             break
-    return torch.tensor(tokens[: data.max_tokens])
+    return torch.tensor(tokens[: data.max_tokens], dtype=torch.int64)
 
 
 def tokenizer_encoder(path: str, vocabulary: int) -> Callable[[str], list[int]]:
@@ -149,13 +149,20 @@ def tokenizer_encoder(path: str, vocabulary: int) -> Callable[[str], list[int]]:
 
 def next_token_dataset(tokens: torch.Tensor, sequence_length: int, seed: int) -> TensorDataset:
     """Cut text into (tokens, next tokens) of ``sequence_length`` each, shuffled."""
-    count = (len(tokens) - 1) // sequence_length
-    if count < 1:
-        raise ValueError(f"data: {len(tokens)} tokens, less than one sequence of {sequence_length} and a token.")
+    count = max(0, len(tokens) - 1) // sequence_length
     inputs = tokens[: count * sequence_length].view(count, sequence_length)
     labels = tokens[1 : count * sequence_length + 1].view(count, sequence_length)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(inputs[order], labels[order])
+
+
+def training_data(cfg: DictConfig, pipelines: int) -> TensorDataset:
+    """Return (tokens, next tokens) as the configuration says, enough for this many data-parallel pipelines."""
+    data = next_token_dataset(read_tokens(cfg.data, cfg.model.vocabulary), cfg.model.sequence_length, cfg.seed)
+    least = cfg.model.micro_batch_size * pipelines
+    if len(data) < least:
+        raise ValueError(f"data: {len(data)} sequences, less than a micro-batch for each pipeline: {least}.")
+    return data
 
 
 def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
@@ -192,11 +199,10 @@ def main(cfg: DictConfig) -> None:
             seed_fn=torch.manual_seed,
             base_seed=cfg.seed,
         )
-    tokens = read_tokens(cfg.data, cfg.model.vocabulary)
     engine, *_ = perseus_ds.initialize(
         model=module,
         model_parameters=[p for p in module.parameters() if p.requires_grad],
-        training_data=next_token_dataset(tokens, cfg.model.sequence_length, cfg.seed),
+        training_data=training_data(cfg, pipelines=ranks // stages),
         config=deepspeed_config(cfg, pipelines=ranks // stages),
     )
     profiling = cfg.perseus.enabled and cfg.perseus.mode == "profile"

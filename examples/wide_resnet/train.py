@@ -166,12 +166,17 @@ class StoredImages(Dataset):
         return scaled, self.labels[index]
 
 
-def training_data(cfg: DictConfig) -> Subset:
-    """Return images and their classes in random order."""
+def training_data(cfg: DictConfig, pipelines: int) -> Subset:
+    """Return images and their classes in random order, enough for this many data-parallel pipelines."""
     classes, size = cfg.model.classes, cfg.model.image_size
-    images: Any = StoredImages(cfg.data.path, classes) if cfg.data.path else None
-    images = images or SyntheticImages(cfg.data.images, size, classes, cfg.seed)
-    return Subset(images, torch.randperm(len(images), generator=torch.Generator().manual_seed(cfg.seed)).tolist())
+    stored, count = cfg.data.path, cfg.data.images
+    images: Any = StoredImages(stored, classes) if stored else SyntheticImages(count, size, classes, cfg.seed)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(cfg.seed))
+    data = Subset(images, order.tolist())
+    least = cfg.model.micro_batch_size * pipelines
+    if len(data) < least:
+        raise ValueError(f"data: {len(data)} images, less than a micro-batch for each pipeline: {least}.")
+    return data
 
 
 def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
@@ -208,7 +213,7 @@ def main(cfg: DictConfig) -> None:
     engine, *_ = perseus_ds.initialize(
         model=module,
         model_parameters=[p for p in module.parameters() if p.requires_grad],
-        training_data=training_data(cfg),
+        training_data=training_data(cfg, pipelines=ranks // stages),
         config=deepspeed_config(cfg, pipelines=ranks // stages),
     )
     profiling = cfg.perseus.enabled and cfg.perseus.mode == "profile"

@@ -9,13 +9,14 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import runpy
 import shutil
 import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -23,8 +24,17 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["pipeline_job"])
 
 
-def run_ranks(folder: Path, ranks: int, environment: dict[str, str], timeout_s: float = 240.0) -> tuple[int, str]:
-    """Run ``pipeline_job.py`` on as many processes as ranks.
+def run_ranks(
+    folder: Path, ranks: int, environment: dict[str, str], command: Sequence[str], timeout_s: float = 240.0
+) -> tuple[int, str]:
+    """Run a Python script on as many processes as ranks.
+
+    Args:
+        folder: Where it runs, and where ``output.log`` is left.
+        ranks: Number of processes.
+        environment: Variables to set.
+        command: The script and its arguments.
+        timeout_s: After which the ranks are ended.
 
     Returns:
         The first exit code that is not 0, else 0, and what the ranks printed.
@@ -38,7 +48,7 @@ def run_ranks(folder: Path, ranks: int, environment: dict[str, str], timeout_s: 
     thread = threading.Thread(target=_read_all, args=(reader, output))
     job = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
     processes = [
-        _CONTEXT.Process(target=_rank, args=(folder, log, {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+        _CONTEXT.Process(target=_rank, args=(folder, log, command, {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
         for rank in range(ranks)
     ]
     with _environment(environment):  # what libraries read while they are imported
@@ -71,17 +81,15 @@ def _read_all(descriptor: int, output: list[bytes]) -> None:
         output.append(part)
 
 
-def _rank(folder: Path, log: Path, environment: dict[str, str]) -> None:
-    import pipeline_job
-
+def _rank(folder: Path, log: Path, command: Sequence[str], environment: dict[str, str]) -> None:
     descriptor = os.open(log, os.O_WRONLY)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.environ.update(environment)
     os.chdir(folder)
-    sys.argv = ["pipeline_job.py", str(folder)]
+    sys.argv = list(command)
     try:
-        pipeline_job.main()
+        runpy.run_path(command[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # which a forked process leaves out
 

@@ -69,7 +69,8 @@ def run(folder: Path, ranks: int, environment: dict[str, str] | None = None, **j
         output, _ = process.communicate(timeout=240)
         return Finished(folder, process.returncode, output)
     _prepare(folder, ranks, job)
-    return Finished(folder, *run_ranks(folder, ranks, {**_environment(folder), **environment}))
+    command = [str(SCRIPT), str(folder)]
+    return Finished(folder, *run_ranks(folder, ranks, {**_environment(folder), **environment}, command))
 
 
 def _prepare(folder: Path, ranks: int, job: dict[str, Any]) -> None:

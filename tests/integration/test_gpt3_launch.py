@@ -25,8 +25,9 @@ def losses(launcher, ranks, folder, *overrides):
     return [float(loss) for loss in re.findall(r"steps: \d+ loss: ([\d.]+)", done.stdout + done.stderr)]
 
 
-def test_loss_falls_on_four_stages_started_by_deepspeed(tmp_path):
-    history = losses(DEEPSPEED, 4, tmp_path, "steps=20")
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
+def test_loss_falls_on_stages_started_by_deepspeed(ranks, tmp_path):
+    history = losses(DEEPSPEED, ranks, tmp_path, "steps=20")
     assert len(history) == 20
     assert history[-1] < history[0] - 1.5
 
