@@ -88,6 +88,9 @@ def _rank(folder: Path, log: Path, command: Sequence[str], environment: dict[str
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = list(command)
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # data loaders' workers would each wait for a server of their own
     try:
         runpy.run_path(command[0], run_name="__main__")
     finally:

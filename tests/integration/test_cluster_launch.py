@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from job import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
@@ -44,7 +45,7 @@ def commands(tmp_path):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     path = f"{folder}:{BIN}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    return {**os.environ, **ENVIRONMENT, "PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
 def iterations(folder):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from forked import run_ranks
+from job import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.integration
 def train(example, ranks, folder, *overrides):
     """Train and return the losses by step, and what Perseus recorded of each iteration."""
     folder.mkdir()
-    environment = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(folder / "cache")}
     script = str(ROOT / "examples" / example / "train.py")
     returncode, output = run_ranks(folder, ranks, environment, [script, *QUICK, *overrides])
     assert returncode == 0, output[-4000:]
