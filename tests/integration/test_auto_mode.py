@@ -5,8 +5,10 @@ import statistics
 import pytest
 from job import run
 
+from perseus_ds.cli.main import main
 from perseus_ds.gpu.simulated import DEVICES
 from perseus_ds.instruction import Kind
+from perseus_ds.report.sources import find_sources
 from perseus_ds.stage_profile import StageProfile
 
 pytestmark = pytest.mark.integration
@@ -33,6 +35,7 @@ def test_a_job_profiles_plans_and_saves_energy_with_the_same_losses(tmp_path):
     events = [r["event"] for r in finished.records() if r.get("event", "refused") != "refused"]
     assert events == ["start", "profile", "plan", "end"]
     assert "less energy than default clocks take" in finished.output
+    assert_reported(finished.folder / "perseus")
     # On a machine that is busy with something else nothing takes as long as it should: that deserves a second look.
     if not went_well(finished):
         assert went_well(run(tmp_path / "second", perseus=BLOCK, **JOB))
@@ -43,6 +46,20 @@ def test_a_job_profiles_plans_and_saves_energy_with_the_same_losses(tmp_path):
     changed = {**JOB, "work": [4, 3, 3, 2], "steps": 3}
     finished = run(tmp_path / "changed", environment=earlier, perseus=BLOCK, **changed)
     assert phases_of(finished) == ["calibrate", "warm-up"]
+
+
+def assert_reported(folder):
+    """What a run leaves is all that a report and a trace are made of."""
+    found = find_sources(folder)
+    assert found.missing == []
+    assert [(iteration.phase, iteration.plan is None) for _, iteration in found.measured] == [
+        ("warm-up", True),
+        ("run", False),
+    ]
+    assert main(["report", str(folder)]) == 0
+    assert main(["trace", str(folder)]) == 0
+    assert "Not in this report" not in (folder / "report.html").read_text(encoding="utf-8")
+    assert "measured: plan" in (folder / "trace.json").read_text(encoding="utf-8")
 
 
 def went_well(finished):
