@@ -185,7 +185,7 @@ class _TailRows:
 
 
 def _repeat_instructions(tools: Tools, before: Before, tail: list[Row]) -> Phase:
-    begin_s, begin_j = time.monotonic(), tools.gpu.energy_j()
+    begin_s, begin_j = time.monotonic(), _energy_j(tools)
     try:
         with tools.isolated():
             _measure_offline(tools, before, tail)
@@ -195,17 +195,32 @@ def _repeat_instructions(tools: Tools, before: Before, tail: list[Row]) -> Phase
     finally:
         tools.clocks.request(None)
     spent_s = time.monotonic() - begin_s
-    spent_j = float(tools.ranks.all_gather_numbers([tools.gpu.energy_j() - begin_j]).sum())
+    spent_j = float(tools.ranks.all_gather_numbers([_energy_j(tools) - begin_j]).sum())
     tools.recorder.event("profile", path=str(tools.profile_path), spent_s=round(spent_s, 3), spent_j=round(spent_j, 1))
     tools.announce(f"wrote {tools.profile_path}; measuring took {spent_s:.0f} s and {spent_j:.0f} J")
     return Observe()
+
+
+def _energy_j(tools: Tools) -> float:
+    """Return the energy counter; 0 if it fails, of which the measurement itself tells all ranks."""
+    try:
+        return tools.gpu.energy_j()
+    except GpuError:
+        return 0.0
+
+
+def _counter_period_s(tools: Tools) -> float:
+    try:
+        return counter_period_s(tools.gpu) or 0.1
+    except GpuError:  # as above
+        return 0.1
 
 
 def _measure_offline(tools: Tools, before: Before, tail: list[Row]) -> None:
     assert tools.work is not None
     clocks = clocks_to_choose_from(tools.gpu, tools.config.profile)
     search = _search(tools, before, clocks)
-    period_s = counter_period_s(tools.gpu) or 0.1
+    period_s = _counter_period_s(tools)
     profiler = OfflineProfiler(
         gpu=tools.gpu,
         clocks=tools.clocks,

@@ -28,6 +28,7 @@ from perseus_ds.errors import ConfigError, GpuError, PlanError
 from perseus_ds.execution import Execution
 from perseus_ds.exit_guard import ExitGuard
 from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.patience import Patience
 from perseus_ds.guardian import Guardian
 from perseus_ds.instruction import Instruction, Kind
 from perseus_ds.orders import Orders
@@ -81,6 +82,7 @@ class PerseusRuntime:
         self.config = config
         self._ranks = ranks
         self._gpu = gpu
+        self._patience = Patience(_DRIVER_HANGS_S)
         self._execution = execution
         self._in_iteration = False
         # Ranks that have no tail to begin together must not be waited for.
@@ -320,6 +322,7 @@ class PerseusRuntime:
         """Restore the default clock and stop; harmless when called again."""
         self._guard.release()
         self._clocks.close()
+        self._patience.close()
         if not self._closed:
             self._closed = True
             self._recorder.summarise()
@@ -359,7 +362,7 @@ class PerseusRuntime:
 
     def _energy_j(self) -> float:
         try:
-            return self._gpu.energy_j()
+            return self._patience.call(self._gpu.energy_j)
         except GpuError as error:
             self._fail(error)
             return math.nan

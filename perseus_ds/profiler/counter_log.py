@@ -14,6 +14,8 @@ from types import TracebackType
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu
 
+_HANGS_S = 3.0
+
 
 @dataclass(frozen=True)
 class Power:
@@ -61,7 +63,7 @@ class CounterLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_HANGS_S)
 
     def changes(self, start_s: float, end_s: float) -> int:
         """Return how many refreshes were seen between two moments."""

@@ -45,8 +45,8 @@ def records_of(folder, plans):
     plans.save(folder / "frontier")
     simulated = {"gpu": "a40", "longest_instruction_s": BACKWARD_S, "lock_latency_s": LATENCY_S}
     block = {"mode": "run", "frontier": str(folder / "frontier"), "simulated": simulated}
-    records = run(folder, 1, perseus=block, steps=10).records()
-    return records, [r for r in records if r.get("phase") == "run"][2:]  # once the latency is measured
+    records = run(folder, 1, perseus=block, steps=8).records()
+    return records, [r for r in records if r.get("phase") == "run"][3:]  # once the latency is measured
 
 
 def test_higher_clocks_are_there_in_time_and_short_visits_left_out(tmp_path):

@@ -4,7 +4,7 @@ import time
 
 import psutil
 import pytest
-from job import Finished, run, start
+from job import QUICK_PROFILE, Finished, run, start
 from test_training_is_untouched import save_frontier
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
@@ -47,6 +47,10 @@ def hung(stub):
     time.sleep(4.0)
 
 
+def hung_reading(stub):
+    stub.gpus[1].hang("energy")
+
+
 def without_guardian(stub):
     guardians = [p for p in psutil.process_iter(["cmdline"]) if "guardian_process" in " ".join(p.info["cmdline"] or [])]
     mine = [p for p in guardians if p.environ().get("PERSEUS_STUB_NVML") == stub.environment["PERSEUS_STUB_NVML"]]
@@ -63,6 +67,7 @@ def without_guardian(stub):
         (forbidden, ([1], "CAP_SYS_ADMIN")),
         (timed_out, ([1], "did not answer in time")),
         (hung, ([1], "has not answered")),
+        (hung_reading, ([1], "has not answered")),
         (without_guardian, ([0, 1], "the guardian, which restores")),
     ],
 )
@@ -85,7 +90,24 @@ def test_training_goes_on_at_default_clocks(tmp_path, make_stub_nvml, losses, fa
     by_iteration = [r["failed_ranks"] for r in finished.records() if "iteration" in r]
     assert by_iteration[0] == []
     assert by_iteration[-1] == failed
-    for function in ("set_locked", "reset_locked"):  # The driver is well again: nothing stays locked.
+    for function in ("set_locked", "energy"):  # The driver is well again: nothing stays locked.
         stub.gpus[1].hang(function, False)
     if fault not in (lost, forbidden):
         assert comes(lambda: not any(stub.locked_clocks_mhz()))
+
+
+@pytest.mark.parametrize("mode", ["profile", "auto"])
+def test_training_goes_on_when_the_driver_hangs_while_profiling(tmp_path, make_stub_nvml, losses, mode):
+    stub = make_stub_nvml(2)
+    block = {"mode": mode, "device": "nvml", "profile": {**QUICK_PROFILE, "warm_up": 2}}
+    process = start(tmp_path / "job", 2, stub.environment, perseus=block, steps=STEPS)
+    assert comes(lambda: stub.gpus[1].locked_clock_mhz, 90)
+    stub.gpus[1].hang("energy")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output[-3000:]
+    finished = Finished(tmp_path / "job", 0, output)
+    assert [rank["losses"] for rank in finished.ranks] == losses
+    assert {r["rank"] for r in finished.records() if r.get("event") == "failure"} == {0, 1}
+    assert not (tmp_path / "job" / "perseus" / "profile.csv").exists()
+    stub.gpus[1].hang("energy", False)
+    assert comes(lambda: not any(stub.locked_clocks_mhz()))
