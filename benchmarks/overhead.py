@@ -4,7 +4,8 @@
 
 Clocks are set through the real NVML binding on the tests' stub driver, whose calls take 15 ms as real ones do. Zeus's
 client path is ``PipelineFrequencyOptimizer.on_instruction_begin`` with its ``FrequencyController`` process and queue,
-without the ``torch.cuda.synchronize()`` it does at every instruction: there is no GPU here to wait for.
+without the ``torch.cuda.synchronize()`` it does at every instruction: there is no GPU here to wait for. Our plan has
+the instructions' durations, so that every second change is asked for twice, early and when it is due, as in training.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 MICRO_BATCHES, ITERATIONS = 64, 60
 CLOCKS_MHZ = (1410, 1200)
+INSTRUCTION_S = 0.05
 LATENCY_S = 0.015
 
 
@@ -110,7 +112,7 @@ def _runtime() -> tuple[Any, Any]:
     from perseus_ds.runtime import PerseusRuntime
 
     dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
-    schedule, frontier = _plan()
+    schedule, frontier = _plan(INSTRUCTION_S)
     block = {"mode": "run", "device": "nvml", "frontier": frontier, "output_dir": tempfile.mkdtemp()}
     runtime = PerseusRuntime(
         parse_block(block),
@@ -122,7 +124,8 @@ def _runtime() -> tuple[Any, Any]:
     return runtime, schedule.instructions[0][:-1]
 
 
-def _plan() -> tuple[Any, str]:
+def _plan(instruction_s: float | None = None) -> tuple[Any, str]:
+    """Return a schedule and a plan for it; without durations, every change is made however short the instructions."""
     from perseus_ds.frontier import Frontier, Provenance
     from perseus_ds.instruction import Kind
     from perseus_ds.plan import FrequencyPlan
@@ -133,7 +136,8 @@ def _plan() -> tuple[Any, str]:
     clocks = tuple(CLOCKS_MHZ[position % 2] for position in range(len(stream)))
     plan = FrequencyPlan((stream,), (clocks,), 1.0, 100.0)
     provenance = Provenance(schedule="1f1b", micro_batches=MICRO_BATCHES, stages=1, blocking_power_w=80, solver="none")
-    return schedule, str(Frontier((plan,), 1.0, plan, provenance).save(tempfile.mkdtemp()))
+    times_s = {(i.stage, i.kind, clock): instruction_s for i in stream for clock in CLOCKS_MHZ if instruction_s}
+    return schedule, str(Frontier((plan,), 1.0, plan, provenance, times_s).save(tempfile.mkdtemp()))
 
 
 def zeus() -> float:
