@@ -21,6 +21,7 @@ from perseus_ds.clocks import ClockController
 from perseus_ds.config import PerseusConfig
 from perseus_ds.execution import Execution, SimulatedExecution, Span
 from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.patience import Patience
 from perseus_ds.instruction import Instruction
 from perseus_ds.orders import Orders
 from perseus_ds.profile_info import ProfileInfo
@@ -56,6 +57,7 @@ class Tools:
     """What phases work with, on this rank.
 
     Attributes:
+        patience: Makes what calls to the GPU's driver must not stop training.
         orders: What users want of the job.
         fail: Falls back to default clocks, for good.
         work: This rank's instructions to repeat; None where the engine cannot.
@@ -66,6 +68,7 @@ class Tools:
     job: Job
     ranks: Ranks
     gpu: Gpu
+    patience: Patience
     clocks: ClockController
     execution: Execution
     recorder: Recorder

@@ -202,16 +202,16 @@ def _repeat_instructions(tools: Tools, before: Before, tail: list[Row]) -> Phase
 
 
 def _energy_j(tools: Tools) -> float:
-    """Return the energy counter; 0 if it fails, of which the measurement itself tells all ranks."""
+    """Return the energy counter [J]; 0 if it fails or hangs, of which the measurement itself tells all ranks."""
     try:
-        return tools.gpu.energy_j()
+        return tools.patience.call(tools.gpu.energy_j)
     except GpuError:
         return 0.0
 
 
 def _counter_period_s(tools: Tools) -> float:
     try:
-        return counter_period_s(tools.gpu) or 0.1
+        return tools.patience.call(lambda: counter_period_s(tools.gpu) or 0.1)
     except GpuError:  # as above
         return 0.1
 

@@ -111,6 +111,7 @@ class PerseusRuntime:
             job=job,
             ranks=ranks,
             gpu=gpu,
+            patience=self._patience,
             clocks=self._clocks,
             execution=execution,
             recorder=self._recorder,
