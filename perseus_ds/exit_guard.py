@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -15,29 +16,41 @@ class ExitGuard:
 
     A signal handler that was there before is called afterwards; without one the process dies of
     the signal as it would have. A signal that is ignored, as SIGINT is under ``nohup … &``, stays so.
+    Processes forked from this one, such as those of a ``multiprocessing.Pool``, inherit all of this, and
+    in them only the last part happens: what is to be restored is not theirs.
     """
 
     def __init__(self, restore: Callable[[], None]) -> None:
         self._restore = restore
+        self._pid = os.getpid()
         self._previous: dict[int, Any] = {}
-        atexit.register(restore)
+        atexit.register(self._end)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._handle)
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is another than the one watched: a copy that was forked from it."""
+        return os.getpid() != self._pid
+
     def release(self) -> None:
         """Stop watching; the handlers that were there before are put back."""
-        atexit.unregister(self._restore)
+        atexit.unregister(self._end)
         for number, previous in self._previous.items():
             # Somebody may have installed theirs on top of ours; that one stays.
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, previous)
         self._previous.clear()
 
+    def _end(self) -> None:
+        if not self.is_forked:
+            self._restore()
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.get(number)
-        self._restore()
+        self._end()
         if callable(previous):
             previous(number, frame)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from perseus_ds.errors import PerseusError
 
 T = TypeVar("T")
+# A rank may be kept from its next iteration for as long as the job's own collectives allow; that is not ours to end.
+_TIMEOUT = timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,13 @@ class Ranks:
     def __init__(self, place: Place) -> None:
         self.place = place
         self.world_size = dist.get_world_size()
-        self._group: Any = dist.new_group(backend="gloo")
+        self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self._stage_group: Any = None
         peers: list[tuple[int, ...]] = [()] * self.world_size
         dist.all_gather_object(peers, place.stage_peers, group=self._group)
         if any(len(p) > 1 for p in peers):
             groups = [list(p) for p in sorted(set(peers))]
-            self._stage_group, _ = dist.new_subgroups_by_enumeration(groups, backend="gloo")
+            self._stage_group, _ = dist.new_subgroups_by_enumeration(groups, timeout=_TIMEOUT, backend="gloo")
 
     @property
     def is_first(self) -> bool:

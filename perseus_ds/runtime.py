@@ -320,7 +320,9 @@ class PerseusRuntime:
         self._orders.restore(state, steps)
 
     def close(self) -> None:
-        """Restore the default clock and stop; harmless when called again."""
+        """Restore the default clock and stop; harmless when called again, or in a forked process."""
+        if self._guard.is_forked:  # a copy of an engine may be collected there; clock and sockets are its parent's
+            return
         self._guard.release()
         self._clocks.close()
         self._patience.close()

@@ -19,6 +19,22 @@ print("ready", flush=True)
 """
 TERM = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)"
 INT = "os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
+WORKER = """
+reader, writer = os.pipe()
+worker = os.fork()
+if worker == 0:
+    os.write(writer, b"1")
+    time.sleep(60)
+os.read(reader, 1)
+os.kill(worker, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]), flush=True)
+"""
+FORK = """
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+print("on", flush=True)
+"""
 
 
 @pytest.mark.parametrize(
@@ -43,6 +59,8 @@ INT = "os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
             ["restored", "theirs"],
         ),
         ("", "guard.release()", 0, []),
+        ("", WORKER, 0, [str(-signal.SIGTERM), "restored"]),
+        ("", FORK, 0, ["on", "restored"]),
     ],
 )
 def test_the_exit_guard_acts_however_the_process_ends(before, end, returncode, printed):

@@ -1,0 +1,113 @@
+"""The runtime in this very process, on one rank: what it survives, and what it leaves behind."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipelines import one_f_one_b
+
+from perseus_ds.config import parse_block
+from perseus_ds.execution import HostExecution
+from perseus_ds.frontier import Frontier, Provenance
+from perseus_ds.gpu.nvml import NvmlGpu
+from perseus_ds.instruction import Kind
+from perseus_ds.phases import Job
+from perseus_ds.plan import FrequencyPlan
+from perseus_ds.profile_info import ProfileInfo
+from perseus_ds.ranks import Place, Ranks
+from perseus_ds.runtime import PerseusRuntime
+
+SCHEDULE = one_f_one_b(ranks=1, micro_batches=2)
+STREAM = tuple(i for i in SCHEDULE.instructions[0] if i.kind is not Kind.TAIL)
+CLOCK_MHZ = 1200
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A function that starts the runtime on a GPU."""
+    started = []
+
+    def start(gpu, execution=None, **block):
+        config = parse_block({"device": "nvml", "output_dir": str(tmp_path), **block})
+        job = Job(SCHEDULE, torch.device("cpu"), ProfileInfo(simulated=gpu.simulated))
+        ranks = Ranks(Place(0, (0,)))
+        started.append(PerseusRuntime(config, job, ranks=ranks, gpu=gpu, execution=execution or HostExecution()))
+        return started[-1]
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield start
+    for runtime in started:
+        runtime.close()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def stub(stub_nvml_here, monkeypatch):
+    """GPUs that the guardian sees too."""
+    for name, value in stub_nvml_here.environment.items():
+        monkeypatch.setenv(name, value)
+    return stub_nvml_here
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """The block of a job that runs under one plan, all of it at one clock."""
+    plan = FrequencyPlan((STREAM,), ((CLOCK_MHZ,) * len(STREAM),), 1.0, 100.0)
+    provenance = Provenance(schedule="1f1b", micro_batches=2, stages=1, blocking_power_w=80, solver="none")
+    return {"mode": "run", "frontier": str(Frontier((plan,), 1.0, plan, provenance).save(tmp_path))}
+
+
+def train(runtime):
+    with runtime.iteration():
+        for instruction in SCHEDULE.instructions[0]:
+            with runtime.instruction(instruction):
+                pass
+
+
+def fork(function):
+    """Call a function in a forked process; returns its process id once it runs."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, b"1")
+            function()
+        finally:
+            os._exit(0)
+    os.read(reader, 1)
+    return child
+
+
+def records(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+
+
+def comes(condition, within_s=5.0):
+    """Wait until something is so; returns whether it came to be in time."""
+    deadline_s = time.monotonic() + within_s
+    while not (so := condition()) and time.monotonic() < deadline_s:
+        time.sleep(0.002)
+    return so
+
+
+def test_forked_processes_leave_the_clock_and_the_guardian_to_their_parent(start, plan, stub, tmp_path):
+    runtime = start(NvmlGpu(0), **plan)
+    train(runtime)
+    worker = fork(lambda: time.sleep(60))
+    os.kill(worker, signal.SIGTERM)  # as a Pool does to its workers
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
+    os.waitpid(fork(runtime.close), 0)  # as happens to a copy of DeepSpeed's engine that is collected
+    train(runtime)
+    with runtime.iteration():
+        assert comes(lambda: stub.locked_clocks_mhz()[0] == CLOCK_MHZ)
+    assert {record.get("event") for record in records(tmp_path)} == {"start", None}
+
+
+def test_no_pause_of_a_rank_is_too_long_for_the_others(start, plan, stub):
+    """What torch's own groups wait for at most is 30 minutes."""
+    group = start(NvmlGpu(0), **plan)._ranks._group
+    assert group._get_backend(torch.device("cpu")).options._timeout.days >= 1
