@@ -44,25 +44,30 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         stub = StubNvml(build(Path(folder)), Path(folder) / "state", 1)
         stub.gpus[0].lock_latency_s = LATENCY_S
-        found: dict[str, list[float]] = {name: [] for name in CHILDREN}
+        found: dict[str, list[list[float]]] = {name: [] for name in CHILDREN}
         for _ in range(arguments.repeat):
             for name in CHILDREN:
                 if (value := run(name, Path(folder), stub.environment)) is not None:
                     found[name].append(value)
-    per = {name: statistics.median(values) for name, values in found.items() if values}
+    per = {name: [statistics.median(v) for v in zip(*runs, strict=True)] for name, runs in found.items() if runs}
+    report(per["perseus"][0], per["zeus"][0] if "zeus" in per else None, per["engines"])
+
+
+def report(ours_s: float, zeus_s: float | None, engines: list[float]) -> None:
+    """Print seconds per instruction, and per iteration of DeepSpeed, as ratios."""
     print("Training thread, per instruction (begin and end, the clock changes every time):")
-    print(f"  perseus-ds  {per['perseus'] * 1e6:6.1f} µs")
-    if "zeus" in per:
-        print(f"  zeus        {per['zeus'] * 1e6:6.1f} µs, without its synchronize")
-        print(f"  ratio       {per['perseus'] / per['zeus']:6.2f}")
-    else:
+    print(f"  perseus-ds  {ours_s * 1e6:6.1f} µs")
+    if zeus_s is None:
         print("  zeus        skipped: not installed (pip install zeus)")
+    else:
+        print(f"  zeus        {zeus_s * 1e6:6.1f} µs, without its synchronize\n  ratio       {ours_s / zeus_s:6.2f}")
     print("Iteration of DeepSpeed's pipeline engine, one stage, clocks as planned:")
-    print(f"  plain       {per['plain'] * 1e3:6.2f} ms\n  perseus-ds  {per['engine'] * 1e3:6.2f} ms")
-    print(f"  ratio       {per['engine'] / per['plain']:.4f}")
+    plain_s, ratio, again = engines
+    print(f"  plain       {plain_s * 1e3:6.2f} ms\n  ratio       {ratio:.4f}, with perseus-ds to plain")
+    print(f"  noise       {again:.4f}, a second plain engine to the first")
 
 
-def run(name: str, folder: Path, environment: dict[str, str]) -> float | None:
+def run(name: str, folder: Path, environment: dict[str, str]) -> list[float] | None:
     """Run one way in a process of its own; None where it cannot run."""
     command = [sys.executable, __file__, "--child", name]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -78,10 +83,10 @@ def run(name: str, folder: Path, environment: dict[str, str]) -> float | None:
         if name == "zeus" and "No module named 'zeus'" in done.stderr:
             return None
         raise SystemExit(done.stderr[-3000:])
-    return float(json.loads(done.stdout.splitlines()[-1]))
+    return [float(value) for value in json.loads(done.stdout.splitlines()[-1])]
 
 
-def perseus() -> float:
+def perseus() -> list[float]:
     """Return seconds per instruction on the training thread."""
     runtime, instructions = _runtime()
 
@@ -96,7 +101,7 @@ def perseus() -> float:
     times_s: list[float] = []
     _repeat(iteration)
     runtime.close()
-    return statistics.median(times_s)
+    return [statistics.median(times_s)]
 
 
 def _runtime() -> tuple[Any, Any]:
@@ -140,7 +145,7 @@ def _plan(instruction_s: float | None = None) -> tuple[Any, str]:
     return schedule, str(Frontier((plan,), 1.0, plan, provenance, times_s).save(tempfile.mkdtemp()))
 
 
-def zeus() -> float:
+def zeus() -> list[float]:
     """Return seconds per instruction of Zeus's client path, without its synchronisation."""
     from zeus.optimizer.pipeline_frequency import optimizer as module
     from zeus.optimizer.pipeline_frequency.frequency_controller import FrequencyController
@@ -166,7 +171,7 @@ def zeus() -> float:
     _repeat(iteration)
     client.frequency_controller._proc.kill()  # its queue holds minutes of clocks
     client.frequency_controller._q.cancel_join_thread()
-    return statistics.median(times_s)
+    return [statistics.median(times_s)]
 
 
 def _repeat(iteration: Callable[[], None]) -> None:
@@ -175,18 +180,33 @@ def _repeat(iteration: Callable[[], None]) -> None:
         time.sleep(0.02)
 
 
-def plain() -> float:
-    """Return seconds per iteration of DeepSpeed alone."""
-    return _train(None)
+def engines() -> list[float]:
+    """Return seconds per iteration of DeepSpeed alone; relative to that, with Perseus, and alone once more.
 
+    The engines live in one process and train in turns, so that a machine which is busy with something else now and
+    then slows all: ratios are medians over neighbouring iterations, and the last one says how far they can be trusted.
+    """
+    import torch
 
-def engine() -> float:
-    """Return seconds per iteration of DeepSpeed with Perseus."""
     _, frontier = _plan()
-    return _train({"mode": "run", "device": "nvml", "frontier": frontier, "output_dir": tempfile.mkdtemp()})
+    block = {"mode": "run", "device": "nvml", "frontier": frontier, "output_dir": tempfile.mkdtemp()}
+    plain, ours, again = _engine(None), _engine(block), _engine(None)
+    data = iter(lambda: (torch.zeros(64, 384), torch.zeros(64, 384)), None)
+    times_s = [[_timed(engine, data) for engine in (plain, ours, again)] for _ in range(ITERATIONS // 2)][5:]
+    ours.destroy()
+    return [
+        statistics.median(t[0] for t in times_s),
+        *(statistics.median(t[n] / t[0] for t in times_s) for n in (1, 2)),
+    ]
 
 
-def _train(block: dict[str, Any] | None) -> float:
+def _timed(engine: Any, data: Any) -> float:
+    began_s = time.perf_counter()
+    engine.train_batch(data)
+    return time.perf_counter() - began_s
+
+
+def _engine(block: dict[str, Any] | None) -> Any:
     import deepspeed
     import torch
     from deepspeed.pipe import LayerSpec, PipelineModule
@@ -207,17 +227,10 @@ def _train(block: dict[str, Any] | None) -> float:
     if block is not None:
         config["perseus"] = block
     built, *_ = perseus_ds.initialize(model=module, model_parameters=list(module.parameters()), config=config)
-    data = iter(lambda: (torch.zeros(64, 384), torch.zeros(64, 384)), None)
-    times_s = []
-    for _ in range(ITERATIONS):
-        began_s = time.perf_counter()
-        built.train_batch(data)
-        times_s.append(time.perf_counter() - began_s)
-    built.destroy()
-    return statistics.median(times_s[5:])
+    return built
 
 
-CHILDREN: dict[str, Callable[[], float]] = {"perseus": perseus, "zeus": zeus, "plain": plain, "engine": engine}
+CHILDREN: dict[str, Callable[[], list[float]]] = {"perseus": perseus, "zeus": zeus, "engines": engines}
 
 
 if __name__ == "__main__":
