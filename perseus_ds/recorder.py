@@ -108,8 +108,8 @@ class _Total:
             text += f" (not counting {self.without_energy} iterations whose energy could not be read)"
         text += f", {self.clock_changes} clock changes, {self.clock_skips} skipped"
         if self.saved is not None:
-            text += f"; {self.planned} under plans, on {self.saved:.1%} less energy than default clocks take "
-            text += "by the profile"
+            compared = f"{abs(self.saved):.1%} {'more' if self.saved < 0 else 'less'} energy"
+            text += f"; {self.planned} under plans, on {compared} than default clocks take by the profile"
         return text
 
 

@@ -91,6 +91,14 @@ def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, ranks, 
     assert "not counting 1 iterations" in capsys.readouterr().out
 
 
+def test_plans_that_use_more_than_the_profile_says_are_not_called_a_saving(tmp_path, ranks, capsys):
+    recorder = Recorder(ranks, tmp_path, simulated=True)
+    recorder.add(under_plan(1, energy_j=110.0))
+    recorder.summarise()
+    assert "10.0% more energy than default clocks" in capsys.readouterr().out
+    assert recorded(tmp_path)[-1]["saved"] == -0.1
+
+
 def test_a_monitor_that_fails_is_told_no_more(tmp_path, ranks, caplog):
     monitor = Full()
     recorder = Recorder(ranks, tmp_path, simulated=True, monitor=monitor)
