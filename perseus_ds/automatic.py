@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
 from perseus_ds.cache import Cache
 from perseus_ds.clock_plan import ClockPlan
 from perseus_ds.errors import PerseusError
@@ -19,6 +21,8 @@ from perseus_ds.warm_up import WarmUp
 
 # A clock follows some 15 ms late; what runs meanwhile runs at the wrong one.
 _SWITCH_COST_J = 0.5
+# Times that keep changing, as with sequences of any length, fit no profile; to go on measuring would only cost.
+_MOST_PROFILES = 3
 
 
 class Plan:
@@ -29,17 +33,20 @@ class Plan:
     records = False
     measures = False
 
-    def __init__(self, tools: Tools) -> None:
+    def __init__(self, tools: Tools, profiles: int) -> None:
         self._tools = tools
         self._directory = Path(tools.config.output_dir)
-        self._process = self._start() if tools.ranks.is_first else None
+        self._profiles = profiles
+        self._process: subprocess.Popen[bytes] | None = None
+        tools.ranks.from_first(self._start)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
         # A process, not a thread, which would slow down rank 0's training; and a polite one.
         command = ["nice", "-n", "10", sys.executable, "-m", "perseus_ds", "optimize"]
-        command += [f"profile={self._tools.profile_path}", f"out={self._directory}", f"switch_cost_j={_SWITCH_COST_J}"]
+        command += [f"profile={_quoted(self._tools.profile_path)}", f"out={_quoted(self._directory)}"]
+        command += [f"switch_cost_j={_SWITCH_COST_J}"]
         with (self._directory / "optimize.log").open("wb") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log)
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def after(self, seen: Seen) -> Phase:
         returncode = self._tools.ranks.from_first(lambda: self._process.poll() if self._process else None)
@@ -54,7 +61,7 @@ class Plan:
             self._tools.fail(error)
             return Observe()
         self._keep()
-        running = _running(self._tools, frontier)
+        running = _running(self._tools, frontier, self._profiles)
         self._tools.recorder.event("plan", plan=running.clock_plan.number)
         self._tools.announce(f"running under plan {running.clock_plan.number} of {self._directory / 'frontier.csv'}")
         return running
@@ -79,31 +86,38 @@ def _from_cache(tools: Tools) -> Phase | None:
     cache = _cache(tools)
     directory = Path(tools.config.output_dir)
 
-    def restore() -> bool:
-        found = tools.config.cache and cache.is_complete
-        if found:
-            cache.restore(directory)
-        return found
+    def restore() -> str | None:
+        if not tools.config.cache or not cache.is_complete:
+            return None
+        cache.restore(directory)
+        return str(cache.directory)
 
     try:
-        if not tools.ranks.from_first(restore):
+        source = tools.ranks.from_first(restore)
+        if source is None:
             return None
         frontier = load_frontier(tools, str(directory / "frontier.json"))
     except (PerseusError, OSError) as error:
         tools.announce(f"the profile of an earlier run cannot be used ({error}); profiling again")
         return None
-    running = _running(tools, frontier)
-    number = running.clock_plan.number
-    tools.announce(f"starting under plan {number}, profiled by an earlier run ({cache.directory})")
+    running = _running(tools, frontier, profiles=0)
+    tools.announce(f"starting under plan {running.clock_plan.number}, profiled by an earlier run ({source})")
     return running
 
 
-def _running(tools: Tools, frontier: Frontier) -> Running:
-    return Running(tools, frontier, lambda: _profile_and_plan(tools))
+def _running(tools: Tools, frontier: Frontier, profiles: int) -> Running:
+    again = (lambda: _profile_and_plan(tools, profiles)) if profiles < _MOST_PROFILES else None
+    return Running(tools, frontier, again)
 
 
-def _profile_and_plan(tools: Tools) -> Phase:
-    return WarmUp(tools, lambda tools, before: profile_online(tools, before, lambda: Plan(tools)))
+def _profile_and_plan(tools: Tools, profiles: int = 0) -> Phase:
+    """Profile and plan, after so many times in this job."""
+    return WarmUp(tools, lambda tools, before: profile_online(tools, before, lambda: Plan(tools, profiles + 1)))
+
+
+def _quoted(path: Path) -> str:
+    """Return a path as a value of a Hydra override, whatever is in it."""
+    return str(QuotedString(str(path), Quote.single).with_quotes())
 
 
 def _check_clocks(tools: Tools) -> None:
@@ -111,6 +125,15 @@ def _check_clocks(tools: Tools) -> None:
         clocks_to_choose_from(tools.gpu, tools.config.profile)
 
     tools.ranks.together(check)
+    highest_mhz, gpu_mhz = (
+        clocks_to_choose_from(tools.gpu, tools.config.profile)[-1],
+        tools.gpu.supported_clocks_mhz()[-1],
+    )
+    if highest_mhz < gpu_mhz:
+        tools.announce(
+            f"perseus.profile.max_clock_mhz keeps all plans at or below {highest_mhz} MHz: savings and slowdowns are "
+            f"told against that, not against the GPU's own {gpu_mhz} MHz"
+        )
 
 
 def first_phase(tools: Tools) -> Phase:

@@ -30,8 +30,20 @@ class Cache:
     """One entry of the user's cache, ``$XDG_CACHE_HOME/perseus-ds`` or ``~/.cache/perseus-ds``."""
 
     def __init__(self, key: str) -> None:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.directory = root / "perseus-ds" / key
+        self._key = key
+
+    @property
+    def directory(self) -> Path:
+        """Where it is.
+
+        Raises:
+            OSError: This user has no home, as some containers' do not.
+        """
+        try:
+            root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        except RuntimeError as error:
+            raise OSError(f"no folder for the cache ({error}): set XDG_CACHE_HOME") from error
+        return root / "perseus-ds" / self._key
 
     @property
     def is_complete(self) -> bool:

@@ -110,8 +110,7 @@ class OnlineIterations:
         return self if self._clocks else self._next_batch()
 
     def _next_batch(self) -> Phase:
-        measured = [row for row in self._profiler.rows() if row.measurement.clock_mhz in self._batch]
-        self._source.add(self._error or measured)
+        self._source.add(self._error or self._measured())
         self._clocks = self._source.next_clocks()
         self._batch = list(self._clocks)
         if self._clocks:
@@ -119,6 +118,12 @@ class OnlineIterations:
         self._log.__exit__(None, None, None)
         lost_j = float(self._tools.ranks.all_gather_numbers([self._lost_j]).sum())
         return self._following(self._iterations, self._tools.ranks.all_max(self._lost_s), lost_j)
+
+    def _measured(self) -> Sequence[Row] | Exception:
+        try:
+            return [row for row in self._profiler.rows() if row.measurement.clock_mhz in self._batch]
+        except Exception as error:  # the other ranks wait to hear of it
+            return ProfileError(f"{type(error).__name__}: {error}")
 
 
 def profile_online(tools: Tools, before: Before, then: Callable[[], Phase]) -> Phase:
@@ -254,8 +259,8 @@ def _measure_offline(tools: Tools, before: Before, tail: list[Row]) -> None:
 def _rows_or_error(profiler: OfflineProfiler, clock_mhz: int) -> Sequence[Row] | Exception:
     try:
         return profiler.measure(clock_mhz)
-    except (PerseusError, TimeoutError) as error:  # the other ranks wait to hear of it
-        return error
+    except Exception as error:  # the other ranks wait to hear of it
+        return error if isinstance(error, PerseusError) else ProfileError(f"{type(error).__name__}: {error}")
 
 
 def _search(tools: Tools, before: Before, clocks: Sequence[int], *, online: bool = False) -> ClockSearch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +16,7 @@ from perseus_ds.errors import PerseusError
 T = TypeVar("T")
 # A rank may be kept from its next iteration for as long as the job's own collectives allow; that is not ours to end.
 _TIMEOUT = timedelta(days=7)
+logger = logging.getLogger("perseus_ds")
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ class Ranks:
         """Return what rank 0 makes, everywhere.
 
         Raises:
-            PerseusError: What rank 0 raised, everywhere.
+            PerseusError: What rank 0 raised, everywhere, so that ranks stay together whatever it is.
+            OSError: Likewise.
         """
         box: list[Any] = [None]
         if self.is_first:
@@ -105,6 +108,9 @@ class Ranks:
                 box = [make()]
             except (PerseusError, OSError) as error:
                 box = [error]
+            except Exception as error:
+                logger.debug("perseus: unexpected", exc_info=True)
+                box = [PerseusError(f"{type(error).__name__}: {error}")]
         dist.broadcast_object_list(box, src=0, group=self._group)
         if isinstance(box[0], Exception):
             raise box[0]

@@ -85,6 +85,7 @@ class Running:
         self._iterations = 0
         self._policy = tools.orders.policy
         self._has_complained = False
+        self._has_drifted_before = False
         self._pending: tuple[Pending, Assignment] | None = None
         self.clock_plan = ClockPlan.none()
         self._running: int | None = None
@@ -218,10 +219,11 @@ class Running:
         by_rank = self._tools.ranks.all_gather_numbers([ours])[:, 0]
         pipelines = [float(by_rank[self._pipelines == n].max()) for n in range(len(self._assignment.plans))]
         self._tools.recorder.drift = drift = max(pipelines)
-        if not self._drift.has_drifted(pipelines):
+        if not self._drift.has_drifted(pipelines) or self._has_drifted_before:
             return False
+        self._has_drifted_before = True
         self._tools.recorder.event("drift", drift=round(drift, 4))
-        remedy = "profiling again" if self._again else 'the plans no longer fit: profile again, or use "mode": "auto"'
+        remedy = "profiling again" if self._again else "the plans no longer fit: profile the job as it is now"
         self._tools.announce(f"instructions take {drift:.0%} longer or shorter than profiled; {remedy}")
         return True
 

@@ -7,14 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from perseus_ds.clock_plan import ClockPlan
+from perseus_ds.errors import GpuError, PerseusError
 from perseus_ds.execution import Span
-from perseus_ds.phases import Phase, Seen, Tools
+from perseus_ds.gpu.measure import counter_period_s
+from perseus_ds.phases import Observe, Phase, Seen, Tools
 from perseus_ds.profile_info import ProfileInfo
 from perseus_ds.profiler.blocking import measure_blocking_power_w
 from perseus_ds.profiler.rest import load_durations_s, tail_durations_s, transfer_durations, without_gaps
 
 _STEADY = 0.02
 _BLOCKING_WINDOW_S = 0.45
+_REFRESHES = 4.5
+_SHORT_LOOK_S = 0.35
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,38 @@ class WarmUp:
         drifts = abs(self._times_s[-1] / self._times_s[-2] - 1) > _STEADY
         if len(self._spans) < 3 * least and self._tools.ranks.all_max(float(drifts)):
             return self
-        return self._following(self._tools, self._before())
+        try:
+            return self._following(self._tools, self._before())
+        except (PerseusError, OSError) as error:  # the same on all ranks
+            self._tools.fail(error)
+            return Observe()
+
+    def _blocking_power_w(self) -> float:
+        """Return what this rank's GPU draws while it waits [W].
+
+        Raises:
+            GpuError: On all ranks, if it cannot be told on one.
+        """
+        tools = self._tools
+        period_s, power_w, problem = 0.0, 0.0, None
+        try:
+            period_s = counter_period_s(tools.gpu, _SHORT_LOOK_S) or counter_period_s(tools.gpu) or 0.0
+        except GpuError as error:
+            problem = error
+        window_s = max(_BLOCKING_WINDOW_S, _REFRESHES * tools.ranks.all_max(period_s))
+        try:
+            power_w = measure_blocking_power_w(tools.gpu, tools.ranks.place, tools.job.device, window_s)
+        except GpuError as error:
+            problem = error
+        for found in tools.ranks.all_gather(problem):
+            if found is not None:
+                raise found
+        return power_w
 
     def _before(self) -> Before:
         tools = self._tools
         spans = self._spans[1:]  # the first iteration allocates and agrees on shapes
-        power_w = measure_blocking_power_w(tools.gpu, tools.ranks.place, tools.job.device, _BLOCKING_WINDOW_S)
+        power_w = self._blocking_power_w()
         job_key = tools.job_key()
         reports = tools.ranks.gather((tools.ranks.place.data_parallel_rank, spans, power_w))
         pipeline = [spans for data_parallel_rank, spans, _ in reports if data_parallel_rank == 0]

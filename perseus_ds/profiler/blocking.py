@@ -7,6 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.profiler.counter_log import CounterLog
 from perseus_ds.ranks import Place
@@ -23,16 +24,25 @@ def measure_blocking_power_w(gpu: Gpu, place: Place, device: torch.device, windo
 
     Returns:
         This rank's average power while it waited [W].
+
+    Raises:
+        GpuError: It cannot be told; only after all ranks have waited for each other.
     """
-    power_w = None
+    power_w: float | None = None
+    problem: GpuError | None = None
     for waiting, sending in _rounds(place.pipeline_ranks):
         if place.pipeline_rank in waiting:
             source = place.pipeline[sending[waiting.index(place.pipeline_rank)]]
-            power_w = _waiting_power_w(gpu, source, device)
+            try:
+                power_w = _waiting_power_w(gpu, source, device)
+            except GpuError as error:
+                problem = error
         elif place.pipeline_rank in sending:
             target = place.pipeline[waiting[sending.index(place.pipeline_rank)]]
             time.sleep(window_s)
             dist.send(torch.zeros(1, device=device), target)
+    if problem is not None:
+        raise problem
     if power_w is None:  # a pipeline of one rank never waits; idling comes closest
         with CounterLog(gpu) as log:
             begin_s = time.perf_counter()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from perseus_ds.config import ProfileConfig
-from perseus_ds.errors import ProfileError
+from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.execution import Execution, Span
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.instruction import Instruction, Kind
@@ -27,6 +27,9 @@ _SETTLED = 0.03
 _MOST_TO_SETTLE = 10
 # A clock read back that is this much lower than what was asked for was not reached.
 _NOT_REACHED = 0.985
+# What ranks that share a stage tell each other; the largest counts.
+_DONE, _GO_ON, _GIVE_UP = 0.0, 1.0, 2.0
+_OF_A_PEER = "a rank that shares this rank's stage could not measure it; see its own message"
 
 
 class Repeatable(Protocol):
@@ -119,10 +122,12 @@ class OfflineProfiler:
 
         Raises:
             GpuError: The GPU refused.
-            ProfileError: What was measured cannot be.
+            TimeoutError: The driver did not answer.
+            ProfileError: What was measured cannot be, or a rank that shares the stage could not measure.
         """
-        self._clocks.set_and_wait(clock_mhz)
+        self._lock(clock_mhz)
         rows = []
+        problem: ProfileError | None = None
         forward: dict[int, Repeated] = {}
         for stage, kind in self._work.instructions:
             cycle = [Kind.FORWARD] if kind is Kind.FORWARD else [Kind.FORWARD, Kind.BACKWARD]
@@ -130,8 +135,22 @@ class OfflineProfiler:
             repeated = self._repeat(stage, cycle)
             if kind is Kind.FORWARD:
                 forward[stage] = repeated
-            rows.append(self._row(stage, kind, clock_mhz, repeated, forward[stage]))
+            try:
+                rows.append(self._row(stage, kind, clock_mhz, repeated, forward[stage]))
+            except ProfileError as error:  # the rank's peers go on to the next kind, and cannot without it
+                problem = problem or error
+        if problem is not None:
+            raise problem
         return rows
+
+    def _lock(self, clock_mhz: int) -> None:
+        problem: Exception | None = None
+        try:
+            self._clocks.set_and_wait(clock_mhz)
+        except (GpuError, TimeoutError) as error:
+            problem = error
+        if self._peers.stage_max(float(problem is not None)):
+            raise problem or ProfileError(_OF_A_PEER)
 
     def _row(self, stage: int, kind: Kind, clock_mhz: int, repeated: Repeated, forward: Repeated) -> Row:
         energy_j, error_j = repeated.energy_j, repeated.energy_j * repeated.energy_error
@@ -178,19 +197,25 @@ class OfflineProfiler:
                 count += self._repeat_for(self._portion_s, lambda: spans.extend(self._run(stage, cycle)))
                 end_s = self._now_s()
                 times_s = [span.time_s for span in spans if _kind(span) is cycle[-1]]
-                found = self._evaluate(log, begin_s, end_s, count, spans)
+                try:
+                    found = self._evaluate(log, begin_s, end_s, count, spans)
+                except GpuError as error:
+                    self._peers.stage_max(_GIVE_UP)
+                    raise error
                 unknown = found is None or max(found.energy_error, typical(times_s)[1]) > self._config.relative_error
                 go_on = (unknown and end_s - begin_s < self._config.max_window_s) or count < _FEWEST_CYCLES
-                if self._peers.stage_max(1.0 if go_on or found is None else 0.0) == 0.0:
+                verdict = self._peers.stage_max(_GO_ON if go_on or found is None else _DONE)
+                if verdict == _GIVE_UP:
+                    raise ProfileError(_OF_A_PEER)
+                if verdict == _DONE:
                     assert found is not None
                     return found
-                if end_s - begin_s > 10 * self._config.max_window_s:
-                    log.power(begin_s, end_s)  # says what is wrong with the counter
 
     def _evaluate(
         self, log: CounterLog, begin_s: float, end_s: float, count: int, spans: Sequence[Span]
     ) -> Repeated | None:
-        if len(log.readings(begin_s, end_s)) < _REFRESHES_AT_A_TIME - 1:
+        refreshes = len(log.readings(begin_s, end_s))
+        if refreshes < _REFRESHES_AT_A_TIME - 1 and end_s - begin_s <= 10 * self._config.max_window_s:
             return None
         power = log.power(begin_s, end_s, at_least_s=(end_s - begin_s) / count)
         cycle_s = (end_s - begin_s) / count

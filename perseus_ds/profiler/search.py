@@ -57,7 +57,7 @@ class ClockSearch:
     """Asks for clocks to measure until enough is known; every rank must use its own in the same way.
 
     Rows are written as ``measured.csv`` after every clock. A search that finds rows there of the same job, and
-    no finished profile, goes on where that one stopped.
+    no profile finished after them, goes on where that one stopped.
 
     Args:
         ranks: All ranks.
@@ -161,8 +161,8 @@ class ClockSearch:
         return StageProfile([r.measurement for r in rows], info.model_copy(update={"rows": [r.quality for r in rows]}))
 
     def _rows_of_an_interrupted_search(self) -> dict[int, list[Row]]:
-        path = self._directory / "measured.csv"
-        if (self._directory / "profile.csv").exists() or not path.exists():
+        path, finished = self._directory / "measured.csv", self._directory / "profile.csv"
+        if not path.exists() or (finished.exists() and finished.stat().st_mtime >= path.stat().st_mtime):
             return {}
         try:
             earlier = StageProfile.load(path)
