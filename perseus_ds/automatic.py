@@ -125,10 +125,8 @@ def _check_clocks(tools: Tools) -> None:
         clocks_to_choose_from(tools.gpu, tools.config.profile)
 
     tools.ranks.together(check)
-    highest_mhz, gpu_mhz = (
-        clocks_to_choose_from(tools.gpu, tools.config.profile)[-1],
-        tools.gpu.supported_clocks_mhz()[-1],
-    )
+    highest_mhz = clocks_to_choose_from(tools.gpu, tools.config.profile)[-1]
+    gpu_mhz = tools.gpu.supported_clocks_mhz()[-1]
     if highest_mhz < gpu_mhz:
         tools.announce(
             f"perseus.profile.max_clock_mhz keeps all plans at or below {highest_mhz} MHz: savings and slowdowns are "

@@ -11,7 +11,6 @@ from tqdm import tqdm
 from perseus_ds.clock_plan import ClockPlan
 from perseus_ds.errors import GpuError, PerseusError, ProfileError
 from perseus_ds.execution import Span
-from perseus_ds.gpu.measure import counter_period_s
 from perseus_ds.instruction import Kind
 from perseus_ds.phases import Observe, Phase, Seen, Tools
 from perseus_ds.profiler.counter_log import CounterLog
@@ -214,18 +213,10 @@ def _energy_j(tools: Tools) -> float:
         return 0.0
 
 
-def _counter_period_s(tools: Tools) -> float:
-    try:
-        return tools.patience.call(lambda: counter_period_s(tools.gpu) or 0.1)
-    except GpuError:  # as above
-        return 0.1
-
-
 def _measure_offline(tools: Tools, before: Before, tail: list[Row]) -> None:
     assert tools.work is not None
     clocks = clocks_to_choose_from(tools.gpu, tools.config.profile)
     search = _search(tools, before, clocks)
-    period_s = _counter_period_s(tools)
     profiler = OfflineProfiler(
         gpu=tools.gpu,
         clocks=tools.clocks,
@@ -234,14 +225,14 @@ def _measure_offline(tools: Tools, before: Before, tail: list[Row]) -> None:
         peers=tools.ranks,
         config=tools.config.profile,
         blocking_power_w=before.info.blocking_power_w or 0.0,
-        counter_period_s=period_s,
+        counter_period_s=before.counter_period_s,
     )
     most = most_clocks(tools.config.profile, len(clocks))
     instructions = tools.ranks.all_max(len(tools.work.instructions))
     longest_s = most * instructions * tools.config.profile.max_window_s
     tools.announce(
         f"measuring up to {most} clocks, at most {longest_s:.0f} s; the energy counter moves every "
-        f"{period_s * 1e3:.0f} ms"
+        f"{before.counter_period_s * 1e3:.0f} ms"
     )
     chosen = search.next_clocks()
     if search.resumed:

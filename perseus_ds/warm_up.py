@@ -29,12 +29,14 @@ class Before:
         spans: Operations, by iteration.
         time_s: A typical iteration [s].
         energy_j: Of this rank's GPU in a typical iteration [J].
+        counter_period_s: How often the energy counter is refreshed [s].
         info: The job, and what of the iteration has no clock to choose; complete on rank 0.
     """
 
     spans: list[list[Span]]
     time_s: float
     energy_j: float
+    counter_period_s: float
     info: ProfileInfo
 
 
@@ -79,32 +81,34 @@ class WarmUp:
             self._tools.fail(error)
             return Observe()
 
-    def _blocking_power_w(self) -> float:
-        """Return what this rank's GPU draws while it waits [W].
+    def _look_at_counter(self) -> tuple[float, float]:
+        """Return how often the energy counter is refreshed [s], and what this rank's GPU draws while it waits [W].
 
         Raises:
             GpuError: On all ranks, if it cannot be told on one.
         """
         tools = self._tools
-        period_s, power_w, problem = 0.0, 0.0, None
+        period_s, power_w = 0.0, 0.0
+        problem: GpuError | None = None
         try:
-            period_s = counter_period_s(tools.gpu, _SHORT_LOOK_S) or counter_period_s(tools.gpu) or 0.0
+            period_s = tools.patience.call(lambda: counter_period_s(tools.gpu, _SHORT_LOOK_S) or 0.0)
+            period_s = period_s or tools.patience.call(lambda: counter_period_s(tools.gpu) or 0.0)
         except GpuError as error:
             problem = error
         window_s = max(_BLOCKING_WINDOW_S, _REFRESHES * tools.ranks.all_max(period_s))
         try:
             power_w = measure_blocking_power_w(tools.gpu, tools.ranks.place, tools.job.device, window_s)
         except GpuError as error:
-            problem = error
+            problem = problem or error
         for found in tools.ranks.all_gather(problem):
             if found is not None:
                 raise found
-        return power_w
+        return period_s, power_w
 
     def _before(self) -> Before:
         tools = self._tools
         spans = self._spans[1:]  # the first iteration allocates and agrees on shapes
-        power_w = self._blocking_power_w()
+        period_s, power_w = self._look_at_counter()
         job_key = tools.job_key()
         reports = tools.ranks.gather((tools.ranks.place.data_parallel_rank, spans, power_w))
         pipeline = [spans for data_parallel_rank, spans, _ in reports if data_parallel_rank == 0]
@@ -119,5 +123,6 @@ class WarmUp:
             spans,
             statistics.median(self._times_s[1:]),
             statistics.mean(self._energies_j[1:]),
+            period_s,
             tools.job.info.model_copy(update={**rest, "rows": []} if reports else {"blocking_power_w": power_w}),
         )

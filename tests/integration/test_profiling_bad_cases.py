@@ -14,9 +14,9 @@ SIMULATED = {"longest_instruction_s": 0.02}
 JOB = {"ranks": 2, "work": [3] * 4, "steps": 26}
 
 
-def both(folder, mode, **job):
+def both(folder, mode, simulated=None, **job):
     """Run a job without Perseus and with it; return both."""
-    block = {"mode": mode, "profile": PROFILE, "simulated": SIMULATED}
+    block = {"mode": mode, "profile": PROFILE, "simulated": {**SIMULATED, **(simulated or {})}}
     return run(folder / "without", **{**JOB, **job}), run(folder / mode, perseus=block, **{**JOB, **job})
 
 
@@ -27,8 +27,8 @@ def assert_same_training(without, perseus):
         assert ours["random"] == theirs["random"]
 
 
-def test_one_micro_batch(tmp_path):
-    without, perseus = both(tmp_path, "profile", micro_batches=1, steps=64)
+def test_one_micro_batch_and_a_slow_energy_counter(tmp_path):
+    without, perseus = both(tmp_path, "profile", {"counter_period_s": 0.3}, micro_batches=1, steps=64)
     assert_same_training(without, perseus)
     profile = StageProfile.load(tmp_path / "profile" / "perseus")
     assert profile.info.micro_batches == 1
@@ -41,11 +41,13 @@ def test_a_frozen_first_stage_with_activation_checkpointing(tmp_path):
     StageProfile.load(tmp_path / "auto" / "perseus")
 
 
-def test_a_loss_that_is_not_a_number(tmp_path):
+def test_a_loss_that_is_not_a_number_in_a_folder_with_an_odd_name(tmp_path):
+    tmp_path = tmp_path / "lr=0.1, {ß} 'x'"
     without, perseus = both(tmp_path, "auto", nan_step=2)
     assert_same_training(without, perseus)
     assert math.isnan(perseus.ranks[0]["losses"][-1])
     StageProfile.load(tmp_path / "auto" / "perseus")
+    assert (tmp_path / "auto" / "perseus" / "frontier.json").exists()
 
 
 def test_fp16_whose_loss_scale_skips_steps_while_profiling(tmp_path):
@@ -69,7 +71,8 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path):
     assert whole.ranks
     folder = tmp_path / "job" / "perseus"
     first = StageProfile.load(folder / "measured.csv")
-    (folder / "profile.csv").unlink()  # as if killed after the last clock but before the profile was written
+    # As if killed after the last clock of a second search, but before its profile was written.
+    (folder / "measured.csv").touch()
     again = run(tmp_path / "job", perseus=block, **JOB)
     assert again.ranks
     assert "already measured" in again.output

@@ -4,7 +4,7 @@ import pytest
 from virtual_time import VirtualTime
 
 from perseus_ds.config import ProfileConfig
-from perseus_ds.errors import GpuError
+from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.execution import Span
 from perseus_ds.gpu.simulated import DEVICES, SimulatedGpu
 from perseus_ds.instruction import Kind
@@ -167,3 +167,28 @@ def test_a_counter_that_stands_still_is_told():
     rank = Rank({(0, Kind.FORWARD): 0.02}, counter_period_s=1000.0)
     with pytest.raises(GpuError, match="refreshed only 0 times"):
         measure(rank, CLOCKS[:1], max_window_s=0.2)
+
+
+@pytest.mark.parametrize("answer", range(1, 6))
+def test_a_peer_of_the_stage_that_gives_up_is_not_waited_for(answer):
+    """Peers compute together: whatever they are asked, the answer that one of them gives up ends it for all."""
+    rank = Rank({(0, Kind.FORWARD): 0.02, (0, Kind.BACKWARD): 0.04})
+    asked = []
+
+    def stage_max(value):
+        asked.append(value)
+        gives_up = len(asked) >= answer and value in (0.0, 1.0)
+        return 2.0 if gives_up else value
+
+    rank.stage_max = stage_max
+    with pytest.raises(ProfileError, match="shares this rank's stage"):
+        measure(rank, CLOCKS[:1])
+
+
+def test_a_rank_that_gives_up_tells_its_peers_before_it_does():
+    rank = Rank({(0, Kind.FORWARD): 0.02}, counter_period_s=9.0)
+    told = []
+    rank.stage_max = lambda value: told.append(value) or value
+    with pytest.raises(GpuError, match="refreshed only"):
+        measure(rank, CLOCKS[:1], max_window_s=0.1)
+    assert told[-1] == 2.0
