@@ -67,7 +67,9 @@ def test_a_plan_from_the_examples_own_profile_saves_energy_and_changes_no_loss(e
 
 @pytest.mark.extended
 @pytest.mark.parametrize("example", ["bert", "wide_resnet"])
-def test_auto_mode_ends_up_under_a_plan(example, tmp_path):
+def test_auto_mode_trains_under_a_plan(example, tmp_path):
     auto = ["perseus.mode=auto", "perseus.cache=false"]
     _, records = train(example, 2, tmp_path / "run", *auto, "steps=150", "micro_batches=4")
-    assert records[-1]["phase"] == "run"
+    planned = [record for record in records if record["phase"] == "run"]
+    assert len(planned) > 10  # not the last for certain: on a busy machine times drift, and it profiles again
+    assert all(record["plan"] is not None for record in planned)
