@@ -78,7 +78,7 @@ class Plan:
 
 def _cache(tools: Tools) -> Cache:
     """Return the cache's entry for this job; every rank must ask at the same time."""
-    return Cache(tools.job_key())
+    return Cache(tools.profile_key())
 
 
 def _from_cache(tools: Tools) -> Phase | None:

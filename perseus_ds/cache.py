@@ -15,12 +15,12 @@ _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
 
 
 def cache_key(info: ProfileInfo, fingerprints: Sequence[str], settings: Mapping[str, object]) -> str:
-    """Return the name under which a profile is kept.
+    """Return the name of a job, or under which its profile is kept.
 
     Args:
         info: GPU, driver, schedule, parallelism, micro-batch size and versions, before anything is measured.
         fingerprints: Of every rank's share of the model.
-        settings: What else changes a measurement or a plan.
+        settings: What else changes what is named.
     """
     content = [info.model_dump(mode="json"), list(fingerprints), dict(settings)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]

@@ -83,12 +83,17 @@ class Tools:
         return Path(self.config.output_dir) / "profile.csv"
 
     def job_key(self) -> str:
-        """Return what tells this job from others whose instructions differ; every rank must ask at the same time."""
-        settings = {
-            "profile": self.config.profile.model_dump(),
-            "simulated": self.config.simulated.model_dump() if self.gpu.simulated else {},
-        }
-        return cache_key(self.job.info, self.ranks.all_gather(self.job.fingerprint), settings)
+        """Return what tells this job from others whose iterations differ; every rank must ask at the same time."""
+        return self._key({})
+
+    def profile_key(self) -> str:
+        """Return what tells its profile from others, how it is measured included; every rank must ask at once."""
+        return self._key({"profile": self.config.profile.model_dump()})
+
+    def _key(self, settings: dict[str, object]) -> str:
+        simulated = self.config.simulated.model_dump() if self.gpu.simulated else {}
+        fingerprints = self.ranks.all_gather(self.job.fingerprint)
+        return cache_key(self.job.info, fingerprints, {**settings, "simulated": simulated})
 
     def announce(self, text: str) -> None:
         """Say something, once for the whole job."""

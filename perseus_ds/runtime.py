@@ -121,8 +121,8 @@ class PerseusRuntime:
             isolated=isolated,
         )
         self._phase: Phase = first_phase(tools)
-        policy = config.policy.model_dump(mode="json")
-        self._recorder.event("start", mode=config.mode, gpu=gpu.name, frontier=config.frontier, policy=policy)
+        started = {"job": tools.job_key(), "policy": config.policy.model_dump(mode="json")}
+        self._recorder.event("start", mode=config.mode, gpu=gpu.name, frontier=config.frontier, **started)
         self._guardian = self._start_guardian()
         self._control = self._listen()
         self._guard = ExitGuard(self.close)

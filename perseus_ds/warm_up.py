@@ -109,7 +109,7 @@ class WarmUp:
         tools = self._tools
         spans = self._spans[1:]  # the first iteration allocates and agrees on shapes
         period_s, power_w = self._look_at_counter()
-        job_key = tools.job_key()
+        profile_key = tools.profile_key()
         reports = tools.ranks.gather((tools.ranks.place.data_parallel_rank, spans, power_w))
         pipeline = [spans for data_parallel_rank, spans, _ in reports if data_parallel_rank == 0]
         rest = {
@@ -117,7 +117,7 @@ class WarmUp:
             "transfers": transfer_durations(pipeline),
             "tail_s": tail_durations_s([spans for _, spans, _ in reports]),
             "blocking_power_w": statistics.mean(power_w for *_, power_w in reports) if reports else power_w,
-            "job": job_key,
+            "job": profile_key,
         }
         return Before(
             spans,

@@ -1,4 +1,8 @@
-"""What a job did from its first iteration to its last, over all its starts, from ``run.jsonl``."""
+"""What a job did from its first iteration to its last, over all its starts, from ``run.jsonl``.
+
+A folder may have served several jobs. Nothing of one says what another saved: its history is that of
+the job that trained last.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,8 @@ from perseus_ds.report.run_log import read_records
 # Stretched by nothing yet, so that their times and energies mean nothing.
 _NOT_TRAINING = "calibrate"
 _PLANNING = ("auto", "run")
-_DEFAULT_CLOCKS = ("observe", "warm-up")
+# Warm-up comes last: its ranks wait for each other before the tail, which an ordinary iteration does not.
+_DEFAULT_CLOCKS = ("observe", "plan", "warm-up")
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class Step:
         time_s: Iteration time [s].
         energy_j: Energy of the whole job [J]; NaN where it could not be read.
         default_energy_j: What the profile says the same takes at default clocks [J]; None without a plan.
+        frontier: What tells the frontier its plan is of from the job's earlier ones.
+        disturbed: Whether a rank has failed, or it is the first since the start, which allocates.
     """
 
     number: int
@@ -38,6 +45,8 @@ class Step:
     time_s: float
     energy_j: float
     default_energy_j: float | None
+    frontier: tuple[str | None, int]
+    disturbed: bool
 
 
 @dataclass(frozen=True)
@@ -62,17 +71,20 @@ class History:
     Attributes:
         folder: Where its ``run.jsonl`` lies.
         name: What to call it.
+        job: What tells it from others; None where it is not recorded.
         started: When, in seconds since the epoch; 0 where it is not recorded.
         mode: The mode of its last start.
         gpu: The GPU's name.
         simulated: Whether any of it is simulated.
         steps: All iterations but those that calibrate a simulated GPU.
         happenings: All events.
-        frontier: Where the last start's frontier came from, if it was named.
+        frontier: Where the last start under plans had its frontier from, if it was named.
+        left_out: Iterations of other jobs in the same file.
     """
 
     folder: Path
     name: str
+    job: str | None
     started: float
     mode: str | None
     gpu: str | None
@@ -80,20 +92,22 @@ class History:
     steps: tuple[Step, ...]
     happenings: tuple[Happening, ...] = field(repr=False)
     frontier: str | None = None
+    left_out: int = 0
 
     @property
     def at_default_clocks(self) -> list[Step]:
-        """Iterations without a plan that nothing disturbed: those that observe, or else the warm-up."""
+        """Iterations without a plan, all of one phase, that nothing disturbed and are most like any other."""
         for phase in _DEFAULT_CLOCKS:
-            found = [step for step in self.steps if step.phase == phase]
+            found = [step for step in self.steps if step.phase == phase and not step.disturbed]
             if found:
                 return found
         return []
 
     @property
     def under_plans(self) -> list[Step]:
-        """Iterations under a plan."""
-        return [step for step in self.steps if step.phase == "run" and step.plan is not None]
+        """Iterations under a plan of the frontier last in use: a plan's number means nothing on another."""
+        planned = [step for step in self.steps if step.phase == "run" and step.plan is not None]
+        return [step for step in planned if step.frontier == planned[-1].frontier]
 
 
 def read_history(folder: Path, name: str) -> History:
@@ -102,19 +116,23 @@ def read_history(folder: Path, name: str) -> History:
     Raises:
         ConfigError: The file is missing, or a line of it is no record.
     """
-    records = read_records(folder / "run.jsonl")
+    everything = read_records(folder / "run.jsonl")
+    records = _of_last_job(everything)
     starts = [record for record in records if record.get("event") == "start"]
     last = starts[-1] if starts else {}
+    planning = [start.get("frontier") for start in starts if start.get("mode") in _PLANNING]
     return History(
         folder=folder,
         name=name,
+        job=last.get("job"),
         started=float(starts[0].get("time", 0.0)) if starts else 0.0,
         mode=last.get("mode"),
         gpu=last.get("gpu"),
         simulated=any(record.get("simulated") for record in records),
         steps=tuple(_steps(records)),
         happenings=tuple(_happenings(records)),
-        frontier=last.get("frontier"),
+        frontier=planning[-1] if planning else None,
+        left_out=sum(map(_trains, everything)) - sum(map(_trains, records)),
     )
 
 
@@ -128,8 +146,27 @@ def _trains(record: dict[str, Any]) -> bool:
     return "event" not in record and record["phase"] != _NOT_TRAINING
 
 
+def _of_last_job(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    starts: list[list[dict[str, Any]]] = [[]]
+    for record in records:
+        if record.get("event") == "start":
+            starts.append([])
+        starts[-1].append(record)
+    jobs = [start[0].get("job") if start else None for start in starts]
+    trained = [job for job, start in zip(jobs, starts, strict=True) if any(map(_trains, start))]
+    last = (trained or jobs)[-1]
+    return [record for job, start in zip(jobs, starts, strict=True) if job == last for record in start]
+
+
 def _steps(records: list[dict[str, Any]]) -> Iterator[Step]:
-    for number, record in enumerate(filter(_trains, records), start=1):
+    number, profiles, frontier, is_first = 0, 0, None, True
+    for record in records:
+        if not _trains(record):
+            if record.get("event") == "start":
+                frontier, is_first = record.get("frontier"), True
+            profiles += record.get("event") == "profile"
+            continue
+        number += 1
         energy_j, saved = record["energy_j"], record.get("saved")
         yield Step(
             number=number,
@@ -139,7 +176,10 @@ def _steps(records: list[dict[str, Any]]) -> Iterator[Step]:
             time_s=record["time_s"],
             energy_j=math.nan if energy_j is None else energy_j,
             default_energy_j=None if energy_j is None or saved is None else energy_j / (1 - saved),
+            frontier=(frontier, profiles),
+            disturbed=is_first or bool(record.get("failed_ranks")),
         )
+        is_first = False
 
 
 def _happenings(records: list[dict[str, Any]]) -> Iterator[Happening]:

@@ -97,19 +97,22 @@ class Saving:
 
 
 def reference_for(history: History, histories: Sequence[History], frontier: Frontier | None) -> Reference | None:
-    """Return what an iteration takes at default clocks: measured in the same job, in another one, or predicted.
+    """Return what an iteration takes at default clocks: measured in the same job, in another run of it, or predicted.
 
     Args:
         history: The job that ran under plans.
-        histories: All jobs of the report.
+        histories: All runs of the report.
         frontier: Its plans.
     """
-    for other in (history, *(h for h in histories if h is not history and h.mode == "observe")):
+    observed = [h for h in histories if h is not history and h.mode == "observe" and h.job == history.job]
+    for other in (history, *observed):
         steps = other.at_default_clocks
         time_s, energy_j = median(s.time_s for s in steps), median(s.energy_j for s in steps)
         if time_s is not None and energy_j is not None:
             where = "this job" if other is history else f"the run “{other.name}”"
-            return Reference(time_s, energy_j, f"median of {len(steps)} iterations of {where}, measured", True)
+            return Reference(
+                time_s, energy_j, f"median of {len(steps)} {steps[0].phase} iterations of {where}, measured", True
+            )
     energy_j = median(s.default_energy_j for s in history.under_plans if s.default_energy_j is not None)
     if frontier is None or energy_j is None:
         return None

@@ -146,6 +146,11 @@ def _read_histories(found: Sources, folders: Sequence[Path]) -> None:
         if path.is_file():
             found.measured += [(history, iteration) for iteration in TimelineFile.load(path).iterations]
             found.files.append(path)
+    for history in (history for history in found.histories if history.left_out):
+        found.missing.append(
+            f"{history.left_out} iterations of other jobs that ran in {history.folder} before: give each job an "
+            "output_dir of its own."
+        )
     if not found.histories:
         found.missing.append("The run itself: there is no run.jsonl. Train with a perseus block, or give runs=[…].")
     elif not found.measured:

@@ -43,9 +43,15 @@ def test_a_job_profiles_plans_and_saves_energy_with_the_same_losses(tmp_path):
     earlier = {"XDG_CACHE_HOME": str(tmp_path / "auto" / "cache")}
     again = run(tmp_path / "again", environment=earlier, perseus=BLOCK, **{**JOB, "steps": 3})
     assert phases_of(again) == ["calibrate", "run"]
+    assert job_of(again) == job_of(finished)
     changed = {**JOB, "work": [4, 3, 3, 2], "steps": 3}
-    finished = run(tmp_path / "changed", environment=earlier, perseus=BLOCK, **changed)
-    assert phases_of(finished) == ["calibrate", "warm-up"]
+    other = run(tmp_path / "changed", environment=earlier, perseus=BLOCK, **changed)
+    assert phases_of(other) == ["calibrate", "warm-up"]
+    assert job_of(other) != job_of(finished)
+
+
+def job_of(finished):
+    return finished.records()[0]["job"]
 
 
 def assert_reported(folder):

@@ -72,7 +72,7 @@ def test_the_data_of_all_plans_is_there(folder, job):
     assert set(data["figures"]) == {"frontier", "history", "profile-time", "profile-energy", "profile-power"}
     names = [trace.get("name") for trace in data["figures"]["frontier"]["data"]]
     assert "measured: plan 2, median of 3" in names
-    assert "measured: default clocks, median of 3" in names
+    assert "measured: default clocks, median of 2" in names
 
 
 def test_what_was_saved_is_measured_against_default_clocks_of_the_same_job(folder, job):
@@ -87,6 +87,57 @@ def test_what_was_saved_is_measured_against_default_clocks_of_the_same_job(folde
     assert everything.saved_j == pytest.approx(planned.saved_j)
     assert everything.time_s == pytest.approx(3 * plan.time_s + 5.2 * default.time_s)
     assert projected.saved_kwh == pytest.approx((default.energy_j - plan.energy_j) * 100_000 / 3.6e6)
+
+
+def test_a_job_is_not_measured_against_another_one_in_the_same_folder(tmp_path, job):
+    """The folder's default: `output_dir` is named once, and jobs come and go."""
+    slow = [start("slow", "observe"), *(record(n, "observe", 2.0, 900.0) for n in (1, 2, 3))]
+    slow += [start("slow", "run"), record(4, "run", 2.0, 700.0, plan=0, saved=0.1)]
+    ours = [start("ours", "run"), record(1, "run", 1.0, 360.0, plan=0, saved=0.1)]
+    write_log(tmp_path, [*slow, *ours, start("crashed", "run")])
+    write_log(tmp_path / "other", slow[:4])
+    found = find_sources(tmp_path)
+    history = next(history for history in found.histories if history.folder == tmp_path)
+    assert history.left_out == 4
+    assert any("4 iterations of other jobs" in sentence for sentence in found.missing)
+    reference = reference_for(history, found.histories, job.frontier)
+    assert not reference.measured
+    assert [row.saved for row in savings(history, reference)] == pytest.approx([0.1, 0.1])
+    # Its own, started at default clocks at some time, are what it is measured against.
+    default = [start("ours", "observe"), record(1, "observe", 9.0, 999.0), record(2, "observe", 1.0, 450.0)]
+    write_log(tmp_path, [*default, *slow, *ours])
+    history = read_history(tmp_path, "run")
+    assert savings(history, reference_for(history, [history], None))[0].saved == pytest.approx(0.2)
+
+
+def test_default_clocks_are_those_of_ordinary_iterations(tmp_path):
+    """In the warm-up ranks wait for each other before the tail, and the first iteration of all allocates."""
+    warm_up = [record(n, "warm-up", 9.0 / n, 900.0 / n) for n in (1, 2, 3)]
+    write_log(tmp_path, [start("ours", "auto"), *warm_up])
+    assert [step.iteration for step in read_history(tmp_path, "run").at_default_clocks] == [2, 3]
+    planning = [record(n, "plan", 1.0, 100.0) for n in (4, 5)] + [record(6, "plan", 1.0, 100.0) | {"failed_ranks": [1]}]
+    write_log(tmp_path, [start("ours", "auto"), *warm_up, *planning])
+    assert [step.iteration for step in read_history(tmp_path, "run").at_default_clocks] == [4, 5]
+    observed = [record(n, "observe", 1.0, 100.0) for n in (1, 2)]
+    write_log(tmp_path, [start("ours", "auto"), *warm_up, *planning, start("ours", "observe"), *observed])
+    assert [step.phase for step in read_history(tmp_path, "run").at_default_clocks] == ["observe"]
+
+
+def test_plans_of_an_earlier_frontier_are_not_taken_for_those_of_the_last(tmp_path):
+    ran = [record(n, "run", 1.0, 100.0, plan=3, saved=0.1) for n in range(1, 4)]
+    profiled_again = {"event": "profile"}
+    write_log(tmp_path, [start("ours", "auto"), ran[0], profiled_again, ran[1], start("ours", "auto"), ran[2]])
+    assert [step.iteration for step in read_history(tmp_path, "run").under_plans] == [2, 3]
+    write_log(
+        tmp_path, [start("ours", "run", "a"), *ran[:2], start("ours", "run", "b"), ran[2], start("ours", "observe")]
+    )
+    history = read_history(tmp_path, "run")
+    assert [step.iteration for step in history.under_plans] == [3]
+    assert history.frontier == "b"
+
+
+def start(job, mode, frontier=None):
+    return {"event": "start", "job": job, "mode": mode, "frontier": frontier}
 
 
 def test_without_iterations_at_default_clocks_the_profile_says_what_they_take(tmp_path, job):
@@ -152,13 +203,14 @@ def test_a_profile_measured_again_does_not_fit_its_old_frontier(folder, job):
 def test_several_runs_in_one_folder_are_shown_in_their_order(tmp_path, job):
     job.profile.save(tmp_path / "profile" / "profile.csv")
     job.frontier.save(tmp_path / "frontier")
-    write_log(tmp_path / "b", [{"event": "start", "time": 1.0, "mode": "observe"}, record(1, "observe", 1.0, 100.0)])
+    observed = [record(1, "observe", 2.0, 200.0), record(2, "observe", 1.0, 100.0)]
+    write_log(tmp_path / "b", [{"event": "start", "time": 1.0, "mode": "observe"}, *observed])
     ran = record(1, "run", 1.0, 80.0, plan=0, saved=0.1)
     write_log(tmp_path / "a", [{"event": "start", "time": 2.0, "mode": "run"}, ran])
     found = find_sources(tmp_path)
     assert [history.name for history in found.histories] == ["b", "a"]
     words = text_of(report(tmp_path))
-    assert "median of 1 iterations of the run “b”, measured" in words
+    assert "median of 1 observe iterations of the run “b”, measured" in words
     assert "20.0 %" in words
 
 
