@@ -4,8 +4,10 @@
 
 Clocks are set through the real NVML binding on the tests' stub driver, whose calls take 15 ms as real ones do. Zeus's
 client path is ``PipelineFrequencyOptimizer.on_instruction_begin`` with its ``FrequencyController`` process and queue,
-without the ``torch.cuda.synchronize()`` it does at every instruction: there is no GPU here to wait for. Our plan has
-the instructions' durations, so that every second change is asked for twice, early and when it is due, as in training.
+without the ``torch.cuda.synchronize()`` it does at every instruction: there is no GPU here to wait for. For the same
+reason ours is without the two CUDA events that it creates and records there for every pass, load and transfer. Our plan
+has the instructions' durations, so that every second change is asked for twice, early and when it is due, as in
+training.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def main() -> None:
 def report(ours_s: float, zeus_s: float | None, engines: list[float]) -> None:
     """Print seconds per instruction, and per iteration of DeepSpeed, as ratios."""
     print("Training thread, per instruction (begin and end, the clock changes every time):")
-    print(f"  perseus-ds  {ours_s * 1e6:6.1f} µs")
+    print(f"  perseus-ds  {ours_s * 1e6:6.1f} µs, without the CUDA events it records on a GPU")
     if zeus_s is None:
         print("  zeus        skipped: not installed (pip install zeus)")
     else:
