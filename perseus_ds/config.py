@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -98,13 +97,9 @@ class PerseusConfig(_Block):
 
     @model_validator(mode="after")
     def _run_needs_a_frontier(self) -> Self:
-        if not self.enabled or self.mode != "run":
-            return self
-        if self.frontier is None:
+        # Whether it is there, only rank 0's node can tell.
+        if self.enabled and self.mode == "run" and self.frontier is None:
             raise ValueError('"mode": "run" needs "frontier": the frontier.json that "perseus-ds optimize" wrote')
-        path = Path(self.frontier)
-        if not (path / "frontier.json" if path.is_dir() else path).is_file():
-            raise ValueError(f'"frontier": {self.frontier} does not exist. Write it with "perseus-ds optimize"')
         return self
 
 

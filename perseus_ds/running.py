@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from perseus_ds.assignment import Assignment, Choice
 from perseus_ds.clock_plan import ClockPlan
 from perseus_ds.drift import DriftWatch
-from perseus_ds.errors import PlanError
+from perseus_ds.errors import ConfigError, PlanError
 from perseus_ds.execution import Span
 from perseus_ds.frontier import Frontier
 from perseus_ds.instruction import Kind
@@ -34,6 +35,10 @@ def load_frontier(tools: Tools, path: str) -> Frontier:
     """
 
     def read() -> Frontier:
+        if not Path(path).exists():
+            raise ConfigError(
+                f'"frontier": {path} does not exist on rank 0\'s node. Write it with "perseus-ds optimize".'
+            )
         frontier = Frontier.load(path)
         if frontier.provenance.simulated and not tools.gpu.simulated:
             raise PlanError(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pipelines import one_f_one_b
 
 from perseus_ds.config import parse_block
+from perseus_ds.errors import ConfigError, FrontierError
 from perseus_ds.execution import HostExecution
 from perseus_ds.frontier import Frontier, Provenance
 from perseus_ds.gpu.nvml import NvmlGpu
@@ -105,6 +106,13 @@ def test_forked_processes_leave_the_clock_and_the_guardian_to_their_parent(start
     with runtime.iteration():
         assert comes(lambda: stub.locked_clocks_mhz()[0] == CLOCK_MHZ)
     assert {record.get("event") for record in records(tmp_path)} == {"start", None}
+
+
+def test_a_frontier_that_is_not_there_is_an_error_before_training(start, stub, tmp_path):
+    with pytest.raises(ConfigError, match="nowhere does not exist on rank 0's node"):
+        start(NvmlGpu(0), mode="run", frontier=str(tmp_path / "nowhere"))
+    with pytest.raises(FrontierError, match="no such file; expected a frontier"):
+        start(NvmlGpu(0), mode="run", frontier=str(tmp_path))
 
 
 def test_no_pause_of_a_rank_is_too_long_for_the_others(start, plan, stub):
