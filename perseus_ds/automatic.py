@@ -66,6 +66,11 @@ class Plan:
         self._tools.announce(f"running under plan {running.clock_plan.number} of {self._directory / 'frontier.csv'}")
         return running
 
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
     def _keep(self) -> None:
         """Leave profile and frontier for the next run of this job."""
         cache = _cache(self._tools)

@@ -49,6 +49,7 @@ class ClockController:
         gpu: Gpu,
         on_error: Callable[[Exception], None],
         on_refusal: Callable[[Refusal], None] = lambda refusal: None,
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the worker.
 
@@ -56,9 +57,12 @@ class ClockController:
             gpu: Whose clock to control.
             on_error: Called once, on the worker's thread, when the driver refuses; nothing is requested after.
             on_refusal: Called there when the GPU does not reach a clock that the driver has accepted.
+            on_start: Called there first: makes moments safe to ask. (A thread that asks a CUDA event has a context
+                made for it on GPU 0, in hundreds of MiB for every rank of the node, unless it has chosen its own.)
         """
         self._gpu = gpu
         self._on_error = on_error
+        self._on_start = on_start
         self._watch = ClockWatch(gpu, on_refusal)
         self._inbox: queue.SimpleQueue[_Request | threading.Event] = queue.SimpleQueue()
         self._pending: deque[_Request | threading.Event] = deque()
@@ -66,6 +70,7 @@ class ClockController:
         self._failed = False
         # None stands for the default, the driver's own clock management.
         self._requested: int | None = None
+        self._is_idle = False
         self._applied: int | None = None
         self.changes = 0
         self.overtaken = 0
@@ -75,8 +80,9 @@ class ClockController:
 
     def request(self, clock_mhz: int | None, after: Moment | None = None) -> None:
         """Ask for a clock (None for the default) once the GPU has passed a moment; returns at once."""
-        if clock_mhz != self._requested:
+        if clock_mhz != self._requested or self._is_idle:
             self._requested = clock_mhz
+            self._is_idle = False
             self._inbox.put((clock_mhz, after, None, 0.0))
 
     def request_early(self, clock_mhz: int, begun: Moment | None, delay_s: float) -> None:
@@ -90,6 +96,12 @@ class ClockController:
             delay_s: How long after it [s].
         """
         self._inbox.put((clock_mhz, begun, delay_s, time.monotonic()))
+
+    def reset_when_idle(self, after_s: float) -> None:
+        """Return to the default clock unless there is a :meth:`request` before some time has passed [s]."""
+        if self._requested is not None:
+            self._is_idle = True
+            self._inbox.put((None, None, after_s, time.monotonic()))
 
     def set_and_wait(self, clock_mhz: int | None, timeout_s: float = 10.0) -> None:
         """Ask for a clock and wait until the driver has accepted it.
@@ -136,6 +148,10 @@ class ClockController:
                     self._on_error(error)
 
     def _work(self) -> None:
+        try:
+            self._on_start()
+        except Exception as error:
+            self._fail(error)
         while not self._stopping.is_set():
             self._serve()
 

@@ -35,7 +35,7 @@ def execution_on(gpu: Gpu, device: torch.device, config: PerseusConfig) -> Execu
     """Return what times operations on a GPU."""
     if isinstance(gpu, SimulatedGpu):
         return SimulatedExecution(gpu, transfer_s=config.simulated.transfer_s, tail_s=config.simulated.tail_s)
-    return CudaExecution() if device.type == "cuda" else HostExecution()
+    return CudaExecution(device) if device.type == "cuda" else HostExecution()
 
 
 def _open_bare_gpu(config: PerseusConfig, device: torch.device, rank: int, local_rank: int) -> Gpu:

@@ -43,6 +43,9 @@ class Span:
 class Execution(Protocol):
     """Begin and end of every operation of this rank."""
 
+    def use_device(self) -> None:
+        """Let the calling thread, too, use the device that operations run on."""
+
     def start_iteration(self) -> None:
         """Forget earlier spans; times count from here."""
 
@@ -70,6 +73,9 @@ class HostExecution:
         self._origin_s = time.perf_counter()
         self._began_s = 0.0
 
+    def use_device(self) -> None:
+        """Any thread may use the host."""
+
     def start_iteration(self) -> None:
         self._marks = []
         self._origin_s = time.perf_counter()
@@ -94,12 +100,20 @@ class HostExecution:
 
 
 class CudaExecution:
-    """Operations that the host only launches: timed by events on the current stream."""
+    """Operations that the host only launches: timed by events on the current stream.
 
-    def __init__(self) -> None:
+    Args:
+        device: Where the rank's tensors live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.cuda.current_device() if device.index is None else device.index
         self._marks: list[tuple[Operation, Any, Any]] = []
         self._origin = self._record()
         self._began = self._origin
+
+    def use_device(self) -> None:
+        torch.cuda.set_device(self._device)
 
     def start_iteration(self) -> None:
         self._marks = []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -144,6 +144,14 @@ class Phase(Protocol):
 
     def after(self, seen: Seen) -> Phase:
         """Return the phase of the next iteration; called on all ranks."""
+
+
+@runtime_checkable
+class Stoppable(Protocol):
+    """A phase that has something running beside training."""
+
+    def stop(self) -> None:
+        """End it: no iteration of this phase will follow; harmless when called again."""
 
 
 @dataclass(frozen=True)

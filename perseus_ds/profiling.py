@@ -81,9 +81,12 @@ class OnlineIterations:
         try:
             return self._after(seen)
         except (PerseusError, OSError) as error:
-            self._log.__exit__(None, None, None)
+            self.stop()
             self._tools.fail(error)
             return Observe()
+
+    def stop(self) -> None:
+        self._log.__exit__(None, None, None)
 
     def _after(self, seen: Seen) -> Phase:
         spans = [Span(s.operation, s.start_s + seen.start_s, s.end_s + seen.start_s) for s in seen.spans()]
@@ -114,7 +117,7 @@ class OnlineIterations:
         self._batch = list(self._clocks)
         if self._clocks:
             return self
-        self._log.__exit__(None, None, None)
+        self.stop()
         lost_j = float(self._tools.ranks.all_gather_numbers([self._lost_j]).sum())
         return self._following(self._iterations, self._tools.ranks.all_max(self._lost_s), lost_j)
 

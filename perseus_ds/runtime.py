@@ -32,7 +32,7 @@ from perseus_ds.gpu.patience import Patience
 from perseus_ds.guardian import Guardian
 from perseus_ds.instruction import Instruction, Kind
 from perseus_ds.orders import Orders
-from perseus_ds.phases import Job, Observe, Phase, Seen, Tools
+from perseus_ds.phases import Job, Observe, Phase, Seen, Stoppable, Tools
 from perseus_ds.plan import FrequencyPlan
 from perseus_ds.profile_info import ProfileInfo
 from perseus_ds.profiler.offline import Repeatable
@@ -45,13 +45,15 @@ from perseus_ds.timeline_log import Ran, TimelineLog
 logger = logging.getLogger("perseus_ds")
 _DRIVER_HANGS_S = 3.0
 _LATENCY_MOVED = 0.2
+_IDLE_S = 2.0
 
 
 class PerseusRuntime:
     """Perseus on one rank, driven by whoever executes the schedule.
 
-    ``iteration()`` surrounds a training iteration and ``operation()`` each of its operations;
-    outside of an iteration, operations run at default clocks and are not noticed.
+    ``iteration()`` surrounds a training iteration and ``operation()`` each of its operations; outside of
+    an iteration, operations are not noticed. Between two iterations the clock is the next one's first
+    already; it is the default after two seconds, within ``paused()``, and from ``close()`` on.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class PerseusRuntime:
         self._step: Step | None = None
         if config.mode != "observe":
             ranks.together(gpu.check_lock_permission)
-        self._clocks = ClockController(gpu, self._fail, self._refused)
+        self._clocks = ClockController(gpu, self._fail, self._refused, execution.use_device)
         self._recorder = Recorder(
             ranks,
             Path(config.output_dir),
@@ -209,11 +211,8 @@ class PerseusRuntime:
             samples: Samples the job will have seen after it, the x-axis of DeepSpeed's monitor.
         """
         changes, skips = self._clocks.changes, self._clocks.overtaken
-        if self._guardian is not None and not self._guardian.alive:
-            self._fail(GpuError("the guardian, which restores the clocks if the job is killed, is gone"))
-        if self._clocks.waiting_s > _DRIVER_HANGS_S:
-            self._fail(GpuError(f"the driver has not answered for {self._clocks.waiting_s:.0f} s"))
-        self._clock_plan = ClockPlan.none() if self._failed else self._phase.clock_plan
+        self._check()
+        self._clock_plan = ClockPlan.none() if self._failed or self._closed else self._phase.clock_plan
         self._update_steps()
         self._clocks.request(self._steps.first_mhz)
         energy_j = self._energy_j()
@@ -225,13 +224,17 @@ class PerseusRuntime:
             yield
         finally:
             self._in_iteration = False
+        # The host is done once all is launched. What the GPU is still doing belongs to this iteration, whatever the
+        # phase: else it would be counted in none, or where the host happens to wait next.
+        self._execution.wait()
         time_s = time.perf_counter() - start_s
         self._orders.steps += 1
         energy_j = self._energy_j() - energy_j
         counts = self._clocks.changes - changes, self._clocks.overtaken - skips + self._steps.skipped
         self._record(samples, time_s, energy_j, *counts)
-        seen = Seen(self._execution.spans, start_s, time_s, energy_j, self._steps.clock, self._failed)
+        seen = Seen(self._execution.spans, start_s, time_s, energy_j, self._steps.clock, self._failed or self._closed)
         self._phase = self._phase.after(seen)
+        self._clocks.reset_when_idle(_IDLE_S)
 
     def operation(self, operation: Operation) -> AbstractContextManager[None]:
         """Surround one operation of an iteration: the clock is set, and the time taken."""
@@ -275,6 +278,7 @@ class PerseusRuntime:
         """The engine runs another schedule than it started with: no plan fits any more."""
         if not isinstance(self._phase, Observe):
             self._fail(PlanError("the number of micro-batches changed, so no plan fits any more"))
+        self._stop_phase()
         self._phase = Observe()
 
     def set_policy(self, policy: Mapping[str, Any]) -> None:
@@ -320,10 +324,14 @@ class PerseusRuntime:
         self._orders.restore(state, steps)
 
     def close(self) -> None:
-        """Restore the default clock and stop; harmless when called again, or in a forked process."""
+        """Restore the default clock and stop; harmless when called again, or in a forked process.
+
+        Iterations may follow, as in a job that catches SIGTERM and goes on: at default clocks, without energies.
+        """
         if self._guard.is_forked:  # a copy of an engine may be collected there; clock and sockets are its parent's
             return
         self._guard.release()
+        self._stop_phase()
         self._clocks.close()
         self._patience.close()
         if not self._closed:
@@ -333,6 +341,19 @@ class PerseusRuntime:
             self._control.close()
         if self._guardian is not None:
             self._guardian.close()
+
+    def _stop_phase(self) -> None:
+        if isinstance(self._phase, Stoppable):
+            self._phase.stop()
+
+    def _check(self) -> None:
+        """Fail if whom we rely on is gone; after the end, that is as it should be."""
+        if self._closed:
+            return
+        if self._guardian is not None and not self._guardian.alive:
+            self._fail(GpuError("the guardian, which restores the clocks if the job is killed, is gone"))
+        if self._clocks.waiting_s > _DRIVER_HANGS_S:
+            self._fail(GpuError(f"the driver has not answered for {self._clocks.waiting_s:.0f} s"))
 
     def _start_guardian(self) -> Guardian | None:
         """Have somebody restore the clocks should all ranks be killed; a job that changes none needs nobody."""
@@ -364,6 +385,8 @@ class PerseusRuntime:
         self._recorder.own_event("refused", **dataclasses.asdict(refusal))
 
     def _energy_j(self) -> float:
+        if self._closed:
+            return math.nan
         try:
             return self._patience.call(self._gpu.energy_j)
         except GpuError as error:
@@ -392,7 +415,7 @@ class PerseusRuntime:
 
     def _fail(self, error: Exception) -> None:
         """Fall back to default clocks, warn once and record it; training goes on."""
-        if self._failed:
+        if self._failed or self._closed:
             return
         self._failed = True
         self._clock_plan = ClockPlan.none()

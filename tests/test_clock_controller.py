@@ -144,6 +144,47 @@ def test_a_refusal_is_told_once_and_nothing_is_requested_after(clocks, gpu, erro
     assert gpu.asked == [1200, None]
 
 
+def test_an_idle_clock_returns_to_the_default_and_is_requested_anew(clocks, gpu):
+    clocks.set_and_wait(1200)
+    begin_s = time.monotonic()
+    clocks.reset_when_idle(0.1)
+    assert comes(lambda: gpu.asked == [1200, None])
+    assert time.monotonic() - begin_s >= 0.1
+    clocks.set_and_wait(1200)
+    assert gpu.asked == [1200, None, 1200]
+
+
+def test_a_clock_that_is_requested_in_time_is_not_idle(clocks, gpu):
+    clocks.set_and_wait(1200)
+    clocks.reset_when_idle(0.1)
+    clocks.set_and_wait(1200)
+    time.sleep(0.2)
+    assert gpu.asked == [1200]
+
+
+def test_a_clock_at_its_default_is_left_alone_when_idle(clocks, gpu):
+    clocks.reset_when_idle(0.0)
+    time.sleep(0.1)
+    assert gpu.asked == []
+
+
+def test_the_worker_chooses_its_device_before_it_asks_for_any_moment(gpu, errors):
+    done = []
+
+    class NotingMoment(LaterMoment):
+        def query(self):
+            done.append(("query", threading.current_thread().name))
+            return True
+
+    clocks = ClockController(
+        gpu, errors.append, on_start=lambda: done.append(("start", threading.current_thread().name))
+    )
+    clocks.request(1200, after=NotingMoment())
+    clocks.set_and_wait(1110)
+    clocks.close()
+    assert done[:2] == [("start", "perseus-clocks"), ("query", "perseus-clocks")]
+
+
 def test_an_early_request_waits_for_its_time_and_not_for_the_next_one(clocks, gpu):
     clocks.set_and_wait(1110)
     begin_s = time.monotonic()

@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import threading
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,11 +64,11 @@ def plan(tmp_path):
     return {"mode": "run", "frontier": str(Frontier((plan,), 1.0, plan, provenance).save(tmp_path))}
 
 
-def train(runtime):
+def train(runtime, instruction_s=0.0):
     with runtime.iteration():
         for instruction in SCHEDULE.instructions[0]:
             with runtime.instruction(instruction):
-                pass
+                time.sleep(instruction_s)
 
 
 def fork(function):
@@ -113,6 +115,67 @@ def test_a_frontier_that_is_not_there_is_an_error_before_training(start, stub, t
         start(NvmlGpu(0), mode="run", frontier=str(tmp_path / "nowhere"))
     with pytest.raises(FrontierError, match="no such file; expected a frontier"):
         start(NvmlGpu(0), mode="run", frontier=str(tmp_path))
+
+
+def test_a_loop_may_go_on_after_closing(start, plan, stub, tmp_path, caplog):
+    """As a job does that catches SIGTERM, saves a checkpoint and goes on."""
+    runtime = start(NvmlGpu(0), **plan)
+    train(runtime)
+    runtime.close()
+    train(runtime)
+    before, after = (record for record in records(tmp_path) if "iteration" in record)
+    assert (before["plan"], after["plan"]) == (0, None)
+    assert not [record for record in records(tmp_path) if record.get("event") == "failure"]
+    assert not caplog.records
+    assert stub.locked_clocks_mhz()[0] == 0
+
+
+def test_the_clock_is_the_default_where_nothing_is_trained_for_long(start, plan, stub):
+    runtime = start(NvmlGpu(0), **plan)
+    train(runtime)
+    assert comes(lambda: stub.locked_clocks_mhz()[0] == CLOCK_MHZ)
+    assert comes(lambda: stub.locked_clocks_mhz()[0] == 0)
+    with runtime.iteration():
+        assert comes(lambda: stub.locked_clocks_mhz()[0] == CLOCK_MHZ)
+
+
+@pytest.mark.parametrize("mode", ["observe", "run"])
+def test_an_iteration_ends_when_the_gpu_is_done(start, plan, stub, tmp_path, mode):
+    class LateExecution(HostExecution):
+        """A device that is busy for longer than the host."""
+
+        def wait(self):
+            time.sleep(0.1)
+
+    stub.gpus[0].power_w = 1000.0
+    stub.gpus[0].counter_period_s = 0.001
+    train(start(NvmlGpu(0), LateExecution(), **(plan if mode == "run" else {"mode": mode})))
+    (record,) = (record for record in records(tmp_path) if "iteration" in record)
+    assert record["time_s"] >= 0.1
+    assert record["energy_j"] > 90.0
+
+
+@pytest.mark.parametrize(("phase", "end"), [("profile", "schedule_changed"), ("plan", "close")])
+def test_nothing_of_a_phase_outlives_it(start, stub, phase, end):
+    """Neither the thread that watches the energy counter nor the process that optimises."""
+    stub.gpus[0].counter_period_s = 0.005
+    profile = {"warm_up": 2, "min_clock_mhz": 1395, "sampling": "stride", "clock_stride": 1}
+    runtime = start(NvmlGpu(0), mode="auto", cache=False, profile=profile)
+    for _ in range(60):
+        if runtime.phase == phase:
+            break
+        stub.gpus[0].power_w = 100.0 if runtime.phase == "warm-up" else 400.0  # more than was drawn when waiting
+        train(runtime, 0.03)
+    assert runtime.phase == phase
+    assert beside_training()
+    getattr(runtime, end)()
+    assert not beside_training()
+
+
+def beside_training():
+    threads = [thread for thread in threading.enumerate() if thread.name == "perseus-energy"]
+    children = psutil.Process().children(recursive=True)
+    return threads + [child for child in children if "optimize" in child.cmdline()]
 
 
 def test_no_pause_of_a_rank_is_too_long_for_the_others(start, plan, stub):
