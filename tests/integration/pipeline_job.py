@@ -77,11 +77,12 @@ def pipeline_module(job: dict) -> PipelineModule:
 
         return DualPipeVModule(**common)
     module = PipelineModule(**common, seed_layers=True, base_seed=7)
-    return module.half() if in_half(job) else module  # buffers as well, which DeepSpeed leaves in fp32
+    return module.to(dtype_of(job))  # buffers as well, which DeepSpeed leaves in fp32
 
 
-def in_half(job: dict) -> bool:
-    return job.get("deepspeed", {}).get("fp16", {}).get("enabled", False)
+def dtype_of(job: dict) -> torch.dtype:
+    config = job.get("deepspeed", {})
+    return torch.half if "fp16" in config else torch.bfloat16 if "bf16" in config else torch.float32
 
 
 def main() -> None:
@@ -89,7 +90,7 @@ def main() -> None:
     job = json.loads((folder / "job.json").read_text())
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the background jobs of a shell lack
     torch.set_num_threads(1)
-    if in_half(job):
+    if dtype_of(job) is torch.half:
         set_accelerator(HalfPrecisionCpu())
     deepspeed.init_distributed("gloo")
     torch.manual_seed(11)
@@ -113,7 +114,7 @@ def main() -> None:
     )
     rank = torch.distributed.get_rank()
     nan_at = job["nan_step"] * job["micro_batches"] if "nan_step" in job else None
-    data = batches(100 + engine.grid.get_data_parallel_id(), nan_at, torch.half if in_half(job) else torch.float32)
+    data = batches(100 + engine.grid.get_data_parallel_id(), nan_at, dtype_of(job))
     if "file_limit_bytes" in job:  # writing more fails as on a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit_bytes"], resource.RLIM_INFINITY))
@@ -121,7 +122,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     weights = hashlib.sha256()
     for _, value in sorted(module.state_dict().items()):
-        weights.update(value.numpy().tobytes())
+        weights.update(value.float().numpy().tobytes())  # which represents every bf16 and fp16
     perseus = getattr(engine, "perseus", None)
     report |= {
         "engine": type(engine).__name__,

@@ -47,7 +47,6 @@ def test_a_loss_that_is_not_a_number_in_a_folder_with_an_odd_name(tmp_path):
     assert_same_training(without, perseus)
     assert math.isnan(perseus.ranks[0]["losses"][-1])
     StageProfile.load(tmp_path / "auto" / "perseus")
-    assert (tmp_path / "auto" / "perseus" / "frontier.json").exists()
 
 
 def test_fp16_whose_loss_scale_skips_steps_while_profiling(tmp_path):
@@ -56,6 +55,13 @@ def test_fp16_whose_loss_scale_skips_steps_while_profiling(tmp_path):
     assert_same_training(without, perseus)
     assert perseus.ranks[0]["skipped_steps"] == without.ranks[0]["skipped_steps"] > 3
     StageProfile.load(tmp_path / "auto" / "perseus")
+
+
+def test_bf16_with_zero_1_as_on_gpus(tmp_path):
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+    without, perseus = both(tmp_path, "profile", deepspeed=config)
+    assert_same_training(without, perseus)
+    StageProfile.load(tmp_path / "profile" / "perseus")
 
 
 def test_a_full_disk(tmp_path):
