@@ -10,15 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from perseus_ds.automatic import first_phase
-from perseus_ds.clock_plan import ClockPlan, Steps
-from perseus_ds.clock_steps import Step
+from perseus_ds.clock_plan import ClockPlan
 from perseus_ds.clock_watch import Refusal
 from perseus_ds.clocks import ClockController
 from perseus_ds.config import PerseusConfig, parse_block
@@ -31,6 +29,7 @@ from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.patience import Patience
 from perseus_ds.guardian import Guardian
 from perseus_ds.instruction import Instruction, Kind
+from perseus_ds.operations import Operations, Surround
 from perseus_ds.orders import Orders
 from perseus_ds.phases import Job, Observe, Phase, Seen, Stoppable, Tools
 from perseus_ds.plan import FrequencyPlan
@@ -44,7 +43,6 @@ from perseus_ds.timeline_log import Ran, TimelineLog
 
 logger = logging.getLogger("perseus_ds")
 _DRIVER_HANGS_S = 3.0
-_LATENCY_MOVED = 0.2
 _IDLE_S = 2.0
 
 
@@ -89,16 +87,12 @@ class PerseusRuntime:
         self._in_iteration = False
         # Ranks that have no tail to begin together must not be waited for.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
-        self._tail_to_align = False
         self._closed = False
         self._failed = False
-        self._clock_plan = ClockPlan.none()
-        self._steps = Steps()
-        self._steps_for: tuple[ClockPlan, float] = self._clock_plan, 0.0
-        self._step: Step | None = None
         if config.mode != "observe":
             ranks.together(gpu.check_lock_permission)
         self._clocks = ClockController(gpu, self._fail, self._refused, execution.use_device)
+        self._operations = Operations(execution, self._clocks, ranks)
         self._recorder = Recorder(
             ranks,
             Path(config.output_dir),
@@ -191,7 +185,7 @@ class PerseusRuntime:
     @property
     def plan(self) -> FrequencyPlan | None:
         """The plan in use, None at default clocks."""
-        return self._clock_plan.plan
+        return self._operations.plan.plan
 
     @property
     def profiled(self) -> bool:
@@ -212,14 +206,12 @@ class PerseusRuntime:
         """
         changes, skips = self._clocks.changes, self._clocks.overtaken
         self._check()
-        self._clock_plan = ClockPlan.none() if self._failed or self._closed else self._phase.clock_plan
-        self._update_steps()
-        self._clocks.request(self._steps.first_mhz)
+        plan = ClockPlan.none() if self._failed or self._closed else self._phase.clock_plan
+        self._operations.prepare(plan, align_tail=self._phase.measures and self._has_tail)
         energy_j = self._energy_j()
         self._execution.start_iteration()
         start_s = time.perf_counter()
         self._in_iteration = True
-        self._tail_to_align = self._phase.measures and self._has_tail
         try:
             yield
         finally:
@@ -230,43 +222,20 @@ class PerseusRuntime:
         time_s = time.perf_counter() - start_s
         self._orders.steps += 1
         energy_j = self._energy_j() - energy_j
-        counts = self._clocks.changes - changes, self._clocks.overtaken - skips + self._steps.skipped
+        steps = self._operations.steps
+        counts = self._clocks.changes - changes, self._clocks.overtaken - skips + steps.skipped
         self._record(samples, time_s, energy_j, *counts)
-        seen = Seen(self._execution.spans, start_s, time_s, energy_j, self._steps.clock, self._failed or self._closed)
+        seen = Seen(self._execution.spans, start_s, time_s, energy_j, steps.clock, self._failed or self._closed)
         self._phase = self._phase.after(seen)
         self._clocks.reset_when_idle(_IDLE_S)
 
     def operation(self, operation: Operation) -> AbstractContextManager[None]:
         """Surround one operation of an iteration: the clock is set, and the time taken."""
-        return _Operation(self, operation) if self._in_iteration else nullcontext()
+        return Surround(self._operations, operation) if self._in_iteration else nullcontext()
 
     def instruction(self, instruction: Instruction) -> AbstractContextManager[None]:
         """Surround one instruction of an iteration."""
         return self.operation(Compute(instruction))
-
-    def begin(self, operation: Operation) -> None:
-        """An operation is about to be issued: its clock is due, and the time has come to plan for the next one's."""
-        if not isinstance(operation, Compute):
-            self._execution.begin(operation)
-            return
-        if self._tail_to_align and operation.instruction.kind is Kind.TAIL:
-            self._tail_to_align = False
-            self._execution.wait()
-            self._ranks.barrier()
-        step = self._step = self._steps.by_instruction.get(operation.instruction)
-        if step is None:
-            self._execution.begin(operation)
-            return
-        self._clocks.request(step.clock_mhz)
-        begun = self._execution.begin(operation)
-        if step.early_s is not None:
-            self._clocks.request_early(step.next_clock_mhz, begun, step.early_s)
-
-    def end(self, operation: Operation) -> None:
-        """An operation was issued: as soon as it is over, the next instruction's clock is due."""
-        moment = self._execution.end(operation)
-        if self._step is not None and isinstance(operation, Compute):
-            self._clocks.request(self._step.next_clock_mhz, moment)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -372,14 +341,6 @@ class PerseusRuntime:
             self._recorder.event("control", error=str(error))
             return None
 
-    def _update_steps(self) -> None:
-        """Make the iteration's steps of its plan, unless they are those of the iteration before."""
-        plan, latency_s = self._steps_for
-        measured_s = self._clocks.latency_s
-        if self._clock_plan is not plan or abs(measured_s - latency_s) > _LATENCY_MOVED * latency_s:
-            self._steps = self._clock_plan.steps(measured_s)
-            self._steps_for = self._clock_plan, measured_s
-
     def _refused(self, refusal: Refusal) -> None:
         """Record a clock that the GPU does not reach."""
         self._recorder.own_event("refused", **dataclasses.asdict(refusal))
@@ -394,6 +355,7 @@ class PerseusRuntime:
             return math.nan
 
     def _record(self, samples: int, time_s: float, energy_j: float, clock_changes: int, clock_skips: int) -> None:
+        plan = self._operations.plan
         self._orders.last = self._recorder.add(
             Iteration(
                 number=self._orders.steps,
@@ -404,13 +366,13 @@ class PerseusRuntime:
                 clock_changes=clock_changes,
                 clock_skips=clock_skips,
                 failed=self._failed,
-                plan=self._clock_plan.number,
-                forecast=self._clock_plan.forecast,
-                wants_timeline=self._timelines.wants(self._phase.name, self._clock_plan.number),
+                plan=plan.number,
+                forecast=plan.forecast,
+                wants_timeline=self._timelines.wants(self._phase.name, plan.number),
             )
         )
         if self._recorder.timeline_wanted:
-            ran = Ran(self._orders.steps, self._phase.name, self._clock_plan.number, self._clock_plan.clock)
+            ran = Ran(self._orders.steps, self._phase.name, plan.number, plan.clock)
             self._timelines.keep(ran, self._execution)
 
     def _fail(self, error: Exception) -> None:
@@ -418,26 +380,6 @@ class PerseusRuntime:
         if self._failed or self._closed:
             return
         self._failed = True
-        self._clock_plan = ClockPlan.none()
-        self._steps, self._step = Steps(), None
-        self._clocks.request(None)
+        self._operations.drop_plan()
         logger.warning("perseus: %s. Training goes on at default clocks.", str(error).rstrip("."))
         self._recorder.own_event("failure", error=str(error))
-
-
-class _Operation:
-    """A context manager without a generator: it runs twice per instruction."""
-
-    __slots__ = ("_operation", "_runtime")
-
-    def __init__(self, runtime: PerseusRuntime, operation: Operation) -> None:
-        self._runtime = runtime
-        self._operation = operation
-
-    def __enter__(self) -> None:
-        self._runtime.begin(self._operation)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._runtime.end(self._operation)
