@@ -21,11 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MICRO_BATCHES, ITERATIONS = 64, 60
+# Instructions of 1.5 and of some 10 ms, in iterations that take about as long; those of large models take 20 to 300 ms.
+ENGINES = {"short": (64, 64), "long": (512, 10)}
 CLOCKS_MHZ = (1410, 1200)
 INSTRUCTION_S = 0.05
 LATENCY_S = 0.015
@@ -52,10 +55,10 @@ def main() -> None:
                 if (value := run(name, Path(folder), stub.environment)) is not None:
                     found[name].append(value)
     per = {name: [statistics.median(v) for v in zip(*runs, strict=True)] for name, runs in found.items() if runs}
-    report(per["perseus"][0], per["zeus"][0] if "zeus" in per else None, per["engines"])
+    report(per["perseus"][0], per["zeus"][0] if "zeus" in per else None, [per[name] for name in ENGINES])
 
 
-def report(ours_s: float, zeus_s: float | None, engines: list[float]) -> None:
+def report(ours_s: float, zeus_s: float | None, engines: list[list[float]]) -> None:
     """Print seconds per instruction, and per iteration of DeepSpeed, as ratios."""
     print("Training thread, per instruction (begin and end, the clock changes every time):")
     print(f"  perseus-ds  {ours_s * 1e6:6.1f} µs, without the CUDA events it records on a GPU")
@@ -64,9 +67,11 @@ def report(ours_s: float, zeus_s: float | None, engines: list[float]) -> None:
     else:
         print(f"  zeus        {zeus_s * 1e6:6.1f} µs, without its synchronize\n  ratio       {ours_s / zeus_s:6.2f}")
     print("Iteration of DeepSpeed's pipeline engine, one stage, clocks as planned:")
-    plain_s, ratio, again = engines
-    print(f"  plain       {plain_s * 1e3:6.2f} ms\n  ratio       {ratio:.4f}, with perseus-ds to plain")
-    print(f"  noise       {again:.4f}, a second plain engine to the first")
+    for (_, micro_batches), (plain_s, ratio, again) in zip(ENGINES.values(), engines, strict=True):
+        instruction_s = plain_s / micro_batches / 2
+        print(f"  plain       {plain_s * 1e3:6.2f} ms, a clock change every {instruction_s * 1e3:.1f} ms")
+        print(f"  ratio       {ratio:.4f}, with perseus-ds to plain")
+        print(f"  noise       {again:.4f}, a second plain engine to the first")
 
 
 def run(name: str, folder: Path, environment: dict[str, str]) -> list[float] | None:
@@ -131,18 +136,18 @@ def _runtime() -> tuple[Any, Any]:
     return runtime, schedule.instructions[0][:-1]
 
 
-def _plan(instruction_s: float | None = None) -> tuple[Any, str]:
+def _plan(instruction_s: float | None = None, micro_batches: int = MICRO_BATCHES) -> tuple[Any, str]:
     """Return a schedule and a plan for it; without durations, every change is made however short the instructions."""
     from perseus_ds.frontier import Frontier, Provenance
     from perseus_ds.instruction import Kind
     from perseus_ds.plan import FrequencyPlan
     from perseus_ds.schedule import read_schedule, schedule_class
 
-    schedule = read_schedule(schedule_class("1f1b"), ranks=1, micro_batches=MICRO_BATCHES)
+    schedule = read_schedule(schedule_class("1f1b"), ranks=1, micro_batches=micro_batches)
     stream = tuple(i for i in schedule.instructions[0] if i.kind is not Kind.TAIL)
     clocks = tuple(CLOCKS_MHZ[position % 2] for position in range(len(stream)))
     plan = FrequencyPlan((stream,), (clocks,), 1.0, 100.0)
-    provenance = Provenance(schedule="1f1b", micro_batches=MICRO_BATCHES, stages=1, blocking_power_w=80, solver="none")
+    provenance = Provenance(schedule="1f1b", micro_batches=micro_batches, stages=1, blocking_power_w=80, solver="none")
     times_s = {(i.stage, i.kind, clock): instruction_s for i in stream for clock in CLOCKS_MHZ if instruction_s}
     return schedule, str(Frontier((plan,), 1.0, plan, provenance, times_s).save(tempfile.mkdtemp()))
 
@@ -182,7 +187,7 @@ def _repeat(iteration: Callable[[], None]) -> None:
         time.sleep(0.02)
 
 
-def engines() -> list[float]:
+def engines(rows: int, micro_batches: int) -> list[float]:
     """Return seconds per iteration of DeepSpeed alone; relative to that, with Perseus, and alone once more.
 
     The engines live in one process and train in turns, so that a machine which is busy with something else now and
@@ -190,10 +195,10 @@ def engines() -> list[float]:
     """
     import torch
 
-    _, frontier = _plan()
+    _, frontier = _plan(micro_batches=micro_batches)
     block = {"mode": "run", "device": "nvml", "frontier": frontier, "output_dir": tempfile.mkdtemp()}
-    plain, ours, again = _engine(None), _engine(block), _engine(None)
-    data = iter(lambda: (torch.zeros(64, 384), torch.zeros(64, 384)), None)
+    plain, ours, again = (_engine(b, rows, micro_batches) for b in (None, block, None))
+    data = iter(lambda: (torch.zeros(rows, 384), torch.zeros(rows, 384)), None)
     times_s = [[_timed(engine, data) for engine in (plain, ours, again)] for _ in range(ITERATIONS // 2)][5:]
     ours.destroy()
     return [
@@ -208,7 +213,7 @@ def _timed(engine: Any, data: Any) -> float:
     return time.perf_counter() - began_s
 
 
-def _engine(block: dict[str, Any] | None) -> Any:
+def _engine(block: dict[str, Any] | None, rows: int, micro_batches: int) -> Any:
     import deepspeed
     import torch
     from deepspeed.pipe import LayerSpec, PipelineModule
@@ -221,8 +226,8 @@ def _engine(block: dict[str, Any] | None) -> Any:
     layers = [LayerSpec(torch.nn.Linear, 384, 384) for _ in range(4)]
     module = PipelineModule(layers=layers, num_stages=1, loss_fn=torch.nn.MSELoss())
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 64,
-        "gradient_accumulation_steps": MICRO_BATCHES,
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": micro_batches,
         "steps_per_print": 10**9,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}},
     }
@@ -232,7 +237,11 @@ def _engine(block: dict[str, Any] | None) -> Any:
     return built
 
 
-CHILDREN: dict[str, Callable[[], list[float]]] = {"perseus": perseus, "zeus": zeus, "engines": engines}
+CHILDREN: dict[str, Callable[[], list[float]]] = {
+    "perseus": perseus,
+    "zeus": zeus,
+    **{name: partial(engines, *size) for name, size in ENGINES.items()},
+}
 
 
 if __name__ == "__main__":

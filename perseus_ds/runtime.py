@@ -306,6 +306,8 @@ class PerseusRuntime:
         if not self._closed:
             self._closed = True
             self._recorder.summarise()
+            if self.config.mode == "profile" and not self.profiled and self._ranks.is_first:
+                logger.warning("perseus: training ended before the profile was finished. Train for more steps.")
         if self._control is not None:
             self._control.close()
         if self._guardian is not None:

@@ -182,3 +182,10 @@ def test_no_pause_of_a_rank_is_too_long_for_the_others(start, plan, stub):
     """What torch's own groups wait for at most is 30 minutes."""
     group = start(NvmlGpu(0), **plan)._ranks._group
     assert group._get_backend(torch.device("cpu")).options._timeout.days >= 1
+
+
+def test_a_profile_that_was_not_finished_is_spoken_of(start, stub, caplog):
+    runtime = start(NvmlGpu(0), mode="profile")
+    train(runtime)
+    runtime.close()
+    assert caplog.text.count("ended before the profile was finished") == 1

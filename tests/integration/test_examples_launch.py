@@ -53,16 +53,17 @@ def test_loss_falls(example, fall, ranks, tmp_path):
     ],
 )
 def test_a_plan_from_the_examples_own_profile_saves_energy_and_changes_no_loss(example, overrides, tmp_path):
-    common = [*overrides, "steps=8", "micro_batches=4"]
+    common = [*overrides, "steps=20", "micro_batches=4"]
     profile, frontier = tmp_path / "profile", tmp_path / "frontier"
-    train(example, 2, profile, "--profile", *QUICK_PROFILE, *overrides, "steps=30", "micro_batches=4")
+    train(example, 2, profile, "--profile", *QUICK_PROFILE, *overrides, "steps=64", "micro_batches=4")
     optimize = [str(BIN / "perseus-ds"), "optimize", f"profile={profile}/perseus", f"out={frontier}"]
     subprocess.run(optimize, check=True, capture_output=True)
     default_losses, default = train(example, 2, tmp_path / "default", "perseus.mode=observe", *common)
     plan = ["perseus.mode=run", f"perseus.frontier={frontier}", "perseus.policy={name: energy_optimal}"]
     losses, planned = train(example, 2, tmp_path / "plan", *plan, *common)
     assert losses == default_losses
-    assert min(r["energy_j"] for r in planned[3:]) < 0.97 * min(r["energy_j"] for r in default[3:])
+    # Sums, since an iteration is shorter than what the energy counter takes to move.
+    assert sum(r["energy_j"] for r in planned[4:]) < 0.97 * sum(r["energy_j"] for r in default[4:])
 
 
 @pytest.mark.extended
