@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hydra.core.override_parser.types import Quote, QuotedString
-
 from perseus_ds.cache import Cache
+from perseus_ds.cli.arguments import quoted
 from perseus_ds.clock_plan import ClockPlan
 from perseus_ds.errors import PerseusError
 from perseus_ds.execution import SimulatedExecution
@@ -43,7 +42,7 @@ class Plan:
     def _start(self) -> None:
         # A process, not a thread, which would slow down rank 0's training; and a polite one.
         command = ["nice", "-n", "10", sys.executable, "-m", "perseus_ds", "optimize"]
-        command += [f"profile={_quoted(self._tools.profile_path)}", f"out={_quoted(self._directory)}"]
+        command += [f"profile={quoted(self._tools.profile_path)}", f"out={quoted(self._directory)}"]
         command += [f"switch_cost_j={_SWITCH_COST_J}"]
         with (self._directory / "optimize.log").open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -118,11 +117,6 @@ def _running(tools: Tools, frontier: Frontier, profiles: int) -> Running:
 def _profile_and_plan(tools: Tools, profiles: int = 0) -> Phase:
     """Profile and plan, after so many times in this job."""
     return WarmUp(tools, lambda tools, before: profile_online(tools, before, lambda: Plan(tools, profiles + 1)))
-
-
-def _quoted(path: Path) -> str:
-    """Return a path as a value of a Hydra override, whatever is in it."""
-    return str(QuotedString(str(path), Quote.single).with_quotes())
 
 
 def _check_clocks(tools: Tools) -> None:

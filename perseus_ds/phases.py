@@ -6,7 +6,6 @@ go through the same phases at the same iterations.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -97,9 +96,7 @@ class Tools:
 
     def announce(self, text: str) -> None:
         """Say something, once for the whole job."""
-        if self.ranks.is_first:
-            with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk
-                print(f"perseus: {text}" + (", simulated GPUs" if self.gpu.simulated else ""), flush=True)
+        self.recorder.say(text)
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ class Recorder:
         """Say in one line what the training took and saved, and record it; on rank 0 only."""
         if not self._ranks.is_first or self._total.iterations == 0:
             return
-        self._say(str(self._total))
+        self.say(str(self._total))
         total = {key: round(value, 3) for key, value in asdict(self._total).items()}
         self.event("end", **total, saved=_rounded(self._total.saved, 4))
 
@@ -236,9 +236,12 @@ class Recorder:
         if record["predicted_time_s"] is not None:
             promised = f"{record['predicted_time_s']:.3f} s, {record['predicted_energy_j']:.0f} J"
             text += f" (plan {record['plan']}: {promised})"
-        self._say(text)
+        self.say(text)
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Say something to who watches the job's output; on rank 0 only."""
+        if not self._ranks.is_first:
+            return
         with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk
             print(f"perseus: {text}" + (", simulated GPUs" if self._simulated else ""), flush=True)
 

@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus_ds.automatic import _quoted
+from perseus_ds.cli.arguments import quoted
 from perseus_ds.errors import PerseusError
 from perseus_ds.ranks import Place, Ranks
 
@@ -33,7 +33,7 @@ def test_a_user_without_a_home_is_told_what_to_set():
 
 @given(st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1))
 def test_any_path_survives_hydras_grammar(name):
-    value = OverridesParser.create().parse_override(f"out={_quoted(name)}").value()
+    value = OverridesParser.create().parse_override(f"out={quoted(name)}").value()
     assert value == name
 
 

@@ -37,6 +37,13 @@ def defaults_text(command: str) -> str:
     return (config_dir() / "cli" / f"{command}.yaml").read_text(encoding="utf-8")
 
 
+def quoted(path: Path | str) -> str:
+    """Return a path as the value of an override, whatever is in its name."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return str(QuotedString(str(path), Quote.single).with_quotes())
+
+
 def compose(command: str, overrides: Sequence[str], model: type[Model]) -> Model:
     """Return a command's arguments.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from perseus_ds.cli.arguments import Arguments
+from perseus_ds.cli.arguments import Arguments, quoted
 from perseus_ds.cli.inputs import schedule_for
 from perseus_ds.errors import PerseusError
 from perseus_ds.report.sources import Sources, connect, find_sources
@@ -25,8 +25,7 @@ def with_folder(overrides: list[str]) -> list[str]:
     """Take a first word that is no ``key=value`` for the run's folder."""
     if not overrides or re.match(r"[a-z_]+=", overrides[0]):
         return overrides
-    quoted = overrides[0].replace("\\", "\\\\").replace("'", "\\'")
-    return [f"run='{quoted}'", *overrides[1:]]
+    return [f"run={quoted(overrides[0])}", *overrides[1:]]
 
 
 def sources_for(arguments: RunArguments) -> Sources:
