@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 from milp import solve_milp  # type: ignore[import-not-found]  # run as a script, whose folder is on the path
 
-from perseus_ds.frontier import Frontier
-from perseus_ds.instruction import Kind
-from perseus_ds.optimize import optimize, problem_for
-from perseus_ds.schedule import Schedule, read_schedule, schedule_class, stages_per_rank
-from perseus_ds.stage_profile import Measurement, StageProfile
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.optimizer import optimize, problem_for
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Schedule, read_schedule, schedule_class, stages_per_rank
 
 Energies = list[tuple[float, float]]
 """Time [s] and energy [J] of every plan."""

@@ -115,13 +115,13 @@ def _runtime() -> tuple[Any, Any]:
     import torch
     import torch.distributed as dist
 
+    from perseus_ds.artifacts.profile_metadata import ProfileInfo
     from perseus_ds.config import parse_block
-    from perseus_ds.execution import HostExecution
-    from perseus_ds.gpu.nvml import NvmlGpu
-    from perseus_ds.phases import Job
-    from perseus_ds.profile_info import ProfileInfo
-    from perseus_ds.ranks import Place, Ranks
-    from perseus_ds.runtime import PerseusRuntime
+    from perseus_ds.device.gpu.nvml import NvmlGpu
+    from perseus_ds.device.timers import HostExecution
+    from perseus_ds.distributed import Communicator, PipelineTopology
+    from perseus_ds.runtime.phases import Job
+    from perseus_ds.runtime.runtime import PerseusRuntime
 
     dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
     schedule, frontier = _plan(INSTRUCTION_S)
@@ -129,7 +129,7 @@ def _runtime() -> tuple[Any, Any]:
     runtime = PerseusRuntime(
         parse_block(block),
         Job(schedule, torch.device("cpu"), ProfileInfo()),
-        ranks=Ranks(Place(0, (0,))),
+        ranks=Communicator(PipelineTopology(0, (0,))),
         gpu=NvmlGpu(0),
         execution=HostExecution(),
     )
@@ -138,10 +138,10 @@ def _runtime() -> tuple[Any, Any]:
 
 def _plan(instruction_s: float | None = None, micro_batches: int = MICRO_BATCHES) -> tuple[Any, str]:
     """Return a schedule and a plan for it; without durations, every change is made however short the instructions."""
-    from perseus_ds.frontier import Frontier, Provenance
-    from perseus_ds.instruction import Kind
-    from perseus_ds.plan import FrequencyPlan
-    from perseus_ds.schedule import read_schedule, schedule_class
+    from perseus_ds.artifacts.frontier import Frontier, Provenance
+    from perseus_ds.artifacts.plan import FrequencyPlan
+    from perseus_ds.pipeline.instruction import Kind
+    from perseus_ds.pipeline.schedule import read_schedule, schedule_class
 
     schedule = read_schedule(schedule_class("1f1b"), ranks=1, micro_batches=micro_batches)
     stream = tuple(i for i in schedule.instructions[0] if i.kind is not Kind.TAIL)

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 from scipy.interpolate import PchipInterpolator
 
-from perseus_ds.gpu.simulated import DEVICES
-from perseus_ds.instruction import Kind
-from perseus_ds.optimize import optimize, problem_for
+from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.device.gpu.simulated import DEVICES
+from perseus_ds.optimizer import optimize, problem_for
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Schedule, read_schedule, schedule_class
 from perseus_ds.profiler.denoise import denoise
 from perseus_ds.profiler.sampling import AdaptiveSampler
-from perseus_ds.schedule import Schedule, read_schedule, schedule_class
-from perseus_ds.stage_profile import Measurement, StageProfile
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "sosp24" / "stage_profile"
 BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from perseus_ds.runtime import PerseusRuntime
+    from perseus_ds.runtime.runtime import PerseusRuntime
 
 __all__ = ["PerseusRuntime", "initialize"]
 
@@ -23,17 +23,17 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         ConfigError: The block is wrong, or the model is not a ``PipelineModule``.
         VersionError: The installed DeepSpeed is not one that Perseus works with.
     """
-    from perseus_ds.versions import require_deepspeed
+    from perseus_ds.engine.versions import require_deepspeed
 
     require_deepspeed()
-    from perseus_ds.engine import initialize as initialize_engine
+    from perseus_ds.engine.pipeline_engine import initialize as initialize_engine
 
     return initialize_engine(*args, **kwargs)
 
 
 def __getattr__(name: str) -> Any:
     if name == "PerseusRuntime":
-        from perseus_ds.runtime import PerseusRuntime
+        from perseus_ds.runtime.runtime import PerseusRuntime
 
         return PerseusRuntime
     raise AttributeError(f"module 'perseus_ds' has no attribute {name!r}")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from perseus_ds.frontier import Frontier, Provenance
-from perseus_ds.plan import FrequencyPlan
-from perseus_ds.profile_info import ProfileInfo, RowQuality, TransferDuration
-from perseus_ds.profile_rows import COLUMNS
+from perseus_ds.artifacts.frontier import Frontier, Provenance
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.profile_csv import COLUMNS
+from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality, TransferDuration
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(page for folder in (".", "docs", "benchmarks", "examples/*") for page in ROOT.glob(f"{folder}/*.md"))

@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from perseus_ds.frontier import Frontier
-from perseus_ds.report.run_log import MeasuredPoint, measured_points
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.run_records import MeasuredPoint, measured_points
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "runs" / "demo"

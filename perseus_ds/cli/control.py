@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from perseus_ds.cli.arguments import Arguments, compose
-from perseus_ds.control import parse_order, send_order
 from perseus_ds.errors import ConfigError
+from perseus_ds.policy.control_socket import parse_order, send_order
 
 _KEYS = {"policy": ("policy",), "straggler": ("pipeline", "slowdown", "after_iterations")}
 

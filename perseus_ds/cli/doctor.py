@@ -6,7 +6,7 @@ import platform
 import sys
 
 from perseus_ds.cli.arguments import Arguments, compose
-from perseus_ds.doctor import Finding, examine_gpus, examine_software
+from perseus_ds.cli.diagnostics import Finding, examine_gpus, examine_software
 
 _COLOURS = {"ok": "32", "info": "0", "warn": "33", "fail": "31"}
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from pydantic import Field, field_validator
 
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.plan import InstructionStreams
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.cli.arguments import Arguments, compose
 from perseus_ds.cli.inputs import naming
-from perseus_ds.emulate import Curve, Emulation, Job, busy_at_highest_clock, emulate
 from perseus_ds.errors import ConfigError, FrontierError
-from perseus_ds.frontier import Frontier
-from perseus_ds.instruction import Instruction, Kind
-from perseus_ds.plan import InstructionStreams
-from perseus_ds.stage_profile import StageProfile
+from perseus_ds.optimizer.emulation import Curve, Emulation, Job, busy_at_highest_clock, emulate
+from perseus_ds.pipeline.instruction import Instruction, Kind
 
 
 class EmulateArguments(Arguments):

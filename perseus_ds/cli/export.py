@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.zeus_plans import export_zeus
 from perseus_ds.cli.arguments import Arguments, compose
-from perseus_ds.frontier import Frontier
-from perseus_ds.interchange import export_zeus
 
 
 class ExportArguments(Arguments):

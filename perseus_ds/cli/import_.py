@@ -6,14 +6,15 @@ from pathlib import Path
 
 from pydantic import Field
 
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.zeus_plans import read_plans
 from perseus_ds.cli.arguments import Arguments, compose
 from perseus_ds.cli.inputs import find_schedule, naming
-from perseus_ds.cli.summary import save_and_summarise
-from perseus_ds.instruction import Kind
-from perseus_ds.interchange import judge, read_plans
-from perseus_ds.optimize import problem_for
-from perseus_ds.schedule import read_schedule, stages_per_rank
-from perseus_ds.stage_profile import StageProfile
+from perseus_ds.cli.output import save_and_summarise
+from perseus_ds.optimizer import problem_for
+from perseus_ds.optimizer.imported_plans import judge
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import read_schedule, stages_per_rank
 
 
 class ImportArguments(Arguments):

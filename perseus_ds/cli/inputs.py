@@ -1,15 +1,18 @@
-"""What several commands read: a profile, and the schedule it is for."""
+"""Inputs that several commands share: a profile and its schedule, a run's folder."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from perseus_ds.errors import ConfigError, ProfileError
-from perseus_ds.schedule import Schedule, read_schedule, schedule_class, stages_per_rank
-from perseus_ds.stage_profile import StageProfile
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.cli.arguments import Arguments, quoted
+from perseus_ds.errors import ConfigError, PerseusError, ProfileError
+from perseus_ds.pipeline.schedule import Schedule, read_schedule, schedule_class, stages_per_rank
+from perseus_ds.report.sources import Sources, connect, find_sources
 
 
 def schedule_for(
@@ -63,3 +66,43 @@ def _no_warnings() -> Iterator[None]:
         yield
     finally:
         logging.disable(logging.NOTSET)
+
+
+class RunArguments(Arguments):
+    """Arguments that say what a command is about."""
+
+    run: Path
+    out: Path | None
+    frontier: Path | None
+    profile: Path | None
+    runs: list[Path]
+
+
+def with_folder(overrides: list[str]) -> list[str]:
+    """Take a first word that is no ``key=value`` for the run's folder."""
+    if not overrides or re.match(r"[a-z_]+=", overrides[0]):
+        return overrides
+    return [f"run={quoted(overrides[0])}", *overrides[1:]]
+
+
+def sources_for(arguments: RunArguments) -> Sources:
+    """Read what the arguments name.
+
+    Raises:
+        PerseusError: What was named is wrong, a file that was found is broken, or there is nothing at all.
+    """
+    found = find_sources(arguments.run, frontier=arguments.frontier, profile=arguments.profile, runs=arguments.runs)
+    if found.frontier is not None and found.profile is not None:
+        provenance = found.frontier.provenance
+        try:
+            schedule = schedule_for(
+                found.profile,
+                schedule=provenance.schedule,
+                stages=provenance.stages,
+                micro_batches=provenance.micro_batches,
+            )
+        except PerseusError as error:
+            found.missing.append(f"Timelines of the plans: their schedule cannot be read ({error})")
+        else:
+            connect(found, schedule)
+    return found

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from pydantic import Field
 
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.cli.arguments import Arguments, compose
 from perseus_ds.cli.inputs import naming, schedule_for
-from perseus_ds.cli.progress import progress_bar
-from perseus_ds.cli.summary import save_and_summarise
-from perseus_ds.optimize import Solver, optimize
-from perseus_ds.stage_profile import StageProfile
+from perseus_ds.cli.output import progress_bar, save_and_summarise
+from perseus_ds.optimizer import Solver, optimize
 
 
 class OptimizeArguments(Arguments):

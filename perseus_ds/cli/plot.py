@@ -6,16 +6,16 @@ from pathlib import Path
 
 from pydantic import Field
 
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.plan import check_instructions
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.run_records import measured_points
 from perseus_ds.cli.arguments import Arguments, compose
 from perseus_ds.cli.inputs import naming, schedule_for
-from perseus_ds.dag import Dag
 from perseus_ds.errors import PlanError
-from perseus_ds.frontier import Frontier
-from perseus_ds.plan import check_instructions
+from perseus_ds.pipeline.dag import Dag
 from perseus_ds.report.pictures import frontier_picture, timeline_picture
-from perseus_ds.report.run_log import measured_points
 from perseus_ds.report.timeline import timeline
-from perseus_ds.stage_profile import StageProfile
 
 
 class PlotArguments(Arguments):

@@ -8,12 +8,12 @@ from typing import Literal
 
 import numpy as np
 
+from perseus_ds.artifacts.profile import Options, StageProfile
 from perseus_ds.cli.arguments import Arguments, compose
 from perseus_ds.cli.inputs import naming, schedule_for
 from perseus_ds.errors import ConfigError
-from perseus_ds.instruction import Kind
-from perseus_ds.optimize import problem_for
-from perseus_ds.stage_profile import Options, StageProfile
+from perseus_ds.optimizer import problem_for
+from perseus_ds.pipeline.instruction import Kind
 
 
 class ProfileArguments(Arguments):

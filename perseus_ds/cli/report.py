@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from perseus_ds.cli.arguments import compose
-from perseus_ds.cli.run_folder import RunArguments, sources_for, with_folder
+from perseus_ds.cli.inputs import RunArguments, sources_for, with_folder
 from perseus_ds.report.page import write_page
 from perseus_ds.report.savings import Factors
 

@@ -7,8 +7,8 @@ import sys
 from pydantic import field_validator
 
 from perseus_ds.cli.arguments import Arguments, compose
+from perseus_ds.device.gpu.nvml import NvmlGpu
 from perseus_ds.errors import ConfigError, GpuError
-from perseus_ds.gpu.nvml import NvmlGpu
 
 
 class ResetArguments(Arguments):

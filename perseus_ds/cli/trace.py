@@ -8,7 +8,7 @@ import math
 from pydantic import Field
 
 from perseus_ds.cli.arguments import compose
-from perseus_ds.cli.run_folder import RunArguments, sources_for, with_folder
+from perseus_ds.cli.inputs import RunArguments, sources_for, with_folder
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.measured_timeline import measured_timeline
 from perseus_ds.report.sources import Sources, label

@@ -7,18 +7,18 @@ import time
 import torch
 import torch.distributed as dist
 
+from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.distributed import PipelineTopology
 from perseus_ds.errors import GpuError
-from perseus_ds.gpu.base import Gpu
 from perseus_ds.profiler.counter_log import CounterLog
-from perseus_ds.ranks import Place
 
 
-def measure_blocking_power_w(gpu: Gpu, place: Place, device: torch.device, window_s: float) -> float:
+def measure_blocking_power_w(gpu: Gpu, topology: PipelineTopology, device: torch.device, window_s: float) -> float:
     """Let the ranks of a pipeline wait for each other in turns; every rank must call this.
 
     Args:
         gpu: This rank's GPU.
-        place: Where this rank stands.
+        topology: Where this rank stands.
         device: Where the engine's tensors live.
         window_s: How long each rank waits [s]; several refreshes of the energy counter.
 
@@ -30,15 +30,15 @@ def measure_blocking_power_w(gpu: Gpu, place: Place, device: torch.device, windo
     """
     power_w: float | None = None
     problem: GpuError | None = None
-    for waiting, sending in _rounds(place.pipeline_ranks):
-        if place.pipeline_rank in waiting:
-            source = place.pipeline[sending[waiting.index(place.pipeline_rank)]]
+    for waiting, sending in _rounds(topology.pipeline_ranks):
+        if topology.pipeline_rank in waiting:
+            source = topology.pipeline[sending[waiting.index(topology.pipeline_rank)]]
             try:
                 power_w = _waiting_power_w(gpu, source, device)
             except GpuError as error:
                 problem = error
-        elif place.pipeline_rank in sending:
-            target = place.pipeline[waiting[sending.index(place.pipeline_rank)]]
+        elif topology.pipeline_rank in sending:
+            target = topology.pipeline[waiting[sending.index(topology.pipeline_rank)]]
             time.sleep(window_s)
             dist.send(torch.zeros(1, device=device), target)
     if problem is not None:

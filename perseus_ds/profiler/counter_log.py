@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise, starmap
 from types import TracebackType
 
+from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.errors import GpuError
-from perseus_ds.gpu.base import Gpu
 
 _HANGS_S = 3.0
 

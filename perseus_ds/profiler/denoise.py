@@ -12,10 +12,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from perseus_ds.instruction import Kind
-from perseus_ds.profile_info import RowQuality
+from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.artifacts.profile_metadata import RowQuality
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.clock_model import Series, estimate_powers, estimate_times
-from perseus_ds.stage_profile import Measurement, StageProfile
 
 _FEWEST_CLOCKS = 3
 # A clock that was not measured gets no row if its energy is known this badly, or twice as badly as measured ones.

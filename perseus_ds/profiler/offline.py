@@ -10,16 +10,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from perseus_ds.config import ProfileConfig
+from perseus_ds.artifacts.profile import Measurement
+from perseus_ds.artifacts.profile_metadata import RowQuality
+from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.device.timers import Execution, Span
 from perseus_ds.errors import GpuError, ProfileError
-from perseus_ds.execution import Execution, Span
-from perseus_ds.gpu.base import Gpu
-from perseus_ds.instruction import Instruction, Kind
-from perseus_ds.profile_info import RowQuality
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.counter_log import CounterLog
+from perseus_ds.profiler.profile_config import ProfileConfig
 from perseus_ds.profiler.rows import Row
-from perseus_ds.schedule import Compute
-from perseus_ds.stage_profile import Measurement
 
 _REFRESHES_AT_A_TIME = 5
 _FEWEST_CYCLES = 4

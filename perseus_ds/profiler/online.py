@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from perseus_ds.execution import Span
-from perseus_ds.instruction import Kind
-from perseus_ds.profile_info import RowQuality
-from perseus_ds.profile_rows import Measurement
-from perseus_ds.profiler.rest import tails_s
+from perseus_ds.artifacts.profile_csv import Measurement
+from perseus_ds.artifacts.profile_metadata import RowQuality
+from perseus_ds.device.timers import Span
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.profiler.fixed_durations import tails_s
 from perseus_ds.profiler.rows import Row
-from perseus_ds.schedule import Compute
 
 Key = tuple[int, Kind]
 Floats = npt.NDArray[np.float64]

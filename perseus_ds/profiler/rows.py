@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from perseus_ds.instruction import Kind
-from perseus_ds.profile_info import RowQuality
-from perseus_ds.profile_rows import Measurement
+from perseus_ds.artifacts.profile_csv import Measurement
+from perseus_ds.artifacts.profile_metadata import RowQuality
+from perseus_ds.pipeline.instruction import Kind
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.instruction import Kind
-from perseus_ds.optimize.hull import corners
+from perseus_ds.artifacts.profile import Measurement, StageProfile, lower_hull
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.denoise import estimate
-from perseus_ds.stage_profile import Measurement, StageProfile
 
 Floats = npt.NDArray[np.float64]
 
@@ -180,7 +179,7 @@ class AdaptiveSampler:
 
 def _hull(time_s: Floats, cost_j: Floats) -> _Hull:
     order = np.lexsort((cost_j, time_s))
-    kept = order[corners(time_s[order], cost_j[order])]
+    kept = order[lower_hull(time_s[order], cost_j[order])]
     return _Hull(time_s[kept], cost_j[kept])
 
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from perseus_ds.config import ProfileConfig
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.profile_metadata import ProfileInfo
+from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.distributed import Communicator
 from perseus_ds.errors import ConfigError, ProfileError
-from perseus_ds.gpu.base import Gpu
-from perseus_ds.profile_info import ProfileInfo
 from perseus_ds.profiler.denoise import denoise
+from perseus_ds.profiler.profile_config import ProfileConfig
 from perseus_ds.profiler.rows import Row, combined, reached_only
 from perseus_ds.profiler.sampling import make_sampler
-from perseus_ds.ranks import Ranks
-from perseus_ds.stage_profile import StageProfile
 
 logger = logging.getLogger("perseus_ds")
 
@@ -70,7 +70,7 @@ class ClockSearch:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: Communicator,
         clocks_mhz: Sequence[int],
         config: ProfileConfig,
         info: ProfileInfo,

@@ -11,12 +11,12 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from perseus_ds.frontier import Frontier
-from perseus_ds.instruction import Kind
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.run_records import MeasuredPoint
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.report.history import History
-from perseus_ds.report.run_log import MeasuredPoint
 from perseus_ds.report.savings import Reference
-from perseus_ds.stage_profile import StageProfile
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#5F6B7A"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perseus_ds.report.run_log import read_records
+from perseus_ds.artifacts.run_records import read_records
 
 # Stretched by nothing yet, so that their times and energies mean nothing.
 _NOT_TRAINING = "calibrate"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from perseus_ds.instruction import Instruction, Kind
+from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Load, Transfer
 from perseus_ds.report.timeline import Bar, Timeline, Wait
-from perseus_ds.schedule import Load, Transfer
-from perseus_ds.timeline_file import MeasuredIteration, MeasuredOperation
 
 
 def measured_timeline(iteration: MeasuredIteration, *, energy_j: float) -> Timeline:

@@ -14,6 +14,7 @@ import jinja2
 from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
 
+from perseus_ds.artifacts.timeline import MeasuredIteration
 from perseus_ds.report.figures import (
     KIND_DASHES,
     STAGE_COLOURS,
@@ -27,7 +28,6 @@ from perseus_ds.report.measured_timeline import measured_timeline
 from perseus_ds.report.pipeline_data import KINDS, pipeline_data, timeline_data
 from perseus_ds.report.savings import Factors, Reference, Saving, reference_for, savings
 from perseus_ds.report.sources import Sources, label
-from perseus_ds.timeline_file import MeasuredIteration
 
 
 @dataclass(frozen=True)

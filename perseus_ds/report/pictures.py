@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from perseus_ds.frontier import Frontier, Provenance
-from perseus_ds.instruction import Instruction, Kind
-from perseus_ds.plan import FrequencyPlan
-from perseus_ds.report.run_log import MeasuredPoint
+from perseus_ds.artifacts.frontier import Frontier, Provenance
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.run_records import MeasuredPoint
+from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.report.timeline import Bar, Timeline
 
 _WIDTH_IN = 9.0

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from perseus_ds.dag import Dag, Node
-from perseus_ds.frontier import Frontier
-from perseus_ds.instruction import Instruction, Kind
-from perseus_ds.plan import FrequencyPlan
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.pipeline.dag import Dag, Node
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Load, Transfer
 from perseus_ds.report.timeline import Timeline
-from perseus_ds.schedule import Load, Transfer
-from perseus_ds.stage_profile import StageProfile
 
 KINDS = (*(kind.value for kind in Kind), "load", "activation", "grad")
 
@@ -29,7 +29,7 @@ def pipeline_data(dag: Dag, profile: StageProfile, frontier: Frontier) -> dict[s
     ``option`` says which of a plan's clocks is a node's, -1 for a node without; a plan's clocks are
     those of its ranks one after the other.
     """
-    place = {
+    position = {
         instruction: number for number, instruction in enumerate(i for stream in frontier.instructions for i in stream)
     }
     fixed_s = dag.fixed_durations_s(profile.info.fixed_durations)
@@ -43,7 +43,7 @@ def pipeline_data(dag: Dag, profile: StageProfile, frontier: Frontier) -> dict[s
         "micro_batch": [micro_batch for _, _, _, micro_batch in nodes],
         "node_ranks": [node.ranks for node in dag.nodes],
         "predecessors": dag.predecessors,
-        "option": [place.get(node.work, -1) if isinstance(node.work, Instruction) else -1 for node in dag.nodes],
+        "option": [position.get(node.work, -1) if isinstance(node.work, Instruction) else -1 for node in dag.nodes],
         "fixed_s": [round(float(value), 7) for value in fixed_s],
         "rows": _rows(profile),
         "plans": [packed_clocks(plan) for plan in frontier.plans],

@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from perseus_ds.instruction import Kind
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.denoise import estimate
-from perseus_ds.stage_profile import StageProfile
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#767676", "#000000")

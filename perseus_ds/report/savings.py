@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perseus_ds.frontier import Frontier
+from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.report.history import History, Step, median
 
 J_PER_KWH = 3.6e6

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from perseus_ds.dag import Dag
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.plan import check_instructions
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.run_records import MeasuredPoint
+from perseus_ds.artifacts.timeline import MeasuredIteration, TimelineFile
 from perseus_ds.errors import ConfigError, PerseusError
-from perseus_ds.frontier import Frontier
-from perseus_ds.plan import check_instructions
+from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.report.history import History, Step, median, read_history
-from perseus_ds.report.run_log import MeasuredPoint
-from perseus_ds.schedule import Schedule
-from perseus_ds.stage_profile import StageProfile
-from perseus_ds.timeline_file import MeasuredIteration, TimelineFile
 
 _MOST_PLANS = 3
 

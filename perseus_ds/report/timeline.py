@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perseus_ds.dag import Dag, Seconds
-from perseus_ds.instruction import Instruction
-from perseus_ds.plan import FrequencyPlan
-from perseus_ds.schedule import Load, Transfer
-from perseus_ds.stage_profile import StageProfile
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.pipeline.dag import Dag, Seconds
+from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.pipeline.schedule import Load, Transfer
 
 # Sums of the same times in another order differ by less [s].
 _INSTANT_S = 1e-9

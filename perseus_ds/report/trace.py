@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from perseus_ds.instruction import Instruction
+from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.pipeline.schedule import Transfer
 from perseus_ds.report.timeline import Bar, Timeline, Wait
-from perseus_ds.schedule import Transfer
 
 _US = 1e6
 Event = dict[str, Any]

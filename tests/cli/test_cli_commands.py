@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from pipelines import synthetic_profile
 
+from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.cli.main import COMMANDS, main
-from perseus_ds.frontier import Frontier
 
 LOWTIME = Path(__file__).resolve().parents[3] / "shared" / "data" / "sosp24"
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pipelines import synthetic_profile
 
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.cli.main import main
-from perseus_ds.stage_profile import StageProfile
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ import statistics
 import pytest
 from job import run
 
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.cli.main import main
-from perseus_ds.gpu.simulated import DEVICES
-from perseus_ds.instruction import Kind
+from perseus_ds.device.gpu.simulated import DEVICES
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.report.sources import find_sources
-from perseus_ds.stage_profile import StageProfile
 
 pytestmark = pytest.mark.integration
 MODEL = DEVICES["a100-sxm"]

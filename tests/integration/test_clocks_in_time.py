@@ -6,11 +6,11 @@ import statistics
 import pytest
 from job import run
 
-from perseus_ds.frontier import Frontier, Provenance
-from perseus_ds.gpu.simulated import DEVICES
-from perseus_ds.instruction import Kind
-from perseus_ds.plan import FrequencyPlan
-from perseus_ds.schedule import read_schedule, schedule_class
+from perseus_ds.artifacts.frontier import Frontier, Provenance
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.device.gpu.simulated import DEVICES
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import read_schedule, schedule_class
 
 pytestmark = pytest.mark.integration
 A40 = DEVICES["a40"]

@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from job import run
 
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
 from perseus_ds.cli.main import main
-from perseus_ds.control import send_order
+from perseus_ds.device.gpu.simulated import DEVICES
 from perseus_ds.errors import ConfigError
-from perseus_ds.gpu.simulated import DEVICES
-from perseus_ds.instruction import Kind
-from perseus_ds.optimize import optimize
-from perseus_ds.schedule import read_schedule, schedule_class
-from perseus_ds.stage_profile import Measurement, ProfileInfo, StageProfile
+from perseus_ds.optimizer import optimize
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import read_schedule, schedule_class
+from perseus_ds.policy.control_socket import send_order
 
 pytestmark = pytest.mark.integration
 MODEL = DEVICES["a100-sxm"]

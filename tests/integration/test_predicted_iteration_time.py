@@ -6,14 +6,14 @@ import statistics
 import pytest
 from job import run
 
-from perseus_ds.dag import Dag
-from perseus_ds.frontier import Frontier, Provenance
-from perseus_ds.instruction import Instruction, Kind
-from perseus_ds.optimize import optimize
-from perseus_ds.optimize.problem import Problem
-from perseus_ds.schedule import read_schedule, schedule_class
-from perseus_ds.stage_profile import StageProfile
-from perseus_ds.timeline_file import TimelineFile
+from perseus_ds.artifacts.frontier import Frontier, Provenance
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.timeline import TimelineFile
+from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.exact.problem import Problem
+from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import read_schedule, schedule_class
 
 pytestmark = pytest.mark.integration
 SIMULATED = {"longest_instruction_s": 0.06}

@@ -8,9 +8,9 @@ import psutil
 import pytest
 from job import QUICK_PROFILE, run, start
 
-from perseus_ds.gpu.simulated import DEVICES
-from perseus_ds.instruction import Kind
-from perseus_ds.stage_profile import StageProfile
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.device.gpu.simulated import DEVICES
+from perseus_ds.pipeline.instruction import Kind
 
 pytestmark = pytest.mark.integration
 MODEL = DEVICES["a100-sxm"]

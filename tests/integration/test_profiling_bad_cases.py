@@ -5,8 +5,8 @@ import math
 import pytest
 from job import run
 
-from perseus_ds.instruction import Kind
-from perseus_ds.stage_profile import StageProfile
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.pipeline.instruction import Kind
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
 PROFILE = {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8, "max_window_s": 0.2}

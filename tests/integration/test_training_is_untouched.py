@@ -6,10 +6,10 @@ import random
 import pytest
 from job import QUICK_PROFILE, run
 
-from perseus_ds.frontier import Frontier, Provenance
-from perseus_ds.gpu.simulated import DEVICES
-from perseus_ds.plan import FrequencyPlan
-from perseus_ds.schedule import read_schedule, schedule_class
+from perseus_ds.artifacts.frontier import Frontier, Provenance
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.device.gpu.simulated import DEVICES
+from perseus_ds.pipeline.schedule import read_schedule, schedule_class
 
 pytestmark = pytest.mark.integration
 WORK = [4, 2, 1, 3]

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from perseus_ds.device.gpu.simulated import DEVICES, SimulatedGpu
 from perseus_ds.errors import GpuError
-from perseus_ds.gpu.simulated import DEVICES, SimulatedGpu
 from perseus_ds.profiler.counter_log import CounterLog
 
 

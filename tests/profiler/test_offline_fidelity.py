@@ -3,17 +3,17 @@
 import pytest
 from virtual_time import VirtualTime
 
-from perseus_ds.config import ProfileConfig
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.profile_metadata import ProfileInfo
+from perseus_ds.device.gpu.simulated import DEVICES, SimulatedGpu
+from perseus_ds.device.timers import Span
 from perseus_ds.errors import GpuError, ProfileError
-from perseus_ds.execution import Span
-from perseus_ds.gpu.simulated import DEVICES, SimulatedGpu
-from perseus_ds.instruction import Kind
-from perseus_ds.profile_info import ProfileInfo
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.counter_log import CounterLog
 from perseus_ds.profiler.denoise import denoise
 from perseus_ds.profiler.offline import OfflineProfiler, typical
+from perseus_ds.profiler.profile_config import ProfileConfig
 from perseus_ds.profiler.rows import reached_only
-from perseus_ds.stage_profile import StageProfile
 
 
 class TickingTime(VirtualTime):

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from virtual_time import VirtualTime
 
-from perseus_ds.execution import Span
-from perseus_ds.gpu.simulated import COMPUTE_BOUND, DEVICES, MEMORY_BOUND, SimulatedGpu
-from perseus_ds.instruction import Instruction, Kind
+from perseus_ds.device.gpu.simulated import COMPUTE_BOUND, DEVICES, MEMORY_BOUND, SimulatedGpu
+from perseus_ds.device.timers import Span
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.online import OnlineProfiler
-from perseus_ds.schedule import Compute
 
 WORKLOAD = {Kind.FORWARD: COMPUTE_BOUND, Kind.BACKWARD: COMPUTE_BOUND, Kind.TAIL: MEMORY_BOUND}
 

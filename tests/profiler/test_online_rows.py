@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from perseus_ds.execution import Span
-from perseus_ds.instruction import Instruction, Kind
+from perseus_ds.device.timers import Span
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.online import OnlineProfiler
-from perseus_ds.schedule import Compute
 
 POWER_W = {Kind.FORWARD: 300.0, Kind.BACKWARD: 400.0, None: 80.0}
 

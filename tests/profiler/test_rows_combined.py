@@ -2,9 +2,9 @@
 
 import pytest
 
-from perseus_ds.instruction import Kind
-from perseus_ds.profile_info import RowQuality
-from perseus_ds.profile_rows import Measurement
+from perseus_ds.artifacts.profile_csv import Measurement
+from perseus_ds.artifacts.profile_metadata import RowQuality
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.rows import Row, combined
 
 

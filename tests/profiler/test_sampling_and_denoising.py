@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perseus_ds.gpu.simulated import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
-from perseus_ds.instruction import Kind
-from perseus_ds.profile_info import ProfileInfo, RowQuality
+from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality
+from perseus_ds.device.gpu.simulated import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.denoise import denoise
 from perseus_ds.profiler.sampling import AdaptiveSampler, make_sampler
-from perseus_ds.stage_profile import Measurement, StageProfile
 
 WORK_S = {(0, Kind.FORWARD): 0.1, (0, Kind.BACKWARD): 0.21, (1, Kind.FORWARD): 0.12, (1, Kind.BACKWARD): 0.23}
 

@@ -4,17 +4,17 @@ from itertools import pairwise
 import pytest
 from matplotlib.image import imread
 
+from perseus_ds.artifacts.frontier import Frontier, Provenance
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile, TransferDuration
+from perseus_ds.artifacts.run_records import MeasuredPoint, measured_points
 from perseus_ds.cli.main import main
-from perseus_ds.dag import Dag
 from perseus_ds.errors import ConfigError
-from perseus_ds.frontier import Frontier, Provenance
-from perseus_ds.instruction import Instruction, Kind
-from perseus_ds.optimize.problem import Problem
+from perseus_ds.optimizer.exact.problem import Problem
+from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Transfer, read_schedule, schedule_class
 from perseus_ds.report.pictures import frontier_picture, timeline_picture
-from perseus_ds.report.run_log import MeasuredPoint, measured_points
 from perseus_ds.report.timeline import timeline
-from perseus_ds.schedule import Transfer, read_schedule, schedule_class
-from perseus_ds.stage_profile import Measurement, ProfileInfo, StageProfile, TransferDuration
 
 STAGES, MICRO_BATCHES, POWER_W = 3, 4, 80.0
 

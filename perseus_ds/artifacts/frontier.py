@@ -1,0 +1,240 @@
+"""All frequency plans worth running, from the fastest to the most frugal: look-up, JSON and CSV."""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import io
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from perseus_ds.artifacts.io import read_json, write_atomically
+from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams
+from perseus_ds.errors import DeadlineError, FrontierError
+from perseus_ds.pipeline.instruction import Instruction, Kind
+
+SCHEMA_VERSION = 1
+# Deadlines come from arithmetic on measured times; a plan that is late by rounding is not late.
+_TOLERANCE = 1e-9
+
+
+class Provenance(BaseModel):
+    """What a frontier was computed from."""
+
+    model_config = ConfigDict(extra="forbid")
+    schedule: str
+    micro_batches: int
+    stages: int
+    blocking_power_w: float
+    solver: str
+    simulated: bool | None = None
+    gpu: str | None = None
+    profile: str | None = None
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Plans by ascending time and descending energy.
+
+    Attributes:
+        plans: The fastest first; the last one is the energy optimum ``T*``.
+        t_min_s: Makespan with every instruction at its fastest measured clock [s].
+        baseline: Everything at the highest measured clock: what running without Perseus costs.
+        provenance: What it was computed from.
+        instruction_times_s: What the profile says that instructions take, at each clock [s].
+    """
+
+    plans: tuple[FrequencyPlan, ...]
+    t_min_s: float
+    baseline: FrequencyPlan
+    provenance: Provenance
+    instruction_times_s: ClockTimes = field(default_factory=dict)
+
+    @property
+    def t_star_s(self) -> float:
+        """The iteration time at which energy is lowest [s]."""
+        return self.plans[-1].time_s
+
+    @property
+    def instructions(self) -> InstructionStreams:
+        """What each rank computes, in program order."""
+        return self.plans[0].instructions
+
+    @cached_property
+    def _times_s(self) -> list[float]:
+        return [plan.time_s for plan in self.plans]
+
+    def lookup(self, deadline_s: float) -> FrequencyPlan:
+        """Return the plan of least energy that finishes by the deadline.
+
+        Args:
+            deadline_s: Iteration time allowed [s], > 0.
+
+        Returns:
+            The slowest plan with ``time_s <= min(deadline_s, T*)``.
+
+        Raises:
+            DeadlineError: No plan is that fast, or it is no deadline; the message gives ``T_min``.
+        """
+        if not deadline_s > 0:
+            raise DeadlineError(f"A deadline is a time above 0 s, got {deadline_s}.")
+        index = bisect.bisect_right(self._times_s, deadline_s * (1 + _TOLERANCE))
+        if index == 0:
+            raise DeadlineError(
+                f"No plan finishes an iteration in {deadline_s:.6g} s; the fastest takes {self.plans[0].time_s:.6g} s "
+                f"(T_min is {self.t_min_s:.6g} s). Allow at least that."
+            )
+        return self.plans[index - 1]
+
+    def within(self, max_slowdown: float) -> FrequencyPlan:
+        """Return the plan of least energy that is at most so much slower than ``T_min``.
+
+        Args:
+            max_slowdown: As a fraction of ``T_min``, >= 0. If even the fastest plan is slower, as
+                lowtime's may be, it is the fastest plan.
+        """
+        return self.lookup(max(self.t_min_s * (1 + max_slowdown), self.plans[0].time_s))
+
+    def save(self, directory: Path | str) -> Path:
+        """Write ``frontier.csv`` and ``frontier.json``, each complete or not at all.
+
+        Returns:
+            The path of ``frontier.json``.
+        """
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(directory / "frontier.csv", self._csv())
+        path = directory / "frontier.json"
+        write_atomically(path, self._file().model_dump_json() + "\n")
+        return path
+
+    @classmethod
+    def load(cls, path: Path | str) -> Frontier:
+        """Read ``frontier.json`` (or the folder that holds it).
+
+        Raises:
+            FrontierError: The file is missing, cut off, foreign or inconsistent; the message names the key.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = path / "frontier.json"
+        raw = read_json(path, FrontierError, "frontier.json, as written by perseus-ds optimize")
+        if raw.get("format") != _FORMAT or raw.get("schema_version") != SCHEMA_VERSION:
+            raise FrontierError(
+                f"{path}: expected format {_FORMAT!r} with schema_version {SCHEMA_VERSION}, found "
+                f'{raw.get("format")!r} with {raw.get("schema_version")!r}. Run "perseus-ds optimize" again.'
+            )
+        try:
+            return _FrontierFile.model_validate(raw).to_frontier()
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"])
+            raise FrontierError(f'{path}: {key}: {first["msg"]}. Run "perseus-ds optimize" again.') from None
+        except FrontierError as error:
+            raise FrontierError(f"{path}: {error}") from None
+
+    def _csv(self) -> str:
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["plan", "time_s", "energy_j", "lower_bound_j", "gap", "clock_changes", "simulated"])
+        simulated = {True: "yes", False: "no", None: ""}[self.provenance.simulated]
+        for number, plan in enumerate(self.plans):
+            bound = ("", "") if plan.lower_bound_j is None else (repr(plan.lower_bound_j), f"{plan.gap:.6f}")
+            writer.writerow([number, repr(plan.time_s), repr(plan.energy_j), *bound, plan.clock_changes, simulated])
+        return text.getvalue()
+
+    def _file(self) -> _FrontierFile:
+        return _FrontierFile(
+            provenance=self.provenance,
+            t_min_s=self.t_min_s,
+            t_star_s=self.t_star_s,
+            instructions=[[(i.stage, i.kind, i.micro_batch) for i in stream] for stream in self.instructions],
+            baseline=_PlanFile.of(self.baseline),
+            plans=[_PlanFile.of(plan) for plan in self.plans],
+            instruction_times_s=[(*key, time_s) for key, time_s in self.instruction_times_s.items()],
+        )
+
+
+_FORMAT: Literal["perseus-ds frontier"] = "perseus-ds frontier"
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _PlanFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    time_s: Positive
+    energy_j: Positive
+    lower_bound_j: Positive | None = None
+    clocks_mhz: list[list[Annotated[int, Field(gt=0)]]]
+
+    @classmethod
+    def of(cls, plan: FrequencyPlan) -> _PlanFile:
+        return cls(
+            time_s=plan.time_s,
+            energy_j=plan.energy_j,
+            lower_bound_j=plan.lower_bound_j,
+            clocks_mhz=[list(clocks) for clocks in plan.clocks_mhz],
+        )
+
+    def to_plan(self, instructions: InstructionStreams) -> FrequencyPlan:
+        clocks = tuple(tuple(rank) for rank in self.clocks_mhz)
+        if [len(c) for c in clocks] != [len(i) for i in instructions]:
+            raise FrontierError("a plan does not have one clock per instruction; the file was edited or cut off.")
+        return FrequencyPlan(instructions, clocks, self.time_s, self.energy_j, self.lower_bound_j)
+
+
+class _FrontierFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    format: Literal["perseus-ds frontier"] = _FORMAT
+    schema_version: int = SCHEMA_VERSION
+    provenance: Provenance
+    t_min_s: Positive
+    t_star_s: Positive
+    instructions: list[list[tuple[int, Kind, int]]]
+    baseline: _PlanFile
+    plans: list[_PlanFile] = Field(min_length=1)
+    instruction_times_s: list[tuple[int, Kind, int, Positive]] = []
+
+    def to_frontier(self) -> Frontier:
+        instructions = tuple(tuple(Instruction(*entry) for entry in stream) for stream in self.instructions)
+        plans = tuple(plan.to_plan(instructions) for plan in self.plans)
+        _check_order(plans)
+        times_s = {(stage, kind, clock): time_s for stage, kind, clock, time_s in self.instruction_times_s}
+        return Frontier(plans, self.t_min_s, self.baseline.to_plan(instructions), self.provenance, times_s)
+
+
+def _check_order(plans: Sequence[FrequencyPlan]) -> None:
+    for number, (faster, slower) in enumerate(itertools.pairwise(plans)):
+        if not (faster.time_s < slower.time_s and faster.energy_j > slower.energy_j):
+            raise FrontierError(f"plans {number} and {number + 1} are not ordered by time and energy.")
+
+
+def drop_dominated(plans: Sequence[FrequencyPlan]) -> list[FrequencyPlan]:
+    """Return the plans for which none is both as fast and as frugal, the fastest first."""
+    kept: list[FrequencyPlan] = []
+    for plan in sorted(plans, key=lambda p: (p.time_s, p.energy_j)):
+        if not kept or plan.energy_j < kept[-1].energy_j:
+            kept.append(plan)
+    return kept
+
+
+def describe(frontier: Frontier) -> dict[str, Any]:
+    """Return the figures a person asks for first: times, energies, gaps and the saving at no slowdown."""
+    first, last = frontier.plans[0], frontier.plans[-1]
+    gaps = [plan.gap for plan in frontier.plans if plan.gap is not None]
+    return {
+        "plans": len(frontier.plans),
+        "t_min_s": frontier.t_min_s,
+        "t_star_s": frontier.t_star_s,
+        "fastest_time_s": first.time_s,
+        "baseline_energy_j": frontier.baseline.energy_j,
+        "saving_at_t_min": 1 - first.energy_j / frontier.baseline.energy_j,
+        "saving_at_t_star": 1 - last.energy_j / frontier.baseline.energy_j,
+        "mean_gap": sum(gaps) / len(gaps) if gaps else None,
+        "worst_gap": max(gaps) if gaps else None,
+    }

@@ -1,0 +1,75 @@
+"""A frequency plan: the clock of every instruction of one iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from perseus_ds.errors import PlanError
+from perseus_ds.pipeline.instruction import Instruction, Kind
+
+InstructionStreams = tuple[tuple[Instruction, ...], ...]
+ClockTimes = Mapping[tuple[int, Kind, int], float]
+"""What instructions take, by stage, kind and clock [s]."""
+
+
+@dataclass(frozen=True)
+class FrequencyPlan:
+    """A clock for each instruction, and what the profile says the iteration then takes.
+
+    Attributes:
+        instructions: What each rank computes, in program order.
+        clocks_mhz: One clock per instruction, shaped like ``instructions``.
+        time_s: Iteration time [s].
+        energy_j: Energy of one iteration of one pipeline, one GPU per rank [J].
+        lower_bound_j: No plan that is as fast uses less [J]; None where it was not computed.
+    """
+
+    instructions: InstructionStreams
+    clocks_mhz: tuple[tuple[int, ...], ...]
+    time_s: float
+    energy_j: float
+    lower_bound_j: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """How far above the lower bound the plan is, as a fraction of it."""
+        return None if self.lower_bound_j is None else self.energy_j / self.lower_bound_j - 1
+
+    @property
+    def clock_changes(self) -> int:
+        """How often a rank's clock changes within one iteration and from its end to the next one's start."""
+        return sum(
+            clock != clocks[position - 1]
+            for clocks in self.clocks_mhz
+            if clocks
+            for position, clock in enumerate(clocks)
+        )
+
+
+def check_instructions(planned: Sequence[Sequence[Instruction]], expected: Sequence[Sequence[Instruction]]) -> None:
+    """Check that a plan's instruction streams are those of a schedule.
+
+    A plan made from a profile without the tail of a stage has no clock for it; that is no misfit.
+
+    Raises:
+        PlanError: The message names rank, position and both instructions.
+    """
+    tails = {i.stage for stream in planned for i in stream if i.kind is Kind.TAIL}
+    expected = [[i for i in stream if i.kind is not Kind.TAIL or i.stage in tails] for stream in expected]
+    micro_batches = 1 + max((i.micro_batch for stream in expected for i in stream), default=-1)
+    remedy = f'Run "perseus-ds optimize" again for {len(expected)} ranks and {micro_batches} micro-batches.'
+    if len(planned) != len(expected):
+        raise PlanError(
+            f"Plan does not fit this schedule: it is for {len(planned)} ranks, the schedule has {len(expected)}. "
+            f"{remedy}"
+        )
+    for rank, (ours, theirs) in enumerate(zip(planned, expected, strict=True)):
+        for position in range(max(len(ours), len(theirs))):
+            plan_has = str(ours[position]) if position < len(ours) else "nothing"
+            schedule_has = str(theirs[position]) if position < len(theirs) else "nothing"
+            if plan_has != schedule_has:
+                raise PlanError(
+                    f"Plan does not fit this schedule: rank {rank}, instruction {position}: "
+                    f"expected {schedule_has}, the plan has {plan_has}. {remedy}"
+                )

@@ -1,0 +1,178 @@
+"""How long each stage's forward and backward take and what they use, at each clock: CSV in and out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from perseus_ds.artifacts.io import write_atomically
+from perseus_ds.artifacts.profile_csv import COLUMNS, Measurement, check, read_rows
+from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality, TransferDuration, load_info
+from perseus_ds.errors import ProfileError
+from perseus_ds.pipeline.instruction import Kind
+
+__all__ = ["Measurement", "Options", "ProfileInfo", "RowQuality", "StageProfile", "TransferDuration"]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The clocks measured for one (stage, kind), ascending, with what each one takes.
+
+    Attributes:
+        clock_mhz: Shape (n,).
+        time_s: Shape (n,).
+        energy_j: Shape (n,), per GPU.
+    """
+
+    clock_mhz: npt.NDArray[np.int64]
+    time_s: Floats
+    energy_j: Floats
+
+    def effective_energy_j(self, blocking_power_w: float) -> Floats:
+        """Return what running costs beyond waiting, ``energy - blocking power * time`` [J]."""
+        return self.energy_j - blocking_power_w * self.time_s
+
+    def pareto(self, blocking_power_w: float) -> Options:
+        """Return the options for which none is both as fast and as frugal, fastest last."""
+        cost = self.effective_energy_j(blocking_power_w)
+        kept: list[int] = []
+        for index in np.lexsort((-self.clock_mhz, cost, self.time_s)):
+            if not kept or cost[index] < cost[kept[-1]]:
+                kept.append(int(index))
+        chosen = kept[::-1]
+        return Options(self.clock_mhz[chosen], self.time_s[chosen], self.energy_j[chosen])
+
+
+def lower_hull(time_s: Floats, cost_j: Floats) -> list[int]:
+    """Return the indices of the points on the lower hull of points with rising time and falling cost."""
+    kept: list[int] = []
+    for index in range(len(time_s)):
+        while len(kept) >= 2 and _above(time_s, cost_j, kept[-2], kept[-1], index):
+            kept.pop()
+        kept.append(index)
+    return kept
+
+
+def _above(time_s: Floats, cost_j: Floats, left: int, middle: int, right: int) -> bool:
+    """Whether the middle point lies on or above the line through its neighbours."""
+    rise = (cost_j[right] - cost_j[left]) * (time_s[middle] - time_s[left])
+    return bool((cost_j[middle] - cost_j[left]) * (time_s[right] - time_s[left]) >= rise)
+
+
+class StageProfile:
+    """Time and energy by stage, kind and clock.
+
+    Attributes:
+        info: Where the rows come from and what else was measured.
+    """
+
+    def __init__(self, measurements: Iterable[Measurement], info: ProfileInfo | None = None) -> None:
+        """Combine the measurements; see :meth:`load` for what is checked.
+
+        Raises:
+            ProfileError: A value is not a finite positive number, or rows of one key disagree.
+        """
+        self.info = info or ProfileInfo()
+        rows: dict[tuple[int, Kind], dict[int, Measurement]] = defaultdict(dict)
+        for row in measurements:
+            check(row)
+            known = rows[row.stage, row.kind].setdefault(row.clock_mhz, row)
+            if known != row:
+                raise ProfileError(
+                    f"Two measurements disagree for stage {row.stage}, {row.kind}, {row.clock_mhz} MHz: "
+                    f"{known.time_s} s, {known.energy_j} J and {row.time_s} s, {row.energy_j} J. Keep one."
+                )
+        self._rows = {key: {c: by_clock[c] for c in sorted(by_clock)} for key, by_clock in sorted(rows.items())}
+
+    @classmethod
+    def load(cls, path: Path | str) -> StageProfile:
+        """Read ``profile.csv`` and, when it lies beside it, ``profile.json``.
+
+        Rows that differ in an extra column ``rank``, ``dp_rank`` or ``tp_rank`` (Merak's) are
+        combined: the slowest rank's time, the mean energy.
+
+        Raises:
+            ProfileError: The message names file and line, says what was expected and what to do.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = path / "profile.csv"
+        if not path.is_file():
+            raise ProfileError(f'{path}: no such profile. Measure one with "mode": "profile", or give its path.')
+        info_path = path.with_suffix(".json")
+        info = load_info(info_path) if info_path.is_file() else ProfileInfo()
+        try:
+            profile = cls(read_rows(path), info)
+        except ProfileError as error:
+            raise error if str(error).startswith(str(path)) else ProfileError(f"{path}: {error}") from None
+        for row in info.rows:
+            if row.clock_mhz not in profile._rows.get((row.stage, row.kind), {}):
+                raise ProfileError(
+                    f"{path}: no row for stage {row.stage}, {row.kind}, {row.clock_mhz} MHz, which {info_path.name} "
+                    "lists. The file is cut off or was edited; measure the profile again."
+                )
+        return profile
+
+    def save(self, path: Path | str) -> None:
+        """Write ``profile.csv`` and ``profile.json`` beside it, each complete or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [",".join(COLUMNS)]
+        lines += [f"{m.stage},{m.kind},{m.clock_mhz},{m.time_s!r},{m.energy_j!r}" for m in self.measurements]
+        # A profile.csv that exists always belongs to the profile.json beside it.
+        path.unlink(missing_ok=True)
+        write_atomically(path.with_suffix(".json"), self.info.model_dump_json(indent=2) + "\n")
+        write_atomically(path, "\n".join(lines) + "\n")
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """All rows, by stage, kind and ascending clock."""
+        return tuple(row for rows in self._rows.values() for row in rows.values())
+
+    @property
+    def keys(self) -> tuple[tuple[int, Kind], ...]:
+        """The (stage, kind) pairs that were measured."""
+        return tuple(self._rows)
+
+    @property
+    def num_stages(self) -> int:
+        return 1 + max((stage for stage, _ in self._rows), default=-1)
+
+    def options(self, stage: int, kind: Kind) -> Options:
+        """Return the measured clocks of one (stage, kind).
+
+        Raises:
+            ProfileError: There are none.
+        """
+        rows = self._rows.get((stage, kind))
+        if rows is None:
+            raise ProfileError(
+                f"The profile has no {kind} rows for stage {stage}. Measure it again, or give fewer stages."
+            )
+        return Options(
+            np.array(list(rows), dtype=np.int64),
+            np.array([row.time_s for row in rows.values()]),
+            np.array([row.energy_j for row in rows.values()]),
+        )
+
+    def at(self, stage: int, kind: Kind, clock_mhz: int) -> Measurement:
+        """Return the row of one clock.
+
+        Raises:
+            ProfileError: That clock was not measured.
+        """
+        row = self._rows.get((stage, kind), {}).get(clock_mhz)
+        if row is None:
+            raise ProfileError(f"The profile has no row for stage {stage}, {kind}, {clock_mhz} MHz.")
+        return row
+
+    def at_highest_clock(self, stage: int, kind: Kind) -> Measurement:
+        """Return the row of the highest clock measured, which is not always the fastest."""
+        return self.at(stage, kind, int(self.options(stage, kind).clock_mhz[-1]))

@@ -1,0 +1,124 @@
+"""One row a measurement: what an instruction takes at a clock; read from CSV with all checks."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from perseus_ds.errors import ProfileError
+from perseus_ds.pipeline.instruction import Kind
+
+COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One row: what one instruction takes at one clock, on one GPU of the stage."""
+
+    stage: int
+    kind: Kind
+    clock_mhz: int
+    time_s: float
+    energy_j: float
+
+
+def check(row: Measurement) -> None:
+    """Check that a measurement is possible.
+
+    Raises:
+        ProfileError: A value is not a finite positive number.
+    """
+    where = f"stage {row.stage}, {row.kind}, {row.clock_mhz} MHz"
+    for name, value, unit in (("time", row.time_s, "s"), ("energy", row.energy_j, "J")):
+        if not (math.isfinite(value) and value > 0):
+            raise ProfileError(f"{where}: {name} must be a positive number of {unit}, got {value}. Measure it again.")
+    if row.stage < 0 or row.clock_mhz <= 0:
+        raise ProfileError(f"{where}: stage must be >= 0 and the clock > 0 MHz.")
+
+
+def read_rows(path: Path) -> list[Measurement]:
+    """Read a CSV; rows of different ranks are combined, rows of the same rank stay side by side.
+
+    Raises:
+        ProfileError: The message names file and line.
+    """
+    try:
+        return _read_table(path)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ProfileError(f"{path}: not a CSV file ({error}).") from None
+
+
+def _read_table(path: Path) -> list[Measurement]:
+    combined: dict[tuple[int, Kind, int], list[tuple[tuple[str, ...], Measurement]]] = defaultdict(list)
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, skipinitialspace=True)
+        missing = [c for c in COLUMNS if c not in (reader.fieldnames or ())]
+        if missing:
+            raise ProfileError(
+                f"{path}: column {missing[0]!r} is missing. Expected the columns {','.join(COLUMNS)}, "
+                f"found {','.join(reader.fieldnames or ()) or 'an empty file'}."
+            )
+        for record in reader:
+            row = _parse(path, reader.line_num, record)
+            rank = tuple(record.get(c) or "" for c in ("rank", "dp_rank", "tp_rank"))
+            combined[row.stage, row.kind, row.clock_mhz].append((rank, row))
+    if not combined:
+        raise ProfileError(f'{path}: no rows. Measure a profile with "mode": "profile".')
+    return [row for entries in combined.values() for row in _combine(entries)]
+
+
+def _combine(entries: list[tuple[tuple[str, ...], Measurement]]) -> list[Measurement]:
+    """Make one row of those of different ranks; rows of the same rank stay, to be compared."""
+    entries = list(dict.fromkeys(entries))
+    if len({rank for rank, _ in entries}) < len(entries):
+        return [row for _, row in entries]
+    rows = [row for _, row in entries]
+    first = rows[0]
+    return [
+        Measurement(
+            first.stage,
+            first.kind,
+            first.clock_mhz,
+            max(r.time_s for r in rows),
+            sum(r.energy_j for r in rows) / len(rows),
+        )
+    ]
+
+
+def _parse(path: Path, line: int, record: dict[str | None, str | None]) -> Measurement:
+    def cell(column: str) -> str:
+        value = record[column]
+        if value is None or not value.strip():
+            raise ProfileError(f"{path}, line {line}: {column} is empty; the file may be cut off. Measure it again.")
+        return value.strip()
+
+    def number(column: str) -> float:
+        try:
+            return float(cell(column))
+        except ValueError:
+            raise ProfileError(f"{path}, line {line}: {column} is {cell(column)!r}, expected a number.") from None
+
+    def whole(column: str) -> int:
+        value = number(column)
+        if not value.is_integer():
+            raise ProfileError(f"{path}, line {line}: {column} is {cell(column)!r}, expected a whole number.")
+        return int(value)
+
+    if None in record:
+        raise ProfileError(f"{path}, line {line}: more cells than columns. Write numbers with a decimal point.")
+    try:
+        kind = Kind(cell("instruction"))
+    except ValueError:
+        expected = ", ".join(k.value for k in Kind)
+        raise ProfileError(
+            f"{path}, line {line}: instruction is {cell('instruction')!r}, expected one of {expected}."
+        ) from None
+    row = Measurement(whole("stage"), kind, whole("frequency"), number("time"), number("energy"))
+    try:
+        check(row)
+    except ProfileError as error:
+        raise ProfileError(f"{path}, line {line}: {error}") from None
+    return row

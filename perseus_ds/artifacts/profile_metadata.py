@@ -1,0 +1,104 @@
+"""What lies beside a profile's rows: ``profile.json``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from perseus_ds.artifacts.io import read_json
+from perseus_ds.errors import ProfileError
+from perseus_ds.pipeline.dag import FixedDurations
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Payload
+
+SCHEMA_VERSION = 1
+Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class TransferDuration(BaseModel):
+    """How long a transfer over one boundary takes once both sides are there."""
+
+    model_config = ConfigDict(extra="forbid")
+    payload: Payload
+    source: int
+    target: int
+    time_s: Duration
+
+
+class RowQuality(BaseModel):
+    """How one row was measured.
+
+    Attributes:
+        samples: How often it was measured; 0 for a clock that was only estimated from its neighbours.
+        reached_mhz: The clock the GPU really ran at, where a limit kept it lower.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    stage: int
+    kind: Kind
+    clock_mhz: int
+    samples: int
+    time_relative_error: float | None = None
+    energy_relative_error: float | None = None
+    reached_mhz: int | None = None
+
+
+class ProfileInfo(BaseModel):
+    """What ``profile.json`` says about the rows of ``profile.csv``.
+
+    All values are optional: a profile made elsewhere has none of them.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    schema_version: int = SCHEMA_VERSION
+    simulated: bool | None = None
+    gpu: str | None = None
+    driver: str | None = None
+    blocking_power_w: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    default_clock_mhz: int | None = None
+    schedule: str | None = None
+    stages: Count | None = None
+    pipeline_ranks: Count | None = None
+    data_parallel: Count | None = None
+    tensor_parallel: Count | None = None
+    micro_batches: Count | None = None
+    micro_batch_size: Count | None = None
+    model: str | None = None
+    job: str | None = None
+    versions: dict[str, str] = Field(default_factory=dict)
+    load_s: dict[int, Duration] = Field(default_factory=dict)
+    tail_s: dict[int, Duration] = Field(default_factory=dict)
+    transfers: list[TransferDuration] = Field(default_factory=list)
+    rows: list[RowQuality] = Field(default_factory=list)
+
+    @property
+    def fixed_durations(self) -> FixedDurations:
+        """The parts of an iteration that have no clock to choose."""
+        return FixedDurations(
+            load_s=dict(self.load_s),
+            tail_s=dict(self.tail_s),
+            transfer_s={(t.payload, t.source, t.target): t.time_s for t in self.transfers},
+        )
+
+
+def load_info(path: Path) -> ProfileInfo:
+    """Read ``profile.json``.
+
+    Raises:
+        ProfileError: The file is cut off, foreign or of another version; the message names file and key.
+    """
+    raw = read_json(path, ProfileError, "profile.json")
+    if raw.get("schema_version") != SCHEMA_VERSION:
+        raise ProfileError(
+            f"{path}: schema_version is {raw.get('schema_version')!r}, this perseus-ds reads {SCHEMA_VERSION}. "
+            "Measure the profile again, or remove the file to use the rows alone."
+        )
+    try:
+        return ProfileInfo.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ProfileError(f"{path}: {key}: {first['msg']} (got {first['input']!r}).") from None

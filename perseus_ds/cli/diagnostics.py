@@ -1,0 +1,191 @@
+"""Whether Perseus will work on this machine: what is found, and what to do about what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from perseus_ds.device.gpu.latency import counter_period_s, lock_latency
+from perseus_ds.device.gpu.nvml import NvmlGpu
+from perseus_ds.engine.versions import REMEDY, deepspeed_problem
+from perseus_ds.errors import GpuError
+
+_PACKAGES = ("perseus-ds", "torch", "nvidia-ml-py")
+_CAP_SYS_ADMIN = 21
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's page.
+
+    Attributes:
+        level: ``fail`` keeps Perseus from changing clocks here, ``warn`` costs accuracy or features, ``info`` is
+            worth knowing.
+        what: What was looked at.
+        text: What was found.
+        remedy: What to do about it; empty where nothing is to be done.
+    """
+
+    level: Literal["ok", "info", "warn", "fail"]
+    what: str
+    text: str
+    remedy: str = ""
+
+
+def examine_software() -> list[Finding]:
+    """Look at Python's packages, CUDA as torch sees it, and zeusd."""
+    python = Finding("ok", "Python", platform.python_version())
+    return [python, *map(_package, _PACKAGES), _deepspeed(), _torch_devices(), _zeusd()]
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding("ok", name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("fail", name, "not installed", f"pip install {name}")
+
+
+def _deepspeed() -> Finding:
+    problem = deepspeed_problem()
+    if problem:
+        return Finding("fail", "deepspeed", problem, REMEDY)
+    return _package("deepspeed")
+
+
+def _torch_devices() -> Finding:
+    try:
+        import torch
+    except Exception as error:
+        return Finding("fail", "torch", f"cannot be imported: {error}", "Install torch again.")
+    if torch.cuda.is_available():
+        return Finding("ok", "CUDA", f"torch sees {torch.cuda.device_count()} GPUs (CUDA {torch.version.cuda})")
+    build = f"torch was built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch was built without CUDA"
+    return Finding(
+        "warn", "CUDA", f"torch sees no GPU; {build}", "Training runs on the CPU, with simulated GPUs, until it does."
+    )
+
+
+def _zeusd() -> Finding:
+    path = os.environ.get("ZEUSD_SOCK_PATH")
+    if path is None:
+        return Finding("info", "zeusd", "ZEUSD_SOCK_PATH is not set; only needed to change clocks without privileges")
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(path)
+    except OSError as error:
+        return Finding("fail", "zeusd", f"{path}: {error.strerror or error}", "Start zeusd, or unset ZEUSD_SOCK_PATH.")
+    try:
+        version = importlib.metadata.version("zeus")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(
+            "fail", "zeusd", f"{path} answers, but the package zeus is missing", "pip install perseus-ds[zeus]"
+        )
+    return Finding("ok", "zeusd", f'{path} answers; zeus {version}: "device": "zeus" can be used')
+
+
+def examine_gpus(*, lock: bool) -> list[list[Finding]]:
+    """Look at every GPU of this node, at all of them at once.
+
+    Args:
+        lock: Whether clocks may be changed, to try the permission and measure the latency.
+
+    Returns:
+        The findings of each GPU; one list with one failure where there is no NVML.
+    """
+    try:
+        count = NvmlGpu.count()
+    except GpuError as error:
+        return [[_failure("NVML", error)]]
+    if count == 0:
+        return [
+            [Finding("fail", "NVML", "finds no GPU", "Check nvidia-smi; in a container, start it with --gpus all.")]
+        ]
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda index: list(_examine_gpu(index, lock)), range(count)))
+
+
+def _examine_gpu(index: int, lock: bool) -> Iterator[Finding]:
+    try:
+        gpu = NvmlGpu(index)
+    except GpuError as error:
+        yield _failure(f"GPU {index}", error)
+        return
+    try:
+        yield Finding("ok", f"GPU {index}", f"{gpu.name}, {gpu.uuid}, driver {gpu.driver}")
+        yield _try("clocks", _clocks, gpu)
+        yield _try("power", _power, gpu)
+        yield _try("energy", _energy, gpu)
+        yield _try("lock", _lock, gpu) if lock else _capability()
+    finally:
+        gpu.close()
+
+
+def _try(what: str, look: Callable[[NvmlGpu], Finding], gpu: NvmlGpu) -> Finding:
+    try:
+        return look(gpu)
+    except GpuError as error:
+        return _failure(what, error)
+
+
+def _clocks(gpu: NvmlGpu) -> Finding:
+    clocks = gpu.supported_clocks_mhz()
+    return Finding("ok", "clocks", f"{len(clocks)} from {clocks[0]} to {clocks[-1]} MHz, now {gpu.clock_mhz()} MHz")
+
+
+def _power(gpu: NvmlGpu) -> Finding:
+    reasons = [reason for reason in gpu.throttle_reasons() if reason not in ("idle", "applications_clocks_setting")]
+    power = f"{gpu.power_w():.0f} W now"
+    if not reasons:
+        return Finding("ok", "power", f"{power}, nothing holds the clock down")
+    return Finding(
+        "warn",
+        "power",
+        f"{power}, clock held down by {', '.join(reasons)}",
+        "A profile measured now would not hold later.",
+    )
+
+
+def _energy(gpu: NvmlGpu) -> Finding:
+    if not gpu.has_energy_counter:
+        return Finding("fail", "energy", "no energy counter", "Perseus cannot measure this GPU: use Volta or later.")
+    period_s = counter_period_s(gpu)
+    if period_s is None:
+        return Finding(
+            "warn", "energy", "the counter did not move in 1 s", "Check nvidia-smi; energies would be wrong."
+        )
+    return Finding("ok", "energy", f"counter refreshed every {period_s * 1e3:.0f} ms")
+
+
+def _lock(gpu: NvmlGpu) -> Finding:
+    latency = lock_latency(gpu)
+    call = f"permitted; the call takes {latency.call_s * 1e3:.1f} ms"
+    if latency.settle_s is None:
+        return Finding(
+            "warn", "lock", f"{call}, but the clock did not follow", "Try again under load; look at power above."
+        )
+    return Finding("ok", "lock", f"{call}, in effect after {latency.settle_s * 1e3:.1f} ms; clock reset")
+
+
+def _capability() -> Finding:
+    """Judge the permission without touching the driver: a training run may be using the clocks right now."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
+    if effective >> _CAP_SYS_ADMIN & 1:
+        return Finding("ok", "lock", "this process has CAP_SYS_ADMIN; not tried (lock=true tries, and changes clocks)")
+    return Finding(
+        "fail",
+        "lock",
+        "this process has no CAP_SYS_ADMIN",
+        'Run as root, add `--cap-add SYS_ADMIN` to docker run, or run zeusd and set "device": "zeus".',
+    )
+
+
+def _failure(what: str, error: GpuError) -> Finding:
+    return Finding("fail", what, str(error))

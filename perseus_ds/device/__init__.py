@@ -1,0 +1,1 @@
+"""Clocks in time: controller, transitions, read-back, timers, guardian."""

@@ -1,0 +1,120 @@
+"""How late clocks follow their requests, and which of them the GPU does not reach."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.errors import GpuError
+
+_REMEMBERED = 15
+_ENOUGH = 3
+_TOLERANCE = 0.02
+_SETTLE_EVERY = 16
+"""After every so many changes, and after the first ones, the clock is watched until it gets there."""
+_SETTLE_POLL_S = 0.001
+_SETTLED_S = 0.05
+_PERIOD_S = 0.5
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A clock that was requested, and what the GPU made of it.
+
+    Attributes:
+        clock_mhz: As requested.
+        reached_mhz: As read back.
+        reasons: Why, where the driver tells, such as ``sw_power_cap``.
+    """
+
+    clock_mhz: int
+    reached_mhz: int
+    reasons: tuple[str, ...]
+
+
+class ClockWatch:
+    """Reads the clock back now and then; for the controller's worker, which has time between requests.
+
+    Attributes:
+        latency_s: From a request to the clock being there: medians of what the driver's calls and the change after
+            them took [s]; 0 as long as too few were seen.
+    """
+
+    def __init__(self, gpu: Gpu, on_refusal: Callable[[Refusal], None]) -> None:
+        """Watch nothing yet.
+
+        Args:
+            gpu: Whose clock.
+            on_refusal: Called once for each clock that the GPU, busy, stays below by more than 2 %.
+        """
+        self._gpu = gpu
+        self._on_refusal = on_refusal
+        self.latency_s = 0.0
+        self._calls_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._settling_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._changes = 0
+        self._refused: set[int] = set()
+        self._clock_mhz: int | None = None
+        self._called_s = 0.0
+        self._is_settling = False
+        self._read_s: float | None = None
+
+    def changed(self, clock_mhz: int | None, took_s: float) -> None:
+        """Take note that the driver has accepted a clock, None for the default."""
+        self._called_s = time.monotonic()
+        self._clock_mhz = clock_mhz
+        self._changes += 1
+        self._calls_s.append(took_s)
+        self._is_settling = self._changes <= _REMEMBERED or self._changes % _SETTLE_EVERY == 0
+        self._update_latency()
+
+    def reading_due_in_s(self) -> float | None:
+        """Return when to call :meth:`read` [s]; None as long as there is nothing to see."""
+        if self._clock_mhz is None:
+            return None
+        now_s = time.monotonic()
+        if self._is_settling:
+            return max(0.0, (self._read_s or 0.0) + _SETTLE_POLL_S - now_s)
+        return max(self._called_s + _SETTLED_S, (self._read_s or 0.0) + _PERIOD_S, now_s) - now_s
+
+    def read(self) -> None:
+        """Read the clock back."""
+        requested_mhz = self._clock_mhz
+        if requested_mhz is None:
+            return
+        try:
+            reached_mhz = self._gpu.clock_mhz()
+        except GpuError:  # If the GPU is lost, the next request fails; if it only cannot tell, nothing is lost.
+            self._clock_mhz = None
+            return
+        self._read_s = time.monotonic()
+        since_s = self._read_s - self._called_s
+        if reached_mhz >= requested_mhz * (1 - _TOLERANCE):
+            if self._is_settling and reached_mhz <= requested_mhz * (1 + _TOLERANCE):
+                self._settling_s.append(since_s)
+                self._is_settling = False
+                self._update_latency()
+        elif since_s >= _SETTLED_S:
+            self._is_settling = False
+            self._refuse(requested_mhz, reached_mhz)
+        if since_s >= _SETTLED_S:
+            self._is_settling = False
+
+    def _refuse(self, requested_mhz: int, reached_mhz: int) -> None:
+        if requested_mhz in self._refused:
+            return
+        reasons: tuple[str, ...] = ()
+        with suppress(GpuError):
+            reasons = self._gpu.throttle_reasons()
+        if "idle" not in reasons:  # A GPU with nothing to do may rest; that says nothing about the clock.
+            self._refused.add(requested_mhz)
+            self._on_refusal(Refusal(requested_mhz, reached_mhz, reasons))
+
+    def _update_latency(self) -> None:
+        if len(self._calls_s) >= _ENOUGH and self._settling_s:
+            self.latency_s = statistics.median(self._calls_s) + statistics.median(self._settling_s)

@@ -1,0 +1,248 @@
+"""An NVIDIA GPU through NVML, by the module pynvml from the package ``nvidia-ml-py``."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from typing import Any
+
+import pynvml
+from typing_extensions import Self
+
+from perseus_ds.device.gpu.nvml_calls import call, nvml_session, start_nvml
+from perseus_ds.device.gpu.visible import match_uuid, pick
+from perseus_ds.errors import GpuError
+
+_THROTTLE_REASONS = {
+    0x001: "idle",
+    0x002: "applications_clocks_setting",
+    0x004: "sw_power_cap",
+    0x008: "hw_slowdown",
+    0x010: "sync_boost",
+    0x020: "sw_thermal_slowdown",
+    0x040: "hw_thermal_slowdown",
+    0x080: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+}
+
+
+def _handles() -> list[Any]:
+    count = call("Counting the GPUs", "nvmlDeviceGetCount")
+    return [call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in range(count)]
+
+
+def _uuids() -> list[str]:
+    return [
+        str(call(f"Reading the UUID of GPU {index}", "nvmlDeviceGetUUID", handle))
+        for index, handle in enumerate(_handles())
+    ]
+
+
+def _check_order(value: str | None) -> None:
+    """Refuse to guess where CUDA's numbering may differ from NVML's, which is by PCI bus."""
+    if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or (value or "").strip().startswith("GPU-"):
+        return
+    names = {str(call("Reading the GPUs' names", "nvmlDeviceGetName", handle)) for handle in _handles()}
+    if len(names) > 1:
+        raise GpuError(
+            f"This node has different GPUs ({', '.join(sorted(names))}), which CUDA numbers by speed and NVML by PCI "
+            f"bus. Set CUDA_DEVICE_ORDER=PCI_BUS_ID for the job, so that clocks reach the right GPU."
+        )
+
+
+class NvmlGpu:
+    """One NVIDIA GPU.
+
+    NVML may be called from several threads at once, and so may this class. A call can take tens of milliseconds
+    (setting a clock) or hang with the driver: make it on a thread that may wait.
+
+    Attributes:
+        index: NVML's index of the GPU, which is nvidia-smi's.
+        uuid: The GPU's UUID, ``GPU-…``.
+        name: Product name.
+        driver: Driver version.
+        simulated: False.
+    """
+
+    simulated = False
+
+    def __init__(self, index: int) -> None:
+        """Open a GPU by NVML's own index.
+
+        Raises:
+            GpuError: NVML, the driver or the GPU is missing, or the GPU is split by MIG.
+        """
+        start_nvml()
+        self._open = True
+        try:
+            self.index = index
+            self._handle = call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index)
+            self.name = str(call(f"Reading the name of GPU {index}", "nvmlDeviceGetName", self._handle))
+            self.uuid = str(call(f"Reading the UUID of GPU {index}", "nvmlDeviceGetUUID", self._handle))
+            self.driver: str | None = str(call("Reading the driver's version", "nvmlSystemGetDriverVersion"))
+            self._refuse_mig()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def for_cuda_device(cls, cuda_index: int, uuid: str | None = None) -> Self:
+        """Open the GPU that CUDA calls ``cuda_index`` in this process.
+
+        Args:
+            cuda_index: CUDA ordinal, after ``CUDA_VISIBLE_DEVICES``.
+            uuid: The GPU's UUID if CUDA told it (``torch.cuda.get_device_properties(i).uuid``): the sure way.
+                Without it NVML's order, by PCI bus, is taken for CUDA's, which is so where all GPUs are alike.
+
+        Raises:
+            GpuError: There is no such GPU, it is a MIG device, or the order of unlike GPUs is not certain.
+        """
+        if uuid is not None:
+            return cls.by_uuid(uuid)
+        value = os.environ.get("CUDA_VISIBLE_DEVICES")
+        with nvml_session():
+            index = pick(cuda_index, value, _uuids())
+            _check_order(value)
+            return cls(index)
+
+    @classmethod
+    def by_uuid(cls, uuid: str) -> Self:
+        """Open a GPU by its full or abbreviated UUID, whatever ``CUDA_VISIBLE_DEVICES`` says.
+
+        Raises:
+            GpuError: No GPU, or more than one, has it.
+        """
+        with nvml_session():
+            return cls(match_uuid(uuid, _uuids()))
+
+    @staticmethod
+    def count() -> int:
+        """Return how many GPUs this node has, visible to CUDA or not.
+
+        Raises:
+            GpuError: NVML or the driver is missing.
+        """
+        with nvml_session():
+            return int(call("Counting the GPUs", "nvmlDeviceGetCount"))
+
+    @property
+    def address(self) -> str:
+        """What another process, the guardian, finds this GPU by."""
+        return f"nvml:{self.uuid}"
+
+    def __str__(self) -> str:
+        return f"GPU {self.index} ({self.name}, {self.uuid})"
+
+    def _ask(self, what: str, function: str, *arguments: Any) -> Any:
+        if not self._open:
+            raise GpuError(f"{what} of {self} failed: it was closed.")
+        return call(f"{what} of {self}", function, self._handle, *arguments)
+
+    def _refuse_mig(self) -> None:
+        try:
+            enabled, _ = self._ask("Reading the MIG mode", "nvmlDeviceGetMigMode")
+        except GpuError:
+            return  # A GPU or driver that knows no MIG has no slices.
+        if enabled:
+            raise GpuError(
+                f"{self} is split into MIG devices: a clock would change for all of them. "
+                f'Switch MIG off (`nvidia-smi -i {self.index} -mig 0`) or set "device": "simulated".'
+            )
+
+    @cached_property
+    def _clocks_mhz(self) -> tuple[int, ...]:
+        memory_clocks = self._ask("Reading the memory clocks", "nvmlDeviceGetSupportedMemoryClocks")
+        if not memory_clocks:
+            raise GpuError(f"Reading the memory clocks of {self} failed: the driver lists none. Use another GPU.")
+        # The other entries belong to idle states; training runs at the highest memory clock.
+        clocks = self._ask("Reading the SM clocks", "nvmlDeviceGetSupportedGraphicsClocks", max(memory_clocks))
+        if not clocks:
+            raise GpuError(f"Reading the SM clocks of {self} failed: the driver lists none. Use another GPU.")
+        return tuple(sorted({int(clock) for clock in clocks}))
+
+    def supported_clocks_mhz(self) -> tuple[int, ...]:
+        """Return the SM clocks that can be locked at the highest memory clock, ascending [MHz].
+
+        Raises:
+            GpuError: The driver does not list them.
+        """
+        return self._clocks_mhz
+
+    def _check_clock(self, clock_mhz: int) -> None:
+        if clock_mhz not in self._clocks_mhz:
+            nearest = min(self._clocks_mhz, key=lambda clock: abs(clock - clock_mhz))
+            raise GpuError(f"Locking the clock of {self} failed: it has no {clock_mhz} MHz; the nearest is {nearest}.")
+
+    def lock_clock(self, clock_mhz: int) -> None:
+        """Request a fixed SM clock; it takes effect a little later and limits may keep it lower.
+
+        Raises:
+            GpuPermissionError: This process may not.
+            GpuError: The GPU has no such clock, or the driver refused.
+        """
+        self._check_clock(clock_mhz)
+        self._ask(f"Locking {clock_mhz} MHz as the clock", "nvmlDeviceSetGpuLockedClocks", clock_mhz, clock_mhz)
+
+    def reset_clock(self) -> None:
+        """Return the clock to the driver's own management.
+
+        Raises:
+            GpuPermissionError: This process may not.
+            GpuError: The driver refused.
+        """
+        self._ask("Resetting the clock", "nvmlDeviceResetGpuLockedClocks")
+
+    def check_lock_permission(self) -> None:
+        """Check that this process may lock clocks, by resetting the clock.
+
+        A reset needs the same permission as a lock and does nothing where no clock is locked. A lock that somebody
+        else left (``nvidia-smi -lgc``) is lost, as it would be at the end of a run.
+
+        Raises:
+            GpuPermissionError: It may not; the message says what to do.
+            GpuError: The driver refused for another reason.
+        """
+        self._ask("Checking the permission to lock the clock", "nvmlDeviceResetGpuLockedClocks")
+
+    def clock_mhz(self) -> int:
+        """Return the SM clock now [MHz]."""
+        return int(self._ask("Reading the SM clock", "nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM))
+
+    @cached_property
+    def has_energy_counter(self) -> bool:
+        """Whether the GPU counts the energy it uses (Volta and later; many vGPUs do not)."""
+        try:
+            self.energy_j()
+        except GpuError as error:
+            cause = error.__cause__
+            if isinstance(cause, pynvml.NVMLError) and cause.value == pynvml.NVML_ERROR_NOT_SUPPORTED:
+                return False
+            raise
+        return True
+
+    def energy_j(self) -> float:
+        """Return the energy used since the driver was loaded [J]; refreshed about every 100 ms.
+
+        Raises:
+            GpuError: The GPU has no such counter, or the driver refused.
+        """
+        return float(self._ask("Reading the energy counter", "nvmlDeviceGetTotalEnergyConsumption")) / 1e3
+
+    def power_w(self) -> float:
+        """Return the power drawn now [W]; recent GPUs average it over about a second."""
+        return float(self._ask("Reading the power", "nvmlDeviceGetPowerUsage")) / 1e3
+
+    def throttle_reasons(self) -> tuple[str, ...]:
+        """Return why the clock is not higher now, such as ``sw_power_cap``; empty if nothing holds it down."""
+        what = "Reading the throttle reasons"
+        try:
+            mask = self._ask(what, "nvmlDeviceGetCurrentClocksEventReasons")
+        except GpuError:  # Drivers before 535 know it by its old name.
+            mask = self._ask(what, "nvmlDeviceGetCurrentClocksThrottleReasons")
+        return tuple(name for bit, name in _THROTTLE_REASONS.items() if mask & bit)
+
+    def close(self) -> None:
+        """Release the driver. The clock stays as it is."""
+        if self._open:
+            self._open = False
+            call("Closing NVML", "nvmlShutdown")

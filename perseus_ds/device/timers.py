@@ -1,0 +1,242 @@
+"""Times the operations of an iteration on whatever the engine computes with.
+
+Three ways to run: on the host (wall-clock time), on CUDA (device events, no synchronisation until
+the iteration is over) and on a simulated GPU (wall-clock time, each instruction stretched to what
+the simulated GPU needs).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from perseus_ds.device.clock_controller import Moment
+from perseus_ds.device.gpu.simulated import MEMORY_BOUND, SimulatedGpu
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Compute, Exchange, Operation
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One operation as it ran.
+
+    Attributes:
+        operation: What ran.
+        start_s: From the iteration's start [s].
+        end_s: From the iteration's start [s].
+    """
+
+    operation: Operation
+    start_s: float
+    end_s: float
+
+    @property
+    def time_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+class Execution(Protocol):
+    """Begin and end of every operation of this rank."""
+
+    def use_device(self) -> None:
+        """Let the calling thread, too, use the device that operations run on."""
+
+    def start_iteration(self) -> None:
+        """Forget earlier spans; times count from here."""
+
+    def begin(self, operation: Operation) -> Moment | None:
+        """The operation is about to be issued; returns the moment it begins on the device, None if that is now."""
+
+    def end(self, operation: Operation) -> Moment | None:
+        """The operation was issued; returns the moment it is done on the device, None if that is now."""
+
+    def wait(self) -> None:
+        """Wait until the device has done all that was issued."""
+
+    def elapsed_s(self) -> float:
+        """Wait for the device and return the time since the iteration's start [s]."""
+
+    def spans(self) -> list[Span]:
+        """Wait for the device and return the operations since the iteration's start."""
+
+
+class HostExecution:
+    """Operations that are over when the call returns."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[Operation, float, float]] = []
+        self._origin_s = time.perf_counter()
+        self._began_s = 0.0
+
+    def use_device(self) -> None:
+        """Any thread may use the host."""
+
+    def start_iteration(self) -> None:
+        self._marks = []
+        self._origin_s = time.perf_counter()
+
+    def begin(self, operation: Operation) -> Moment | None:
+        self._began_s = time.perf_counter()
+        return None
+
+    def end(self, operation: Operation) -> Moment | None:
+        self._marks.append((operation, self._began_s, time.perf_counter()))
+        return None
+
+    def wait(self) -> None:
+        """Nothing is outstanding."""
+
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._origin_s
+
+    def spans(self) -> list[Span]:
+        origin_s = self._origin_s
+        return [Span(operation, began_s - origin_s, ended_s - origin_s) for operation, began_s, ended_s in self._marks]
+
+
+class CudaExecution:
+    """Operations that the host only launches: timed by events on the current stream.
+
+    Args:
+        device: Where the rank's tensors live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.cuda.current_device() if device.index is None else device.index
+        self._marks: list[tuple[Operation, Any, Any]] = []
+        self._origin = self._record()
+        self._began = self._origin
+
+    def use_device(self) -> None:
+        torch.cuda.set_device(self._device)
+
+    def start_iteration(self) -> None:
+        self._marks = []
+        self._origin = self._record()
+
+    def begin(self, operation: Operation) -> Moment | None:
+        began: Moment = self._record()
+        self._began = began
+        return began
+
+    def end(self, operation: Operation) -> Moment | None:
+        done: Moment = self._record()
+        self._marks.append((operation, self._began, done))
+        return done
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+    def elapsed_s(self) -> float:
+        now = self._record()
+        self.wait()
+        return float(self._origin.elapsed_time(now)) / 1e3
+
+    def spans(self) -> list[Span]:
+        self.wait()
+        return [
+            Span(operation, self._origin.elapsed_time(began) / 1e3, self._origin.elapsed_time(ended) / 1e3)
+            for operation, began, ended in self._marks
+        ]
+
+    @staticmethod
+    def _record() -> Any:
+        # Blocking: who waits for it, the clocks' thread, sleeps instead of spinning on a core.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record()
+        return event
+
+
+class SimulatedExecution(HostExecution):
+    """Instructions computed for real, then waited for until the simulated GPU has done the same work.
+
+    How much work an instruction is, relative to the others, follows from the floating-point
+    operations its kernels did the first time it ran. Until :meth:`calibrate`, nothing is stretched.
+
+    Args:
+        gpu: The simulated GPU.
+        transfer_s: What a transfer takes, beyond what it takes for real, once both sides are there [s].
+        tail_s: What gradient reduction and optimizer step take at the top clock, beyond what they take for real [s].
+    """
+
+    def __init__(self, gpu: SimulatedGpu, *, transfer_s: float = 0.0, tail_s: float = 0.0) -> None:
+        super().__init__()
+        self._gpu = gpu
+        self._transfer_s = transfer_s
+        self._tail_s = tail_s
+        self._tail_done = False
+        self._seconds_per_flop: float | None = None
+        self._flops: dict[tuple[int, Kind], int] = {}
+        self._counter: _FlopCounter | None = None
+
+    @property
+    def largest_flops(self) -> int:
+        """Floating-point operations of this rank's largest instruction so far."""
+        return max(self._flops.values(), default=0)
+
+    def calibrate(self, seconds_per_flop: float) -> None:
+        """Set how long a floating-point operation takes at the top clock [s]."""
+        self._seconds_per_flop = seconds_per_flop
+
+    def start_iteration(self) -> None:
+        super().start_iteration()
+        self._tail_done = False
+
+    def begin(self, operation: Operation) -> Moment | None:
+        if _is_pass(operation):
+            self._gpu.begin_work()
+            if _key(operation) not in self._flops:
+                self._counter = _FlopCounter()
+                self._counter.__enter__()  # type: ignore[no-untyped-call]
+        return super().begin(operation)
+
+    def end(self, operation: Operation) -> Moment | None:
+        if _is_pass(operation):
+            if self._counter is not None:
+                self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                self._flops[_key(operation)] = self._counter.flops
+                self._counter = None
+            self._gpu.finish_work(self._flops[_key(operation)] * (self._seconds_per_flop or 0.0))
+        elif self._seconds_per_flop is not None:
+            self._stretch_rest(operation)
+        return super().end(operation)
+
+    def _stretch_rest(self, operation: Operation) -> None:
+        if isinstance(operation, Exchange):
+            time.sleep(self._transfer_s)
+        elif isinstance(operation, Compute) and self._tail_s and not self._tail_done:
+            # The tail is several commands; all of its simulated work is done after the first.
+            self._tail_done = True
+            self._gpu.begin_work(MEMORY_BOUND)
+            self._gpu.finish_work(self._tail_s)
+
+
+def _is_pass(operation: Operation) -> TypeGuard[Compute]:
+    return isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL
+
+
+def _key(operation: Compute) -> tuple[int, Kind]:
+    return operation.instruction.stage, operation.instruction.kind
+
+
+class _FlopCounter(TorchDispatchMode):
+    """Counts the floating-point operations of kernels without changing which kernels run.
+
+    (PyTorch's own ``FlopCounterMode`` decomposes composite operators, which could change results.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out

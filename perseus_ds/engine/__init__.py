@@ -1,0 +1,1 @@
+"""The only place that knows DeepSpeed: pipeline engine, replay of passes, supported versions."""

@@ -1,0 +1,100 @@
+"""From a schedule and a profile to the frontier of frequency plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from perseus_ds.artifacts.frontier import Frontier, Provenance, drop_dominated
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.errors import ConfigError, ProfileError
+from perseus_ds.optimizer.exact.problem import Problem
+from perseus_ds.optimizer.exact.solver import solve_exact
+from perseus_ds.optimizer.lowtime import solve_lowtime
+from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.schedule import Schedule
+
+Solver = Literal["exact", "lowtime"]
+Progress = Callable[[str, float], None]
+"""Called with what is being done and how much of it is done, 0 to 1."""
+
+
+def optimize(
+    schedule: Schedule,
+    profile: StageProfile,
+    *,
+    blocking_power_w: float | None = None,
+    solver: Solver = "exact",
+    plans: int = 120,
+    switch_cost_j: float = 0.0,
+    progress: Progress | None = None,
+) -> Frontier:
+    """Return the frontier of frequency plans from ``T_min`` to ``T*``.
+
+    Args:
+        schedule: What every rank does in one iteration.
+        profile: Time and energy at each clock, and the durations of what has no clock.
+        blocking_power_w: What a waiting GPU draws [W]; the profile's own value by default.
+        solver: ``exact`` plans against a proven bound; ``lowtime`` is the published solver.
+        plans: For how many deadlines ``exact`` plans; about so many plans come back.
+        switch_cost_j: What a change of clock is taken to cost when ``exact`` chooses between clocks [J].
+        progress: Told how far the solver is.
+
+    Raises:
+        ConfigError: Blocking power is unknown, or an argument is out of range.
+        ProfileError: The profile does not cover the schedule.
+    """
+    if plans < 2:
+        raise ConfigError(f"plans={plans}: a frontier needs at least 2, one for T_min and one for T*.")
+    if not 0 <= switch_cost_j < float("inf"):
+        raise ConfigError(f"switch_cost_j={switch_cost_j}: expected a number of joules >= 0.")
+    problem = problem_for(schedule, profile, blocking_power_w)
+    report = progress or (lambda what, done: None)
+    if solver == "lowtime":
+        return frontier_of(problem, solve_lowtime(problem, report), solver)
+    found = solve_exact(problem, plans=plans, switch_cost_j=switch_cost_j, progress=report)
+    return frontier_of(problem, found.plans, solver)
+
+
+def problem_for(schedule: Schedule, profile: StageProfile, blocking_power_w: float | None) -> Problem:
+    """Return what there is to decide for a schedule.
+
+    Raises:
+        ConfigError: Blocking power is unknown.
+        ProfileError: The profile does not cover the schedule.
+    """
+    power_w = profile.info.blocking_power_w if blocking_power_w is None else blocking_power_w
+    if power_w is None:
+        raise ConfigError(
+            "blocking_power_w is missing: the profile has no profile.json that holds it. Give what a GPU draws "
+            "while it waits, such as blocking_power_w=83.64 (A100, from the Perseus paper)."
+        )
+    if not 0 <= power_w < float("inf"):
+        raise ConfigError(f"blocking_power_w={power_w}: expected a number of watts >= 0.")
+    if schedule.num_stages > profile.num_stages:
+        raise ProfileError(
+            f"The schedule has {schedule.num_stages} stages, the profile {profile.num_stages}. "
+            f"Profile the model with {schedule.num_stages} stages, or give fewer."
+        )
+    return Problem(Dag.build(schedule), profile, power_w)
+
+
+def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -> Frontier:
+    """Return the frontier of the plans for which none is both as fast and as frugal."""
+    schedule, info = problem.dag.schedule, problem.profile.info
+    return Frontier(
+        plans=tuple(drop_dominated(list(plans))),
+        t_min_s=problem.t_min_s,
+        baseline=problem.baseline(),
+        provenance=Provenance(
+            schedule=schedule.name,
+            micro_batches=schedule.micro_batches,
+            stages=schedule.num_stages,
+            blocking_power_w=problem.blocking_power_w,
+            solver=solver,
+            simulated=info.simulated,
+            gpu=info.gpu,
+        ),
+        instruction_times_s={(m.stage, m.kind, m.clock_mhz): m.time_s for m in problem.profile.measurements},
+    )

@@ -1,0 +1,1 @@
+"""The solver with its lower bound and certificate."""

@@ -1,0 +1,115 @@
+"""Lower bounds on the energy of every plan, with a proof that anybody can check.
+
+The proof is a flow through the DAG, in watts. Suppose a plan ends by time T and node v finishes at
+x_v after taking t_v. For every edge (u, v) with flow f, x_u + t_v <= x_v; multiplied by f >= 0 and
+summed over all edges (into nodes without predecessors, with 0 for x_u),
+
+    sum of in_v * t_v  <=  sum of (in_v - out_v) * x_v  <=  T * sum of max(0, in_v - out_v)
+
+because 0 <= x_v <= T. So whatever clocks the plan has, the effective energy of its instructions is
+
+    sum c_v  >=  sum over instructions of min (c + in_v * t)  +  sum over the others of in_v * t_v
+                 -  T * sum of max(0, in_v - out_v),
+
+the minima being over the clocks that an instruction can have in *any* plan that ends by T. This
+holds for any flow >= 0, conserved or not; how it was found affects how high the bound is, never
+whether it holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from perseus_ds.optimizer.exact.problem import Problem
+
+Floats = npt.NDArray[np.float64]
+
+_ROUNDING = 1e-12
+"""What the sums may be off by, relative to their terms; the bound is lowered by it."""
+
+
+class CertificateError(ValueError):
+    """A certificate does not prove what it claims."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A claim that no plan that ends by ``time_s`` uses less than ``bound_j``, and its proof.
+
+    Attributes:
+        time_s: Iteration time [s].
+        bound_j: Energy of an iteration [J].
+        edge_flow_w: Shape (edges of the DAG,), in the order of ``dag.predecessors`` [W].
+        source_flow_w: Shape (nodes of the DAG,): flow into nodes without predecessors [W].
+    """
+
+    time_s: float
+    bound_j: float
+    edge_flow_w: Floats
+    source_flow_w: Floats
+
+
+class Verifier:
+    """Recomputes bounds from flows, from nothing but the problem's DAG and measured rows."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        dag = problem.dag
+        self._head = np.repeat(np.arange(len(dag.nodes)), [len(b) for b in dag.predecessors])
+        self._tail = np.array([u for before in dag.predecessors for u in before], dtype=np.intp)
+        self._is_first = np.array([not before for before in dag.predecessors])
+        fastest_s = problem.durations_s(problem.fastest)
+        self._ready_s = (dag.finish_s(fastest_s) - fastest_s)[problem.node]
+        self._rest_s = (-dag.latest_finish_s(fastest_s, 0.0))[problem.node]
+        self._members = [np.flatnonzero(problem.group == g) for g in range(len(problem.groups))]
+
+    def bound_j(self, time_s: float, edge_flow_w: Floats, source_flow_w: Floats) -> float:
+        """Return the energy below which no plan that ends by ``time_s`` can stay [J].
+
+        Raises:
+            CertificateError: The flow does not fit the DAG, is negative, or is not a number.
+        """
+        nodes = len(self.problem.dag.nodes)
+        if edge_flow_w.shape != self._head.shape or source_flow_w.shape != (nodes,):
+            raise CertificateError(
+                f"The flow has {len(edge_flow_w)} edges and {len(source_flow_w)} nodes, the DAG {len(self._head)} and "
+                f"{nodes}: the certificate belongs to another schedule."
+            )
+        if not (np.all(edge_flow_w >= 0) and np.all(source_flow_w >= 0)):
+            raise CertificateError("A flow must be >= 0 everywhere; the certificate was damaged.")
+        into: Floats = np.where(self._is_first, source_flow_w, 0.0) + np.bincount(self._head, edge_flow_w, nodes)
+        ends = float(np.maximum(into - np.bincount(self._tail, edge_flow_w, nodes), 0.0).sum())
+        instructions_j = self._least_j(time_s, into[self.problem.node])
+        fixed_j = float(into @ self.problem.fixed_s)
+        waiting_w = self.problem.waiting_energy_j(1.0)
+        # A plan may end earlier, which costs less where a second is worth less than it costs to wait.
+        earlier_j = max(0.0, waiting_w - ends) * (time_s - self.problem.t_min_s)
+        slip_j = _ROUNDING * (abs(instructions_j) + fixed_j + (ends + waiting_w) * time_s)
+        return instructions_j + fixed_j + (waiting_w - ends) * time_s - max(earlier_j, 0.0) - slip_j
+
+    def verify(self, certificate: Certificate) -> None:
+        """Check a certificate.
+
+        Raises:
+            CertificateError: Its flow proves less than it claims, or is no flow of this problem.
+        """
+        proven_j = self.bound_j(certificate.time_s, certificate.edge_flow_w, certificate.source_flow_w)
+        if not certificate.bound_j <= proven_j:
+            raise CertificateError(
+                f"The certificate claims {certificate.bound_j!r} J at {certificate.time_s!r} s, its flow proves only "
+                f"{proven_j!r} J."
+            )
+
+    def _least_j(self, time_s: float, price_w: Floats) -> float:
+        """Sum over instructions of the least ``c + price * t`` over the clocks possible by ``time_s``."""
+        room_s = time_s - self._rest_s - self._ready_s
+        total_j = 0.0
+        for group, members in zip(self.problem.groups, self._members, strict=True):
+            longest_s = np.maximum(room_s[members] + 1e-9 * time_s, group.options.time_s[-1])
+            values = group.cost_j + price_w[members, None] * group.options.time_s
+            values[group.options.time_s > longest_s[:, None]] = np.inf
+            total_j += float(values.min(axis=1).sum())
+        return total_j

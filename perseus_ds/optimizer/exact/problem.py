@@ -1,0 +1,202 @@
+"""What there is to decide: a clock for every instruction of a DAG, judged by measured time and energy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from perseus_ds.artifacts.plan import FrequencyPlan, InstructionStreams
+from perseus_ds.artifacts.profile import Options, StageProfile
+from perseus_ds.errors import ProfileError
+from perseus_ds.pipeline.dag import Dag, Seconds
+from perseus_ds.pipeline.instruction import Instruction, Kind
+
+Choice = npt.NDArray[np.intp]
+"""Per compute node, in the order of ``Problem.node``: an index into its group's Pareto options."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Instructions that share their options: one (stage, kind).
+
+    Attributes:
+        options: The Pareto-optimal measured clocks in time and effective energy, slowest first.
+        cost_j: Effective energy of each option, ``energy - blocking power * time`` [J].
+    """
+
+    stage: int
+    kind: Kind
+    options: Options
+    cost_j: npt.NDArray[np.float64]
+
+
+class Problem:
+    """Which clocks to run, for one iteration of one pipeline.
+
+    Energy of an iteration is the energy of its instructions plus blocking power times the
+    GPU-seconds not spent in them, one GPU per rank (paper, section 3.2), so that
+
+        energy(choice, time) = blocking_power * ranks * time + sum of effective energies.
+
+    Attributes:
+        dag: The iteration.
+        blocking_power_w: What a waiting GPU draws [W].
+        groups: One per (stage, kind) that the profile has.
+        node: Shape (n,): DAG node of each decision.
+        group: Shape (n,): index into ``groups`` of each decision.
+        fixed_s: Shape (nodes of the DAG,): duration of what has no clock to choose, else 0 [s].
+    """
+
+    def __init__(self, dag: Dag, profile: StageProfile, blocking_power_w: float) -> None:
+        """Set up the problem.
+
+        Raises:
+            ProfileError: The profile lacks a (stage, kind), has one clock only, or its energies
+                are not above blocking power.
+        """
+        self.dag = dag
+        self.profile = profile
+        self.blocking_power_w = blocking_power_w
+        self.fixed_s = dag.fixed_durations_s(profile.info.fixed_durations)
+        measured = set(profile.keys)
+        index: dict[tuple[int, Kind], int] = {}
+        groups: list[Group] = []
+        node, group = [], []
+        for number, dag_node in enumerate(dag.nodes):
+            work = dag_node.work
+            if not isinstance(work, Instruction):
+                continue
+            key = (work.stage, work.kind)
+            if work.kind is Kind.TAIL and key not in measured:
+                continue
+            if key not in index:
+                index[key] = len(groups)
+                groups.append(_group(profile, *key, blocking_power_w))
+            node.append(number)
+            group.append(index[key])
+            self.fixed_s[number] = 0.0
+        self.groups = tuple(groups)
+        self.node = np.array(node, dtype=np.intp)
+        self.group = np.array(group, dtype=np.intp)
+
+    @cached_property
+    def _time_s(self) -> npt.NDArray[np.float64]:
+        return _padded([g.options.time_s for g in self.groups])
+
+    @cached_property
+    def _cost_j(self) -> npt.NDArray[np.float64]:
+        return _padded([g.cost_j for g in self.groups])
+
+    @property
+    def fastest(self) -> Choice:
+        """Every instruction at its fastest measured clock."""
+        return np.array([len(g.cost_j) - 1 for g in self.groups], dtype=np.intp)[self.group]
+
+    @property
+    def most_frugal(self) -> Choice:
+        """Every instruction at its least effective energy."""
+        return np.zeros(len(self.node), dtype=np.intp)
+
+    @cached_property
+    def t_min_s(self) -> float:
+        """The makespan with every instruction at its fastest measured clock [s]."""
+        return self.time_s(self.fastest)
+
+    def durations_s(self, choice: Choice) -> Seconds:
+        """Return the duration of every node of the DAG [s]."""
+        durations = self.fixed_s.copy()
+        durations[self.node] = self._time_s[self.group, choice]
+        return durations
+
+    def time_s(self, choice: Choice) -> float:
+        """Return the iteration time [s]."""
+        return self.dag.makespan_s(self.durations_s(choice))
+
+    def energy_j(self, choice: Choice, time_s: float) -> float:
+        """Return the energy of an iteration that ends after ``time_s`` [J]."""
+        return self.waiting_energy_j(time_s) + float(self._cost_j[self.group, choice].sum())
+
+    def waiting_energy_j(self, time_s: float) -> float:
+        """Return what all ranks would use if they only waited [J]."""
+        return self.blocking_power_w * len(self.dag.schedule.ranks) * time_s
+
+    @cached_property
+    def instructions(self) -> InstructionStreams:
+        """The instructions to decide on, per rank in program order."""
+        return tuple(tuple(self.dag.nodes[i].work for i in nodes) for nodes in self._rank_nodes)  # type: ignore[misc]
+
+    @cached_property
+    def _rank_nodes(self) -> list[list[int]]:
+        decided = set(self.node.tolist())
+        return [[i for i in nodes if i in decided] for nodes in self.dag.compute_nodes]
+
+    def plan(self, choice: Choice, lower_bound_j: float | None = None) -> FrequencyPlan:
+        """Return the plan with these clocks, judged by what it does."""
+        clock = np.zeros(len(self.dag.nodes), dtype=np.int64)
+        clocks = [g.options.clock_mhz for g in self.groups]
+        clock[self.node] = [clocks[g][c] for g, c in zip(self.group, choice, strict=True)]
+        time_s = self.time_s(choice)
+        return FrequencyPlan(
+            instructions=self.instructions,
+            clocks_mhz=tuple(tuple(clock[nodes].tolist()) for nodes in self._rank_nodes),
+            time_s=time_s,
+            energy_j=self.energy_j(choice, time_s),
+            lower_bound_j=lower_bound_j,
+        )
+
+    def evaluate(self, clocks_mhz: tuple[tuple[int, ...], ...]) -> FrequencyPlan:
+        """Return the plan with any measured clocks (Pareto-optimal or not), judged by what it does.
+
+        Raises:
+            ProfileError: A clock was not measured.
+        """
+        durations = self.fixed_s.copy()
+        cost_j = 0.0
+        for nodes, clocks in zip(self._rank_nodes, clocks_mhz, strict=True):
+            for number, clock in zip(nodes, clocks, strict=True):
+                work = self.dag.nodes[number].work
+                assert isinstance(work, Instruction)
+                row = self.profile.at(work.stage, work.kind, clock)
+                durations[number] = row.time_s
+                cost_j += row.energy_j - self.blocking_power_w * row.time_s
+        time_s = self.dag.makespan_s(durations)
+        return FrequencyPlan(self.instructions, clocks_mhz, time_s, self.waiting_energy_j(time_s) + cost_j)
+
+    def baseline(self) -> FrequencyPlan:
+        """Return the plan with every instruction at the highest measured clock."""
+        return self.evaluate(
+            tuple(
+                tuple(self.profile.at_highest_clock(i.stage, i.kind).clock_mhz for i in stream)
+                for stream in self.instructions
+            )
+        )
+
+
+def _group(profile: StageProfile, stage: int, kind: Kind, blocking_power_w: float) -> Group:
+    measured = profile.options(stage, kind)
+    where = f"stage {stage}, {kind}"
+    if len(measured.clock_mhz) < 2:
+        raise ProfileError(
+            f"{where}: only one clock was measured ({measured.clock_mhz[0]} MHz), so there is nothing to choose. "
+            "Profile at least two clocks."
+        )
+    below = np.flatnonzero(measured.effective_energy_j(blocking_power_w) <= 0)
+    if below.size:
+        row = int(below[0])
+        raise ProfileError(
+            f"{where}, {measured.clock_mhz[row]} MHz: {measured.energy_j[row]:.6g} J in {measured.time_s[row]:.6g} s "
+            f"is {measured.energy_j[row] / measured.time_s[row]:.1f} W, not above the blocking power of "
+            f"{blocking_power_w:.1f} W. Check blocking_power_w, and that energies are in joules per GPU."
+        )
+    options = measured.pareto(blocking_power_w)
+    return Group(stage, kind, options, options.effective_energy_j(blocking_power_w))
+
+
+def _padded(rows: list[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
+    result = np.full((len(rows), max((len(r) for r in rows), default=0)), np.nan)
+    for index, row in enumerate(rows):
+        result[index, : len(row)] = row
+    return result

@@ -1,0 +1,152 @@
+"""The published solver: the Phillips-Dessouky algorithm of the lowtime package on a fitted cost curve.
+
+lowtime starts with every instruction at its slowest and shortens the iteration by one unit of time
+after the other, each time by a minimum cut of the critical paths. It sees times in whole units and
+energies on an exponential curve through the options; its plans are judged here by what the
+measured rows say.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.optimizer.exact.problem import Choice, Group, Problem
+
+_UNIT_S = 1e-3
+"""The unit of time lowtime was published with."""
+_UNITS_PER_INSTRUCTION = 25
+"""At least so many units in the shortest instruction; shorter ones get a shorter unit."""
+_LARGEST_COST_J = 100.0
+# lowtime starts its curve fits from guesses of 10 to 1000 J, and takes 1e-6 J for nothing and 1e4 J for infinite.
+_FEWEST_FITTED = 4
+# The curve has three parameters.
+
+
+def unit_time_s(problem: Problem) -> float:
+    """Return the time lowtime counts in: 1 ms, or a 25th of the shortest instruction if that is less [s]."""
+    shortest_s = min(float(group.options.time_s.min()) for group in problem.groups)
+    return min(_UNIT_S, shortest_s / _UNITS_PER_INSTRUCTION)
+
+
+def solve_lowtime(problem: Problem, progress: Callable[[str, float], None]) -> list[FrequencyPlan]:
+    """Return every plan that lowtime passes through, from the most frugal to the fastest.
+
+    Args:
+        problem: Schedule and profile.
+        progress: Told how far between the slowest and the fastest iteration time the solver is.
+    """
+    from lowtime.solver import PhillipsDessouky
+
+    graph, operations = _graph(problem)
+    slowest_s, fastest_s = problem.time_s(problem.most_frugal), problem.t_min_s
+    speed_up = _UNIT_S / unit_time_s(problem)
+    plans = [problem.plan(_choice(operations))]
+    for result in PhillipsDessouky(graph).run():
+        plans.append(problem.plan(_choice(operations)))
+        done = (slowest_s - result.real_time / speed_up) / max(slowest_s - fastest_s, 1e-12)
+        progress("lowtime", min(max(done, 0.0), 1.0))
+    progress("lowtime", 1.0)
+    return plans
+
+
+def _choice(operations: Iterable[Any]) -> Choice:
+    return np.array([operation.assigned_knob for operation in operations], dtype=np.intp)
+
+
+def _graph(problem: Problem) -> tuple[Any, list[Any]]:
+    """Return lowtime's activity-on-node graph, and the operation of every decision."""
+    import networkx
+    from lowtime.graph_utils import add_sink_node, add_source_node
+    from lowtime.operation import Operation
+
+    # lowtime always counts in ms here: what is short is handed over magnified.
+    time_scale = _UNIT_S / unit_time_s(problem)
+    cost_scale = _LARGEST_COST_J / max(float(group.cost_j.max()) for group in problem.groups)
+    specs = [_spec(group, time_scale, cost_scale) for group in problem.groups]
+    operations = [Operation(spec=specs[group]) for group in problem.group]
+    of_node: dict[int, Any] = dict(zip(problem.node.tolist(), operations, strict=True))
+    for node in np.flatnonzero(problem.fixed_s * time_scale >= _UNIT_S).tolist():
+        of_node[node] = Operation(spec=_fixed_spec(float(problem.fixed_s[node]) * time_scale))
+    graph = networkx.DiGraph()
+    for node, before in _contract(problem.dag.predecessors, of_node).items():
+        graph.add_node(node, op=of_node[node])
+        graph.add_edges_from((predecessor, node) for predecessor in before)
+    add_source_node(graph, "source")
+    add_sink_node(graph, "sink")
+    graph.graph.update(source_node="source", sink_node="sink")
+    return graph, operations
+
+
+def _contract(predecessors: Iterable[Iterable[int]], kept: Iterable[int]) -> dict[int, set[int]]:
+    """Leave out all nodes but the kept ones, and all edges that others imply."""
+    keep = set(kept)
+    nearest: list[set[int]] = []
+    ancestors: list[int] = []  # as bits
+    result: dict[int, set[int]] = {}
+    for node, before in enumerate(predecessors):
+        candidates: set[int] = set().union(*(nearest[p] for p in before))
+        behind = 0
+        for candidate in candidates:
+            behind |= ancestors[candidate]
+        direct = {candidate for candidate in candidates if not behind >> candidate & 1}
+        for candidate in direct:
+            behind |= 1 << candidate
+        ancestors.append(behind)
+        nearest.append({node} if node in keep else direct)
+        if node in keep:
+            result[node] = direct
+    return result
+
+
+def _spec(group: Group, time_scale: float, cost_scale: float) -> Any:
+    from lowtime.operation import CandidateExecutionOptions, ExecutionOption, OperationSpec
+
+    options = CandidateExecutionOptions(
+        options=[
+            ExecutionOption(
+                real_time=float(group.options.time_s[index]) * time_scale,
+                unit_time=_UNIT_S,
+                cost=float(group.cost_j[index]) * cost_scale,
+                knob=index,
+            )
+            for index in _published_options(group)
+        ]
+    )
+    return OperationSpec(options=options, cost_model=_cost_model(options))
+
+
+def _published_options(group: Group) -> list[int]:
+    """Return which options lowtime was published with: none slower than the one of least energy as measured.
+
+    Slower ones can have less *effective* energy still, so leaving them out costs a little and halves the time.
+    """
+    energy_j = group.options.energy_j
+    return [index for index in range(len(energy_j)) if energy_j[index] < energy_j[index + 1 :].min(initial=np.inf)]
+
+
+def _cost_model(options: Any) -> Callable[[int], float]:
+    """Return lowtime's exponential curve, or straight lines between the options where it cannot be fitted."""
+    from lowtime.cost_model import ExponentialModel
+
+    if len(options.options) >= _FEWEST_FITTED:
+        try:
+            with warnings.catch_warnings(), np.errstate(all="ignore"):
+                warnings.simplefilter("ignore")
+                return ExponentialModel(options, search_strategy="best")  # type: ignore[no-any-return]
+        except (ValueError, RuntimeError):  # what its grid search and scipy's curve_fit raise
+            pass
+    times = [option.quant_time for option in reversed(options.options)]
+    costs = [option.cost for option in reversed(options.options)]
+    return lambda quant_time: float(np.interp(quant_time, times, costs))
+
+
+def _fixed_spec(time_s: float) -> Any:
+    from lowtime.operation import CandidateExecutionOptions, ExecutionOption, OperationSpec
+
+    option = ExecutionOption(real_time=time_s, unit_time=_UNIT_S, cost=0.0, knob=-1)
+    return OperationSpec(options=CandidateExecutionOptions(options=[option]), cost_model=lambda quant_time: 0.0)

@@ -1,0 +1,284 @@
+"""The DAG of one iteration: its nodes, who waits for whom, makespan, slack and critical path.
+
+Both sides of a transfer block until the other has arrived, so a transfer is a *meeting point*: a
+node that starts when both ranks have reached it and that both wait for. A batch of transfers
+(DualPipeV's ``CommitP2P``) starts each transfer when both sides have launched, and lets a rank go
+on when all of its own are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from perseus_ds.errors import ScheduleError
+from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Operation, Payload, Schedule, Transfer
+
+Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class FixedDurations:
+    """How long the parts of an iteration take that have no clock to choose, in seconds.
+
+    What is not named takes no time.
+
+    Attributes:
+        load_s: By stage.
+        transfer_s: By (payload, sending stage, receiving stage).
+        tail_s: Gradient reduction and optimizer step, by stage; unused for stages whose tail is
+            profiled over clocks.
+    """
+
+    load_s: dict[int, float] = field(default_factory=dict)
+    transfer_s: dict[tuple[Payload, int, int], float] = field(default_factory=dict)
+    tail_s: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Something of an iteration that takes time.
+
+    Attributes:
+        work: What it is.
+        ranks: The rank that does it; for a transfer the sending and the receiving rank.
+        position: For compute nodes, the index in the rank's compute instructions, else -1.
+    """
+
+    work: Instruction | Load | Transfer
+    ranks: tuple[int, ...]
+    position: int = -1
+
+
+class Dag:
+    """Nodes in a topological order and their precedences.
+
+    Attributes:
+        nodes: Every node's predecessors come before it.
+        predecessors: For every node, the nodes that must have finished before it starts.
+        schedule: Where it comes from.
+    """
+
+    def __init__(self, schedule: Schedule, nodes: Sequence[Node], predecessors: Sequence[Sequence[int]]) -> None:
+        self.schedule = schedule
+        self.nodes = tuple(nodes)
+        self.predecessors = tuple(tuple(p) for p in predecessors)
+
+    @classmethod
+    def build(cls, schedule: Schedule, *, meeting_points: bool = True) -> Dag:
+        """Build the DAG of a schedule.
+
+        Args:
+            schedule: The instruction streams of all ranks.
+            meeting_points: Model that both sides of a transfer wait for each other. Without, a
+                sender goes on at once (what lowtime and Zeus assume).
+
+        Raises:
+            ScheduleError: The streams deadlock, or a transfer has no partner; the message names
+                ranks and instructions.
+        """
+        return _Builder(schedule, meeting_points).build()
+
+    @cached_property
+    def compute_nodes(self) -> tuple[tuple[int, ...], ...]:
+        """For every rank, its compute nodes in program order (as ``schedule.instructions``)."""
+        by_rank: list[list[tuple[int, int]]] = [[] for _ in self.schedule.ranks]
+        for index, node in enumerate(self.nodes):
+            if node.position >= 0:
+                by_rank[node.ranks[0]].append((node.position, index))
+        return tuple(tuple(index for _, index in sorted(nodes)) for nodes in by_rank)
+
+    def fixed_durations_s(self, fixed: FixedDurations) -> Seconds:
+        """Return the duration of every node that has no clock to choose [s], zero for the others."""
+        result = np.zeros(len(self.nodes))
+        for index, node in enumerate(self.nodes):
+            match node.work:
+                case Load(stage=stage):
+                    result[index] = fixed.load_s.get(stage, 0.0)
+                case Transfer(payload=payload, source=source, target=target):
+                    result[index] = fixed.transfer_s.get((payload, source, target), 0.0)
+                case Instruction(stage=stage) if node.work.kind.value == "tail":
+                    result[index] = fixed.tail_s.get(stage, 0.0)
+        return result
+
+    def finish_s(self, durations_s: Seconds) -> Seconds:
+        """Return when each node finishes at the earliest, from 0 [s].
+
+        Args:
+            durations_s: One duration per node [s].
+        """
+        finish = np.zeros(len(self.nodes) + 1)  # the last entry stands in for "no predecessor"
+        durations_s = np.asarray(durations_s, dtype=np.float64)
+        for level, before in self._levels:
+            finish[level] = finish[before].max(axis=1) + durations_s[level]
+        return finish[:-1]
+
+    def makespan_s(self, durations_s: Seconds) -> float:
+        """Return the iteration time when every node starts as early as it can [s]."""
+        return float(self.finish_s(durations_s).max(initial=0.0))
+
+    def latest_finish_s(self, durations_s: Seconds, deadline_s: float) -> Seconds:
+        """Return when each node may finish at the latest so that all is done by the deadline [s]."""
+        durations_s = np.asarray(durations_s, dtype=np.float64)
+        latest_start = np.full(len(self.nodes) + 1, deadline_s)
+        for level, after in self._reverse_levels:
+            latest_start[level] = latest_start[after].min(axis=1) - durations_s[level]
+        return latest_start[:-1] + durations_s
+
+    def slack_s(self, durations_s: Seconds) -> Seconds:
+        """Return by how much each node alone could take longer without a longer makespan [s]."""
+        finish = self.finish_s(durations_s)
+        return self.latest_finish_s(durations_s, float(finish.max(initial=0.0))) - finish
+
+    def critical_path(self, durations_s: Seconds) -> list[int]:
+        """Return one longest path, as node indices from first to last."""
+        finish = self.finish_s(durations_s)
+        path = [int(finish.argmax())]
+        while before := self.predecessors[path[-1]]:
+            path.append(max(before, key=lambda node: finish[node]))
+        return path[::-1]
+
+    @cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        result: list[list[int]] = [[] for _ in self.nodes]
+        for node, before in enumerate(self.predecessors):
+            for predecessor in before:
+                result[predecessor].append(node)
+        return tuple(tuple(after) for after in result)
+
+    @cached_property
+    def _levels(self) -> list[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
+        return _levels(self.predecessors, range(len(self.nodes)))
+
+    @cached_property
+    def _reverse_levels(self) -> list[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
+        return _levels(self.successors, reversed(range(len(self.nodes))))
+
+
+def _levels(
+    neighbours: Sequence[Sequence[int]], order: Iterable[int]
+) -> list[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
+    """Group nodes so that each group depends on earlier groups only; neighbours padded with -1."""
+    depth = [0] * len(neighbours)
+    groups: list[list[int]] = []
+    for node in order:
+        depth[node] = 1 + max((depth[n] for n in neighbours[node]), default=-1)
+        if depth[node] == len(groups):
+            groups.append([])
+        groups[depth[node]].append(node)
+    result = []
+    for group in groups:
+        width = max(1, *(len(neighbours[node]) for node in group))
+        padded = np.full((len(group), width), -1, dtype=np.intp)
+        for row, node in enumerate(group):
+            padded[row, : len(neighbours[node])] = neighbours[node]
+        result.append((np.array(group, dtype=np.intp), padded))
+    return result
+
+
+class _Builder:
+    """Runs all streams side by side; a rank stops at an exchange until its partners have launched theirs."""
+
+    def __init__(self, schedule: Schedule, meeting_points: bool) -> None:
+        self.schedule = schedule
+        self.meeting_points = meeting_points
+        self.nodes: list[Node] = []
+        self.predecessors: list[tuple[int, ...]] = []
+        ranks = len(schedule.ranks)
+        self.next = [0] * ranks
+        self.computed = [0] * ranks
+        # What the next operation of each rank waits for.
+        self.waits_for: list[tuple[int, ...]] = [()] * ranks
+        self.launched: set[int] = set()
+        # Transfer -> the side that came first: its rank, whether it sends, and what it waits for.
+        self.pending: dict[Transfer, tuple[int, bool, tuple[int, ...]]] = {}
+        self.met: dict[Transfer, int] = {}
+
+    def build(self) -> Dag:
+        self._check_partners()
+        progress = True
+        while progress:
+            progress = False
+            for rank in range(len(self.schedule.ranks)):
+                while self._step(rank):
+                    progress = True
+        stuck = [rank for rank, stream in enumerate(self.schedule.ranks) if self.next[rank] < len(stream)]
+        if stuck:
+            waiting = "; ".join(
+                f"rank {rank}, operation {self.next[rank]}: {self.schedule.ranks[rank][self.next[rank]]}"
+                for rank in stuck
+            )
+            raise ScheduleError(f"{self.schedule.name} deadlocks, these operations wait for each other: {waiting}.")
+        return Dag(self.schedule, self.nodes, self.predecessors)
+
+    def _step(self, rank: int) -> bool:
+        """Advance one rank by one operation, if it can."""
+        stream = self.schedule.ranks[rank]
+        if self.next[rank] == len(stream):
+            return False
+        operation: Operation = stream[self.next[rank]]
+        if isinstance(operation, Exchange):
+            if not self._exchange(rank, operation):
+                return False
+        elif isinstance(operation, Compute):
+            self._add(Node(operation.instruction, (rank,), self.computed[rank]), self.waits_for[rank])
+            self.computed[rank] += 1
+        else:
+            self._add(Node(operation, (rank,)), self.waits_for[rank])
+        self.next[rank] += 1
+        return True
+
+    def _exchange(self, rank: int, exchange: Exchange) -> bool:
+        if rank not in self.launched:
+            self.launched.add(rank)
+            for transfer in exchange.transfers:
+                self._launch(rank, transfer, transfer in exchange.sends)
+        awaited = exchange.transfers if self.meeting_points else exchange.receives
+        if any(transfer not in self.met for transfer in awaited):
+            return False
+        self.launched.discard(rank)
+        if awaited:
+            nodes = tuple(self.met[t] for t in awaited)
+            self.waits_for[rank] = nodes if self.meeting_points else tuple(dict.fromkeys(self.waits_for[rank] + nodes))
+        return True
+
+    def _launch(self, rank: int, transfer: Transfer, sends: bool) -> None:
+        if transfer not in self.pending:
+            self.pending[transfer] = (rank, sends, self.waits_for[rank])
+        if not self.meeting_points and sends:
+            self._meet(transfer, rank, self.waits_for[rank])
+        elif self.meeting_points and self.pending[transfer][0] != rank:
+            other_rank, _, other_waits = self.pending[transfer]
+            before = tuple(dict.fromkeys(other_waits + self.waits_for[rank]))
+            self._meet(transfer, rank if sends else other_rank, before)
+
+    def _meet(self, transfer: Transfer, sender: int, before: tuple[int, ...]) -> None:
+        ranks = (sender, self.receiver[transfer])
+        self.nodes.append(Node(transfer, ranks))
+        self.predecessors.append(before)
+        self.met[transfer] = len(self.nodes) - 1
+
+    def _add(self, node: Node, before: tuple[int, ...]) -> None:
+        self.nodes.append(node)
+        self.predecessors.append(before)
+        self.waits_for[node.ranks[0]] = (len(self.nodes) - 1,)
+
+    def _check_partners(self) -> None:
+        sender: dict[Transfer, int] = {}
+        self.receiver: dict[Transfer, int] = {}
+        for rank, stream in enumerate(self.schedule.ranks):
+            for operation in stream:
+                if isinstance(operation, Exchange):
+                    sender.update(dict.fromkeys(operation.sends, rank))
+                    self.receiver.update(dict.fromkeys(operation.receives, rank))
+        for transfer in sorted(sender.keys() ^ self.receiver.keys()):
+            if transfer in sender:
+                problem = f"rank {sender[transfer]} sends it, no rank receives it"
+            else:
+                problem = f"rank {self.receiver[transfer]} receives it, no rank sends it"
+            raise ScheduleError(f"{self.schedule.name}: {transfer} has no partner: {problem}.")

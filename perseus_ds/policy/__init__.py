@@ -1,0 +1,1 @@
+"""Which plan the next iteration runs."""

@@ -1,0 +1,61 @@
+"""How a run goes, relative to what its plans promise: what policies are decided again by."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+_REMEMBERED = 10
+
+
+class RunStatistics:
+    """Measured over promised, of the last iterations.
+
+    Attributes:
+        stopped_s: What an iteration's end and the next one's beginning have between them, such as
+            evaluations and checkpoints, on the average of all iterations so far [s].
+    """
+
+    def __init__(self) -> None:
+        self.stopped_s = 0.0
+        self._stops = 0
+        self._times: deque[float] = deque(maxlen=_REMEMBERED)
+        self._powers: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
+
+    def add_stop(self, time_s: float) -> None:
+        """Take in the time between two iterations [s]."""
+        self._stops += 1
+        self.stopped_s += (max(0.0, time_s) - self.stopped_s) / self._stops
+
+    def add_iteration(
+        self, *, time_s: float, energy_j: float, promised_time_s: float, promised_energy_j: float
+    ) -> None:
+        """Take in an iteration: of the job [s, J], and of the plan that the policy asked for."""
+        self._times.append(time_s / promised_time_s)
+        if math.isfinite(energy_j):  # a GPU whose counter cannot be read says NaN
+            self._powers.append((energy_j / time_s, promised_energy_j / promised_time_s))
+
+    @property
+    def time_ratio(self) -> float:
+        """Iteration time, 1 where it is not known; a median, since single iterations may be held up."""
+        return statistics.median(self._times) if self._times else 1.0
+
+    @property
+    def power_ratio(self) -> float:
+        """Power, 1 where it is not known; of sums, since counters are refreshed more rarely than iterations end."""
+        if not self._powers:
+            return 1.0
+        return sum(measured_w for measured_w, _ in self._powers) / sum(promised_w for _, promised_w in self._powers)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, as plain values."""
+        return {"stopped_s": self.stopped_s, "stops": self._stops, "times": [*self._times], "powers": [*self._powers]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up what a checkpoint kept; what is measured from now on replaces it bit by bit."""
+        self.stopped_s, self._stops = float(state["stopped_s"]), int(state["stops"])
+        self._times = deque(state["times"], maxlen=_REMEMBERED)
+        self._powers = deque(state["powers"], maxlen=_REMEMBERED)

@@ -1,0 +1,1 @@
+"""Perseus on one rank of a job."""

@@ -1,0 +1,139 @@
+import csv
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perseus_ds.artifacts.frontier import Frontier, Provenance, describe, drop_dominated
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.errors import DeadlineError, FrontierError
+from perseus_ds.pipeline.instruction import Instruction, Kind
+
+INSTRUCTIONS = tuple(
+    (Instruction(rank, Kind.FORWARD, 0), Instruction(rank, Kind.BACKWARD, 0), Instruction(rank, Kind.TAIL, 0))
+    for rank in range(2)
+)
+
+
+def plan(time_s, energy_j, clock=1000, bound=None):
+    return FrequencyPlan(INSTRUCTIONS, ((clock, clock + 100, clock),) * 2, time_s, energy_j, bound)
+
+
+def frontier(simulated=True):
+    return Frontier(
+        plans=(plan(1.0, 100.0, 1400, 99.0), plan(1.1, 90.0, 1200, 90.0), plan(1.3, 80.0, 1000)),
+        t_min_s=1.0,
+        baseline=plan(1.0, 120.0, 1410),
+        provenance=Provenance(
+            schedule="m:C", micro_batches=1, stages=2, blocking_power_w=80.0, solver="exact", simulated=simulated
+        ),
+    )
+
+
+def test_saving_and_loading_changes_nothing(tmp_path):
+    path = frontier().save(tmp_path / "new" / "folder")
+    assert path == tmp_path / "new" / "folder" / "frontier.json"
+    assert Frontier.load(path) == frontier()
+    assert Frontier.load(path.parent) == frontier()
+
+
+def test_the_csv_has_one_line_a_plan_and_says_what_is_simulated(tmp_path):
+    frontier().save(tmp_path)
+    with (tmp_path / "frontier.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[:5] == ["plan", "time_s", "energy_j", "lower_bound_j", "gap"]
+    assert [float(row["time_s"]) for row in rows] == [1.0, 1.1, 1.3]
+    assert [row["lower_bound_j"] for row in rows] == ["99.0", "90.0", ""]
+    assert float(rows[0]["gap"]) == pytest.approx(100 / 99 - 1, abs=1e-6)
+    assert {row["simulated"] for row in rows} == {"yes"}
+    frontier(simulated=False).save(tmp_path)
+    assert "no" in (tmp_path / "frontier.csv").read_text().splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "time_s"), [(1.0, 1.0), (1.05, 1.0), (1.1, 1.1), (1.1 * (1 - 1e-12), 1.1), (1.29, 1.1), (9.0, 1.3)]
+)
+def test_lookup_takes_the_slowest_plan_in_time(deadline_s, time_s):
+    assert frontier().lookup(deadline_s).time_s == time_s
+
+
+def test_lookup_says_how_fast_it_can_be():
+    with pytest.raises(DeadlineError, match=r"No plan finishes an iteration in 0.9 s; the fastest takes 1 s"):
+        frontier().lookup(0.9)
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan")])
+def test_what_is_no_deadline_is_refused(deadline_s):
+    with pytest.raises(DeadlineError, match="A deadline is a time above 0 s"):
+        frontier().lookup(deadline_s)
+
+
+def edited(tmp_path, edit):
+    path = frontier().save(tmp_path)
+    raw = json.loads(path.read_text())
+    edit(raw)
+    path.write_text(json.dumps(raw))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda raw: raw.pop("plans"), r"plans: Field required"),
+        (lambda raw: raw.update(plans=[]), r"plans: List should have at least 1 item"),
+        (lambda raw: raw.update(extra=1), r"extra: Extra inputs"),
+        (lambda raw: raw.update(schema_version=99), r"expected format 'perseus-ds frontier' with schema_version 1"),
+        (lambda raw: raw.update(format="something else"), r"found 'something else'"),
+        (lambda raw: raw["plans"][1].update(time_s=float("nan")), r"plans\.1\.time_s"),
+        (lambda raw: raw["plans"][1].update(time_s=-1), r"plans\.1\.time_s"),
+        (lambda raw: raw["plans"][1].update(energy_j=0), r"plans\.1\.energy_j"),
+        (lambda raw: raw["plans"][1].update(energy_j="lots"), r"plans\.1\.energy_j"),
+        (lambda raw: raw["plans"][1]["clocks_mhz"][0].pop(), r"one clock per instruction"),
+        (lambda raw: raw["plans"][1]["clocks_mhz"][0].__setitem__(0, -5), r"plans\.1\.clocks_mhz\.0\.0"),
+        (lambda raw: raw["baseline"]["clocks_mhz"].pop(), r"one clock per instruction"),
+        (lambda raw: raw["plans"].reverse(), r"plans 0 and 1 are not ordered"),
+        (lambda raw: raw["instructions"][0][0].__setitem__(1, "sideways"), r"instructions\.0\.0\.1"),
+        (lambda raw: raw["provenance"].pop("schedule"), r"provenance\.schedule"),
+    ],
+)
+def test_an_edited_frontier_names_file_and_key(tmp_path, edit, message):
+    path = edited(tmp_path, edit)
+    with pytest.raises(FrontierError, match=message) as error:
+        Frontier.load(path)
+    assert "frontier.json" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "not a complete JSON file"), ('{"format": "perse', "not a complete JSON file"), ("3", "found a int")],
+)
+def test_a_truncated_or_foreign_frontier_is_refused(tmp_path, text, message):
+    (tmp_path / "frontier.json").write_text(text)
+    with pytest.raises(FrontierError, match=message):
+        Frontier.load(tmp_path)
+
+
+def test_a_missing_frontier_says_what_was_expected(tmp_path):
+    with pytest.raises(
+        FrontierError, match=r"no such file; expected a frontier\.json, as written by perseus-ds optimize"
+    ):
+        Frontier.load(tmp_path / "frontier.json")
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12))
+def test_dominated_plans_are_dropped_and_no_others(points):
+    kept = [(p.time_s, p.energy_j) for p in drop_dominated([plan(t, e) for t, e in points])]
+    best = {(t, e) for t, e in points if not any((a <= t and b < e) or (a < t and b <= e) for a, b in points)}
+    assert set(kept) == best
+    assert kept == sorted(best)
+
+
+def test_describe_gives_savings_against_the_highest_clock():
+    figures = describe(frontier())
+    assert figures["plans"] == 3
+    assert figures["saving_at_t_min"] == pytest.approx(1 - 100 / 120)
+    assert figures["saving_at_t_star"] == pytest.approx(1 - 80 / 120)
+    assert figures["worst_gap"] == pytest.approx(100 / 99 - 1)
+    assert figures["mean_gap"] == pytest.approx((100 / 99 - 1) / 2)

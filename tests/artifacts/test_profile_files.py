@@ -1,0 +1,231 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import synthetic_profile
+
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile, TransferDuration
+from perseus_ds.errors import ProfileError
+from perseus_ds.pipeline.instruction import Kind
+
+HEADER = "stage,instruction,frequency,time,energy\n"
+GOOD = HEADER + "0,forward,1200,0.06,20\n0,forward,1400,0.05,22\n0,backward,1200,0.12,40\n0,backward,1400,0.1,44\n"
+
+
+@pytest.fixture
+def csv_file(tmp_path):
+    def write(text, name="profile.csv"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_rows_are_read_by_stage_kind_and_ascending_clock(csv_file):
+    profile = StageProfile.load(csv_file(GOOD))
+    options = profile.options(0, Kind.FORWARD)
+    assert options.clock_mhz.tolist() == [1200, 1400]
+    assert options.time_s.tolist() == [0.06, 0.05]
+    assert options.energy_j.tolist() == [20, 22]
+    assert profile.at_highest_clock(0, Kind.BACKWARD) == Measurement(0, Kind.BACKWARD, 1400, 0.1, 44)
+    assert profile.num_stages == 1
+
+
+def test_a_folder_stands_for_its_profile_csv(csv_file):
+    assert StageProfile.load(csv_file(GOOD).parent).num_stages == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"profile\.csv: column 'stage' is missing.*an empty file"),
+        (HEADER, r"profile\.csv: no rows"),
+        (
+            GOOD.replace("energy", "joules"),
+            r"column 'energy' is missing.*found stage,instruction,frequency,time,joules",
+        ),
+        (GOOD.replace("0.05", "nan"), r"profile\.csv, line 3: stage 0, forward, 1400 MHz: time .* got nan"),
+        (GOOD.replace("0.05", "inf"), r"line 3: .* time must be a positive number of s, got inf"),
+        (GOOD.replace("0.05", "-0.05"), r"line 3: .* time must be a positive number of s, got -0.05"),
+        (GOOD.replace("0.05", "0"), r"line 3: .* time must be a positive number of s, got 0"),
+        (GOOD.replace(",44", ",NaN"), r"line 5: .* energy must be a positive number of J, got nan"),
+        (GOOD.replace(",44", ",0"), r"line 5: .* energy must be a positive number of J, got 0"),
+        (GOOD.replace("0.05", "fast"), r"line 3: time is 'fast', expected a number"),
+        (GOOD.replace("0,forward,1400", "0,forward,1400.5"), r"line 3: frequency is '1400.5', expected a whole number"),
+        (GOOD.replace("0,forward,1400", "zero,forward,1400"), r"line 3: stage is 'zero', expected a number"),
+        (GOOD.replace("0,forward,1400", "-1,forward,1400"), r"line 3: .*stage must be >= 0"),
+        (GOOD.replace("0,forward,1400", "0,forward,0"), r"line 3: .*clock > 0 MHz"),
+        (
+            GOOD.replace("0,forward,1400", "0,inference,1400"),
+            r"line 3: instruction is 'inference', expected one of forw",
+        ),
+        (GOOD + "0,forward,1400,0.07,22\n", r"profile\.csv: Two measurements disagree for stage 0, forward, 1400 MHz"),
+        (GOOD[:-7], r"line 5: time is empty; the file may be cut off|line 5: energy is empty; the file may be cut off"),
+        (GOOD.replace("0.05", "0,05"), r"line 3: more cells than columns"),
+    ],
+)
+def test_bad_rows_name_file_line_and_column(csv_file, text, message):
+    with pytest.raises(ProfileError, match=message) as error:
+        StageProfile.load(csv_file(text))
+    assert "profile.csv" in str(error.value)
+
+
+def test_something_else_than_a_csv_is_refused(tmp_path):
+    path = tmp_path / "profile.csv"
+    path.write_bytes(b"\x93NUMPY\x01\x00\xff\xfe")
+    with pytest.raises(ProfileError, match=r"profile\.csv: not a CSV file"):
+        StageProfile.load(path)
+
+
+def test_a_missing_profile_says_how_to_make_one(tmp_path):
+    with pytest.raises(ProfileError, match=r'nowhere: no such profile. Measure one with "mode": "profile"'):
+        StageProfile.load(tmp_path / "nowhere")
+
+
+def test_equal_duplicates_are_one_row(csv_file):
+    profile = StageProfile.load(csv_file(GOOD + "0,forward,1400,0.05,22\n"))
+    assert len(profile.measurements) == 4
+
+
+def test_a_spreadsheets_byte_order_mark_is_no_column(csv_file):
+    assert StageProfile.load(csv_file("\ufeff" + GOOD)).num_stages == 1
+
+
+def test_meraks_ranks_are_combined_to_the_slowest_time_and_the_mean_energy(csv_file):
+    rows = "".join(
+        f"{rank},{dp},0,{tp},0,{kind},{clock},{time},{energy}\n"
+        for rank, dp, tp, slower in [(0, 0, 0, 0.0), (1, 0, 1, 0.01), (2, 1, 0, 0.0), (3, 1, 1, 0.0)]
+        for kind in ("forward", "backward")
+        for clock, time, energy in [(1200, 0.06 + slower, 20 + rank), (1400, 0.05 + slower, 30 + rank)]
+    )
+    profile = StageProfile.load(
+        csv_file("rank,dp_rank,pp_rank,tp_rank,stage,instruction,frequency,time,energy\n" + rows)
+    )
+    assert profile.at(0, Kind.FORWARD, 1200) == Measurement(0, Kind.FORWARD, 1200, 0.06 + 0.01, 21.5)
+    assert profile.at(0, Kind.BACKWARD, 1400) == Measurement(0, Kind.BACKWARD, 1400, 0.05 + 0.01, 31.5)
+    assert len(profile.measurements) == 4
+
+
+def test_rows_of_the_same_rank_that_disagree_are_not_combined(csv_file):
+    text = "rank,stage,instruction,frequency,time,energy\n0,0,forward,1200,0.06,20\n0,0,forward,1200,0.07,20\n"
+    with pytest.raises(ProfileError, match="Two measurements disagree for stage 0, forward, 1200 MHz"):
+        StageProfile.load(csv_file(text))
+
+
+def test_a_missing_stage_or_kind_is_named(csv_file):
+    profile = StageProfile.load(csv_file(GOOD + "2,forward,1200,0.06,20\n2,forward,1400,0.05,22\n"))
+    assert profile.num_stages == 3
+    with pytest.raises(ProfileError, match="no forward rows for stage 1"):
+        profile.options(1, Kind.FORWARD)
+    with pytest.raises(ProfileError, match="no backward rows for stage 2"):
+        profile.at_highest_clock(2, Kind.BACKWARD)
+    with pytest.raises(ProfileError, match="no row for stage 0, forward, 1300 MHz"):
+        profile.at(0, Kind.FORWARD, 1300)
+
+
+def test_saving_and_loading_changes_nothing(tmp_path):
+    info = ProfileInfo(
+        simulated=True,
+        gpu="A100 (simulated)",
+        blocking_power_w=83.64,
+        micro_batches=8,
+        load_s={0: 0.001},
+        tail_s={0: 0.01, 1: 0.02},
+        transfers=[TransferDuration(payload="grad", source=1, target=0, time_s=0.002)],
+        rows=[RowQuality(stage=0, kind=Kind.FORWARD, clock_mhz=900, samples=12, time_relative_error=0.01)],
+    )
+    profile = StageProfile(synthetic_profile(2).measurements, info)
+    profile.save(tmp_path / "deep" / "profile.csv")
+    loaded = StageProfile.load(tmp_path / "deep")
+    assert loaded.measurements == profile.measurements
+    assert loaded.info == info
+    assert loaded.info.fixed_durations.transfer_s == {("grad", 1, 0): 0.002}
+    assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["profile.csv", "profile.json"]
+
+
+def test_a_save_that_fails_leaves_no_profile_to_be_accepted(tmp_path, monkeypatch):
+    synthetic_profile(1).save(tmp_path / "profile.csv")
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        synthetic_profile(2).save(tmp_path / "profile.csv")
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
+    with pytest.raises(ProfileError, match="no such profile"):
+        StageProfile.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"schema_version": 1, "gpu": ', r"profile\.json: not a complete JSON file"),
+        ("[1, 2]", r"profile\.json: expected a profile\.json \(a JSON object\), found a list"),
+        ('{"hello": "world"}', r"profile\.json: schema_version is None, this perseus-ds reads 1"),
+        ('{"schema_version": 1, "colour": "red"}', r"profile\.json: colour: Extra inputs"),
+        ('{"schema_version": 1, "blocking_power_w": -3}', r"profile\.json: blocking_power_w: .*got -3"),
+        ('{"schema_version": 1, "blocking_power_w": NaN}', r"profile\.json: blocking_power_w"),
+        ('{"schema_version": 1, "micro_batches": 0}', r"profile\.json: micro_batches: .*got 0"),
+        ('{"schema_version": 1, "tail_s": {"0": -1}}', r"profile\.json: tail_s\.0: .*got -1"),
+        (
+            '{"schema_version": 1, "transfers": [{"payload": "love", "source": 0, "target": 1, "time_s": 0}]}',
+            r"profile\.json: transfers\.0\.payload",
+        ),
+    ],
+)
+def test_a_bad_profile_json_names_file_and_key(csv_file, text, message):
+    path = csv_file(GOOD)
+    csv_file(text, "profile.json")
+    with pytest.raises(ProfileError, match=message):
+        StageProfile.load(path)
+
+
+def test_a_csv_cut_off_between_lines_is_noticed_by_its_json(tmp_path):
+    rows = [
+        RowQuality(stage=m.stage, kind=m.kind, clock_mhz=m.clock_mhz, samples=5)
+        for m in synthetic_profile(1).measurements
+    ]
+    StageProfile(synthetic_profile(1).measurements, ProfileInfo(rows=rows)).save(tmp_path / "profile.csv")
+    lines = (tmp_path / "profile.csv").read_text().splitlines()
+    (tmp_path / "profile.csv").write_text("\n".join(lines[:-2]) + "\n")
+    with pytest.raises(ProfileError, match=r"profile\.csv: no row for stage 0, forward, .* which profile\.json lists"):
+        StageProfile.load(tmp_path)
+
+
+def test_json_is_readable_by_anyone(tmp_path):
+    synthetic_profile(1, gpu="x", blocking_power_w=80.0).save(tmp_path / "profile.csv")
+    raw = json.loads((tmp_path / "profile.json").read_text())
+    assert (raw["gpu"], raw["blocking_power_w"], raw["schema_version"]) == ("x", 80.0, 1)
+
+
+points = st.lists(
+    st.tuples(st.floats(0.01, 1.0), st.floats(1.0, 100.0)), min_size=1, max_size=12, unique_by=lambda point: point[0]
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(points, st.floats(0, 50))
+def test_pareto_options_are_those_none_is_as_fast_and_as_frugal_as(values, power_w):
+    rows = [Measurement(0, Kind.FORWARD, 1000 + n, t, e) for n, (t, e) in enumerate(values)]
+    options = StageProfile(rows).options(0, Kind.FORWARD)
+    cost = options.effective_energy_j(power_w)
+    better = [
+        any(
+            (options.time_s[j] <= t and cost[j] < c) or (options.time_s[j] < t and cost[j] <= c)
+            for j in range(len(cost))
+        )
+        for t, c in zip(options.time_s, cost, strict=True)
+    ]
+    pareto = options.pareto(power_w)
+    assert set(pareto.clock_mhz.tolist()) == set(options.clock_mhz[~np.array(better)].tolist())
+    assert (np.diff(pareto.time_s) < 0).all()
+    assert (np.diff(pareto.effective_energy_j(power_w)) > 0).all()
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.randoms(use_true_random=False))
+def test_the_order_of_rows_does_not_matter(random):
+    rows = list(synthetic_profile(2).measurements)
+    random.shuffle(rows)
+    assert StageProfile(rows).measurements == synthetic_profile(2).measurements

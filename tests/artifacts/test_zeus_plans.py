@@ -1,0 +1,105 @@
+import ast
+
+import pytest
+from pipelines import dual_pipe_v, one_f_one_b, synthetic_profile
+
+from perseus_ds.artifacts.zeus_plans import export_zeus, read_plans, read_zeus
+from perseus_ds.errors import FrontierError
+from perseus_ds.optimizer import optimize, problem_for
+from perseus_ds.optimizer.imported_plans import judge
+from perseus_ds.pipeline.instruction import Kind
+
+ALL = (Kind.FORWARD, Kind.BACKWARD, Kind.TAIL)
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [(one_f_one_b(2, 3), 2), (dual_pipe_v(2, 4), 4)])
+def test_plans_come_back_with_the_same_clocks_times_and_energies(tmp_path, schedule, stages):
+    profile = synthetic_profile(stages, simulated=True)
+    frontier = optimize(schedule, profile, blocking_power_w=80.0, solver="lowtime")
+    paths = export_zeus(frontier, tmp_path / "plans")
+    assert [p.name for p in paths][:2] == ["freqs_pipeline_00000.py", "freqs_pipeline_00001.py"]
+    assert len(paths) == len(frontier.plans)
+    back = judge(read_plans(tmp_path / "plans"), problem_for(schedule, profile, 80.0))
+    assert [p.clocks_mhz for p in back.plans] == [p.clocks_mhz for p in frontier.plans]
+    assert [p.energy_j for p in back.plans] == pytest.approx([p.energy_j for p in frontier.plans])
+    assert back.provenance.solver == "imported"
+    assert back.provenance.simulated is True
+
+
+def test_a_file_is_what_zeus_evaluates_to_one_list_a_rank_of_instruction_and_clock(tmp_path):
+    profile = synthetic_profile(2, kinds=ALL)
+    frontier = optimize(one_f_one_b(2, 2), profile, blocking_power_w=80.0, solver="lowtime")
+    path = export_zeus(frontier, tmp_path)[0]
+    ranks = eval(path.read_text())  # as Zeus's server does
+    assert ranks == ast.literal_eval(path.read_text())
+    assert [name for name, _ in ranks[0]] == ["forward", "forward", "backward", "backward"]
+    assert [clock for _, clock in ranks[0]] == list(frontier.plans[0].clocks_mhz[0][:-1])
+
+
+def test_a_tail_without_a_clock_runs_at_the_highest(tmp_path):
+    profile = synthetic_profile(2, kinds=ALL)
+    schedule = one_f_one_b(2, 2)
+    export_zeus(optimize(schedule, profile, blocking_power_w=80.0, solver="lowtime"), tmp_path)
+    back = judge(read_plans(tmp_path), problem_for(schedule, profile, 80.0))
+    assert {clocks[-1] for plan in back.plans for clocks in plan.clocks_mhz} == {1410}
+
+
+GOOD = "[[('forward', 900), ('backward', 900)], [('forward', 1410), ('backward', 1410)]]"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("__import__('os').system('echo owned > owned')", "not a Python literal"),
+        ("[[('forward', 900)]", "not a Python literal"),
+        ("", "not a Python literal"),
+        ("[" * 5000, "not a Python literal"),
+        ("{}", "expected one list per rank"),
+        ("[]", "expected one list per rank"),
+        ("[3]", "rank 0: expected a list, found 3"),
+        ("[[], [('forward', 900), 3]]", r"rank 1, instruction 1: expected \(instruction, MHz\).* found 3"),
+        ("[[('forward', '900')]]", r"rank 0, instruction 0: .* found \('forward', '900'\)"),
+        ("[[('forward', -1)]]", r"rank 0, instruction 0"),
+        ("[[('forward', True)]]", r"rank 0, instruction 0"),
+    ],
+)
+def test_a_bad_plan_file_is_named_and_never_executed(tmp_path, monkeypatch, text, message):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "freqs_pipeline_00007.py"
+    path.write_text(text)
+    with pytest.raises(FrontierError, match=message) as error:
+        read_zeus(path)
+    assert "freqs_pipeline_00007.py" in str(error.value)
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            GOOD.replace("('backward', 900)", "('forward', 900)"),
+            "rank 0, instruction 1: the schedule .* has backward, the plan forward",
+        ),
+        (
+            GOOD.replace(", ('backward', 900)", ""),
+            "rank 0, instruction 1: the schedule .* has backward, the plan nothing",
+        ),
+        (
+            GOOD.replace("('backward', 900)", "('backward', 900), ('forward', 900)"),
+            "rank 0, instruction 2: .* has nothing, the plan forward",
+        ),
+        (GOOD.replace("900", "901"), r"no row for stage 0, forward, 901 MHz\. Give the profile that the plans are for"),
+        ("[[('forward', 900), ('backward', 900)]]", "1 ranks, the schedule has 2"),
+    ],
+)
+def test_a_plan_that_does_not_fit_names_file_rank_and_instruction(tmp_path, text, message):
+    (tmp_path / "freqs_pipeline_00000.py").write_text(text)
+    problem = problem_for(one_f_one_b(2, 1), synthetic_profile(2), 80.0)
+    with pytest.raises(FrontierError, match=message) as error:
+        judge(read_plans(tmp_path), problem)
+    assert "freqs_pipeline_00000.py" in str(error.value)
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(FrontierError, match=r"no freqs_pipeline_\*\.py in it"):
+        read_plans(tmp_path)

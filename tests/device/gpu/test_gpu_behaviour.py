@@ -1,0 +1,126 @@
+"""What every GPU must do, real or simulated: the same tests for NVML's (on the stub library) and the simulated one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.device.gpu.nvml import NvmlGpu
+from perseus_ds.device.gpu.simulated import DEVICES, SimulatedGpu
+from perseus_ds.errors import GpuError, GpuPermissionError
+
+LATENCY_S = 0.02
+PERIOD_S = 0.05
+
+
+@pytest.fixture(params=["nvml", "simulated"])
+def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
+    if request.param == "simulated":
+        made: Gpu = SimulatedGpu(DEVICES["a100-sxm"], lock_latency_s=LATENCY_S, counter_period_s=PERIOD_S)
+    else:
+        stub = request.getfixturevalue("stub_nvml_here")
+        stub.gpus[2].lock_latency_s = LATENCY_S
+        stub.gpus[2].counter_period_s = PERIOD_S
+        made = NvmlGpu.for_cuda_device(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["nvml", "simulated"])
+def forbidden_gpu(request: pytest.FixtureRequest) -> Gpu:
+    """A GPU whose clock this process may not change."""
+    if request.param == "simulated":
+        return SimulatedGpu(DEVICES["a100-sxm"], may_lock=False)
+    stub = request.getfixturevalue("stub_nvml_here")
+    for function in ("set_locked", "reset_locked"):
+        stub.gpus[2].fail(function, "no_permission")
+    return NvmlGpu.for_cuda_device(2)
+
+
+def test_its_name_tells_whether_it_is_simulated(gpu: Gpu) -> None:
+    assert gpu.simulated == ("simulated" in gpu.name)
+    assert gpu.simulated == (gpu.driver is None)
+
+
+def test_its_clocks_ascend_without_repetition(gpu: Gpu) -> None:
+    clocks = gpu.supported_clocks_mhz()
+    assert len(clocks) > 10
+    assert list(clocks) == sorted(set(clocks))
+
+
+def test_an_idle_unlocked_gpu_is_at_its_top_clock(gpu: Gpu) -> None:
+    assert gpu.clock_mhz() == gpu.supported_clocks_mhz()[-1]
+
+
+def test_every_supported_clock_can_be_locked_and_read_back(gpu: Gpu) -> None:
+    for clock_mhz in gpu.supported_clocks_mhz()[::16]:
+        gpu.lock_clock(clock_mhz)
+        assert gpu.clock_mhz() == clock_mhz
+
+
+def test_a_reset_returns_to_the_default(gpu: Gpu) -> None:
+    gpu.lock_clock(gpu.supported_clocks_mhz()[0])
+    gpu.reset_clock()
+    gpu.reset_clock()
+    assert gpu.clock_mhz() == gpu.supported_clocks_mhz()[-1]
+
+
+def test_setting_a_clock_takes_the_drivers_time(gpu: Gpu) -> None:
+    began_s = time.monotonic()
+    gpu.lock_clock(gpu.supported_clocks_mhz()[3])
+    assert time.monotonic() - began_s >= LATENCY_S
+
+
+@pytest.mark.parametrize("clock_mhz", [0, 1, 1201, 99_999])
+def test_an_unsupported_clock_is_refused_and_changes_nothing(gpu: Gpu, clock_mhz: int) -> None:
+    before_mhz = gpu.clock_mhz()
+    with pytest.raises(GpuError, match=f"{clock_mhz} MHz"):
+        gpu.lock_clock(clock_mhz)
+    assert gpu.clock_mhz() == before_mhz
+
+
+def test_energy_is_power_times_time_in_steps_of_the_counter(gpu: Gpu) -> None:
+    readings = []
+    end_s = time.monotonic() + 8.5 * PERIOD_S
+    while time.monotonic() < end_s:
+        readings.append((time.monotonic(), gpu.energy_j()))
+        time.sleep(0.002)
+    steps = [now for now, before in zip(readings[1:], readings[:-1], strict=True) if now[1] != before[1]]
+    assert all(now[1] >= before[1] for now, before in zip(readings[1:], readings[:-1], strict=True))
+    assert 5 <= len(steps) <= 10
+    (first_s, first_j), (last_s, last_j) = steps[0], steps[-1]
+    assert (last_j - first_j) / (last_s - first_s) == pytest.approx(gpu.power_w(), rel=0.2)
+
+
+def test_without_permission_the_error_says_what_to_do(forbidden_gpu: Gpu) -> None:
+    for change in (lambda: forbidden_gpu.lock_clock(1200), forbidden_gpu.reset_clock):
+        with pytest.raises(GpuPermissionError, match=r"root.*CAP_SYS_ADMIN.*zeusd"):
+            change()
+    assert forbidden_gpu.clock_mhz() == 1410
+
+
+def test_threads_may_lock_and_read_at_once(gpu: Gpu) -> None:
+    failures: list[BaseException] = []
+    clocks = gpu.supported_clocks_mhz()
+
+    def use(change: bool) -> None:
+        try:
+            for clock_mhz in clocks[:5]:
+                if change:
+                    gpu.lock_clock(clock_mhz)
+                assert gpu.clock_mhz() in clocks
+                assert gpu.energy_j() >= 0
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=use, args=(change,)) for change in (True, True, False, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not failures
+    assert gpu.clock_mhz() == clocks[4]

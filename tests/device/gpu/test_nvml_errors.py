@@ -1,0 +1,236 @@
+"""NvmlGpu against the stub library: choice of the GPU, and every error a user can meet."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pynvml
+import pytest
+from stub_nvml.controller import StubNvml
+
+from perseus_ds.device.gpu.nvml import NvmlGpu
+from perseus_ds.errors import GpuError, GpuPermissionError
+
+
+@pytest.fixture
+def gpu(stub_nvml_here: StubNvml) -> NvmlGpu:
+    return NvmlGpu(1)
+
+
+def test_it_knows_itself(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
+    assert (gpu.index, gpu.name, gpu.driver, gpu.simulated) == (
+        1,
+        "NVIDIA A100-SXM4-80GB (stub)",
+        "550.54.15-stub",
+        False,
+    )
+    assert gpu.uuid.encode() == stub_nvml_here.gpus[1].uuid
+    assert NvmlGpu.count() == 4
+
+
+@pytest.mark.parametrize(("visible", "cuda_index", "index"), [(None, 2, 2), ("3,1", 1, 1), ("GPU-2b6", 0, 2)])
+def test_a_cuda_device_is_found(
+    stub_nvml_here: StubNvml, monkeypatch: pytest.MonkeyPatch, visible: str | None, cuda_index: int, index: int
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpu = NvmlGpu.for_cuda_device(cuda_index)
+    gpu.lock_clock(1200)
+    assert stub_nvml_here.locked_clocks_mhz() == [1200 * (position == index) for position in range(4)]
+
+
+def test_cudas_own_uuid_wins(stub_nvml_here: StubNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    uuid = stub_nvml_here.gpus[3].uuid.decode().removeprefix("GPU-")
+    assert NvmlGpu.for_cuda_device(0, uuid).index == 3
+    assert NvmlGpu.by_uuid(uuid[:6]).index == 3
+
+
+def test_the_order_of_unlike_gpus_is_not_guessed(stub_nvml_here: StubNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_nvml_here.gpus[0].name = b"NVIDIA T4"
+    with pytest.raises(GpuError, match="CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+        NvmlGpu.for_cuda_device(0)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert NvmlGpu.for_cuda_device(0).name == "NVIDIA T4"
+
+
+def test_a_gpu_split_by_mig_is_refused(stub_nvml_here: StubNvml) -> None:
+    stub_nvml_here.gpus[0].mig_enabled = 1
+    with pytest.raises(GpuError, match="split into MIG"):
+        NvmlGpu.for_cuda_device(0)
+    assert NvmlGpu.for_cuda_device(1).index == 1
+
+
+def test_a_gpu_that_knows_no_mig_is_fine(stub_nvml_here: StubNvml) -> None:
+    stub_nvml_here.gpus[0].fail("mig_mode", "not_supported")
+    assert NvmlGpu.for_cuda_device(0).index == 0
+
+
+ACTIONS = {
+    "set_locked": lambda gpu: gpu.lock_clock(1200),
+    "reset_locked": lambda gpu: gpu.reset_clock(),
+    "clock_info": lambda gpu: gpu.clock_mhz(),
+    "energy": lambda gpu: gpu.energy_j(),
+    "power": lambda gpu: gpu.power_w(),
+    "reasons": lambda gpu: gpu.throttle_reasons(),
+    "memory_clocks": lambda gpu: gpu.supported_clocks_mhz(),
+    "graphics_clocks": lambda gpu: gpu.supported_clocks_mhz(),
+}
+REMEDIES = {
+    "gpu_is_lost": "fell off the bus",
+    "timeout": "did not answer in time",
+    "not_supported": "lacks the function",
+    "function_not_found": "driver is too old",
+    "unknown": "nvidia-smi",
+}
+
+
+@pytest.mark.parametrize("function", ACTIONS)
+@pytest.mark.parametrize("error", REMEDIES)
+def test_every_call_says_what_failed_where_and_what_to_do(
+    gpu: NvmlGpu, stub_nvml_here: StubNvml, function: str, error: str
+) -> None:
+    stub_nvml_here.gpus[1].fail(function, error)
+    with pytest.raises(GpuError, match=REMEDIES[error]) as caught:
+        ACTIONS[function](gpu)
+    assert "GPU 1 (NVIDIA A100" in str(caught.value)
+    assert not isinstance(caught.value, GpuPermissionError)
+    stub_nvml_here.gpus[1].fail(function, "none")
+    ACTIONS[function](gpu)
+
+
+@pytest.mark.parametrize(
+    ("function", "action"), [("set_locked", "lock"), ("reset_locked", "reset"), ("reset_locked", "check")]
+)
+def test_a_missing_permission_says_how_to_get_it(
+    gpu: NvmlGpu, stub_nvml_here: StubNvml, function: str, action: str
+) -> None:
+    stub_nvml_here.gpus[1].fail(function, "no_permission")
+    calls = {"lock": lambda: gpu.lock_clock(1200), "reset": gpu.reset_clock, "check": gpu.check_lock_permission}
+    with pytest.raises(GpuPermissionError, match=r"CAP_SYS_ADMIN.*--cap-add SYS_ADMIN.*zeusd"):
+        calls[action]()
+
+
+def test_the_permission_check_leaves_the_clock_alone(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
+    gpu.check_lock_permission()
+    assert stub_nvml_here.locked_clocks_mhz() == [0, 0, 0, 0]
+    assert stub_nvml_here.gpus[1].calls("set_locked") == 0
+
+
+@pytest.mark.parametrize("function", ["init", "count", "by_index", "driver_version"])
+def test_a_failed_start_leaves_nothing_open(stub_nvml_here: StubNvml, function: str) -> None:
+    before = stub_nvml_here.calls("init") - stub_nvml_here.calls("shutdown")
+    stub_nvml_here.fail(function, "driver_not_loaded")
+    with pytest.raises(GpuError, match="kernel driver is not loaded"):
+        NvmlGpu.for_cuda_device(0)
+    failed_inits = 1 if function == "init" else 0
+    assert stub_nvml_here.calls("init") - stub_nvml_here.calls("shutdown") - before == failed_inits
+
+
+def test_a_gpu_without_energy_counter_says_so(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
+    stub_nvml_here.gpus[1].has_energy_counter = 0
+    assert not gpu.has_energy_counter
+    assert NvmlGpu(0).has_energy_counter
+    with pytest.raises(GpuError, match=r"Reading the energy counter of GPU 1.*lacks the function"):
+        gpu.energy_j()
+
+
+def test_a_lost_gpu_is_not_taken_for_one_without_counter(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
+    stub_nvml_here.gpus[1].fail("energy", "gpu_is_lost")
+    with pytest.raises(GpuError, match="fell off the bus"):
+        _ = gpu.has_energy_counter
+
+
+def test_throttle_reasons_have_names(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
+    assert gpu.throttle_reasons() == ()
+    stub_nvml_here.gpus[1].throttle_reasons = 0x4 | 0x40
+    assert gpu.throttle_reasons() == ("sw_power_cap", "hw_thermal_slowdown")
+
+
+def test_the_clock_read_is_the_one_in_effect(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
+    stub_nvml_here.gpus[1].limit_clock_mhz = 1100
+    gpu.lock_clock(1305)
+    assert gpu.clock_mhz() == 1100
+
+
+def test_a_closed_gpu_refuses_calls(gpu: NvmlGpu) -> None:
+    gpu.close()
+    gpu.close()
+    with pytest.raises(GpuError, match="was closed"):
+        gpu.reset_clock()
+
+
+def test_a_hung_call_stops_only_its_own_thread(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
+    stub_nvml_here.gpus[1].hang("set_locked")
+    worker = threading.Thread(target=gpu.lock_clock, args=(1200,), daemon=True)
+    worker.start()
+    began_s = time.monotonic()
+    for _ in range(50):
+        gpu.energy_j()
+        gpu.clock_mhz()
+    assert time.monotonic() - began_s < 2
+    assert worker.is_alive()
+    stub_nvml_here.gpus[1].hang("set_locked", False)
+    worker.join(5)
+    assert not worker.is_alive()
+    assert stub_nvml_here.gpus[1].locked_clock_mhz == 1200
+
+
+OPEN = """
+import sys
+from perseus_ds.errors import GpuError
+from perseus_ds.device.gpu.nvml import NvmlGpu
+try:
+    print(NvmlGpu.for_cuda_device(0).driver)
+except GpuError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_gpus_are_opened_by_many_threads_at_once(stub_nvml: StubNvml) -> None:
+    """As the guardian does for ranks that start together; NVML is thread-safe, and so must the stub be."""
+    program = (
+        "import sys\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from perseus_ds.device.gpu.nvml import NvmlGpu\n"
+        "with ThreadPoolExecutor(8) as pool:\n"
+        "    list(pool.map(lambda n: NvmlGpu(n % 4).close(), range(400)))\n"
+    )
+    done = stub_nvml.run("-c", program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_process_of_its_own_loads_the_stub_by_library_path(stub_nvml: StubNvml) -> None:
+    done = stub_nvml.run("-c", OPEN)
+    assert (done.returncode, done.stdout) == (0, "550.54.15-stub\n"), done.stderr
+
+
+def test_a_missing_library_is_told(stub_nvml: StubNvml, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "libnvidia-ml.so.1").write_text("not a library")
+    done = stub_nvml.run("-c", OPEN, environment={"LD_LIBRARY_PATH": str(broken)})
+    assert done.returncode == 1
+    assert "libnvidia-ml.so.1 was not found: install the NVIDIA driver" in done.stderr
+
+
+def run_with_binding(stub_nvml: StubNvml, folder: Path, text: str) -> str:
+    """Return what opening a GPU says when this pynvml.py stands on the path before NVIDIA's."""
+    (folder / "pynvml.py").write_text(text, encoding="utf-8")
+    done = stub_nvml.run("-c", OPEN, environment={"PYTHONPATH": str(folder)})
+    assert done.returncode == 1
+    return done.stderr
+
+
+def test_a_foreign_pynvml_is_told(stub_nvml: StubNvml, tmp_path: Path) -> None:
+    codes = [f"{name} = {value}" for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")]
+    text = "\n".join(["class NVMLError(Exception): pass", "def nvmlInit(): pass", *codes])
+    assert "is not NVIDIA's binding. Run `pip uninstall pynvml`" in run_with_binding(stub_nvml, tmp_path, text)
+
+
+def test_an_old_binding_is_told(stub_nvml: StubNvml, tmp_path: Path) -> None:
+    text = Path(pynvml.__file__).read_text(encoding="utf-8")
+    text = text.replace("def nvmlDeviceGetName(", "def nvmlDeviceGetNameLater(")
+    assert "has no nvmlDeviceGetName. Run `pip install --upgrade" in run_with_binding(stub_nvml, tmp_path, text)

@@ -1,0 +1,58 @@
+"""Every DeepSpeed that is not supported gets a clear message; what is supported is said the same everywhere."""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import perseus_ds
+from perseus_ds.engine.versions import OLDEST_DEEPSPEED, require_hooks
+from perseus_ds.errors import VersionError
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_deepspeed(folder, version):
+    """Install a DeepSpeed that cannot be imported, as the old ones cannot be with the torch of today."""
+    metadata = folder / f"deepspeed-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
+    (folder / "deepspeed").mkdir()
+    (folder / "deepspeed" / "__init__.py").write_text("raise ImportError('cannot import name log')\n")
+
+
+def test_a_deepspeed_that_is_too_old_is_named_before_it_is_imported(tmp_path):
+    make_deepspeed(tmp_path, "0.12.6")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import perseus_ds; perseus_ds.initialize(config={{}})"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert finished.stderr.splitlines()[-1] == (
+        "perseus_ds.errors.VersionError: DeepSpeed 0.12.6 is too old for perseus-ds, expected "
+        f'deepspeed>={OLDEST_DEEPSPEED}. Run: pip install "deepspeed>={OLDEST_DEEPSPEED}"'
+    )
+
+
+def test_no_deepspeed_at_all_is_said_so(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(VersionError, match=r"DeepSpeed is not installed, expected deepspeed>=.* pip install"):
+        perseus_ds.initialize(config={})
+
+
+def test_an_engine_without_what_perseus_takes_hold_of_is_told_by_what_it_lacks():
+    class PipelineEngine:
+        train_batch = eval_batch = save_checkpoint = load_checkpoint = None
+
+    with pytest.raises(VersionError, match=r"its PipelineEngine has no _INSTRUCTION_MAP, destroy\. Upgrade perseus-ds"):
+        require_hooks(PipelineEngine)
+
+
+def test_package_makefile_readme_and_code_name_the_same_oldest_version():
+    assert f'"deepspeed>={OLDEST_DEEPSPEED}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"OLDEST_DEEPSPEED := {OLDEST_DEEPSPEED}\n" in (ROOT / "Makefile").read_text()
+    newest = re.search(r"^deepspeed==(\S+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)[1]
+    assert f"DeepSpeed {OLDEST_DEEPSPEED} to {newest}" in (ROOT / "README.md").read_text()

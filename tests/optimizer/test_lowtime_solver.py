@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+from pipelines import EarlyRecomputation, dual_pipe_v, one_f_one_b, synthetic_profile
+
+from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.exact.problem import Problem
+from perseus_ds.optimizer.lowtime import solve_lowtime, unit_time_s
+from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import read_schedule
+
+
+def solve(schedule, profile, progress=lambda what, done: None):
+    problem = Problem(Dag.build(schedule), profile, 80.0)
+    return problem, solve_lowtime(problem, progress)
+
+
+def test_it_goes_from_the_slowest_to_almost_the_fastest_iteration():
+    problem, plans = solve(one_f_one_b(2, 4), synthetic_profile(2))
+    assert plans[0].time_s > plans[-1].time_s
+    # Times are rounded down to units, at most one for each instruction on the critical path.
+    assert problem.t_min_s <= plans[-1].time_s <= problem.t_min_s * 1.03
+
+
+def test_its_plans_use_less_energy_than_the_highest_clock_at_nearly_the_same_time():
+    schedule, profile = one_f_one_b(3, 6), synthetic_profile(3)
+    frontier = optimize(schedule, profile, blocking_power_w=80.0, solver="lowtime")
+    assert frontier.provenance.solver == "lowtime"
+    assert frontier.plans[0].energy_j < frontier.baseline.energy_j
+    assert frontier.plans[0].time_s <= frontier.baseline.time_s * 1.03
+
+
+def test_plans_are_judged_by_the_rows_at_the_clocks_assigned():
+    problem, plans = solve(one_f_one_b(2, 3), synthetic_profile(2))
+    for plan in (plans[0], plans[len(plans) // 2], plans[-1]):
+        again = problem.evaluate(plan.clocks_mhz)
+        assert (again.time_s, again.energy_j) == pytest.approx((plan.time_s, plan.energy_j))
+
+
+def test_progress_rises_to_one():
+    seen = []
+    solve(one_f_one_b(2, 3), synthetic_profile(2), lambda what, done: seen.append(done))
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+    assert seen[0] < 0.2
+
+
+def test_the_unit_is_a_millisecond_or_less_for_short_instructions():
+    schedule = one_f_one_b(2, 2)
+    assert unit_time_s(Problem(Dag.build(schedule), synthetic_profile(2), 80.0)) == 1e-3
+    rows = [
+        Measurement(m.stage, m.kind, m.clock_mhz, m.time_s / 50, m.energy_j / 50)
+        for m in synthetic_profile(2).measurements
+    ]
+    assert unit_time_s(Problem(Dag.build(schedule), StageProfile(rows), 80.0)) == pytest.approx(0.05 / 50 / 25)
+
+
+def test_a_profile_fifty_times_shorter_gives_as_good_a_frontier():
+    schedule, profile = one_f_one_b(2, 4), synthetic_profile(2)
+    rows = [Measurement(m.stage, m.kind, m.clock_mhz, m.time_s / 50, m.energy_j / 50) for m in profile.measurements]
+    long, short = (
+        optimize(schedule, p, blocking_power_w=80.0, solver="lowtime") for p in (profile, StageProfile(rows))
+    )
+    assert short.t_min_s == pytest.approx(long.t_min_s / 50)
+    for share in (1.03, 1.1):
+        ours = short.lookup(short.t_min_s * share).energy_j * 50
+        assert ours == pytest.approx(long.lookup(long.t_min_s * share).energy_j, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "profile"),
+    [
+        (dual_pipe_v(2, 4), synthetic_profile(4)),
+        (
+            read_schedule(EarlyRecomputation, ranks=2, micro_batches=3),
+            synthetic_profile(2, kinds=(Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE)),
+        ),
+        (one_f_one_b(2, 3), synthetic_profile(2, kinds=(Kind.FORWARD, Kind.BACKWARD, Kind.TAIL))),
+        (one_f_one_b(1, 2), synthetic_profile(1)),
+        (one_f_one_b(2, 3), synthetic_profile(2, clocks=2)),
+    ],
+    ids=["dualpipev", "recomputation", "tail with clocks", "one rank", "two clocks"],
+)
+def test_it_plans_for_any_schedule_and_profile(schedule, profile):
+    problem, plans = solve(schedule, profile)
+    assert plans[-1].time_s < plans[0].time_s
+    assert all(plan.time_s >= problem.t_min_s - 1e-12 for plan in plans)
+    assert [len(c) for c in plans[0].clocks_mhz] == [len(i) for i in problem.instructions]
+
+
+def test_what_has_no_clock_takes_its_time_all_the_same():
+    profile = synthetic_profile(2, load_s={0: 0.01, 1: 0.01}, tail_s={0: 0.2, 1: 0.1})
+    problem, plans = solve(one_f_one_b(2, 3), profile)
+    without, plans_without = solve(one_f_one_b(2, 3), synthetic_profile(2))
+    assert problem.t_min_s > without.t_min_s + 0.2
+    assert plans[-1].time_s == pytest.approx(problem.t_min_s, rel=0.03)
+    # Rank 1 waits while rank 0's longer tail runs: nothing of that is for lowtime to shorten.
+    assert plans[-1].time_s - plans_without[-1].time_s == pytest.approx(problem.t_min_s - without.t_min_s, abs=0.02)
+
+
+def test_an_instruction_without_a_choice_worth_taking_is_left_at_its_best_clock():
+    rows = [m for m in synthetic_profile(2).measurements if (m.stage, m.kind) != (0, Kind.FORWARD)]
+    rows += [Measurement(0, Kind.FORWARD, 900, 0.06, 30.0), Measurement(0, Kind.FORWARD, 1410, 0.05, 20.0)]
+    problem, plans = solve(one_f_one_b(2, 3), StageProfile(rows))
+    forwards = [
+        clock
+        for plan in plans
+        for i, clock in zip(problem.instructions[0], plan.clocks_mhz[0], strict=True)
+        if i.kind is Kind.FORWARD
+    ]
+    assert set(np.unique(forwards)) == {1410}

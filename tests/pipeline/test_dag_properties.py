@@ -1,0 +1,256 @@
+from itertools import pairwise
+
+import networkx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lowtime.operation import CandidateExecutionOptions, ExecutionOption, OperationSpec
+from lowtime.perseus.instruction import Backward, Forward, backward_dep, forward_dep
+from lowtime.perseus.schedule import Synchronous1F1B
+from pipelines import EarlyRecomputation, GPipe, MergedTransfers, dual_pipe_v, one_f_one_b
+
+from perseus_ds.errors import ScheduleError
+from perseus_ds.pipeline.dag import Dag, FixedDurations
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Schedule, Transfer, read_schedule
+
+fast = settings(deadline=None, max_examples=40)
+SCHEDULES = [
+    one_f_one_b(1, 3),
+    one_f_one_b(2, 3),
+    one_f_one_b(4, 6),
+    dual_pipe_v(2, 5),
+    read_schedule(GPipe, ranks=3, micro_batches=3),
+    read_schedule(MergedTransfers, ranks=3, micro_batches=4),
+    read_schedule(EarlyRecomputation, ranks=3, micro_batches=4),
+]
+
+
+def durations_of(dag, time_of):
+    """Durations from a function of the instruction; everything else takes no time."""
+    return np.array([time_of(n.work) if isinstance(n.work, Instruction) else 0.0 for n in dag.nodes])
+
+
+def random_durations(dag, seed):
+    # In sixteenths, so that sums are exact.
+    return np.random.default_rng(seed).integers(0, 64, len(dag.nodes)) / 16
+
+
+def lowtime_makespan(stages, micro_batches, times):
+    """The longest path of the graph that lowtime's examples build."""
+    spec = OperationSpec(
+        options=CandidateExecutionOptions(options=[ExecutionOption(real_time=1.0, unit_time=1.0, cost=1.0, knob=0)]),
+        cost_model=None,
+    )
+    streams = [list(Synchronous1F1B(stages, micro_batches, s, {Forward: spec, Backward: spec})) for s in range(stages)]
+    graph = networkx.DiGraph()
+    for stream in streams:
+        graph.add_nodes_from(range(graph.number_of_nodes(), graph.number_of_nodes() + len(stream)))
+    flat = [instruction for stream in streams for instruction in stream]
+    for a, first in enumerate(flat):
+        for b, second in enumerate(flat):
+            neighbours = b == a + 1 and first.stage_id == second.stage_id
+            rule = forward_dep if isinstance(first, Forward) else backward_dep
+            if neighbours or (type(first) is type(second) and rule(first, second)):
+                graph.add_edge(a, b)
+    finish = {}
+    for node in networkx.topological_sort(graph):
+        i = flat[node]
+        duration = times[i.stage_id, 0 if isinstance(i, Forward) else 1, i.micro_batch_id]
+        finish[node] = duration + max((finish[p] for p in graph.predecessors(node)), default=0.0)
+    return max(finish.values())
+
+
+@fast
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_without_meeting_points_1f1b_is_lowtimes(stages, micro_batches, seed):
+    times = np.random.default_rng(seed).integers(0, 64, (stages, 2, micro_batches)) / 16
+    dag = Dag.build(one_f_one_b(stages, micro_batches), meeting_points=False)
+
+    def time_of(i):
+        return 0.0 if i.kind is Kind.TAIL else times[i.stage, 0 if i.kind is Kind.FORWARD else 1, i.micro_batch]
+
+    assert dag.makespan_s(durations_of(dag, time_of)) == lowtime_makespan(stages, micro_batches, times)
+
+
+@fast
+@given(st.sampled_from(SCHEDULES), st.integers(0, 2**32 - 1))
+def test_meeting_points_never_make_an_iteration_shorter(schedule, seed):
+    generator = np.random.default_rng(seed)
+    times = {i: generator.integers(0, 64) / 16 for stream in schedule.instructions for i in stream}
+    with_them, without = (Dag.build(schedule, meeting_points=m) for m in (True, False))
+    makespans = [dag.makespan_s(durations_of(dag, times.__getitem__)) for dag in (with_them, without)]
+    assert makespans[0] >= makespans[1]
+    busiest = max(sum(times[i] for i in stream) for stream in schedule.instructions)
+    assert makespans[1] >= busiest
+
+
+def test_a_sender_waits_until_its_receiver_is_there():
+    # Rank 1's first forward takes 10: rank 0 cannot hand over its second micro-batch before, nor begin its third.
+    schedule = read_schedule(GPipe, ranks=2, micro_batches=3)
+
+    def time_of(i):
+        slow = (i.stage, i.micro_batch) in ((1, 0), (0, 2))
+        return 0.0 if i.kind is not Kind.FORWARD else 10.0 if slow else 1.0
+
+    makespans = []
+    for meeting_points in (True, False):
+        dag = Dag.build(schedule, meeting_points=meeting_points)
+        makespans.append(dag.makespan_s(durations_of(dag, time_of)))
+    assert makespans == [22.0, 13.0]
+
+
+def test_merged_transfers_take_as_long_as_1f1b_when_micro_batches_are_equal():
+    plain, merged = (
+        Dag.build(s) for s in (one_f_one_b(4, 6), read_schedule(MergedTransfers, ranks=4, micro_batches=6))
+    )
+
+    def time_of(i):
+        return {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}.get(i.kind, 0.0)
+
+    assert plain.makespan_s(durations_of(plain, time_of)) == 3.0 * (6 + 4 - 1)
+    assert merged.makespan_s(durations_of(merged, time_of)) == 3.0 * (6 + 4 - 1)
+
+
+@fast
+@given(st.sampled_from(SCHEDULES), st.integers(0, 2**32 - 1), st.data())
+def test_slack_is_by_how_much_one_node_can_be_longer(schedule, seed, data):
+    dag = Dag.build(schedule)
+    durations = random_durations(dag, seed)
+    slack, makespan = dag.slack_s(durations), dag.makespan_s(durations)
+    assert (slack >= 0).all()
+    node = data.draw(st.integers(0, len(dag.nodes) - 1))
+    longer = durations.copy()
+    longer[node] += slack[node]
+    assert dag.makespan_s(longer) == makespan
+    longer[node] += 1.0
+    assert dag.makespan_s(longer) == makespan + 1.0
+
+
+@fast
+@given(st.sampled_from(SCHEDULES), st.integers(0, 2**32 - 1))
+def test_the_critical_path_explains_the_makespan(schedule, seed):
+    dag = Dag.build(schedule)
+    durations = random_durations(dag, seed)
+    path = dag.critical_path(durations)
+    assert durations[path].sum() == dag.makespan_s(durations)
+    assert not dag.predecessors[path[0]]
+    assert all(a in dag.predecessors[b] for a, b in pairwise(path))
+    assert (dag.slack_s(durations)[path] == 0).all()
+
+
+@fast
+@given(st.sampled_from(SCHEDULES), st.integers(0, 2**32 - 1), st.integers(0, 100))
+def test_latest_finish_moves_with_the_deadline_and_leaves_room_for_successors(schedule, seed, extra):
+    dag = Dag.build(schedule)
+    durations = random_durations(dag, seed)
+    deadline = dag.makespan_s(durations) + extra
+    latest = dag.latest_finish_s(durations, deadline)
+    assert (latest >= dag.finish_s(durations) + extra).all()
+    for node, after in enumerate(dag.successors):
+        assert latest[node] == min([latest[n] - durations[n] for n in after], default=deadline)
+
+
+@fast
+@given(st.sampled_from(SCHEDULES))
+def test_nodes_are_in_topological_order_and_compute_nodes_in_program_order(schedule):
+    dag = Dag.build(schedule)
+    assert all(p < node for node, before in enumerate(dag.predecessors) for p in before)
+    found = tuple(tuple(dag.nodes[n].work for n in nodes) for nodes in dag.compute_nodes)
+    assert found == schedule.instructions
+
+
+def test_loads_transfers_and_tails_take_their_own_time():
+    dag = Dag.build(one_f_one_b(2, 1))
+    fixed = FixedDurations(
+        load_s={0: 1.0, 1: 2.0},
+        transfer_s={("activation", 0, 1): 4.0, ("grad", 1, 0): 8.0},
+        tail_s={0: 16.0, 1: 64.0},
+    )
+    passes = durations_of(dag, lambda i: {Kind.FORWARD: 128.0, Kind.BACKWARD: 256.0}.get(i.kind, 0.0))
+    durations = dag.fixed_durations_s(fixed) + passes
+    # load 0, forward 0, send, load 1, forward 1, backward 1, send back; then backward 0 and its tail.
+    until_gradient = 1 + 128 + 4 + 2 + 128 + 256 + 8
+    assert dag.makespan_s(durations) == until_gradient + 256 + 16
+    tail = next(n for n, node in enumerate(dag.nodes) if node.work == Instruction(1, Kind.TAIL, 0))
+    assert dag.finish_s(durations)[tail] == until_gradient + 64
+
+
+def test_without_fixed_durations_everything_but_instructions_takes_no_time():
+    dag = Dag.build(one_f_one_b(3, 4))
+    assert not dag.fixed_durations_s(FixedDurations()).any()
+
+
+def stream(*operations):
+    return tuple(operations)
+
+
+def forward(stage):
+    return Compute(Instruction(stage, Kind.FORWARD, 0))
+
+
+DOWN, UP = Transfer("activation", 0, 1, 0), Transfer("grad", 1, 0, 0)
+
+
+@pytest.mark.parametrize("meeting_points", [True, False])
+def test_a_deadlock_names_ranks_and_operations(meeting_points):
+    schedule = Schedule(
+        "test:Deadlock",
+        1,
+        (
+            stream(forward(0), Exchange(receives=(UP,)), Exchange(sends=(DOWN,))),
+            stream(Exchange(receives=(DOWN,)), forward(1), Exchange(sends=(UP,))),
+        ),
+    )
+    with pytest.raises(ScheduleError) as error:
+        Dag.build(schedule, meeting_points=meeting_points)
+    assert "test:Deadlock deadlocks" in str(error.value)
+    assert "rank 0, operation 1: receive grad of micro-batch 0 from stage 1 to stage 0" in str(error.value)
+    assert "rank 1, operation 0: receive activation of micro-batch 0 from stage 0 to stage 1" in str(error.value)
+
+
+def test_two_blocking_sends_to_each_other_deadlock_only_where_both_sides_wait():
+    schedule = Schedule(
+        "test:Crossed",
+        1,
+        (
+            stream(forward(0), Exchange(sends=(DOWN,)), Exchange(receives=(UP,))),
+            stream(forward(1), Exchange(sends=(UP,)), Exchange(receives=(DOWN,))),
+        ),
+    )
+    with pytest.raises(ScheduleError, match="rank 0, operation 1: send activation"):
+        Dag.build(schedule)
+    assert Dag.build(schedule, meeting_points=False).nodes
+    together = Schedule(
+        "test:Batched",
+        1,
+        (
+            stream(forward(0), Exchange(sends=(DOWN,), receives=(UP,))),
+            stream(forward(1), Exchange(sends=(UP,), receives=(DOWN,))),
+        ),
+    )
+    assert len(Dag.build(together).nodes) == 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (
+            (stream(forward(0), Exchange(sends=(DOWN,))), stream(forward(1))),
+            "activation of micro-batch 0 from stage 0 to stage 1 has no partner: rank 0 sends it, no rank receives it",
+        ),
+        (
+            (stream(forward(0)), stream(Exchange(receives=(DOWN,)), forward(1))),
+            "activation of micro-batch 0 from stage 0 to stage 1 has no partner: rank 1 receives it, no rank sends it",
+        ),
+    ],
+)
+def test_a_transfer_without_a_partner_names_the_rank(ranks, message):
+    with pytest.raises(ScheduleError, match=message):
+        Dag.build(Schedule("test:Unmatched", 1, ranks))
+
+
+def test_loads_come_before_what_follows_them():
+    dag = Dag.build(Schedule("test:Load", 1, (stream(Load(0, 0), forward(0)),)))
+    assert dag.predecessors == ((), (0,))

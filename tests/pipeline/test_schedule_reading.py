@@ -1,0 +1,158 @@
+import sys
+
+import pytest
+from pipelines import EarlyRecomputation, GPipe, MergedTransfers, dual_pipe_v, one_f_one_b
+
+from perseus_ds.errors import ConfigError, ScheduleError
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Exchange, Load, read_schedule, schedule_class, stages_per_rank
+
+
+def kinds(schedule, rank):
+    return [i.kind for i in schedule.instructions[rank]]
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (1, 3), (2, 1), (4, 8), (5, 2)])
+def test_every_micro_batch_goes_forward_and_backward_once_on_every_stage(ranks, micro_batches):
+    schedule = one_f_one_b(ranks, micro_batches)
+    for rank, stream in enumerate(schedule.instructions):
+        expected = {Instruction(rank, k, m) for k in (Kind.FORWARD, Kind.BACKWARD) for m in range(micro_batches)}
+        assert set(stream) == expected | {Instruction(rank, Kind.TAIL, 0)}
+        assert len(stream) == 2 * micro_batches + 1
+        assert stream[-1].kind is Kind.TAIL
+    assert schedule.num_stages == ranks
+
+
+def test_micro_batches_are_counted_although_deepspeed_only_gives_cyclic_buffers():
+    stream = one_f_one_b(2, 6).instructions[0]
+    assert [i.micro_batch for i in stream if i.kind is Kind.FORWARD] == list(range(6))
+
+
+def test_first_and_last_stage_load_every_micro_batch():
+    schedule = one_f_one_b(3, 4)
+    loads = [[op.micro_batch for op in stream if isinstance(op, Load)] for stream in schedule.ranks]
+    assert loads == [list(range(4)), [], list(range(4))]
+
+
+def test_the_last_stage_starts_its_backward_right_after_its_forward():
+    assert kinds(one_f_one_b(4, 3), 3) == [Kind.FORWARD, Kind.BACKWARD] * 3 + [Kind.TAIL]
+
+
+def test_dual_pipe_v_ranks_hold_two_stages():
+    schedule = dual_pipe_v(2, 6)
+    assert [{i.stage for i in stream} for stream in schedule.instructions] == [{0, 3}, {1, 2}]
+    assert schedule.num_stages == 4
+    for stage in range(4):
+        instructions = [i for stream in schedule.instructions for i in stream if i.stage == stage]
+        assert sum(i.kind is Kind.FORWARD for i in instructions) == 6
+        assert sum(i.kind is Kind.BACKWARD for i in instructions) == 6
+
+
+def test_dual_pipe_v_sends_nothing_between_the_two_stages_of_the_last_rank():
+    transfers = {
+        (t.source, t.target)
+        for stream in dual_pipe_v(2, 4).ranks
+        for op in stream
+        if isinstance(op, Exchange)
+        for t in op.transfers
+    }
+    assert transfers == {(0, 1), (2, 3), (1, 0), (3, 2)}
+
+
+def test_dual_pipe_v_launches_several_transfers_together():
+    assert max(len(op.transfers) for stream in dual_pipe_v(3, 8).ranks for op in stream if isinstance(op, Exchange)) > 1
+
+
+def test_too_few_micro_batches_for_dual_pipe_v_name_the_schedule_and_the_sizes():
+    with pytest.raises(ScheduleError, match=r"DualPipeVSchedule cannot schedule 3 micro-batches on 2 pipeline ranks"):
+        dual_pipe_v(2, 3)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(0, 4), (2, 0)])
+def test_empty_pipelines_are_refused(ranks, micro_batches):
+    with pytest.raises(ScheduleError, match="at least 1 rank and 1 micro-batch"):
+        one_f_one_b(ranks, micro_batches)
+
+
+def test_a_users_schedule_is_read_from_its_steps():
+    schedule = read_schedule(GPipe, ranks=2, micro_batches=3)
+    assert kinds(schedule, 0) == [Kind.FORWARD] * 3 + [Kind.BACKWARD] * 3 + [Kind.TAIL]
+    assert schedule.name == "pipelines:GPipe"
+
+
+def test_merged_transfers_are_one_exchange_of_two():
+    schedule = read_schedule(MergedTransfers, ranks=3, micro_batches=4)
+    middle = [op for op in schedule.ranks[1] if isinstance(op, Exchange)]
+    assert any(len(op.sends) == 1 and len(op.receives) == 1 for op in middle)
+    assert schedule.instructions == one_f_one_b(3, 4).instructions
+
+
+def test_recomputation_belongs_to_the_backward_that_follows():
+    schedule = read_schedule(EarlyRecomputation, ranks=4, micro_batches=6)
+    for rank, stream in enumerate(schedule.instructions):
+        recomputed = [n for n, i in enumerate(stream) if i.kind is Kind.RECOMPUTE]
+        assert len(recomputed) == 4 - 1 - rank
+        for position in recomputed:
+            here, following = stream[position], stream[position + 1]
+            assert following == Instruction(rank, Kind.BACKWARD, here.micro_batch)
+
+
+def test_recomputation_comes_before_its_gradient_is_received():
+    stream = read_schedule(EarlyRecomputation, ranks=2, micro_batches=3).ranks[0]
+    position = next(
+        n for n, op in enumerate(stream) if isinstance(op, Compute) and op.instruction.kind is Kind.RECOMPUTE
+    )
+    assert isinstance(stream[position + 1], Exchange)
+    assert stream[position + 1].receives[0].micro_batch == stream[position].instruction.micro_batch
+
+
+class Unknown:
+    phase = 0
+
+
+class WithUnknown(GPipe):
+    def steps(self):
+        yield [Unknown()]
+
+
+class WithoutCommit(GPipe):
+    def steps(self):
+        from deepspeed.runtime.pipe.schedule import CommitP2P, SendActivation
+
+        yield [CommitP2P(), SendActivation(0)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (WithUnknown, r"WithUnknown: rank 0 .* does not know: Unknown"),
+        (
+            WithoutCommit,
+            r"WithoutCommit: rank 0 queues a transfer after its last CommitP2P: activation of micro-batch 0",
+        ),
+    ],
+)
+def test_bad_commands_are_named(schedule, message):
+    with pytest.raises(ScheduleError, match=message):
+        read_schedule(schedule, ranks=2, micro_batches=2)
+
+
+def test_schedules_are_found_by_short_name_and_by_import_path(tmp_path, monkeypatch):
+    (tmp_path / "my_schedules.py").write_text(
+        "from deepspeed.runtime.pipe.schedule import TrainSchedule\n"
+        "class Mine(TrainSchedule): pass\n"
+        "class Other: pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert schedule_class("1f1b").__name__ == "TrainSchedule"
+    assert stages_per_rank(schedule_class("dualpipev")) == 2
+    assert stages_per_rank(schedule_class("my_schedules:Mine")) == 1
+    with pytest.raises(ConfigError, match="not a PipeSchedule"):
+        schedule_class("my_schedules:Other")
+    sys.modules.pop("my_schedules")
+
+
+@pytest.mark.parametrize("name", ["gpipe", "no.such.module:Class", "deepspeed.runtime.pipe.schedule:NoSuch"])
+def test_an_unknown_schedule_says_what_to_write(name):
+    with pytest.raises(ConfigError, match=r"not found .* Write 1f1b, dualpipev, or package.module:Class"):
+        schedule_class(name)

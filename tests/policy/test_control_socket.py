@@ -1,0 +1,113 @@
+"""Orders over the Unix socket: who may give them, what they must look like, what they do."""
+
+import json
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from perseus_ds.cli.main import main
+from perseus_ds.errors import ConfigError
+from perseus_ds.policy.control_socket import ControlServer, send_order
+from perseus_ds.policy.job_control import Orders
+from perseus_ds.policy.policies import EnergyOptimalPolicy, SlowdownPolicy
+
+
+@pytest.fixture
+def orders():
+    return Orders(SlowdownPolicy(), pipelines=2)
+
+
+@pytest.fixture
+def folder(tmp_path, orders):
+    server = ControlServer(tmp_path / "run", orders.carry_out)
+    yield tmp_path / "run"
+    server.close()
+
+
+def test_only_the_owner_can_reach_it_and_nothing_is_left_behind(tmp_path):
+    server = ControlServer(tmp_path, dict)
+    path = Path(json.loads((tmp_path / "control.json").read_text())["socket"])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    server.close()
+    server.close()
+    assert not path.parent.exists()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="no job is running"):
+        send_order(tmp_path, {"command": "status"})
+
+
+def test_orders_are_carried_out(folder, orders):
+    send_order(folder, {"command": "policy", "policy": {"name": "energy_optimal"}})
+    assert orders.policy == EnergyOptimalPolicy(name="energy_optimal")
+    send_order(folder, {"command": "straggler", "pipeline": 1, "slowdown": 1.3, "after_iterations": 2})
+    assert orders.straggler() is None
+    orders.steps += 2
+    assert (orders.straggler().pipeline, orders.straggler().slowdown) == (1, 1.3)
+    send_order(folder, {"command": "straggler", "pipeline": 1, "slowdown": 1.0})
+    assert orders.straggler() is None
+    send_order(folder, {"command": "pause"})
+    assert send_order(folder, {"command": "status"})["status"]["paused"] is True
+    send_order(folder, {"command": "resume"})
+    assert not orders.paused
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ({"command": "explode"}, "expected tags"),
+        ({"command": "straggler", "pipeline": 5, "slowdown": 2}, "no pipeline 5"),
+        ({"command": "straggler", "pipeline": 1, "slowdown": 0.5}, "greater than or equal to 1"),
+        ({"command": "policy", "policy": {"name": "power_cap"}}, "watts: Field required"),
+        ({"command": "pause", "now": True}, "now: Extra inputs"),
+    ],
+)
+def test_a_wrong_order_is_explained_and_changes_nothing(folder, orders, order, message):
+    before = orders.state()
+    with pytest.raises(ConfigError, match=message):
+        send_order(folder, order)
+    assert orders.state() == before
+
+
+@pytest.mark.parametrize("line", [b"{\n", b"\xff\n", b"[]\n", b"\n"])
+def test_rubbish_is_answered_and_the_server_lives_on(folder, line):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(json.loads((folder / "control.json").read_text())["socket"])
+        connection.sendall(line)
+        assert json.loads(connection.recv(4096))["ok"] is False
+    assert send_order(folder, {"command": "status"})["ok"]
+
+
+def test_the_command_gives_orders(folder, orders, capsys):
+    assert main(["control", "pause", f"run={folder}"]) == 0
+    assert orders.paused
+    assert "once the job has profiled itself" in capsys.readouterr().out
+    assert main(["control", "status", f"run={folder}"]) == 0
+    assert "paused" in capsys.readouterr().out
+    assert main(["control", "straggler", f"run={folder}", "slowdown=1.2"]) == 2
+    assert "pipeline is missing" in capsys.readouterr().err
+
+
+def test_state_survives_a_checkpoint_but_for_a_policy_changed_in_the_config(orders):
+    orders.policy = EnergyOptimalPolicy(name="energy_optimal")
+    orders.set_straggler(1, 1.4)
+    orders.steps = 70
+    state = json.loads(json.dumps(orders.state()))
+    same, changed = Orders(SlowdownPolicy(), 2), Orders(SlowdownPolicy(max_slowdown=0.1), 2)
+    same.restore(state)
+    changed.restore(state)
+    assert same.state() == orders.state()
+    assert changed.policy == SlowdownPolicy(max_slowdown=0.1)
+    assert (changed.steps, changed.straggler().slowdown) == (70, 1.4)
+
+
+@pytest.mark.parametrize("key", ["policy", "told", "progress"])
+def test_a_checkpoint_of_another_version_changes_nothing_but_the_steps(orders, caplog, key):
+    orders.paused = True
+    state = {k: value for k, value in orders.state().items() if k != key}
+    fresh = Orders(SlowdownPolicy(), 2)
+    fresh.restore(state, steps=9)
+    assert fresh.state() == {**Orders(SlowdownPolicy(), 2).state(), "steps": 9}
+    assert "cannot be read" in caplog.text

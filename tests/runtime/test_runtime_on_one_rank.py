@@ -1,0 +1,191 @@
+"""The runtime in this very process, on one rank: what it survives, and what it leaves behind."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from pipelines import one_f_one_b
+
+from perseus_ds.artifacts.frontier import Frontier, Provenance
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.profile_metadata import ProfileInfo
+from perseus_ds.config import parse_block
+from perseus_ds.device.gpu.nvml import NvmlGpu
+from perseus_ds.device.timers import HostExecution
+from perseus_ds.distributed import Communicator, PipelineTopology
+from perseus_ds.errors import ConfigError, FrontierError
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.runtime.phases import Job
+from perseus_ds.runtime.runtime import PerseusRuntime
+
+SCHEDULE = one_f_one_b(ranks=1, micro_batches=2)
+STREAM = tuple(i for i in SCHEDULE.instructions[0] if i.kind is not Kind.TAIL)
+CLOCK_MHZ = 1200
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A function that starts the runtime on a GPU."""
+    started = []
+
+    def start(gpu, execution=None, **block):
+        config = parse_block({"device": "nvml", "output_dir": str(tmp_path), **block})
+        job = Job(SCHEDULE, torch.device("cpu"), ProfileInfo(simulated=gpu.simulated))
+        ranks = Communicator(PipelineTopology(0, (0,)))
+        started.append(PerseusRuntime(config, job, ranks=ranks, gpu=gpu, execution=execution or HostExecution()))
+        return started[-1]
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield start
+    for runtime in started:
+        runtime.close()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def stub(stub_nvml_here, monkeypatch):
+    """GPUs that the guardian sees too."""
+    for name, value in stub_nvml_here.environment.items():
+        monkeypatch.setenv(name, value)
+    return stub_nvml_here
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """The block of a job that runs under one plan, all of it at one clock."""
+    plan = FrequencyPlan((STREAM,), ((CLOCK_MHZ,) * len(STREAM),), 1.0, 100.0)
+    provenance = Provenance(schedule="1f1b", micro_batches=2, stages=1, blocking_power_w=80, solver="none")
+    return {"mode": "run", "frontier": str(Frontier((plan,), 1.0, plan, provenance).save(tmp_path))}
+
+
+def train(runtime, instruction_s=0.0):
+    with runtime.iteration():
+        for instruction in SCHEDULE.instructions[0]:
+            with runtime.instruction(instruction):
+                time.sleep(instruction_s)
+
+
+def fork(function):
+    """Call a function in a forked process; returns its process id once it runs."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, b"1")
+            function()
+        finally:
+            os._exit(0)
+    os.read(reader, 1)
+    return child
+
+
+def records(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+
+
+def comes(condition, within_s=5.0):
+    """Wait until something is so; returns whether it came to be in time."""
+    deadline_s = time.monotonic() + within_s
+    while not (so := condition()) and time.monotonic() < deadline_s:
+        time.sleep(0.002)
+    return so
+
+
+def test_forked_processes_leave_the_clock_and_the_guardian_to_their_parent(start, plan, stub, tmp_path):
+    runtime = start(NvmlGpu(0), **plan)
+    train(runtime)
+    worker = fork(lambda: time.sleep(60))
+    os.kill(worker, signal.SIGTERM)  # as a Pool does to its workers
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
+    os.waitpid(fork(runtime.close), 0)  # as happens to a copy of DeepSpeed's engine that is collected
+    train(runtime)
+    with runtime.iteration():
+        assert comes(lambda: stub.locked_clocks_mhz()[0] == CLOCK_MHZ)
+    assert {record.get("event") for record in records(tmp_path)} == {"start", None}
+
+
+def test_a_frontier_that_is_not_there_is_an_error_before_training(start, stub, tmp_path):
+    with pytest.raises(ConfigError, match="nowhere does not exist on rank 0's node"):
+        start(NvmlGpu(0), mode="run", frontier=str(tmp_path / "nowhere"))
+    with pytest.raises(FrontierError, match="no such file; expected a frontier"):
+        start(NvmlGpu(0), mode="run", frontier=str(tmp_path))
+
+
+def test_a_loop_may_go_on_after_closing(start, plan, stub, tmp_path, caplog):
+    """As a job does that catches SIGTERM, saves a checkpoint and goes on."""
+    runtime = start(NvmlGpu(0), **plan)
+    train(runtime)
+    runtime.close()
+    train(runtime)
+    before, after = (record for record in records(tmp_path) if "iteration" in record)
+    assert (before["plan"], after["plan"]) == (0, None)
+    assert not [record for record in records(tmp_path) if record.get("event") == "failure"]
+    assert not caplog.records
+    assert stub.locked_clocks_mhz()[0] == 0
+
+
+def test_the_clock_is_the_default_where_nothing_is_trained_for_long(start, plan, stub):
+    runtime = start(NvmlGpu(0), **plan)
+    train(runtime)
+    assert comes(lambda: stub.locked_clocks_mhz()[0] == CLOCK_MHZ)
+    assert comes(lambda: stub.locked_clocks_mhz()[0] == 0)
+    with runtime.iteration():
+        assert comes(lambda: stub.locked_clocks_mhz()[0] == CLOCK_MHZ)
+
+
+@pytest.mark.parametrize("mode", ["observe", "run"])
+def test_an_iteration_ends_when_the_gpu_is_done(start, plan, stub, tmp_path, mode):
+    class LateExecution(HostExecution):
+        """A device that is busy for longer than the host."""
+
+        def wait(self):
+            time.sleep(0.1)
+
+    stub.gpus[0].power_w = 1000.0
+    stub.gpus[0].counter_period_s = 0.001
+    train(start(NvmlGpu(0), LateExecution(), **(plan if mode == "run" else {"mode": mode})))
+    (record,) = (record for record in records(tmp_path) if "iteration" in record)
+    assert record["time_s"] >= 0.1
+    assert record["energy_j"] > 90.0
+
+
+@pytest.mark.parametrize(("phase", "end"), [("profile", "schedule_changed"), ("plan", "close")])
+def test_nothing_of_a_phase_outlives_it(start, stub, phase, end):
+    """Neither the thread that watches the energy counter nor the process that optimises."""
+    stub.gpus[0].counter_period_s = 0.005
+    profile = {"warm_up": 2, "min_clock_mhz": 1395, "sampling": "stride", "clock_stride": 1}
+    runtime = start(NvmlGpu(0), mode="auto", cache=False, profile=profile)
+    for _ in range(60):
+        if runtime.phase == phase:
+            break
+        stub.gpus[0].power_w = 100.0 if runtime.phase == "warm-up" else 400.0  # more than was drawn when waiting
+        train(runtime, 0.03)
+    assert runtime.phase == phase
+    assert beside_training()
+    getattr(runtime, end)()
+    assert not beside_training()
+
+
+def beside_training():
+    threads = [thread for thread in threading.enumerate() if thread.name == "perseus-energy"]
+    children = psutil.Process().children(recursive=True)
+    return threads + [child for child in children if "optimize" in child.cmdline()]
+
+
+def test_no_pause_of_a_rank_is_too_long_for_the_others(start, plan, stub):
+    """What torch's own groups wait for at most is 30 minutes."""
+    group = start(NvmlGpu(0), **plan)._ranks._group
+    assert group._get_backend(torch.device("cpu")).options._timeout.days >= 1
+
+
+def test_a_profile_that_was_not_finished_is_spoken_of(start, stub, caplog):
+    runtime = start(NvmlGpu(0), mode="profile")
+    train(runtime)
+    runtime.close()
+    assert caplog.text.count("ended before the profile was finished") == 1

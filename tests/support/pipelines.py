@@ -1,0 +1,102 @@
+"""Schedules and profiles that several tests share."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from deepspeed.runtime.pipe import schedule as deepspeed_schedule
+from deepspeed.runtime.pipe.schedule import PipeInstruction, PipeSchedule, TrainSchedule
+
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Schedule, read_schedule
+
+
+def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
+    return read_schedule(TrainSchedule, ranks=ranks, micro_batches=micro_batches)
+
+
+def dual_pipe_v(ranks: int, micro_batches: int) -> Schedule:
+    return read_schedule(deepspeed_schedule.DualPipeVSchedule, ranks=ranks, micro_batches=micro_batches)
+
+
+class GPipe(PipeSchedule):
+    """A user's schedule: all forwards, then all backwards."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        ds = deepspeed_schedule
+        for m in range(self.micro_batches):
+            step = [] if self.is_first_stage else [ds.RecvActivation(m)]
+            step.append(ds.ForwardPass(m))
+            yield step if self.is_last_stage else [*step, ds.SendActivation(m)]
+        for m in range(self.micro_batches):
+            step = [] if self.is_last_stage else [ds.RecvGrad(m)]
+            step.append(ds.BackwardPass(m))
+            yield step if self.is_first_stage else [*step, ds.SendGrad(m)]
+        yield [ds.ReduceGrads(), ds.OptimizerStep()]
+
+
+# Merak's instructions, which its own engine defines; perseus-ds tells them by class name.
+class SendActivationRecvGrad(PipeInstruction): ...
+
+
+class SendGradRecvActivation(PipeInstruction): ...
+
+
+class PreCheckpointForwardPass(PipeInstruction): ...
+
+
+class RecomputeRecvGrad(PipeInstruction): ...
+
+
+class RestoreRecomputeStatus(PipeInstruction): ...
+
+
+class MergedTransfers(TrainSchedule):
+    """Looks like Merak's 1F1B: a step's send and receive are launched together."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        for step in super().steps():
+            names = {type(command).__name__ for command in step}
+            if names >= {"SendGrad", "RecvActivation"}:
+                yield [SendGradRecvActivation(), *step[2:]]
+            elif names >= {"SendActivation", "RecvGrad"}:
+                yield [SendActivationRecvGrad(), *step[2:]]
+            else:
+                yield step
+
+
+class EarlyRecomputation(MergedTransfers):
+    """Looks like Merak's early recomputation: while the pipeline drains, recompute before receiving the gradient."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        forwards = 0
+        for step in super().steps():
+            result: list[PipeInstruction] = []
+            for command in step:
+                name = type(command).__name__
+                if name == "RecvGrad":
+                    result.append(RecomputeRecvGrad())
+                elif name == "ForwardPass" and self.micro_batches - forwards + self.stage_id < self.stages:
+                    result.append(PreCheckpointForwardPass())
+                elif name == "ReduceTiedGrads":
+                    result += [RestoreRecomputeStatus(), command]
+                else:
+                    result.append(command)
+                forwards += name == "ForwardPass"
+            yield result
+
+
+def synthetic_profile(
+    stages: int, *, kinds: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD), clocks: int = 8, **info: Any
+) -> StageProfile:
+    """A profile shaped like a measured one: slower and more frugal at lower clocks, stages unequal."""
+    rows = []
+    for stage in range(stages):
+        for kind in kinds:
+            work = (1 + 0.1 * (stage % 3)) * (0.05 if kind is Kind.FORWARD else 0.1)
+            for clock in np.linspace(900, 1410, clocks).astype(int).tolist():
+                time_s = work * (0.3 + 0.7 * 1410 / clock)
+                power_w = 120 + 230 * (clock / 1410) ** 3
+                rows.append(Measurement(stage, kind, clock, time_s, power_w * time_s))
+    return StageProfile(rows, ProfileInfo(**info))

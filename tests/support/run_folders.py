@@ -1,0 +1,101 @@
+"""Output folders of training runs, as small as they can be, for tests of what is made from them."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelines import one_f_one_b, synthetic_profile
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.profile import StageProfile, TransferDuration
+from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
+from perseus_ds.optimizer import optimize
+from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.pipeline.schedule import Load, Transfer
+from perseus_ds.report.timeline import timeline
+
+RANKS, MICRO_BATCHES, PLANS = 3, 4, 12
+LATE_S = 0.004
+
+
+@dataclass
+class Job:
+    """What the folders hold."""
+
+    profile: StageProfile
+    frontier: Frontier
+    dag: Dag
+
+
+def make_job() -> Job:
+    transfers = [
+        TransferDuration(payload=payload, source=source, target=target, time_s=0.003)
+        for payload, source, target in (("activation", 0, 1), ("grad", 1, 0))
+    ]
+    profile = synthetic_profile(
+        RANKS,
+        simulated=True,
+        gpu="simulated A100-SXM",
+        micro_batches=MICRO_BATCHES,
+        blocking_power_w=80.0,
+        transfers=transfers,
+    )
+    schedule = one_f_one_b(RANKS, MICRO_BATCHES)
+    return Job(profile, optimize(schedule, profile, plans=PLANS), Dag.build(schedule))
+
+
+def write_auto_run(folder: Path, job: Job) -> None:
+    """What `auto` mode leaves: profile, frontier, records and timelines in one folder."""
+    job.profile.save(folder / "profile.csv")
+    job.frontier.save(folder)
+    default, plan = job.frontier.baseline, job.frontier.plans[2]
+    records = [{"event": "start", "time": 1.0, "mode": "auto", "gpu": "simulated A100-SXM"}]
+    records += [record(1, "calibrate", 9.0, 9.0)]
+    records += [record(n, "warm-up", default.time_s, default.energy_j) for n in (2, 3, 4)]
+    records += [record(n, "profile", default.time_s * 1.1, default.energy_j) for n in (5, 6)]
+    records += [{"event": "plan", "plan": 2}]
+    records += [record(n, "run", plan.time_s, plan.energy_j, plan=2, saved=0.1) for n in (7, 8, 9)]
+    write_log(folder, records)
+    kept = [measured(job, plan, 8, 2), measured(job, default, 3, None)]
+    file = TimelineFile(simulated=True, gpu="simulated A100-SXM", iterations=kept)
+    (folder / "timeline.json").write_text(file.model_dump_json(exclude_none=True))
+
+
+def record(iteration: int, phase: str, time_s: float, energy_j: float | None, *, plan=None, saved=None) -> dict:
+    return {
+        "iteration": iteration,
+        "phase": phase,
+        "time_s": time_s,
+        "energy_j": energy_j,
+        "plan": plan,
+        "saved": saved,
+        "simulated": True,
+    }
+
+
+def write_log(folder: Path, records: list[dict]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.jsonl").write_text("".join(json.dumps(r | {"simulated": True}) + "\n" for r in records))
+
+
+def measured(job: Job, plan, iteration: int, number: int | None) -> MeasuredIteration:
+    """An iteration that ran as predicted, but that all of it began late; who waits is in the transfer it waits for."""
+    predicted = timeline(job.dag, job.profile, plan)
+    ranks = [[] for _ in range(RANKS)]
+    waits = {(wait.rank, wait.awaited): wait.start_s for wait in predicted.waits}
+    for bar in predicted.bars:
+        start_s = waits.get((bar.rank, bar.work), bar.start_s) if isinstance(bar.work, Transfer) else bar.start_s
+        clock = None if number is None else bar.clock_mhz
+        ranks[bar.rank].append(operation(bar.work, start_s + LATE_S, bar.end_s + LATE_S, clock))
+    return MeasuredIteration(
+        iteration=iteration, phase="warm-up" if number is None else "run", plan=number, ranks=ranks
+    )
+
+
+def operation(work: Instruction | Load | Transfer, start_s: float, end_s: float, clock: int | None):
+    when = {"start_s": start_s, "end_s": end_s, "micro_batch": work.micro_batch}
+    if isinstance(work, Transfer):
+        return MeasuredOperation(kind=work.payload, stage=work.source, target=work.target, **when)
+    kind = "load" if isinstance(work, Load) else work.kind.value
+    return MeasuredOperation(kind=kind, stage=work.stage, clock_mhz=clock, **when)
