@@ -1,51 +1,66 @@
-"""Real ranks on the real pynvml and a stub driver: however a job ends, no clock stays locked."""
+"""Real ranks on the real pynvml and a stub driver: clocks follow the plan, and none stays locked when a job ends."""
 
-import time
+import itertools
 
 import psutil
 import pytest
-from job import run, start
-from test_training_is_untouched import save_frontier
+from frontiers import save_random_plan
+from job import launch, run, start
+from run_log import wait_until
 
 pytestmark = pytest.mark.integration
 
 
+def block_of(folder):
+    save_random_plan(folder / "frontier", simulated=False)
+    return {"mode": "run", "frontier": str(folder / "frontier"), "device": "nvml"}
+
+
+def wait_until_restored(stub):
+    wait_until(lambda: not any(stub.locked_clocks_mhz()), "default clocks on all GPUs")
+
+
+@pytest.mark.parametrize("launch", [run, pytest.param(launch, marks=pytest.mark.extended)], ids=["forked", "torchrun"])
 @pytest.mark.parametrize("how", ["end", "exit", "exception", "term", "int", "kill"])
-def test_no_clock_stays_locked(tmp_path, make_stub_nvml, how):
+def test_no_clock_stays_locked(tmp_path, make_stub_nvml, launch, how):
     stub = make_stub_nvml(2)
-    frontier = save_frontier(tmp_path / "frontier", "1f1b", simulated=False)
-    block = {"mode": "run", "frontier": frontier, "device": "nvml"}
     ending = {} if how == "end" else {"end_after": 3, "end_by": how}
-    job = {"ranks": 2, "environment": stub.environment, "perseus": block, **ending}
-    finished = run(tmp_path / "job", **job)
+    finished = launch(tmp_path / "job", 2, stub.environment, perseus=block_of(tmp_path), **ending)
     assert (finished.returncode == 0) == (how in ("end", "exit")), finished.output[-2000:]
-    assert are_restored(stub)
+    wait_until_restored(stub)
     for gpu in stub.gpus:
         assert any(gpu.changes_mhz()), "no clock was ever locked, so nothing was tested"
 
 
-def are_restored(stub, within_s=3.0):
-    deadline = time.monotonic() + within_s
-    while any(stub.locked_clocks_mhz()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(stub.locked_clocks_mhz())
+def test_clocks_are_asked_for_in_the_order_of_the_plan(tmp_path, make_stub_nvml):
+    stub = make_stub_nvml(2)
+    plan = save_random_plan(tmp_path / "frontier", simulated=False)
+    block = {"mode": "run", "frontier": str(tmp_path / "frontier"), "device": "nvml"}
+    job = {"ranks": 2, "environment": stub.environment, "perseus": block, "steps": 6}
+    finished = run(tmp_path / "job", **job)
+    assert finished.ranks
+    assert sum(r["clock_changes"] for r in finished.iterations()) > 20
+    for gpu, clocks_mhz in zip(stub.gpus, plan.clocks_mhz, strict=True):
+        asked = [clock for clock in gpu.changes_mhz() if clock]  # 0 is the default clock
+        assert len(asked) > 1
+        # A request that a later one has overtaken is left out. The last instruction asks for the first one's clock.
+        planned = itertools.chain.from_iterable([clocks_mhz] * 7)
+        assert all(clock in planned for clock in asked), "each is found after the one before it"
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_no_clock_stays_locked_when_the_launcher_is_killed_with_its_ranks(tmp_path, make_stub_nvml, launcher):
     stub = make_stub_nvml(2)
-    frontier = save_frontier(tmp_path / "frontier", "1f1b", simulated=False)
-    block = {"mode": "run", "frontier": frontier, "device": "nvml"}
-    process = start(tmp_path / "job", 2, stub.environment, launcher=launcher, perseus=block, steps=100_000)
-    deadline = time.monotonic() + 90
-    while not all(stub.locked_clocks_mhz()) and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.02)
+    process = start(
+        tmp_path / "job", 2, stub.environment, launcher=launcher, perseus=block_of(tmp_path), steps=1_000_000
+    )
+    wait_until(lambda: all(stub.locked_clocks_mhz()) or process.poll() is not None, "locked clocks on all GPUs")
     tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     assert len(tree) >= 3, "a launcher and two ranks"
     for killed in tree:
         killed.kill()
-    assert are_restored(stub), stub.locked_clocks_mhz()
+    wait_until_restored(stub)
     for gpu in stub.gpus:
         assert any(gpu.changes_mhz()), "no clock was ever locked, so nothing was tested"
     process.communicate()
