@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from run_log import GIVE_UP_S
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "examples" / "gpt3" / "train.py")
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.integration
 def losses(launcher, ranks, folder, *overrides):
     """Train without Perseus and return the losses by step."""
     command = [*launcher, str(ranks), TRAIN, "model=tiny", "perseus.enabled=false", "log_every=1", *overrides]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=GIVE_UP_S, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert not any(folder.iterdir()), "the example left files behind"
     return [float(loss) for loss in re.findall(r"steps: \d+ loss: ([\d.]+)", done.stdout + done.stderr)]

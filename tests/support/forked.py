@@ -54,7 +54,7 @@ def run_ranks(
     writer = os.open(log, os.O_WRONLY)
     output: list[bytes] = []
     thread = threading.Thread(target=_read_all, args=(reader, output))
-    job = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+    job = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     processes = [
         _CONTEXT.Process(target=_rank, args=(folder, log, command, {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
         for rank in range(ranks)
@@ -123,7 +123,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
