@@ -1,15 +1,13 @@
 """Perseus is not tied to DeepSpeed's engine."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import run_log
+from forked import run_ranks
 from frontiers import save_true_frontier
-from job import SIMULATED
+from job import ENVIRONMENT, SIMULATED
 
 pytestmark = pytest.mark.integration
 SCRIPT = Path(__file__).with_name("handwritten_loop.py")
@@ -19,16 +17,8 @@ def run(folder, **block):
     folder.mkdir()
     perseus = {"device": "simulated", "output_dir": str(folder / "perseus"), "simulated": SIMULATED, **block}
     (folder / "job.json").write_text(json.dumps({"steps": 12, "perseus": perseus}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=run_log.GIVE_UP_S,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    returncode, output = run_ranks(folder, 2, ENVIRONMENT, [str(SCRIPT), str(folder)])
+    assert returncode == 0, output[-3000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 

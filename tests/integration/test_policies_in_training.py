@@ -65,6 +65,7 @@ def test_a_pipeline_that_becomes_slow_is_noticed(tmp_path):
     assert all(r["plans"][0] > r["plans"][1] for r in noticed)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("finish_in_s", "possible"), [(36_000, True), (0.001, False)])
 def test_a_deadline_is_used_up_or_said_to_be_impossible(tmp_path, finish_in_s, possible):
     plans = save_true_frontier(tmp_path / "frontier").plans

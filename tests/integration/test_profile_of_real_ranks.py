@@ -64,6 +64,7 @@ def is_rank(process):
         return False
 
 
+@pytest.mark.extended
 def test_a_rank_killed_while_profiling_leaves_no_profile(tmp_path):
     slow = {**QUICK_PROFILE, "clock_stride": 1, "min_clock_mhz": 300, "max_window_s": 0.5}
     process = start(tmp_path / "job", 2, perseus={"mode": "profile", "profile": slow}, steps=200)

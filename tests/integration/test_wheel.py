@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import run_log
 
+pytestmark = [pytest.mark.integration, pytest.mark.extended]
 ROOT = Path(__file__).parents[2]
 
 
@@ -38,8 +39,6 @@ def run(installed, folder, *command, **environment):
     return finished.returncode, finished.stdout + finished.stderr
 
 
-@pytest.mark.integration
-@pytest.mark.extended
 def test_the_quick_start_runs_from_an_empty_folder(installed, tmp_path):
     code, output = run(installed, tmp_path, "python", "-c", "import perseus_ds; print(perseus_ds.__file__)")
     assert code == 0
