@@ -108,7 +108,7 @@ class Verifier:
         room_s = time_s - self._rest_s - self._ready_s
         total_j = 0.0
         for group, members in zip(self.problem.groups, self._members, strict=True):
-            longest_s = np.maximum(room_s[members] + 1e-9 * time_s, group.options.time_s[-1])
+            longest_s = np.maximum(room_s[members] + 1e-9 * time_s, group.options.time_s[0])
             values = group.cost_j + price_w[members, None] * group.options.time_s
             values[group.options.time_s > longest_s[:, None]] = np.inf
             total_j += float(values.min(axis=1).sum())

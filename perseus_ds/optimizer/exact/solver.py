@@ -16,8 +16,8 @@ from perseus_ds.optimizer.exact.certificate import Certificate
 from perseus_ds.optimizer.exact.deadlines import Tangent, refine, spread
 from perseus_ds.optimizer.exact.descent import Descent
 from perseus_ds.optimizer.exact.network import Network
-from perseus_ds.optimizer.exact.options import OptionTable
-from perseus_ds.optimizer.exact.problem import Choice, Problem
+from perseus_ds.optimizer.exact.option_table import OptionTable
+from perseus_ds.optimizer.exact.problem import OptionIndices, Problem
 from perseus_ds.optimizer.exact.relaxation import Relaxation, Relaxed
 from perseus_ds.optimizer.exact.rounding import durations_at, options_at, round_late, splice
 from perseus_ds.optimizer.exact.switches import settle
@@ -58,7 +58,7 @@ def solve_exact(problem: Problem, *, plans: int, switch_cost_j: float, progress:
     event_s = _round(network, target_s, deadline_s, progress)
     table = OptionTable(problem.groups)
     options = settle(network, table, event_s, switch_cost_j)
-    choices = table.last[problem.group][:, None] - options
+    choices = options - table.begin[problem.group][:, None]
     return _proven(problem, bounds, choices)
 
 
@@ -134,7 +134,7 @@ def _better(descent: Descent, new_s: Floats, old_s: Floats | None) -> Floats:
     return new_s if old_s is None else np.where(descent.cost_j(new_s) < descent.cost_j(old_s), new_s, old_s)
 
 
-def _proven(problem: Problem, bounds: Bounds, choices: Choice) -> Proven:
+def _proven(problem: Problem, bounds: Bounds, choices: OptionIndices) -> Proven:
     plans = [problem.plan(choices[:, column]) for column in range(choices.shape[1])]
     plans.sort(key=lambda plan: (plan.time_s, plan.energy_j))
     result = Proven([], [])
