@@ -18,7 +18,7 @@ from perseus_ds.artifacts.profile_metadata import ProfileInfo
 from perseus_ds.config import PerseusConfig
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.gpu.base import Gpu
-from perseus_ds.device.gpu.driver_call import Patience
+from perseus_ds.device.gpu.driver_call import DriverCall
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.device.timers import Execution, SimulatedExecution, Span
 from perseus_ds.distributed import Communicator
@@ -67,7 +67,7 @@ class Tools:
     job: Job
     ranks: Communicator
     gpu: Gpu
-    patience: Patience
+    patience: DriverCall
     clocks: ClockController
     execution: Execution
     recorder: Recorder

@@ -22,7 +22,7 @@ from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.clock_readback import Refusal
 from perseus_ds.device.exit_guard import ExitGuard
 from perseus_ds.device.gpu.base import Gpu
-from perseus_ds.device.gpu.driver_call import Patience
+from perseus_ds.device.gpu.driver_call import DriverCall
 from perseus_ds.device.guardian_client import Guardian
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.device.timers import Execution
@@ -82,7 +82,7 @@ class PerseusRuntime:
         self.config = config
         self._ranks = ranks
         self._gpu = gpu
-        self._patience = Patience(_DRIVER_HANGS_S)
+        self._patience = DriverCall(_DRIVER_HANGS_S)
         self._execution = execution
         self._in_iteration = False
         # Ranks that have no tail to begin together must not be waited for.
