@@ -14,6 +14,7 @@ from typing import Literal
 
 from perseus_ds.device.gpu.latency import counter_period_s, lock_latency
 from perseus_ds.device.gpu.nvml import NvmlGpu
+from perseus_ds.device.gpu.nvml_lookup import gpu_count
 from perseus_ds.engine.versions import REMEDY, deepspeed_problem
 from perseus_ds.errors import GpuError
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -102,7 +103,7 @@ def examine_gpus(*, lock: bool, timebase: Timebase = REAL_TIME) -> list[list[Fin
         The findings of each GPU; one list with one failure where there is no NVML.
     """
     try:
-        count = NvmlGpu.count()
+        count = gpu_count()
     except GpuError as error:
         return [[_failure("NVML", error)]]
     if count == 0:

@@ -11,6 +11,7 @@ from virtual_time import VirtualTime
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.device.gpu.nvml import NvmlGpu
+from perseus_ds.device.gpu.nvml_lookup import index_of_cuda_device
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.errors import GpuError, GpuPermissionError
 
@@ -36,7 +37,7 @@ def gpu(kind: str, now: VirtualTime, request: pytest.FixtureRequest) -> Iterator
         stub = request.getfixturevalue("stub_nvml_here")
         stub.gpus[2].lock_latency_s = LATENCY_S
         stub.gpus[2].counter_period_s = PERIOD_S
-        made = NvmlGpu.for_cuda_device(2)
+        made = NvmlGpu(index_of_cuda_device(2))
     yield made
     made.close()
 
@@ -49,7 +50,7 @@ def forbidden_gpu(kind: str, request: pytest.FixtureRequest) -> Gpu:
     stub = request.getfixturevalue("stub_nvml_here")
     for function in ("set_locked", "reset_locked"):
         stub.gpus[2].fail(function, "no_permission")
-    return NvmlGpu.for_cuda_device(2)
+    return NvmlGpu(index_of_cuda_device(2))
 
 
 def test_its_name_tells_whether_it_is_simulated(gpu: Gpu) -> None:
