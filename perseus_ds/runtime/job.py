@@ -11,7 +11,7 @@ from perseus_ds.artifacts.profile_metadata import ProfileInfo
 from perseus_ds.config import PerseusConfig
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.gpu.base import Gpu
-from perseus_ds.device.gpu.driver_call import Patience
+from perseus_ds.device.gpu.driver_call import DriverCall
 from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator
 from perseus_ds.pipeline.schedule import Schedule
@@ -73,7 +73,7 @@ class Rank:
 
     communicator: Communicator
     gpu: Gpu
-    driver: Patience
+    driver: DriverCall
     clocks: ClockController
     timers: Execution
     device: torch.device

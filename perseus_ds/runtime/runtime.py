@@ -17,7 +17,7 @@ from perseus_ds.artifacts.run_records import ClockRefused, Failed, Started
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.clock_readback import Refusal
 from perseus_ds.device.gpu.base import Gpu
-from perseus_ds.device.gpu.driver_call import Patience
+from perseus_ds.device.gpu.driver_call import DriverCall
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator
@@ -87,7 +87,7 @@ class PerseusRuntime:
         if config.mode != "observe":
             communicator.together(gpu.check_lock_permission)
         clocks = ClockController(gpu, self._fail, self._refused, timers.use_device)
-        self._rank = Rank(communicator, gpu, Patience(DRIVER_HANGS_S), clocks, timers, device)
+        self._rank = Rank(communicator, gpu, DriverCall(DRIVER_HANGS_S), clocks, timers, device)
         self._hooks = OperationHooks(timers, clocks, communicator)
         self._recorder = Recorder(
             communicator, job.output_dir, simulated=gpu.simulated, monitor=monitor, steps_per_print=steps_per_print
