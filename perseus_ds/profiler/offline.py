@@ -19,7 +19,7 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.counter_log import CounterLog
 from perseus_ds.profiler.profile_config import ProfileConfig
-from perseus_ds.profiler.rows import Row
+from perseus_ds.profiler.rows import MeasuredRow
 
 _REFRESHES_AT_A_TIME = 5
 _FEWEST_CYCLES = 4
@@ -117,7 +117,7 @@ class OfflineProfiler:
         self._watch = watch
         self._now_s = now_s
 
-    def measure(self, clock_mhz: int) -> list[Row]:
+    def measure(self, clock_mhz: int) -> list[MeasuredRow]:
         """Return one row for each (stage, kind) at a clock, which stays set.
 
         Raises:
@@ -152,7 +152,7 @@ class OfflineProfiler:
         if self._peers.stage_max(float(problem is not None)):
             raise problem or ProfileError(_OF_A_PEER)
 
-    def _row(self, stage: int, kind: Kind, clock_mhz: int, repeated: Repeated, forward: Repeated) -> Row:
+    def _row(self, stage: int, kind: Kind, clock_mhz: int, repeated: Repeated, forward: Repeated) -> MeasuredRow:
         energy_j, error_j = repeated.energy_j, repeated.energy_j * repeated.energy_error
         if kind is Kind.BACKWARD:
             energy_j -= forward.energy_j
@@ -164,7 +164,7 @@ class OfflineProfiler:
             )
         time_s, time_error = typical(repeated.times_s)
         held = repeated.clock_mhz < _NOT_REACHED * clock_mhz
-        return Row(
+        return MeasuredRow(
             Measurement(stage, kind, clock_mhz, time_s, energy_j),
             RowQuality(
                 stage=stage,

@@ -17,7 +17,7 @@ from perseus_ds.profiler.counter_log import CounterLog
 from perseus_ds.profiler.fixed_durations import tails_s
 from perseus_ds.profiler.offline import OfflineProfiler
 from perseus_ds.profiler.online import OnlineProfiler
-from perseus_ds.profiler.rows import Row
+from perseus_ds.profiler.rows import MeasuredRow
 from perseus_ds.profiler.search import ClockSearch, clocks_to_choose_from, most_clocks
 from perseus_ds.runtime.phases import Observe, Phase, Seen, Tools
 from perseus_ds.runtime.warm_up import Before
@@ -37,7 +37,7 @@ class Clocks(Protocol):
 
     def next_clocks(self) -> list[int]: ...
 
-    def add(self, rows: Sequence[Row] | Exception) -> None: ...
+    def add(self, rows: Sequence[MeasuredRow] | Exception) -> None: ...
 
 
 class OnlineIterations:
@@ -121,7 +121,7 @@ class OnlineIterations:
         lost_j = float(self._tools.ranks.all_gather_numbers([self._lost_j]).sum())
         return self._following(self._iterations, self._tools.ranks.all_max(self._lost_s), lost_j)
 
-    def _measured(self) -> Sequence[Row] | Exception:
+    def _measured(self) -> Sequence[MeasuredRow] | Exception:
         try:
             return [row for row in self._profiler.rows() if row.measurement.clock_mhz in self._batch]
         except Exception as error:  # the other ranks wait to hear of it
@@ -180,18 +180,18 @@ class _TailRows:
 
     def __init__(self, clocks_mhz: list[int]) -> None:
         self.left = clocks_mhz
-        self.rows: list[Row] = []
+        self.rows: list[MeasuredRow] = []
 
     def next_clocks(self) -> list[int]:
         clocks, self.left = self.left, []
         return clocks
 
-    def add(self, rows: Sequence[Row] | Exception) -> None:
+    def add(self, rows: Sequence[MeasuredRow] | Exception) -> None:
         if not isinstance(rows, Exception):
             self.rows += [row for row in rows if row.measurement.kind is Kind.TAIL]
 
 
-def _repeat_instructions(tools: Tools, before: Before, tail: list[Row]) -> Phase:
+def _repeat_instructions(tools: Tools, before: Before, tail: list[MeasuredRow]) -> Phase:
     begin_s, begin_j = time.monotonic(), _energy_j(tools)
     try:
         with tools.isolated():
@@ -216,7 +216,7 @@ def _energy_j(tools: Tools) -> float:
         return 0.0
 
 
-def _measure_offline(tools: Tools, before: Before, tail: list[Row]) -> None:
+def _measure_offline(tools: Tools, before: Before, tail: list[MeasuredRow]) -> None:
     assert tools.work is not None
     clocks = clocks_to_choose_from(tools.gpu, tools.config.profile)
     search = _search(tools, before, clocks)
@@ -250,7 +250,7 @@ def _measure_offline(tools: Tools, before: Before, tail: list[Row]) -> None:
     tools.ranks.from_first(lambda: _save(tools, search, before))
 
 
-def _rows_or_error(profiler: OfflineProfiler, clock_mhz: int) -> Sequence[Row] | Exception:
+def _rows_or_error(profiler: OfflineProfiler, clock_mhz: int) -> Sequence[MeasuredRow] | Exception:
     try:
         return profiler.measure(clock_mhz)
     except Exception as error:  # the other ranks wait to hear of it
