@@ -41,7 +41,7 @@ def clocks_to_choose_from(gpu: Gpu, config: ProfileConfig) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class SearchResult:
     """What all ranks measured.
 
     Attributes:
@@ -114,7 +114,7 @@ class ClockSearch:
 
         self._ranks.from_first(take)
 
-    def finish(self, rest: ProfileInfo) -> Measured:
+    def finish(self, rest: ProfileInfo) -> SearchResult:
         """Make the profile; on rank 0 only.
 
         Args:
@@ -138,7 +138,7 @@ class ClockSearch:
         measured = StageProfile(
             [r.measurement for r in kept], rest.model_copy(update={"rows": [r.quality for r in kept]})
         )
-        return Measured(denoise(measured, self._clocks), raw)
+        return SearchResult(denoise(measured, self._clocks), raw)
 
     def _next_unknown(self) -> list[int]:
         while clocks := self._sampler.next_clocks():
