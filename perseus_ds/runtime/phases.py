@@ -25,7 +25,7 @@ from perseus_ds.distributed import Communicator
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.policy.job_control import Orders
-from perseus_ds.profiler.offline import Repeatable
+from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.runtime.cache import cache_key
 from perseus_ds.runtime.recorder import Monitor, Recorder
 
@@ -73,7 +73,7 @@ class Tools:
     recorder: Recorder
     orders: Orders
     fail: Callable[[Exception], None]
-    work: Repeatable | None
+    work: RepeatableInstructions | None
     isolated: Callable[[], AbstractContextManager[None]]
 
     @property

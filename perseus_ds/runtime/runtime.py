@@ -32,7 +32,7 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.policy.control_socket import ControlServer, parse_order
 from perseus_ds.policy.job_control import Orders
-from perseus_ds.profiler.offline import Repeatable
+from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.runtime.devices import execution_on, open_gpu
 from perseus_ds.runtime.modes import first_phase
 from perseus_ds.runtime.operation_hooks import Operations, Surround
@@ -62,7 +62,7 @@ class PerseusRuntime:
         ranks: Communicator,
         gpu: Gpu,
         execution: Execution,
-        work: Repeatable | None = None,
+        work: RepeatableInstructions | None = None,
         isolated: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Check everything that can be checked before training starts; every rank must do so at once.
