@@ -16,7 +16,7 @@ from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality, Trans
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Kind
 
-__all__ = ["Measurement", "ClockOptions", "ProfileInfo", "RowQuality", "StageProfile", "TransferDuration"]
+__all__ = ["ClockOptions", "Measurement", "ProfileInfo", "RowQuality", "StageProfile", "TransferDuration"]
 
 Floats = npt.NDArray[np.float64]
 
