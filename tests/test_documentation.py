@@ -37,6 +37,21 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in headings(file), f"{target} has no such heading"
 
 
+def test_paths_named_in_contributing_exist():
+    """Paths count from the repository's root or from the package; NAME and … stand for what differs."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = [path for path in re.findall(r"`([\w./-]+(?:/|\.(?:py|md|yaml|toml|lock)))`", text) if not re.search("NAME|site/", path)]
+    assert len(paths) > 30
+    assert not [p for p in paths if not (ROOT / p).exists() and not (ROOT / "perseus_ds" / p).exists()]
+
+
+def test_the_layout_in_contributing_names_every_room():
+    rows = re.findall(r"^\| (`.*`) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    named = {name.strip("`/") for row in rows for name in row.split(", ")}
+    entries = {path.name for path in (ROOT / "perseus_ds").iterdir() if path.suffix in ("", ".py")}
+    assert named >= {name for name in entries if not name.startswith("__")}
+
+
 @functools.cache
 def literals() -> list[str]:
     """All texts of the package, with … for what is filled in."""
