@@ -29,7 +29,7 @@ from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import CommandReader, read_schedule
 from perseus_ds.runtime.devices import execution_on, open_gpu
-from perseus_ds.runtime.phases import Job
+from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
 
 logger = logging.getLogger("perseus_ds")

@@ -11,7 +11,7 @@ from typing import Any
 
 from perseus_ds.artifacts.rank_report import RankReport, RankReports
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.profiler.offline import RepeatablePasses
+from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.modes import mode_of
 from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed, observe
@@ -36,7 +36,7 @@ class ModeDriver:
         rank: Rank,
         recorder: Recorder,
         control: JobControl,
-        passes: RepeatablePasses | None,
+        passes: RepeatableInstructions | None,
         on_error: Callable[[Exception], None],
     ) -> None:
         """Begin the job's mode; every rank must do so at once.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.profiler.offline import RepeatablePasses
+from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.profiler.search import clocks_to_choose_from
 from perseus_ds.runtime.earlier_run import frontier_of_an_earlier_run, keep_for_later_runs
 from perseus_ds.runtime.job import Job, Rank
@@ -23,7 +23,7 @@ _MOST_PROFILES = 3
 
 
 def mode_of(
-    job: Job, rank: Rank, recorder: Recorder, control: JobControl, passes: RepeatablePasses | None
+    job: Job, rank: Rank, recorder: Recorder, control: JobControl, passes: RepeatableInstructions | None
 ) -> Phase[None]:
     """Return the phases of the job's mode.
 
@@ -60,7 +60,7 @@ def _run(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase
     yield from run(job, rank, recorder, control, frontier, profiles_again=False)
 
 
-def _profile(job: Job, rank: Rank, recorder: Recorder, passes: RepeatablePasses) -> Phase[None]:
+def _profile(job: Job, rank: Rank, recorder: Recorder, passes: RepeatableInstructions) -> Phase[None]:
     _check_clocks(job, rank, recorder)
     yield from calibrate(job, rank)
     baseline = yield from warm_up(job, rank, keeps_passes=True)

@@ -10,8 +10,8 @@ from tqdm import tqdm
 from perseus_ds.errors import GpuError, PerseusError, ProfileError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.fixed_durations import tails_s
-from perseus_ds.profiler.offline import OfflineProfiler, RepeatablePasses
-from perseus_ds.profiler.rows import Row
+from perseus_ds.profiler.offline import OfflineProfiler, RepeatableInstructions
+from perseus_ds.profiler.rows import MeasuredRow
 from perseus_ds.profiler.search import clocks_to_choose_from, most_clocks
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.online_profiling import measure_clocks
@@ -24,7 +24,7 @@ _TAIL_CLOCKS = 6
 
 
 def profile_offline(
-    job: Job, rank: Rank, recorder: Recorder, baseline: Baseline, passes: RepeatablePasses
+    job: Job, rank: Rank, recorder: Recorder, baseline: Baseline, passes: RepeatableInstructions
 ) -> Phase[None]:
     """Measure a profile and write it, after which training goes on at default clocks.
 
@@ -47,7 +47,7 @@ def profile_offline(
     recorder.say(f"wrote {job.profile_path}; measuring took {spent_s:.0f} s and {spent_j:.0f} J")
 
 
-def _measure_tail(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline) -> Phase[list[Row]]:
+def _measure_tail(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline) -> Phase[list[MeasuredRow]]:
     """Return the rows of the tail at a few clocks, while training goes on; none of a tail that does not matter."""
     tail_s = tails_s(span for spans in baseline.spans for span in spans)
     share = sum(tail_s.values()) / len(baseline.spans) / baseline.time_s
@@ -66,19 +66,24 @@ class _TailRows:
 
     def __init__(self, clocks_mhz: list[int]) -> None:
         self.left = clocks_mhz
-        self.rows: list[Row] = []
+        self.rows: list[MeasuredRow] = []
 
     def next_clocks(self) -> list[int]:
         clocks, self.left = self.left, []
         return clocks
 
-    def add(self, rows: Sequence[Row] | Exception) -> None:
+    def add(self, rows: Sequence[MeasuredRow] | Exception) -> None:
         if not isinstance(rows, Exception):
             self.rows += [row for row in rows if row.measurement.kind is Kind.TAIL]
 
 
 def _measure(
-    job: Job, rank: Rank, recorder: Recorder, baseline: Baseline, passes: RepeatablePasses, tail_rows: list[Row]
+    job: Job,
+    rank: Rank,
+    recorder: Recorder,
+    baseline: Baseline,
+    passes: RepeatableInstructions,
+    tail_rows: list[MeasuredRow],
 ) -> None:
     settings, communicator = job.config.profile, rank.communicator
     search = clock_search(job, rank, baseline)
@@ -111,7 +116,7 @@ def _measure(
     communicator.from_first(lambda: save_profile(job, search, baseline))
 
 
-def _rows_or_error(profiler: OfflineProfiler, clock_mhz: int) -> Sequence[Row] | Exception:
+def _rows_or_error(profiler: OfflineProfiler, clock_mhz: int) -> Sequence[MeasuredRow] | Exception:
     try:
         return profiler.measure(clock_mhz)
     except Exception as error:  # the other ranks wait to be told

@@ -13,7 +13,7 @@ from perseus_ds.device.timers import Span
 from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.profiler.counter_log import CounterLog
 from perseus_ds.profiler.online import OnlineProfiler
-from perseus_ds.profiler.rows import Row
+from perseus_ds.profiler.rows import MeasuredRow
 from perseus_ds.profiler.search import clocks_to_choose_from, most_clocks
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Phase, one_iteration
@@ -34,7 +34,7 @@ class ClockSource(Protocol):
     def next_clocks(self) -> list[int]:
         """Return the clocks to measure now [MHz]; none when enough is known."""
 
-    def add(self, rows: Sequence[Row] | Exception) -> None:
+    def add(self, rows: Sequence[MeasuredRow] | Exception) -> None:
         """Take in this rank's rows of those clocks, or why it has none."""
 
 
@@ -163,7 +163,7 @@ class _OnlineMeasurement:
         few = self._refreshes[clock_mhz] < _REFRESHES and self._iterations[clock_mhz] < _MOST_ITERATIONS
         return few and self._error is None
 
-    def rows_of(self, clocks: Sequence[int]) -> Sequence[Row] | Exception:
+    def rows_of(self, clocks: Sequence[int]) -> Sequence[MeasuredRow] | Exception:
         """Return the rows of some clocks, or why there are none."""
         if self._error is not None:
             return self._error

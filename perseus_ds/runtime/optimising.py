@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import PerseusError
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
 from perseus_ds.runtime.job import Job, Rank
@@ -24,9 +25,17 @@ def optimise(job: Job, rank: Rank) -> Phase[Frontier]:
     def start() -> None:
         nonlocal worker
         request = OptimizeRequest(
-            profile=job.profile_path, out=job.output_dir, schedule=job.schedule, switch_cost_j=_SWITCH_COST_J
+            profile=job.profile_path,
+            out=job.output_dir,
+            schedule=ScheduleStreams.of(job.schedule),
+            switch_cost_j=_SWITCH_COST_J,
         )
         worker = OptimizeWorker(request, job.output_dir / "optimize.log")
+
+    def check() -> None:
+        result = worker.poll() if worker is not None else None
+        if result is not None and not result.ok:
+            raise PerseusError(f"optimising failed: {result.error}")
 
     rank.communicator.from_first(start)
     try:
@@ -35,8 +44,8 @@ def optimise(job: Job, rank: Rank) -> Phase[Frontier]:
             seen = yield from one_iteration(NextIteration("plan", reported={"vote": finished}))
             if seen.reports is not None and seen.reports.of_rank_0.vote:
                 break
-            finished = worker is not None and worker.is_finished
-        rank.communicator.from_first(lambda: worker.result() if worker is not None else None)
+            finished = worker is not None and worker.poll() is not None
+        rank.communicator.from_first(check)
     finally:
         if worker is not None:
             worker.stop()

@@ -194,9 +194,7 @@ class _Running:
         number = assignment.plans[self._topology.data_parallel_rank]
         return NextIteration(
             "run",
-            ClockPlan.of_rank(
-                frontier.plans[number], self._topology.pipeline_rank, frontier.instruction_times_s
-            ),
+            ClockPlan.of_rank(frontier.plans[number], self._topology.pipeline_rank, frontier.instruction_times_s),
             plan=number,
             forecast=assignment.forecast(frontier, self._topology.tensor_parallel),
             status=status,

@@ -26,7 +26,7 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.profiler.offline import RepeatablePasses
+from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.runtime.build import loop_parts
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.mode_driver import ModeDriver
@@ -56,7 +56,7 @@ class PerseusRuntime:
         gpu: Gpu,
         timers: Execution,
         device: torch.device,
-        passes: RepeatablePasses | None = None,
+        passes: RepeatableInstructions | None = None,
         monitor: Monitor | None = None,
         steps_per_print: int | None = None,
     ) -> None:

@@ -78,7 +78,10 @@ class TimelineLog:
         topology = self._communicator.topology
         shown = topology.data_parallel_rank == 0 and topology.rank == min(topology.stage_peers, default=topology.rank)
         mine = (topology.pipeline_rank, elapsed_s, execution.spans(), dict(ran.clock_mhz)) if shown else None
-        by_rank = sorted((reported for reported in self._communicator.gather(mine) if reported is not None), key=lambda reported: reported[0])
+        by_rank = sorted(
+            (reported for reported in self._communicator.gather(mine) if reported is not None),
+            key=lambda reported: reported[0],
+        )
         if not self._communicator.is_first:
             return
         reference_s = by_rank[0][1]
