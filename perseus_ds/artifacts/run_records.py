@@ -1,8 +1,8 @@
 """The records of a job: what is known of each iteration and event, with their schema.
 
-Every rank reports each iteration (see :mod:`perseus_ds.artifacts.rank_report`). Rank 0 makes an :class:`IterationRecord`
-of all reports and writes it to ``run.jsonl``, one JSON object a line, between the job's events. What can be computed from a record (a
-saving, a lateness) is a property of it, and is never stored.
+Every rank reports each iteration (see :mod:`perseus_ds.artifacts.rank_report`). Rank 0 makes an
+:class:`IterationRecord` of all reports and writes it to ``run.jsonl``, one JSON object a line, between the job's
+events. What can be computed from a record (a saving, a lateness) is a property of it, and is never stored.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def from_line(line: str) -> Record:
 def _with_default_energy(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Version 1 kept the saving instead of what it is a saving of."""
     energy_j, saved = raw.get("energy_j"), raw.get("saved")
-    if "default_energy_j" in raw or energy_j is None or saved is None:
+    if "default_energy_j" in raw or energy_j is None or saved is None or saved >= 1:
         return raw
     return {**raw, "default_energy_j": energy_j / (1 - saved)}
 
