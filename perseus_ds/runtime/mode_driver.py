@@ -36,6 +36,7 @@ class ModeDriver:
         rank: Rank,
         recorder: Recorder,
         control: JobControl,
+        *,
         passes: RepeatableInstructions | None,
         on_error: Callable[[Exception], None],
     ) -> None:

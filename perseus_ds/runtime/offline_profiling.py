@@ -34,11 +34,11 @@ def profile_offline(
         PerseusError: On all ranks, if one could not measure.
         OSError: On all ranks, if rank 0 could not write.
     """
-    tail_rows = yield from _measure_tail(job, rank, recorder, baseline)
+    tail = yield from _measure_tail(job, rank, recorder, baseline)
     begin_s, begin_j = time.monotonic(), _energy_j(rank)
     try:
         with passes.isolated():
-            _measure(job, rank, recorder, baseline, passes, tail_rows)
+            _measure(job, rank, recorder, baseline, passes=passes, tail=tail)
     finally:
         rank.clocks.request(None)
     spent_s = time.monotonic() - begin_s
@@ -82,8 +82,9 @@ def _measure(
     rank: Rank,
     recorder: Recorder,
     baseline: Baseline,
+    *,
     passes: RepeatableInstructions,
-    tail_rows: list[MeasuredRow],
+    tail: list[MeasuredRow],
 ) -> None:
     settings, communicator = job.config.profile, rank.communicator
     search = clock_search(job, rank, baseline)
@@ -112,7 +113,7 @@ def _measure(
                 search.add(_rows_or_error(profiler, clock_mhz))
                 bar.update()
             chosen = search.next_clocks()
-    search.add(tail_rows)
+    search.add(tail)
     communicator.from_first(lambda: save_profile(job, search, baseline))
 
 

@@ -115,15 +115,16 @@ def _one_batch(measurement: _OnlineMeasurement, clocks: Sequence[int]) -> Phase[
     """
     waiting = deque(clocks)
     seen_before: list[IterationMeasurement] = []
-    before, clock, needs_more = None, waiting.popleft(), False
+    before: int | None = None
+    clock, needs_more = waiting.popleft(), False
     while True:
         seen = yield from one_iteration(
             NextIteration("profile", ClockPlan.constant(clock), aligns_tail=True, reported={"vote": needs_more})
         )
         seen_before.append(seen)
         needs_more = measurement.add(clock, seen)
-        asked = before is not None and seen.reports is not None and bool(seen.reports.column("vote").any())
-        if asked and before != clock and before not in waiting:
+        asked = seen.reports is not None and bool(seen.reports.column("vote").any())
+        if asked and before is not None and before != clock and before not in waiting:
             waiting.append(before)
         if not waiting:
             if before == clock and not asked:

@@ -1,4 +1,4 @@
-"""Makes the job's records of the ranks' reports, and gives them to ``run.jsonl``, DeepSpeed's monitor and the terminal."""
+"""Makes the job's records of the ranks' reports, for ``run.jsonl``, DeepSpeed's monitor and the terminal."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class PerseusRuntime:
         self._recorder.event(
             Started(mode=config.mode, gpu=gpu.name, frontier=config.frontier, job=job_key, policy=policy)
         )
-        self._driver = ModeDriver(job, self._rank, self._recorder, self._control, passes, self._fail)
+        self._driver = ModeDriver(job, self._rank, self._recorder, self._control, passes=passes, on_error=self._fail)
         self._supervision = Supervision(job, self._rank, self._recorder, self._control, self.close)
 
     @classmethod
