@@ -15,7 +15,7 @@ predictor and corrector, SIAM J. Optimization 2(4), 1992).
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -72,14 +72,15 @@ class Relaxation:
         """Return the hull pieces of every decision, of the clocks with which the deadline can be met.
 
         A clock so slow that the deadline is missed though all else runs flat out is no option, and
-        leaving it out of the hull tightens the bound near ``T_min``.
+        leaving it out of the hull tightens the bound near ``T_min``. Savings are tilted, see ``_TILT``.
         """
-        room = self.room_s(deadline_s)
         group = self.network.problem.group
-        usable = self._options.longest_within(group, room) - self._options.begin[group] + 1
-        return self._hulls.pieces(group, usable)
+        usable = self._options.longest_within(group, self._room_s(deadline_s)) - self._options.begin[group] + 1
+        pieces = self._hulls.pieces(group, usable)
+        tilt = 1 + _TILT * (1 - 2 * self.network.position[pieces.owner])
+        return replace(pieces, saving_w=pieces.saving_w * tilt)
 
-    def room_s(self, deadline_s: float) -> Floats:
+    def _room_s(self, deadline_s: float) -> Floats:
         """Return how long each decision may take when all else runs flat out [s]."""
         n = self.network.decisions
         tail, head = self.network.tail[:n], self.network.head[:n]
@@ -107,16 +108,15 @@ class _InteriorPoint:
         pieces: Pieces,
         waiting_w: float | None,
     ) -> None:
-        saving_w = pieces.saving_w * (1 + _TILT * (1 - 2 * relaxation.network.position[pieces.owner]))
         self.network = relaxation.network
         self.laplacian = relaxation.laplacian
         self.time_unit_s = relaxation.time_unit_s
-        self.power_unit_w = float(saving_w.mean()) if len(saving_w) else 1.0
+        self.power_unit_w = float(pieces.saving_w.mean()) if len(pieces.owner) else 1.0
         self.owner = pieces.owner
         # Decisions without a second clock have no piece; reduceat needs the others only.
         self.movable, self.first = np.unique(pieces.owner, return_index=True)
         self.length = pieces.length_s / self.time_unit_s
-        self.saving = saving_w / self.power_unit_w
+        self.saving = pieces.saving_w / self.power_unit_w
         self.least = self.network.least_s / self.time_unit_s
         self.tolerance = _TOLERANCE * relaxation.fastest_j / (self.time_unit_s * self.power_unit_w)
         self.end_is_free = waiting_w is not None
