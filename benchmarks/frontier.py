@@ -89,9 +89,7 @@ def _compare_highs(schedule: Schedule, profile: StageProfile, arguments: argpars
             print(f"    {method:9}  not done within {limit_s:.0f} s; time ratio > {limit_s / ours_s:.0f}")
         else:
             apart = f"savings differ by {abs(found_j - saving_j) / saving_j:.1e}"
-            print(
-                f"    {method:9}  {theirs_s:.3f} s; time ratio {theirs_s / ours_s:.1f}; {apart}"
-            )
+            print(f"    {method:9}  {theirs_s:.3f} s; time ratio {theirs_s / ours_s:.1f}; {apart}")
 
 
 def _compare_lowtime(

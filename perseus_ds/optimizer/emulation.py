@@ -113,12 +113,10 @@ class StragglerSaving:
 
     Attributes:
         slowdown: How many times slower the straggler is.
-        plan_time_s: Iteration time of the plan the other pipelines run [s].
         saving: Intrinsic and extrinsic saving, as a fraction of the job's energy at the highest clock.
     """
 
     slowdown: float
-    plan_time_s: float
     saving: float
 
 
@@ -175,7 +173,7 @@ def emulate(curve: Curve, busy: Busy, job: Job, slowdowns: Iterable[float]) -> E
         plan_s, plan_j = curve.cheapest(end_s)
         ours_j = job_j(slowdown * fastest_j, plan_s, scale * plan_j, end_s)
         without_j = job_j(slowdown * baseline_j, shortest_s, baseline_j, end_s)
-        return StragglerSaving(slowdown, plan_s * job.time_scale, 1 - ours_j / without_j)
+        return StragglerSaving(slowdown, 1 - ours_j / without_j)
 
     return Emulation(
         shortest_s=shortest_s * job.time_scale,
