@@ -24,9 +24,9 @@ Seconds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class FixedDurations:
-    """How long the parts of an iteration take that have no clock to choose, in seconds.
+    """Durations of the parts of an iteration that have no clock to choose, in seconds.
 
-    What is not named takes no time.
+    Parts that are not named take no time.
 
     Attributes:
         load_s: By stage.
@@ -42,10 +42,10 @@ class FixedDurations:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Something of an iteration that takes time.
+    """A part of an iteration that takes time.
 
     Attributes:
-        work: What it is.
+        work: The instruction, load or transfer.
         ranks: The rank that does it; for a transfer the sending and the receiving rank.
         position: For compute nodes, the index in the rank's compute instructions, else -1.
     """
@@ -61,7 +61,7 @@ class Dag:
     Attributes:
         nodes: Every node's predecessors come before it.
         predecessors: For every node, the nodes that must have finished before it starts.
-        schedule: Where it comes from.
+        schedule: The schedule that it was built from.
     """
 
     def __init__(self, schedule: Schedule, nodes: Sequence[Node], predecessors: Sequence[Sequence[int]]) -> None:
@@ -107,7 +107,7 @@ class Dag:
         Args:
             durations_s: One duration per node [s].
         """
-        finish = np.zeros(len(self.nodes) + 1)  # the last entry stands in for "no predecessor"
+        finish = np.zeros(len(self.nodes) + 1)  # the last entry is used where there is no predecessor
         durations_s = np.asarray(durations_s, dtype=np.float64)
         for level, before in self._levels:
             finish[level] = finish[before].max(axis=1) + durations_s[level]

@@ -29,13 +29,13 @@ Floats = npt.NDArray[np.float64]
 
 _MAX_STEPS = 80
 _TOLERANCE = 1e-8
-"""Of the cost, relative; the bound is computed from the flow anew, so this touches quality only."""
+"""Of the cost, relative. The bound is computed from the flow anew, so this affects its tightness, not its validity."""
 _TILT = 3e-3
-"""By how much savings at the start of the iteration count for more and at its end for less.
+"""The fraction by which savings at the start of the iteration are raised, and those at its end lowered.
 
 Micro-batches are alike, so the optimum is far from unique. The tilt picks one that slows the early
 part of the iteration down as a whole rather than everything by half a step, which real clocks can
-follow, with few changes. The bound knows nothing of it and loses less than 0.01 %.
+realise with few clock changes. The bound is computed without the tilt and loses less than 0.01 % by it.
 """
 
 
@@ -71,7 +71,7 @@ class Relaxation:
     def pieces(self, deadline_s: float) -> Pieces:
         """Return the hull pieces of every decision, of the clocks with which the deadline can be met.
 
-        A clock so slow that the deadline is missed though all else runs flat out is no option, and
+        A clock so slow that the deadline is missed though all else runs at its fastest clock is no option;
         leaving it out of the hull tightens the bound near ``T_min``. Savings are tilted, see ``_TILT``.
         """
         group = self.network.problem.group
@@ -81,7 +81,7 @@ class Relaxation:
         return replace(pieces, saving_w=pieces.saving_w * tilt)
 
     def _room_s(self, deadline_s: float) -> Floats:
-        """Return how long each decision may take when all else runs flat out [s]."""
+        """Return how long each decision may take when all else runs at its fastest clock [s]."""
         n = self.network.decisions
         tail, head = self.network.tail[:n], self.network.head[:n]
         return deadline_s + self._after_s[head] - self._earliest_s[tail]
@@ -146,8 +146,8 @@ class _InteriorPoint:
         return _sums(self.d, self.first)
 
     def run(self) -> Relaxed:
-        # Rounding may make the last steps impossible; what was reached by then is as good as done, and
-        # the bound is computed from the flow anew in any case.
+        # Rounding may make the last steps impossible; the point reached by then is close enough to the
+        # optimum, and the bound is computed from the flow anew in any case.
         with contextlib.suppress(np.linalg.LinAlgError):
             for _ in range(_MAX_STEPS):
                 if self._step():
@@ -240,7 +240,7 @@ class _Direction:
 
 
 def _room(value: Floats, change: Floats) -> float:
-    """How far one can go before a value reaches zero, at most 1."""
+    """Return the longest step, at most 1, that leaves every value >= 0."""
     worst = float((change / value).min(initial=0.0))
     return 1.0 if worst >= -1.0 else -1.0 / worst
 
