@@ -1,4 +1,4 @@
-"""All frequency plans worth running, from the fastest to the most frugal: look-up, JSON and CSV."""
+"""All Pareto-optimal frequency plans, from the fastest to the one of least energy: look-up, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from perseus_ds.errors import DeadlineError, FrontierError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 
 SCHEMA_VERSION = 1
-# Deadlines come from arithmetic on measured times; a plan that is late by rounding is not late.
+# Deadlines come from arithmetic on measured times; a plan that is late only by rounding is in time.
 _TOLERANCE = 1e-9
 
 
 class Provenance(BaseModel):
-    """What a frontier was computed from."""
+    """The inputs that a frontier was computed from."""
 
     model_config = ConfigDict(extra="forbid")
     schedule: str
@@ -47,9 +47,9 @@ class Frontier:
     Attributes:
         plans: The fastest first; the last one is the energy optimum ``T*``.
         t_min_s: Makespan with every instruction at its fastest measured clock [s].
-        baseline: Everything at the highest measured clock: what running without Perseus costs.
-        provenance: What it was computed from.
-        instruction_times_s: What the profile says that instructions take, at each clock [s].
+        baseline: The plan with everything at the highest measured clock: the cost of running without Perseus.
+        provenance: The inputs that it was computed from.
+        instruction_times_s: The profile's duration of an instruction, by stage, kind and clock [s].
         certificates: The proofs of the plans' lower bounds, where they were just computed; not part of the files
             that ``save`` writes.
     """
@@ -68,7 +68,7 @@ class Frontier:
 
     @property
     def instructions(self) -> InstructionStreams:
-        """What each rank computes, in program order."""
+        """The instructions of each rank, in program order."""
         return self.plans[0].instructions
 
     @cached_property
@@ -222,7 +222,7 @@ def _check_order(plans: Sequence[FrequencyPlan]) -> None:
 
 
 def drop_dominated(plans: Sequence[FrequencyPlan]) -> list[FrequencyPlan]:
-    """Return the plans for which none is both as fast and as frugal, the fastest first."""
+    """Return the plans for which no other is as fast with as little energy, the fastest first."""
     kept: list[FrequencyPlan] = []
     for plan in sorted(plans, key=lambda p: (p.time_s, p.energy_j)):
         if not kept or plan.energy_j < kept[-1].energy_j:
@@ -231,7 +231,7 @@ def drop_dominated(plans: Sequence[FrequencyPlan]) -> list[FrequencyPlan]:
 
 
 def describe(frontier: Frontier) -> dict[str, Any]:
-    """Return the figures a person asks for first: times, energies, gaps and the saving at no slowdown."""
+    """Return a summary: times, energies, gaps, and the savings at ``T_min`` and ``T*``."""
     first, last = frontier.plans[0], frontier.plans[-1]
     gaps = [plan.gap for plan in frontier.plans if plan.gap is not None]
     return {
