@@ -35,7 +35,7 @@ def denoise(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
         that was not measured; such a clock gets no row if its error is too large. A (stage, kind)
         measured at fewer than three clocks is returned as it was measured.
     """
-    everything = estimate(profile, clocks_mhz)
+    everything = estimate_all(profile, clocks_mhz)
     measured = {(m.stage, m.kind, m.clock_mhz) for m in profile.measurements}
     errors: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for row in everything.info.rows:
@@ -55,7 +55,7 @@ def denoise(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
     )
 
 
-def estimate(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
+def estimate_all(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
     """Return the same as :func:`denoise`, but with a row for every clock, however large its error."""
     known = {(row.stage, row.kind, row.clock_mhz): row for row in profile.info.rows}
     by_kind: dict[Kind, list[int]] = defaultdict(list)
@@ -70,13 +70,13 @@ def estimate(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
             measurements += kept
             qualities += [known[m.stage, kind, m.clock_mhz] for m in kept if (m.stage, kind, m.clock_mhz) in known]
         if fitted:
-            for row, quality in _estimated(profile, kind, fitted, sorted(set(clocks_mhz)), known):
+            for row, quality in _estimate_kind(profile, kind, fitted, sorted(set(clocks_mhz)), known):
                 measurements.append(row)
                 qualities.append(quality)
     return StageProfile(measurements, profile.info.model_copy(update={"rows": qualities}))
 
 
-def _estimated(
+def _estimate_kind(
     profile: StageProfile,
     kind: Kind,
     stages: list[int],

@@ -20,15 +20,15 @@ class MeasuredRow:
     quality: RowQuality
 
 
-def combined(rows: Iterable[MeasuredRow]) -> list[MeasuredRow]:
+def combine_rows(rows: Iterable[MeasuredRow]) -> list[MeasuredRow]:
     """Combine the rows of ranks that share a stage into one per kind and clock: slowest time, mean energy."""
     by_key: dict[tuple[int, Kind, int], list[MeasuredRow]] = defaultdict(list)
     for row in rows:
         by_key[row.measurement.stage, row.measurement.kind, row.measurement.clock_mhz].append(row)
-    return [_combine(shared) for _, shared in sorted(by_key.items())]
+    return [_combine_one(shared) for _, shared in sorted(by_key.items())]
 
 
-def _combine(rows: list[MeasuredRow]) -> MeasuredRow:
+def _combine_one(rows: list[MeasuredRow]) -> MeasuredRow:
     slowest = max(rows, key=lambda row: row.measurement.time_s)
     errors = [row.quality.energy_relative_error for row in rows]
     known = [error for error in errors if error is not None]

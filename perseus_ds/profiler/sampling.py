@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile, lower_hull
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.profiler.denoise import estimate
+from perseus_ds.profiler.denoise import estimate_all
 
 Floats = npt.NDArray[np.float64]
 
@@ -130,7 +130,7 @@ class AdaptiveSampler:
         return [min(below, key=lambda clock: abs(clock - target_mhz))]
 
     def _descended(self) -> bool:
-        """Whether instructions have become slower, use more, and save no more by waiting less."""
+        """Whether instructions are slower, their energy has risen, and their effective energy no longer falls."""
         if len(self._sums) < 3:
             return False
         (time_s, energy_j), (before_s, before_j), *_ = (sums for _, sums in sorted(self._sums.items()))
@@ -160,7 +160,7 @@ class AdaptiveSampler:
 
     def _promises(self, candidates: Sequence[int]) -> dict[int, float]:
         """Return how much each clock may improve plans, as a fraction of the energy of all instructions."""
-        fitted = estimate(StageProfile(self._rows), candidates)
+        fitted = estimate_all(StageProfile(self._rows), candidates)
         rows = {(row.stage, row.kind, row.clock_mhz): row for row in fitted.info.rows}
         total_j = sum(m.energy_j for m in self._rows if m.clock_mhz == max(self._sums))
         promises: dict[int, float] = defaultdict(float)
@@ -168,7 +168,7 @@ class AdaptiveSampler:
             options = fitted.options(stage, kind)
             cost_j = options.effective_energy_j(self._blocking_power_w)
             measured = np.isin(options.clock_mhz, list(self._asked))
-            hull_j = _hull(options.time_s[measured], cost_j[measured])
+            hull_j = _LowerHull(options.time_s[measured], cost_j[measured])
             for number in np.flatnonzero(~measured):
                 clock = int(options.clock_mhz[number])
                 row = rows.get((stage, kind, clock))
@@ -178,18 +178,13 @@ class AdaptiveSampler:
         return dict(promises)
 
 
-def _hull(time_s: Floats, cost_j: Floats) -> _Hull:
-    order = np.lexsort((cost_j, time_s))
-    kept = order[lower_hull(time_s[order], cost_j[order])]
-    return _Hull(time_s[kept], cost_j[kept])
-
-
-class _Hull:
+class _LowerHull:
     """The lowest effective energy of a mixture of options, as a function of time."""
 
     def __init__(self, time_s: Floats, cost_j: Floats) -> None:
-        self._time_s = time_s
-        self._cost_j = cost_j
+        order = np.lexsort((cost_j, time_s))
+        kept = order[lower_hull(time_s[order], cost_j[order])]
+        self._time_s, self._cost_j = time_s[kept], cost_j[kept]
 
     def __call__(self, time_s: float) -> float:
         if time_s < self._time_s[0]:

@@ -14,7 +14,7 @@ from perseus_ds.distributed import Communicator
 from perseus_ds.errors import ConfigError, ProfileError
 from perseus_ds.profiler.denoise import denoise
 from perseus_ds.profiler.profile_config import ProfileConfig
-from perseus_ds.profiler.rows import MeasuredRow, combined, reached_only
+from perseus_ds.profiler.rows import MeasuredRow, combine_rows, reached_only
 from perseus_ds.profiler.sampling import make_sampler
 
 logger = logging.getLogger("perseus_ds")
@@ -110,7 +110,7 @@ class ClockSearch:
             for rank, found in enumerate(by_rank):
                 if isinstance(found, Exception):
                     raise ProfileError(f"no profile was written: rank {rank}: {found}")
-            self._take(combined(row for found in by_rank if not isinstance(found, Exception) for row in found))
+            self._take(combine_rows(row for found in by_rank if not isinstance(found, Exception) for row in found))
 
         self._ranks.from_first(take)
 
@@ -127,8 +127,8 @@ class ClockSearch:
         if left_out:
             clocks = sorted({row.measurement.clock_mhz for row in left_out})
             logger.warning(
-                "perseus: a power or thermal limit kept GPUs below %s MHz; %d rows are left out. The fastest row that the "
-                "limit allows is kept.",
+                "perseus: a power or thermal limit kept GPUs below %s MHz; %d rows are left out. The fastest row that "
+                "the limit allows is kept.",
                 f"{clocks[0]} to {clocks[-1]}" if len(clocks) > 1 else clocks[0],
                 len(left_out),
             )
