@@ -40,14 +40,13 @@ class ClockOptions:
         return self.energy_j - blocking_power_w * self.time_s
 
     def pareto(self, blocking_power_w: float) -> ClockOptions:
-        """Return the options for which none is both as fast and as frugal, fastest last."""
+        """Return the options for which none is both as fast and as frugal, by rising time: the fastest first."""
         cost = self.effective_energy_j(blocking_power_w)
         kept: list[int] = []
         for index in np.lexsort((-self.clock_mhz, cost, self.time_s)):
             if not kept or cost[index] < cost[kept[-1]]:
                 kept.append(int(index))
-        chosen = kept[::-1]
-        return ClockOptions(self.clock_mhz[chosen], self.time_s[chosen], self.energy_j[chosen])
+        return ClockOptions(self.clock_mhz[kept], self.time_s[kept], self.energy_j[kept])
 
 
 def lower_hull(time_s: Floats, cost_j: Floats) -> list[int]:

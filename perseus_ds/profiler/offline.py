@@ -35,6 +35,9 @@ _PEER_FAILED = "a rank that shares this rank's stage could not measure it; see i
 class RepeatableInstructions(Protocol):
     """This rank's instructions, which can be run any number of times."""
 
+    def isolated(self) -> AbstractContextManager[None]:
+        """Keep what is run inside out of training."""
+
     @property
     def instructions(self) -> tuple[tuple[int, Kind], ...]:
         """The (stage, kind) pairs that can be run, a forward before its backward."""
