@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.counter_log import CounterLog
 from perseus_ds.profiler.profile_config import ProfileConfig
 from perseus_ds.profiler.rows import MeasuredRow
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 _REFRESHES_AT_A_TIME = 5
 _FEWEST_CYCLES = 4
@@ -93,8 +93,7 @@ class OfflineProfiler:
         config: Required accuracy and longest time.
         blocking_power_w: Power of the GPU between instructions [W].
         counter_period_s: Refresh period of the energy counter [s].
-        watch: Returns a log of the energy counter.
-        now_s: The clock that the log uses [s].
+        timebase: The time in which the GPU's energy counter is read.
     """
 
     def __init__(
@@ -108,8 +107,7 @@ class OfflineProfiler:
         config: ProfileConfig,
         blocking_power_w: float,
         counter_period_s: float,
-        watch: Callable[[Gpu], AbstractContextManager[CounterLog]] = CounterLog,
-        now_s: Callable[[], float] = time.perf_counter,
+        timebase: Timebase = REAL_TIME,
     ) -> None:
         self._gpu = gpu
         self._clocks = clocks
@@ -119,8 +117,7 @@ class OfflineProfiler:
         self._config = config
         self._blocking_power_w = blocking_power_w
         self._portion_s = _REFRESHES_AT_A_TIME * counter_period_s
-        self._watch = watch
-        self._now_s = now_s
+        self._time = timebase
 
     def measure(self, clock_mhz: int) -> list[MeasuredRow]:
         """Return one row for each (stage, kind) at a clock, which stays set.
@@ -198,11 +195,11 @@ class OfflineProfiler:
         """Repeat a cycle until time and energy are accurate enough, or the longest time is over."""
         spans: list[Span] = []
         count = 0
-        with self._watch(self._gpu) as log:
-            begin_s = self._now_s()
+        with CounterLog(self._gpu, self._time) as log:
+            begin_s = self._time.now_s()
             while True:
                 count += self._repeat_for(self._portion_s, lambda: spans.extend(self._run(stage, cycle)))
-                end_s = self._now_s()
+                end_s = self._time.now_s()
                 times_s = [span.time_s for span in spans if _kind(span) is cycle[-1]]
                 try:
                     found = self._evaluate(log, begin_s, end_s, count, spans)
@@ -237,9 +234,9 @@ class OfflineProfiler:
 
     def _repeat_for(self, portion_s: float, run: Callable[[], object]) -> int:
         """Run for about this time, as often as the peers of the stage; return how often."""
-        begin_s = self._now_s()
+        begin_s = self._time.now_s()
         run()
-        once_s = max(self._now_s() - begin_s, 1e-6)
+        once_s = max(self._time.now_s() - begin_s, 1e-6)
         count = int(self._peers.stage_max(math.ceil(portion_s / once_s)))
         for _ in range(count - 1):
             run()

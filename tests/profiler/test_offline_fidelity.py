@@ -1,4 +1,4 @@
-"""Offline rows of simulated GPUs, whose truth is known, in a virtual time: noise, a slow counter, limits, outliers."""
+"""Offline rows compared with the model of simulated GPUs, in virtual time: noise, slow counter, limits, outliers."""
 
 import pytest
 from virtual_time import VirtualTime
@@ -10,7 +10,6 @@ from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.timers import Span
 from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.profiler.counter_log import CounterLog
 from perseus_ds.profiler.denoise import denoise
 from perseus_ds.profiler.offline import OfflineProfiler, typical
 from perseus_ds.profiler.profile_config import ProfileConfig
@@ -18,7 +17,7 @@ from perseus_ds.profiler.rows import reached_only
 
 
 class Rank:
-    """One rank's GPU, instructions and timer, in a time of its own."""
+    """GPU, instructions and timer of one rank, in virtual time."""
 
     def __init__(self, work_s, device="a100-sxm", gap_s=0.0, **gpu):
         self.now = VirtualTime()
@@ -69,8 +68,7 @@ class Rank:
             config=ProfileConfig(**settings),
             blocking_power_w=self.gpu.model.blocking_power_w,
             counter_period_s=0.1,
-            watch=lambda gpu: CounterLog(gpu, self.now),
-            now_s=self.now.now_s,
+            timebase=self.now,
         )
 
 
