@@ -1,4 +1,4 @@
-"""Rows of ranks that share a stage, by data or tensor parallelism, become one."""
+"""Rows of ranks that share a stage, by data or tensor parallelism, are combined."""
 
 import pytest
 
@@ -38,11 +38,11 @@ def test_the_slowest_time_and_the_mean_energy_of_all_ranks_of_a_stage():
     assert second.measurement == ranks[-1].measurement
 
 
-def test_a_clock_that_one_rank_did_not_reach_was_not_reached():
+def test_a_clock_counts_as_not_reached_if_one_rank_did_not_reach_it():
     (found,) = combine_rows([row(0, 0.1, 30.0), row(0, 0.12, 30.0, reached=1100)])
     assert found.quality.reached_mhz == 1100
 
 
-def test_an_error_that_one_rank_does_not_know_is_not_known():
+def test_the_error_is_unknown_if_it_is_unknown_on_one_rank():
     (found,) = combine_rows([row(0, 0.1, 30.0), row(0, 0.1, 30.0, error=None)])
     assert found.quality.energy_relative_error is None
