@@ -12,7 +12,7 @@ POWER_W = {Kind.FORWARD: 300.0, Kind.BACKWARD: 400.0, None: 80.0}
 
 
 def iteration(rng, start_s, micro_batches=8):
-    """Forwards of 30 ms and backwards of 70 ms with waits of up to 40 ms between; spans, pieces of constant power, end."""
+    """Return spans, pieces of constant power and the end of an iteration with waits of up to 40 ms."""
     spans, pieces, now_s = [], [], start_s
     for micro_batch in range(micro_batches):
         for kind, time_s in ((Kind.FORWARD, 0.03), (Kind.BACKWARD, 0.07)):
