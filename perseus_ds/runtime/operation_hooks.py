@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 
 from perseus_ds.device.clock_controller import ClockController
-from perseus_ds.device.clock_transitions import Step
-from perseus_ds.device.rank_clocks import ClockPlan, Steps
+from perseus_ds.device.clock_transitions import ClockTransition
+from perseus_ds.device.rank_clocks import ClockPlan, IterationClocks
 from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator
 from perseus_ds.pipeline.instruction import Kind
@@ -35,9 +35,9 @@ class Operations:
         self._clocks = clocks
         self._ranks = ranks
         self.plan = ClockPlan.none()
-        self.steps = Steps()
+        self.steps = IterationClocks()
         self._steps_for: tuple[ClockPlan, float] = self.plan, 0.0
-        self._step: Step | None = None
+        self._step: ClockTransition | None = None
         self._aligns_tail = False
 
     def prepare(self, plan: ClockPlan, *, align_tail: bool) -> None:
@@ -51,15 +51,15 @@ class Operations:
         self._aligns_tail = align_tail
         latency_s = self._clocks.latency_s
         planned, planned_latency_s = self._steps_for
-        # Steps are those of the iteration before, unless the plan or the latency has changed.
+        # Those of the iteration before are kept unless the plan or the latency has changed.
         if plan is not planned or abs(latency_s - planned_latency_s) > _LATENCY_MOVED * planned_latency_s:
-            self.steps = plan.steps(latency_s)
+            self.steps = plan.transitions(latency_s)
             self._steps_for = plan, latency_s
         self._clocks.request(self.steps.first_mhz)
 
     def drop_plan(self) -> None:
         """Go on at default clocks; from any thread."""
-        self.plan, self.steps, self._step = ClockPlan.none(), Steps(), None
+        self.plan, self.steps, self._step = ClockPlan.none(), IterationClocks(), None
         self._clocks.request(None)
 
     def begin(self, operation: Operation) -> None:
