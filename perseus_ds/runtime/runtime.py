@@ -178,10 +178,10 @@ class PerseusRuntime:
             start_s,
             time.perf_counter() - start_s,
             self._energy_j() - energy_j,
-            self._hooks.steps.clock,
+            self._hooks.requested.clock,
             (self._failed or self._closed),
         )
-        skips = clocks.overtaken - overtaken + self._hooks.steps.skipped
+        skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
         own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, self._failed)
         self._driver.end_iteration(seen, own, samples)
         clocks.reset_when_idle(_IDLE_S)
