@@ -67,4 +67,4 @@ def parse_block(block: object) -> PerseusConfig:
     try:
         return PerseusConfig.model_validate(dict(block))
     except ValidationError as error:
-        raise ConfigError(explain(error, PerseusConfig, "perseus")) from None
+        raise ConfigError(explain(error, PerseusConfig, "perseus.")) from None

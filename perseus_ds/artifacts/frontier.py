@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from perseus_ds.artifacts.io import read_json, write_atomically
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams
+from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import DeadlineError, FrontierError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 
@@ -133,9 +134,8 @@ class Frontier:
         try:
             return _FrontierFile.model_validate(raw).to_frontier()
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"])
-            raise FrontierError(f'{path}: {key}: {first["msg"]}. Run "perseus-ds optimize" again.') from None
+            problems = explain(error, _FrontierFile, f"{path}: ")
+            raise FrontierError(f'{problems} Run "perseus-ds optimize" again.') from None
         except FrontierError as error:
             raise FrontierError(f"{path}: {error}") from None
 

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from perseus_ds.artifacts.io import read_json
+from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
@@ -99,6 +100,4 @@ def load_info(path: Path) -> ProfileInfo:
     try:
         return ProfileInfo.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ProfileError(f"{path}: {key}: {first['msg']} (got {first['input']!r}).") from None
+        raise ProfileError(explain(error, ProfileInfo, f"{path}: ")) from None

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from perseus_ds.artifacts.io import read_json
+from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import ConfigError
 
 _FORMAT: Literal["perseus-ds timeline"] = "perseus-ds timeline"
@@ -73,6 +74,4 @@ class TimelineFile(BaseModel):
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"])
-            raise ConfigError(f"{path}: {key}: {first['msg']}. Train again to have it written anew.") from None
+            raise ConfigError(f"{explain(error, cls, f'{path}: ')} Train again to have it written anew.") from None
