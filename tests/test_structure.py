@@ -24,6 +24,7 @@ ROOMS = [
     "artifacts",
     "pipeline",
     "distributed",
+    "timebase",
     "errors",
 ]
 MODULES = {path.relative_to(PACKAGE.parent).with_suffix("").as_posix(): path for path in PACKAGE.rglob("*.py")}

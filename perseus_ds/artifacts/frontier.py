@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
+from perseus_ds.artifacts.certificates import Certificates
 from perseus_ds.artifacts.io import read_json, write_atomically
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams
 from perseus_ds.artifacts.validation import explain
@@ -49,6 +51,8 @@ class Frontier:
         baseline: Everything at the highest measured clock: what running without Perseus costs.
         provenance: What it was computed from.
         instruction_times_s: What the profile says that instructions take, at each clock [s].
+        certificates: The proofs of the plans' lower bounds, where they were just computed; not part of the files
+            that ``save`` writes.
     """
 
     plans: tuple[FrequencyPlan, ...]
@@ -56,6 +60,7 @@ class Frontier:
     baseline: FrequencyPlan
     provenance: Provenance
     instruction_times_s: ClockTimes = field(default_factory=dict)
+    certificates: Certificates | None = field(default=None, compare=False, repr=False)
 
     @property
     def t_star_s(self) -> float:
@@ -110,6 +115,8 @@ class Frontier:
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
+        # Certificates that lie there belong to an older frontier.
+        (directory / CERTIFICATES).unlink(missing_ok=True)
         write_atomically(directory / "frontier.csv", self._csv())
         path = directory / "frontier.json"
         write_atomically(path, self._file().model_dump_json() + "\n")

@@ -16,13 +16,13 @@ from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality, Trans
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Kind
 
-__all__ = ["Measurement", "Options", "ProfileInfo", "RowQuality", "StageProfile", "TransferDuration"]
+__all__ = ["ClockOptions", "Measurement", "ProfileInfo", "RowQuality", "StageProfile", "TransferDuration"]
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Options:
+class ClockOptions:
     """The clocks measured for one (stage, kind), ascending, with what each one takes.
 
     Attributes:
@@ -39,15 +39,14 @@ class Options:
         """Return what running costs beyond waiting, ``energy - blocking power * time`` [J]."""
         return self.energy_j - blocking_power_w * self.time_s
 
-    def pareto(self, blocking_power_w: float) -> Options:
-        """Return the options for which none is both as fast and as frugal, fastest last."""
+    def pareto(self, blocking_power_w: float) -> ClockOptions:
+        """Return the options for which none is both as fast and as frugal, by rising time: the fastest first."""
         cost = self.effective_energy_j(blocking_power_w)
         kept: list[int] = []
         for index in np.lexsort((-self.clock_mhz, cost, self.time_s)):
             if not kept or cost[index] < cost[kept[-1]]:
                 kept.append(int(index))
-        chosen = kept[::-1]
-        return Options(self.clock_mhz[chosen], self.time_s[chosen], self.energy_j[chosen])
+        return ClockOptions(self.clock_mhz[kept], self.time_s[kept], self.energy_j[kept])
 
 
 def lower_hull(time_s: Floats, cost_j: Floats) -> list[int]:
@@ -145,7 +144,7 @@ class StageProfile:
     def num_stages(self) -> int:
         return 1 + max((stage for stage, _ in self._rows), default=-1)
 
-    def options(self, stage: int, kind: Kind) -> Options:
+    def options(self, stage: int, kind: Kind) -> ClockOptions:
         """Return the measured clocks of one (stage, kind).
 
         Raises:
@@ -156,7 +155,7 @@ class StageProfile:
             raise ProfileError(
                 f"The profile has no {kind} rows for stage {stage}. Measure it again, or give fewer stages."
             )
-        return Options(
+        return ClockOptions(
             np.array(list(rows), dtype=np.int64),
             np.array([row.time_s for row in rows.values()]),
             np.array([row.energy_j for row in rows.values()]),

@@ -127,10 +127,3 @@ def _without_none(hint: Any) -> Any:
         return hint
     left = [part for part in typing.get_args(hint) if part is not types.NoneType]
     return left[0] if len(left) == 1 else hint
-
-
-def quoted(path: Path | str) -> str:
-    """Return a path as the value of an override, whatever is in its name."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    return str(QuotedString(str(path), Quote.single).with_quotes())

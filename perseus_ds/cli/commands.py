@@ -8,6 +8,7 @@ from types import ModuleType
 
 COMMANDS = (
     "optimize",
+    "verify",
     "profile",
     "report",
     "trace",

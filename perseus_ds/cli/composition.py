@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from perseus_ds.artifacts.validation import did_you_mean, expectation
-from perseus_ds.cli.arguments import Argument, arguments_of, quoted
+from perseus_ds.cli.arguments import Argument, arguments_of
 from perseus_ds.errors import ConfigError
 
 Declared = TypeVar("Declared")
@@ -36,6 +36,13 @@ def compose(command: str, declaration: type[Declared], words: Sequence[str]) -> 
         expectation(argument.name, argument.expected, value) for argument, value in values if not argument.allows(value)
     )
     return arguments
+
+
+def quoted(path: Path | str) -> str:
+    """Return a path as the value of an override, whatever is in its name."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return str(QuotedString(str(path), Quote.single).with_quotes())
 
 
 def require(command: str, arguments: object, *names: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from perseus_ds.cli.arguments import argument
+from perseus_ds.errors import ConfigError
 
 if TYPE_CHECKING:
     from perseus_ds.optimizer import Solver
@@ -43,6 +44,9 @@ class Arguments:
     switch_cost_j: float = argument(
         "energy that exact assumes for a change of clock when it chooses clocks [J]", 0.0, at_least=0
     )
+    certificates: bool = argument(
+        "true: write certificates.npz too, the proofs of the lower bounds, for perseus-ds verify", False
+    )
 
 
 def run(arguments: Arguments) -> int:
@@ -52,6 +56,8 @@ def run(arguments: Arguments) -> int:
     from perseus_ds.cli.output import progress_bar, save_and_summarise
     from perseus_ds.optimizer import optimize
 
+    if arguments.certificates and arguments.solver is not SolverChoice.exact:
+        raise ConfigError("certificates=true: only solver=exact proves bounds. Leave solver out, or certificates=true.")
     profile = StageProfile.load(arguments.profile)
     schedule = schedule_for(
         profile, schedule=arguments.schedule, stages=arguments.stages, micro_batches=arguments.micro_batches
@@ -67,4 +73,6 @@ def run(arguments: Arguments) -> int:
             solver=cast("Solver", arguments.solver.name),
         )
     print(save_and_summarise(frontier, arguments.profile, arguments.out))
+    if frontier.certificates is not None and arguments.certificates:
+        print(f"Written: {frontier.certificates.save(arguments.out)}")
     return 0

@@ -33,9 +33,10 @@ class Arguments:
 def run(arguments: Arguments) -> int:
     """Write ``frontier.png`` and ``timeline.png``."""
     from perseus_ds.artifacts.plan import check_instructions
-    from perseus_ds.artifacts.run_records import measured_points
     from perseus_ds.cli.inputs import frontier_and_profile, naming, schedule_for
     from perseus_ds.pipeline.dag import Dag
+    from perseus_ds.report.history import read_history
+    from perseus_ds.report.measured import measured_points
     from perseus_ds.report.pictures import frontier_picture, timeline_picture
     from perseus_ds.report.timeline import timeline
 
@@ -51,7 +52,7 @@ def run(arguments: Arguments) -> int:
         raise PlanError(f"{arguments.frontier}: {error}") from None
     plan = frontier.within(arguments.max_slowdown)
     pipelines = (profile.info.data_parallel or 1) * (profile.info.tensor_parallel or 1)
-    measured = [point for path in arguments.runs for point in measured_points(path, pipelines=pipelines)]
+    measured = measured_points([read_history(path) for path in arguments.runs], pipelines=pipelines)
     dag = Dag.build(schedule)
     with naming(arguments.profile or folder):
         before, after = timeline(dag, profile, frontier.baseline), timeline(dag, profile, plan)

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from perseus_ds.cli.arguments import argument
 from perseus_ds.device.gpu.nvml import NvmlGpu
+from perseus_ds.device.gpu.nvml_lookup import gpu_count, index_of_uuid
 from perseus_ds.errors import ConfigError, GpuError
 
 
@@ -31,14 +32,14 @@ def run(arguments: Arguments) -> int:
     if chosen == []:
         raise ConfigError("gpus=[]: name at least one GPU, or leave gpus out for all of them.")
     if chosen is None:
-        chosen = [*range(NvmlGpu.count())]
+        chosen = [*range(gpu_count())]
     results = [_reset(gpu) for gpu in chosen]
     return 0 if all(results) else 1
 
 
 def _reset(index_or_uuid: int | str) -> bool:
     try:
-        gpu = NvmlGpu(index_or_uuid) if isinstance(index_or_uuid, int) else NvmlGpu.by_uuid(index_or_uuid)
+        gpu = NvmlGpu(index_or_uuid) if isinstance(index_or_uuid, int) else NvmlGpu(index_of_uuid(index_or_uuid))
         try:
             gpu.reset_clock()
             print(f"{gpu}: clock reset to the driver's default; {gpu.clock_mhz()} MHz now.")

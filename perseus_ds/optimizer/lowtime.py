@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.optimizer.exact.problem import Choice, Group, Problem
+from perseus_ds.optimizer.exact.problem import InstructionGroup, OptionIndices, Problem
 
 _UNIT_S = 1e-3
 """The unit of time lowtime was published with."""
@@ -54,7 +54,7 @@ def solve_lowtime(problem: Problem, progress: Callable[[str, float], None]) -> l
     return plans
 
 
-def _choice(operations: Iterable[Any]) -> Choice:
+def _choice(operations: Iterable[Any]) -> OptionIndices:
     return np.array([operation.assigned_knob for operation in operations], dtype=np.intp)
 
 
@@ -103,7 +103,7 @@ def _contract(predecessors: Iterable[Iterable[int]], kept: Iterable[int]) -> dic
     return result
 
 
-def _spec(group: Group, time_scale: float, cost_scale: float) -> Any:
+def _spec(group: InstructionGroup, time_scale: float, cost_scale: float) -> Any:
     from lowtime.operation import CandidateExecutionOptions, ExecutionOption, OperationSpec
 
     options = CandidateExecutionOptions(
@@ -120,13 +120,13 @@ def _spec(group: Group, time_scale: float, cost_scale: float) -> Any:
     return OperationSpec(options=options, cost_model=_cost_model(options))
 
 
-def _published_options(group: Group) -> list[int]:
+def _published_options(group: InstructionGroup) -> list[int]:
     """Return which options lowtime was published with: none slower than the one of least energy as measured.
 
     Slower ones can have less *effective* energy still, so leaving them out costs a little and halves the time.
     """
     energy_j = group.options.energy_j
-    return [index for index in range(len(energy_j)) if energy_j[index] < energy_j[index + 1 :].min(initial=np.inf)]
+    return [index for index in range(len(energy_j)) if energy_j[index] < energy_j[:index].min(initial=np.inf)]
 
 
 def _cost_model(options: Any) -> Callable[[int], float]:

@@ -19,7 +19,7 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.counter_log import CounterLog
 from perseus_ds.profiler.profile_config import ProfileConfig
-from perseus_ds.profiler.rows import Row
+from perseus_ds.profiler.rows import MeasuredRow
 
 _REFRESHES_AT_A_TIME = 5
 _FEWEST_CYCLES = 4
@@ -32,8 +32,11 @@ _DONE, _GO_ON, _GIVE_UP = 0.0, 1.0, 2.0
 _OF_A_PEER = "a rank that shares this rank's stage could not measure it; see its own message"
 
 
-class Repeatable(Protocol):
+class RepeatableInstructions(Protocol):
     """This rank's instructions, to be run again at will."""
+
+    def isolated(self) -> AbstractContextManager[None]:
+        """Keep what is run inside out of training."""
 
     @property
     def instructions(self) -> tuple[tuple[int, Kind], ...]:
@@ -43,20 +46,20 @@ class Repeatable(Protocol):
         """Run a forward, or the backward of the last forward run."""
 
 
-class Peers(Protocol):
+class StagePeers(Protocol):
     """Ranks that share a stage compute together, so they must repeat instructions equally often."""
 
     def stage_max(self, value: float) -> float: ...
 
 
-class Locks(Protocol):
+class ClockLock(Protocol):
     """Sets this rank's clock."""
 
     def set_and_wait(self, clock_mhz: int | None) -> None: ...
 
 
 @dataclass(frozen=True)
-class Repeated:
+class RepetitionResult:
     """What repeating a cycle of instructions yields.
 
     Attributes:
@@ -96,10 +99,10 @@ class OfflineProfiler:
         self,
         *,
         gpu: Gpu,
-        clocks: Locks,
+        clocks: ClockLock,
         execution: Execution,
-        work: Repeatable,
-        peers: Peers,
+        work: RepeatableInstructions,
+        peers: StagePeers,
         config: ProfileConfig,
         blocking_power_w: float,
         counter_period_s: float,
@@ -117,7 +120,7 @@ class OfflineProfiler:
         self._watch = watch
         self._now_s = now_s
 
-    def measure(self, clock_mhz: int) -> list[Row]:
+    def measure(self, clock_mhz: int) -> list[MeasuredRow]:
         """Return one row for each (stage, kind) at a clock, which stays set.
 
         Raises:
@@ -128,7 +131,7 @@ class OfflineProfiler:
         self._lock(clock_mhz)
         rows = []
         problem: ProfileError | None = None
-        forward: dict[int, Repeated] = {}
+        forward: dict[int, RepetitionResult] = {}
         for stage, kind in self._work.instructions:
             cycle = [Kind.FORWARD] if kind is Kind.FORWARD else [Kind.FORWARD, Kind.BACKWARD]
             self._settle(stage, cycle)
@@ -152,7 +155,9 @@ class OfflineProfiler:
         if self._peers.stage_max(float(problem is not None)):
             raise problem or ProfileError(_OF_A_PEER)
 
-    def _row(self, stage: int, kind: Kind, clock_mhz: int, repeated: Repeated, forward: Repeated) -> Row:
+    def _row(
+        self, stage: int, kind: Kind, clock_mhz: int, repeated: RepetitionResult, forward: RepetitionResult
+    ) -> MeasuredRow:
         energy_j, error_j = repeated.energy_j, repeated.energy_j * repeated.energy_error
         if kind is Kind.BACKWARD:
             energy_j -= forward.energy_j
@@ -164,7 +169,7 @@ class OfflineProfiler:
             )
         time_s, time_error = typical(repeated.times_s)
         held = repeated.clock_mhz < _NOT_REACHED * clock_mhz
-        return Row(
+        return MeasuredRow(
             Measurement(stage, kind, clock_mhz, time_s, energy_j),
             RowQuality(
                 stage=stage,
@@ -187,7 +192,7 @@ class OfflineProfiler:
             if self._peers.stage_max(0.0 if settled else 1.0) == 0.0:
                 break
 
-    def _repeat(self, stage: int, cycle: Sequence[Kind]) -> Repeated:
+    def _repeat(self, stage: int, cycle: Sequence[Kind]) -> RepetitionResult:
         """Repeat a cycle until enough is known of it."""
         spans: list[Span] = []
         count = 0
@@ -213,7 +218,7 @@ class OfflineProfiler:
 
     def _evaluate(
         self, log: CounterLog, begin_s: float, end_s: float, count: int, spans: Sequence[Span]
-    ) -> Repeated | None:
+    ) -> RepetitionResult | None:
         refreshes = len(log.readings(begin_s, end_s))
         if refreshes < _REFRESHES_AT_A_TIME - 1 and end_s - begin_s <= 10 * self._config.max_window_s:
             return None
@@ -221,7 +226,7 @@ class OfflineProfiler:
         cycle_s = (end_s - begin_s) / count
         gap_s = cycle_s - sum(span.time_s for span in spans) / count
         last = _kind(spans[-1])
-        return Repeated(
+        return RepetitionResult(
             times_s=[span.time_s for span in spans if _kind(span) is last],
             energy_j=power.watts * cycle_s - self._blocking_power_w * gap_s,
             energy_error=power.relative_error,

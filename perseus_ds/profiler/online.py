@@ -24,7 +24,7 @@ from perseus_ds.device.timers import Span
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.fixed_durations import tails_s
-from perseus_ds.profiler.rows import Row
+from perseus_ds.profiler.rows import MeasuredRow
 
 Key = tuple[int, Kind]
 Floats = npt.NDArray[np.float64]
@@ -101,7 +101,7 @@ class OnlineProfiler:
             moments, energy_j = np.array(readings).T
             self._seen[clock_mhz].append((computed, moments, energy_j))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[MeasuredRow]:
         """Return one row for every kind and clock of which power can be told, by clock."""
         powers_w = self._powers_w()
         return [
@@ -111,12 +111,12 @@ class OnlineProfiler:
             if self._times_s[clock_mhz, key] and power_w[number] > 0
         ]
 
-    def _row(self, clock_mhz: int, key: Key, power_w: float) -> Row:
+    def _row(self, clock_mhz: int, key: Key, power_w: float) -> MeasuredRow:
         times_s = self._times_s[clock_mhz, key]
         time_s = statistics.median(times_s)
         # A median of n samples is known 1.25 times worse than their mean.
         error = 1.25 * statistics.stdev(times_s) / math.sqrt(len(times_s)) / time_s if len(times_s) > 1 else None
-        return Row(
+        return MeasuredRow(
             Measurement(*key, clock_mhz, time_s, power_w * time_s),
             RowQuality(stage=key[0], kind=key[1], clock_mhz=clock_mhz, samples=len(times_s), time_relative_error=error),
         )

@@ -13,27 +13,27 @@ from perseus_ds.pipeline.instruction import Kind
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredRow:
     """A measurement and how it was made."""
 
     measurement: Measurement
     quality: RowQuality
 
 
-def combined(rows: Iterable[Row]) -> list[Row]:
+def combined(rows: Iterable[MeasuredRow]) -> list[MeasuredRow]:
     """Make one row of those of ranks that share a stage: the slowest time, the mean energy."""
-    by_key: dict[tuple[int, Kind, int], list[Row]] = defaultdict(list)
+    by_key: dict[tuple[int, Kind, int], list[MeasuredRow]] = defaultdict(list)
     for row in rows:
         by_key[row.measurement.stage, row.measurement.kind, row.measurement.clock_mhz].append(row)
     return [_combine(*key, shared) for key, shared in sorted(by_key.items())]
 
 
-def _combine(stage: int, kind: Kind, clock_mhz: int, rows: list[Row]) -> Row:
+def _combine(stage: int, kind: Kind, clock_mhz: int, rows: list[MeasuredRow]) -> MeasuredRow:
     slowest = max(rows, key=lambda row: row.measurement.time_s)
     energy_j = sum(row.measurement.energy_j for row in rows) / len(rows)
     errors = [row.quality.energy_relative_error for row in rows]
     known = [error for error in errors if error is not None]
-    return Row(
+    return MeasuredRow(
         Measurement(stage, kind, clock_mhz, slowest.measurement.time_s, energy_j),
         slowest.quality.model_copy(
             update={
@@ -45,13 +45,13 @@ def _combine(stage: int, kind: Kind, clock_mhz: int, rows: list[Row]) -> Row:
     )
 
 
-def reached_only(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+def reached_only(rows: Iterable[MeasuredRow]) -> tuple[list[MeasuredRow], list[MeasuredRow]]:
     """Separate the rows to keep from those at clocks the GPU did not reach.
 
     A GPU held by a limit is as fast at one clock beyond it as at another; the lowest of them is
     kept, to stand for the fastest it can be.
     """
-    held: dict[tuple[int, Kind], list[Row]] = defaultdict(list)
+    held: dict[tuple[int, Kind], list[MeasuredRow]] = defaultdict(list)
     kept = []
     for row in rows:
         if row.quality.reached_mhz is None:

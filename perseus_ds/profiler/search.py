@@ -14,7 +14,7 @@ from perseus_ds.distributed import Communicator
 from perseus_ds.errors import ConfigError, ProfileError
 from perseus_ds.profiler.denoise import denoise
 from perseus_ds.profiler.profile_config import ProfileConfig
-from perseus_ds.profiler.rows import Row, combined, reached_only
+from perseus_ds.profiler.rows import MeasuredRow, combined, reached_only
 from perseus_ds.profiler.sampling import make_sampler
 
 logger = logging.getLogger("perseus_ds")
@@ -41,7 +41,7 @@ def clocks_to_choose_from(gpu: Gpu, config: ProfileConfig) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class SearchResult:
     """What all ranks measured.
 
     Attributes:
@@ -89,7 +89,7 @@ class ClockSearch:
             blocking_power_w=info.blocking_power_w or 0.0,
             budget=most_clocks(config, len(clocks_mhz), online=online),
         )
-        self._rows: list[Row] = []
+        self._rows: list[MeasuredRow] = []
         self._earlier = self._rows_of_an_interrupted_search() if ranks.is_first else {}
         self.resumed = 0
 
@@ -97,7 +97,7 @@ class ClockSearch:
         """Return the clocks to measure now, the highest first [MHz]; none when enough is known."""
         return self._ranks.from_first(self._next_unknown)
 
-    def add(self, rows: Sequence[Row] | Exception) -> None:
+    def add(self, rows: Sequence[MeasuredRow] | Exception) -> None:
         """Take in what this rank measured at those clocks, or why it could not.
 
         Raises:
@@ -114,7 +114,7 @@ class ClockSearch:
 
         self._ranks.from_first(take)
 
-    def finish(self, rest: ProfileInfo) -> Measured:
+    def finish(self, rest: ProfileInfo) -> SearchResult:
         """Make the profile; on rank 0 only.
 
         Args:
@@ -138,7 +138,7 @@ class ClockSearch:
         measured = StageProfile(
             [r.measurement for r in kept], rest.model_copy(update={"rows": [r.quality for r in kept]})
         )
-        return Measured(denoise(measured, self._clocks), raw)
+        return SearchResult(denoise(measured, self._clocks), raw)
 
     def _next_unknown(self) -> list[int]:
         while clocks := self._sampler.next_clocks():
@@ -151,16 +151,16 @@ class ClockSearch:
             self._take([row for clock in clocks for row in self._earlier.pop(clock)], keep=False)
         return []
 
-    def _take(self, rows: list[Row], *, keep: bool = True) -> None:
+    def _take(self, rows: list[MeasuredRow], *, keep: bool = True) -> None:
         self._rows += rows
         self._sampler.add(row.measurement for row in rows)
         if keep:
             self._raw(self._rows, self._info).save(self._directory / "measured.csv")
 
-    def _raw(self, rows: Sequence[Row], info: ProfileInfo) -> StageProfile:
+    def _raw(self, rows: Sequence[MeasuredRow], info: ProfileInfo) -> StageProfile:
         return StageProfile([r.measurement for r in rows], info.model_copy(update={"rows": [r.quality for r in rows]}))
 
-    def _rows_of_an_interrupted_search(self) -> dict[int, list[Row]]:
+    def _rows_of_an_interrupted_search(self) -> dict[int, list[MeasuredRow]]:
         path, finished = self._directory / "measured.csv", self._directory / "profile.csv"
         if not path.exists() or (finished.exists() and finished.stat().st_mtime >= path.stat().st_mtime):
             return {}
@@ -170,9 +170,9 @@ class ClockSearch:
             return {}
         if earlier.info.job is None or earlier.info.job != self._info.job:
             return {}
-        found: dict[int, list[Row]] = {}
+        found: dict[int, list[MeasuredRow]] = {}
         for quality in earlier.info.rows:
-            row = Row(earlier.at(quality.stage, quality.kind, quality.clock_mhz), quality)
+            row = MeasuredRow(earlier.at(quality.stage, quality.kind, quality.clock_mhz), quality)
             found.setdefault(quality.clock_mhz, []).append(row)
         return found
 

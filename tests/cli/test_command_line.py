@@ -5,10 +5,13 @@ import subprocess
 import sys
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
 
 from perseus_ds.cli.arguments import arguments_of
 from perseus_ds.cli.commands import COMMANDS, description_of, module_of
-from perseus_ds.cli.composition import compose
+from perseus_ds.cli.composition import compose, quoted
 from perseus_ds.cli.main import main
 
 
@@ -146,6 +149,12 @@ def test_wrong_arguments_say_what_to_write_and_exit_with_2(run, words, message):
 def test_a_path_may_be_the_first_word_whatever_its_name_is():
     for name in ("runs/demo", "3", "null", "a b", "it's", "runs/a=b,c", "[x"):
         assert str(composed("optimize", name, "out=y").profile) == name
+
+
+@given(st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1))
+def test_any_path_survives_hydras_grammar(name):
+    value = OverridesParser.create().parse_override(f"out={quoted(name)}").value()
+    assert value == name
 
 
 @pytest.mark.parametrize("name", ["3", "1.5", "a=b", "a b", "true", "[x", "x:y", "(1)"])

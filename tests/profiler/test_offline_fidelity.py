@@ -5,7 +5,8 @@ from virtual_time import VirtualTime
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.device.gpu.simulated import DEVICES, SimulatedGpu
+from perseus_ds.device.gpu.device_models import DEVICES
+from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.timers import Span
 from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.pipeline.instruction import Kind
@@ -16,46 +17,11 @@ from perseus_ds.profiler.profile_config import ProfileConfig
 from perseus_ds.profiler.rows import reached_only
 
 
-class TickingTime(VirtualTime):
-    """Calls somebody every 2 ms, as a thread would."""
-
-    def __init__(self):
-        super().__init__()
-        self.on_tick = None
-
-    def sleep(self, seconds):
-        end_s = self.seconds + seconds
-        while self.seconds < end_s:
-            self.seconds = min(end_s, self.seconds + 0.002)
-            if self.on_tick:
-                self.on_tick()
-
-    def wait(self, changed, seconds):
-        changed.release()
-        self.sleep(seconds)
-        changed.acquire()
-
-
-class Log(CounterLog):
-    """Looks at the counter whenever time passes, without a thread."""
-
-    def __init__(self, gpu, now):
-        super().__init__(gpu, now.now_s)
-        self._now = now
-
-    def __enter__(self):
-        self._now.on_tick = self.poll
-        return self
-
-    def __exit__(self, *_):
-        self._now.on_tick = None
-
-
 class Rank:
     """One rank's GPU, instructions and timer, in a time of its own."""
 
     def __init__(self, work_s, device="a100-sxm", gap_s=0.0, **gpu):
-        self.now = TickingTime()
+        self.now = VirtualTime()
         self.gpu = SimulatedGpu(DEVICES[device], lock_latency_s=0.015, timebase=self.now, **gpu)
         self.work_s = work_s
         self.gap_s = gap_s
@@ -103,7 +69,7 @@ class Rank:
             config=ProfileConfig(**settings),
             blocking_power_w=self.gpu.model.blocking_power_w,
             counter_period_s=0.1,
-            watch=lambda gpu: Log(gpu, self.now),
+            watch=lambda gpu: CounterLog(gpu, self.now),
             now_s=self.now.now_s,
         )
 
@@ -127,8 +93,9 @@ def test_rows_are_close_to_the_truth(forward_s):
     model = rank.gpu.model
     for row in profile.measurements:
         time_s = work_s[row.stage, row.kind] * model.slowdown(row.clock_mhz)
-        assert row.time_s == pytest.approx(time_s, rel=0.01)
-        assert row.energy_j == pytest.approx(time_s * model.power_w(row.clock_mhz), rel=0.02)
+        # Repetitions end at a standard error of 1 %, so that some of the rows are off by a little more.
+        assert row.time_s == pytest.approx(time_s, rel=0.015)
+        assert row.energy_j == pytest.approx(time_s * model.power_w(row.clock_mhz), rel=0.025)
 
 
 def test_repetitions_end_when_enough_is_known():
@@ -155,7 +122,7 @@ def test_clocks_beyond_the_power_limit_are_marked_and_only_the_lowest_of_them_is
     rank = Rank({(0, Kind.FORWARD): 0.05}, device="a40")
     rows = measure(rank, (1740, 1650, 1545, 1440, 1200))
     reached = [row.quality.reached_mhz for row in rows]
-    limit = rank.gpu.model.limited_clock_mhz
+    limit = rank.gpu.model.reached_clock_mhz(1740)
     assert reached[:3] == [pytest.approx(limit, abs=1)] * 3
     assert reached[3:] == [None, None]
     kept, left_out = reached_only(rows)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from virtual_time import VirtualTime
 
-from perseus_ds.device.gpu.simulated import COMPUTE_BOUND, DEVICES, MEMORY_BOUND, SimulatedGpu
+from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
+from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute

@@ -5,7 +5,7 @@ import pytest
 from perseus_ds.artifacts.profile_csv import Measurement
 from perseus_ds.artifacts.profile_metadata import RowQuality
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.profiler.rows import Row, combined
+from perseus_ds.profiler.rows import MeasuredRow, combined
 
 
 def row(stage, time_s, energy_j, *, samples=9, error=0.01, reached=None):
@@ -18,7 +18,7 @@ def row(stage, time_s, energy_j, *, samples=9, error=0.01, reached=None):
         energy_relative_error=error,
         reached_mhz=reached,
     )
-    return Row(Measurement(stage, Kind.FORWARD, 1200, time_s, energy_j), quality)
+    return MeasuredRow(Measurement(stage, Kind.FORWARD, 1200, time_s, energy_j), quality)
 
 
 def test_the_slowest_time_and_the_mean_energy_of_all_ranks_of_a_stage():

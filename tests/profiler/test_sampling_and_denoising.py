@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality
-from perseus_ds.device.gpu.simulated import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
+from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.denoise import denoise
 from perseus_ds.profiler.sampling import AdaptiveSampler, make_sampler

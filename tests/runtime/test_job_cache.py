@@ -5,11 +5,7 @@ import sys
 
 import pytest
 import torch.distributed as dist
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
-from hypothesis import strategies as st
 
-from perseus_ds.cli.arguments import quoted
 from perseus_ds.distributed import Communicator, PipelineTopology
 from perseus_ds.errors import PerseusError
 
@@ -29,12 +25,6 @@ def test_a_user_without_a_home_is_told_what_to_set():
     if "PermissionError" in done.stderr:
         pytest.skip("only root can become somebody else")
     assert "set XDG_CACHE_HOME" in done.stdout, done.stderr
-
-
-@given(st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1))
-def test_any_path_survives_hydras_grammar(name):
-    value = OverridesParser.create().parse_override(f"out={quoted(name)}").value()
-    assert value == name
 
 
 @pytest.fixture

@@ -54,8 +54,8 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ra
     recorder.drift = 0.02
     recorder.add(under_plan(2))
     recorder.summarise()
-    told = {tag: value for tag, value, samples in monitor.events if samples == 16}
-    assert told == {
+    reported = {tag: value for tag, value, samples in monitor.events if samples == 16}
+    assert reported == {
         "Perseus/simulated/iteration_time_s": 1.1,
         "Perseus/simulated/iteration_energy_j": 80.0,
         "Perseus/simulated/average_power_w": pytest.approx(80 / 1.1, rel=1e-4),

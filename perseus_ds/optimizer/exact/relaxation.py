@@ -23,7 +23,7 @@ import numpy.typing as npt
 from perseus_ds.optimizer.exact.hull import HullTable, Pieces
 from perseus_ds.optimizer.exact.laplacian import Laplacian
 from perseus_ds.optimizer.exact.network import Network
-from perseus_ds.optimizer.exact.options import OptionTable
+from perseus_ds.optimizer.exact.option_table import OptionTable
 
 Floats = npt.NDArray[np.float64]
 
@@ -61,7 +61,7 @@ class Relaxation:
         self.network = network
         problem = network.problem
         self.fastest_j = problem.energy_j(problem.fastest, 0.0)
-        self.time_unit_s = float(np.mean([g.options.time_s[-1] for g in problem.groups]))
+        self.time_unit_s = float(np.mean([g.options.time_s[0] for g in problem.groups]))
         self._hulls = HullTable(problem.groups)
         self.laplacian = Laplacian(network)
         self._earliest_s = network.earliest_s(network.least_s)

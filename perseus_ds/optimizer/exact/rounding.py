@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.optimizer.exact.network import Network
-from perseus_ds.optimizer.exact.options import OptionTable
+from perseus_ds.optimizer.exact.option_table import OptionTable
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]

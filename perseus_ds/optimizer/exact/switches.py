@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.optimizer.exact.network import Network
-from perseus_ds.optimizer.exact.options import OptionTable
+from perseus_ds.optimizer.exact.option_table import OptionTable
 from perseus_ds.optimizer.exact.rounding import options_at
 
 Floats = npt.NDArray[np.float64]
@@ -33,7 +33,7 @@ def settle(network: Network, table: OptionTable, event_s: Floats, switch_cost_j:
     """
     slowest = options_at(network, table, event_s)
     decision_of = {node: index for index, node in enumerate(network.problem.node.tolist())}
-    clock_mhz = np.concatenate([g.options.clock_mhz[::-1] for g in network.problem.groups])
+    clock_mhz = np.concatenate([g.options.clock_mhz for g in network.problem.groups])
     cost_j = max(switch_cost_j, _NEARLY_EQUAL * float(table.cost_j.mean()))
     result = slowest.copy()
     for nodes in network.problem.dag.compute_nodes:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import VirtualTime
 
-from perseus_ds.device.gpu.simulated import DEVICES, MEMORY_BOUND, SimulatedGpu
+from perseus_ds.device.gpu.device_models import DEVICES, MEMORY_BOUND
+from perseus_ds.device.gpu.simulated import SimulatedGpu
 
 PUBLISHED = Path(__file__).parents[4] / "shared" / "data" / "sosp24" / "stage_profile"
 
