@@ -60,7 +60,7 @@ def _emulate(path: Path, profile: StageProfile, arguments: Arguments) -> Emulati
     from perseus_ds.artifacts.frontier import Frontier
     from perseus_ds.cli.emulation_table import read_curve, streams_1f1b
     from perseus_ds.cli.inputs import naming
-    from perseus_ds.optimizer.emulation import Curve, Job, busy_at_highest_clock, emulate
+    from perseus_ds.optimizer.emulation import Curve, EmulatedJob, busy_at_highest_clock, emulate
 
     if path.suffix == ".csv":
         require("emulate", arguments, "micro_batches", "blocking_power_w")
@@ -77,7 +77,7 @@ def _emulate(path: Path, profile: StageProfile, arguments: Arguments) -> Emulati
             ),
         )
         power_w = frontier.provenance.blocking_power_w
-    job = Job(
+    job = EmulatedJob(
         pipelines=arguments.pipelines,
         gpus_per_stage=arguments.gpus_per_stage,
         blocking_power_w=power_w,

@@ -23,8 +23,8 @@ from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.config import PerseusConfig, parse_block
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.distributed import Communicator, PipelineTopology
+from perseus_ds.engine.deepspeed_contract import check_deepspeed
 from perseus_ds.engine.replay import Replay
-from perseus_ds.engine.versions import require_hooks
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import CommandReader, read_schedule
@@ -34,7 +34,7 @@ from perseus_ds.runtime.runtime import PerseusRuntime
 
 logger = logging.getLogger("perseus_ds")
 _CHECKPOINT_KEY = "perseus_ds"
-require_hooks(PipelineEngine)
+check_deepspeed(PipelineEngine, deepspeed_schedule)
 
 
 def _intercepted(instruction_map: Mapping[type, Callable[..., None]]) -> dict[type, Callable[..., None]]:
