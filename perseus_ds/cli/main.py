@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, or 1 where something went wrong, or 2 where the arguments are wrong.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words in (["--version"], ["version"]):
+    if words == ["--version"]:
         print(f"perseus-ds {importlib.metadata.version('perseus-ds')}")
         return 0
     if words[:1] == ["help"]:

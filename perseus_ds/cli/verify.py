@@ -17,10 +17,12 @@ class Arguments:
     It needs the certificates that "perseus-ds optimize" writes with certificates=true.
     """
 
-    examples: ClassVar = ("perseus-ds verify perseus/frontier profile=perseus",)
+    examples: ClassVar = ("perseus-ds verify perseus/frontier",)
 
     frontier: Path = argument("frontier.json, or the folder it is in", word=True)
-    profile: Path = argument("profile.csv from which the frontier was computed, or the folder it is in")
+    profile: Path | None = argument(
+        "profile.csv or its folder; by default beside the frontier, or where the frontier says it came from", None
+    )
     certificates: Path | None = argument("certificates.npz; by default the one beside frontier.json", None)
     schedule: str | None = argument(
         "1f1b, dualpipev or package.module:Class, to compare with the schedule in the certificates", None
@@ -30,15 +32,13 @@ class Arguments:
 def run(arguments: Arguments) -> int:
     """Print that every claim holds; the first one that does not is an error."""
     from perseus_ds.artifacts.certificates import FILE_NAME, Certificates
-    from perseus_ds.artifacts.frontier import Frontier
-    from perseus_ds.artifacts.profile import StageProfile
-    from perseus_ds.cli.inputs import naming, schedule_for
+    from perseus_ds.cli.inputs import frontier_and_profile, naming, schedule_for
     from perseus_ds.optimizer.verification import verify
 
     folder = arguments.frontier if arguments.frontier.is_dir() else arguments.frontier.parent
     path = arguments.certificates or folder / FILE_NAME
-    frontier, certificates = Frontier.load(arguments.frontier), Certificates.load(path)
-    profile = StageProfile.load(arguments.profile)
+    certificates = Certificates.load(path)
+    frontier, profile = frontier_and_profile(arguments.frontier, arguments.profile)
     if arguments.schedule is not None:
         expected = schedule_for(
             profile,
@@ -48,7 +48,7 @@ def run(arguments: Arguments) -> int:
         )
         if expected.ranks != certificates.schedule.ranks:
             raise FrontierError(f"{path}: its schedule is not that of schedule={arguments.schedule}.")
-    with naming(arguments.profile):
+    with naming(arguments.profile or folder):
         try:
             verified = verify(frontier, certificates, profile)
         except FrontierError as error:
