@@ -11,9 +11,12 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from perseus_ds.errors import ConfigError
 
 # OmegaConf's mark of a value that must be given.
 REQUIRED = "???"
@@ -127,3 +130,22 @@ def _without_none(hint: Any) -> Any:
         return hint
     left = [part for part in typing.get_args(hint) if part is not types.NoneType]
     return left[0] if len(left) == 1 else hint
+
+
+def require(command: str, arguments: object, *names: str) -> None:
+    """Check that arguments are there which only some uses of a command need.
+
+    Raises:
+        ConfigError: Some are not; the message names all of them.
+    """
+    missing = [name for name in names if getattr(arguments, name) in (None, [], {})]
+    if missing:
+        raise missing_error(command, missing)
+
+
+def missing_error(command: str, names: Sequence[str]) -> ConfigError:
+    """Return the error that names all arguments that are missing."""
+    verb = "is" if len(names) == 1 else "are"
+    written = " ".join(f"{name}=…" for name in names)
+    see = f'(see "perseus-ds {command} --help")'
+    return ConfigError(f"{' and '.join(names)} {verb} missing: write {written} {see}.")

@@ -5,15 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from perseus_ds.artifacts.validation import did_you_mean, expectation
-from perseus_ds.cli.arguments import Argument, arguments_of
+from perseus_ds.cli.arguments import Argument, arguments_of, missing_error
 from perseus_ds.errors import ConfigError
 
 Declared = TypeVar("Declared")
-# A leading + or ~, which Hydra would take for a change of its config, is not needed here.
-_ASSIGNMENT = re.compile(r"[+~]*([A-Za-z_]\w*)((?:\.\w+)*)=(.*)", re.DOTALL)
+# Name, keys below it, value. The + with which Hydra adds keys is not needed here.
+_ASSIGNMENT = re.compile(r"\+*([A-Za-z_]\w*)((?:\.\w+)*)=(.*)", re.DOTALL)
+
+
+class _Given(NamedTuple):
+    """An argument, the value that was read for it, and the override that gives it to Hydra."""
+
+    argument: Argument
+    value: Any
+    override: str
 
 
 def compose(command: str, declaration: type[Declared], words: Sequence[str]) -> Declared:
@@ -25,12 +33,12 @@ def compose(command: str, declaration: type[Declared], words: Sequence[str]) -> 
         words: ``key=value`` as Hydra reads it, and words of their own for the arguments that allow it.
 
     Raises:
-        ConfigError: Arguments that are unknown, missing, unreadable, of the wrong type or out of their limits. The
-            message names all of them.
+        ConfigError: Arguments are unknown, of the wrong type, missing, or out of their limits. The message names all
+            of those with the first of these problems.
     """
     known = arguments_of(declaration)
-    overrides = [_override(*assignment) for assignment in _assignments(command, known, words)]
-    arguments = _compose(command, declaration, known, overrides)
+    given = [_read(*assignment) for assignment in _assignments(command, known, words)]
+    arguments = _compose(command, declaration, given)
     values = [(argument, getattr(arguments, name)) for name, argument in known.items()]
     _raise_if_any(
         expectation(argument.name, argument.expected, value) for argument, value in values if not argument.allows(value)
@@ -43,24 +51,6 @@ def quoted(path: Path | str) -> str:
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return str(QuotedString(str(path), Quote.single).with_quotes())
-
-
-def require(command: str, arguments: object, *names: str) -> None:
-    """Check that arguments which only some uses of a command need are there.
-
-    Raises:
-        ConfigError: Some are not; the message names all of them.
-    """
-    missing = [name for name in names if getattr(arguments, name) in (None, [], {})]
-    if missing:
-        raise ConfigError(_missing(command, missing))
-
-
-def _missing(command: str, names: Sequence[str]) -> str:
-    verb = "is" if len(names) == 1 else "are"
-    written = " ".join(f"{name}=…" for name in names)
-    see = f'(see "perseus-ds {command.split(maxsplit=1)[0]} --help")'
-    return f"{' and '.join(names)} {verb} missing: write {written} {see}."
 
 
 def _raise_if_any(problems: Iterable[str]) -> None:
@@ -106,8 +96,8 @@ def _place(words: list[str], free: list[Argument]) -> list[tuple[Argument | None
     return [(places.get(number), word) for number, word in enumerate(words)]
 
 
-def _override(argument: Argument, below: str, text: str) -> tuple[Argument, Any, str]:
-    """Return an argument, the value that Hydra reads, and the override to give to Hydra."""
+def _read(argument: Argument, below: str, text: str) -> _Given:
+    """Let Hydra read a value; paths need no quotes, and one value is a list of one."""
     key = f"{argument.name}{below}"
     is_path = Path in argument.types
     try:
@@ -124,7 +114,7 @@ def _override(argument: Argument, below: str, text: str) -> tuple[Argument, Any,
     if argument.is_list and not isinstance(value, (list, type(None))):
         value, text = [value], f"[{text}]"
     # Hydra adds the keys of a dictionary with ++; all other keys are declared.
-    return argument, value, f"{'++' if dict in argument.types else ''}{key}={text}"
+    return _Given(argument, value, f"{'++' if dict in argument.types else ''}{key}={text}")
 
 
 def _parse(key: str, text: str) -> Any:
@@ -138,9 +128,7 @@ def _parse(key: str, text: str) -> Any:
     return text if override.is_sweep_override() else override.value()
 
 
-def _compose(
-    command: str, declaration: type[Declared], known: dict[str, Argument], given: list[tuple[Argument, Any, str]]
-) -> Declared:
+def _compose(command: str, declaration: type[Declared], given: Sequence[_Given]) -> Declared:
     from hydra import compose as hydra_compose
     from hydra import initialize
     from hydra.core.config_store import ConfigStore
@@ -152,27 +140,28 @@ def _compose(
     OmegaConf.set_readonly(node, False)  # Hydra fills it in; the dataclass made of it is frozen again
     ConfigStore.instance().store(name=command, node=node)
 
-    def composed(overrides: list[str]) -> Any:
-        return hydra_compose(command, overrides=overrides)
-
     def fits(override: str) -> bool:
         try:
-            composed([override])
+            hydra_compose(command, overrides=[override])
         except (HydraException, OmegaConfBaseException):
             return False
         return True
 
     with initialize(config_path=None, version_base=None):
         try:
-            config = composed([override for _, _, override in given])
-            missing = OmegaConf.missing_keys(config)
-            if not missing:
+            config = hydra_compose(command, overrides=[each.override for each in given])
+            if not OmegaConf.missing_keys(config):
                 return cast("Declared", OmegaConf.to_object(config))
         except (HydraException, OmegaConfBaseException) as error:
             _raise_if_any(
-                expectation(argument.name, argument.expected, value, did_you_mean(value, argument.choices))
-                for argument, value, override in given
-                if not fits(override)
+                expectation(each.argument.name, each.argument.expected, each.value, _meant(each))
+                for each in given
+                if not fits(each.override)
             )
             raise ConfigError(f"Hydra cannot read these arguments ({str(error).splitlines()[0]}).") from None
-    raise ConfigError(_missing(command, [name for name in known if name in missing]))
+        missing = OmegaConf.missing_keys(config)
+    raise missing_error(command, [name for name in arguments_of(declaration) if name in missing])
+
+
+def _meant(given: _Given) -> str:
+    return did_you_mean(given.value, given.argument.choices)

@@ -7,8 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
-from perseus_ds.cli.arguments import argument
-from perseus_ds.cli.composition import require
+from perseus_ds.cli.arguments import argument, require
 
 
 class Command(Enum):
@@ -53,7 +52,7 @@ def run(arguments: Arguments) -> int:
     from perseus_ds.policy.control_socket import parse_order, send_order
 
     keys = _KEYS.get(arguments.command, ())
-    require(f"control {arguments.command.name}", arguments, *keys)
+    require("control", arguments, *keys)
     order = {"command": arguments.command.name, **{key: getattr(arguments, key) for key in keys}}
     parse_order(order)
     answer = send_order(arguments.run, order)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from perseus_ds.cli.arguments import argument
-from perseus_ds.cli.composition import require
+from perseus_ds.cli.arguments import argument, require
 
 if TYPE_CHECKING:
     from perseus_ds.artifacts.profile import StageProfile

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words == ["--version"]:
+        import importlib.metadata
+
         print(f"perseus-ds {importlib.metadata.version('perseus-ds')}")
         return 0
     if words[:1] == ["help"]:

@@ -7,8 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
-from perseus_ds.cli.arguments import argument
-from perseus_ds.cli.composition import require
+from perseus_ds.cli.arguments import argument, require
 from perseus_ds.errors import ConfigError
 
 
@@ -52,7 +51,7 @@ def run(arguments: Arguments) -> int:
     from perseus_ds.cli import profile_actions
 
     needed = {Action.compare: ("other",), Action.merge: ("other", "out"), Action.convert: ("out",)}
-    require(f"profile {arguments.action.name}", arguments, *needed.get(arguments.action, ()))
+    require("profile", arguments, *needed.get(arguments.action, ()))
     path, out = arguments.profile, arguments.out or Path()
     profile = StageProfile.load(path)
     power_w = profile.info.blocking_power_w if arguments.blocking_power_w is None else arguments.blocking_power_w

@@ -82,15 +82,9 @@ def test_help_imports_nothing_heavy():
     script = (
         "import sys\nfrom perseus_ds.cli.commands import COMMANDS\nfrom perseus_ds.cli.main import main\n"
         "main(['--help'])\nfor command in COMMANDS:\n    main(['help', command])\n"
-        "heavy = {'torch', 'deepspeed', 'numpy', 'scipy', 'lowtime', 'matplotlib', 'plotly'} & set(sys.modules)\n"
+        "heavy = {'torch', 'deepspeed', 'numpy', 'scipy', 'matplotlib', 'pydantic', 'hydra'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
-
-
-def test_hydra_is_read_only_where_a_command_is_composed():
-    script = "import sys\nfrom perseus_ds.cli.main import main\nmain(['help', 'optimize'])\n"
-    script += "assert 'hydra' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 
