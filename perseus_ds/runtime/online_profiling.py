@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from perseus_ds.artifacts.run_records import against_default_clocks
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.device.timers import Span
 from perseus_ds.errors import GpuError, ProfileError
@@ -82,8 +83,8 @@ def profile_online(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline)
         lost_j=cost.lost_j,
     )
     recorder.say(
-        f"wrote {job.profile_path} after {cost.iterations} profiled iterations, which took {cost.lost_s:+.1f} s and "
-        f"{cost.lost_j:+.0f} J against iterations at default clocks"
+        f"wrote {job.profile_path} after {cost.iterations} profiled iterations, which took "
+        f"{against_default_clocks(cost.lost_s, cost.lost_j)}"
     )
 
 
