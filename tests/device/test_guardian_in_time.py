@@ -22,9 +22,12 @@ class MovedTime:
 
     def __init__(self):
         self.seconds = 0.0
+        self.was_asked = threading.Event()
 
     def now_s(self):
-        return self.seconds
+        seconds = self.seconds
+        self.was_asked.set()
+        return seconds
 
     def sleep(self, seconds):
         self.seconds += seconds
@@ -70,6 +73,7 @@ def serving(tmp_path, now):
 
 def test_a_guardian_that_no_rank_reaches_ends(serving, now):
     _, thread = serving
+    assert now.was_asked.wait(GENEROUS_S)
     now.seconds += 10.1
     thread.join(GENEROUS_S)
     assert not thread.is_alive()
