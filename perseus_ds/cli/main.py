@@ -12,6 +12,7 @@ from perseus_ds.errors import ConfigError, PerseusError
 # Command -> its module, which has run(overrides) -> exit code, and what it does.
 COMMANDS = {
     "optimize": ("optimize", "plan: from a profile to the frontier of frequency plans"),
+    "verify": ("verify", "recompute a frontier's plans and lower bounds, without the solver"),
     "profile": ("profile", "show, compare, validate, merge or convert a profile"),
     "report": ("report", "one HTML file about a run: frontier, timelines, what was saved"),
     "trace": ("trace", "predicted and measured timelines for Perfetto"),

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from pydantic import Field
 
+from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.cli.arguments import Arguments, compose
 from perseus_ds.cli.inputs import naming, schedule_for
 from perseus_ds.cli.output import progress_bar, save_and_summarise
+from perseus_ds.errors import ConfigError
 from perseus_ds.optimizer import Solver, optimize
 
 
@@ -25,6 +27,7 @@ class OptimizeArguments(Arguments):
     solver: Solver | None
     plans: int = Field(ge=2)
     switch_cost_j: float = Field(ge=0, allow_inf_nan=False)
+    certificates: bool
 
 
 def run(overrides: list[str]) -> int:
@@ -45,4 +48,12 @@ def run(overrides: list[str]) -> int:
             **({} if arguments.solver is None else {"solver": arguments.solver}),
         )
     print(save_and_summarise(frontier, arguments.profile, arguments.out))
+    if arguments.certificates:
+        print(f"Written: {_save_certificates(frontier, arguments.out)}")
     return 0
+
+
+def _save_certificates(frontier: Frontier, out: Path) -> Path:
+    if frontier.certificates is None:
+        raise ConfigError("certificates=true: only solver=exact proves bounds. Leave solver out, or certificates=true.")
+    return frontier.certificates.save(out)

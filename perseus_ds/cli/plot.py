@@ -9,11 +9,12 @@ from pydantic import Field
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import measured_points
 from perseus_ds.cli.arguments import Arguments, compose
 from perseus_ds.cli.inputs import naming, schedule_for
 from perseus_ds.errors import PlanError
 from perseus_ds.pipeline.dag import Dag
+from perseus_ds.report.history import read_history
+from perseus_ds.report.measured import measured_points
 from perseus_ds.report.pictures import frontier_picture, timeline_picture
 from perseus_ds.report.timeline import timeline
 
@@ -42,7 +43,7 @@ def run(overrides: list[str]) -> int:
         raise PlanError(f"{arguments.frontier}: {error}") from None
     plan = frontier.within(arguments.max_slowdown)
     pipelines = (profile.info.data_parallel or 1) * (profile.info.tensor_parallel or 1)
-    measured = [point for path in arguments.runs for point in measured_points(path, pipelines=pipelines)]
+    measured = measured_points([read_history(path) for path in arguments.runs], pipelines=pipelines)
     dag = Dag.build(schedule)
     with naming(arguments.profile):
         before, after = timeline(dag, profile, frontier.baseline), timeline(dag, profile, plan)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from perseus_ds.artifacts.profile import Options, StageProfile
+from perseus_ds.artifacts.profile import ClockOptions, StageProfile
 from perseus_ds.cli.arguments import Arguments, compose
 from perseus_ds.cli.inputs import naming, schedule_for
 from perseus_ds.errors import ConfigError
@@ -158,7 +158,7 @@ def _heading(profile: StageProfile) -> str:
     return ", ".join(parts) + (" (SIMULATED: no GPU was measured)" if info.simulated else "")
 
 
-def _columns(options: Options) -> tuple[list[int], list[float], list[float]]:
+def _columns(options: ClockOptions) -> tuple[list[int], list[float], list[float]]:
     return options.clock_mhz.tolist(), options.time_s.tolist(), options.energy_j.tolist()
 
 

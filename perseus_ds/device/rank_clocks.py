@@ -33,66 +33,43 @@ class IterationClocks:
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """Time and energy of one iteration of the whole job, predicted from the profile.
-
-    Attributes:
-        time_s: Iteration time [s].
-        energy_j: Energy of all GPUs [J].
-        default_energy_j: The same at default clocks [J].
-    """
-
-    time_s: float
-    energy_j: float
-    default_energy_j: float
-
-
-@dataclass(frozen=True)
 class ClockPlan:
     """One rank's share of a frequency plan.
 
     Attributes:
         plan: The whole plan, None at default clocks or at one clock.
-        number: Its index on the frontier.
         first: Clock of the rank's first instruction [MHz].
         clock: Clock of each instruction, in program order [MHz].
         times_s: Time of each instruction at its clock [s]; empty where it is not known.
-        forecast: Time and energy of the job's iteration under the plan; None where they are not known.
     """
 
     plan: FrequencyPlan | None
-    number: int | None
     first: int | None
     clock: dict[Instruction, int]
     times_s: tuple[float, ...] = ()
-    forecast: Forecast | None = None
 
     @classmethod
     def none(cls) -> ClockPlan:
         """Return the absence of a plan."""
-        return cls(None, None, None, {})
+        return cls(None, None, {})
 
     @classmethod
     def constant(cls, clock_mhz: int) -> ClockPlan:
         """Return one clock for all of an iteration."""
-        return cls(None, None, clock_mhz, {})
+        return cls(None, clock_mhz, {})
 
     @classmethod
     def of_rank(
         cls,
         plan: FrequencyPlan,
-        number: int,
         pipeline_rank: int,
-        forecast: Forecast | None = None,
         times: ClockTimes | None = None,
     ) -> ClockPlan:
         """Return the share of one pipeline rank.
 
         Args:
             plan: The whole plan.
-            number: Its index on the frontier.
             pipeline_rank: The rank.
-            forecast: Time and energy of the job's iteration under the plan.
             times: Times of instructions, from the profile.
         """
         instructions, clocks = plan.instructions[pipeline_rank], plan.clocks_mhz[pipeline_rank]
@@ -100,11 +77,9 @@ class ClockPlan:
         known = times is not None and all(key in times for key in keys)
         return cls(
             plan,
-            number,
             clocks[0],
             dict(zip(instructions, clocks, strict=True)),
             tuple(times[key] for key in keys) if times is not None and known else (),
-            forecast,
         )
 
     def transitions(self, latency_s: float) -> IterationClocks:

@@ -99,9 +99,9 @@ def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> De
     return _under_cap(policy, frontier, situation)
 
 
-def with_room(frontier: Frontier, plan: int, room: float) -> int:
+def stretched_plan(frontier: Frontier, plan: int, factor: float) -> int:
     """Return the plan of a pipeline that may take so many times as long as a plan: that of min(T', T*)."""
-    deadline_s = frontier.plans[plan].time_s * room * (1 - _MARGIN)
+    deadline_s = frontier.plans[plan].time_s * factor * (1 - _MARGIN)
     return plan if deadline_s <= frontier.plans[plan].time_s else _slowest(frontier, deadline_s)
 
 

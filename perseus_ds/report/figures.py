@@ -13,9 +13,9 @@ from plotly.subplots import make_subplots
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import MeasuredPoint
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.report.history import History
+from perseus_ds.report.measured import MeasuredPoint
 from perseus_ds.report.savings import Reference
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
@@ -93,18 +93,19 @@ def history_figure(histories: Sequence[History], reference: Reference | None) ->
         for start, history in zip(_starts(histories), histories, strict=True)
         for step in history.steps
     ]
-    for phase in dict.fromkeys(step.phase for _, _, step in iterations):
-        shown = [(x, name, step) for x, name, step in iterations if step.phase == phase]
+    for phase in dict.fromkeys(step.record.phase for _, _, step in iterations):
+        shown = [(x, name, step) for x, name, step in iterations if step.record.phase == phase]
         every = math.ceil(len(shown) / _MOST_POINTS)
         label, shown = phase if every == 1 else f"{phase}, one in {every}", shown[::every]
         colour, symbol = _PHASES.get(phase, _OTHER_PHASE)
         texts = [
-            f"{name}, iteration {step.iteration}, {phase}" + ("" if step.plan is None else f", plan {step.plan}")
+            f"{name}, iteration {step.record.iteration}, {phase}"
+            + ("" if step.record.plan is None else f", plan {step.record.plan}")
             for _, name, step in shown
         ]
         for row, unit, values in (
-            (1, "J", [step.energy_j if math.isfinite(step.energy_j) else None for _, _, step in shown]),
-            (2, "s", [step.time_s for _, _, step in shown]),
+            (1, "J", [step.record.energy_j for _, _, step in shown]),
+            (2, "s", [step.record.time_s for _, _, step in shown]),
         ):
             figure.add_scatter(
                 x=[x for x, _, _ in shown], y=values, text=texts, mode="markers", name=label, legendgroup=phase,
@@ -124,7 +125,7 @@ def history_figure(histories: Sequence[History], reference: Reference | None) ->
 def _add_events(figure: go.Figure, histories: Sequence[History]) -> None:
     lines = []
     for start, history in zip(_starts(histories), histories, strict=True):
-        drawn = sorted({event.after for event in history.happenings if event.name in _DRAWN_EVENTS})
+        drawn = sorted({o.after for o in history.occurrences if o.event.event in _DRAWN_EVENTS})
         dotted = {"color": "#9AA3AE", "width": 1, "dash": "dot"}
         lines += [(start + after + 0.5, dotted) for after in drawn[:_MOST_EVENTS]]
         if len(histories) > 1:

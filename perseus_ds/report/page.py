@@ -28,6 +28,7 @@ from perseus_ds.report.measured_timeline import measured_timeline
 from perseus_ds.report.pipeline_data import KINDS, pipeline_data, timeline_data
 from perseus_ds.report.savings import Factors, Reference, Saving, reference_for, savings
 from perseus_ds.report.sources import Sources, label
+from perseus_ds.report.words import event_in_words
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def report_page(found: Sources, factors: Factors) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "percent": percent}
+    environment.filters |= {"number": number, "percent": percent, "in_words": event_in_words}
     return environment.get_template("page.html").render(
         found=found,
         jobs=jobs,
@@ -114,8 +115,8 @@ def _data(found: Sources, best: Job | None, in_use: int, in_use_label: str) -> d
 
 
 def _measured_data(history: History, iteration: MeasuredIteration, found: Sources) -> dict[str, Any]:
-    energies = [step.energy_j for step in history.steps if step.iteration == iteration.iteration]
-    energy_j = energies[-1] / found.pipelines if energies else math.nan
+    energies_j = [s.record.energy_j for s in history.steps if s.record.iteration == iteration.iteration]
+    energy_j = energies_j[-1] / found.pipelines if energies_j and energies_j[-1] is not None else math.nan
     drawn = timeline_data(measured_timeline(iteration, energy_j=energy_j))
     return {"label": label(history, iteration), "plan": iteration.plan, **drawn}
 

@@ -15,8 +15,8 @@ from matplotlib.patches import Patch
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.run_records import MeasuredPoint
 from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.report.measured import MeasuredPoint
 from perseus_ds.report.timeline import Bar, Timeline
 
 _WIDTH_IN = 9.0

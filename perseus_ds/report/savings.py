@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.report.history import History, Step, median
+from perseus_ds.report.history import History, Step
+from perseus_ds.report.measured import at_default_clocks, measured_point
 
 J_PER_KWH = 3.6e6
 _MANY = 100_000
@@ -105,17 +106,18 @@ def reference_for(history: History, histories: Sequence[History], frontier: Fron
         frontier: Its plans.
     """
     observed = [h for h in histories if h is not history and h.mode == "observe" and h.job == history.job]
-    for other in (history, *observed):
-        steps = other.at_default_clocks
-        time_s, energy_j = median(s.time_s for s in steps), median(s.energy_j for s in steps)
-        if time_s is not None and energy_j is not None:
-            where = "this job" if other is history else f"the run “{other.name}”"
-            return Reference(
-                time_s, energy_j, f"median of {len(steps)} {steps[0].phase} iterations of {where}, measured", True
-            )
-    energy_j = median(s.default_energy_j for s in history.under_plans if s.default_energy_j is not None)
-    if frontier is None or energy_j is None:
+    found = at_default_clocks([history, *observed])
+    if found is not None:
+        source, steps = found
+        point = measured_point("default clocks", None, steps)
+        assert point is not None  # at_default_clocks returns steps with an energy
+        where = "this job" if source is history else f"the run “{source.name}”"
+        origin = f"median of {len(steps)} {steps[0].record.phase} iterations of {where}, measured"
+        return Reference(point.time_s, point.energy_j, origin, True)
+    energies_j = [s.record.default_energy_j for s in history.under_plans if s.record.default_energy_j is not None]
+    if frontier is None or not energies_j:
         return None
+    energy_j = statistics.median(energies_j)
     return Reference(frontier.baseline.time_s, energy_j, "predicted by the profile, not measured", False)
 
 
@@ -133,14 +135,14 @@ def savings(history: History, reference: Reference) -> list[Saving]:
 
 
 def _total(what: str, steps: Sequence[Step], reference: Reference) -> Saving | None:
-    usable = [step for step in steps if math.isfinite(step.energy_j)]
+    usable = [(step.record.time_s, step.record.energy_j) for step in steps if step.record.energy_j is not None]
     if not usable:
         return None
     return Saving(
         what,
         len(usable),
-        sum(step.time_s for step in usable),
-        sum(step.energy_j for step in usable),
+        sum(time_s for time_s, _ in usable),
+        sum(energy_j for _, energy_j in usable),
         len(usable) * reference.energy_j,
         len(usable) * reference.time_s,
     )

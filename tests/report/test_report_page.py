@@ -10,9 +10,11 @@ from run_folders import make_job, record, write_auto_run, write_log
 
 from perseus_ds.cli.main import main
 from perseus_ds.report.history import read_history
+from perseus_ds.report.measured import at_default_clocks
 from perseus_ds.report.page import number, percent
 from perseus_ds.report.savings import reference_for, savings
 from perseus_ds.report.sources import find_sources
+from perseus_ds.report.words import event_in_words
 
 
 @pytest.fixture(scope="module")
@@ -114,25 +116,43 @@ def test_default_clocks_are_those_of_ordinary_iterations(tmp_path):
     """In the warm-up ranks wait for each other before the tail, and the first iteration of all allocates."""
     warm_up = [record(n, "warm-up", 9.0 / n, 900.0 / n) for n in (1, 2, 3)]
     write_log(tmp_path, [start("ours", "auto"), *warm_up])
-    assert [step.iteration for step in read_history(tmp_path, "run").at_default_clocks] == [2, 3]
+    assert default_clocks(tmp_path) == ("warm-up", [2, 3])
     planning = [record(n, "plan", 1.0, 100.0) for n in (4, 5)] + [record(6, "plan", 1.0, 100.0) | {"failed_ranks": [1]}]
     write_log(tmp_path, [start("ours", "auto"), *warm_up, *planning])
-    assert [step.iteration for step in read_history(tmp_path, "run").at_default_clocks] == [4, 5]
+    assert default_clocks(tmp_path) == ("plan", [4, 5])
     observed = [record(n, "observe", 1.0, 100.0) for n in (1, 2)]
     write_log(tmp_path, [start("ours", "auto"), *warm_up, *planning, start("ours", "observe"), *observed])
-    assert [step.phase for step in read_history(tmp_path, "run").at_default_clocks] == ["observe"]
+    assert default_clocks(tmp_path) == ("observe", [2])
+
+
+def default_clocks(folder):
+    _, steps = at_default_clocks([read_history(folder)])
+    (phase,) = {step.record.phase for step in steps}
+    return phase, [step.record.iteration for step in steps]
+
+
+def test_an_observe_run_of_the_job_is_a_better_baseline_than_its_own_iterations_while_it_planned(tmp_path):
+    own = [record(n, "plan", 1.0, 100.0) for n in (1, 2, 3)]
+    own += [record(n, "run", 1.0, 60.0, plan=0, saved=0.1) for n in (4, 5)]
+    write_log(tmp_path / "auto", [start("ours", "auto"), *own])
+    write_log(tmp_path / "observed", [start("ours", "observe"), *(record(n, "observe", 1.0, 80.0) for n in (1, 2))])
+    auto, observed = read_history(tmp_path / "auto"), read_history(tmp_path / "observed")
+    reference = reference_for(auto, [auto, observed], None)
+    assert reference.energy_j == 80.0
+    assert reference.origin == "median of 1 observe iterations of the run “observed”, measured"
+    assert savings(auto, reference)[0].saved == pytest.approx(0.25)
 
 
 def test_plans_of_an_earlier_frontier_are_not_taken_for_those_of_the_last(tmp_path):
     ran = [record(n, "run", 1.0, 100.0, plan=3, saved=0.1) for n in range(1, 4)]
     profiled_again = {"event": "profile"}
     write_log(tmp_path, [start("ours", "auto"), ran[0], profiled_again, ran[1], start("ours", "auto"), ran[2]])
-    assert [step.iteration for step in read_history(tmp_path, "run").under_plans] == [2, 3]
+    assert [step.record.iteration for step in read_history(tmp_path).under_plans] == [2, 3]
     write_log(
         tmp_path, [start("ours", "run", "a"), *ran[:2], start("ours", "run", "b"), ran[2], start("ours", "observe")]
     )
     history = read_history(tmp_path, "run")
-    assert [step.iteration for step in history.under_plans] == [3]
+    assert [step.record.iteration for step in history.under_plans] == [3]
     assert history.frontier == "b"
 
 
@@ -247,21 +267,25 @@ def test_events_are_told_in_words(tmp_path):
         {"event": "policy", "problem": "no plan is that fast"},
         {"event": "profile", "path": "p", "lost_s": 1.5, "lost_j": 20.0},
         {"event": "drift", "drift": 0.07},
+        {"event": "drift", "drift": 0.07, "profiles_again": True},
+        {"event": "drift", "drift": 0.07, "profiles_again": False},
         {"event": "failure", "rank": 1, "error": "the driver hangs"},
         {"event": "refused", "rank": 2, "clock_mhz": 1410, "reached_mhz": 1380, "reasons": ["sw_power_cap"]},
     ]
     write_log(tmp_path, [*events[:1], record(1, "run", 1.0, 1.0, plan=3), *events[1:]])
-    happenings = read_history(tmp_path, "run").happenings
-    assert [happening.after for happening in happenings] == [0] + [1] * 8
-    assert [happening.text for happening in happenings] == [
+    occurrences = read_history(tmp_path).occurrences
+    assert [occurrence.after for occurrence in occurrences] == [0] + [1] * 10
+    assert [event_in_words(occurrence.event) for occurrence in occurrences] == [
         "start in run mode, policy energy_optimal",
         "plan 3, pipeline 1 is 1.2 times as slow, pipelines run 3, 7",
         "paused",
         "policy slowdown: max_slowdown 0.05",
         "policy: no plan is that fast",
         "profile written, which cost 1.5 s and 20 J",
+        "times drifted by 7%",
         "times drifted by 7%: profiling again",
-        "failure: the driver hangs",
+        "times drifted by 7%; the profile stays in use",
+        "failure on rank 1: the driver hangs",
         "rank 2's GPU was asked for 1410 MHz and runs at 1380 MHz (sw_power_cap)",
     ]
 

@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.profile import lower_hull
-from perseus_ds.optimizer.exact.problem import Group
+from perseus_ds.optimizer.exact.problem import InstructionGroup
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
 
 class OptionTable:
-    """Options of every group, group after group, the fastest first.
+    """Options of every group, group after group, each in the order of :class:`InstructionGroup`.
 
     Attributes:
         time_s: Shape (options,).
@@ -24,7 +24,7 @@ class OptionTable:
         last: Shape (groups,): its slowest option.
     """
 
-    def __init__(self, groups: Sequence[Group], *, hull_only: bool = False) -> None:
+    def __init__(self, groups: Sequence[InstructionGroup], *, hull_only: bool = False) -> None:
         """Set up the table, of all Pareto options or of those on the lower convex hull alone."""
         kept = [_kept(group, hull_only) for group in groups]
         sizes = np.array([len(k) for k in kept], dtype=np.intp)
@@ -45,7 +45,7 @@ class OptionTable:
         return result
 
 
-def _kept(group: Group, hull_only: bool) -> Indices:
-    """Indices of the group's options to keep, the fastest first; groups list the slowest first."""
-    order = np.arange(len(group.cost_j))[::-1]
-    return order[lower_hull(group.options.time_s[order], group.cost_j[order])] if hull_only else order
+def _kept(group: InstructionGroup, hull_only: bool) -> Indices:
+    """Return the indices of the group's options to keep."""
+    kept = lower_hull(group.options.time_s, group.cost_j) if hull_only else range(len(group.cost_j))
+    return np.array(kept, dtype=np.intp)
