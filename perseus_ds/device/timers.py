@@ -47,13 +47,13 @@ class Execution(Protocol):
         """Let the calling thread use the device that operations run on."""
 
     def start_iteration(self) -> None:
-        """Forget earlier spans; times count from here."""
+        """Drop earlier spans; times count from here."""
 
     def begin(self, operation: Operation) -> Moment | None:
-        """The operation is about to be issued; returns the moment it begins on the device, None if that is now."""
+        """Note that the operation is about to be issued; returns when it begins on the device, None for now."""
 
     def end(self, operation: Operation) -> Moment | None:
-        """The operation was issued; returns the moment it is done on the device, None if that is now."""
+        """Note that the operation was issued; returns when it ends on the device, None for now."""
 
     def wait(self) -> None:
         """Wait until the device has done all that was issued."""
@@ -180,15 +180,15 @@ class CudaExecution:
 
 
 class SimulatedExecution(HostExecution):
-    """Instructions computed for real, then waited for until the simulated GPU has done the same work.
+    """Instructions that are computed for real and end when the simulated GPU has done the same work.
 
     How much work an instruction is, relative to the others, follows from the floating-point
     operations its kernels did the first time it ran. Until :meth:`calibrate`, nothing is stretched.
 
     Args:
         gpu: The simulated GPU.
-        transfer_s: What a transfer takes, beyond what it takes for real, once both sides are there [s].
-        tail_s: What gradient reduction and optimizer step take at the top clock, beyond what they take for real [s].
+        transfer_s: Time of a transfer once both sides have arrived, in addition to the real one [s].
+        tail_s: Time of gradient reduction and optimizer step at the top clock, in addition to the real one [s].
         timebase: The time the GPU lives in.
     """
 
