@@ -1,4 +1,4 @@
-"""Reading and writing small files so that a crash never leaves half of one."""
+"""Writing files completely or not at all, and reading JSON files with checks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from perseus_ds.errors import PerseusError
+
+_LONGEST_VALUE = 80
+
+
+class FileModel(BaseModel):
+    """The contents of a JSON file, or a part of them: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -45,3 +58,20 @@ def read_json(path: Path, error_class: type[PerseusError], what: str) -> dict[st
     if not isinstance(raw, dict):
         raise error_class(f"{path}: expected a {what} (a JSON object), found a {type(raw).__name__}.")
     return raw
+
+
+def validated(
+    raw: dict[str, Any], model: type[Model], path: Path, error_class: type[PerseusError], remedy: str = ""
+) -> Model:
+    """Check the contents of a JSON file against its schema.
+
+    Raises:
+        PerseusError: As ``error_class``; the message names the file and the first wrong key.
+    """
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        got = repr(first["input"])[:_LONGEST_VALUE]
+        raise error_class(f"{path}: {key}: {first['msg']} (got {got}). {remedy}".rstrip()) from None

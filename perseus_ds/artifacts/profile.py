@@ -1,4 +1,4 @@
-"""How long each stage's forward and backward take and what they use, at each clock: CSV in and out."""
+"""Time and energy of each stage's instructions at each clock, read from and written to ``profile.csv``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ClockOptions:
-    """The clocks measured for one (stage, kind), ascending, with what each one takes.
+    """The clocks measured for one (stage, kind), ascending, with time and energy at each.
 
     Attributes:
         clock_mhz: Shape (n,).
@@ -36,7 +36,7 @@ class ClockOptions:
     energy_j: Floats
 
     def effective_energy_j(self, blocking_power_w: float) -> Floats:
-        """Return what running costs beyond waiting, ``energy - blocking power * time`` [J]."""
+        """Return the effective energy, ``energy - blocking power * time``: the cost beyond waiting [J]."""
         return self.energy_j - blocking_power_w * self.time_s
 
     def pareto(self, blocking_power_w: float) -> ClockOptions:
@@ -69,7 +69,7 @@ class StageProfile:
     """Time and energy by stage, kind and clock.
 
     Attributes:
-        info: Where the rows come from and what else was measured.
+        info: The device and job that were measured, fixed durations, and the quality of each row.
     """
 
     def __init__(self, measurements: Iterable[Measurement], info: ProfileInfo | None = None) -> None:

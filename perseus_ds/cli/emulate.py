@@ -15,7 +15,7 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.cli.arguments import Arguments, compose
 from perseus_ds.cli.inputs import naming
 from perseus_ds.errors import ConfigError, FrontierError
-from perseus_ds.optimizer.emulation import Curve, Emulation, Job, busy_at_highest_clock, emulate
+from perseus_ds.optimizer.emulation import Curve, EmulatedJob, Emulation, busy_at_highest_clock, emulate
 from perseus_ds.pipeline.instruction import Instruction, Kind
 
 
@@ -62,7 +62,7 @@ def _emulate(path: Path, profile: StageProfile, arguments: EmulateArguments) -> 
         power_w = frontier.provenance.blocking_power_w
     if power_w is None:
         raise ConfigError(f"blocking_power_w is missing: {path} does not hold it. Write blocking_power_w=….")
-    job = Job(
+    job = EmulatedJob(
         pipelines=arguments.pipelines,
         gpus_per_stage=arguments.gpus_per_stage,
         blocking_power_w=power_w,

@@ -85,7 +85,7 @@ def problem_for(schedule: Schedule, profile: StageProfile, blocking_power_w: flo
 
 
 def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -> Frontier:
-    """Return the frontier of the plans for which none is both as fast and as frugal."""
+    """Return the frontier of the plans for which no other is as fast with as little energy."""
     schedule, info = problem.dag.schedule, problem.profile.info
     return Frontier(
         plans=tuple(drop_dominated(list(plans))),

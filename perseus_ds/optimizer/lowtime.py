@@ -1,9 +1,8 @@
 """The published solver: the Phillips-Dessouky algorithm of the lowtime package on a fitted cost curve.
 
-lowtime starts with every instruction at its slowest and shortens the iteration by one unit of time
-after the other, each time by a minimum cut of the critical paths. It sees times in whole units and
-energies on an exponential curve through the options; its plans are judged here by what the
-measured rows say.
+lowtime starts with every instruction at its slowest and shortens the iteration by one unit of time at each
+step, by a minimum cut of the critical paths. It uses times in whole units and energies on an exponential curve
+through the options; the times and energies of its plans are computed here from the measured rows.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from perseus_ds.optimizer.exact.problem import InstructionGroup, OptionIndices, 
 _UNIT_S = 1e-3
 """The unit of time lowtime was published with."""
 _UNITS_PER_INSTRUCTION = 25
-"""At least so many units in the shortest instruction; shorter ones get a shorter unit."""
+"""At least this many units in the shortest instruction; shorter instructions get a shorter unit."""
 _LARGEST_COST_J = 100.0
-# lowtime starts its curve fits from guesses of 10 to 1000 J, and takes 1e-6 J for nothing and 1e4 J for infinite.
+# lowtime starts its curve fits from guesses of 10 to 1000 J, and treats 1e-6 J as zero and 1e4 J as infinite.
 _FEWEST_FITTED = 4
 # The curve has three parameters.
 
@@ -34,7 +33,7 @@ def unit_time_s(problem: Problem) -> float:
 
 
 def solve_lowtime(problem: Problem, progress: Callable[[str, float], None]) -> list[FrequencyPlan]:
-    """Return every plan that lowtime passes through, from the most frugal to the fastest.
+    """Return every plan that lowtime passes through, from the one of least energy to the fastest.
 
     Args:
         problem: Schedule and profile.
@@ -64,7 +63,7 @@ def _graph(problem: Problem) -> tuple[Any, list[Any]]:
     from lowtime.graph_utils import add_sink_node, add_source_node
     from lowtime.operation import Operation
 
-    # lowtime always counts in ms here: what is short is handed over magnified.
+    # lowtime always counts in ms here: shorter instructions are scaled up.
     time_scale = _UNIT_S / unit_time_s(problem)
     cost_scale = _LARGEST_COST_J / max(float(group.cost_j.max()) for group in problem.groups)
     specs = [_spec(group, time_scale, cost_scale) for group in problem.groups]

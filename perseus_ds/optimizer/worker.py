@@ -81,7 +81,7 @@ class OptimizeWorker:
         self._log_path = log_path
         self._result: OptimizeResult | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
-        # Files, not pipes: nobody waits for the other side, however long request and result are.
+        # Files, not pipes: a pipe would block the training thread until the process has read a long request.
         with tempfile.TemporaryFile() as order, log_path.open("wb") as log:
             order.write(request.model_dump_json().encode())
             order.seek(0)

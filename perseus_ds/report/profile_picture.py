@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.profiler.denoise import estimate
+from perseus_ds.profiler.denoise import estimate_all
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#767676", "#000000")
@@ -27,7 +27,7 @@ def profile_picture(profile: StageProfile, path: Path, *, blocking_power_w: floa
         blocking_power_w: What a waiting GPU draws [W].
     """
     clocks = sorted({m.clock_mhz for m in profile.measurements})
-    fitted = estimate(profile, range(clocks[0], clocks[-1] + 1, max(1, (clocks[-1] - clocks[0]) // 120)))
+    fitted = estimate_all(profile, range(clocks[0], clocks[-1] + 1, max(1, (clocks[-1] - clocks[0]) // 120)))
     stages = sorted({stage for stage, _ in profile.keys})
     shown = [stages[round(i)] for i in np.linspace(0, len(stages) - 1, min(len(stages), _MOST_STAGES))]
     figure = Figure(figsize=(11.0, 4.4), layout="constrained")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 
 from perseus_ds.device.clock_controller import ClockController
-from perseus_ds.device.clock_transitions import Step
-from perseus_ds.device.rank_clocks import ClockPlan, Steps
+from perseus_ds.device.clock_transitions import ClockTransition
+from perseus_ds.device.rank_clocks import ClockPlan, IterationClocks
 from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator
 from perseus_ds.pipeline.instruction import Kind
@@ -20,7 +20,7 @@ class OperationHooks:
 
     Attributes:
         plan: The clocks of this iteration.
-        steps: The requests for it.
+        requested: The clocks that are requested for it.
     """
 
     def __init__(self, timers: Execution, clocks: ClockController, communicator: Communicator) -> None:
@@ -35,9 +35,9 @@ class OperationHooks:
         self._clocks = clocks
         self._communicator = communicator
         self.plan = ClockPlan.none()
-        self.steps = Steps()
-        self._steps_for: tuple[ClockPlan, float] = self.plan, 0.0
-        self._step: Step | None = None
+        self.requested = IterationClocks()
+        self._requested_for: tuple[ClockPlan, float] = self.plan, 0.0
+        self._transition: ClockTransition | None = None
         self._aligns_tail = False
 
     def prepare(self, plan: ClockPlan, *, aligns_tail: bool) -> None:
@@ -50,16 +50,16 @@ class OperationHooks:
         self.plan = plan
         self._aligns_tail = aligns_tail
         latency_s = self._clocks.latency_s
-        planned, planned_latency_s = self._steps_for
-        # Steps are those of the iteration before, unless the plan or the latency has changed.
+        planned, planned_latency_s = self._requested_for
+        # Those of the iteration before are kept unless the plan or the latency has changed.
         if plan is not planned or abs(latency_s - planned_latency_s) > _LATENCY_MOVED * planned_latency_s:
-            self.steps = plan.steps(latency_s)
-            self._steps_for = plan, latency_s
-        self._clocks.request(self.steps.first_mhz)
+            self.requested = plan.transitions(latency_s)
+            self._requested_for = plan, latency_s
+        self._clocks.request(self.requested.first_mhz)
 
     def drop_plan(self) -> None:
         """Go on at default clocks; from any thread."""
-        self.plan, self.steps, self._step = ClockPlan.none(), Steps(), None
+        self.plan, self.requested, self._transition = ClockPlan.none(), IterationClocks(), None
         self._clocks.request(None)
 
     def begin(self, operation: Operation) -> None:
@@ -71,20 +71,20 @@ class OperationHooks:
             self._aligns_tail = False
             self._timers.wait()
             self._communicator.barrier()
-        step = self._step = self.steps.by_instruction.get(operation.instruction)
-        if step is None:
+        transition = self._transition = self.requested.by_instruction.get(operation.instruction)
+        if transition is None:
             self._timers.begin(operation)
             return
-        self._clocks.request(step.clock_mhz)
+        self._clocks.request(transition.clock_mhz)
         begun = self._timers.begin(operation)
-        if step.early_s is not None:
-            self._clocks.request_early(step.next_clock_mhz, begun, step.early_s)
+        if transition.early_s is not None:
+            self._clocks.request_early(transition.next_clock_mhz, begun, transition.early_s)
 
     def end(self, operation: Operation) -> None:
         """An operation was issued: as soon as it is over, the next instruction's clock is due."""
         moment = self._timers.end(operation)
-        if self._step is not None and isinstance(operation, Compute):
-            self._clocks.request(self._step.next_clock_mhz, moment)
+        if self._transition is not None and isinstance(operation, Compute):
+            self._clocks.request(self._transition.next_clock_mhz, moment)
 
 
 class OperationScope:

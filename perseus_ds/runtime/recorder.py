@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from perseus_ds.artifacts.rank_report import RankReports
-from perseus_ds.artifacts.run_records import Ended, Event, IterationRecord, ProfileWritten
+from perseus_ds.artifacts.run_records import Ended, Event, IterationRecord, ProfileWritten, Started
 from perseus_ds.distributed import Communicator
 from perseus_ds.policy.assignment import Forecast
 from perseus_ds.runtime.record_writer import RecordWriter
@@ -92,16 +92,29 @@ class Recorder:
         self._monitor = monitor if getattr(monitor, "enabled", True) else None
         self._steps_per_print = steps_per_print
         self._writer = RecordWriter(directory) if communicator.is_first else None
+        self._before_start: list[Event] = []
+        self._has_started = False
         self._own_events: deque[Event] = deque()
         self._total = Ended(simulated=simulated)
         self._drift: float | None = None
         self._pipeline_of_rank = np.array(communicator.all_gather(communicator.topology.data_parallel_rank))
 
+    def start(self, event: Started) -> None:
+        """Record that the job starts, all its checks being passed, and then what happened meanwhile."""
+        self._has_started = True
+        for waiting in (event, *self._before_start):
+            self.event(waiting)
+        self._before_start.clear()
+
     def event(self, event: Event) -> None:
         """Record an event of the job; on rank 0 only, from any thread."""
-        if self._writer is not None:
-            time_s = event.time or time.time()
-            self._writer.write(event.model_copy(update={"time": time_s, "simulated": self._simulated}))
+        if self._writer is None:
+            return
+        event = event.model_copy(update={"time": event.time or time.time(), "simulated": self._simulated})
+        if self._has_started:
+            self._writer.write(event)
+        else:
+            self._before_start.append(event)
 
     def own_event(self, event: Event) -> None:
         """Record an event of this rank, from any thread; on others than rank 0 once rank 0 has been told of it."""

@@ -93,11 +93,11 @@ class PerseusRuntime:
             communicator, job.output_dir, simulated=gpu.simulated, monitor=monitor, steps_per_print=steps_per_print
         )
         self._control = JobControl(config.policy, job.info.data_parallel or 1, self._status)
+        self._driver = ModeDriver(job, self._rank, self._recorder, self._control, passes=passes, on_error=self._fail)
         job_key, policy = job.key(communicator), config.policy.model_dump(mode="json")
-        self._recorder.event(
+        self._recorder.start(
             Started(mode=config.mode, gpu=gpu.name, frontier=config.frontier, job=job_key, policy=policy)
         )
-        self._driver = ModeDriver(job, self._rank, self._recorder, self._control, passes=passes, on_error=self._fail)
         self._supervision = Supervision(job, self._rank, self._recorder, self._control, self.close)
 
     @classmethod
@@ -161,7 +161,7 @@ class PerseusRuntime:
         clocks = self._rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
         self._check()
-        plan = ClockPlan.none() if self._fell_back else self.next.clocks
+        plan = ClockPlan.none() if self._failed or self._closed else self.next.clocks
         self._hooks.prepare(plan, aligns_tail=self.next.aligns_tail and self._has_tail)
         energy_j = self._energy_j()
         self._timers.start_iteration()
@@ -171,18 +171,17 @@ class PerseusRuntime:
             yield
         finally:
             self._in_iteration = False
-        # The host is done once all is launched. What the GPU is still doing belongs to this iteration, whatever the
-        # phase: else it would be counted in none, or where the host happens to wait next.
+        # The host is done once all is launched; what the GPU is still doing belongs to this iteration.
         self._timers.wait()
         seen = IterationMeasurement(
             self._timers.spans,
             start_s,
             time.perf_counter() - start_s,
             self._energy_j() - energy_j,
-            self._hooks.steps.clock,
-            self._fell_back,
+            self._hooks.requested.clock,
+            (self._failed or self._closed),
         )
-        skips = clocks.overtaken - overtaken + self._hooks.steps.skipped
+        skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
         own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, self._failed)
         self._driver.end_iteration(seen, own, samples)
         clocks.reset_when_idle(_IDLE_S)
@@ -219,9 +218,7 @@ class PerseusRuntime:
         self._control.carry_out(parse_order({"command": "policy", "policy": policy}))
 
     def set_straggler(self, pipeline: int, slowdown: float, after_iterations: int = 0) -> None:
-        """Expect a data-parallel pipeline to take longer; the others then run no faster than is of use.
-
-        What rank 0 is told counts.
+        """Expect a pipeline to take longer: the others then run no faster than is of use; rank 0's counts.
 
         Args:
             pipeline: Which, 0 first.
@@ -266,10 +263,6 @@ class PerseusRuntime:
             logger.warning("perseus: training ended before the profile was finished. Train for more steps.")
         self._supervision.close()
 
-    @property
-    def _fell_back(self) -> bool:
-        return self._failed or self._closed
-
     def _check(self) -> None:
         """Fail if whatever clocks rely on is gone; after the end, that is as it should be."""
         problem = None if self._closed else self._supervision.problem()
@@ -297,7 +290,7 @@ class PerseusRuntime:
 
     def _fail(self, error: Exception) -> None:
         """Fall back to default clocks, warn once and record it; training goes on."""
-        if self._fell_back:
+        if self._failed or self._closed:
             return
         self._failed = True
         self._hooks.drop_plan()

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 from pipelines import synthetic_profile
+from published import lowtime_frontier, stage_profile
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.cli.main import COMMANDS, main
-
-LOWTIME = Path(__file__).resolve().parents[3] / "shared" / "data" / "sosp24"
 
 
 @pytest.fixture
@@ -172,10 +171,7 @@ def test_emulate_takes_what_it_needs_from_the_frontier(run, profile):
 
 
 def test_emulate_shows_the_published_figures_beside_ours(run):
-    published = LOWTIME / "lowtime_frontier" / "gpt3-175b_a100-sxm_mb96.csv"
-    if not published.is_file():
-        pytest.skip(f"the published data is not here: {published}")
-    profile = LOWTIME / "stage_profile" / "gpt3-175b_a100-sxm.csv"
+    published, profile = lowtime_frontier("a100-sxm", 96), stage_profile("a100-sxm")
     code, out, _ = run(
         *("emulate", f"frontier=[{published},{published}]", f"profile={profile}", "pipelines=16", "straggler=[1.2]"),
         *("gpus_per_stage=8", "time_scale=10", "micro_batches=96", "blocking_power_w=83.64"),

@@ -145,13 +145,13 @@ def test_recomputation_and_a_profiled_tail_are_decided_too():
     assert frontier.plans[0].time_s == pytest.approx(frontier.t_min_s, rel=1e-9)
 
 
-def test_dear_clock_changes_make_plans_change_less():
+def test_expensive_clock_changes_make_plans_change_less():
     problem = Problem(Dag.build(one_f_one_b(4, 8)), noisy_profile(4, 12, 3), POWER_W)
-    free, dear = solve(problem).plans, solve(problem, switch_cost_j=50.0).plans
-    changes = [sum(plan.clock_changes for plan in plans) / len(plans) for plans in (free, dear)]
+    free, expensive = solve(problem).plans, solve(problem, switch_cost_j=50.0).plans
+    changes = [sum(plan.clock_changes for plan in plans) / len(plans) for plans in (free, expensive)]
     assert changes[1] < 0.7 * changes[0]
-    assert dear[0].time_s == pytest.approx(problem.t_min_s, rel=1e-9)
-    assert all(plan.energy_j >= plan.lower_bound_j for plan in dear)
+    assert expensive[0].time_s == pytest.approx(problem.t_min_s, rel=1e-9)
+    assert all(plan.energy_j >= plan.lower_bound_j for plan in expensive)
 
 
 def test_where_waiting_costs_nothing_the_slowest_clocks_are_the_last_plan():

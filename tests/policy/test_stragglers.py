@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.rank_report import RankReport
 from perseus_ds.device.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.policy.assignment import Assignment, PlanChoice
-from perseus_ds.policy.drift import DriftWatch
+from perseus_ds.policy.drift import DriftWatch, drift_of_rank
 from perseus_ds.policy.stragglers import Straggler, StragglerWatch, straggler_of, with_reported
 
 INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),), (Instruction(1, Kind.FORWARD, 0),))
@@ -92,9 +93,10 @@ def test_who_is_told_of_a_straggler_believes_it_and_counts_nothing_twice():
 
 
 @given(st.integers(0, 60), st.booleans(), st.none() | st.builds(Straggler, st.integers(0, 9), st.floats(1, 3)))
-def test_choices_travel_as_numbers(plan, paused, reported):
+def test_decisions_travel_with_the_report_of_rank_0(plan, paused, reported):
     choice = PlanChoice(plan, paused, reported)
-    assert PlanChoice.from_numbers(choice.as_numbers()) == choice
+    numbers = RankReport(time_s=1.0, energy_j=1.0, **choice.as_reported()).as_numbers()
+    assert PlanChoice.from_report(RankReport.from_numbers(numbers)) == choice
 
 
 def test_the_forecast_accounts_as_the_papers_emulation_does():
@@ -110,9 +112,9 @@ def test_the_forecast_accounts_as_the_papers_emulation_does():
 
 def test_a_profile_is_out_of_date_when_half_of_the_pipelines_say_so_twice():
     forward = INSTRUCTIONS[0][0]
-    watch = DriftWatch({(0, Kind.FORWARD, 1400): 0.1}, max_drift=0.05)
+    watch, expected = DriftWatch(max_drift=0.05), {(0, Kind.FORWARD, 1400): 0.1}
     spans = [Span(Compute(forward), 0.0, s) for s in (0.09, 0.11, 0.9)]
-    assert watch.of_rank(spans, {forward: 1400}) == pytest.approx(0.1)
-    assert watch.of_rank(spans, {}) == 0
+    assert drift_of_rank(spans, {forward: 1400}, expected) == pytest.approx(0.1)
+    assert drift_of_rank(spans, {}, expected) == 0
     seen = [[0.0, 0.2], [0.0, 0.2], [0.2, 0.2], [0.1, 0.1], [0.1, 0.1], [0.0, 0.0], [0.1, 0.1], [0.1, 0.1]]
     assert [watch.has_drifted(pipelines) for pipelines in seen] == [n in (3, 7) for n in range(8)]

@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Bounds:
-    """The flows of the solved deadlines, and what they prove at any iteration time."""
+    """The flows of the solved deadlines, and the bounds that follow at any iteration time."""
 
     def __init__(self, problem: Problem, network: Network) -> None:
         self.problem, self.network = problem, network
@@ -24,7 +24,7 @@ class Bounds:
         self._found: list[tuple[float, float, Floats, Floats]] = []
 
     def add(self, relaxed: Relaxed) -> Tangent:
-        """Keep a relaxed optimum's flow; return what it proves at its deadline."""
+        """Keep a relaxed optimum's flow; return the bound that it proves at its deadline."""
         edges, source = self.network.dag_flow(np.maximum(relaxed.flow_w, 0.0)[:, None])
         edges_w, source_w = edges[:, 0], source[:, 0]
         energy_j = self._verifier.bound_j(relaxed.deadline_s, edges_w, source_w)

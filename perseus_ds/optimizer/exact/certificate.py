@@ -26,7 +26,7 @@ from perseus_ds.optimizer.exact.problem import Problem
 Floats = npt.NDArray[np.float64]
 
 _ROUNDING = 1e-12
-"""What the sums may be off by, relative to their terms; the bound is lowered by it."""
+"""Largest rounding error of the sums, relative to their terms; the bound is lowered by it."""
 
 
 class CertificateError(ValueError):
@@ -34,7 +34,7 @@ class CertificateError(ValueError):
 
 
 class Verifier:
-    """Recomputes bounds from flows, from nothing but the problem's DAG and measured rows."""
+    """Recomputes bounds from flows, from the problem's DAG and measured rows alone."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

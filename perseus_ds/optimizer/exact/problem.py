@@ -1,4 +1,4 @@
-"""What there is to decide: a clock for every instruction of a DAG, judged by measured time and energy."""
+"""The optimisation problem: a clock for every instruction of a DAG, with measured times and energies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class InstructionGroup:
 
 
 class Problem:
-    """Which clocks to run, for one iteration of one pipeline.
+    """The clocks to choose for one iteration of one pipeline.
 
     Energy of an iteration is the energy of its instructions plus blocking power times the
     GPU-seconds not spent in them, one GPU per rank (paper, section 3.2), so that
@@ -122,7 +122,7 @@ class Problem:
         return self.waiting_energy_j(time_s) + float(self._cost_j[self.group, choice].sum())
 
     def waiting_energy_j(self, time_s: float) -> float:
-        """Return what all ranks would use if they only waited [J]."""
+        """Return the energy that all ranks would use if they only waited [J]."""
         return self.blocking_power_w * len(self.dag.schedule.ranks) * time_s
 
     @cached_property
@@ -136,7 +136,7 @@ class Problem:
         return [[i for i in nodes if i in decided] for nodes in self.dag.compute_nodes]
 
     def plan(self, choice: OptionIndices, lower_bound_j: float | None = None) -> FrequencyPlan:
-        """Return the plan with these clocks, judged by what it does."""
+        """Return the plan with these clocks, with its time and energy by the measured rows."""
         clock = np.zeros(len(self.dag.nodes), dtype=np.int64)
         clocks = [g.options.clock_mhz for g in self.groups]
         clock[self.node] = [clocks[g][c] for g, c in zip(self.group, choice, strict=True)]
@@ -150,7 +150,7 @@ class Problem:
         )
 
     def evaluate(self, clocks_mhz: tuple[tuple[int, ...], ...]) -> FrequencyPlan:
-        """Return the plan with any measured clocks (Pareto-optimal or not), judged by what it does.
+        """Return the plan with any measured clocks, with its time and energy by the measured rows.
 
         Raises:
             ProfileError: A clock was not measured.

@@ -13,7 +13,7 @@ Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
 _NEARLY_EQUAL = 3e-5
-"""A clock change must save this fraction of an instruction's energy even where changes are free."""
+"""A clock change must save this fraction of a mean instruction's energy even where changes cost nothing."""
 
 
 def settle(network: Network, table: OptionTable, event_s: Floats, switch_cost_j: float) -> Indices:
