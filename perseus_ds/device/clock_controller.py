@@ -129,6 +129,13 @@ class ClockController:
         if not is_done:
             raise TimeoutError(f"{self._name}: the driver did not set the clock within {timeout_s} s.")
 
+    def has_settled(self) -> bool:
+        """Return whether the GPU runs at the clock of the last :meth:`set_and_wait`, or is known not to reach it.
+
+        It is read back for up to a second; an idle GPU may lower its clock, so let it work meanwhile.
+        """
+        return self._readback.has_settled
+
     @property
     def latency_s(self) -> float:
         """How late a clock follows its request [s]; 0 as long as it is not known."""
@@ -175,6 +182,7 @@ class ClockController:
         try:
             item = self._next()
             if isinstance(item, Flag):
+                self._readback.watch()
                 item.set()
             elif not self._failed:
                 self._handle(item)

@@ -396,6 +396,32 @@ def test_a_clock_that_the_power_limit_keeps_down_is_reported_once_with_the_reaso
     assert refusal.reasons == ("sw_power_cap",)
 
 
+def test_whoever_waits_for_a_clock_learns_when_the_gpu_runs_at_it(clocks, gpu, refusals, now):
+    """However late that is, and however many changes there were before."""
+    for clock_mhz in (1110, 1200) * 10:
+        clocks.set_and_wait(clock_mhz)
+        now.sleep(0.1)
+    assert clocks.has_settled()
+    gpu.clock_mhz = lambda: 1200  # not there yet
+    clocks.set_and_wait(1410)
+    for _ in range(5):
+        now.sleep(0.1)
+        assert not clocks.has_settled()
+    del gpu.clock_mhz
+    now.sleep(0.002)
+    assert clocks.has_settled()
+    assert refusals == []
+
+
+def test_a_clock_that_never_comes_is_not_waited_for_longer_than_a_second(clocks, gpu, refusals, now):
+    gpu.clock_mhz = lambda: 1200
+    gpu.begin_work()
+    clocks.set_and_wait(1410)
+    now.sleep(1.01)
+    assert clocks.has_settled()
+    assert [refusal.clock_mhz for refusal in refusals] == [1410]
+
+
 def test_reading_back_delays_a_request_by_one_reading_at_most(clocks, gpu, now):
     readings = []
 

@@ -1,4 +1,4 @@
-"""A driver that does not answer for a few seconds costs those iterations their clocks, and one that stays silent all."""
+"""A driver that is silent for seconds costs these iterations their clocks; one that stays silent ends the plans."""
 
 from types import SimpleNamespace
 
