@@ -11,6 +11,7 @@ from perseus_ds.cli.arguments import compose
 from perseus_ds.cli.inputs import RunArguments, sources_for, with_folder
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.measured_timeline import measured_timeline
+from perseus_ds.report.rendering import write_output
 from perseus_ds.report.sources import Sources, label
 from perseus_ds.report.timeline import Timeline, timeline
 from perseus_ds.report.trace import chrome_trace
@@ -30,11 +31,10 @@ def run(overrides: list[str]) -> int:
     if not timelines:
         raise ConfigError(f"{arguments.run}: there is no timeline to write. {' '.join(found.missing)}")
     about = {"simulated": found.simulated, "written_by": "perseus-ds"}
-    out = arguments.out or arguments.run / "trace.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(chrome_trace(timelines, about)) + "\n", encoding="utf-8")
-    for text in found.missing:
-        print(f"Not in the trace: {text}")
+    text = json.dumps(chrome_trace(timelines, about, found.profile)) + "\n"
+    out = write_output(text, arguments.out, arguments.run, "trace.json")
+    for missing in found.missing:
+        print(f"Not in the trace: {missing}")
     print(f"Written: {out}, with {len(timelines)} timelines; open it at https://ui.perfetto.dev")
     return 0
 
