@@ -9,7 +9,9 @@ function geometryOf(panels, width) {
   const row = Math.max(7, Math.min(34, Math.floor(440 / ranks)));
   const small = narrow.matches && !printing;
   const left = small ? 24 : 58, title = small ? 42 : 28, right = 12;
-  const longest = Math.max(...panels.map((panel) => panel.time)) * 1.005;
+  // In steps of a twentieth, so that bars of other timelines stay where they are as plans become slower.
+  const times = panels.map((panel) => panel.time);
+  const longest = (Math.ceil((Math.max(...times) / times[0]) * 20 - 0.1) / 20) * times[0] * 1.005;
   const [from, to] = view.range || [0, longest];
   const each = title + ranks * row + 10;
   return {
