@@ -137,6 +137,14 @@ class ClockRefused(Event):
     reasons: tuple[str, ...] = ()
 
 
+class ClockHeldDown(Event):
+    """A GPU at default clocks runs below its highest clock, for reasons that the driver tells."""
+
+    event: Literal["held_down"] = "held_down"
+    rank: int = 0
+    reasons: tuple[str, ...] = Field((), description="Such as ``sw_power_cap``.")
+
+
 class Failed(Event):
     """A rank has fallen back to default clocks, or something beside training does not work."""
 

@@ -14,6 +14,7 @@ COMMANDS = {
     "optimize": ("optimize", "plan: from a profile to the frontier of frequency plans"),
     "profile": ("profile", "show, compare, validate, merge or convert a profile"),
     "report": ("report", "one HTML file about a run: frontier, timelines, what was saved"),
+    "compare": ("compare", "runs side by side: default clocks, plans, power caps"),
     "trace": ("trace", "predicted and measured timelines for Perfetto"),
     "plot": ("plot", "pictures of the frontier and of the pipeline's timeline, before and after"),
     "emulate": ("emulate", "what a frontier saves for a job of many pipelines with a straggler"),

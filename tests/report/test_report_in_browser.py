@@ -315,3 +315,25 @@ def test_a_long_run_shows_its_trend(browser, tmp_path, job):
     assert energy == sorted(energy)
     assert time == [0.0] * len(energy)
     assert browser.complaints() == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 844, 390])
+def test_a_comparison_fits_every_screen_and_is_accessible(browser, tmp_path, width, scheme):
+    from axe_core_python.selenium import Axe
+
+    for name, phase, energy_j, plan in (("default", "observe", 100.0, None), ("planned", "run", 85.0, 0)):
+        write_log(tmp_path / name, [{"event": "start"}, *(record(n, phase, 1.0, energy_j, plan=plan) for n in (1, 2))])
+    assert main(["compare", str(tmp_path / "default"), str(tmp_path / "planned"), f"out={tmp_path}"]) == 0
+    with browser.default_screen():
+        browser.prefer(scheme)
+        browser.resize(width)
+        browser.open((tmp_path / "comparison.html").as_uri(), ready=DRAWN)
+        assert browser.js("return document.documentElement.scrollWidth") <= width
+        assert browser.js(CUT_OFF) == []
+        assert browser.js("return document.getElementById('comparison').data.map(t => t.name)") == [
+            "default: default clocks",
+            "planned: plan 0",
+        ]
+        assert Axe().run(browser.driver)["violations"] == []
+        assert browser.complaints() == []
