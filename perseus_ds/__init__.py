@@ -1,16 +1,43 @@
 """Perseus for DeepSpeed: pipeline-parallel training on less energy, without slowing down.
 
-Importing this package is cheap; DeepSpeed and PyTorch are imported when they are needed.
+Importing this package is cheap: each name is imported when it is used, DeepSpeed and PyTorch when they are needed.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from perseus_ds.artifacts.frontier import Frontier
+    from perseus_ds.artifacts.profile import StageProfile
+    from perseus_ds.optimizer import optimize
+    from perseus_ds.pipeline.instruction import Instruction, Kind
+    from perseus_ds.pipeline.schedule import read_schedule, schedule_class
     from perseus_ds.runtime.runtime import PerseusRuntime
 
-__all__ = ["PerseusRuntime", "initialize"]
+__all__ = [
+    "Frontier",
+    "Instruction",
+    "Kind",
+    "PerseusRuntime",
+    "StageProfile",
+    "initialize",
+    "optimize",
+    "read_schedule",
+    "schedule_class",
+]
+
+_MODULES = {
+    "Frontier": "perseus_ds.artifacts.frontier",
+    "Instruction": "perseus_ds.pipeline.instruction",
+    "Kind": "perseus_ds.pipeline.instruction",
+    "PerseusRuntime": "perseus_ds.runtime.runtime",
+    "StageProfile": "perseus_ds.artifacts.profile",
+    "optimize": "perseus_ds.optimizer",
+    "read_schedule": "perseus_ds.pipeline.schedule",
+    "schedule_class": "perseus_ds.pipeline.schedule",
+}
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -32,8 +59,6 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PerseusRuntime":
-        from perseus_ds.runtime.runtime import PerseusRuntime
-
-        return PerseusRuntime
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'perseus_ds' has no attribute {name!r}")

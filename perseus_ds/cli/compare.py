@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from perseus_ds.cli.arguments import Arguments, compose, quoted
-from perseus_ds.report.comparison import compare
-from perseus_ds.report.comparison_page import comparison_page, comparison_text
-from perseus_ds.report.rendering import write_output
-from perseus_ds.report.sources import find_sources
+from perseus_ds.cli.arguments import argument
 
 
-class CompareArguments(Arguments):
-    """Arguments of the command; ``configs/cli/compare.yaml`` explains them."""
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Show runs side by side: default clocks, plans, power caps; also as one HTML file (comparison.html)."""
 
-    runs: list[Path]
-    out: Path
-    baseline: str | None
+    examples: ClassVar = ("perseus-ds compare runs/default runs/plan", "perseus-ds compare a b baseline=b out=ab.html")
+
+    runs: list[Path] = argument("output folders of training runs", word=True)
+    baseline: str | None = argument(
+        "name of the run to compare with; by default the first at default clocks without a power cap", None
+    )
+    out: Path | None = argument("file to write, or an existing folder for it; by default in this folder", None)
 
 
-def run(overrides: list[str]) -> int:
+def run(arguments: Arguments) -> int:
     """Write the comparison."""
-    folders = [word for word in overrides if "=" not in word]
-    words = [word for word in overrides if "=" in word]
-    if folders:
-        words.insert(0, f"runs=[{','.join(map(quoted, folders))}]")
-    arguments = compose("compare", words, CompareArguments)
+    from perseus_ds.report.comparison import compare
+    from perseus_ds.report.comparison_page import comparison_page, comparison_text
+    from perseus_ds.report.rendering import write_output
+    from perseus_ds.report.sources import find_sources
+
     comparison = compare([find_sources(folder) for folder in arguments.runs], arguments.baseline)
     out = write_output(comparison_page(comparison), arguments.out, Path(), "comparison.html")
     print(comparison_text(comparison))

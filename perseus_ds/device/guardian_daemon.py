@@ -41,8 +41,9 @@ def _open(address: str) -> _Resettable:
     device, _, identity = address.partition(":")
     if device == "nvml":
         from perseus_ds.device.gpu.nvml import NvmlGpu
+        from perseus_ds.device.gpu.nvml_lookup import index_of_uuid
 
-        return NvmlGpu.by_uuid(identity)
+        return NvmlGpu(index_of_uuid(identity))
     if device == "zeus":
         from perseus_ds.device.gpu.zeus import open_address
 

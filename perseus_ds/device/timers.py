@@ -1,13 +1,11 @@
-"""Times the operations of an iteration on whatever the engine computes with.
+"""Times the operations of an iteration on the device that the engine computes with.
 
-Three ways to run: on the host (wall-clock time), on CUDA (device events, no synchronisation until
-the iteration is over) and on a simulated GPU (wall-clock time, each instruction stretched to what
-the simulated GPU needs).
+There are three kinds: on the host (its clock), on CUDA (events of the device; no synchronisation until the iteration
+is over) and on a simulated GPU (the host's clock; each instruction takes as long as the simulated GPU needs).
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
@@ -16,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from perseus_ds.device.clock_controller import Moment
-from perseus_ds.device.gpu.simulated import MEMORY_BOUND, SimulatedGpu
+from perseus_ds.device.gpu.device_models import MEMORY_BOUND
+from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Operation
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class Span:
 
 
 class Execution(Protocol):
-    """Begin and end of every operation of this rank."""
+    """Told of the begin and the end of every operation of this rank."""
 
     def use_device(self) -> None:
-        """Let the calling thread, too, use the device that operations run on."""
+        """Let the calling thread use the device that operations run on."""
 
     def start_iteration(self) -> None:
         """Forget earlier spans; times count from here."""
@@ -66,11 +66,16 @@ class Execution(Protocol):
 
 
 class HostExecution:
-    """Operations that are over when the call returns."""
+    """Operations that are over when the call returns.
 
-    def __init__(self) -> None:
+    Args:
+        timebase: The time they run in.
+    """
+
+    def __init__(self, timebase: Timebase = REAL_TIME) -> None:
+        self._time = timebase
         self._marks: list[tuple[Operation, float, float]] = []
-        self._origin_s = time.perf_counter()
+        self._origin_s = timebase.now_s()
         self._began_s = 0.0
 
     def use_device(self) -> None:
@@ -78,25 +83,47 @@ class HostExecution:
 
     def start_iteration(self) -> None:
         self._marks = []
-        self._origin_s = time.perf_counter()
+        self._origin_s = self._time.now_s()
 
     def begin(self, operation: Operation) -> Moment | None:
-        self._began_s = time.perf_counter()
+        self._began_s = self._time.now_s()
         return None
 
     def end(self, operation: Operation) -> Moment | None:
-        self._marks.append((operation, self._began_s, time.perf_counter()))
+        self._marks.append((operation, self._began_s, self._time.now_s()))
         return None
 
     def wait(self) -> None:
         """Nothing is outstanding."""
 
     def elapsed_s(self) -> float:
-        return time.perf_counter() - self._origin_s
+        return self._time.now_s() - self._origin_s
 
     def spans(self) -> list[Span]:
         origin_s = self._origin_s
         return [Span(operation, began_s - origin_s, ended_s - origin_s) for operation, began_s, ended_s in self._marks]
+
+
+class CudaEvent(Moment, Protocol):
+    """The part of ``torch.cuda.Event`` that is used."""
+
+    def record(self) -> object: ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return the time from this event to another [ms]."""
+
+
+class Cuda(Protocol):
+    """The part of the module ``torch.cuda`` that is used."""
+
+    def Event(self, *, enable_timing: bool, blocking: bool) -> CudaEvent:  # noqa: N802
+        """Make an event."""
+
+    def current_device(self) -> int: ...
+
+    def set_device(self, device: int) -> object: ...
+
+    def synchronize(self) -> object: ...
 
 
 class CudaExecution:
@@ -104,38 +131,39 @@ class CudaExecution:
 
     Args:
         device: Where the rank's tensors live.
+        cuda: Makes events and waits for them.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = torch.cuda.current_device() if device.index is None else device.index
-        self._marks: list[tuple[Operation, Any, Any]] = []
+    def __init__(self, device: torch.device, cuda: Cuda = torch.cuda) -> None:
+        self._cuda = cuda
+        self._device = cuda.current_device() if device.index is None else device.index
+        self._marks: list[tuple[Operation, CudaEvent, CudaEvent]] = []
         self._origin = self._record()
         self._began = self._origin
 
     def use_device(self) -> None:
-        torch.cuda.set_device(self._device)
+        self._cuda.set_device(self._device)
 
     def start_iteration(self) -> None:
         self._marks = []
         self._origin = self._record()
 
     def begin(self, operation: Operation) -> Moment | None:
-        began: Moment = self._record()
-        self._began = began
-        return began
+        self._began = self._record()
+        return self._began
 
     def end(self, operation: Operation) -> Moment | None:
-        done: Moment = self._record()
+        done = self._record()
         self._marks.append((operation, self._began, done))
         return done
 
     def wait(self) -> None:
-        torch.cuda.synchronize()
+        self._cuda.synchronize()
 
     def elapsed_s(self) -> float:
         now = self._record()
         self.wait()
-        return float(self._origin.elapsed_time(now)) / 1e3
+        return self._origin.elapsed_time(now) / 1e3
 
     def spans(self) -> list[Span]:
         self.wait()
@@ -144,10 +172,9 @@ class CudaExecution:
             for operation, began, ended in self._marks
         ]
 
-    @staticmethod
-    def _record() -> Any:
-        # Blocking: who waits for it, the clocks' thread, sleeps instead of spinning on a core.
-        event = torch.cuda.Event(enable_timing=True, blocking=True)
+    def _record(self) -> CudaEvent:
+        # Blocking: a thread that waits for it, the clocks' thread, sleeps instead of occupying a core.
+        event = self._cuda.Event(enable_timing=True, blocking=True)
         event.record()
         return event
 
@@ -162,10 +189,13 @@ class SimulatedExecution(HostExecution):
         gpu: The simulated GPU.
         transfer_s: What a transfer takes, beyond what it takes for real, once both sides are there [s].
         tail_s: What gradient reduction and optimizer step take at the top clock, beyond what they take for real [s].
+        timebase: The time the GPU lives in.
     """
 
-    def __init__(self, gpu: SimulatedGpu, *, transfer_s: float = 0.0, tail_s: float = 0.0) -> None:
-        super().__init__()
+    def __init__(
+        self, gpu: SimulatedGpu, *, transfer_s: float = 0.0, tail_s: float = 0.0, timebase: Timebase = REAL_TIME
+    ) -> None:
+        super().__init__(timebase)
         self._gpu = gpu
         self._transfer_s = transfer_s
         self._tail_s = tail_s
@@ -208,7 +238,7 @@ class SimulatedExecution(HostExecution):
 
     def _stretch_rest(self, operation: Operation) -> None:
         if isinstance(operation, Exchange):
-            time.sleep(self._transfer_s)
+            self._time.sleep(self._transfer_s)
         elif isinstance(operation, Compute) and self._tail_s and not self._tail_done:
             # The tail is several commands; all of its simulated work is done after the first.
             self._tail_done = True

@@ -23,18 +23,18 @@ from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.config import PerseusConfig, parse_block
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.distributed import Communicator, PipelineTopology
+from perseus_ds.engine.deepspeed_contract import check_deepspeed
 from perseus_ds.engine.replay import Replay
-from perseus_ds.engine.versions import require_hooks
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import CommandReader, read_schedule
 from perseus_ds.runtime.devices import execution_on, open_gpu
-from perseus_ds.runtime.phases import Job
+from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
 
 logger = logging.getLogger("perseus_ds")
 _CHECKPOINT_KEY = "perseus_ds"
-require_hooks(PipelineEngine)
+check_deepspeed(PipelineEngine, deepspeed_schedule)
 
 
 def _intercepted(instruction_map: Mapping[type, Callable[..., None]]) -> dict[type, Callable[..., None]]:
@@ -73,13 +73,14 @@ class _PerseusEngine:
         self._perseus_replay = Replay(engine, self._execute_again)
         gpu = open_gpu(config, engine.device, rank=engine.global_rank, local_rank=engine.local_rank)
         self.perseus = PerseusRuntime(
-            config,
             _job(engine, config, gpu, self._perseus_schedule),
-            ranks=Communicator(_place(engine.grid)),
+            communicator=Communicator(_topology(engine.grid)),
             gpu=gpu,
-            execution=execution_on(gpu, engine.device, config),
-            work=self._perseus_replay,
-            isolated=self._perseus_replay.isolated,
+            timers=execution_on(gpu, engine.device, config),
+            device=torch.device(engine.device),
+            passes=self._perseus_replay,
+            monitor=engine.monitor,
+            steps_per_print=engine.steps_per_print(),
         )
 
     def train_batch(self, data_iter: Any = None) -> Any:
@@ -124,7 +125,7 @@ class _PerseusEngine:
         if not operations:
             execute(self, **arguments)
             return
-        if self.perseus.wants_recording:
+        if self.perseus.next.keeps_passes:
             self._perseus_replay.record(operations[0], arguments)
         with self.perseus.operation(operations[0]):
             execute(self, **arguments)
@@ -216,7 +217,7 @@ def _schedule_class(engine: Any) -> type:
     return type(asked()) if asked else deepspeed_schedule.TrainSchedule
 
 
-def _place(grid: Any) -> PipelineTopology:
+def _topology(grid: Any) -> PipelineTopology:
     return PipelineTopology(
         rank=grid.get_global_rank(),
         pipeline=tuple(grid.pp_group),
@@ -255,11 +256,4 @@ def _job(engine: Any, config: PerseusConfig, gpu: Gpu, schedule_class: type) -> 
         model=type(engine.module).__name__,
         versions=versions,
     )
-    return Job(
-        schedule=schedule,
-        device=torch.device(engine.device),
-        info=info,
-        fingerprint=_fingerprint(engine),
-        monitor=engine.monitor,
-        steps_per_print=engine.steps_per_print(),
-    )
+    return Job(config, schedule, info, _fingerprint(engine))

@@ -1,4 +1,4 @@
-"""What a frequency plan assigns clocks to."""
+"""Instructions, to which a frequency plan assigns clocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Kind(str, enum.Enum):
-    """What an instruction computes."""
+    """The computation of an instruction."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -29,7 +29,7 @@ class Instruction:
 
     Attributes:
         stage: Stage index, 0 first.
-        kind: What is computed.
+        kind: The computation.
         micro_batch: Micro-batch index within the iteration, 0 first (0 for the tail).
     """
 

@@ -1,7 +1,7 @@
 """A DeepSpeed ``PipeSchedule`` read as the instruction streams of all its ranks.
 
 The engine's schedule is the truth: it is instantiated for every rank and its ``steps()`` are
-read; 1F1B is never derived again. Instructions are told by class name, so that schedules of
+read; 1F1B is never derived again. Instructions are recognised by class name, so that schedules of
 other engines (Merak's) need not be importable.
 """
 
@@ -78,7 +78,7 @@ Operation = Compute | Load | Exchange
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank of a pipeline does in one iteration, in program order.
+    """The operations of every rank of a pipeline in one iteration, in program order.
 
     Attributes:
         name: Class of the schedule, as ``package.module:Class``.
@@ -217,7 +217,7 @@ class CommandReader:
         self.queued: list[tuple[bool, Transfer]] = []
 
     def operations(self, command: str, phase: int = 0) -> tuple[Operation, ...]:
-        """Return what a command does; nothing for a transfer that is only queued.
+        """Return the operations of a command; none for a transfer that is only queued.
 
         Args:
             command: Class name of the command.

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from perseus_ds.artifacts.io import read_json, write_atomically
+from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.policy.policies import PolicyConfig
 
@@ -81,9 +82,7 @@ def parse_order(words: object) -> Status | SetPolicy | SetStraggler | Pause | Re
     try:
         return _ORDER.validate_python(words)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "command"
-        raise ConfigError(f"{key}: {first['msg']} (got {first['input']!r}).") from None
+        raise ConfigError(explain(error, Order, "order: ")) from None
 
 
 class ControlServer:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.profiler.denoise import estimate
+from perseus_ds.profiler.denoise import estimate_all
 from perseus_ds.report.palette import light
 from perseus_ds.report.pictures import LINE_STYLES, MARKERS
 from perseus_ds.report.series import QUANTITIES, Curve, curve_values, profile_curves
@@ -24,7 +24,7 @@ def profile_picture(profile: StageProfile, path: Path, *, blocking_power_w: floa
         blocking_power_w: What a waiting GPU draws [W].
     """
     clocks = sorted({m.clock_mhz for m in profile.measurements})
-    fitted = estimate(profile, range(clocks[0], clocks[-1] + 1, max(1, (clocks[-1] - clocks[0]) // 120)))
+    fitted = estimate_all(profile, range(clocks[0], clocks[-1] + 1, max(1, (clocks[-1] - clocks[0]) // 120)))
     figure = Figure(figsize=(11.0, 4.4), layout="constrained")
     panels = figure.subplots(1, 3)
     for axes, (quantity, unit) in zip(panels, QUANTITIES.items(), strict=True):

@@ -1,245 +1,239 @@
-"""The phase that trains under plans: follows the policy, stragglers and orders, and watches for drift."""
+"""Trains under plans: follows the policy, stragglers and orders, and watches for drift."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import math
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import check_instructions
+from perseus_ds.artifacts.run_records import Drifted, PlanChosen, PolicyChanged
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.device.timers import Span
-from perseus_ds.distributed import Pending
 from perseus_ds.errors import ConfigError, PlanError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.policy.assignment import Assignment, Choice
-from perseus_ds.policy.drift import DriftWatch
-from perseus_ds.policy.policies import Situation, decide
-from perseus_ds.policy.run_statistics import RunStatistics
-from perseus_ds.policy.stragglers import StragglerWatch
-from perseus_ds.runtime.phases import Phase, Seen, Tools
+from perseus_ds.policy.assignment import Assignment, PlanChoice
+from perseus_ds.policy.drift import DriftWatch, drift_of_rank
+from perseus_ds.policy.job_control import JobControl
+from perseus_ds.policy.plan_follower import PlanFollower
+from perseus_ds.policy.policies import PolicyConfig
+from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Phase, Resumed
+from perseus_ds.runtime.recorder import Recorder
 
+logger = logging.getLogger("perseus_ds")
 _DRIFT_EVERY = 10
 
 
-def load_frontier(tools: Tools, path: str) -> Frontier:
+def load_frontier(job: Job, rank: Rank, path: Path) -> Frontier:
     """Return the frontier that rank 0 reads, on all ranks.
 
     Raises:
-        PerseusError: On all ranks: the file is wrong, or its plans fit not this schedule or GPU.
+        PerseusError: On all ranks: the file is wrong, or its plans do not fit this schedule or GPU.
     """
 
     def read() -> Frontier:
-        if not Path(path).exists():
+        if not path.exists():
             raise ConfigError(
                 f'"frontier": {path} does not exist on rank 0\'s node. Write it with "perseus-ds optimize".'
             )
         frontier = Frontier.load(path)
-        if frontier.provenance.simulated and not tools.gpu.simulated:
+        if frontier.provenance.simulated and not rank.gpu.simulated:
             raise PlanError(
-                f"{path} was measured on simulated GPUs, this job runs on {tools.gpu.name}. "
+                f"{path} was measured on simulated GPUs, this job runs on {rank.gpu.name}. "
                 'Measure a profile here: "mode": "profile".'
             )
-        check_instructions(frontier.instructions, tools.job.schedule.instructions)
+        check_instructions(frontier.instructions, job.schedule.instructions)
         return frontier
 
-    frontier = tools.ranks.from_first(read)
-    rank = tools.ranks.topology.pipeline_rank
+    frontier = rank.communicator.from_first(read)
+    pipeline_rank = rank.communicator.topology.pipeline_rank
 
     def check() -> None:
-        for number, plan in enumerate(frontier.plans):
-            ClockPlan.of_rank(plan, number, rank).check(tools.gpu)
+        for plan in frontier.plans:
+            ClockPlan.of_rank(plan, pipeline_rank).check(rank.gpu)
 
-    tools.ranks.together(check)
+    rank.communicator.together(check)
     return frontier
 
 
-class Running:
-    """Trains under the plan that the policy asks for.
+def run(
+    job: Job, rank: Rank, recorder: Recorder, control: JobControl, frontier: Frontier, *, profiles_again: bool
+) -> Phase[None]:
+    """Train under the plan that the policy asks for.
 
-    Once an iteration the ranks tell each other, while the next one runs, how it went, and rank 0
-    what it has decided on: so all ranks change plans at the same boundary, the second after what it
-    is a response to.
+    Rank 0 decides after each iteration and reports it with the iteration; all ranks act on it after the next one, so
+    that they change plans at the same boundary.
 
     Args:
-        tools: Of this rank.
+        job: The job.
+        rank: This rank.
+        recorder: Of the job.
+        control: What the user asks for.
         frontier: The plans.
-        again: Makes the phase that profiles again when instructions take something else than profiled; None where
-            that is only said.
+        profiles_again: Whether to return, to profile again, when instructions take longer or shorter than profiled;
+            otherwise the job trains on and only says so.
     """
+    running = _Running(job, rank, recorder, control, frontier)
+    wanted = running.first()
+    while True:
+        received = yield wanted
+        if isinstance(received, Resumed):
+            wanted = running.resumed(received)
+        elif running.has_drifted(received, profiles_again=profiles_again) and profiles_again:
+            return
+        else:
+            wanted = running.next(received)
 
-    records = False
-    measures = False
 
-    def __init__(self, tools: Tools, frontier: Frontier, again: Callable[[], Phase] | None = None) -> None:
-        topology = tools.ranks.topology
-        self._tools = tools
+class _Running:
+    """This rank under plans: what it asks for, and what it reports."""
+
+    def __init__(self, job: Job, rank: Rank, recorder: Recorder, control: JobControl, frontier: Frontier) -> None:
+        communicator = rank.communicator
+        topology = communicator.topology
+        self._topology = topology
+        self._communicator = communicator
+        self._recorder = recorder
+        self._control = control
         self._frontier = frontier
-        self._again = again
-        self._drift = DriftWatch(frontier.instruction_times_s, tools.config.max_drift)
-        self._pipelines = torch.tensor(tools.ranks.all_gather(topology.data_parallel_rank))
-        self._gpus_per_rank = tools.ranks.world_size // topology.pipeline_ranks
-        self._stragglers = StragglerWatch(topology.data_parallel)
-        self._pace = RunStatistics()
-        self._ended_s: float | None = None
-        self._iterations = 0
-        self._policy = tools.orders.policy
+        gpus_per_rank = communicator.world_size // topology.pipeline_ranks
+        self._follower = PlanFollower(frontier, communicator.all_gather(topology.data_parallel_rank), gpus_per_rank)
+        self._drift = DriftWatch(job.config.max_drift)
+        self._has_announced_drift = False
+        self._policy: PolicyConfig = control.policy
         self._has_complained = False
-        self._has_drifted_before = False
-        self._pending: tuple[Pending, Assignment] | None = None
-        self.clock_plan = ClockPlan.none()
-        self._running: int | None = None
-        self._assignment = self._assign(tools.ranks.from_first(self._choose))
-        tools.orders.progress = self
+        self._iterations = 0
+        self._ended_s: float | None = None
+        # What the next iteration runs under, and what the last one ran under, of which the reports are on their way.
+        self._assignment: Assignment
+        self._planned: NextIteration
+        self._ran: Assignment | None = None
 
-    @property
-    def name(self) -> str:
-        return "pause" if self._assignment.choice.paused else "run"
+    def first(self) -> NextIteration:
+        """Return the first iteration."""
+        choice = self._communicator.from_first(self._choose)
+        self._assignment = self._follower.assign(choice)
+        self._planned = self._under(self._assignment)
+        self._recorder.event(PlanChosen.model_validate(self._assignment.status()))
+        self._recorder.say(f"running under plan {choice.plan} of the frontier's {len(self._frontier.plans)}")
+        return self._wanted(choice)
 
-    def after(self, seen: Seen) -> Phase:
+    def resumed(self, checkpoint: Resumed) -> NextIteration:
+        """Go on where a checkpoint was saved; all ranks do so at once."""
+        self._ran = None
+        plan = self._restored_plan(checkpoint)
+
+        def as_before() -> PlanChoice:
+            if plan is None:
+                return self._choose()
+            return PlanChoice(plan, self._control.paused, self._control.straggler())
+
+        choice = self._communicator.from_first(as_before)
+        self._change(choice)
+        return self._wanted(choice)
+
+    def _restored_plan(self, checkpoint: Resumed) -> int | None:
+        """Return the plan that the policy asked for when the checkpoint was saved; None where it does not say."""
+        if not checkpoint.progress:
+            return None
+        try:
+            return self._follower.restore(checkpoint.progress)
+        except (KeyError, TypeError, ValueError) as error:  # saved by another version
+            logger.warning("perseus: the checkpoint's progress under plans cannot be read (%r); it is ignored.", error)
+            return None
+
+    def next(self, seen: IterationMeasurement) -> NextIteration:
+        """Take in an iteration, and what all ranks have reported of the one before; return the next one."""
         self._iterations += 1
         if self._ended_s is not None:
-            self._pace.add_stop(seen.start_s - self._ended_s)
+            self._follower.statistics.add_stop(seen.start_s - self._ended_s)
         self._ended_s = seen.start_s + seen.time_s
-        looks_for_drift = bool(self._frontier.instruction_times_s) and self._iterations % _DRIFT_EVERY == 0
-        spans = seen.spans() if self._tools.ranks.topology.data_parallel > 1 or looks_for_drift else []
-        if looks_for_drift and self._has_drifted(seen, spans) and self._again is not None:
-            self._drop_pending()
-            self._tools.orders.progress, self._tools.recorder.drift = None, None
-            return self._again()
-        self._agree(seen, spans)
-        return self
+        ran, self._ran = self._ran, self._assignment
+        if seen.reports is not None:
+            if ran is not None:
+                self._follower.learn(seen.reports, ran)
+            self._change(PlanChoice.from_report(seen.reports.of_rank_0))
+        choice = self._choose() if self._communicator.is_first else PlanChoice(0)
+        return self._wanted(choice, seen)
 
-    def state(self) -> dict[str, Any]:
-        return {"plan": self._running, "rooms": list(self._stragglers.rooms), "pace": self._pace.state()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint was saved, from the next iteration on; all ranks do so at once."""
-        self._drop_pending()
-        if state:
-            self._running = min(int(state["plan"]), len(self._frontier.plans) - 1)
-            self._pace.restore(state["pace"])
-            if len(state["rooms"]) == len(self._stragglers.rooms):
-                self._stragglers.rooms = tuple(state["rooms"])
-        self._assignment = self._assign(self._tools.ranks.from_first(self._as_before if state else self._choose))
-
-    def _as_before(self) -> Choice:
-        orders = self._tools.orders
-        return Choice(self._running or 0, orders.paused, orders.straggler())
-
-    def _agree(self, seen: Seen, spans: list[Span]) -> None:
-        """Take in what was told at the last boundary, and tell what is new."""
-        ran = self._assignment
-        if self._pending is not None:
-            pending, before = self._pending
-            numbers = pending.result()
-            self._take_in(numbers, before)
-            self._assignment = self._assign(Choice.from_numbers(numbers[0, 4:].tolist()))
-        choice = self._choose() if self._tools.ranks.is_first else Choice(0)
-        told = [*_own_times_s(spans), seen.time_s, seen.energy_j, *choice.as_numbers()]
-        self._pending = self._tools.ranks.start_all_gather(told), ran
-
-    def _take_in(self, numbers: torch.Tensor, ran: Assignment) -> None:
-        """Learn from an iteration of all ranks: computing, tail and all of it [s], energy [J]."""
-        if ran.choice.paused:
-            return
-        promised = self._frontier.plans[ran.choice.plan]
-        self._pace.add_iteration(
-            time_s=float(numbers[:, 2].max()),
-            energy_j=float(numbers[:, 3].sum()),
-            promised_time_s=promised.time_s,
-            promised_energy_j=promised.energy_j * self._gpus_per_rank,
-        )
-        if self._tools.ranks.topology.data_parallel > 1 and numbers[:, 0].min() > 0:
-            # Whoever reduces last waits for nobody: its tail is what the tail takes.
-            tail_s = numbers[:, 1].min()
-            own_s = [numbers[self._pipelines == pipeline, 0].max() + tail_s for pipeline in range(len(ran.plans))]
-            self._stragglers.update(
-                [float(s / self._frontier.plans[plan].time_s) for s, plan in zip(own_s, ran.plans, strict=True)]
-            )
-
-    def _choose(self) -> Choice:
-        """Decide; on rank 0."""
-        tools, orders = self._tools, self._tools.orders
-        if orders.policy != self._policy:
-            self._policy, self._has_complained = orders.policy, False
-            tools.recorder.event("policy", policy=orders.policy.model_dump(mode="json"))
-        situation = Situation(
-            step=orders.steps,
-            now=datetime.now(timezone.utc),
-            time_ratio=self._pace.time_ratio,
-            power_ratio=self._pace.power_ratio,
-            stopped_s=self._pace.stopped_s,
-            gpus_per_rank=self._gpus_per_rank,
-            running=self._running,
-        )
-        decision = decide(self._policy, self._frontier, situation)
-        if decision.problem and not self._has_complained:
-            self._has_complained = True
-            tools.recorder.event("policy", problem=decision.problem)
-            tools.announce(decision.problem)
-        return Choice(decision.plan, orders.paused, orders.straggler())
-
-    def _assign(self, choice: Choice) -> Assignment:
-        """Give every pipeline its plan, from the next iteration on."""
-        self._running = choice.plan
-        assignment = Assignment.of(self._frontier, choice, self._stragglers.rooms)
-        if self._iterations and assignment == self._assignment:
-            return assignment
-        topology = self._tools.ranks.topology
-        ours = assignment.plans[topology.data_parallel_rank]
-        self.clock_plan = ClockPlan.none()
-        if not choice.paused:
-            forecast = assignment.forecast(self._frontier, topology.tensor_parallel)
-            self.clock_plan = ClockPlan.of_rank(
-                self._frontier.plans[ours], ours, topology.pipeline_rank, forecast, self._frontier.instruction_times_s
-            )
-        straggler = assignment.straggler
-        details = {
-            "plan": choice.plan,
-            "plans": list(assignment.plans),
-            "straggler": straggler.pipeline if straggler else None,
-            "slowdown": round(straggler.slowdown, 3) if straggler else 1.0,
-            "paused": choice.paused,
-        }
-        if self._iterations:
-            self._tools.recorder.event("plan", **details)
-        self._tools.orders.decided = {**details, "t_min_s": self._frontier.t_min_s, "t_star_s": self._frontier.t_star_s}
-        return assignment
-
-    def _drop_pending(self) -> None:
-        if self._pending is not None:
-            self._pending[0].result()
-            self._pending = None
-
-    def _has_drifted(self, seen: Seen, spans: list[Span]) -> bool:
-        """Whether instructions take longer or shorter than profiled; all ranks ask at once."""
-        known = not (seen.failed or self._assignment.choice.paused)  # otherwise clocks are not the plan's
-        ours = self._drift.of_rank(spans, seen.clock) if known else 0.0
-        by_rank = self._tools.ranks.all_gather_numbers([ours])[:, 0]
-        pipelines = [float(by_rank[self._pipelines == n].max()) for n in range(len(self._assignment.plans))]
-        self._tools.recorder.drift = drift = max(pipelines)
-        if not self._drift.has_drifted(pipelines) or self._has_drifted_before:
+    def has_drifted(self, seen: IterationMeasurement, *, profiles_again: bool) -> bool:
+        """Return whether instructions take longer or shorter than profiled, by what all ranks have reported; once."""
+        if seen.reports is None or self._ran is None or math.isnan(seen.reports.of_rank_0.drift):
             return False
-        self._has_drifted_before = True
-        self._tools.recorder.event("drift", drift=round(drift, 4))
-        remedy = "profiling again" if self._again else "the plans no longer fit: profile the job as it is now"
-        self._tools.announce(f"instructions take {drift:.0%} longer or shorter than profiled; {remedy}")
+        pipelines = self._follower.by_pipeline(seen.reports.column("drift"))
+        if not self._drift.has_drifted(pipelines) or self._has_announced_drift:
+            return False
+        self._has_announced_drift = True
+        drift = max(pipelines)
+        self._recorder.event(Drifted(drift=round(drift, 4), profiles_again=profiles_again))
+        remedy = "profiling again" if profiles_again else "the plans no longer fit: profile the job as it is now"
+        self._recorder.say(f"instructions take {drift:.0%} longer or shorter than profiled; {remedy}")
         return True
 
+    def _choose(self) -> PlanChoice:
+        """Decide; on rank 0."""
+        control = self._control
+        if control.policy != self._policy:
+            self._policy, self._has_complained = control.policy, False
+            self._recorder.event(PolicyChanged(policy=control.policy.model_dump(mode="json")))
+        decision = self._follower.decide(self._policy, control.steps, datetime.now(timezone.utc))
+        if decision.problem and not self._has_complained:
+            self._has_complained = True
+            self._recorder.event(PolicyChanged(problem=decision.problem))
+            self._recorder.say(decision.problem)
+        return PlanChoice(decision.plan, control.paused, control.straggler())
 
-def _own_times_s(spans: list[Span]) -> tuple[float, float]:
+    def _change(self, choice: PlanChoice) -> None:
+        """Give every pipeline its plan, from the next iteration on."""
+        assignment = self._follower.assign(choice)
+        if assignment != self._assignment:
+            self._assignment = assignment
+            self._planned = self._under(assignment)
+            self._recorder.event(PlanChosen.model_validate(assignment.status()))
+
+    def _under(self, assignment: Assignment) -> NextIteration:
+        """Return an iteration under these plans."""
+        frontier = self._frontier
+        status = {**assignment.status(), "t_min_s": frontier.t_min_s, "t_star_s": frontier.t_star_s}
+        if assignment.choice.paused:
+            return NextIteration("pause", status=status, progress=self._follower.state)
+        number = assignment.plans[self._topology.data_parallel_rank]
+        return NextIteration(
+            "run",
+            ClockPlan.of_rank(frontier.plans[number], self._topology.pipeline_rank, frontier.instruction_times_s),
+            plan=number,
+            forecast=assignment.forecast(frontier, self._topology.tensor_parallel),
+            status=status,
+            progress=self._follower.state,
+        )
+
+    def _wanted(self, choice: PlanChoice, seen: IterationMeasurement | None = None) -> NextIteration:
+        """Return the next iteration, with what this rank reports of the last one and rank 0 of its decision."""
+        times = self._own_times(seen) if seen is not None else {}
+        return replace(self._planned, reported={**choice.as_reported(), **times})
+
+    def _own_times(self, seen: IterationMeasurement) -> dict[str, float]:
+        """Return the times that this rank reports, where they are asked for."""
+        looks_for_drift = bool(self._frontier.instruction_times_s) and self._iterations % _DRIFT_EVERY == 0
+        if self._topology.data_parallel == 1 and not looks_for_drift:
+            return {}
+        spans = seen.spans()
+        computed_s, tail_s = _computed_and_tail_s(spans)
+        reported = {"computed_s": computed_s, "tail_s": tail_s}
+        if looks_for_drift:
+            known = not (seen.failed or self._ran is None or self._ran.choice.paused)  # else clocks are not the plan's
+            times = self._frontier.instruction_times_s
+            reported["drift"] = drift_of_rank(spans, seen.clock_mhz, times) if known else 0.0
+        return reported
+
+
+def _computed_and_tail_s(spans: list[Span]) -> tuple[float, float]:
     """Return when this rank had computed its last, and how long its tail was, waiting included [s]; 0 if not known."""
-    computed = [span.end_s for span in spans if isinstance(span.operation, Compute) and not _is_tail(span.operation)]
-    tail = [span.end_s for span in spans if isinstance(span.operation, Compute) and _is_tail(span.operation)]
-    last_s = max(computed, default=0.0)
-    return last_s, max(0.0, max(tail, default=last_s) - last_s)
-
-
-def _is_tail(operation: Compute) -> bool:
-    return operation.instruction.kind is Kind.TAIL
+    work = [(span.operation.instruction.kind, span.end_s) for span in spans if isinstance(span.operation, Compute)]
+    last_s = max((end_s for kind, end_s in work if kind is not Kind.TAIL), default=0.0)
+    return last_s, max(0.0, max((end_s for kind, end_s in work if kind is Kind.TAIL), default=last_s) - last_s)

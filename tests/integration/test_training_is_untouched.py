@@ -8,7 +8,7 @@ from job import QUICK_PROFILE, run
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.device.gpu.simulated import DEVICES
+from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.pipeline.schedule import read_schedule, schedule_class
 
 pytestmark = pytest.mark.integration
