@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from perseus_ds.artifacts.frontier import Frontier
     from perseus_ds.artifacts.profile import StageProfile
+    from perseus_ds.engine.pipeline_engine import attach, detach, initialize
     from perseus_ds.optimizer import optimize
     from perseus_ds.pipeline.instruction import Instruction, Kind
     from perseus_ds.pipeline.schedule import read_schedule, schedule_class
@@ -22,6 +23,8 @@ __all__ = [
     "Kind",
     "PerseusRuntime",
     "StageProfile",
+    "attach",
+    "detach",
     "initialize",
     "optimize",
     "read_schedule",
@@ -38,27 +41,16 @@ _MODULES = {
     "read_schedule": "perseus_ds.pipeline.schedule",
     "schedule_class": "perseus_ds.pipeline.schedule",
 }
-
-
-def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """Initialize DeepSpeed, with Perseus if its config has an enabled ``perseus`` block.
-
-    A drop-in for ``deepspeed.initialize``: the same arguments, the same tuple of engine, optimizer,
-    data loader and learning-rate scheduler. Without the block, exactly what DeepSpeed returns.
-
-    Raises:
-        ConfigError: The block is wrong, or the model is not a ``PipelineModule``.
-        VersionError: The installed DeepSpeed is not one that Perseus works with.
-    """
-    from perseus_ds.engine.versions import require_deepspeed
-
-    require_deepspeed()
-    from perseus_ds.engine.pipeline_engine import initialize as initialize_engine
-
-    return initialize_engine(*args, **kwargs)
+_OF_DEEPSPEED = ("attach", "detach", "initialize")
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
+    if name in _OF_DEEPSPEED:
+        from perseus_ds.engine.versions import require_deepspeed
+
+        require_deepspeed()
+        # Now, not when it is called: by then deepspeed.initialize may have been replaced by this function.
+        return getattr(importlib.import_module("perseus_ds.engine.pipeline_engine"), name)
     raise AttributeError(f"module 'perseus_ds' has no attribute {name!r}")

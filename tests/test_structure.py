@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "perseus_ds"
 ROOMS = [
     "__main__",
     "cli",
+    "launch",
     "__init__",
     "engine",
     "runtime",

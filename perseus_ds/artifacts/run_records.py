@@ -135,21 +135,13 @@ class Drifted(Event):
 
 
 class ClockRefused(Event):
-    """A GPU does not reach a clock that its driver has accepted."""
+    """A GPU does not reach a clock that its driver has accepted, or, at default clocks, its highest clock."""
 
     event: Literal["refused"] = "refused"
     rank: int = 0
-    clock_mhz: int | None = None
+    clock_mhz: int | None = Field(None, description="As asked for; None for default clocks.")
     reached_mhz: int | None = None
     reasons: tuple[str, ...] = ()
-
-
-class ClockHeldDown(Event):
-    """A GPU at default clocks runs below its highest clock, for reasons that the driver tells."""
-
-    event: Literal["held_down"] = "held_down"
-    rank: int = 0
-    reasons: tuple[str, ...] = Field((), description="Such as ``sw_power_cap``.")
 
 
 class Failed(Event):

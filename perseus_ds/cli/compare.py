@@ -11,14 +11,12 @@ from perseus_ds.cli.arguments import argument
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Show runs side by side: default clocks, plans, power caps; also as one HTML file (comparison.html)."""
+    """Show runs side by side: default clocks, power limits, plans; also as one HTML file (comparison.html)."""
 
     examples: ClassVar = ("perseus-ds compare runs/default runs/plan", "perseus-ds compare a b baseline=b out=ab.html")
 
     runs: list[Path] = argument("output folders of training runs", word=True)
-    baseline: str | None = argument(
-        "name of the run to compare with; by default the first at default clocks without a power cap", None
-    )
+    baseline: str | None = argument("name of the run to compare with; by default the first at default clocks", None)
     out: Path | None = argument("file to write, or an existing folder for it; by default in this folder", None)
 
 

@@ -53,6 +53,11 @@ class Replay:
                 found.append((stage, Kind.BACKWARD))
         return tuple(found)
 
+    def forget(self) -> None:
+        """Drop what was recorded: the engine goes on with another schedule."""
+        self._tapes.clear()
+        self._unknown.clear()
+
     def record(self, operation: Operation, arguments: dict[str, Any]) -> None:
         """Keep the inputs of an instruction that is about to run, if it is the first of its stage and kind."""
         if not isinstance(operation, Compute) or operation.instruction.micro_batch != 0:

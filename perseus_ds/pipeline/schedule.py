@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -128,23 +128,38 @@ def read_schedule(schedule_class: Callable[..., Any], *, ranks: int, micro_batch
                 f"{name} cannot schedule {micro_batches} micro-batches on {ranks} pipeline ranks: {error}"
             ) from error
         try:
-            streams.append(_stream(commands, rank, ranks))
+            streams.append(read_stream(commands, rank, ranks))
         except ScheduleError as error:
             raise ScheduleError(f"{name}: {error}") from None
     return Schedule(name=name, micro_batches=micro_batches, ranks=tuple(streams))
 
 
-def _stream(commands: list[Any], rank: int, ranks: int) -> tuple[Operation, ...]:
-    reader = CommandReader(rank, ranks, batched=any(type(c).__name__ == "CommitP2P" for c in commands))
+def read_stream(commands: Sequence[Any], rank: int, ranks: int) -> tuple[Operation, ...]:
+    """Return the operations of one rank's commands, in program order.
+
+    Args:
+        commands: Commands of the rank's schedule, in order.
+        rank: Pipeline rank.
+        ranks: Pipeline ranks.
+
+    Raises:
+        ScheduleError: A command is unknown, or a transfer is queued but never launched.
+    """
+    reader = CommandReader(rank, ranks, batched=is_batched(commands))
     stream: list[Operation] = []
     for command in commands:
-        for operation in reader.operations(type(command).__name__, getattr(command, "phase", 0)):
+        for operation in reader.read(command):
             # Reduction and step are several commands but one tail.
             if not stream or stream[-1] != operation:
                 stream.append(operation)
     if reader.queued:
         raise ScheduleError(f"rank {rank} queues a transfer after its last CommitP2P: {reader.queued[0][1]}.")
     return tuple(stream)
+
+
+def is_batched(commands: Iterable[Any]) -> bool:
+    """Return whether sends and receives are only queued until the next ``CommitP2P``."""
+    return any(type(command).__name__ == "CommitP2P" for command in commands)
 
 
 def schedule_class(name: str) -> type:
@@ -215,6 +230,10 @@ class CommandReader:
         self._batched = batched
         self._counts: Counter[tuple[str, int]] = Counter()
         self.queued: list[tuple[bool, Transfer]] = []
+
+    def read(self, command: Any) -> tuple[Operation, ...]:
+        """Return what a command of a schedule does; see :meth:`operations`."""
+        return self.operations(type(command).__name__, getattr(command, "phase", 0))
 
     def operations(self, command: str, phase: int = 0) -> tuple[Operation, ...]:
         """Return the operations of a command; none for a transfer that is only queued.

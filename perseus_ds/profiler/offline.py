@@ -35,6 +35,13 @@ _PEER_FAILED = "a rank that shares this rank's stage could not measure it; see i
 class RepeatableInstructions(Protocol):
     """This rank's instructions, which can be run any number of times."""
 
+    def obstacle(self, agree: Callable[[str | None], str | None]) -> str | None:
+        """Return why they cannot be run again without changing training; None if they can.
+
+        Args:
+            agree: Returns the first reason of all ranks; every rank calls it at the same time.
+        """
+
     def isolated(self) -> AbstractContextManager[None]:
         """Keep what is run inside out of training."""
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perseus_ds.artifacts.run_records import ClockHeldDown
+from perseus_ds.artifacts.run_records import ClockRefused
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.history import History
 from perseus_ds.report.measured import MeasuredPoint, measured_points
 from perseus_ds.report.sources import Sources
 from perseus_ds.report.totals import JobSize
+
+AT_POWER_LIMIT = "default clocks, at a power limit"
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Row:
 
     Attributes:
         run: The run's name.
-        clocks: ``default clocks``, ``power cap`` or the plan.
+        clocks: Default clocks, the same at a power limit, or the plan.
         point: Medians, of the whole job.
         size: How large the job is, as far as its profile says.
         job: The job's fingerprint; None where it is not recorded.
@@ -85,8 +87,8 @@ def compare(runs: Sequence[Sources], baseline: str | None = None) -> Comparison:
 
     Args:
         runs: What was found of each.
-        baseline: Name of the run, or of the row, to compare with; by default the first at default clocks without a
-            power cap.
+        baseline: Name of the run, or of the row, to compare with; by default the first at default clocks, best
+            without a power limit.
 
     Raises:
         ConfigError: Nothing was measured, or there is no such baseline.
@@ -109,21 +111,23 @@ def compare(runs: Sequence[Sources], baseline: str | None = None) -> Comparison:
             f"{', '.join(sorted(jobs))}: another job than {chosen.run} by model, schedule, parallelism, GPU or "
             "versions. What differs may come from that."
         )
-    if any(row.clocks == "power cap" for row in rows):
-        notes.append("power cap: the driver said that it held clocks down to keep to a power limit.")
+    if any(row.clocks == AT_POWER_LIMIT for row in rows):
+        notes.append(
+            f"{AT_POWER_LIMIT}: the driver said that a power limit, its own or one that was set, kept clocks down."
+        )
     return Comparison(tuple(rows), chosen, why, tuple(notes))
 
 
 def _row(run: str, point: MeasuredPoint, history: History, size: JobSize) -> Row:
     capped = point.plan is None and is_capped(history)
-    label = "power cap" if capped else point.label
+    label = AT_POWER_LIMIT if capped else point.label
     return Row(run, label, replace(point, label=f"{run}: {label}"), size, history.job, history.simulated)
 
 
 def is_capped(history: History) -> bool:
-    """Return whether a power limit held the clocks down while the job ran at default clocks."""
-    held = [found.event for found in history.occurrences if isinstance(found.event, ClockHeldDown)]
-    return any("power" in reason for event in held for reason in event.reasons)
+    """Return whether a power limit kept GPUs below their highest clock while the job ran at default clocks."""
+    refusals = [found.event for found in history.occurrences if isinstance(found.event, ClockRefused)]
+    return any(event.clock_mhz is None and any("power" in reason for reason in event.reasons) for event in refusals)
 
 
 def _names(runs: Sequence[Sources]) -> dict[Path, str]:
@@ -138,12 +142,14 @@ def _names(runs: Sequence[Sources]) -> dict[Path, str]:
 
 
 def _baseline(rows: Sequence[Row], wanted: str | None) -> tuple[Row, str]:
-    default = [row for row in rows if row.clocks == "default clocks"]
+    default = [row for row in rows if row.point.plan is None]
+    default.sort(key=lambda row: row.clocks == AT_POWER_LIMIT)
     if wanted is not None:
         of_run = [row for row in rows if wanted in (row.run, row.name)]
         if not of_run:
             raise ConfigError(f"baseline={wanted}: expected one of {', '.join(row.name for row in rows)}.")
         return next((row for row in of_run if row in default), of_run[0]), "as asked for"
     if default:
-        return default[0], "the first at default clocks" if len(default) > 1 else "the only one at default clocks"
+        limited = " without a power limit" if default[-1].clocks == AT_POWER_LIMIT != default[0].clocks else ""
+        return default[0], f"the first at default clocks{limited}"
     return rows[0], "the first; none is at default clocks"

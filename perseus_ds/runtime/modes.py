@@ -51,6 +51,7 @@ def mode_of(
 
 def _observe(job: Job, rank: Rank) -> Phase[None]:
     yield from calibrate(job, rank)
+    rank.clocks.watch_default_clocks()
     yield from observe()
 
 
@@ -64,7 +65,12 @@ def _profile(job: Job, rank: Rank, recorder: Recorder, passes: RepeatableInstruc
     _check_clocks(job, rank, recorder)
     yield from calibrate(job, rank)
     baseline = yield from warm_up(job, rank, keeps_passes=True)
-    yield from profile_offline(job, rank, recorder, baseline, passes)
+    obstacle = passes.obstacle(lambda reason: next(filter(None, rank.communicator.all_gather(reason)), None))
+    if obstacle is None:
+        yield from profile_offline(job, rank, recorder, baseline, passes)
+    else:
+        recorder.say(f"passes cannot be repeated outside of training: {obstacle}. Measuring while training goes on")
+        yield from profile_online(job, rank, recorder, baseline)
     yield from observe()
 
 

@@ -16,7 +16,7 @@ def write_run(folder, phase, time_s, energy_j, *, job="ours", plan=None, events=
 
 @pytest.fixture
 def runs(tmp_path):
-    capped = {"event": "held_down", "rank": 0, "reasons": ["sw_power_cap"]}
+    capped = {"event": "refused", "rank": 0, "clock_mhz": None, "reached_mhz": 1200, "reasons": ["sw_power_cap"]}
     write_run(tmp_path / "planned", "run", 1.01, 850.0, plan=4)
     write_run(tmp_path / "capped", "observe", 1.1, 900.0, events=[capped])
     write_run(tmp_path / "default", "observe", 1.0, 1000.0)
@@ -27,20 +27,23 @@ def compared(folder, *names, baseline=None):
     return compare([find_sources(folder / name) for name in names], baseline)
 
 
-def test_the_first_run_at_default_clocks_without_a_power_cap_is_the_baseline(runs):
+def test_the_first_run_at_default_clocks_without_a_power_limit_is_the_baseline(runs):
     found = compared(runs, "planned", "capped", "default")
-    assert (found.baseline.name, found.why) == ("default: default clocks", "the only one at default clocks")
+    assert (found.baseline.name, found.why) == (
+        "default: default clocks",
+        "the first at default clocks without a power limit",
+    )
     changes = {row.name: (found.time(row), found.energy(row)) for row in found.rows}
     assert changes["planned: plan 4"] == pytest.approx((0.01, -0.15))
-    assert changes["capped: power cap"] == pytest.approx((0.1, -0.1))
+    assert changes["capped: default clocks, at a power limit"] == pytest.approx((0.1, -0.1))
     assert any("power limit" in note for note in found.notes)
 
 
 def test_the_baseline_can_be_chosen_by_its_run(runs):
     found = compared(runs, "planned", "capped", baseline="capped")
-    assert (found.baseline.name, found.why) == ("capped: power cap", "as asked for")
+    assert (found.baseline.name, found.why) == ("capped: default clocks, at a power limit", "as asked for")
     assert found.energy(found.rows[0]) == pytest.approx(850 / 900 - 1)
-    with pytest.raises(ConfigError, match=r"baseline=nobody: expected one of planned: plan 4, capped: power cap"):
+    with pytest.raises(ConfigError, match=r"baseline=nobody: expected one of planned: plan 4, capped: default clocks"):
         compared(runs, "planned", "capped", baseline="nobody")
 
 

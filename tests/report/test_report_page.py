@@ -261,10 +261,11 @@ def test_events_are_told_in_words(tmp_path):
         {"event": "drift", "drift": 0.07, "profiles_again": False},
         {"event": "failure", "rank": 1, "error": "the driver hangs"},
         {"event": "refused", "rank": 2, "clock_mhz": 1410, "reached_mhz": 1380, "reasons": ["sw_power_cap"]},
+        {"event": "refused", "rank": 2, "clock_mhz": None, "reached_mhz": 1300, "reasons": ["sw_power_cap"]},
     ]
     write_log(tmp_path, [*events[:1], record(1, "run", 1.0, 1.0, plan=3), *events[1:]])
     occurrences = read_history(tmp_path).occurrences
-    assert [occurrence.after for occurrence in occurrences] == [0] + [1] * 10
+    assert [occurrence.after for occurrence in occurrences] == [0] + [1] * 11
     assert [event_in_words(occurrence.event) for occurrence in occurrences] == [
         "start in run mode, policy energy_optimal",
         "plan 3, pipeline 1 is 1.2 times as slow, pipelines run 3, 7",
@@ -277,6 +278,7 @@ def test_events_are_told_in_words(tmp_path):
         "times drifted by 7%; the profile stays in use",
         "failure on rank 1: the driver hangs",
         "rank 2's GPU was asked for 1410 MHz and runs at 1380 MHz (sw_power_cap)",
+        "rank 2's GPU at default clocks is kept at 1300 MHz (sw_power_cap)",
     ]
 
 

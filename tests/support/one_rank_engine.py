@@ -44,7 +44,7 @@ class Layer(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.forwards += 1
-        return nn.functional.dropout(self.norm(self.linear(hidden)), 0.1)
+        return nn.functional.dropout(self.norm(self.linear(hidden)), 0.1, self.training)
 
 
 def module(layers: int = 2, layer: type[nn.Module] = Layer, **arguments: Any) -> PipelineModule:
