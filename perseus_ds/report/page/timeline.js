@@ -90,7 +90,7 @@ function panelSvg(panel, index, g) {
       names.push(`<text x="${(x + width / 2).toFixed(1)}" y="${g.y(index, bar.rank) + g.row / 2}" class="${share < 0.42 ? "on-dark" : "on-light"}">${letters}</text>`);
     }
   }
-  // Transfers and loads below, then passes, the critical ones on top.
+  // Transfers and loads first, then instructions, the critical ones last, so that they lie on top.
   const order = ([key]) => (key.startsWith("fixed") ? 0 : 1 + Number(key.endsWith("1")));
   const paths = [...byFill].sort((a, b) => order(a) - order(b)).map(([key, shapes]) => {
     const [fill, critical] = key.split(" ");
