@@ -100,7 +100,7 @@ def compare(runs: Sequence[Sources], baseline: str | None = None) -> Comparison:
             name = names[history.folder]
             points = measured_points([history])
             rows += [_row(name, point, history, found.size) for point in points]
-            if not points:
+            if not points and history.mode != "profile":
                 notes.append(f"{name}: no iterations at default clocks or under a plan whose energy is known.")
     if not rows:
         raise ConfigError(f"Nothing to compare. {' '.join(notes)} Train for some steps more.")

@@ -112,6 +112,8 @@ def _plan(frontier: Frontier, used: int | None, savings: Savings | None) -> Tile
 def _run(totals: RunTotals, factors: Factors) -> Iterator[Tile]:
     mean_w = totals.energy_j / totals.time_s if totals.time_s and not totals.without_energy else None
     parts = [f"{totals.iterations} iterations in {duration(totals.time_s)}"]
+    if totals.gpu_s is not None:
+        parts.append(gpu_hours(totals.gpu_s))
     if mean_w is not None:
         parts.append(f"{watts(mean_w)} on average")
     if totals.without_energy:
