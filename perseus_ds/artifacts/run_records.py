@@ -38,6 +38,7 @@ class IterationRecord(_Record):
     time_s: float = Field(gt=0, description="Iteration time of the slowest rank [s].")
     energy_j: float | None = Field(None, description="Energy of all GPUs of the job [J].")
     energy_by_pipeline_j: tuple[float, ...] | None = Field(None, description="The same by data-parallel pipeline [J].")
+    energy_by_rank_j: tuple[float, ...] | None = Field(None, description="The same by rank [J].")
     predicted_time_s: float | None = Field(None, description="Iteration time by the plans [s].")
     predicted_energy_j: float | None = Field(None, description="Energy of all GPUs by the plans [J].")
     default_time_s: float | None = Field(None, description="Iteration time at default clocks [s].")
@@ -148,11 +149,11 @@ class Drifted(Event):
 
 
 class ClockRefused(Event):
-    """A GPU does not reach a clock that its driver has accepted."""
+    """A GPU does not reach a clock that its driver has accepted, or, at default clocks, its highest clock."""
 
     event: Literal["refused"] = "refused"
     rank: int = 0
-    clock_mhz: int | None = None
+    clock_mhz: int | None = Field(None, description="As asked for; None for default clocks.")
     reached_mhz: int | None = None
     reasons: tuple[str, ...] = ()
 
@@ -207,6 +208,8 @@ def from_line(line: str) -> Record:
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
     if "event" in raw:
+        if raw["event"] == "start":
+            raw.setdefault("schema_version", 1)  # which had no such key
         return _KNOWN.get(str(raw["event"]), Event).model_validate(raw)
     return IterationRecord.model_validate(_with_default_energy(raw))
 

@@ -136,6 +136,11 @@ class ClockController:
         """
         return self._readback.has_settled
 
+    def watch_default_clocks(self) -> None:
+        """Report, like a clock that is not reached, a limit that keeps the GPU down at default clocks."""
+        self._readback.watch_default_clocks()
+        self._put(Flag(self._time))  # so that the worker looks when the next reading is due
+
     @property
     def latency_s(self) -> float:
         """How late a clock follows its request [s]; 0 as long as it is not known."""

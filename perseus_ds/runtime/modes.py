@@ -52,6 +52,7 @@ def mode_of(
 
 def _observe(job: Job, rank: Rank) -> Phase[None]:
     yield from calibrate(job, rank)
+    rank.clocks.watch_default_clocks()
     yield from observe()
 
 

@@ -193,6 +193,7 @@ class Recorder:
             energy_by_pipeline_j=tuple(map(_rounded, np.bincount(self._pipeline_of_rank, energies_j)))
             if has_energy
             else None,
+            energy_by_rank_j=tuple(map(_rounded, energies_j)) if has_energy else None,
             predicted_time_s=forecast and _rounded(forecast.time_s),
             predicted_energy_j=forecast and _rounded(forecast.energy_j),
             default_time_s=forecast and _rounded(forecast.default_time_s),
