@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from perseus_ds.engine.pipeline_engine import attach, detach, initialize
+    from perseus_ds.pipeline.commands import register_command
     from perseus_ds.runtime.runtime import PerseusRuntime
 
-__all__ = ["PerseusRuntime", "attach", "detach", "initialize"]
+__all__ = ["PerseusRuntime", "attach", "detach", "initialize", "register_command"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,6 +20,10 @@ def __getattr__(name: str) -> Any:
         from perseus_ds.runtime.runtime import PerseusRuntime
 
         return PerseusRuntime
+    if name == "register_command":
+        from perseus_ds.pipeline.commands import register_command
+
+        return register_command
     if name in ("attach", "detach", "initialize"):
         from perseus_ds.engine.versions import require_deepspeed
 

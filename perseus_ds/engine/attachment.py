@@ -15,8 +15,8 @@ from perseus_ds.config import PerseusConfig
 from perseus_ds.engine.engine_job import commands_of, make_runtime
 from perseus_ds.engine.replay import Replay
 from perseus_ds.engine.watched_schedule import watched
+from perseus_ds.pipeline.commands import CommandReader, is_batched
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import CommandReader, is_batched
 from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.runtime.runtime import PerseusRuntime
 

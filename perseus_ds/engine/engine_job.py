@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib.metadata
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,10 +17,13 @@ from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.distributed import Communicator, PipelineTopology
 from perseus_ds.engine.replay import Replay
 from perseus_ds.errors import PerseusError
-from perseus_ds.pipeline.schedule import Operation, Schedule, read_stream
+from perseus_ds.pipeline.commands import read_stream
+from perseus_ds.pipeline.schedule import Operation, Other, Schedule
 from perseus_ds.runtime.devices import execution_on, open_gpu
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
+
+logger = logging.getLogger("perseus_ds")
 
 
 def make_runtime(engine: Any, config: PerseusConfig, pipe_schedule: Any, replay: Replay) -> PerseusRuntime:
@@ -73,8 +78,21 @@ def _schedule_of_all_ranks(communicator: Communicator, engine: Any, pipe_schedul
 
     communicator.together(read)
     streams = communicator.all_gather(stream[0])
+    if communicator.is_first:
+        _name_unknown_commands(streams)
     pipeline = tuple(streams[rank] for rank in communicator.topology.pipeline)
     return Schedule(schedule_name(pipe_schedule), engine.micro_batches, pipeline)
+
+
+def _name_unknown_commands(streams: Sequence[Sequence[Operation]]) -> None:
+    unknown = sorted({operation.command for stream in streams for operation in stream if isinstance(operation, Other)})
+    if unknown:
+        logger.warning(
+            "perseus: the schedule has commands that perseus-ds does not know: %s. They run as they are, at the clock "
+            'of their neighbours. perseus_ds.register_command("%s", kind="…") says what one of them does.',
+            ", ".join(unknown),
+            unknown[0],
+        )
 
 
 def schedule_name(pipe_schedule: Any) -> str:

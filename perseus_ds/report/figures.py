@@ -21,7 +21,14 @@ from perseus_ds.report.savings import Reference
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#5F6B7A"
 STAGE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, "#E69F00", "#56B4E9", GREY, "#000000")
-KIND_DASHES = {Kind.FORWARD: "solid", Kind.BACKWARD: "dash", Kind.RECOMPUTE: "dashdot", Kind.TAIL: "dot"}
+KIND_DASHES = {
+    Kind.FORWARD: "solid",
+    Kind.BACKWARD: "dash",
+    Kind.RECOMPUTE: "dashdot",
+    Kind.TAIL: "dot",
+    Kind.BACKWARD_INPUT: "longdash",
+    Kind.BACKWARD_WEIGHT: "longdashdot",
+}
 _PHASES = {
     "run": (BLUE, "circle"),
     "observe": (ORANGE, "square"),

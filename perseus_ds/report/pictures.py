@@ -29,7 +29,13 @@ _CHARACTER = 0.009
 """Width of a character in a bar, as a fraction of the time axis."""
 _LOW, _HIGH = 0.5, 0.82
 """Heights of bars: forwards are low, so that they tell from backwards where there is no room for text."""
-_LETTER = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.RECOMPUTE: "R"}
+_LETTER = {
+    Kind.FORWARD: "F",
+    Kind.BACKWARD: "B",
+    Kind.RECOMPUTE: "R",
+    Kind.BACKWARD_INPUT: "I",
+    Kind.BACKWARD_WEIGHT: "W",
+}
 
 
 def frontier_picture(

@@ -14,7 +14,14 @@ from perseus_ds.profiler.denoise import estimate_all
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#767676", "#000000")
-_STYLES = {Kind.FORWARD: ("-", "o"), Kind.BACKWARD: ("--", "s"), Kind.TAIL: (":", "^"), Kind.RECOMPUTE: ("-.", "v")}
+_STYLES = {
+    Kind.FORWARD: ("-", "o"),
+    Kind.BACKWARD: ("--", "s"),
+    Kind.TAIL: (":", "^"),
+    Kind.RECOMPUTE: ("-.", "v"),
+    Kind.BACKWARD_INPUT: ("--", "<"),
+    Kind.BACKWARD_WEIGHT: ("--", ">"),
+}
 _MOST_STAGES = len(_COLOURS)
 
 
