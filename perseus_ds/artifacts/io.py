@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import PerseusError
-
-_LONGEST_VALUE = 80
 
 
 class FileModel(BaseModel):
@@ -66,12 +65,9 @@ def validated(
     """Check the contents of a JSON file against its schema.
 
     Raises:
-        PerseusError: As ``error_class``; the message names the file and the first wrong key.
+        PerseusError: As ``error_class``; the message names the file and the wrong keys.
     """
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        got = repr(first["input"])[:_LONGEST_VALUE]
-        raise error_class(f"{path}: {key}: {first['msg']} (got {got}). {remedy}".rstrip()) from None
+        raise error_class(f"{explain(error, model, f'{path}: ')} {remedy}".rstrip()) from None

@@ -40,7 +40,7 @@ class ClockOptions:
         return self.energy_j - blocking_power_w * self.time_s
 
     def pareto(self, blocking_power_w: float) -> ClockOptions:
-        """Return the options for which none is both as fast and as frugal, by rising time: the fastest first."""
+        """Return the options that no other one beats in both time and effective energy, the fastest first."""
         cost = self.effective_energy_j(blocking_power_w)
         kept: list[int] = []
         for index in np.lexsort((-self.clock_mhz, cost, self.time_s)):
@@ -92,7 +92,7 @@ class StageProfile:
 
     @classmethod
     def load(cls, path: Path | str) -> StageProfile:
-        """Read ``profile.csv`` and, when it lies beside it, ``profile.json``.
+        """Read ``profile.csv`` and, if it is in the same folder, ``profile.json``.
 
         Rows that differ in an extra column ``rank``, ``dp_rank`` or ``tp_rank`` (Merak's) are
         combined: the slowest rank's time, the mean energy.
@@ -120,12 +120,12 @@ class StageProfile:
         return profile
 
     def save(self, path: Path | str) -> None:
-        """Write ``profile.csv`` and ``profile.json`` beside it, each complete or not at all."""
+        """Write ``profile.csv``, and ``profile.json`` in the same folder, each complete or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [",".join(COLUMNS)]
         lines += [f"{m.stage},{m.kind},{m.clock_mhz},{m.time_s!r},{m.energy_j!r}" for m in self.measurements]
-        # A profile.csv that exists always belongs to the profile.json beside it.
+        # A profile.csv that exists always belongs to the profile.json in its folder.
         path.unlink(missing_ok=True)
         write_atomically(path.with_suffix(".json"), self.info.model_dump_json(indent=2) + "\n")
         write_atomically(path, "\n".join(lines) + "\n")

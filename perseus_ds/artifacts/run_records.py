@@ -99,6 +99,13 @@ class ProfileWritten(Event):
     spent_j: float | None = Field(None, description="Energy spent outside of training [J].")
 
 
+def against_default_clocks(extra_s: float, extra_j: float) -> str:
+    """Return how much more or less time and energy iterations took than at default clocks, in words."""
+    parts = [(abs(extra_s), "s", extra_s < 0), (abs(extra_j), "J", extra_j < 0)]
+    words = " and ".join(f"{amount:.4g} {unit} {'less' if less else 'more'}" for amount, unit, less in parts)
+    return f"{words} than at default clocks"
+
+
 class PlanChosen(Event):
     """Pipelines run under other plans from the next iteration on."""
 

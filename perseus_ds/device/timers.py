@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from perseus_ds.device.clock_controller import Moment
 from perseus_ds.device.gpu.device_models import MEMORY_BOUND
 from perseus_ds.device.gpu.simulated import SimulatedGpu
+from perseus_ds.device.moments import CudaEvent, CudaMoment, CudaOrigin, Moment, PassedMoment
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Operation
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -47,13 +47,13 @@ class Execution(Protocol):
         """Let the calling thread use the device that operations run on."""
 
     def start_iteration(self) -> None:
-        """Forget earlier spans; times count from here."""
+        """Drop earlier spans; times count from here."""
 
-    def begin(self, operation: Operation) -> Moment | None:
-        """The operation is about to be issued; returns the moment it begins on the device, None if that is now."""
+    def begin(self, operation: Operation) -> Moment:
+        """Note that the operation is about to be issued; returns the moment at which it begins on the device."""
 
-    def end(self, operation: Operation) -> Moment | None:
-        """The operation was issued; returns the moment it is done on the device, None if that is now."""
+    def end(self, operation: Operation) -> Moment:
+        """Note that the operation was issued; returns the moment at which it ends on the device."""
 
     def wait(self) -> None:
         """Wait until the device has done all that was issued."""
@@ -85,13 +85,14 @@ class HostExecution:
         self._marks = []
         self._origin_s = self._time.now_s()
 
-    def begin(self, operation: Operation) -> Moment | None:
+    def begin(self, operation: Operation) -> Moment:
         self._began_s = self._time.now_s()
-        return None
+        return PassedMoment(self._began_s)
 
-    def end(self, operation: Operation) -> Moment | None:
-        self._marks.append((operation, self._began_s, self._time.now_s()))
-        return None
+    def end(self, operation: Operation) -> Moment:
+        ended_s = self._time.now_s()
+        self._marks.append((operation, self._began_s, ended_s))
+        return PassedMoment(ended_s)
 
     def wait(self) -> None:
         """Nothing is outstanding."""
@@ -102,15 +103,6 @@ class HostExecution:
     def spans(self) -> list[Span]:
         origin_s = self._origin_s
         return [Span(operation, began_s - origin_s, ended_s - origin_s) for operation, began_s, ended_s in self._marks]
-
-
-class CudaEvent(Moment, Protocol):
-    """The part of ``torch.cuda.Event`` that is used."""
-
-    def record(self) -> object: ...
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Return the time from this event to another [ms]."""
 
 
 class Cuda(Protocol):
@@ -132,30 +124,32 @@ class CudaExecution:
     Args:
         device: Where the rank's tensors live.
         cuda: Makes events and waits for them.
+        timebase: The host's clock.
     """
 
-    def __init__(self, device: torch.device, cuda: Cuda = torch.cuda) -> None:
+    def __init__(self, device: torch.device, cuda: Cuda = torch.cuda, timebase: Timebase = REAL_TIME) -> None:
         self._cuda = cuda
+        self._time = timebase
         self._device = cuda.current_device() if device.index is None else device.index
         self._marks: list[tuple[Operation, CudaEvent, CudaEvent]] = []
-        self._origin = self._record()
-        self._began = self._origin
+        self._origin = CudaOrigin(self._record(), None, timebase)
+        self._began = self._origin.event
 
     def use_device(self) -> None:
         self._cuda.set_device(self._device)
 
     def start_iteration(self) -> None:
         self._marks = []
-        self._origin = self._record()
+        self._origin = CudaOrigin(self._record(), self._origin, self._time)
 
-    def begin(self, operation: Operation) -> Moment | None:
+    def begin(self, operation: Operation) -> Moment:
         self._began = self._record()
-        return self._began
+        return CudaMoment(self._began, self._origin)
 
-    def end(self, operation: Operation) -> Moment | None:
-        done = self._record()
-        self._marks.append((operation, self._began, done))
-        return done
+    def end(self, operation: Operation) -> Moment:
+        ended = self._record()
+        self._marks.append((operation, self._began, ended))
+        return CudaMoment(ended, self._origin)
 
     def wait(self) -> None:
         self._cuda.synchronize()
@@ -163,14 +157,17 @@ class CudaExecution:
     def elapsed_s(self) -> float:
         now = self._record()
         self.wait()
-        return self._origin.elapsed_time(now) / 1e3
+        return self._since_origin_s(now)
 
     def spans(self) -> list[Span]:
         self.wait()
         return [
-            Span(operation, self._origin.elapsed_time(began) / 1e3, self._origin.elapsed_time(ended) / 1e3)
+            Span(operation, self._since_origin_s(began), self._since_origin_s(ended))
             for operation, began, ended in self._marks
         ]
+
+    def _since_origin_s(self, event: CudaEvent) -> float:
+        return self._origin.event.elapsed_time(event) / 1e3
 
     def _record(self) -> CudaEvent:
         # Blocking: a thread that waits for it, the clocks' thread, sleeps instead of occupying a core.
@@ -180,15 +177,15 @@ class CudaExecution:
 
 
 class SimulatedExecution(HostExecution):
-    """Instructions computed for real, then waited for until the simulated GPU has done the same work.
+    """Instructions that are computed for real and end when the simulated GPU has done the same work.
 
     How much work an instruction is, relative to the others, follows from the floating-point
     operations its kernels did the first time it ran. Until :meth:`calibrate`, nothing is stretched.
 
     Args:
         gpu: The simulated GPU.
-        transfer_s: What a transfer takes, beyond what it takes for real, once both sides are there [s].
-        tail_s: What gradient reduction and optimizer step take at the top clock, beyond what they take for real [s].
+        transfer_s: Time of a transfer once both sides have arrived, in addition to the real one [s].
+        tail_s: Time of gradient reduction and optimizer step at the top clock, in addition to the real one [s].
         timebase: The time the GPU lives in.
     """
 
@@ -217,7 +214,7 @@ class SimulatedExecution(HostExecution):
         super().start_iteration()
         self._tail_done = False
 
-    def begin(self, operation: Operation) -> Moment | None:
+    def begin(self, operation: Operation) -> Moment:
         if _is_pass(operation):
             self._gpu.begin_work()
             if _key(operation) not in self._flops:
@@ -225,7 +222,7 @@ class SimulatedExecution(HostExecution):
                 self._counter.__enter__()  # type: ignore[no-untyped-call]
         return super().begin(operation)
 
-    def end(self, operation: Operation) -> Moment | None:
+    def end(self, operation: Operation) -> Moment:
         if _is_pass(operation):
             if self._counter is not None:
                 self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator
 
 from perseus_ds.artifacts.frontier import Frontier
 
@@ -19,7 +19,16 @@ class SlowdownPolicy(_Policy):
     """At most so much slower than the fastest iteration."""
 
     name: Literal["slowdown"] = "slowdown"
-    max_slowdown: float = Field(0.0, ge=0, allow_inf_nan=False, description="As a fraction of T_min.")
+    max_slowdown: float = Field(0.0, ge=0, allow_inf_nan=False, description="As a fraction of T_min, below 1.")
+
+    @field_validator("max_slowdown")
+    @classmethod
+    def _is_a_fraction(cls, value: float) -> float:
+        if value >= 1:
+            meant = value - 1 if 1 < value < 2 else value / 100
+            question = f"; was {meant:.4g} meant, {100 * meant:.4g} % slower?" if meant < 1 else ""
+            raise ValueError(f"expected a fraction below 1, got {value:g}{question}")
+        return value
 
 
 class DeadlinePolicy(_Policy):

@@ -80,7 +80,7 @@ class CounterLog:
         Args:
             start_s: From when [s].
             end_s: Until when [s].
-            at_least_s: How long power must be averaged before one value does not depend on the next [s].
+            at_least_s: The time over which to average power so that one value does not depend on the next [s].
 
         Raises:
             GpuError: The counter was refreshed fewer than three times in between.

@@ -25,9 +25,9 @@ _SAVING_PER_STEP = 0.01
 _SLOWED = 1.1
 _RISES_TO_STOP = 5
 # A clock is measured if it might save plans this fraction of the energy of all instructions.
-_SMALLEST_PROMISE = 0.0005
+_SMALLEST_GAIN = 0.0005
 _BATCH = 2
-# Promises assume that a clock is better than estimated by this many standard deviations.
+# Possible gains assume that a clock is better than estimated by this many standard deviations.
 _OPTIMISM = 1.5
 
 
@@ -145,25 +145,25 @@ class AdaptiveSampler:
             return []
         candidates = [c for c in self._clocks if c not in self._asked and c > min(self._asked)]
         chosen: list[int] = []
-        promise = self._promises(candidates)
-        while promise and len(chosen) < _BATCH:
-            best = max(promise, key=lambda clock: promise[clock])
+        gain = self._possible_gains(candidates)
+        while gain and len(chosen) < _BATCH:
+            best = max(gain, key=lambda clock: gain[clock])
             # A fit to few rows has error bars that are too small, so half of the budget is used in any case.
-            if promise[best] < _SMALLEST_PROMISE and 2 * len(self._asked) >= self._budget:
+            if gain[best] < _SMALLEST_GAIN and 2 * len(self._asked) >= self._budget:
                 break
             chosen.append(best)
             # The next one lies in another gap between measured clocks.
             below = max(c for c in self._asked if c < best)
             above = min(c for c in self._asked if c > best)
-            promise = {c: p for c, p in promise.items() if not below < c < above}
+            gain = {c: p for c, p in gain.items() if not below < c < above}
         return chosen
 
-    def _promises(self, candidates: Sequence[int]) -> dict[int, float]:
+    def _possible_gains(self, candidates: Sequence[int]) -> dict[int, float]:
         """Return how much each clock may improve plans, as a fraction of the energy of all instructions."""
         fitted = estimate_all(StageProfile(self._rows), candidates)
         rows = {(row.stage, row.kind, row.clock_mhz): row for row in fitted.info.rows}
         total_j = sum(m.energy_j for m in self._rows if m.clock_mhz == max(self._sums))
-        promises: dict[int, float] = defaultdict(float)
+        gains: dict[int, float] = defaultdict(float)
         for stage, kind in fitted.keys:
             options = fitted.options(stage, kind)
             cost_j = options.effective_energy_j(self._blocking_power_w)
@@ -174,8 +174,8 @@ class AdaptiveSampler:
                 row = rows.get((stage, kind, clock))
                 error_j = (row.energy_relative_error or 0.0) * options.energy_j[number] if row else 0.0
                 gain_j = hull_j(float(options.time_s[number])) - cost_j[number] + _OPTIMISM * error_j
-                promises[clock] += max(0.0, float(gain_j)) / total_j
-        return dict(promises)
+                gains[clock] += max(0.0, float(gain_j)) / total_j
+        return dict(gains)
 
 
 class _LowerHull:

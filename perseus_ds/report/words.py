@@ -14,6 +14,7 @@ from perseus_ds.artifacts.run_records import (
     PolicyChanged,
     ProfileWritten,
     Started,
+    against_default_clocks,
 )
 
 
@@ -48,9 +49,11 @@ def event_in_words(event: Event) -> str:
 
 
 def _profile(event: ProfileWritten) -> str:
-    costs = [(event.lost_s, "s"), (event.spent_s, "s"), (event.lost_j, "J"), (event.spent_j, "J")]
-    cost = " and ".join(f"{value:g} {unit}" for value, unit in costs if value is not None)
-    return "profile written" + (f", which cost {cost}" if cost else "")
+    if event.lost_s is not None and event.lost_j is not None:
+        return f"profile written; its iterations took {against_default_clocks(event.lost_s, event.lost_j)}"
+    spent = [(event.spent_s, "s"), (event.spent_j, "J")]
+    took = " and ".join(f"{value:.4g} {unit}" for value, unit in spent if value is not None)
+    return "profile written" + (f"; measuring took {took}" if took else "")
 
 
 def _policy(policy: Mapping[str, Any]) -> str:

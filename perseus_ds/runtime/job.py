@@ -16,6 +16,7 @@ from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.runtime.cache import cache_key
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Rank:
         clocks: Sets the GPU's clock.
         timers: Times operations on the GPU.
         device: Where the engine's tensors live.
+        timebase: The time that the rank lives in.
     """
 
     communicator: Communicator
@@ -77,3 +79,4 @@ class Rank:
     clocks: ClockController
     timers: Execution
     device: torch.device
+    timebase: Timebase = REAL_TIME

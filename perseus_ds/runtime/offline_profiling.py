@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from tqdm import tqdm
@@ -35,13 +34,13 @@ def profile_offline(
         OSError: On all ranks, if rank 0 could not write.
     """
     tail = yield from _measure_tail(job, rank, recorder, baseline)
-    begin_s, begin_j = time.monotonic(), _energy_j(rank)
+    begin_s, begin_j = rank.timebase.now_s(), _energy_j(rank)
     try:
         with passes.isolated():
             _measure(job, rank, recorder, baseline, passes=passes, tail=tail)
     finally:
         rank.clocks.request(None)
-    spent_s = time.monotonic() - begin_s
+    spent_s = rank.timebase.now_s() - begin_s
     spent_j = float(rank.communicator.all_gather_numbers([_energy_j(rank) - begin_j]).sum())
     recorder.profile_written(job.profile_path, spent_s=spent_s, spent_j=spent_j)
     recorder.say(f"wrote {job.profile_path}; measuring took {spent_s:.0f} s and {spent_j:.0f} J")
@@ -97,6 +96,7 @@ def _measure(
         config=settings,
         blocking_power_w=baseline.info.blocking_power_w or 0.0,
         counter_period_s=baseline.counter_period_s,
+        timebase=rank.timebase,
     )
     most = most_clocks(settings, len(clocks_to_choose_from(rank.gpu, settings)))
     longest_s = most * communicator.all_max(len(passes.instructions)) * settings.max_window_s

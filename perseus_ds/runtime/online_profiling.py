@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.artifacts.run_records import against_default_clocks
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.device.timers import Span
 from perseus_ds.errors import GpuError, ProfileError
@@ -83,8 +83,8 @@ def profile_online(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline)
         lost_j=cost.lost_j,
     )
     recorder.say(
-        f"wrote {job.profile_path} after {cost.iterations} profiled iterations, which took {cost.lost_s:+.1f} s and "
-        f"{cost.lost_j:+.0f} J against iterations at default clocks"
+        f"wrote {job.profile_path} after {cost.iterations} profiled iterations, which took "
+        f"{against_default_clocks(cost.lost_s, cost.lost_j)}"
     )
 
 
@@ -95,7 +95,7 @@ def measure_clocks(rank: Rank, baseline: Baseline, source: ClockSource) -> Phase
         PerseusError: On all ranks, if one could not measure.
     """
     iterations, lost_s, lost_j = 0, 0.0, 0.0
-    measurement = _OnlineMeasurement(rank.gpu, baseline)
+    measurement = _OnlineMeasurement(rank, baseline)
     with measurement.log:
         while clocks := source.next_clocks():
             for seen in (yield from _one_batch(measurement, clocks)):
@@ -140,8 +140,8 @@ class _OnlineMeasurement:
         log: Watches the energy counter.
     """
 
-    def __init__(self, gpu: Gpu, baseline: Baseline) -> None:
-        self.log = CounterLog(gpu)
+    def __init__(self, rank: Rank, baseline: Baseline) -> None:
+        self.log = CounterLog(rank.gpu, rank.timebase)
         self._profiler = OnlineProfiler(baseline.info.blocking_power_w or 0.0)
         self._refreshes: Counter[int] = Counter()
         self._iterations: Counter[int] = Counter()

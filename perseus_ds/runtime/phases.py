@@ -54,7 +54,7 @@ class IterationMeasurement:
 
     Attributes:
         spans: Waits for the device and returns the operations.
-        start_s: When it began, on ``time.perf_counter`` [s].
+        start_s: When it began, in the rank's timebase [s].
         time_s: How long it took [s].
         energy_j: Of this rank's GPU [J].
         clock_mhz: Clock that was asked for around each instruction; empty without a plan [MHz].

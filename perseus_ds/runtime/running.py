@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -24,6 +25,7 @@ from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Phase, Resumed
 from perseus_ds.runtime.recorder import Recorder
 
+logger = logging.getLogger("perseus_ds")
 _DRIFT_EVERY = 10
 
 
@@ -124,8 +126,7 @@ class _Running:
     def resumed(self, checkpoint: Resumed) -> NextIteration:
         """Go on where a checkpoint was saved; all ranks do so at once."""
         self._ran = None
-        progress = dict(checkpoint.progress)
-        plan = self._follower.restore(progress) if progress else None
+        plan = self._restored_plan(checkpoint)
 
         def as_before() -> PlanChoice:
             if plan is None:
@@ -135,6 +136,16 @@ class _Running:
         choice = self._communicator.from_first(as_before)
         self._change(choice)
         return self._wanted(choice)
+
+    def _restored_plan(self, checkpoint: Resumed) -> int | None:
+        """Return the plan that the policy asked for when the checkpoint was saved; None where it does not say."""
+        if not checkpoint.progress:
+            return None
+        try:
+            return self._follower.restore(checkpoint.progress)
+        except (KeyError, TypeError, ValueError) as error:  # saved by another version
+            logger.warning("perseus: the checkpoint's progress under plans cannot be read (%r); it is ignored.", error)
+            return None
 
     def next(self, seen: IterationMeasurement) -> NextIteration:
         """Take in an iteration, and what all ranks have reported of the one before; return the next one."""

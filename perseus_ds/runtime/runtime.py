@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
@@ -34,6 +33,7 @@ from perseus_ds.runtime.operation_hooks import OperationHooks, OperationScope
 from perseus_ds.runtime.phases import IterationMeasurement, NextIteration
 from perseus_ds.runtime.recorder import Monitor, Recorder
 from perseus_ds.runtime.supervision import DRIVER_HANGS_S, Supervision
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
 _IDLE_S = 2.0
@@ -43,9 +43,8 @@ _PROFILED = ("observe", "run", "pause")
 class PerseusRuntime:
     """Perseus on one rank, driven by whoever executes the schedule.
 
-    ``iteration()`` surrounds a training iteration and ``operation()`` each of its operations; outside of
-    an iteration, operations are not noticed. Between two iterations the clock is the next one's first
-    already; it is the default after two seconds, within ``paused()``, and from ``close()`` on.
+    ``iteration()`` surrounds a training iteration and ``operation()`` each of its operations. Between two iterations
+    the clock is the next one's first; it is the default after 2 s, within ``paused()``, and from ``close()`` on.
     """
 
     def __init__(
@@ -59,6 +58,7 @@ class PerseusRuntime:
         passes: RepeatableInstructions | None = None,
         monitor: Monitor | None = None,
         steps_per_print: int | None = None,
+        timebase: Timebase = REAL_TIME,
     ) -> None:
         """Check everything that can be checked before training starts; every rank must do so at once.
 
@@ -71,6 +71,7 @@ class PerseusRuntime:
             passes: This rank's passes, to be repeated for profiling; None where they cannot be.
             monitor: DeepSpeed's monitor.
             steps_per_print: How often to print an iteration; None for never.
+            timebase: The time that the rank lives in.
 
         Raises:
             PerseusError: On all ranks, what went wrong on one.
@@ -86,8 +87,9 @@ class PerseusRuntime:
         self._failed = False
         if config.mode != "observe":
             communicator.together(gpu.check_lock_permission)
-        clocks = ClockController(gpu, self._fail, self._refused, timers.use_device)
-        self._rank = Rank(communicator, gpu, DriverCall(DRIVER_HANGS_S), clocks, timers, device)
+        clocks = ClockController(gpu, self._fail, self._refused, timers.use_device, timebase)
+        driver = DriverCall(DRIVER_HANGS_S, timebase)
+        self._rank = Rank(communicator, gpu, driver, clocks, timers, device, timebase)
         self._hooks = OperationHooks(timers, clocks, communicator)
         self._recorder = Recorder(
             communicator, job.output_dir, simulated=gpu.simulated, monitor=monitor, steps_per_print=steps_per_print
@@ -165,7 +167,7 @@ class PerseusRuntime:
         self._hooks.prepare(plan, aligns_tail=self.next.aligns_tail and self._has_tail)
         energy_j = self._energy_j()
         self._timers.start_iteration()
-        start_s = time.perf_counter()
+        start_s = self._rank.timebase.now_s()
         self._in_iteration = True
         try:
             yield
@@ -176,7 +178,7 @@ class PerseusRuntime:
         seen = IterationMeasurement(
             self._timers.spans,
             start_s,
-            time.perf_counter() - start_s,
+            self._rank.timebase.now_s() - start_s,
             self._energy_j() - energy_j,
             self._hooks.requested.clock,
             (self._failed or self._closed),
@@ -242,15 +244,15 @@ class PerseusRuntime:
                 policy that the config has changed since is the config's.
             steps: Steps done, where somebody else counts them.
         """
-        same_policy = self._control.restore(state, steps)
-        self._driver.resume(state.get("progress") or {} if same_policy else {})
+        progress = state.get("progress") if self._control.restore(state, steps) else None
+        self._driver.resume(progress or {})
 
     def close(self) -> None:
         """Restore the default clock and stop; harmless when called again, or in a forked process.
 
         Iterations may follow, as in a job that catches SIGTERM and goes on: at default clocks, without energies.
         """
-        if self._supervision.is_forked:  # a copy of an engine may be collected there; the clock is its parent's
+        if self._supervision.is_forked:  # the clock is its parent's
             return
         unfinished = not self._closed and self._job.config.mode == "profile" and not self.profiled
         self._closed = True

@@ -102,17 +102,17 @@ def _counter_and_blocking_power(rank: Rank) -> tuple[float, float]:
     Raises:
         GpuError: On all ranks, if it cannot be told on one.
     """
-    communicator, gpu = rank.communicator, rank.gpu
+    communicator, gpu, timebase = rank.communicator, rank.gpu, rank.timebase
     period_s, power_w = 0.0, 0.0
     problem: GpuError | None = None
     try:
-        period_s = rank.driver.call(lambda: counter_period_s(gpu, _SHORT_WINDOW_S) or 0.0)
-        period_s = period_s or rank.driver.call(lambda: counter_period_s(gpu) or 0.0)
+        period_s = rank.driver.call(lambda: counter_period_s(gpu, _SHORT_WINDOW_S, timebase) or 0.0)
+        period_s = period_s or rank.driver.call(lambda: counter_period_s(gpu, timebase=timebase) or 0.0)
     except GpuError as error:
         problem = error
     window_s = max(_BLOCKING_WINDOW_S, _REFRESHES * communicator.all_max(period_s))
     try:
-        power_w = measure_blocking_power_w(gpu, communicator.topology, rank.device, window_s)
+        power_w = measure_blocking_power_w(gpu, communicator.topology, rank.device, window_s, timebase)
     except GpuError as error:
         problem = problem or error
     for found in communicator.all_gather(problem):

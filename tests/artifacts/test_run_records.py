@@ -12,6 +12,7 @@ from perseus_ds.artifacts.run_records import (
     IterationRecord,
     PlanChosen,
     Started,
+    against_default_clocks,
     from_line,
     read_records,
     to_line,
@@ -35,6 +36,10 @@ ITERATION = IterationRecord(iteration=3, phase="run", plan=1, time_s=2.0, energy
 )
 def test_a_record_is_read_as_it_was_written(record):
     assert from_line(to_line(record)) == record
+
+
+def test_what_iterations_did_not_need_is_said_without_a_negative_figure():
+    assert against_default_clocks(1.5, -20.0) == "1.5 s more and 20 J less than at default clocks"
 
 
 def test_savings_and_lateness_follow_from_what_is_stored_and_are_not_stored():

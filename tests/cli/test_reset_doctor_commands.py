@@ -145,6 +145,34 @@ def test_doctor_reports_a_missing_driver(stub_nvml_here: StubNvml, capsys: Outpu
     assert "kernel driver is not loaded" in text
 
 
+def test_doctor_without_a_gpu_says_that_simulated_ones_will_do_and_what_real_ones_need(
+    stub_nvml_here: StubNvml, capsys: Output
+) -> None:
+    stub_nvml_here.fail("init", "driver_not_loaded")
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.endswith("\nThis machine is ready for simulated GPUs; for real ones solve: NVML.\n")
+
+
+def test_doctor_for_simulated_gpus_looks_at_no_real_one(stub_nvml_here: StubNvml, capsys: Output) -> None:
+    stub_nvml_here.fail("init", "driver_not_loaded")
+    assert main(["doctor", "device=simulated"]) == 0
+    output = capsys.readouterr().out
+    assert "NVML" not in output
+    assert output.endswith("\nThis machine is ready for simulated GPUs.\n")
+
+
+def test_doctor_for_zeusd_needs_zeusd_but_not_the_permission_to_lock(
+    stub_nvml_here: StubNvml, capsys: Output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for gpu in stub_nvml_here.gpus:
+        gpu.fail("set_locked", "no_permission")
+    monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
+    assert main(["doctor", "device=zeus", "lock=true"]) == 1
+    assert capsys.readouterr().out.endswith("for real ones solve: zeusd.\n")
+    assert main(["doctor", "device=nvml", "lock=true"]) == 1
+    assert capsys.readouterr().out.endswith("for real ones solve: lock.\n")
+
+
 def test_doctor_finds_zeusd(
     stub_nvml_here: StubNvml, capsys: Output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from virtual_time import VirtualTime
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.device.gpu.simulated import SimulatedGpu
+from perseus_ds.device.moments import PassedMoment
 from perseus_ds.errors import GpuError
 from perseus_ds.timebase import Flag
 
@@ -56,6 +57,15 @@ class LaterMoment:
 
     def __init__(self, now):
         self.passed = Flag(now)
+        self._time = now
+        self._passed_s = None
+
+    def pass_now(self):
+        self._passed_s = self._time.now_s()
+        self.passed.set()
+
+    def passed_s(self):
+        return self._passed_s
 
     def synchronize(self):
         self.passed.wait(1000.0)
@@ -147,7 +157,7 @@ def test_a_clock_waits_for_the_gpus_own_progress(clocks, gpu, now):
     clocks.request(1110, after=moment)
     now.sleep(A_WHILE_S)
     assert gpu.clocks_set == [1200]
-    moment.passed.set()
+    moment.pass_now()
     now.sleep(LATENCY_S)
     assert gpu.clocks_set == [1200, 1110]
 
@@ -156,8 +166,8 @@ def test_a_request_is_overtaken_once_the_gpu_has_passed_the_next_ones_moment(clo
     first, second = LaterMoment(now), LaterMoment(now)
     clocks.request(1200, after=first)
     clocks.request(1110, after=second)
-    second.passed.set()
-    first.passed.set()
+    second.pass_now()
+    first.pass_now()
     now.sleep(A_WHILE_S)
     assert gpu.clocks_set == [1110]
     assert clocks.overtaken == 1
@@ -183,6 +193,31 @@ def test_closing_does_not_wait_for_a_driver_that_hangs(clocks, gpu, now):
     begin_s = now.now_s()
     clocks.close(timeout_s=5.0)
     assert now.now_s() - begin_s == pytest.approx(5.0)
+
+
+def test_closing_does_not_wait_for_the_gpu_and_nothing_is_applied_after_it(clocks, gpu, now):
+    moment = LaterMoment(now)
+    clocks.set_and_wait(1200)
+    now.sleep(A_WHILE_S)
+    clocks.request(1110, after=moment)
+    now.sleep(0.001)  # the worker waits for the moment
+    begin_s = now.now_s()
+    closing = now.thread(lambda: clocks.close(timeout_s=5.0), "closing")
+    closing.start()
+    now.sleep(1.0)
+    assert gpu.set_at[1:] == [(None, begin_s)]
+    moment.pass_now()
+    closing.join()
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1200, None]
+
+
+def test_closing_waits_for_a_call_that_is_under_way(clocks, gpu, now):
+    begin_s = now.now_s()
+    clocks.request(1200)
+    now.sleep(LATENCY_S / 2)
+    clocks.close()
+    assert gpu.set_at == [(1200, begin_s), (None, pytest.approx(begin_s + LATENCY_S))]
 
 
 def test_a_refusal_is_reported_once_and_nothing_is_requested_after(clocks, gpu, errors, now):
@@ -256,7 +291,7 @@ def test_the_worker_chooses_its_device_before_it_queries_any_moment(gpu, errors,
 def test_an_early_request_waits_for_its_time_and_not_for_the_next_one(clocks, gpu, now):
     clocks.set_and_wait(1110)
     begin_s = now.now_s()
-    clocks.request_early(1410, None, 0.1)
+    clocks.request_early(1410, PassedMoment(begin_s), 0.1)
     now.sleep(A_WHILE_S)
     assert gpu.set_at[1:] == [(1410, pytest.approx(begin_s + 0.1))]
     clocks.request(1410)
@@ -270,15 +305,15 @@ def test_an_early_request_is_due_at_the_latest_when_its_instruction_ends(clocks,
     """Whether a request made then says so, or a moment of the GPU."""
     begun, ended = LaterMoment(now), LaterMoment(now)
     clocks.set_and_wait(1110)
-    clocks.request_early(1410, begun if on_the_gpu else None, 30.0)
+    clocks.request_early(1410, begun if on_the_gpu else PassedMoment(now.now_s()), 30.0)
     if on_the_gpu:
         clocks.request(1410, after=ended)
-        begun.passed.set()
+        begun.pass_now()
     now.sleep(A_WHILE_S)
     assert gpu.clocks_set == [1110]
     ended_s = now.now_s()
     if on_the_gpu:
-        ended.passed.set()
+        ended.pass_now()
     else:
         clocks.request(1410)
     now.sleep(A_WHILE_S)
@@ -293,10 +328,10 @@ def test_an_early_request_counts_from_the_moment_that_the_gpu_begins(clocks, gpu
     now.sleep(A_WHILE_S)
     assert gpu.clocks_set == [1110]
     begun_s = now.now_s()
-    begun.passed.set()
+    begun.pass_now()
     now.sleep(A_WHILE_S)
     assert gpu.set_at[1:] == [(1410, pytest.approx(begun_s + 0.1))]
-    ended.passed.set()
+    ended.pass_now()
 
 
 def test_the_latency_is_measured_once_there_are_enough_changes(clocks, now):

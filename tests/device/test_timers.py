@@ -27,8 +27,8 @@ def cuda(now):
 
 
 @pytest.fixture
-def on_cuda(cuda):
-    return CudaExecution(torch.device("cuda"), cuda)
+def on_cuda(now, cuda):
+    return CudaExecution(torch.device("cuda"), cuda, now)
 
 
 def launch(execution, cuda, operation, seconds):
@@ -161,6 +161,56 @@ def test_an_early_raise_is_made_within_the_pass_before_it(now, cuda, on_cuda, cl
     now.sleep(10.0)
     assert gpu.set_at[1:] == [(1410, pytest.approx(begin_s + 0.785, abs=0.0011))]
     assert clocks.changes == 2
+
+
+def test_an_early_raise_counts_from_the_pass_even_while_the_driver_is_busy_when_it_begins(
+    now, cuda, on_cuda, clocks, gpu
+):
+    clocks.set_and_wait(1410)
+    now.sleep(1.0)
+    on_cuda.start_iteration()
+    begin_s = now.now_s()
+    _, ended = launch(on_cuda, cuda, FORWARD, 0.3)
+    clocks.request(1110, ended)  # the call takes 15 ms, and the next pass begins with it
+    begun, ended = launch(on_cuda, cuda, BACKWARD, 0.3)
+    clocks.request_early(1410, begun, 0.1)
+    clocks.request(1410, ended)
+    now.sleep(10.0)
+    assert gpu.set_at[1:] == [
+        (1110, pytest.approx(begin_s + 0.3, abs=0.0011)),
+        (1410, pytest.approx(begin_s + 0.4, abs=0.0011)),
+    ]
+
+
+def test_an_early_raise_of_the_first_pass_counts_on_what_the_iteration_before_has_shown(
+    now, cuda, on_cuda, clocks, gpu
+):
+    clocks.set_and_wait(1110)
+    now.sleep(1.0)
+    on_cuda.start_iteration()
+    _, ended = launch(on_cuda, cuda, FORWARD, 0.3)
+    clocks.request(1410, ended)
+    on_cuda.start_iteration()  # launched ahead, and begun when the driver is busy with 1410
+    begin_s = now.now_s() + 0.3
+    begun, ended = launch(on_cuda, cuda, FORWARD, 0.3)
+    clocks.request_early(1200, begun, 0.1)
+    clocks.request(1200, ended)
+    now.sleep(10.0)
+    assert gpu.set_at[2:] == [(1200, pytest.approx(begin_s + 0.1, abs=0.0011))]
+
+
+@pytest.mark.parametrize("kind", ["host", "cuda"])
+def test_a_moment_says_when_it_passed_however_late_it_is_asked(now, cuda, on_cuda, kind):
+    execution = on_cuda if kind == "cuda" else HostExecution(now)
+    execution.start_iteration()
+    begin_s = now.now_s()
+    begun = execution.begin(FORWARD)
+    cuda.launch(0.5) if kind == "cuda" else now.sleep(0.5)
+    ended = execution.end(FORWARD)
+    ended.synchronize()
+    assert ended.passed_s() == pytest.approx(begin_s + 0.5, abs=1e-6)
+    now.sleep(3.0)
+    assert [begun.passed_s(), ended.passed_s()] == pytest.approx([begin_s, begin_s + 0.5], abs=1e-6)
 
 
 def test_simulated_passes_take_as_long_as_the_gpus_clock_makes_them(now, gpu):

@@ -57,11 +57,11 @@ def test_orders_are_carried_out(folder, orders):
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ({"command": "explode"}, "expected tags"),
+        ({"command": "explode"}, "command: expected 'status', "),
         ({"command": "straggler", "pipeline": 5, "slowdown": 2}, "no pipeline 5"),
         ({"command": "straggler", "pipeline": 1, "slowdown": 0.5}, "greater than or equal to 1"),
-        ({"command": "policy", "policy": {"name": "power_cap"}}, "watts: Field required"),
-        ({"command": "pause", "now": True}, "now: Extra inputs"),
+        ({"command": "policy", "policy": {"name": "power_cap"}}, "policy.watts: missing"),
+        ({"command": "pause", "now": True}, "now: unknown key"),
     ],
 )
 def test_a_wrong_order_is_explained_and_changes_nothing(folder, orders, order, message):

@@ -281,7 +281,7 @@ def test_events_are_told_in_words(tmp_path):
         "paused",
         "policy slowdown: max_slowdown 0.05",
         "policy: no plan is that fast",
-        "profile written, which cost 1.5 s and 20 J",
+        "profile written; its iterations took 1.5 s more and 20 J more than at default clocks",
         "times drifted by 7%",
         "times drifted by 7%: profiling again",
         "times drifted by 7%; the profile stays in use",

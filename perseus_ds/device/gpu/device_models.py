@@ -12,11 +12,11 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Workload:
-    """What a GPU is busy with, relative to a forward or backward.
+    """A kind of work, relative to a forward or backward.
 
     Attributes:
-        clock_share: How much of a forward's dependence on the clock its time has.
-        dynamic_share: How much of a forward's dynamic power it draws.
+        clock_share: Share of the time that scales with the clock, relative to a forward's.
+        dynamic_share: Dynamic power, relative to a forward's.
     """
 
     clock_share: float
@@ -24,7 +24,7 @@ class Workload:
 
 
 COMPUTE_BOUND = Workload(1.0, 1.0)
-# Reducing gradients and stepping the optimizer wait for memory and links. Assumed: no measurement was published.
+# Gradient reduction and the optimizer step are bound by memory and links. Assumed; no measurement was published.
 MEMORY_BOUND = Workload(0.3, 0.5)
 
 
@@ -65,7 +65,7 @@ class DeviceModel:
         return {workload: self._limited_clock_mhz(workload) for workload in (COMPUTE_BOUND, MEMORY_BOUND)}
 
     def _limited_clock_mhz(self, workload: Workload) -> float:
-        """Return the highest clock the board can keep up under its power limit [MHz]."""
+        """Return the highest clock that the board can sustain under its power limit [MHz]."""
         low, high = float(self.lowest_clock_mhz), float(self.top_clock_mhz)
         if self.unlimited_power_w(high, workload) <= self.power_limit_w:
             return high
@@ -77,7 +77,7 @@ class DeviceModel:
         return low
 
     def reached_clock_mhz(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:
-        """Return the clock the board really runs at under its power limit [MHz]."""
+        """Return the clock that the board runs at under its power limit [MHz]."""
         return min(clock_mhz, self._limited_clocks_mhz[workload])
 
     def power_w(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:

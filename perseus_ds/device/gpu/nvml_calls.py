@@ -47,9 +47,9 @@ def call(what: str, function: str, *arguments: Any) -> Any:
     """Call one of pynvml's functions.
 
     Args:
-        what: What is being done, the beginning of the message if it fails.
+        what: The beginning of the message if the call fails, such as ``Opening GPU 0``.
         function: Name of pynvml's function.
-        arguments: What to call it with.
+        arguments: The function's arguments.
 
     Raises:
         GpuPermissionError: This process may not.
@@ -69,7 +69,7 @@ def call(what: str, function: str, *arguments: Any) -> Any:
 
 
 def start_nvml() -> None:
-    """Start NVML, which counts its users: each owes it an ``nvmlShutdown``.
+    """Start NVML, which counts its users: each must call ``nvmlShutdown`` later.
 
     Raises:
         GpuError: The binding, the library or the driver is missing.
@@ -84,7 +84,7 @@ def start_nvml() -> None:
 
 @contextmanager
 def nvml_session() -> Iterator[None]:
-    """NVML for a moment; it counts its users, so that a GPU that is open keeps it open."""
+    """Start NVML, and stop it afterwards unless a GPU is open (it counts its users)."""
     start_nvml()
     try:
         yield

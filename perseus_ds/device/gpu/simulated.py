@@ -18,13 +18,13 @@ class SimulatedGpu:
     """A GPU whose physics is simulated; see :class:`perseus_ds.device.gpu.base.Gpu`.
 
     Args:
-        model: What it is.
+        model: The kind of GPU.
         lock_latency_s: How long a clock-setting call takes before the clock is in effect [s].
         counter_period_s: How often the energy counter is refreshed [s].
         time_noise: Relative standard deviation of an instruction's time.
         power_noise: Relative standard deviation of an instruction's power.
         may_lock: Whether this process has the permission to set clocks.
-        seed: Of the noise.
+        seed: Seed of the noise.
         timebase: The time it lives in.
     """
 
@@ -90,7 +90,7 @@ class SimulatedGpu:
         if not self._may_lock:
             raise GpuPermissionError(
                 f"{self.name}: this process may not set clocks (perseus.simulated.may_lock is false). "
-                "Set it to true, or see what a real GPU asks for: root, CAP_SYS_ADMIN or zeusd."
+                "Set it to true, or see what a real GPU requires: root, CAP_SYS_ADMIN or zeusd."
             )
 
     def clock_mhz(self) -> int:
@@ -132,8 +132,8 @@ class SimulatedGpu:
         """Wait until the work begun is done.
 
         Args:
-            top_clock_time_s: How long it takes at the top clock without a power limit [s]. It
-                progresses at the speed of whatever clock the GPU has at each moment.
+            top_clock_time_s: How long it takes at the top clock without a power limit [s]. It progresses at the
+                speed of the clock that the GPU has at each moment.
         """
         work_s = top_clock_time_s * max(0.0, 1 + self._time_noise * self._random.gauss(0, 1))
         with self._changed:
@@ -141,7 +141,7 @@ class SimulatedGpu:
                 self._advance()
                 assert self._workload is not None
                 remaining_s = (work_s - self._progress_s) * self.model.slowdown(self._clock_mhz, self._workload)
-                if remaining_s <= 1e-9:  # what a sum of times rounds off
+                if remaining_s <= 1e-9:  # rounding errors of the sum of times
                     break
                 self._changed.wait(remaining_s)
             self._workload = None
