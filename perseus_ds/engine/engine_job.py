@@ -14,6 +14,7 @@ import torch
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
 from perseus_ds.config import PerseusConfig
 from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator, PipelineTopology
 from perseus_ds.engine.replay import Replay
 from perseus_ds.errors import PerseusError
@@ -26,7 +27,9 @@ from perseus_ds.runtime.runtime import PerseusRuntime
 logger = logging.getLogger("perseus_ds")
 
 
-def make_runtime(engine: Any, config: PerseusConfig, pipe_schedule: Any, replay: Replay) -> PerseusRuntime:
+def make_runtime(
+    engine: Any, config: PerseusConfig, pipe_schedule: Any, replay: Replay
+) -> tuple[PerseusRuntime, Execution]:
     """Make the runtime of an engine that is about to train; every rank must do so at once.
 
     Args:
@@ -34,6 +37,9 @@ def make_runtime(engine: Any, config: PerseusConfig, pipe_schedule: Any, replay:
         config: The ``perseus`` block.
         pipe_schedule: The schedule of this rank that the engine is about to execute.
         replay: Repeats this rank's passes.
+
+    Returns:
+        The runtime, and what times its operations.
 
     Raises:
         PerseusError: On all ranks, what went wrong on one.
@@ -45,16 +51,18 @@ def make_runtime(engine: Any, config: PerseusConfig, pipe_schedule: Any, replay:
         lambda: opened.append(open_gpu(config, engine.device, rank=engine.global_rank, local_rank=engine.local_rank))
     )
     gpu = opened[0]
-    return PerseusRuntime(
+    timers = execution_on(gpu, engine.device, config)
+    runtime = PerseusRuntime(
         Job(config, schedule, _info(engine, gpu, schedule), _fingerprint(engine)),
         communicator=communicator,
         gpu=gpu,
-        timers=execution_on(gpu, engine.device, config),
+        timers=timers,
         device=torch.device(engine.device),
         passes=replay,
         monitor=engine.monitor,
         steps_per_print=engine.steps_per_print(),
     )
+    return runtime, timers
 
 
 def commands_of(pipe_schedule: Any) -> list[Any]:
