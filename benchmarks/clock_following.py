@@ -25,7 +25,7 @@ from job import run  # type: ignore[import-not-found]  # noqa: E402
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance  # noqa: E402
 from perseus_ds.artifacts.plan import FrequencyPlan  # noqa: E402
-from perseus_ds.device.gpu.simulated import DEVICES  # noqa: E402
+from perseus_ds.device.gpu.device_models import DEVICES  # noqa: E402
 from perseus_ds.pipeline.instruction import Kind  # noqa: E402
 from perseus_ds.pipeline.schedule import read_schedule, schedule_class  # noqa: E402
 

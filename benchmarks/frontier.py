@@ -1,4 +1,4 @@
-"""Our frontier and lowtime's on the same input in the same run: time, energy, and distance from the bound.
+"""Our frontier beside lowtime's, and our relaxation beside HiGHS's, on the same input in the same run.
 
 python benchmarks/frontier.py
 python benchmarks/frontier.py --profile tests/data/sosp24/stage_profile/gpt3-175b_a100-sxm.csv \
@@ -13,18 +13,24 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar, get_args
 
 import numpy as np
+from highs import Method, highs_saving_j, our_saving_j  # type: ignore[import-not-found]
 from milp import solve_milp  # type: ignore[import-not-found]  # run as a script, whose folder is on the path
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.optimizer import optimize, problem_for
+from perseus_ds.optimizer.exact.network import Network
+from perseus_ds.optimizer.exact.relaxation import Relaxation
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule, read_schedule, schedule_class, stages_per_rank
 
+Result = TypeVar("Result")
 Energies = list[tuple[float, float]]
 """Time [s] and energy [J] of every plan."""
 
@@ -60,10 +66,30 @@ def _compare(schedule: Schedule, profile: StageProfile, arguments: argparse.Name
     print(
         f"           clock changes, fastest and last plan: {changes[1]} and {changes[2]} of {changes[0]} instructions"
     )
+    if arguments.highs_s > 0:
+        _compare_highs(schedule, profile, arguments)
     if arguments.time_limit_s > 0:
         _compare_lowtime(schedule, profile, arguments, frontier, taken_s)
     if arguments.milp_s > 0:
         _compare_milp(schedule, profile, arguments, frontier)
+
+
+def _compare_highs(schedule: Schedule, profile: StageProfile, arguments: argparse.Namespace) -> None:
+    """Solve the relaxed problem at one deadline with ours and with HiGHS."""
+    problem = problem_for(schedule, profile, arguments.blocking_power_w)
+    relaxation = Relaxation(Network(problem))
+    deadline_s = 1.05 * problem.t_min_s
+    ours_s, relaxed = _timed(lambda: relaxation.solve(deadline_s))
+    saving_j = our_saving_j(relaxation, relaxed)
+    print(f"  relaxed problem at one deadline, 5 % above T_min: ours {ours_s:.3f} s")
+    for method in get_args(Method):
+        limit_s = arguments.highs_s
+        theirs_s, found_j = _timed(partial(highs_saving_j, relaxation, deadline_s, method=method, time_limit_s=limit_s))
+        if found_j is None:
+            print(f"    {method:9}  not done within {limit_s:.0f} s; time ratio > {limit_s / ours_s:.0f}")
+        else:
+            apart = f"savings differ by {abs(found_j - saving_j) / saving_j:.1e}"
+            print(f"    {method:9}  {theirs_s:.3f} s; time ratio {theirs_s / ours_s:.1f}; {apart}")
 
 
 def _compare_lowtime(
@@ -123,7 +149,7 @@ def _lowtime(pipe: Connection, schedule: Schedule, profile: StageProfile, blocki
     pipe.send((taken_s, [(plan.time_s, plan.energy_j) for plan in frontier.plans]))
 
 
-def _timed(work: Callable[[], Frontier]) -> tuple[float, Frontier]:
+def _timed(work: Callable[[], Result]) -> tuple[float, Result]:
     begin_s = time.perf_counter()
     result = work()
     return time.perf_counter() - begin_s, result
@@ -161,6 +187,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8])
     parser.add_argument("--plans", type=int, default=120)
     parser.add_argument("--time-limit-s", type=float, default=120.0, help="for lowtime; 0 leaves it out")
+    parser.add_argument("--highs-s", type=float, default=60.0, help="for HiGHS on the relaxed problem; 0 leaves it out")
     parser.add_argument("--milp-s", type=float, default=0.0, help="seconds for a MILP at each of three plans")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""How far the relaxed bound is from the true optimum: the whole problem as a mixed-integer programme (HiGHS)."""
+"""The whole problem as a mixed-integer programme for HiGHS, to measure how far the bound is from the optimum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perseus_ds.optimizer.exact.problem import Problem
 
 @dataclass(frozen=True)
 class MilpResult:
-    """What the mixed-integer solver knows when it stops.
+    """The mixed-integer solver's bound and plan when it stops.
 
     Attributes:
         bound_j: No plan that meets the deadline uses less [J].

@@ -20,7 +20,7 @@ import numpy as np
 from scipy.interpolate import PchipInterpolator
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile
-from perseus_ds.device.gpu.simulated import DEVICES
+from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.optimizer import optimize, problem_for
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule, read_schedule, schedule_class

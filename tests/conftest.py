@@ -5,9 +5,9 @@ import os
 import pytest
 from fail_on_skip import FailOnSkip
 from job import PlainRuns
-from stub_nvml.fixtures import make_stub_nvml, stub_library, stub_nvml, stub_nvml_here
+from stub_nvml.fixtures import make_stub_nvml, stub_library, stub_nvml, stub_nvml_here, stub_time
 
-__all__ = ["make_stub_nvml", "stub_library", "stub_nvml", "stub_nvml_here"]
+__all__ = ["make_stub_nvml", "stub_library", "stub_nvml", "stub_nvml_here", "stub_time"]
 
 
 def pytest_configure(config):

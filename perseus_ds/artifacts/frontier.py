@@ -1,4 +1,4 @@
-"""All frequency plans worth running, from the fastest to the most frugal: look-up, JSON and CSV."""
+"""All Pareto-optimal frequency plans, from the fastest to the one of least energy: look-up, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from perseus_ds.artifacts.io import read_json, write_atomically
+from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
+from perseus_ds.artifacts.certificates import Certificates
+from perseus_ds.artifacts.io import FileModel, read_json, validated, write_atomically
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams
 from perseus_ds.errors import DeadlineError, FrontierError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 
 SCHEMA_VERSION = 1
-# Deadlines come from arithmetic on measured times; a plan that is late by rounding is not late.
+# Deadlines come from arithmetic on measured times; a plan that is late only by rounding is in time.
 _TOLERANCE = 1e-9
 
 
-class Provenance(BaseModel):
-    """What a frontier was computed from."""
+class Provenance(FileModel):
+    """The inputs that a frontier was computed from."""
 
-    model_config = ConfigDict(extra="forbid")
     schedule: str
     micro_batches: int
     stages: int
@@ -45,9 +46,11 @@ class Frontier:
     Attributes:
         plans: The fastest first; the last one is the energy optimum ``T*``.
         t_min_s: Makespan with every instruction at its fastest measured clock [s].
-        baseline: Everything at the highest measured clock: what running without Perseus costs.
-        provenance: What it was computed from.
-        instruction_times_s: What the profile says that instructions take, at each clock [s].
+        baseline: The plan with everything at the highest measured clock: the cost of running without Perseus.
+        provenance: The inputs that it was computed from.
+        instruction_times_s: The profile's duration of an instruction, by stage, kind and clock [s].
+        certificates: The proofs of the plans' lower bounds, where they were just computed; not part of the files
+            that ``save`` writes.
     """
 
     plans: tuple[FrequencyPlan, ...]
@@ -55,6 +58,7 @@ class Frontier:
     baseline: FrequencyPlan
     provenance: Provenance
     instruction_times_s: ClockTimes = field(default_factory=dict)
+    certificates: Certificates | None = field(default=None, compare=False, repr=False)
 
     @property
     def t_star_s(self) -> float:
@@ -63,7 +67,7 @@ class Frontier:
 
     @property
     def instructions(self) -> InstructionStreams:
-        """What each rank computes, in program order."""
+        """The instructions of each rank, in program order."""
         return self.plans[0].instructions
 
     @cached_property
@@ -109,6 +113,8 @@ class Frontier:
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
+        # Certificates that lie there belong to an older frontier.
+        (directory / CERTIFICATES).unlink(missing_ok=True)
         write_atomically(directory / "frontier.csv", self._csv())
         path = directory / "frontier.json"
         write_atomically(path, self._file().model_dump_json() + "\n")
@@ -130,12 +136,9 @@ class Frontier:
                 f"{path}: expected format {_FORMAT!r} with schema_version {SCHEMA_VERSION}, found "
                 f'{raw.get("format")!r} with {raw.get("schema_version")!r}. Run "perseus-ds optimize" again.'
             )
+        file = validated(raw, _FrontierFile, path, FrontierError, 'Run "perseus-ds optimize" again.')
         try:
-            return _FrontierFile.model_validate(raw).to_frontier()
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"])
-            raise FrontierError(f'{path}: {key}: {first["msg"]}. Run "perseus-ds optimize" again.') from None
+            return file.to_frontier()
         except FrontierError as error:
             raise FrontierError(f"{path}: {error}") from None
 
@@ -165,8 +168,7 @@ _FORMAT: Literal["perseus-ds frontier"] = "perseus-ds frontier"
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _PlanFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _PlanFile(FileModel):
     time_s: Positive
     energy_j: Positive
     lower_bound_j: Positive | None = None
@@ -188,8 +190,7 @@ class _PlanFile(BaseModel):
         return FrequencyPlan(instructions, clocks, self.time_s, self.energy_j, self.lower_bound_j)
 
 
-class _FrontierFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _FrontierFile(FileModel):
     format: Literal["perseus-ds frontier"] = _FORMAT
     schema_version: int = SCHEMA_VERSION
     provenance: Provenance
@@ -198,7 +199,7 @@ class _FrontierFile(BaseModel):
     instructions: list[list[tuple[int, Kind, int]]]
     baseline: _PlanFile
     plans: list[_PlanFile] = Field(min_length=1)
-    instruction_times_s: list[tuple[int, Kind, int, Positive]] = []
+    instruction_times_s: list[tuple[int, Kind, int, Positive]] = Field(default_factory=list)
 
     def to_frontier(self) -> Frontier:
         instructions = tuple(tuple(Instruction(*entry) for entry in stream) for stream in self.instructions)
@@ -215,7 +216,7 @@ def _check_order(plans: Sequence[FrequencyPlan]) -> None:
 
 
 def drop_dominated(plans: Sequence[FrequencyPlan]) -> list[FrequencyPlan]:
-    """Return the plans for which none is both as fast and as frugal, the fastest first."""
+    """Return the plans for which no other is as fast with as little energy, the fastest first."""
     kept: list[FrequencyPlan] = []
     for plan in sorted(plans, key=lambda p: (p.time_s, p.energy_j)):
         if not kept or plan.energy_j < kept[-1].energy_j:
@@ -224,7 +225,7 @@ def drop_dominated(plans: Sequence[FrequencyPlan]) -> list[FrequencyPlan]:
 
 
 def describe(frontier: Frontier) -> dict[str, Any]:
-    """Return the figures a person asks for first: times, energies, gaps and the saving at no slowdown."""
+    """Return a summary: times, energies, gaps, and the savings at ``T_min`` and ``T*``."""
     first, last = frontier.plans[0], frontier.plans[-1]
     gaps = [plan.gap for plan in frontier.plans if plan.gap is not None]
     return {

@@ -10,15 +10,15 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 
 InstructionStreams = tuple[tuple[Instruction, ...], ...]
 ClockTimes = Mapping[tuple[int, Kind, int], float]
-"""What instructions take, by stage, kind and clock [s]."""
+"""Duration of an instruction, by stage, kind and clock [s]."""
 
 
 @dataclass(frozen=True)
 class FrequencyPlan:
-    """A clock for each instruction, and what the profile says the iteration then takes.
+    """A clock for each instruction, and the iteration's time and energy by the profile.
 
     Attributes:
-        instructions: What each rank computes, in program order.
+        instructions: The instructions of each rank, in program order.
         clocks_mhz: One clock per instruction, shaped like ``instructions``.
         time_s: Iteration time [s].
         energy_j: Energy of one iteration of one pipeline, one GPU per rank [J].
@@ -33,12 +33,12 @@ class FrequencyPlan:
 
     @property
     def gap(self) -> float | None:
-        """How far above the lower bound the plan is, as a fraction of it."""
+        """Distance of the plan's energy from its lower bound, as a fraction of the bound."""
         return None if self.lower_bound_j is None else self.energy_j / self.lower_bound_j - 1
 
     @property
     def clock_changes(self) -> int:
-        """How often a rank's clock changes within one iteration and from its end to the next one's start."""
+        """Clock changes of all ranks within one iteration and from its end to the start of the next one."""
         return sum(
             clock != clocks[position - 1]
             for clocks in self.clocks_mhz

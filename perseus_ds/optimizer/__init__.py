@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Literal
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance, drop_dominated
@@ -41,6 +42,9 @@ def optimize(
         switch_cost_j: What a change of clock is taken to cost when ``exact`` chooses between clocks [J].
         progress: Told how far the solver is.
 
+    Returns:
+        The frontier; from ``exact`` with the certificates of its lower bounds.
+
     Raises:
         ConfigError: Blocking power is unknown, or an argument is out of range.
         ProfileError: The profile does not cover the schedule.
@@ -54,7 +58,7 @@ def optimize(
     if solver == "lowtime":
         return frontier_of(problem, solve_lowtime(problem, report), solver)
     found = solve_exact(problem, plans=plans, switch_cost_j=switch_cost_j, progress=report)
-    return frontier_of(problem, found.plans, solver)
+    return replace(frontier_of(problem, found.plans, solver), certificates=found.certificates)
 
 
 def problem_for(schedule: Schedule, profile: StageProfile, blocking_power_w: float | None) -> Problem:
@@ -81,7 +85,7 @@ def problem_for(schedule: Schedule, profile: StageProfile, blocking_power_w: flo
 
 
 def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -> Frontier:
-    """Return the frontier of the plans for which none is both as fast and as frugal."""
+    """Return the frontier of the plans for which no other is as fast with as little energy."""
     schedule, info = problem.dag.schedule, problem.profile.info
     return Frontier(
         plans=tuple(drop_dominated(list(plans))),

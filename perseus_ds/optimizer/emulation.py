@@ -1,8 +1,8 @@
-"""What a frontier saves for a job nobody has at hand: many pipelines, one of them a straggler.
+"""The saving of a frontier in an emulated job of many pipelines, one of them a straggler.
 
 The accounting is that of the Perseus paper's large-scale emulation, so that its published figures
 come out of its published frontiers. All data-parallel pipelines synchronise at the end of an
-iteration, so everyone waits for the slowest.
+iteration, so all wait for the slowest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Curve:
 
     def cheapest(self, deadline_s: float) -> tuple[float, float]:
         """Return time [s] and energy [J] of the plan of least energy that meets a deadline."""
-        # A straggler of 1.1 makes 1.1 * T: a plan that is late by rounding is not late.
+        # A straggler of 1.1 ends after 1.1 * T; a plan that ends later only by rounding is in time.
         in_time = np.flatnonzero(self.time_s <= deadline_s * (1 + 1e-9))
         best = in_time[np.argmin(self.energy_j[in_time])]
         return float(self.time_s[best]), float(self.energy_j[best])
@@ -56,8 +56,8 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Busy:
-    """What the instructions of one iteration take at the highest clock, summed over all ranks, one GPU each.
+class BusyTotals:
+    """Time and energy of one iteration's instructions at the highest clock, summed over all ranks, one GPU each.
 
     Attributes:
         ranks: Pipeline ranks.
@@ -70,14 +70,14 @@ class Busy:
     energy_j: float
 
 
-def busy_at_highest_clock(profile: StageProfile, streams: Sequence[Iterable[Instruction]]) -> Busy:
-    """Return what every rank's instructions take at the highest measured clock."""
+def busy_at_highest_clock(profile: StageProfile, streams: Sequence[Iterable[Instruction]]) -> BusyTotals:
+    """Return time and energy of every rank's instructions at the highest measured clock."""
     rows = [profile.at_highest_clock(i.stage, i.kind) for stream in streams for i in stream]
-    return Busy(len(streams), sum(row.time_s for row in rows), sum(row.energy_j for row in rows))
+    return BusyTotals(len(streams), sum(row.time_s for row in rows), sum(row.energy_j for row in rows))
 
 
 @dataclass(frozen=True)
-class Job:
+class EmulatedJob:
     """The job to emulate.
 
     Attributes:
@@ -109,22 +109,20 @@ class Job:
 
 @dataclass(frozen=True)
 class StragglerSaving:
-    """What the whole job saves while one pipeline is slower.
+    """The saving of the whole job while one pipeline is slower.
 
     Attributes:
         slowdown: How many times slower the straggler is.
-        plan_time_s: Iteration time of the plan the other pipelines run [s].
         saving: Intrinsic and extrinsic saving, as a fraction of the job's energy at the highest clock.
     """
 
     slowdown: float
-    plan_time_s: float
     saving: float
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """What a frontier saves against everything at the highest clock.
+    """The saving of a frontier against everything at the highest clock.
 
     Attributes:
         shortest_s: Iteration time of the fastest plan, scaled [s].
@@ -141,8 +139,8 @@ class Emulation:
     stragglers: tuple[StragglerSaving, ...]
 
 
-def emulate(curve: Curve, busy: Busy, job: Job, slowdowns: Iterable[float]) -> Emulation:
-    """Return what a frontier saves for a job.
+def emulate(curve: Curve, busy: BusyTotals, job: EmulatedJob, slowdowns: Iterable[float]) -> Emulation:
+    """Return the saving of a frontier in a job.
 
     Everything at the highest clock is taken to finish in the frontier's shortest time, and waits at
     blocking power whenever it does not compute. A straggler ``s`` times slower is charged ``s``
@@ -175,7 +173,7 @@ def emulate(curve: Curve, busy: Busy, job: Job, slowdowns: Iterable[float]) -> E
         plan_s, plan_j = curve.cheapest(end_s)
         ours_j = job_j(slowdown * fastest_j, plan_s, scale * plan_j, end_s)
         without_j = job_j(slowdown * baseline_j, shortest_s, baseline_j, end_s)
-        return StragglerSaving(slowdown, plan_s * job.time_scale, 1 - ours_j / without_j)
+        return StragglerSaving(slowdown, 1 - ours_j / without_j)
 
     return Emulation(
         shortest_s=shortest_s * job.time_scale,

@@ -1,4 +1,4 @@
-"""Plans made elsewhere, judged by what a profile's rows say."""
+"""Plans made elsewhere, with time and energy computed from a profile's rows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from perseus_ds.pipeline.instruction import Kind
 
 
 def judge(plans: dict[Path, Pairs], problem: Problem) -> Frontier:
-    """Return the frontier of plans made elsewhere, judged by what the profile's rows say.
+    """Return the frontier of plans made elsewhere, with time and energy computed from the profile's rows.
 
-    Tails that the profile has rows for, and the plans no clock, run at the highest clock.
+    Tails for which the profile has rows, but the plans no clock, run at the highest clock.
 
     Raises:
         FrontierError: A plan does not fit the schedule or the profile; the message names its file.

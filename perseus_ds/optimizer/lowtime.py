@@ -1,9 +1,8 @@
 """The published solver: the Phillips-Dessouky algorithm of the lowtime package on a fitted cost curve.
 
-lowtime starts with every instruction at its slowest and shortens the iteration by one unit of time
-after the other, each time by a minimum cut of the critical paths. It sees times in whole units and
-energies on an exponential curve through the options; its plans are judged here by what the
-measured rows say.
+lowtime starts with every instruction at its slowest and shortens the iteration by one unit of time at each
+step, by a minimum cut of the critical paths. It uses times in whole units and energies on an exponential curve
+through the options; the times and energies of its plans are computed here from the measured rows.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.optimizer.exact.problem import Choice, Group, Problem
+from perseus_ds.optimizer.exact.problem import InstructionGroup, OptionIndices, Problem
 
 _UNIT_S = 1e-3
 """The unit of time lowtime was published with."""
 _UNITS_PER_INSTRUCTION = 25
-"""At least so many units in the shortest instruction; shorter ones get a shorter unit."""
+"""At least this many units in the shortest instruction; shorter instructions get a shorter unit."""
 _LARGEST_COST_J = 100.0
-# lowtime starts its curve fits from guesses of 10 to 1000 J, and takes 1e-6 J for nothing and 1e4 J for infinite.
+# lowtime starts its curve fits from guesses of 10 to 1000 J, and treats 1e-6 J as zero and 1e4 J as infinite.
 _FEWEST_FITTED = 4
 # The curve has three parameters.
 
@@ -34,7 +33,7 @@ def unit_time_s(problem: Problem) -> float:
 
 
 def solve_lowtime(problem: Problem, progress: Callable[[str, float], None]) -> list[FrequencyPlan]:
-    """Return every plan that lowtime passes through, from the most frugal to the fastest.
+    """Return every plan that lowtime passes through, from the one of least energy to the fastest.
 
     Args:
         problem: Schedule and profile.
@@ -54,7 +53,7 @@ def solve_lowtime(problem: Problem, progress: Callable[[str, float], None]) -> l
     return plans
 
 
-def _choice(operations: Iterable[Any]) -> Choice:
+def _choice(operations: Iterable[Any]) -> OptionIndices:
     return np.array([operation.assigned_knob for operation in operations], dtype=np.intp)
 
 
@@ -64,7 +63,7 @@ def _graph(problem: Problem) -> tuple[Any, list[Any]]:
     from lowtime.graph_utils import add_sink_node, add_source_node
     from lowtime.operation import Operation
 
-    # lowtime always counts in ms here: what is short is handed over magnified.
+    # lowtime always counts in ms here: shorter instructions are scaled up.
     time_scale = _UNIT_S / unit_time_s(problem)
     cost_scale = _LARGEST_COST_J / max(float(group.cost_j.max()) for group in problem.groups)
     specs = [_spec(group, time_scale, cost_scale) for group in problem.groups]
@@ -103,7 +102,7 @@ def _contract(predecessors: Iterable[Iterable[int]], kept: Iterable[int]) -> dic
     return result
 
 
-def _spec(group: Group, time_scale: float, cost_scale: float) -> Any:
+def _spec(group: InstructionGroup, time_scale: float, cost_scale: float) -> Any:
     from lowtime.operation import CandidateExecutionOptions, ExecutionOption, OperationSpec
 
     options = CandidateExecutionOptions(
@@ -120,13 +119,13 @@ def _spec(group: Group, time_scale: float, cost_scale: float) -> Any:
     return OperationSpec(options=options, cost_model=_cost_model(options))
 
 
-def _published_options(group: Group) -> list[int]:
+def _published_options(group: InstructionGroup) -> list[int]:
     """Return which options lowtime was published with: none slower than the one of least energy as measured.
 
     Slower ones can have less *effective* energy still, so leaving them out costs a little and halves the time.
     """
     energy_j = group.options.energy_j
-    return [index for index in range(len(energy_j)) if energy_j[index] < energy_j[index + 1 :].min(initial=np.inf)]
+    return [index for index in range(len(energy_j)) if energy_j[index] < energy_j[:index].min(initial=np.inf)]
 
 
 def _cost_model(options: Any) -> Callable[[int], float]:

@@ -1,1 +1,1 @@
-"""What an iteration consists of: instructions, schedule, DAG; no GPU, torch or engine in it."""
+"""The parts of an iteration: instructions, schedule, DAG. Independent of GPUs, torch and engines."""

@@ -1,4 +1,4 @@
-"""The DAG of one iteration: its nodes, who waits for whom, makespan, slack and critical path.
+"""The DAG of one iteration: its nodes, who waits for whom, makespan and critical path.
 
 Both sides of a transfer block until the other has arrived, so a transfer is a *meeting point*: a
 node that starts when both ranks have reached it and that both wait for. A batch of transfers
@@ -17,20 +17,21 @@ import numpy.typing as npt
 
 from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.instruction import Instruction
-from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Operation, Payload, Schedule, Transfer
+from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Operation, Other, Payload, Schedule, Transfer
 
 Seconds = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class FixedDurations:
-    """How long the parts of an iteration take that have no clock to choose, in seconds.
+    """Durations of the parts of an iteration that have no clock to choose, in seconds.
 
-    What is not named takes no time.
+    Parts that are not named take no time.
 
     Attributes:
         load_s: By stage.
         transfer_s: By (payload, sending stage, receiving stage).
+        other_s: Commands that perseus-ds does not know, by (class name, stage).
         tail_s: Gradient reduction and optimizer step, by stage; unused for stages whose tail is
             profiled over clocks.
     """
@@ -38,19 +39,20 @@ class FixedDurations:
     load_s: dict[int, float] = field(default_factory=dict)
     transfer_s: dict[tuple[Payload, int, int], float] = field(default_factory=dict)
     tail_s: dict[int, float] = field(default_factory=dict)
+    other_s: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Something of an iteration that takes time.
+    """A part of an iteration that takes time.
 
     Attributes:
-        work: What it is.
+        work: The instruction, load or transfer.
         ranks: The rank that does it; for a transfer the sending and the receiving rank.
         position: For compute nodes, the index in the rank's compute instructions, else -1.
     """
 
-    work: Instruction | Load | Transfer
+    work: Instruction | Load | Other | Transfer
     ranks: tuple[int, ...]
     position: int = -1
 
@@ -61,7 +63,7 @@ class Dag:
     Attributes:
         nodes: Every node's predecessors come before it.
         predecessors: For every node, the nodes that must have finished before it starts.
-        schedule: Where it comes from.
+        schedule: The schedule that it was built from.
     """
 
     def __init__(self, schedule: Schedule, nodes: Sequence[Node], predecessors: Sequence[Sequence[int]]) -> None:
@@ -70,19 +72,14 @@ class Dag:
         self.predecessors = tuple(tuple(p) for p in predecessors)
 
     @classmethod
-    def build(cls, schedule: Schedule, *, meeting_points: bool = True) -> Dag:
+    def build(cls, schedule: Schedule) -> Dag:
         """Build the DAG of a schedule.
-
-        Args:
-            schedule: The instruction streams of all ranks.
-            meeting_points: Model that both sides of a transfer wait for each other. Without, a
-                sender goes on at once (what lowtime and Zeus assume).
 
         Raises:
             ScheduleError: The streams deadlock, or a transfer has no partner; the message names
                 ranks and instructions.
         """
-        return _Builder(schedule, meeting_points).build()
+        return _Builder(schedule).build()
 
     @cached_property
     def compute_nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -100,6 +97,8 @@ class Dag:
             match node.work:
                 case Load(stage=stage):
                     result[index] = fixed.load_s.get(stage, 0.0)
+                case Other(command=command, stage=stage):
+                    result[index] = fixed.other_s.get((command, stage), 0.0)
                 case Transfer(payload=payload, source=source, target=target):
                     result[index] = fixed.transfer_s.get((payload, source, target), 0.0)
                 case Instruction(stage=stage) if node.work.kind.value == "tail":
@@ -112,7 +111,7 @@ class Dag:
         Args:
             durations_s: One duration per node [s].
         """
-        finish = np.zeros(len(self.nodes) + 1)  # the last entry stands in for "no predecessor"
+        finish = np.zeros(len(self.nodes) + 1)  # the last entry is used where there is no predecessor
         durations_s = np.asarray(durations_s, dtype=np.float64)
         for level, before in self._levels:
             finish[level] = finish[before].max(axis=1) + durations_s[level]
@@ -129,11 +128,6 @@ class Dag:
         for level, after in self._reverse_levels:
             latest_start[level] = latest_start[after].min(axis=1) - durations_s[level]
         return latest_start[:-1] + durations_s
-
-    def slack_s(self, durations_s: Seconds) -> Seconds:
-        """Return by how much each node alone could take longer without a longer makespan [s]."""
-        finish = self.finish_s(durations_s)
-        return self.latest_finish_s(durations_s, float(finish.max(initial=0.0))) - finish
 
     def critical_path(self, durations_s: Seconds) -> list[int]:
         """Return one longest path, as node indices from first to last."""
@@ -184,9 +178,8 @@ def _levels(
 class _Builder:
     """Runs all streams side by side; a rank stops at an exchange until its partners have launched theirs."""
 
-    def __init__(self, schedule: Schedule, meeting_points: bool) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.meeting_points = meeting_points
         self.nodes: list[Node] = []
         self.predecessors: list[tuple[int, ...]] = []
         ranks = len(schedule.ranks)
@@ -238,21 +231,17 @@ class _Builder:
             self.launched.add(rank)
             for transfer in exchange.transfers:
                 self._launch(rank, transfer, transfer in exchange.sends)
-        awaited = exchange.transfers if self.meeting_points else exchange.receives
-        if any(transfer not in self.met for transfer in awaited):
+        if any(transfer not in self.met for transfer in exchange.transfers):
             return False
         self.launched.discard(rank)
-        if awaited:
-            nodes = tuple(self.met[t] for t in awaited)
-            self.waits_for[rank] = nodes if self.meeting_points else tuple(dict.fromkeys(self.waits_for[rank] + nodes))
+        if exchange.transfers:
+            self.waits_for[rank] = tuple(self.met[t] for t in exchange.transfers)
         return True
 
     def _launch(self, rank: int, transfer: Transfer, sends: bool) -> None:
         if transfer not in self.pending:
             self.pending[transfer] = (rank, sends, self.waits_for[rank])
-        if not self.meeting_points and sends:
-            self._meet(transfer, rank, self.waits_for[rank])
-        elif self.meeting_points and self.pending[transfer][0] != rank:
+        elif self.pending[transfer][0] != rank:
             other_rank, _, other_waits = self.pending[transfer]
             before = tuple(dict.fromkeys(other_waits + self.waits_for[rank]))
             self._meet(transfer, rank if sends else other_rank, before)

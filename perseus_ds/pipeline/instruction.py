@@ -1,4 +1,4 @@
-"""What a frequency plan assigns clocks to."""
+"""Instructions, to which a frequency plan assigns clocks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 
 class Kind(str, enum.Enum):
-    """What an instruction computes."""
+    """The computation of an instruction."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    """The part of a split backward that computes gradients of activations; the previous stage waits for them."""
+    BACKWARD_WEIGHT = "backward_weight"
+    """The part of a split backward that computes gradients of weights; no stage waits for them."""
     RECOMPUTE = "recompute"
     """A forward run again before its backward (activation checkpointing as a separate instruction)."""
     TAIL = "tail"
@@ -29,7 +33,7 @@ class Instruction:
 
     Attributes:
         stage: Stage index, 0 first.
-        kind: What is computed.
+        kind: The computation.
         micro_batch: Micro-batch index within the iteration, 0 first (0 for the tail).
     """
 

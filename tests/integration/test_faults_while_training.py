@@ -43,7 +43,7 @@ def hung_reading(stub):
 
 
 def without_guardian(stub):
-    guardians = [p for p in psutil.process_iter(["cmdline"]) if "guardian_process" in " ".join(p.info["cmdline"] or [])]
+    guardians = [p for p in psutil.process_iter(["cmdline"]) if "guardian_daemon" in " ".join(p.info["cmdline"] or [])]
     mine = [p for p in guardians if p.environ().get("PERSEUS_STUB_NVML") == stub.environment["PERSEUS_STUB_NVML"]]
     assert mine
     for guardian in mine:

@@ -31,7 +31,8 @@ def test_losses_and_weights_are_bit_identical_under_a_plan(tmp_path, plain_runs,
     plain_runs.assert_same(under_plan, **job)
     assert len(under_plan.ranks[0]["losses"]) == 7
     base = "DualPipeVEngine" if schedule == "dualpipev" else "PipelineEngine"
-    assert engines(under_plan) == {f"Perseus{base}"}
+    assert engines(under_plan) == {base}  # which some versions of DeepSpeed test
+    assert all(rank["attached"] for rank in under_plan.ranks)
     assert all(base in rank["bases"] for rank in under_plan.ranks)
     assert {r["plan"] for r in under_plan.iterations("run")} == {0}
     assert sum(r["clock_changes"] for r in under_plan.iterations("run")) > 0
@@ -61,7 +62,8 @@ def test_losses_and_weights_are_bit_identical_at_default_clocks(tmp_path, plain_
     finished = run(tmp_path / mode, perseus=block, **job)
     plain_runs.assert_same(finished, **job)
     base = "DualPipeVEngine" if schedule == "dualpipev" else "PipelineEngine"
-    assert engines(finished) == {base if mode == "disabled" else f"Perseus{base}"}
+    assert engines(finished) == {base}
+    assert {rank["attached"] for rank in finished.ranks} == {mode != "disabled"}
 
 
 @SCHEDULES

@@ -12,7 +12,7 @@ from pipelines import EarlyRecomputation, GPipe, dual_pipe_v, one_f_one_b, synth
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.errors import ConfigError, DeadlineError, ProfileError, ScheduleError
 from perseus_ds.optimizer import optimize
-from perseus_ds.optimizer.exact.certificate import CertificateError, Verifier
+from perseus_ds.optimizer.exact.certificate import Verifier
 from perseus_ds.optimizer.exact.problem import Problem
 from perseus_ds.optimizer.exact.solver import solve_exact
 from perseus_ds.pipeline.dag import Dag
@@ -66,12 +66,11 @@ def test_plans_run_from_t_min_to_t_star_and_never_beat_their_bound(name, info, s
         assert faster.time_s < slower.time_s
         assert faster.energy_j > slower.energy_j
     verifier = Verifier(problem)
-    for plan, certificate in zip(proven.plans, proven.certificates, strict=True):
-        verifier.verify(certificate)
-        assert certificate.bound_j == plan.lower_bound_j <= plan.energy_j
+    for number, plan in enumerate(proven.plans):
+        assert plan.lower_bound_j == verifier.bound_j(plan.time_s, *proven.certificates.flow_w(number))
+        assert plan.lower_bound_j <= plan.energy_j
         again = problem.evaluate(plan.clocks_mhz)
         assert (again.time_s, again.energy_j) == pytest.approx((plan.time_s, plan.energy_j), rel=1e-12)
-        assert certificate.time_s == plan.time_s
     # These are far from smooth; the bound must still mean something.
     assert np.mean([plan.gap for plan in proven.plans]) < 0.03
 
@@ -112,32 +111,6 @@ def test_no_flow_whatever_proves_more_than_the_optimum(seed):
         assert verifier.bound_j(at_s, flow_w, source_w) <= energy_j[time_s <= at_s].min()
 
 
-@pytest.fixture(scope="module")
-def solved():
-    problem = Problem(Dag.build(one_f_one_b(2, 3)), synthetic_profile(2), POWER_W)
-    return problem, solve(problem).certificates[3]
-
-
-@pytest.mark.parametrize(
-    "tampered",
-    [
-        lambda c: replace(c, bound_j=c.bound_j * (1 + 1e-9)),
-        lambda c: replace(c, time_s=c.time_s * 1.01),
-        lambda c: replace(c, edge_flow_w=c.edge_flow_w * 1.05),
-        lambda c: replace(c, edge_flow_w=c.edge_flow_w * 0.0),
-        lambda c: replace(c, edge_flow_w=-c.edge_flow_w),
-        lambda c: replace(c, edge_flow_w=c.edge_flow_w * np.nan),
-        lambda c: replace(c, edge_flow_w=c.edge_flow_w[1:]),
-        lambda c: replace(c, source_flow_w=c.source_flow_w * 2),
-    ],
-)
-def test_a_tampered_certificate_is_rejected(solved, tampered):
-    problem, certificate = solved
-    Verifier(problem).verify(certificate)
-    with pytest.raises(CertificateError):
-        Verifier(problem).verify(tampered(certificate))
-
-
 def scaled(profile, time=1.0, energy=1.0):
     return StageProfile(
         [replace(m, time_s=m.time_s * time, energy_j=m.energy_j * energy) for m in profile.measurements]
@@ -172,13 +145,13 @@ def test_recomputation_and_a_profiled_tail_are_decided_too():
     assert frontier.plans[0].time_s == pytest.approx(frontier.t_min_s, rel=1e-9)
 
 
-def test_dear_clock_changes_make_plans_change_less():
+def test_expensive_clock_changes_make_plans_change_less():
     problem = Problem(Dag.build(one_f_one_b(4, 8)), noisy_profile(4, 12, 3), POWER_W)
-    free, dear = solve(problem).plans, solve(problem, switch_cost_j=50.0).plans
-    changes = [sum(plan.clock_changes for plan in plans) / len(plans) for plans in (free, dear)]
+    free, expensive = solve(problem).plans, solve(problem, switch_cost_j=50.0).plans
+    changes = [sum(plan.clock_changes for plan in plans) / len(plans) for plans in (free, expensive)]
     assert changes[1] < 0.7 * changes[0]
-    assert dear[0].time_s == pytest.approx(problem.t_min_s, rel=1e-9)
-    assert all(plan.energy_j >= plan.lower_bound_j for plan in dear)
+    assert expensive[0].time_s == pytest.approx(problem.t_min_s, rel=1e-9)
+    assert all(plan.energy_j >= plan.lower_bound_j for plan in expensive)
 
 
 def test_where_waiting_costs_nothing_the_slowest_clocks_are_the_last_plan():

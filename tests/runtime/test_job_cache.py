@@ -6,11 +6,7 @@ import sys
 
 import pytest
 import torch.distributed as dist
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
-from hypothesis import strategies as st
 
-from perseus_ds.cli.arguments import quoted
 from perseus_ds.distributed import Communicator, PipelineTopology
 from perseus_ds.errors import PerseusError
 
@@ -41,12 +37,6 @@ def test_the_cache_is_where_xdg_says_or_in_the_home():
     script = "from perseus_ds.runtime.cache import Cache; print(Cache('key').directory)"
     assert cache_folder(script, HOME="/home/a") == "/home/a/.cache/perseus-ds/key"
     assert cache_folder(script, HOME="/home/a", XDG_CACHE_HOME="/fast") == "/fast/perseus-ds/key"
-
-
-@given(st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1))
-def test_any_path_survives_hydras_grammar(name):
-    value = OverridesParser.create().parse_override(f"out={quoted(name)}").value()
-    assert value == name
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
-from perseus_ds.device.gpu.simulated import DEVICES
+from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import read_schedule, schedule_class

@@ -127,11 +127,12 @@ def main() -> None:
     perseus = getattr(engine, "perseus", None)
     report |= {
         "engine": type(engine).__name__,
+        "attached": perseus is not None,
         "bases": [base.__name__ for base in type(engine).__mro__],
         "weights": weights.hexdigest(),
         "random": torch.rand(1).item(),
         "skipped_steps": engine.skipped_steps,
-        "plan": getattr(perseus, "plan", None) is not None,
+        "plan": perseus is not None and perseus.runtime.next.plan is not None,
         "policy": perseus.state()["policy"] if perseus else None,
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
@@ -190,14 +191,14 @@ def set_deadline(engine, job: dict) -> None:
 def resources_of(engine) -> dict[str, int]:
     """Return what a job that runs for weeks must not use ever more of."""
     gc.collect()
-    clocks = engine.perseus._clocks
+    clocks = engine.perseus.runtime._rank.clocks
     process = psutil.Process()
     return {
         "memory_bytes": process.memory_info().rss,
         "objects": len(gc.get_objects()),
         "threads": process.num_threads(),
         "handles": process.num_fds(),
-        "queued_clocks": clocks._inbox.qsize() + len(clocks._pending),
+        "queued_clocks": len(clocks._pending),
     }
 
 
@@ -216,15 +217,15 @@ class SlowPipeline:
     def __init__(self, engine, job: dict, file: Path) -> None:
         self.factor = job["factor"]
         self.file = file
-        self.execution = engine.perseus._execution
+        self.engine = engine
         self.affected = engine.grid.get_data_parallel_id() == job["pipeline"]
         self.is_slow = False
 
     def update(self) -> None:
         if self.affected and self.file.exists() != self.is_slow:
             self.is_slow = not self.is_slow
-            factor = self.factor if self.is_slow else 1 / self.factor
-            self.execution.calibrate(self.execution._seconds_per_flop * factor)
+            timers = self.engine.perseus.runtime._timers
+            timers.calibrate(timers._seconds_per_flop * (self.factor if self.is_slow else 1 / self.factor))
 
 
 def end(how: str, rank: int) -> None:

@@ -1,11 +1,12 @@
-"""What is known about the least energy at every iteration time, from flows found at some of them."""
+"""The lower bound at every iteration time, from flows found at some of them."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.optimizer.exact.certificate import Certificate, Verifier
+from perseus_ds.artifacts.certificates import Certificates
+from perseus_ds.optimizer.exact.certificate import Verifier
 from perseus_ds.optimizer.exact.deadlines import Tangent
 from perseus_ds.optimizer.exact.network import Network
 from perseus_ds.optimizer.exact.problem import Problem
@@ -15,18 +16,18 @@ Floats = npt.NDArray[np.float64]
 
 
 class Bounds:
-    """The flows of the solved deadlines, and what they prove at any iteration time."""
+    """The flows of the solved deadlines, and the bounds that follow at any iteration time."""
 
     def __init__(self, problem: Problem, network: Network) -> None:
         self.problem, self.network = problem, network
-        self.verifier = Verifier(problem)
+        self._verifier = Verifier(problem)
         self._found: list[tuple[float, float, Floats, Floats]] = []
 
     def add(self, relaxed: Relaxed) -> Tangent:
-        """Keep a relaxed optimum's flow; return what it proves at its deadline."""
+        """Keep a relaxed optimum's flow; return the bound that it proves at its deadline."""
         edges, source = self.network.dag_flow(np.maximum(relaxed.flow_w, 0.0)[:, None])
         edges_w, source_w = edges[:, 0], source[:, 0]
-        energy_j = self.verifier.bound_j(relaxed.deadline_s, edges_w, source_w)
+        energy_j = self._verifier.bound_j(relaxed.deadline_s, edges_w, source_w)
         self._found.append((relaxed.deadline_s, energy_j, edges_w, source_w))
         return Tangent(relaxed.deadline_s, energy_j, float(source_w.sum()) - self.problem.waiting_energy_j(1.0))
 
@@ -37,20 +38,25 @@ class Bounds:
     def energies_j(self) -> Floats:
         return np.minimum.accumulate([energy_j for _, energy_j, _, _ in self._found])
 
-    def certify(self, time_s: float) -> Certificate:
-        """Return the best proof at hand for an iteration time: the flow of a neighbour, or a mixture of two."""
-        times_s = [found[0] for found in self._found]
-        right = min(int(np.searchsorted(times_s, time_s)), len(times_s) - 1)
-        left = max(right - 1, 0)
-        span_s = times_s[right] - times_s[left]
-        share = min(max((time_s - times_s[left]) / span_s, 0.0), 1.0) if span_s > 0 else 0.0
-        best: Certificate | None = None
-        for part in sorted({0.0, share, 1.0}):
-            (_, _, edges_a, source_a), (_, _, edges_b, source_b) = self._found[left], self._found[right]
-            edges_w = (1 - part) * edges_a + part * edges_b
-            source_w = (1 - part) * source_a + part * source_b
-            energy_j = self.verifier.bound_j(time_s, edges_w, source_w)
-            if best is None or energy_j > best.bound_j:
-                best = Certificate(time_s, energy_j, edges_w, source_w)
-        assert best is not None
-        return best
+    def certify(self, times_s: list[float]) -> tuple[list[float], Certificates]:
+        """Return the best bound at hand for each iteration time: the flow of a neighbour, or a mixture of two [J]."""
+        found_s = [found[0] for found in self._found]
+        edge_flow_w = np.stack([found[2] for found in self._found])
+        source_flow_w = np.stack([found[3] for found in self._found])
+        bounds_j, mixed, shares = [], [], []
+        for time_s in times_s:
+            right = min(int(np.searchsorted(found_s, time_s)), len(found_s) - 1)
+            left = max(right - 1, 0)
+            span_s = found_s[right] - found_s[left]
+            between = min(max((time_s - found_s[left]) / span_s, 0.0), 1.0) if span_s > 0 else 0.0
+            candidates = []
+            for share in sorted({0.0, between, 1.0}):
+                edges_w = (1 - share) * edge_flow_w[left] + share * edge_flow_w[right]
+                source_w = (1 - share) * source_flow_w[left] + share * source_flow_w[right]
+                candidates.append((self._verifier.bound_j(time_s, edges_w, source_w), share))
+            bound_j, share = max(candidates, key=lambda candidate: candidate[0])
+            bounds_j.append(bound_j)
+            mixed.append((left, right))
+            shares.append(share)
+        schedule = self.problem.dag.schedule
+        return bounds_j, Certificates(schedule, edge_flow_w, source_flow_w, np.array(mixed), np.array(shares))

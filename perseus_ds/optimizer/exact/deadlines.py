@@ -1,4 +1,4 @@
-"""At which iteration times to plan: more of them where the frontier bends."""
+"""The iteration times to plan for: more of them where the slope of the frontier changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tangent:
 
 
 def refine(left: Tangent, right: Tangent, at: Callable[[float], Tangent], count: int) -> list[Tangent]:
-    """Return tangents of a falling curve, convex but near its left end, each new one where the curve is known least.
+    """Return tangents of a falling curve, convex but near its left end, each new one where the curve is least known.
 
     Args:
         left: The fastest.

@@ -1,4 +1,4 @@
-"""Local search: move one event after the other to where the instructions around it cost least."""
+"""Local search: move one event after the other to the time at which the instructions around it cost least."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.optimizer.exact.network import Network
-from perseus_ds.optimizer.exact.options import OptionTable
+from perseus_ds.optimizer.exact.option_table import OptionTable
 from perseus_ds.optimizer.exact.rounding import options_at
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
 _REACH = 4
-"""How many clocks up and down from its present one an instruction is tried at."""
+"""An instruction is tried at this many options faster and slower than its present one."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Descent:
 
         Args:
             event_s: Shape (events, plans) [s].
-            sweeps: How often to visit every event, by turns from the start and from the end.
+            sweeps: How often to visit every event, alternately from the start and from the end.
         """
         event_s = event_s.copy()
         for sweep in range(sweeps):

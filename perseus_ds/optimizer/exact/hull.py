@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.profile import lower_hull
-from perseus_ds.optimizer.exact.problem import Group
+from perseus_ds.optimizer.exact.problem import InstructionGroup
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -51,7 +51,7 @@ class Pieces:
 class HullTable:
     """The hulls of all groups, for every number of clocks that are fast enough to be usable."""
 
-    def __init__(self, groups: tuple[Group, ...]) -> None:
+    def __init__(self, groups: tuple[InstructionGroup, ...]) -> None:
         self._groups = groups
         self._hulls: dict[tuple[int, int], Hull] = {}
 
@@ -80,5 +80,5 @@ class HullTable:
         key = (group, usable)
         if key not in self._hulls:
             options = self._groups[group]
-            self._hulls[key] = Hull.of(options.options.time_s[::-1][:usable], options.cost_j[::-1][:usable])
+            self._hulls[key] = Hull.of(options.options.time_s[:usable], options.cost_j[:usable])
         return self._hulls[key]

@@ -41,7 +41,7 @@ class Laplacian:
         self.to_end_weight = _sums(self.tail[self.to_end], weight[self.to_end], self.events)
         self.end_diagonal = float(diagonal[-1])
         if n:
-            band = np.bincount(self.cell, -weight[self.inner], minlength=(self.band + 1) * n).reshape(-1, n)
+            band = _sums(self.cell, -weight[self.inner], (self.band + 1) * n).reshape(-1, n)
             band[0] += diagonal[self.order] * (1 + 1e-13)
             self.factor = cholesky_banded(band, lower=True, overwrite_ab=True, check_finite=False)
 
@@ -68,4 +68,5 @@ class Laplacian:
 
 
 def _sums(index: npt.NDArray[np.intp], values: Floats, size: int) -> Floats:
+    # Of nothing, bincount returns integers.
     return np.bincount(index, values, size).astype(np.float64, copy=False)

@@ -1,7 +1,7 @@
-"""The DAG as a network of events: moments joined by what must pass between them.
+"""The DAG as a network of events: points in time, with arcs for the least time between two of them.
 
 An instruction is an arc from the event at which it starts to the event at which it ends. Nodes that
-take no time vanish, and an end and a start that always may coincide are one event, so the network has
+take no time are left out, and an end and a start that may always coincide are one event, so the network has
 about a third of the variables that finish times of all DAG nodes would be.
 """
 
@@ -38,7 +38,7 @@ class Network:
     """Events and arcs; event 0 is the start of the iteration, the last one its end.
 
     Attributes:
-        problem: What it was made of.
+        problem: The problem that it represents.
         tail: Shape (arcs,): event at which each arc starts. The first ``len(problem.node)`` arcs are
             the decisions, in their order; the others are fixed durations and plain precedences.
         head: Shape (arcs,): event at which each arc ends.
@@ -79,7 +79,7 @@ class Network:
 
     @cached_property
     def position(self) -> Floats:
-        """When each arc starts if all run flat out, from 0 at the start of the iteration to 1 at its end."""
+        """The start of each arc with all at their fastest clocks, 0 at the start of the iteration and 1 at its end."""
         earliest_s = self.earliest_s(self.least_s)
         return earliest_s[self.tail] / float(earliest_s[-1])
 
@@ -177,7 +177,7 @@ class _Builder:
 
     def _add(self, node: int) -> None:
         before, after = self.before[node], self.after[node]
-        # A node with one predecessor may as well start as soon as that ends, and then last longer.
+        # A node with one predecessor can start as soon as that ends, without loss, and then last longer.
         self.start[node] = 0 if not before else self.end[before[0]] if len(before) == 1 else 2 * node + 1
         for other in before:
             carried = self.end[other] != self.start[node]
@@ -190,7 +190,7 @@ class _Builder:
                 self.to_end[node] = len(self.tail)
                 self._arc(self.end[node], self.last, -1)
             return
-        # A node with one successor may as well end when that starts.
+        # A node with one successor can end when that starts, without loss.
         merges = len(after) == 1 and len(self.before[after[0]]) > 1
         self.end[node] = self.last if not after else 2 * after[0] + 1 if merges else 2 * node + 2
         self._arc(self.start[node], self.end[node], node)

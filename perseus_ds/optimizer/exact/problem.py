@@ -1,4 +1,4 @@
-"""What there is to decide: a clock for every instruction of a DAG, judged by measured time and energy."""
+"""The optimisation problem: a clock for every instruction of a DAG, with measured times and energies."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.plan import FrequencyPlan, InstructionStreams
-from perseus_ds.artifacts.profile import Options, StageProfile
+from perseus_ds.artifacts.profile import ClockOptions, StageProfile
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.dag import Dag, Seconds
 from perseus_ds.pipeline.instruction import Instruction, Kind
 
-Choice = npt.NDArray[np.intp]
-"""Per compute node, in the order of ``Problem.node``: an index into its group's Pareto options."""
+OptionIndices = npt.NDArray[np.intp]
+"""For every decision, in the order of ``Problem.node``: an index into its group's options, 0 the fastest."""
 
 
 @dataclass(frozen=True)
-class Group:
+class InstructionGroup:
     """Instructions that share their options: one (stage, kind).
 
+    Options are in one order throughout the optimiser: rising time, falling effective energy, the fastest first.
+
     Attributes:
-        options: The Pareto-optimal measured clocks in time and effective energy, slowest first.
+        options: The Pareto-optimal measured clocks in time and effective energy.
         cost_j: Effective energy of each option, ``energy - blocking power * time`` [J].
     """
 
     stage: int
     kind: Kind
-    options: Options
+    options: ClockOptions
     cost_j: npt.NDArray[np.float64]
 
 
 class Problem:
-    """Which clocks to run, for one iteration of one pipeline.
+    """The clocks to choose for one iteration of one pipeline.
 
     Energy of an iteration is the energy of its instructions plus blocking power times the
     GPU-seconds not spent in them, one GPU per rank (paper, section 3.2), so that
@@ -63,7 +65,7 @@ class Problem:
         self.fixed_s = dag.fixed_durations_s(profile.info.fixed_durations)
         measured = set(profile.keys)
         index: dict[tuple[int, Kind], int] = {}
-        groups: list[Group] = []
+        groups: list[InstructionGroup] = []
         node, group = [], []
         for number, dag_node in enumerate(dag.nodes):
             work = dag_node.work
@@ -91,36 +93,36 @@ class Problem:
         return _padded([g.cost_j for g in self.groups])
 
     @property
-    def fastest(self) -> Choice:
+    def fastest(self) -> OptionIndices:
         """Every instruction at its fastest measured clock."""
-        return np.array([len(g.cost_j) - 1 for g in self.groups], dtype=np.intp)[self.group]
+        return np.zeros(len(self.node), dtype=np.intp)
 
     @property
-    def most_frugal(self) -> Choice:
+    def most_frugal(self) -> OptionIndices:
         """Every instruction at its least effective energy."""
-        return np.zeros(len(self.node), dtype=np.intp)
+        return np.array([len(g.cost_j) - 1 for g in self.groups], dtype=np.intp)[self.group]
 
     @cached_property
     def t_min_s(self) -> float:
         """The makespan with every instruction at its fastest measured clock [s]."""
         return self.time_s(self.fastest)
 
-    def durations_s(self, choice: Choice) -> Seconds:
+    def durations_s(self, choice: OptionIndices) -> Seconds:
         """Return the duration of every node of the DAG [s]."""
         durations = self.fixed_s.copy()
         durations[self.node] = self._time_s[self.group, choice]
         return durations
 
-    def time_s(self, choice: Choice) -> float:
+    def time_s(self, choice: OptionIndices) -> float:
         """Return the iteration time [s]."""
         return self.dag.makespan_s(self.durations_s(choice))
 
-    def energy_j(self, choice: Choice, time_s: float) -> float:
+    def energy_j(self, choice: OptionIndices, time_s: float) -> float:
         """Return the energy of an iteration that ends after ``time_s`` [J]."""
         return self.waiting_energy_j(time_s) + float(self._cost_j[self.group, choice].sum())
 
     def waiting_energy_j(self, time_s: float) -> float:
-        """Return what all ranks would use if they only waited [J]."""
+        """Return the energy that all ranks would use if they only waited [J]."""
         return self.blocking_power_w * len(self.dag.schedule.ranks) * time_s
 
     @cached_property
@@ -133,8 +135,8 @@ class Problem:
         decided = set(self.node.tolist())
         return [[i for i in nodes if i in decided] for nodes in self.dag.compute_nodes]
 
-    def plan(self, choice: Choice, lower_bound_j: float | None = None) -> FrequencyPlan:
-        """Return the plan with these clocks, judged by what it does."""
+    def plan(self, choice: OptionIndices, lower_bound_j: float | None = None) -> FrequencyPlan:
+        """Return the plan with these clocks, with its time and energy by the measured rows."""
         clock = np.zeros(len(self.dag.nodes), dtype=np.int64)
         clocks = [g.options.clock_mhz for g in self.groups]
         clock[self.node] = [clocks[g][c] for g, c in zip(self.group, choice, strict=True)]
@@ -148,7 +150,7 @@ class Problem:
         )
 
     def evaluate(self, clocks_mhz: tuple[tuple[int, ...], ...]) -> FrequencyPlan:
-        """Return the plan with any measured clocks (Pareto-optimal or not), judged by what it does.
+        """Return the plan with any measured clocks, with its time and energy by the measured rows.
 
         Raises:
             ProfileError: A clock was not measured.
@@ -175,7 +177,7 @@ class Problem:
         )
 
 
-def _group(profile: StageProfile, stage: int, kind: Kind, blocking_power_w: float) -> Group:
+def _group(profile: StageProfile, stage: int, kind: Kind, blocking_power_w: float) -> InstructionGroup:
     measured = profile.options(stage, kind)
     where = f"stage {stage}, {kind}"
     if len(measured.clock_mhz) < 2:
@@ -192,7 +194,7 @@ def _group(profile: StageProfile, stage: int, kind: Kind, blocking_power_w: floa
             f"{blocking_power_w:.1f} W. Check blocking_power_w, and that energies are in joules per GPU."
         )
     options = measured.pareto(blocking_power_w)
-    return Group(stage, kind, options, options.effective_energy_j(blocking_power_w))
+    return InstructionGroup(stage, kind, options, options.effective_energy_j(blocking_power_w))
 
 
 def _padded(rows: list[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:

@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.optimizer.exact.network import Network
-from perseus_ds.optimizer.exact.options import OptionTable
+from perseus_ds.optimizer.exact.option_table import OptionTable
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
 _SNAP = 2e-5
-"""How much of a typical instruction's time the relaxed optimum may be off without costing a clock."""
+"""An error of the relaxed optimum's times up to this fraction of a typical instruction causes no faster clock."""
 
 
 def options_at(network: Network, table: OptionTable, event_s: Floats) -> Indices:
@@ -37,8 +37,8 @@ def durations_at(network: Network, table: OptionTable, options: Indices) -> Floa
 def round_late(network: Network, table: OptionTable, target_s: Floats, deadline_s: Floats) -> Floats:
     """Choose clocks from the end of the iteration to its start, each to start at its target or later.
 
-    What an instruction cannot use of its window is passed on to the one before it, so that little is
-    lost along a path however coarse the clocks are.
+    The part of its window that an instruction cannot use is added to the window of the one before it, so that
+    little is lost along a path however coarse the clocks are.
 
     Args:
         network: The events.
@@ -73,9 +73,9 @@ def round_late(network: Network, table: OptionTable, target_s: Floats, deadline_
 def splice(network: Network, slow_s: Floats, fast_s: Floats, deadline_s: Floats, *, slow_first: bool) -> Floats:
     """Run as a slower plan does up to some moment of the iteration, then as a faster one (or the reverse).
 
-    The middle of an iteration repeats itself, so where a plan for the deadline would have to run
-    between two good rhythms, a part of it in each is often better. The moment is the latest (or
-    earliest) that meets the deadline.
+    The middle of an iteration repeats the same sequence of instructions. Where a deadline lies between those of
+    two good plans, running a part of the iteration as in each of them is often better than one plan throughout.
+    The moment is the latest (or earliest) that meets the deadline.
 
     Args:
         network: The events.

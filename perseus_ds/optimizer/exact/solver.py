@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from perseus_ds.artifacts.certificates import Certificates
+from perseus_ds.artifacts.frontier import drop_dominated
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import lower_hull
 from perseus_ds.optimizer.exact.bounds import Bounds
-from perseus_ds.optimizer.exact.certificate import Certificate
 from perseus_ds.optimizer.exact.deadlines import Tangent, refine, spread
 from perseus_ds.optimizer.exact.descent import Descent
 from perseus_ds.optimizer.exact.network import Network
-from perseus_ds.optimizer.exact.options import OptionTable
-from perseus_ds.optimizer.exact.problem import Choice, Problem
+from perseus_ds.optimizer.exact.option_table import OptionTable
+from perseus_ds.optimizer.exact.problem import OptionIndices, Problem
 from perseus_ds.optimizer.exact.relaxation import Relaxation, Relaxed
 from perseus_ds.optimizer.exact.rounding import durations_at, options_at, round_late, splice
 from perseus_ds.optimizer.exact.switches import settle
@@ -31,14 +31,14 @@ _FIRST_SWEEPS, _LATER_SWEEPS = 2, 2
 
 
 @dataclass(frozen=True)
-class Proven:
-    """A frontier of plans and the proofs of their bounds, one each."""
+class ProvenPlans:
+    """A frontier of plans, and the proofs of their bounds."""
 
     plans: list[FrequencyPlan]
-    certificates: list[Certificate]
+    certificates: Certificates
 
 
-def solve_exact(problem: Problem, *, plans: int, switch_cost_j: float, progress: Progress) -> Proven:
+def solve_exact(problem: Problem, *, plans: int, switch_cost_j: float, progress: Progress) -> ProvenPlans:
     """Return about ``plans`` plans from ``T_min`` to ``T*``, none worse than another, with their bounds.
 
     Args:
@@ -58,7 +58,7 @@ def solve_exact(problem: Problem, *, plans: int, switch_cost_j: float, progress:
     event_s = _round(network, target_s, deadline_s, progress)
     table = OptionTable(problem.groups)
     options = settle(network, table, event_s, switch_cost_j)
-    choices = table.last[problem.group][:, None] - options
+    choices = options - table.begin[problem.group][:, None]
     return _proven(problem, bounds, choices)
 
 
@@ -134,17 +134,8 @@ def _better(descent: Descent, new_s: Floats, old_s: Floats | None) -> Floats:
     return new_s if old_s is None else np.where(descent.cost_j(new_s) < descent.cost_j(old_s), new_s, old_s)
 
 
-def _proven(problem: Problem, bounds: Bounds, choices: Choice) -> Proven:
-    plans = [problem.plan(choices[:, column]) for column in range(choices.shape[1])]
-    plans.sort(key=lambda plan: (plan.time_s, plan.energy_j))
-    result = Proven([], [])
-    least_j = math.inf
-    for plan in plans:
-        if plan.energy_j < least_j:
-            least_j = plan.energy_j
-            certificate = bounds.certify(plan.time_s)
-            result.certificates.append(certificate)
-            result.plans.append(
-                FrequencyPlan(plan.instructions, plan.clocks_mhz, plan.time_s, plan.energy_j, certificate.bound_j)
-            )
-    return result
+def _proven(problem: Problem, bounds: Bounds, choices: OptionIndices) -> ProvenPlans:
+    plans = drop_dominated([problem.plan(choices[:, column]) for column in range(choices.shape[1])])
+    bounds_j, certificates = bounds.certify([plan.time_s for plan in plans])
+    proven = [replace(plan, lower_bound_j=bound_j) for plan, bound_j in zip(plans, bounds_j, strict=True)]
+    return ProvenPlans(proven, certificates)

@@ -6,14 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.optimizer.exact.network import Network
-from perseus_ds.optimizer.exact.options import OptionTable
+from perseus_ds.optimizer.exact.option_table import OptionTable
 from perseus_ds.optimizer.exact.rounding import options_at
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
 _NEARLY_EQUAL = 3e-5
-"""A clock change must save this fraction of an instruction's energy even where changes are free."""
+"""A clock change must save this fraction of a mean instruction's energy even where changes cost nothing."""
 
 
 def settle(network: Network, table: OptionTable, event_s: Floats, switch_cost_j: float) -> Indices:
@@ -33,7 +33,7 @@ def settle(network: Network, table: OptionTable, event_s: Floats, switch_cost_j:
     """
     slowest = options_at(network, table, event_s)
     decision_of = {node: index for index, node in enumerate(network.problem.node.tolist())}
-    clock_mhz = np.concatenate([g.options.clock_mhz[::-1] for g in network.problem.groups])
+    clock_mhz = np.concatenate([g.options.clock_mhz for g in network.problem.groups])
     cost_j = max(switch_cost_j, _NEARLY_EQUAL * float(table.cost_j.mean()))
     result = slowest.copy()
     for nodes in network.problem.dag.compute_nodes:

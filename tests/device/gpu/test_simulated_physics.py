@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from published import stage_profile
 from virtual_time import VirtualTime
 
-from perseus_ds.device.gpu.simulated import DEVICES, MEMORY_BOUND, SimulatedGpu
+from perseus_ds.device.gpu.device_models import DEVICES, MEMORY_BOUND
+from perseus_ds.device.gpu.simulated import SimulatedGpu
 
 
 def test_energy_is_power_over_time_and_read_as_the_counter_was_last_refreshed():

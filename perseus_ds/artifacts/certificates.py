@@ -1,0 +1,145 @@
+"""The proof of a frontier's lower bounds: ``certificates.npz``, arrays without pickled objects."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from perseus_ds.artifacts.io import write_atomically
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.artifacts.validation import explain
+from perseus_ds.errors import FrontierError
+from perseus_ds.pipeline.schedule import Schedule
+
+Floats = npt.NDArray[np.float64]
+
+FILE_NAME = "certificates.npz"
+SCHEMA_VERSION = 1
+_MOST_BYTES = 2**30
+_REMEDY = 'Run "perseus-ds optimize" with certificates=true again.'
+# Name -> type and number of dimensions of each array.
+_ARRAYS = {
+    "schema_version": ("int64", 0),
+    "schedule": ("uint8", 1),
+    "edge_flow_w": ("float64", 2),
+    "source_flow_w": ("float64", 2),
+    "mixed": ("int64", 2),
+    "share": ("float64", 1),
+}
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Flows through the DAG, and of which two flows each plan's proof is a mixture.
+
+    ``optimizer/exact/certificate.py`` states what a flow proves.
+
+    Attributes:
+        schedule: The schedule whose DAG the flows belong to.
+        edge_flow_w: Shape (flows, edges of the DAG), in the order of ``dag.predecessors`` [W].
+        source_flow_w: Shape (flows, nodes of the DAG): flow into nodes without predecessors [W].
+        mixed: Shape (plans, 2): the two flows.
+        share: Shape (plans,): how much of the second one, 0 to 1.
+    """
+
+    schedule: Schedule
+    edge_flow_w: Floats
+    source_flow_w: Floats
+    mixed: npt.NDArray[np.int64]
+    share: Floats
+
+    def flow_w(self, plan: int) -> tuple[Floats, Floats]:
+        """Return the flow of one plan's proof: over the edges, and into nodes without predecessors [W]."""
+        (first, second), share = self.mixed[plan], self.share[plan]
+        edges, source = self.edge_flow_w, self.source_flow_w
+        return (1 - share) * edges[first] + share * edges[second], (1 - share) * source[first] + share * source[second]
+
+    def save(self, directory: Path) -> Path:
+        """Write the file completely or not at all; return its path."""
+        data = io.BytesIO()
+        np.savez_compressed(
+            data,
+            allow_pickle=False,
+            schema_version=np.int64(SCHEMA_VERSION),
+            schedule=np.frombuffer(ScheduleStreams.of(self.schedule).model_dump_json().encode(), dtype=np.uint8),
+            edge_flow_w=self.edge_flow_w,
+            source_flow_w=self.source_flow_w,
+            mixed=self.mixed,
+            share=self.share,
+        )
+        path = directory / FILE_NAME
+        write_atomically(path, data.getvalue())
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> Certificates:
+        """Read the file (or the one in a folder).
+
+        Raises:
+            FrontierError: It is missing, cut off, damaged, too large, or of another version.
+        """
+        path = path / FILE_NAME if path.is_dir() else path
+        if not path.is_file():
+            raise FrontierError(f"{path}: no such file; it holds the proofs of the lower bounds. {_REMEDY}")
+        try:
+            with zipfile.ZipFile(path) as archive:
+                arrays = _read(archive)
+            version = int(arrays["schema_version"])
+            if version != SCHEMA_VERSION:
+                raise ValueError(f"schema_version is {version}, this perseus-ds reads {SCHEMA_VERSION}")
+            streams = ScheduleStreams.model_validate_json(arrays["schedule"].tobytes())
+            result = cls(
+                streams.to_schedule(),
+                arrays["edge_flow_w"],
+                arrays["source_flow_w"],
+                arrays["mixed"],
+                arrays["share"],
+            )
+            result._check()
+        except ValidationError as error:
+            raise FrontierError(f"{explain(error, ScheduleStreams, f'{path}: schedule.')} {_REMEDY}") from None
+        except (zipfile.BadZipFile, zlib.error, struct.error, ValueError, RuntimeError, EOFError) as error:
+            raise FrontierError(f"{path}: not a complete file of certificates ({error}). {_REMEDY}") from None
+        except OSError as error:
+            raise FrontierError(f"{path}: cannot be read ({error.strerror}).") from None
+        return result
+
+    def _check(self) -> None:
+        flows = len(self.edge_flow_w)
+        if len(self.source_flow_w) != flows or self.mixed.shape != (len(self.share), 2):
+            raise ValueError("the arrays do not belong together")
+        if not ((self.mixed >= 0) & (self.mixed < flows)).all():
+            raise ValueError(f"mixed: expected indices of {flows} flows")
+        if not ((self.share >= 0) & (self.share <= 1)).all():
+            raise ValueError("share: expected fractions from 0 to 1")
+
+
+def _read(archive: zipfile.ZipFile) -> dict[str, npt.NDArray[Any]]:
+    """Read the arrays, after checking from their headers alone that they are the expected ones."""
+    expected = {f"{name}.npy" for name in _ARRAYS}
+    if set(archive.namelist()) != expected or len(archive.namelist()) != len(expected):
+        raise ValueError(f"expected {', '.join(sorted(expected))}, found {', '.join(sorted(archive.namelist()))[:200]}")
+    total = sum(entry.file_size for entry in archive.infolist())
+    if total > _MOST_BYTES:
+        raise ValueError(f"{total} bytes of arrays, at most {_MOST_BYTES} are read")
+    return {name: _array(archive, name, *form) for name, form in _ARRAYS.items()}
+
+
+def _array(archive: zipfile.ZipFile, name: str, dtype: str, dimensions: int) -> npt.NDArray[Any]:
+    with archive.open(f"{name}.npy") as file:
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError(f"{name}: another version of the npy format")
+        shape, fortran, found = np.lib.format.read_array_header_1_0(file)
+        if found != np.dtype(dtype) or len(shape) != dimensions or fortran:
+            raise ValueError(f"{name}: expected {dtype} in {dimensions} dimensions, found {found} of shape {shape}")
+        # frombuffer and reshape fail where the shape does not fit what is there.
+        return np.frombuffer(file.read(), dtype).reshape(shape)

@@ -1,0 +1,62 @@
+"""``perseus-ds verify``: whether a frontier's plans and lower bounds are what it states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from perseus_ds.cli.arguments import argument
+from perseus_ds.errors import FrontierError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Recompute time, energy and lower bound of every plan of a frontier, without the solver.
+
+    It needs the certificates that "perseus-ds optimize" writes with certificates=true.
+    """
+
+    examples: ClassVar = ("perseus-ds verify perseus/frontier",)
+
+    frontier: Path = argument("frontier.json, or the folder it is in", word=True)
+    profile: Path | None = argument(
+        "profile.csv or its folder; by default beside the frontier, or where the frontier says it came from", None
+    )
+    certificates: Path | None = argument("certificates.npz; by default the one beside frontier.json", None)
+    schedule: str | None = argument(
+        "1f1b, dualpipev or package.module:Class, to compare with the schedule in the certificates", None
+    )
+
+
+def run(arguments: Arguments) -> int:
+    """Print that every claim holds; the first one that does not is an error."""
+    from perseus_ds.artifacts.certificates import FILE_NAME, Certificates
+    from perseus_ds.cli.inputs import frontier_and_profile, naming, schedule_for
+    from perseus_ds.optimizer.verification import verify
+
+    folder = arguments.frontier if arguments.frontier.is_dir() else arguments.frontier.parent
+    path = arguments.certificates or folder / FILE_NAME
+    certificates = Certificates.load(path)
+    frontier, profile = frontier_and_profile(arguments.frontier, arguments.profile)
+    if arguments.schedule is not None:
+        expected = schedule_for(
+            profile,
+            schedule=arguments.schedule,
+            stages=frontier.provenance.stages,
+            micro_batches=frontier.provenance.micro_batches,
+        )
+        if expected.ranks != certificates.schedule.ranks:
+            raise FrontierError(f"{path}: its schedule is not that of schedule={arguments.schedule}.")
+    with naming(arguments.profile or folder):
+        try:
+            verified = verify(frontier, certificates, profile)
+        except FrontierError as error:
+            raise FrontierError(f"{arguments.frontier}: {error}") from None
+    print(
+        f"{verified.plans} plans verified: time and energy of each follow from the profile's rows, and each lower "
+        f"bound is proven by its certificate; the worst plan is {verified.worst_gap:.3%} above its bound."
+    )
+    if arguments.schedule is None:
+        print(f"The schedule is the one in {path.name} ({certificates.schedule.name}); give schedule=… to compare it.")
+    return 0

@@ -1,0 +1,148 @@
+"""Optimising in a process of its own: a request as JSON on its stdin, the result as JSON on its stdout.
+
+A job that trains starts the process with :class:`OptimizeWorker` and asks from time to time whether it has ended.
+The request holds the schedule's instruction streams, so the process imports no class that a file names, and it runs
+without the current folder on the module search path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.artifacts.validation import StrictModel, explain
+from perseus_ds.errors import PerseusError
+
+_NICENESS = 10
+"""Training on the same cores goes first."""
+# ``python -P -m`` of Python 3.11, for 3.10 too. Without -P, the first entry of the path is the current folder.
+_START = (
+    "import sys\n"
+    "if not getattr(sys.flags, 'safe_path', False):\n"
+    "    del sys.path[0]\n"
+    "from perseus_ds.optimizer.worker import main\n"
+    "sys.exit(main())"
+)
+
+
+class OptimizeRequest(StrictModel):
+    """An order to plan.
+
+    Attributes:
+        profile: ``profile.csv``, or the folder that holds it.
+        out: Folder for ``frontier.json`` and ``frontier.csv``.
+        schedule: What every rank does in one iteration.
+        switch_cost_j: What a change of clock is taken to cost [J].
+        plans: For how many deadlines to plan.
+    """
+
+    profile: Path
+    out: Path
+    schedule: ScheduleStreams
+    switch_cost_j: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    plans: int = Field(default=120, ge=2)
+
+
+class OptimizeResult(StrictModel):
+    """The answer to an order.
+
+    Attributes:
+        ok: Whether there is a frontier.
+        frontier: Its ``frontier.json``.
+        error: Why there is none.
+    """
+
+    ok: bool
+    frontier: Path | None = None
+    error: str | None = None
+
+
+class OptimizeWorker:
+    """A running process that optimises, at a lower priority than its parent's."""
+
+    def __init__(self, request: OptimizeRequest, log_path: Path) -> None:
+        """Start the process.
+
+        Args:
+            request: What to plan.
+            log_path: File for what the process writes on stderr, such as a traceback.
+
+        Raises:
+            OSError: The log or a temporary file cannot be written, or no process be started.
+        """
+        self._log_path = log_path
+        self._result: OptimizeResult | None = None
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
+        # Files, not pipes: a pipe would block the training thread until the process has read a long request.
+        with tempfile.TemporaryFile() as order, log_path.open("wb") as log:
+            order.write(request.model_dump_json().encode())
+            order.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START], stdin=order, stdout=self._output, stderr=log
+            )
+
+    def poll(self) -> OptimizeResult | None:
+        """Return the result, or None while the process runs."""
+        if self._result is None and (code := self._process.poll()) is not None:
+            self._output.seek(0)
+            self._result = self._read(self._output.read(), code)
+            self._output.close()
+        return self._result
+
+    def stop(self) -> None:
+        """End the process; nothing happens where it has ended."""
+        self._process.kill()
+        self._process.wait()
+        self.poll()
+
+    def _read(self, output: bytes, code: int) -> OptimizeResult:
+        try:
+            return OptimizeResult.model_validate_json(output)
+        except ValidationError:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            error = f"the optimiser's process ended by {how} without a result, see {self._log_path}"
+            return OptimizeResult(ok=False, error=error)
+
+
+def main() -> int:
+    """Read a request from stdin and write the result to stdout.
+
+    Returns:
+        0, or 1 where there is no frontier.
+    """
+    os.nice(_NICENESS)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            result = OptimizeResult(ok=True, frontier=_optimize(sys.stdin.buffer.read()))
+    except (PerseusError, OSError) as error:
+        result = OptimizeResult(ok=False, error=str(error))
+    print(result.model_dump_json(exclude_none=True))
+    return 0 if result.ok else 1
+
+
+def _optimize(order: bytes) -> Path:
+    from perseus_ds.artifacts.profile import StageProfile
+    from perseus_ds.optimizer import optimize
+
+    try:
+        request = OptimizeRequest.model_validate_json(order)
+    except ValidationError as error:
+        raise PerseusError(f"The request cannot be read: {explain(error, OptimizeRequest, '')}") from None
+    profile = StageProfile.load(request.profile)
+    frontier = optimize(
+        request.schedule.to_schedule(), profile, plans=request.plans, switch_cost_j=request.switch_cost_j
+    )
+    provenance = frontier.provenance.model_copy(update={"profile": str(request.profile)})
+    return replace(frontier, provenance=provenance).save(request.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

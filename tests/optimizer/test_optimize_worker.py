@@ -1,0 +1,161 @@
+"""The optimiser in a process of its own, started as a training job starts it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from pipelines import GPipe, dual_pipe_v, one_f_one_b, synthetic_profile
+from pydantic import ValidationError
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.errors import ScheduleError
+from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
+from perseus_ds.pipeline.schedule import read_schedule
+
+
+def request(tmp_path, schedule=None, **changes):
+    schedule = schedule or one_f_one_b(2, 4)
+    synthetic_profile(schedule.num_stages, simulated=True, blocking_power_w=80.0).save(tmp_path / "p" / "profile.csv")
+    values = {"profile": tmp_path / "p" / "profile.csv", "out": tmp_path / "f", "plans": 8}
+    return OptimizeRequest(**{**values, "schedule": ScheduleStreams.of(schedule), **changes})
+
+
+def result_of(worker):
+    while (result := worker.poll()) is None:
+        time.sleep(0.02)
+    return result
+
+
+def test_it_writes_the_frontier_that_optimize_returns(tmp_path):
+    schedule = dual_pipe_v(2, 4)
+    worker = OptimizeWorker(request(tmp_path, schedule, switch_cost_j=0.5), tmp_path / "optimize.log")
+    result = result_of(worker)
+    assert (result.ok, result.frontier, result.error) == (True, tmp_path / "f" / "frontier.json", None)
+    assert worker.poll() is result
+    frontier = Frontier.load(result.frontier)
+    expected = optimize(schedule, synthetic_profile(4), blocking_power_w=80.0, plans=8, switch_cost_j=0.5)
+    assert frontier.plans == expected.plans
+    assert frontier.provenance.schedule == schedule.name
+    assert frontier.provenance.profile == str(tmp_path / "p" / "profile.csv")
+    assert frontier.provenance.simulated
+
+
+def test_a_failure_is_a_result_with_its_reason(tmp_path):
+    order = request(tmp_path, profile=tmp_path / "nowhere.csv")
+    result = result_of(OptimizeWorker(order, tmp_path / "optimize.log"))
+    assert (result.ok, result.frontier) == (False, None)
+    assert "nowhere.csv: no such profile" in result.error
+
+
+def test_a_file_where_the_folder_should_be_is_a_result(tmp_path):
+    (tmp_path / "f").write_text("")
+    result = result_of(OptimizeWorker(request(tmp_path), tmp_path / "optimize.log"))
+    assert not result.ok
+    assert str(tmp_path / "f") in result.error
+
+
+def test_a_process_that_dies_names_its_log(tmp_path):
+    worker = OptimizeWorker(request(tmp_path, one_f_one_b(8, 64)), tmp_path / "optimize.log")
+    worker.stop()
+    result = result_of(worker)
+    assert not result.ok
+    assert result.error == (
+        f"the optimiser's process ended by signal 9 without a result, see {tmp_path / 'optimize.log'}"
+    )
+    worker.stop()
+
+
+def test_stopping_after_the_end_keeps_the_result(tmp_path):
+    worker = OptimizeWorker(request(tmp_path), tmp_path / "optimize.log")
+    result = result_of(worker)
+    worker.stop()
+    assert worker.poll() is result
+    assert result.ok
+
+
+@pytest.fixture
+def folder_with_other_modules(tmp_path, monkeypatch):
+    """A current folder whose modules would be imported by Python's ``-m``."""
+    folder = tmp_path / "here"
+    for name in ("perseus_ds", "numpy", "pydantic", "json"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(f"raise SystemExit('imported {name} of the current folder')")
+    monkeypatch.chdir(folder)
+
+
+@pytest.mark.usefixtures("folder_with_other_modules")
+@pytest.mark.parametrize("safe_path", ["", "1"])
+def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch, safe_path):
+    monkeypatch.setenv("PYTHONSAFEPATH", safe_path)
+    result = result_of(OptimizeWorker(request(tmp_path), tmp_path / "optimize.log"))
+    assert result.ok, (tmp_path / "optimize.log").read_text()
+
+
+@pytest.mark.usefixtures("folder_with_other_modules")
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="python -P is new in 3.11")
+def test_it_can_be_run_as_a_module(tmp_path):
+    command = [sys.executable, "-P", "-m", "perseus_ds.optimizer.worker"]
+    order = request(tmp_path).model_dump_json()
+    ended = subprocess.run(command, input=order, capture_output=True, text=True, check=True)
+    assert json.loads(ended.stdout) == {"ok": True, "frontier": str(tmp_path / "f" / "frontier.json")}
+
+
+def test_a_request_that_cannot_be_read_is_a_result():
+    ended = subprocess.run(
+        [sys.executable, "-m", "perseus_ds.optimizer.worker"], input="{}", capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    answer = json.loads(ended.stdout)
+    assert answer["ok"] is False
+    assert "The request cannot be read" in answer["error"]
+
+
+def test_it_gives_way_to_training_and_imports_neither_torch_nor_deepspeed(tmp_path):
+    script = (
+        "import io, os, sys\n"
+        "from perseus_ds.optimizer.worker import main\n"
+        f"sys.stdin = io.TextIOWrapper(io.BytesIO({request(tmp_path).model_dump_json().encode()!r}))\n"
+        "before = os.nice(0)\n"
+        "assert main() == 0\n"
+        "print(os.nice(0) - before, {'torch', 'deepspeed'} & set(sys.modules), file=sys.stderr)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stderr.splitlines()[-1] == f"{min(10, 19 - os.nice(0))} set()"
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [one_f_one_b(3, 5), dual_pipe_v(2, 4), read_schedule(GPipe, ranks=2, micro_batches=2)],
+    ids=lambda schedule: schedule.name,
+)
+def test_a_schedule_written_and_read_is_the_same(schedule):
+    assert ScheduleStreams.model_validate_json(ScheduleStreams.of(schedule).model_dump_json()).to_schedule() == schedule
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        ["compute", 0, "sideways", 0],
+        ["compute", -1, "forward", 0],
+        ["compute", 0, "forward", 2**31],
+        ["compute", 0, "forward"],
+        ["load", 0, 0.5],
+        ["import", "os:system"],
+        ["exchange", [["activation", 0, 1]], []],
+        3,
+    ],
+)
+def test_an_operation_of_another_form_is_refused(operation):
+    text = json.dumps({"name": "x", "micro_batches": 1, "ranks": [[operation]]})
+    with pytest.raises(ValidationError):
+        ScheduleStreams.model_validate_json(text)
+
+
+def test_a_schedule_that_computes_nothing_is_refused():
+    with pytest.raises(ScheduleError, match="x: no rank computes anything"):
+        ScheduleStreams(name="x", micro_batches=1, ranks=((("load", 0, 0),),)).to_schedule()

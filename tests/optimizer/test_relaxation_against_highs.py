@@ -1,0 +1,88 @@
+"""The interior-point method's optimum is that of HiGHS, on pipelines and on DAGs of any form."""
+
+import numpy as np
+import pytest
+from highs import highs_saving_j, our_saving_j
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import GPipe, dual_pipe_v, one_f_one_b, synthetic_profile
+
+from perseus_ds.optimizer.exact.network import Network
+from perseus_ds.optimizer.exact.problem import Problem
+from perseus_ds.optimizer.exact.relaxation import Relaxation
+from perseus_ds.pipeline.dag import Dag, Node
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Load, Schedule, read_schedule
+
+POWER_W = 80.0
+
+
+@st.composite
+def random_dags(draw):
+    """A DAG of up to 14 nodes, each after any of those before it; some of them loads of fixed duration."""
+    nodes, predecessors, instructions = [], [], []
+    for number in range(draw(st.integers(1, 14))):
+        stage = draw(st.integers(0, 2))
+        work = Load(stage, number)
+        if number == 0 or draw(st.integers(0, 3)):
+            work = Instruction(stage, draw(st.sampled_from([Kind.FORWARD, Kind.BACKWARD])), number)
+            instructions.append(work)
+        position = len(instructions) - 1 if isinstance(work, Instruction) else -1
+        nodes.append(Node(work, (0,), position))
+        predecessors.append(draw(st.sets(st.integers(0, number - 1), max_size=3)) if number else ())
+    schedule = Schedule("random", 1, (tuple(Compute(i) for i in instructions),))
+    return Dag(schedule, nodes, predecessors)
+
+
+def relaxation_of(dag):
+    stages = 1 + max(node.work.stage for node in dag.nodes if not hasattr(node.work, "source"))
+    return Relaxation(Network(Problem(dag, synthetic_profile(stages, load_s={0: 0.02, 1: 0.0}), POWER_W)))
+
+
+def check(relaxation, slowdown):
+    problem = relaxation.network.problem
+    deadline_s = problem.t_min_s * slowdown
+    relaxed = relaxation.solve(deadline_s)
+    network = relaxation.network
+    windows_s = relaxed.event_s[network.head] - relaxed.event_s[network.tail]
+    assert (windows_s >= network.least_s - 1e-7).all()
+    assert relaxed.deadline_s == pytest.approx(deadline_s, rel=1e-9)
+    scale_j = problem.energy_j(problem.fastest, 0.0)
+    assert our_saving_j(relaxation, relaxed) == pytest.approx(
+        highs_saving_j(relaxation, deadline_s), abs=1e-6 * scale_j
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(random_dags(), st.floats(1.0001, 2.0))
+def test_on_random_dags_both_save_the_same(dag, slowdown):
+    check(relaxation_of(dag), slowdown)
+
+
+@settings(deadline=None, max_examples=30)
+@given(random_dags(), st.floats(1.0, 1000.0))
+def test_both_choose_an_iteration_time_of_the_same_cost(dag, waiting_w):
+    relaxation = relaxation_of(dag)
+    problem = relaxation.network.problem
+    relaxed = relaxation.solve(problem.time_s(problem.most_frugal), waiting_w=waiting_w)
+    ours_j = our_saving_j(relaxation, relaxed, waiting_w)
+    scale_j = problem.energy_j(problem.fastest, 0.0) + waiting_w * problem.t_min_s
+    assert ours_j == pytest.approx(highs_saving_j(relaxation, 0.0, waiting_w=waiting_w), abs=1e-6 * scale_j)
+
+
+@pytest.mark.parametrize("slowdown", [1.00001, 1.03, 1.2, 3.0])
+@pytest.mark.parametrize(
+    "schedule",
+    [one_f_one_b(4, 12), dual_pipe_v(2, 8), read_schedule(GPipe, ranks=3, micro_batches=6)],
+    ids=["1f1b", "dualpipev", "gpipe"],
+)
+def test_on_pipelines_both_save_the_same(schedule, slowdown):
+    check(relaxation_of(Dag.build(schedule)), slowdown)
+
+
+def test_highs_saves_nothing_where_there_is_no_time():
+    relaxation = relaxation_of(Dag.build(one_f_one_b(2, 2)))
+    at_once_j = highs_saving_j(relaxation, relaxation.network.problem.t_min_s)
+    later_j = highs_saving_j(relaxation, relaxation.network.problem.t_min_s * 1.1)
+    assert np.isfinite([at_once_j, later_j]).all()
+    assert later_j > at_once_j >= 0.0

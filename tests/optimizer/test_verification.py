@@ -1,0 +1,220 @@
+"""A frontier's claims hold as they were written, and every change to them is found."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import dual_pipe_v, one_f_one_b, synthetic_profile
+
+from perseus_ds.artifacts.certificates import Certificates
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.errors import FrontierError, ProfileError
+from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.verification import verify
+
+POWER_W = 80.0
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return synthetic_profile(2, load_s={0: 0.004}, tail_s={0: 0.03, 1: 0.02})
+
+
+@pytest.fixture(scope="module")
+def written(profile, tmp_path_factory):
+    """A folder with frontier.json and certificates.npz."""
+    folder = tmp_path_factory.mktemp("frontier")
+    frontier = optimize(one_f_one_b(2, 4), profile, blocking_power_w=POWER_W, plans=12)
+    frontier.save(folder)
+    frontier.certificates.save(folder)
+    return folder
+
+
+def check(folder, profile):
+    return verify(Frontier.load(folder), Certificates.load(folder), profile)
+
+
+def test_what_was_written_is_verified(written, profile):
+    frontier = Frontier.load(written)
+    verified = check(written, profile)
+    assert verified.plans == len(frontier.plans) > 3
+    assert verified.worst_gap == max(plan.gap for plan in frontier.plans)
+
+
+def test_two_stages_a_rank_are_verified(tmp_path):
+    profile = synthetic_profile(4)
+    frontier = optimize(dual_pipe_v(2, 4), profile, blocking_power_w=POWER_W, plans=6)
+    frontier.certificates.save(tmp_path)
+    assert verify(frontier, Certificates.load(tmp_path), profile).plans == len(frontier.plans)
+
+
+def test_certificates_survive_the_file_bit_by_bit(written, tmp_path):
+    certificates = Certificates.load(written)
+    again = Certificates.load(certificates.save(tmp_path))
+    assert again.schedule == certificates.schedule == one_f_one_b(2, 4)
+    for name in ("edge_flow_w", "source_flow_w", "mixed", "share"):
+        assert (getattr(again, name) == getattr(certificates, name)).all()
+
+
+def test_a_new_frontier_removes_the_certificates_of_the_old_one(written, tmp_path):
+    shutil.copytree(written, tmp_path / "copy")
+    Frontier.load(written).save(tmp_path / "copy")
+    with pytest.raises(FrontierError, match=r"certificates\.npz: no such file.*certificates=true"):
+        Certificates.load(tmp_path / "copy")
+
+
+def edit_plan(number, **changes):
+    def edit(raw):
+        for key, factor in changes.items():
+            raw["plans"][number][key] *= factor
+
+    return edit
+
+
+def other_clock(raw):
+    clocks = raw["plans"][2]["clocks_mhz"][1]
+    clocks[3] = 900 if clocks[3] != 900 else 1410
+
+
+def unmeasured_clock(raw):
+    raw["plans"][2]["clocks_mhz"][1][3] = 901
+
+
+def no_bound(raw):
+    raw["plans"][1]["lower_bound_j"] = None
+
+
+def one_plan_less(raw):
+    del raw["plans"][1]
+
+
+def other_instruction(raw):
+    raw["instructions"][0][0][2] = 1
+
+
+def other_power(raw):
+    raw["provenance"]["blocking_power_w"] += 1
+
+
+def other_row(raw):
+    raw["instruction_times_s"][0][3] *= 1.01
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (edit_plan(1, lower_bound_j=1 + 1e-9), r"^plan 1: the frontier states a lower bound of"),
+        (edit_plan(3, energy_j=1 - 1e-6), r"^plan 3 uses .* J, by the profile's rows"),
+        (edit_plan(0, time_s=1 - 1e-6), r"^plan 0 takes .* s, by the profile's rows"),
+        (other_clock, r"^plan 2 (takes|uses)"),
+        (unmeasured_clock, r"^plan 2: The profile has no row for stage 1, .*, 901 MHz"),
+        (no_bound, r"^plan 1 states no lower bound"),
+        (one_plan_less, r"plans, but certificates for"),
+        (other_instruction, r"instructions are not those of the certificates' schedule"),
+        (other_power, r"^the baseline uses"),
+        (other_row, r"^instruction_times_s: stage 0, .*, 900 MHz takes"),
+        (lambda raw: raw.update(t_min_s=raw["t_min_s"] * 0.99), r"^T_min is"),
+    ],
+)
+def test_a_changed_frontier_is_found(written, profile, tmp_path, edit, message):
+    raw = json.loads((written / "frontier.json").read_text())
+    edit(raw)
+    (tmp_path / "frontier.json").write_text(json.dumps(raw))
+    with pytest.raises(FrontierError, match=message):
+        verify(Frontier.load(tmp_path), Certificates.load(written), profile)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: replace(c, edge_flow_w=c.edge_flow_w * 1.05),
+        lambda c: replace(c, edge_flow_w=c.edge_flow_w * 0.0),
+        lambda c: replace(c, edge_flow_w=-c.edge_flow_w),
+        lambda c: replace(c, edge_flow_w=c.edge_flow_w * np.nan),
+        lambda c: replace(c, edge_flow_w=c.edge_flow_w[:, 1:]),
+        lambda c: replace(c, source_flow_w=c.source_flow_w * 2),
+        lambda c: replace(c, share=1 - c.share),
+    ],
+)
+def test_a_changed_flow_proves_less(written, profile, change):
+    with pytest.raises(FrontierError, match=r"^plan \d+: "):
+        verify(Frontier.load(written), change(Certificates.load(written)), profile)
+
+
+def test_another_profile_is_found(written, profile):
+    rows = [replace(m, time_s=m.time_s * 1.001) for m in profile.measurements]
+    with pytest.raises(FrontierError, match="T_min is"):
+        check(written, StageProfile(rows, profile.info))
+    rows = [replace(m, energy_j=m.energy_j * 1.001) for m in profile.measurements]
+    with pytest.raises(FrontierError, match="the baseline uses"):
+        check(written, StageProfile(rows, profile.info))
+    with pytest.raises(ProfileError, match="has 2 stages, the profile 1"):
+        check(written, synthetic_profile(1))
+
+
+def test_a_schedule_with_fewer_constraints_proves_other_bounds(written, profile):
+    frontier, certificates = Frontier.load(written), Certificates.load(written)
+    without = replace(
+        certificates.schedule,
+        ranks=tuple(
+            tuple(op for op in stream if type(op).__name__ != "Exchange") for stream in certificates.schedule.ranks
+        ),
+    )
+    with pytest.raises(FrontierError, match="T_min is"):
+        verify(frontier, replace(certificates, schedule=without), profile)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_damaged_file_is_refused_or_reads_as_certificates(written, tmp_path_factory, data):
+    content = bytearray((written / "certificates.npz").read_bytes())
+    for _ in range(data.draw(st.integers(0, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    end = data.draw(st.integers(0, len(content)))
+    path = tmp_path_factory.mktemp("damaged") / "certificates.npz"
+    path.write_bytes(content[:end] if data.draw(st.booleans()) else content)
+    try:
+        Certificates.load(path)
+    except FrontierError as error:
+        assert "certificates.npz" in str(error)  # noqa: PT017
+
+
+def rewritten(written, tmp_path, **changes):
+    with np.load(written / "certificates.npz") as arrays:
+        values = {**arrays, **changes}
+    path = tmp_path / "certificates.npz"
+    np.savez_compressed(path, **values)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema_version": np.int64(9)}, "schema_version is 9, this perseus-ds reads 1"),
+        ({"extra": np.zeros(1)}, "expected .*, found"),
+        ({"share": np.array([2.0] * 12)}, "do not belong together|share: expected fractions"),
+        ({"share": np.array(["half"])}, "share: expected float64 in 1 dimensions"),
+        ({"mixed": np.full((1, 2), 99)}, "do not belong together"),
+        ({"edge_flow_w": np.zeros(3)}, "edge_flow_w: expected float64 in 2 dimensions"),
+        ({"schedule": np.frombuffer(b"{}", dtype=np.uint8)}, r"schedule\.name: missing"),
+        ({"schedule": np.frombuffer(b"[" * 10**6, dtype=np.uint8)}, "schedule"),
+        (
+            {"schedule": np.frombuffer(b'{"name": "x", "micro_batches": 1, "ranks": [[]]}', dtype=np.uint8)},
+            "no rank computes anything",
+        ),
+    ],
+)
+def test_foreign_arrays_are_refused(written, tmp_path, changes, message):
+    with pytest.raises(FrontierError, match=message):
+        Certificates.load(rewritten(written, tmp_path, **changes))
+
+
+def test_pickled_objects_are_never_loaded(written, tmp_path):
+    path = rewritten(written, tmp_path, share=np.array([{"a": 1}], dtype=object))
+    with pytest.raises(FrontierError, match="share: expected float64 in 1 dimensions, found object"):
+        Certificates.load(path)
