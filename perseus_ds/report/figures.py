@@ -27,9 +27,10 @@ _PHASES = {
     "warm-up": ("orange", "square-open"),
     "profile": ("green", "cross"),
     "plan": ("purple", "triangle-up-open"),
+    "default": ("orange", "diamond"),
 }
 _OTHER_PHASE = ("soft", "diamond-open")
-_DRAWN_EVENTS = ("plan", "profile", "policy", "drift", "failure")
+_DRAWN_EVENTS = ("plan", "profile", "proof", "policy", "drift", "failure")
 _AT_THE_BOTTOM = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": False}
 _MOST_POINTS, _MOST_EVENTS = 1500, 200
 

@@ -11,6 +11,7 @@ from perseus_ds.artifacts.run_records import (
     Event,
     Failed,
     PlanChosen,
+    PlanJudged,
     PolicyChanged,
     ProfileWritten,
     Started,
@@ -29,6 +30,11 @@ def event_in_words(event: Event) -> str:
             late = f", pipeline {straggler} is {slowdown:g} times as slow" if straggler is not None else ""
             others = f", pipelines run {', '.join(map(str, plans))}" if len(set(plans)) > 1 else ""
             return f"plan {plan}{late}{others}"
+        case PlanJudged(plan=plan, wins=wins, saved=saved, slowdown=slowdown):
+            verdict = "stays" if wins else "leaves: default clocks from here on"
+            return (
+                f"plan {plan} measured {-saved:+.1%} energy, {slowdown:+.1%} time against default clocks; it {verdict}"
+            )
         case PolicyChanged(policy=policy, problem=problem):
             return _policy(policy) if policy else f"policy: {problem}"
         case ProfileWritten():
