@@ -39,8 +39,8 @@ class MeasuredPoint:
 def at_default_clocks(histories: Sequence[History]) -> tuple[History, list[Step]] | None:
     """Return the iterations that show what the job takes at default clocks, and the run they are from.
 
-    All are of one phase and of one run. Those of ``observe`` mode come first, then those measured to compare plans
-    with, those while a job plans, and its warm-up. Iterations that something disturbed are left out.
+    All are of one phase and of one run. Those of ``observe`` mode come first, then those a job ran to compare its
+    plans with, then those while it planned, then its warm-up. Iterations that something disturbed are left out.
 
     Args:
         histories: Runs of one job, the preferred one first.
