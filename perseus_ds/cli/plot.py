@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from perseus_ds.cli.arguments import argument
-from perseus_ds.errors import PlanError
+from perseus_ds.errors import ConfigError, PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,10 @@ def run(arguments: Arguments) -> int:
     with naming(arguments.profile or folder):
         before, after = timeline(dag, profile, frontier.baseline), timeline(dag, profile, plan)
     out = arguments.out or folder
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be a folder ({error.strerror}). Give another one, out=….") from None
     frontier_picture(frontier, out / "frontier.png", in_use=plan, measured=measured)
     timeline_picture(before, after, provenance, out / "timeline.png")
     print(f"Written: {out / 'frontier.png'} and timeline.png")

@@ -45,6 +45,7 @@ def pipeline_data(dag: Dag, profile: StageProfile, frontier: Frontier) -> dict[s
         "predecessors": dag.predecessors,
         "option": [position.get(node.work, -1) if isinstance(node.work, Instruction) else -1 for node in dag.nodes],
         "fixed_s": [round(float(value), 7) for value in fixed_s],
+        "blocking_power_w": frontier.provenance.blocking_power_w,
         "rows": _rows(profile),
         "plans": [packed_clocks(plan) for plan in frontier.plans],
         "baseline": packed_clocks(frontier.baseline),

@@ -35,6 +35,8 @@ def event_in_words(event: Event) -> str:
             return _profile(event)
         case ClockRefused(rank=rank, clock_mhz=clock_mhz, reached_mhz=reached_mhz, reasons=reasons):
             why = f" ({', '.join(reasons)})" if reasons else ""
+            if clock_mhz is None:
+                return f"rank {rank}'s GPU at default clocks is kept at {reached_mhz} MHz{why}"
             return f"rank {rank}'s GPU was asked for {clock_mhz} MHz and runs at {reached_mhz} MHz{why}"
         case Drifted(drift=drift, profiles_again=profiles_again):
             # None: version 1 of the records does not say what came of it.

@@ -119,3 +119,6 @@ def test_plot_draws_from_files(tmp_path, profile, frontier, capsys):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"frontier.png", "timeline.png"}
     assert main(["plot", *arguments, f"runs=[{tmp_path / 'none'}]"]) == 2
     assert "no such file" in capsys.readouterr().err
+    (tmp_path / "file").write_text("in the way")
+    assert main(["plot", *arguments[:2], f"out={tmp_path / 'file'}"]) == 2
+    assert "cannot be a folder" in capsys.readouterr().err

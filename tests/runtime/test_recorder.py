@@ -94,6 +94,7 @@ def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(tmp_path):
     recorder.close()
     record = read_records(tmp_path)[1]
     assert (record.time_s, record.energy_j, record.energy_by_pipeline_j) == (4.0, 100.0, (30.0, 70.0))
+    assert record.energy_by_rank_j == (10.0, 20.0, 30.0, 40.0)
     assert (record.failed_ranks, record.clock_changes) == ((2,), 6)
 
 
