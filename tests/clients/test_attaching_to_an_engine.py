@@ -204,7 +204,7 @@ def test_a_block_that_is_disabled_attaches_nothing(make, block):
 
 def test_a_model_without_stages_is_refused_with_what_to_do(block):
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"the engine is a DeepSpeedEngine, expected a deepspeed\.PipelineEngine"):
+    with pytest.raises(ConfigError, match=r"the model is a Linear, expected a deepspeed\.pipe\.PipelineModule"):
         perseus_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config(perseus=block))
 
 
