@@ -11,7 +11,7 @@ from perseus_ds.report.history import History, Step
 from perseus_ds.report.measured import undisturbed
 from perseus_ds.report.savings import Reference
 
-_MOST_PARTS = 40
+_LEAST_PARTS, _MOST_PARTS = 4, 40
 _LEAST_STEPS = 5
 """Per part: a median of fewer iterations would mostly show their noise."""
 
@@ -44,7 +44,7 @@ def trend_of(history: History, reference: Reference) -> Trend | None:
     """
     steps = [step for step in undisturbed(history.under_plans) if step.record.energy_j is not None]
     count = min(_MOST_PARTS, len(steps) // _LEAST_STEPS)
-    if count < 2:
+    if count < _LEAST_PARTS:
         return None
     edges = [round(part * len(steps) / count) for part in range(count + 1)]
     parts = [steps[first:last] for first, last in pairwise(edges)]

@@ -114,7 +114,7 @@ def test_the_trend_shows_a_saving_that_fades(tmp_path):
     assert trend.energy[0] == pytest.approx(-0.197, abs=0.001)
     assert trend.energy[-1] == pytest.approx(-0.102, abs=0.001)
     assert trend.time == pytest.approx([0.0] * 20)
-    write_log(tmp_path, [START, *ran[:9]])
+    write_log(tmp_path, [START, *ran[:19]])
     assert trend_of(read_history(tmp_path), reference) is None
 
 
