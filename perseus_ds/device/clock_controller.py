@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 from perseus_ds.device.clock_readback import ClockReadback, Refusal
 from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.device.held_clock import HeldClock
 from perseus_ds.device.moments import Moment, PassedMoment
-from perseus_ds.errors import GpuError
+from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 
 _POLL_S = 0.001
-_RESET_ATTEMPTS = 4
-_RESET_AGAIN_S = 0.5
+_RESET_AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0)
+_TRY_AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""After each refusal in a row of a driver that is busy; after the last one there is no further attempt."""
 
 
 class _Request(NamedTuple):
@@ -59,30 +59,31 @@ class ClockController:
 
         Args:
             gpu: The GPU whose clock to control.
-            on_error: Called once, on the worker's thread, when the driver refuses; nothing is requested after.
+            on_error: Called once, on the worker's thread, when the driver refuses, or is busy for a minute.
             on_refusal: Called there when the GPU does not reach a clock that the driver has accepted.
             on_start: Called there first: makes moments safe to query. (A thread that queries a CUDA event gets a
                 context on GPU 0, hundreds of MiB for every rank of the node, unless it has chosen its own GPU.)
             timebase: The time it lives in.
         """
-        self._gpu = gpu
+        self._name = gpu.name
+        self._clock = HeldClock(gpu, timebase)
         self._on_error = on_error
         self._on_start = on_start
         self._time = timebase
         self._readback = ClockReadback(gpu, on_refusal, timebase)
         # Others append, the worker alone removes.
         self._pending: deque[_Item] = deque()
-        # Notified when an item is pending, a call of the driver has returned, or the worker is to stop.
+        # Notified when an item is pending, or the worker is to stop.
         self._changed = timebase.condition()
         self._stopping = Flag(timebase)
         self._failed = False
         # None stands for the default, the driver's own clock management.
         self._requested: int | None = None
         self._is_idle = False
-        self._applied: int | None = None
+        self._refusals = 0
+        self._busy_since_s: float | None = None
         self.changes = 0
         self.overtaken = 0
-        self._called_s: float | None = None
         self._worker = timebase.thread(self._work, "perseus-clocks")
         self._worker.start()
 
@@ -123,9 +124,16 @@ class ClockController:
         self._put(done)
         is_done = done.wait(timeout_s)
         if self._failed:
-            raise GpuError(f"{self._gpu.name}: the clock cannot be set any more; see the warning before.")
+            raise GpuError(f"{self._name}: the clock cannot be set any more; see the warning before.")
         if not is_done:
-            raise TimeoutError(f"{self._gpu.name}: the driver did not set the clock within {timeout_s} s.")
+            raise TimeoutError(f"{self._name}: the driver did not set the clock within {timeout_s} s.")
+
+    def has_settled(self) -> bool:
+        """Return whether the GPU runs at the clock of the last :meth:`set_and_wait`, or is known not to reach it.
+
+        It is read back for up to a second; an idle GPU may lower its clock, so let it work meanwhile.
+        """
+        return self._readback.has_settled
 
     def watch_default_clocks(self) -> None:
         """Report, like a clock that is not reached, a limit that keeps the GPU down at default clocks."""
@@ -138,43 +146,33 @@ class ClockController:
         return self._readback.latency_s
 
     @property
-    def waiting_s(self) -> float:
-        """How long the driver has not answered the call under way [s]; 0 if there is none."""
-        called_s = self._called_s
-        return 0.0 if called_s is None else self._time.now_s() - called_s
+    def failing_s(self) -> float:
+        """How long the driver has been busy, or has not answered the call under way [s]; 0 if neither."""
+        since_s = self._busy_since_s
+        return self._clock.waiting_s if since_s is None else self._time.now_s() - since_s
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the worker and restore the default clock; harmless when called again.
 
         It waits for a call of the driver that is under way, but not for the GPU.
         """
+        if self._stopping.is_set():
+            return
+        end_s = self._time.now_s() + timeout_s
+        self._stopping.set()
         with self._changed:
-            if self._stopping.is_set():
-                return
-            self._stopping.set()  # from now on the worker begins no call
             self._changed.notify_all()
-            self._wait_until(lambda: self._called_s is None, timeout_s)
-            if self._called_s is not None:
-                return  # the driver hangs, and this thread would hang as well; the guardian restores the clock
-        if self._applied is not None:
-            try:
-                self._gpu.reset_clock()
-                self._applied = None
-            except Exception as error:
-                if not self._failed:
-                    self._on_error(error)
-        self._worker.join(timeout_s)
+        try:
+            self._clock.release(timeout_s)
+        except Exception as error:
+            if not self._failed:
+                self._on_error(error)
+        self._worker.join(max(0.0, end_s - self._time.now_s()))
 
     def _put(self, item: _Item) -> None:
         self._pending.append(item)
         with self._changed:
             self._changed.notify_all()
-
-    def _wait_until(self, condition: Callable[[], bool], timeout_s: float | None) -> None:
-        """Wait, with the lock held, until something is so after a notification; at most for some time [s]."""
-        end_s = math.inf if timeout_s is None else self._time.now_s() + timeout_s
-        while not condition() and (rest_s := end_s - self._time.now_s()) > 0:
-            self._changed.wait(None if timeout_s is None else rest_s)
 
     def _work(self) -> None:
         try:
@@ -188,6 +186,7 @@ class ClockController:
         try:
             item = self._next()
             if isinstance(item, Flag):
+                self._readback.watch()
                 item.set()
             elif not self._failed:
                 self._handle(item)
@@ -201,15 +200,16 @@ class ClockController:
                 return self._stopping
             due_in_s = self._readback.due_in_s()
             if due_in_s == 0.0:
-                self._read()
+                self._clock.read(self._readback.read)
             else:
                 self._wait_for_more_than(0, due_in_s)
         return self._pending.popleft()
 
     def _wait_for_more_than(self, count: int, timeout_s: float | None) -> None:
-        """Wait until more items are pending, or the worker is to stop."""
+        """Wait until more items are pending, or the worker is to stop; at most for some time [s]."""
         with self._changed:
-            self._wait_until(lambda: len(self._pending) > count or self._stopping.is_set(), timeout_s)
+            if len(self._pending) <= count and not self._stopping.is_set():
+                self._changed.wait(timeout_s)
 
     def _handle(self, request: _Request) -> None:
         if request.after is not None and not self._wait_for(request.after):
@@ -220,41 +220,35 @@ class ClockController:
         elif self._is_overtaken():
             self.overtaken += 1
             return
-        if request.clock_mhz != self._applied:
+        if request.clock_mhz != self._clock.clock_mhz:
             self._apply(request.clock_mhz)
 
     def _apply(self, clock_mhz: int | None) -> None:
-        with self._driver_call() as may_call:
-            if not may_call:
-                return
-            # Noted first: if the call fails half-way the clock may have changed, and must be restored.
-            self._applied = clock_mhz
-            begin_s = self._time.now_s()
-            if clock_mhz is None:
-                self._gpu.reset_clock()
-            else:
-                self._gpu.lock_clock(clock_mhz)
-        self._readback.changed(clock_mhz, self._time.now_s() - begin_s)
-        self.changes += 1
+        while not self._stopping.is_set():
+            try:
+                took_s = self._clock.set(clock_mhz)
+            except GpuBusyError:
+                if self._refusals == len(_TRY_AGAIN_AFTER_S):
+                    raise
+                self._wait_after_refusal()
+                if self._is_overtaken():
+                    self.overtaken += 1
+                    return
+                continue
+            self._refusals, self._busy_since_s = 0, None
+            if took_s is not None:
+                self._readback.changed(clock_mhz, took_s)
+                self.changes += 1
+            return
 
-    def _read(self) -> None:
-        with self._driver_call() as may_call:
-            if may_call:
-                self._readback.read()
-
-    @contextmanager
-    def _driver_call(self) -> Iterator[bool]:
-        """Surround a call of the driver by the worker; yields whether it may be made."""
-        with self._changed:
-            may_call = not self._stopping.is_set()
-            if may_call:
-                self._called_s = self._time.now_s()
-        try:
-            yield may_call
-        finally:
-            with self._changed:
-                self._called_s = None
-                self._changed.notify_all()
+    def _wait_after_refusal(self) -> None:
+        """Return the clock to the default, if the driver does that, and wait a while, the longer the more often."""
+        if self._busy_since_s is None:
+            self._busy_since_s = self._time.now_s()
+        self._readback.changed(None, 0.0)
+        self._clock.reset()
+        self._stopping.wait(_TRY_AGAIN_AFTER_S[self._refusals])
+        self._refusals += 1
 
     def _wait_for(self, moment: Moment) -> bool:
         """Wait until the GPU has passed a moment; returns whether it has, unless the worker is to stop.
@@ -271,7 +265,7 @@ class ClockController:
             elif due_in_s > 0:
                 self._time.sleep(min(due_in_s, _POLL_S))
             else:
-                self._read()
+                self._clock.read(self._readback.read)
         return False
 
     def _sleep_until(self, until_s: float) -> bool:
@@ -300,18 +294,7 @@ class ClockController:
         self._failed = True
         self._readback.changed(None, 0.0)
         self._on_error(error)
-        for attempt in range(_RESET_ATTEMPTS):
-            if self._reset():
+        for again_s in _RESET_AGAIN_AFTER_S:
+            if self._clock.reset():
                 return
-            self._stopping.wait(_RESET_AGAIN_S * 2**attempt)
-
-    def _reset(self) -> bool:
-        with self._driver_call() as may_call:
-            if not may_call:
-                return True  # who closes does it
-            try:
-                self._gpu.reset_clock()
-            except Exception:
-                return False
-            self._applied = None
-            return True
+            self._stopping.wait(again_s)

@@ -19,6 +19,8 @@ _SETTLE_EVERY = 16
 """After every so many changes, and after each of the first ones, the clock is read until it is the one requested."""
 _SETTLE_POLL_S = 0.001
 _SETTLED_S = 0.05
+_AWAITED_S = 1.0
+"""How long to read a clock that somebody waits for; some GPUs need half a second, and an idle one needs work."""
 _PERIOD_S = 0.5
 _DEFAULT_READINGS = 120
 # These say that nobody asks for more, not that the GPU cannot.
@@ -67,6 +69,7 @@ class ClockReadback:
         self._clock_mhz: int | None = None
         self._called_s = 0.0
         self._is_settling = False
+        self._is_awaited = False
         self._read_s: float | None = None
         self._default_readings = 0
 
@@ -74,13 +77,25 @@ class ClockReadback:
         """Look for a minute of default clocks whether a limit keeps the busy GPU below its highest clock."""
         self._default_readings = _DEFAULT_READINGS
 
+    @property
+    def has_settled(self) -> bool:
+        """Whether the clock is the one requested, or is known not to become it."""
+        return not self._is_settling
+
+    def watch(self) -> None:
+        """Read the clock until it is the one requested; :attr:`has_settled` says whether that is over."""
+        self._is_settling = self._is_awaited = self._clock_mhz is not None
+
     def changed(self, clock_mhz: int | None, took_s: float) -> None:
         """Note that the driver has accepted a clock, None for the default, in a call that took some time [s]."""
         self._called_s = self._time.now_s()
         self._clock_mhz = clock_mhz
         self._changes += 1
         self._calls_s.append(took_s)
-        self._is_settling = self._changes <= _REMEMBERED or self._changes % _SETTLE_EVERY == 0
+        self._is_awaited = False
+        self._is_settling = clock_mhz is not None and (
+            self._changes <= _REMEMBERED or self._changes % _SETTLE_EVERY == 0
+        )
         self._update_latency()
 
     def due_in_s(self) -> float | None:
@@ -102,18 +117,19 @@ class ClockReadback:
             reached_mhz = self._gpu.clock_mhz()
         except GpuError:  # If the GPU is lost, the next request fails; if it has no such reading, none is needed.
             self._clock_mhz = None
+            self._is_settling = False
             return
         self._read_s = self._time.now_s()
         since_s = self._read_s - self._called_s
+        is_over = since_s >= (_AWAITED_S if self._is_awaited else _SETTLED_S)
         if reached_mhz >= requested_mhz * (1 - _TOLERANCE):
             if self._is_settling and reached_mhz <= requested_mhz * (1 + _TOLERANCE):
                 self._settling_s.append(since_s)
                 self._is_settling = False
                 self._update_latency()
-        elif since_s >= _SETTLED_S:
-            self._is_settling = False
+        elif is_over:
             self._refuse(requested_mhz, reached_mhz)
-        if since_s >= _SETTLED_S:
+        if is_over:
             self._is_settling = False
 
     def _read_default_clocks(self) -> None:

@@ -12,11 +12,12 @@ import torch
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 
 from perseus_ds.config import PerseusConfig
+from perseus_ds.device.timers import Execution, SimulatedExecution
 from perseus_ds.engine.engine_job import commands_of, make_runtime
-from perseus_ds.engine.replay import Replay
+from perseus_ds.engine.replay import Replay, tensors_of
 from perseus_ds.engine.watched_schedule import watched
+from perseus_ds.pipeline.commands import CommandReader, is_batched
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import CommandReader, is_batched
 from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.runtime.runtime import PerseusRuntime
 
@@ -50,6 +51,7 @@ class Attachment:
         self._trained: object = None
         self._schedules = 0
         self._batched = False
+        self._timers: Execution | None = None
         self._batch: ExitStack | None = None
         self._in_iteration = False
         self._closed = False
@@ -152,10 +154,18 @@ class Attachment:
         if not operations:
             yield
             return
+        if isinstance(self._timers, SimulatedExecution):
+            self._timers.input_shapes = self._input_shapes(command.kwargs)
         if runtime.next.keeps_passes:
             self._replay.record(operations[0], command.kwargs)
         with runtime.operation(operations[0]):
             yield
+
+    def _input_shapes(self, arguments: Mapping[str, Any]) -> tuple[torch.Size, ...]:
+        """Return the shapes of the inputs that a command works on; none where it has no buffer."""
+        buffers, slot = self._engine.pipe_buffers["inputs"], arguments.get("buffer_id")
+        inputs = buffers[slot] if slot is not None and slot < len(buffers) else None
+        return tuple(tensor.shape for tensor in tensors_of(inputs))
 
     def _execute_again(self, kind: Kind, arguments: dict[str, Any]) -> None:
         """Run a pass again by the function that the engine runs it by now."""
@@ -196,7 +206,7 @@ class Attachment:
         return bool(others)
 
     def _start(self, pipe_schedule: Any) -> None:
-        runtime = make_runtime(self._engine, self._config, pipe_schedule, self._replay)
+        runtime, self._timers = make_runtime(self._engine, self._config, pipe_schedule, self._replay)
         self.runtime = runtime
         waiting, self._waiting = self._waiting, []
         for action in waiting:

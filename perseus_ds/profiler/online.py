@@ -35,8 +35,8 @@ _POWER_VARIATION = 0.02
 # Prior knowledge of power, as relative standard deviations: of waiting from blocking power; of the kinds from each
 # other, common to all clocks; and of a kind at one clock from its ratio common to all clocks.
 _WAITING_SPREAD = 0.1
-_KIND_SPREAD = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.1, Kind.RECOMPUTE: 0.1, Kind.TAIL: 0.5}
-_KIND_SPREAD_AT_A_CLOCK = {Kind.FORWARD: 0.02, Kind.BACKWARD: 0.02, Kind.RECOMPUTE: 0.02, Kind.TAIL: 0.2}
+_KIND_SPREAD = {kind: 0.5 if kind is Kind.TAIL else 0.1 for kind in Kind}
+_KIND_SPREAD_AT_A_CLOCK = {kind: 0.2 if kind is Kind.TAIL else 0.02 for kind in Kind}
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,22 @@ SERIES = ("blue", "orange", "green", "purple", "amber", "soft", "ink")
 # Viridis, for clocks and powers: equal steps look equal, and still do in grey.
 SCALE = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
 # By plotly's names.
-DASHES = {Kind.FORWARD: "solid", Kind.BACKWARD: "dash", Kind.RECOMPUTE: "dashdot", Kind.TAIL: "dot"}
-SYMBOLS = {Kind.FORWARD: "circle", Kind.BACKWARD: "square", Kind.RECOMPUTE: "triangle-down", Kind.TAIL: "triangle-up"}
+DASHES = {
+    Kind.FORWARD: "solid",
+    Kind.BACKWARD: "dash",
+    Kind.BACKWARD_INPUT: "longdash",
+    Kind.BACKWARD_WEIGHT: "longdashdot",
+    Kind.RECOMPUTE: "dashdot",
+    Kind.TAIL: "dot",
+}
+SYMBOLS = {
+    Kind.FORWARD: "circle",
+    Kind.BACKWARD: "square",
+    Kind.BACKWARD_INPUT: "diamond",
+    Kind.BACKWARD_WEIGHT: "x",
+    Kind.RECOMPUTE: "triangle-down",
+    Kind.TAIL: "triangle-up",
+}
 MEASURED_SYMBOLS = ("diamond", "x", "triangle-up", "pentagon", "cross")
 
 

@@ -26,7 +26,7 @@ _WIDTH_IN = 9.0
 _TALLEST_IN = 14.0
 _DPI = 200
 # From the names of the palette, which are plotly's, to matplotlib's.
-LINE_STYLES = {"solid": "-", "dash": "--", "dashdot": "-.", "dot": ":"}
+LINE_STYLES = {"solid": "-", "dash": "--", "longdash": "--", "dashdot": "-.", "longdashdot": "-.", "dot": ":"}
 MARKERS = {"circle": "o", "square": "s", "star": "*", "diamond": "D", "x": "X", "cross": "P", "triangle-up": "^",
            "triangle-down": "v", "pentagon": "p"}  # fmt: skip
 _CHARACTER = 0.009

@@ -13,11 +13,14 @@ from typing import Any
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Load, Transfer
+from perseus_ds.pipeline.schedule import Load, Other, Transfer
 from perseus_ds.report.timeline import Bar, Timeline, Wait
 
 _US = 1e6
 Event = dict[str, Any]
+
+# As in papers on schedules that split the backward.
+_LETTERS = {Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
 
 
 def chrome_trace(
@@ -85,15 +88,17 @@ def _slice(place: tuple[int, int], item: Bar | Wait, profile: StageProfile | Non
     return event | {"name": short_name(item.work), "cat": kind, "args": arguments}
 
 
-def short_name(work: Instruction | Load | Transfer) -> str:
+def short_name(work: Instruction | Load | Other | Transfer) -> str:
     """Return a name that fits into a slice: ``F0`` for the forward of micro-batch 0."""
     match work:
         case Instruction(kind=Kind.TAIL):
             return "tail"
         case Instruction(kind=kind, micro_batch=micro_batch):
-            return f"{kind.value[0].upper()}{micro_batch}"
+            return f"{_LETTERS.get(kind, kind.value[0].upper())}{micro_batch}"
         case Load(micro_batch=micro_batch):
             return f"load {micro_batch}"
+        case Other(command=command):
+            return command
         case Transfer(payload=payload, micro_batch=micro_batch):
             return f"{payload} {micro_batch}"
 

@@ -20,7 +20,7 @@ from perseus_ds.device.gpu.driver_call import DriverCall
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator
-from perseus_ds.errors import GpuError, PlanError
+from perseus_ds.errors import GpuBusyError, GpuError, PlanError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.policy.control_socket import parse_order
@@ -155,15 +155,11 @@ class PerseusRuntime:
 
     @contextmanager
     def iteration(self, samples: int = 0) -> Iterator[None]:
-        """Surround one training iteration of this rank.
-
-        Args:
-            samples: Samples the job will have seen after it, the x-axis of DeepSpeed's monitor.
-        """
+        """Surround one training iteration of this rank, after which the job has seen so many samples."""
         clocks = self._rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
-        self._check()
-        plan = ClockPlan.none() if self._failed or self._closed else self.next.clocks
+        has_clocks = self._check()
+        plan = self.next.clocks if has_clocks else ClockPlan.none()
         self._hooks.prepare(plan, aligns_tail=self.next.aligns_tail and self._has_tail)
         energy_j = self._energy_j()
         self._timers.start_iteration()
@@ -181,10 +177,10 @@ class PerseusRuntime:
             self._rank.timebase.now_s() - start_s,
             self._energy_j() - energy_j,
             self._hooks.requested.clock,
-            (self._failed or self._closed),
+            not has_clocks or self._failed or self._closed,
         )
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
-        own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, self._failed)
+        own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, seen.failed and not self._closed)
         self._driver.end_iteration(seen, own, samples)
         clocks.reset_when_idle(_IDLE_S)
 
@@ -252,8 +248,8 @@ class PerseusRuntime:
 
         Iterations may follow, as in a job that catches SIGTERM and goes on: at default clocks, without energies.
         """
-        if self._supervision.is_forked:  # the clock is its parent's
-            return
+        if self._supervision.is_forked:
+            return  # the clock is its parent's
         unfinished = not self._closed and self._job.config.mode == "profile" and not self.profiled
         self._closed = True
         self._supervision.release()
@@ -265,11 +261,12 @@ class PerseusRuntime:
             logger.warning("perseus: training ended before the profile was finished. Train for more steps.")
         self._supervision.close()
 
-    def _check(self) -> None:
-        """Fail if whatever clocks rely on is gone; after the end, that is as it should be."""
+    def _check(self) -> bool:
+        """Return whether clocks can be set; fail if whatever they rely on is gone."""
         problem = None if self._closed else self._supervision.problem()
         if problem is not None:
             self._fail(problem)
+        return not (self._failed or self._closed or self._supervision.driver_hangs())
 
     def _status(self) -> dict[str, Any]:
         """Return what the job runs next, and what the last iteration took."""
@@ -286,6 +283,8 @@ class PerseusRuntime:
             return math.nan
         try:
             return self._rank.driver.call(self._rank.gpu.energy_j)
+        except GpuBusyError:  # for how long that is accepted, the supervision decides
+            return math.nan
         except GpuError as error:
             self._fail(error)
             return math.nan

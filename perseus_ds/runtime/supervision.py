@@ -17,6 +17,7 @@ from perseus_ds.runtime.recorder import Recorder
 
 logger = logging.getLogger("perseus_ds")
 DRIVER_HANGS_S = 3.0
+_GIVE_UP_S = 60.0
 
 
 class Supervision:
@@ -37,7 +38,8 @@ class Supervision:
         Raises:
             GpuError: The guardian cannot be started.
         """
-        self._clocks = rank.clocks
+        self._rank = rank
+        self._driver_hung = False
         self._guardian = _start_guardian(job, rank)
         self._server = _listen(job, rank, recorder, control)
         self._exit_guard = ExitGuard(restore)
@@ -51,9 +53,23 @@ class Supervision:
         """Return what keeps clocks from being set safely, if anything."""
         if self._guardian is not None and not self._guardian.alive:
             return GpuError("the guardian, which restores the clocks if the job is killed, is gone")
-        if self._clocks.waiting_s > DRIVER_HANGS_S:
-            return GpuError(f"the driver has not answered for {self._clocks.waiting_s:.0f} s")
+        if self._driver_silent_s > _GIVE_UP_S:
+            return GpuError(f"the driver has not answered for {self._driver_silent_s:.0f} s")
         return None
+
+    def driver_hangs(self) -> bool:
+        """Return whether the driver has not answered for a while, and may yet answer; log it when that changes."""
+        hangs = self._driver_silent_s > DRIVER_HANGS_S
+        if hangs and not self._driver_hung:
+            logger.warning("perseus: the driver does not answer. This rank runs at default clocks until it does.")
+        elif self._driver_hung and not hangs:
+            logger.warning("perseus: the driver answers again. This rank runs under plans again.")
+        self._driver_hung = hangs
+        return hangs
+
+    @property
+    def _driver_silent_s(self) -> float:
+        return max(self._rank.clocks.failing_s, self._rank.driver.failing_s)
 
     def release(self) -> None:
         """Leave signals and the end of the process to whoever had them before."""

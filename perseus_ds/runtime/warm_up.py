@@ -12,6 +12,7 @@ from perseus_ds.errors import GpuError
 from perseus_ds.profiler.blocking import measure_blocking_power_w
 from perseus_ds.profiler.fixed_durations import (
     load_durations_s,
+    other_durations,
     tail_durations_s,
     transfer_durations,
     without_gaps,
@@ -86,6 +87,7 @@ def _baseline(job: Job, rank: Rank, spans: list[list[Span]], time_s: float, ener
     rest = {
         "load_s": load_durations_s(pipeline),
         "transfers": transfer_durations(pipeline),
+        "others": other_durations(pipeline),
         "tail_s": tail_durations_s([spans for _, spans, _ in reports]),
         "blocking_power_w": statistics.mean(power_w for *_, power_w in reports) if reports else power_w,
         "job": profile_key,

@@ -204,7 +204,7 @@ def test_a_block_that_is_disabled_attaches_nothing(make, block):
 
 def test_a_model_without_stages_is_refused_with_what_to_do(block):
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"the engine is a DeepSpeedEngine, expected a deepspeed\.PipelineEngine"):
+    with pytest.raises(ConfigError, match=r"the model is a Linear, expected a deepspeed\.pipe\.PipelineModule"):
         perseus_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config(perseus=block))
 
 
@@ -390,3 +390,22 @@ def test_the_schedule_object_of_the_client_is_left_as_it_was(make, block):
     assert "steps" not in vars(kept)
     engine.perseus.close()
     assert len(iterations(block)) == 2
+
+
+def test_an_engine_that_compiles_its_layers_compiles_as_without_perseus(make, block):
+    compiled, losses = [], []
+    for initialize in (deepspeed.initialize, perseus_ds.initialize):
+        graphs = []
+
+        def backend(graph, _, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        engine = make(initialize, perseus=block)
+        for layer in engine.module.forward_funcs:
+            layer.compile(backend=backend)
+        losses.append(train(engine, 2))
+        compiled.append(len(graphs))
+    assert losses[0] == losses[1]
+    assert compiled[0] == compiled[1] > 0

@@ -11,7 +11,7 @@ from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.moments import PassedMoment
-from perseus_ds.errors import GpuError
+from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.timebase import Flag
 
 LATENCY_S = 0.02
@@ -25,15 +25,15 @@ class RecordingGpu(SimulatedGpu):
     def __init__(self, timebase, **settings):
         super().__init__(DEVICES["a100-sxm"], lock_latency_s=LATENCY_S, timebase=timebase, **settings)
         self.set_at = []
-        self.refuses = False
+        self.refusal = None
 
     @property
     def clocks_set(self):
         return [clock_mhz for clock_mhz, _ in self.set_at]
 
     def lock_clock(self, clock_mhz):
-        if self.refuses:
-            raise GpuError("the GPU is lost")
+        if self.refusal is not None:
+            raise self.refusal
         self._note(clock_mhz)
         super().lock_clock(clock_mhz)
 
@@ -123,7 +123,7 @@ def test_a_driver_that_does_not_answer_is_reported(clocks, gpu, now):
     gpu._lock_latency_s = 100.0
     with pytest.raises(TimeoutError, match=r"did not set the clock within 10\.0 s"):
         clocks.set_and_wait(1110)
-    assert clocks.waiting_s == pytest.approx(10.0)
+    assert clocks.failing_s == pytest.approx(10.0)
 
 
 def test_equal_clocks_are_set_once(clocks, gpu):
@@ -222,7 +222,7 @@ def test_closing_waits_for_a_call_that_is_under_way(clocks, gpu, now):
 
 def test_a_refusal_is_reported_once_and_nothing_is_requested_after(clocks, gpu, errors, now):
     clocks.set_and_wait(1200)
-    gpu.refuses = True
+    gpu.refusal = GpuError("the GPU is lost")
     for clock in (1110, 1050):
         with pytest.raises(GpuError, match="cannot be set any more"):
             clocks.set_and_wait(clock)
@@ -232,6 +232,47 @@ def test_a_refusal_is_reported_once_and_nothing_is_requested_after(clocks, gpu, 
     assert gpu.clocks_set == [1200, None], "the default clock is restored at once"
     clocks.close()
     assert gpu.clocks_set == [1200, None]
+
+
+def test_a_driver_that_is_busy_for_a_few_seconds_is_asked_again(clocks, gpu, errors, now):
+    clocks.set_and_wait(1200)
+    gpu.refusal = GpuBusyError("the driver did not answer in time")
+    clocks.request(1110)
+    now.sleep(3.0)
+    assert gpu.clocks_set == [1200, None, None, None], "the default holds until the driver accepts a clock"
+    assert clocks.failing_s == pytest.approx(3.0)
+    gpu.refusal = None
+    now.sleep(A_WHILE_S)
+    assert clocks.failing_s == 0.0
+    assert gpu.clocks_set[4:] == [1110]
+    clocks.set_and_wait(1200)
+    assert errors == []
+
+
+def test_a_driver_that_recovers_is_asked_for_the_newest_clock(clocks, gpu, errors, now):
+    gpu.refusal = GpuBusyError("the driver did not answer in time")
+    for clock_mhz in (1200, 1110, 1005):
+        clocks.request(clock_mhz)
+        now.sleep(1.0)
+    gpu.refusal = None
+    now.sleep(A_WHILE_S)
+    assert [clock_mhz for clock_mhz in gpu.clocks_set if clock_mhz is not None] == [1005]
+    assert errors == []
+
+
+def test_a_driver_that_stays_busy_is_given_up_after_a_minute(clocks, gpu, errors, now):
+    gpu.refusal = GpuBusyError("the driver did not answer in time")
+    clocks.request(1110)
+    now.sleep(60.0)
+    assert errors == []
+    now.sleep(10.0)
+    assert [str(error) for error in errors] == ["the driver did not answer in time"]
+    attempts = len(gpu.set_at)
+    gpu.refusal = None
+    clocks.request(1200)
+    now.sleep(1000.0)
+    assert len(gpu.set_at) == attempts
+    assert gpu.clock_mhz() == 1410
 
 
 def test_a_moment_that_cannot_be_queried_is_reported_and_the_default_restored(clocks, gpu, errors, now):
@@ -353,6 +394,32 @@ def test_a_clock_that_the_power_limit_keeps_down_is_reported_once_with_the_reaso
     assert refusal.clock_mhz == 1410
     assert refusal.reached_mhz == round(gpu.model.reached_clock_mhz(1410)) < 1410
     assert refusal.reasons == ("sw_power_cap",)
+
+
+def test_whoever_waits_for_a_clock_learns_when_the_gpu_runs_at_it(clocks, gpu, refusals, now):
+    """However late that is, and however many changes there were before."""
+    for clock_mhz in (1110, 1200) * 10:
+        clocks.set_and_wait(clock_mhz)
+        now.sleep(0.1)
+    assert clocks.has_settled()
+    gpu.clock_mhz = lambda: 1200  # not there yet
+    clocks.set_and_wait(1410)
+    for _ in range(5):
+        now.sleep(0.1)
+        assert not clocks.has_settled()
+    del gpu.clock_mhz
+    now.sleep(0.002)
+    assert clocks.has_settled()
+    assert refusals == []
+
+
+def test_a_clock_that_never_comes_is_not_waited_for_longer_than_a_second(clocks, gpu, refusals, now):
+    gpu.clock_mhz = lambda: 1200
+    gpu.begin_work()
+    clocks.set_and_wait(1410)
+    now.sleep(1.01)
+    assert clocks.has_settled()
+    assert [refusal.clock_mhz for refusal in refusals] == [1410]
 
 
 def test_reading_back_delays_a_request_by_one_reading_at_most(clocks, gpu, now):

@@ -5,6 +5,7 @@ from virtual_time import VirtualTime
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
+from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.timers import Span
@@ -41,6 +42,9 @@ class Rank:
 
     def set_and_wait(self, clock_mhz):
         self.gpu.reset_clock() if clock_mhz is None else self.gpu.lock_clock(clock_mhz)
+
+    def has_settled(self):
+        return True
 
     def stage_max(self, value):
         return value
@@ -94,6 +98,25 @@ def test_rows_agree_with_the_simulated_gpu(forward_s):
         # Repetitions end at a standard error of 1 %, so some rows deviate by a little more.
         assert row.time_s == pytest.approx(time_s, rel=0.015)
         assert row.energy_j == pytest.approx(time_s * model.power_w(row.clock_mhz), rel=0.025)
+
+
+class LateGpu(SimulatedGpu):
+    """A GPU whose clock follows 0.8 s after the driver has accepted it."""
+
+    def lock_clock(self, clock_mhz):
+        self._time.thread(lambda: (self._time.sleep(0.8), super(LateGpu, self).lock_clock(clock_mhz)), "late").start()
+
+
+def test_a_clock_that_follows_late_is_waited_for():
+    rank = Rank({(0, Kind.FORWARD): 0.002})
+    rank.gpu = LateGpu(DEVICES["a100-sxm"], timebase=rank.now)
+    clocks = ClockController(rank.gpu, pytest.fail, timebase=rank.now)
+    rank.set_and_wait, rank.has_settled = clocks.set_and_wait, clocks.has_settled
+    (row,) = measure(rank, [705])
+    model = rank.gpu.model
+    assert row.measurement.time_s == pytest.approx(0.002 * model.slowdown(705), rel=0.001)
+    assert row.measurement.energy_j / row.measurement.time_s == pytest.approx(model.power_w(705), rel=0.01)
+    assert row.quality.reached_mhz is None
 
 
 def test_repetitions_end_when_the_error_is_small_enough():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from perseus_ds.errors import GpuError
+from perseus_ds.errors import GpuBusyError
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 
 
@@ -31,7 +31,10 @@ class _Call:
 
 
 class DriverCall:
-    """Makes calls to the driver on a thread of its own and waits for each only so long."""
+    """Makes calls to the driver on a thread of its own and waits for each only so long.
+
+    As long as a call has not returned, no other one is made.
+    """
 
     def __init__(self, limit_s: float, timebase: Timebase = REAL_TIME) -> None:
         """Start the thread.
@@ -42,24 +45,42 @@ class DriverCall:
         """
         self._limit_s = limit_s
         self._time = timebase
-        self._hangs = False
+        self._last: _Call | None = None
+        self._failing_since_s: float | None = None
         self._next: list[_Call | None] = []
         self._arrived = timebase.condition()
         timebase.thread(self._work, "perseus-driver").start()
+
+    @property
+    def failing_s(self) -> float:
+        """How long the driver has been busy, or has not answered [s]; 0 if the last call was answered."""
+        since_s = self._failing_since_s
+        return 0.0 if since_s is None else self._time.now_s() - since_s
 
     def call(self, function: Callable[[], float]) -> float:
         """Return what a function returns.
 
         Raises:
-            GpuError: It does not return in time, or an earlier one did not.
+            GpuBusyError: The function does not return in time, or an earlier one has still not returned.
+            GpuError: The function's own.
         """
-        if self._hangs:
-            raise GpuError("the driver does not answer")
-        call = _Call(function, self._time)
+        begin_s = self._time.now_s()
+        try:
+            value = self._call(function)
+        except GpuBusyError:
+            if self._failing_since_s is None:
+                self._failing_since_s = begin_s
+            raise
+        self._failing_since_s = None
+        return value
+
+    def _call(self, function: Callable[[], float]) -> float:
+        if self._last is not None and not self._last.returned.is_set():
+            raise GpuBusyError(f"the driver has not answered for {self.failing_s:.0f} s")
+        call = self._last = _Call(function, self._time)
         self._put(call)
         if not call.returned.wait(self._limit_s):
-            self._hangs = True
-            raise GpuError(f"the driver has not answered for {self._limit_s:.0f} s")
+            raise GpuBusyError(f"the driver has not answered for {self._limit_s:.0f} s")
         return call.value()
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pynvml
 
-from perseus_ds.errors import GpuError, GpuPermissionError
+from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
 
 _ANOTHER_DEVICE = 'or set "device": "simulated" in the perseus block.'
 _REMEDIES = {
@@ -41,6 +41,13 @@ _REMEDIES = {
     ),
     pynvml.NVML_ERROR_OPERATING_SYSTEM: "The operating system blocked the request: check cgroups, seccomp and SELinux.",
 }
+_KINDS = {
+    pynvml.NVML_ERROR_NO_PERMISSION: GpuPermissionError,
+    pynvml.NVML_ERROR_TIMEOUT: GpuBusyError,
+    pynvml.NVML_ERROR_IN_USE: GpuBusyError,
+    pynvml.NVML_ERROR_MEMORY: GpuBusyError,
+    pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: GpuBusyError,
+}
 
 
 def call(what: str, function: str, *arguments: Any) -> Any:
@@ -53,6 +60,7 @@ def call(what: str, function: str, *arguments: Any) -> Any:
 
     Raises:
         GpuPermissionError: This process may not.
+        GpuBusyError: NVML may do it later.
         GpuError: Anything else that NVML refused.
     """
     if not hasattr(pynvml, function):
@@ -63,7 +71,7 @@ def call(what: str, function: str, *arguments: Any) -> Any:
     try:
         return getattr(pynvml, function)(*arguments)
     except pynvml.NVMLError as error:
-        kind = GpuPermissionError if error.value == pynvml.NVML_ERROR_NO_PERMISSION else GpuError
+        kind = _KINDS.get(error.value, GpuError)
         remedy = _REMEDIES.get(error.value, "Check `nvidia-smi` and dmesg.")
         raise kind(f"{what} failed: {function} says {str(error)!r} (code {error.value}). {remedy}") from error
 

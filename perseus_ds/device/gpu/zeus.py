@@ -14,7 +14,7 @@ from typing import Any
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.device.gpu.nvml import NvmlGpu
 from perseus_ds.device.gpu.nvml_lookup import index_of_cuda_device, index_of_uuid
-from perseus_ds.errors import GpuError, GpuPermissionError
+from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
 
 _AMD_STEP_MHZ = 25
 """AMD accepts any clock in a range; with this step there are about as many clocks as NVIDIA's GPUs have."""
@@ -27,6 +27,7 @@ def _zeus_errors(what: str) -> Iterator[None]:
         from httpx import HTTPError
         from zeus.device.gpu.common import ZeusGPUNoPermissionError
         from zeus.exception import ZeusBaseError
+        from zeus.utils.zeusd import ZeusdConnectionError
     except ImportError as error:
         raise GpuError(f'"device": "zeus" needs the package zeus ({error}). pip install "perseus-ds[zeus]"') from error
     try:
@@ -36,9 +37,9 @@ def _zeus_errors(what: str) -> Iterator[None]:
             f"{what} failed: {error}. Run zeusd on this node and set ZEUSD_SOCK_PATH to its socket, or run as root."
         ) from error
     except (ZeusBaseError, HTTPError, OSError) as error:
-        raise GpuError(
-            f"{what} failed: {error}. Check that zeusd runs and that ZEUSD_SOCK_PATH is its socket."
-        ) from error
+        is_connection = isinstance(error, (ZeusdConnectionError, HTTPError, OSError))
+        kind = GpuBusyError if is_connection else GpuError  # zeusd may just be starting again
+        raise kind(f"{what} failed: {error}. Check that zeusd runs and that ZEUSD_SOCK_PATH is its socket.") from error
 
 
 def open_zeus_gpu(cuda_index: int, uuid: str | None = None) -> Gpu:
