@@ -86,7 +86,7 @@ def test_a_running_job_takes_orders_and_a_checkpoint_keeps_them(tmp_path):
 
     def during(running):
         running.wait_for(lambda records: len(records) >= 5)
-        assert send_order(output, {"command": "status"})["status"]["simulated"] is True
+        assert send_order(output, {"command": "status"})["status"]["last"]["simulated"] is True
         with pytest.raises(ConfigError, match="no pipeline 7"):
             send_order(output, {"command": "straggler", "pipeline": 7, "slowdown": 1.2})
         assert main(["control", "pause", f"run={output}"]) == 0
