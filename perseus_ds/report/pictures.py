@@ -48,7 +48,7 @@ def frontier_picture(
         frontier: The plans.
         path: Where to write the picture.
         in_use: The plan to single out.
-        measured: Medians of real runs.
+        measured: Typical iterations of real runs.
     """
     figure = Figure(figsize=(_WIDTH_IN, 4.8), layout="constrained")
     axes = figure.add_subplot()
