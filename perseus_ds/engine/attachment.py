@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 
 from perseus_ds.config import PerseusConfig
 from perseus_ds.device.timers import Execution, SimulatedExecution
-from perseus_ds.engine.engine_job import commands_of, make_runtime
+from perseus_ds.engine.engine_job import commands_of, make_runtime, model_name
 from perseus_ds.engine.replay import Replay, tensors_of
 from perseus_ds.engine.watched_schedule import watched
 from perseus_ds.pipeline.commands import CommandReader, is_batched
@@ -44,7 +44,7 @@ class Attachment:
         self.runtime: PerseusRuntime | None = None
         self._engine = engine
         self._config = config
-        self._model = type(engine.module).__name__
+        self._model = model_name(engine)
         self._waiting: list[Callable[[PerseusRuntime], None]] = []
         self._restored: dict[str, Any] = {}
         self._replay = Replay(engine, self._execute_again)
@@ -193,8 +193,12 @@ class Attachment:
         self._trained = schedule
         return self.runtime
 
+    def _others(self) -> list[Attachment]:
+        """Return the other engines of this process that have Perseus."""
+        return [other for other in _ATTACHMENTS if other is not self and not other._closed]
+
     def _another_trains(self) -> bool:
-        others = [other for other in _ATTACHMENTS if other is not self and other.runtime and not other._closed]
+        others = [other for other in self._others() if other.runtime is not None]
         if others:
             self._closed = True
             if self._engine.global_rank == 0:
@@ -206,7 +210,9 @@ class Attachment:
         return bool(others)
 
     def _start(self, pipe_schedule: Any) -> None:
-        runtime, self._timers = make_runtime(self._engine, self._config, pipe_schedule, self._replay)
+        runtime, self._timers = make_runtime(
+            self._engine, self._config, pipe_schedule, self._replay, [other._model for other in self._others()]
+        )
         self.runtime = runtime
         waiting, self._waiting = self._waiting, []
         for action in waiting:

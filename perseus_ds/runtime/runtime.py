@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from perseus_ds.artifacts.rank_report import RankReport
-from perseus_ds.artifacts.run_records import ClockRefused, Failed, Started
+from perseus_ds.artifacts.run_records import ClockRefused, Failed
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.clock_readback import Refusal
 from perseus_ds.device.gpu.base import Gpu
@@ -96,10 +96,7 @@ class PerseusRuntime:
         )
         self._control = JobControl(config.policy, job.info.data_parallel or 1, self._status)
         self._driver = ModeDriver(job, self._rank, self._recorder, self._control, passes=passes, on_error=self._fail)
-        job_key, policy = job.key(communicator), config.policy.model_dump(mode="json")
-        self._recorder.start(
-            Started(mode=config.mode, gpu=gpu.name, frontier=config.frontier, job=job_key, policy=policy)
-        )
+        self._recorder.start(job.started(communicator, gpu.name))
         self._supervision = Supervision(job, self._rank, self._recorder, self._control, self.close)
 
     @classmethod

@@ -334,6 +334,7 @@ def test_two_engines_of_a_process_get_along(make, block):
     assert reference.perseus.runtime is None
     engine.perseus.close()
     assert len(iterations(block)) == 3
+    assert records(block)[0]["engines"] == ["PipelineModule", "PipelineModule"]
 
 
 def test_of_two_engines_that_train_only_the_first_is_measured(make, block, caplog):
