@@ -59,8 +59,7 @@ class ClockController:
 
         Args:
             gpu: The GPU whose clock to control.
-            on_error: Called once, on the worker's thread, when the driver refuses; nothing is requested after. A driver
-                that is only busy (:class:`GpuBusyError`) is asked again for a minute first.
+            on_error: Called once, on the worker's thread, when the driver refuses, or is busy for a minute.
             on_refusal: Called there when the GPU does not reach a clock that the driver has accepted.
             on_start: Called there first: makes moments safe to query. (A thread that queries a CUDA event gets a
                 context on GPU 0, hundreds of MiB for every rank of the node, unless it has chosen its own GPU.)

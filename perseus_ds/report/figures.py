@@ -24,12 +24,13 @@ Figure = dict[str, Any]
 _PHASES = {
     "run": ("blue", "circle"),
     "observe": ("orange", "square"),
+    "default": ("orange", "diamond"),
     "warm-up": ("orange", "square-open"),
     "profile": ("green", "cross"),
     "plan": ("purple", "triangle-up-open"),
 }
 _OTHER_PHASE = ("soft", "diamond-open")
-_DRAWN_EVENTS = ("plan", "profile", "policy", "drift", "failure")
+_DRAWN_EVENTS = ("plan", "proof", "profile", "policy", "drift", "failure")
 _AT_THE_BOTTOM = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": False}
 _MOST_POINTS, _MOST_EVENTS = 1500, 200
 

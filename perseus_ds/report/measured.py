@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from perseus_ds.report.history import History, Step
 
 # The best first. In the warm-up, ranks wait for each other before the tail, which an ordinary iteration does not.
-_DEFAULT_CLOCKS = ("observe", "plan", "warm-up")
+_DEFAULT_CLOCKS = ("observe", "default", "plan", "warm-up")
 # Of a run with more plans, those that ran for longest are shown.
 _MOST_PLANS = 3
 
@@ -39,8 +39,8 @@ class MeasuredPoint:
 def at_default_clocks(histories: Sequence[History]) -> tuple[History, list[Step]] | None:
     """Return the iterations that show what the job takes at default clocks, and the run they are from.
 
-    All are of one phase and of one run. Those of ``observe`` mode come first, then those while a job plans, then its
-    warm-up. Iterations that something disturbed are left out.
+    All are of one phase and of one run. Those of ``observe`` mode come first, then those a job ran to compare its
+    plans with, then those while it planned, then its warm-up. Iterations that something disturbed are left out.
 
     Args:
         histories: Runs of one job, the preferred one first.

@@ -13,7 +13,12 @@ from perseus_ds.report.units import J_PER_KWH
 
 _MANY = 100_000
 _MOST_PLANS = 5
-_WHEN = {"observe": "in observe mode", "plan": "while it planned", "warm-up": "as it warmed up"}
+_WHEN = {
+    "observe": "in observe mode",
+    "default": "to compare plans with",
+    "plan": "while it planned",
+    "warm-up": "as it warmed up",
+}
 
 
 @dataclass(frozen=True)

@@ -152,11 +152,7 @@ class PerseusRuntime:
 
     @contextmanager
     def iteration(self, samples: int = 0) -> Iterator[None]:
-        """Surround one training iteration of this rank.
-
-        Args:
-            samples: Samples the job will have seen after it, the x-axis of DeepSpeed's monitor.
-        """
+        """Surround one training iteration of this rank, after which the job has seen so many samples."""
         clocks = self._rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
         has_clocks = self._check()
@@ -249,8 +245,8 @@ class PerseusRuntime:
 
         Iterations may follow, as in a job that catches SIGTERM and goes on: at default clocks, without energies.
         """
-        if self._supervision.is_forked:  # the clock is its parent's
-            return
+        if self._supervision.is_forked:
+            return  # the clock is its parent's
         unfinished = not self._closed and self._job.config.mode == "profile" and not self.profiled
         self._closed = True
         self._supervision.release()
@@ -284,9 +280,10 @@ class PerseusRuntime:
             return math.nan
         try:
             return self._rank.driver.call(self._rank.gpu.energy_j)
+        except GpuBusyError:  # for how long that is accepted, the supervision decides
+            return math.nan
         except GpuError as error:
-            if not isinstance(error, GpuBusyError):  # for how long that is accepted, the supervision decides
-                self._fail(error)
+            self._fail(error)
             return math.nan
 
     def _fail(self, error: Exception) -> None:

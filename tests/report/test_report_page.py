@@ -119,6 +119,9 @@ def test_default_clocks_are_those_of_ordinary_iterations(tmp_path):
     planning = [record(n, "plan", 1.0, 100.0) for n in (4, 5)] + [record(6, "plan", 1.0, 100.0) | {"failed_ranks": [1]}]
     write_log(tmp_path, [start("ours", "auto"), *warm_up, *planning])
     assert default_clocks(tmp_path) == ("plan", [4, 5])
+    compared = [record(n, "default", 1.0, 100.0) for n in (7, 8)]
+    write_log(tmp_path, [start("ours", "auto"), *warm_up, *planning, *compared])
+    assert default_clocks(tmp_path) == ("default", [7, 8])
     observed = [record(n, "observe", 1.0, 100.0) for n in (1, 2)]
     write_log(tmp_path, [start("ours", "auto"), *warm_up, *planning, start("ours", "observe"), *observed])
     assert default_clocks(tmp_path) == ("observe", [2])
@@ -253,6 +256,15 @@ def test_events_are_told_in_words(tmp_path):
         {"event": "start", "mode": "run", "policy": {"name": "energy_optimal"}},
         {"event": "plan", "plan": 3, "plans": [3, 7], "straggler": 1, "slowdown": 1.2, "paused": False},
         {"event": "plan", "plan": 3, "paused": True},
+        {
+            "event": "proof",
+            "plan": 3,
+            "wins": True,
+            "slowdown": 0.01,
+            "slowdown_error": 0.002,
+            "saved": 0.13,
+            "saved_error": 0.004,
+        },
         {"event": "policy", "policy": {"name": "slowdown", "max_slowdown": 0.05}},
         {"event": "policy", "problem": "no plan is that fast"},
         {"event": "profile", "path": "p", "lost_s": 1.5, "lost_j": 20.0},
@@ -265,11 +277,13 @@ def test_events_are_told_in_words(tmp_path):
     ]
     write_log(tmp_path, [*events[:1], record(1, "run", 1.0, 1.0, plan=3), *events[1:]])
     occurrences = read_history(tmp_path).occurrences
-    assert [occurrence.after for occurrence in occurrences] == [0] + [1] * 11
-    assert [event_in_words(occurrence.event) for occurrence in occurrences] == [
+    assert [occurrence.after for occurrence in occurrences] == [0] + [1] * 12
+    narrow = "\N{NARROW NO-BREAK SPACE}"
+    assert [event_in_words(occurrence.event).replace(narrow, " ") for occurrence in occurrences] == [
         "start in run mode, policy energy_optimal",
         "plan 3, pipeline 1 is 1.2 times as slow, pipelines run 3, 7",
         "paused",
+        "plan 3 against default clocks of this job: \N{MINUS SIGN}13.0 % ± 0.4 % energy, +1.0 % ± 0.2 % time; kept",
         "policy slowdown: max_slowdown 0.05",
         "policy: no plan is that fast",
         "profile written; its iterations took 1.5 s more and 20 J more than at default clocks",
