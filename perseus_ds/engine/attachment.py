@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from perseus_ds.engine.replay import Replay, tensors_of
 from perseus_ds.engine.watched_schedule import watched
 from perseus_ds.pipeline.commands import CommandReader, is_batched
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.runtime.runtime import PerseusRuntime
 
@@ -51,6 +53,8 @@ class Attachment:
         self._trained: object = None
         self._schedules = 0
         self._batched = False
+        # Of the forwards of an iteration, whatever their order.
+        self._shapes = 0
         self._timers: Execution | None = None
         self._batch: ExitStack | None = None
         self._in_iteration = False
@@ -133,7 +137,8 @@ class Attachment:
             samples = self._engine.global_samples + self._engine.train_batch_size()
             stack.callback(self._end_iteration)
             self._in_iteration = True
-            stack.enter_context(runtime.iteration(samples=samples))
+            self._shapes = 0
+            stack.enter_context(runtime.iteration(samples, lambda: float(self._shapes)))
             reader = CommandReader(self._engine.stage_id, self._engine.num_stages, self._batched)
             own.enter_context(watched(pipe_schedule, lambda command: self._surround(runtime, reader, command)))
             yield
@@ -154,8 +159,11 @@ class Attachment:
         if not operations:
             yield
             return
+        shapes = self._input_shapes(command.kwargs)
         if isinstance(self._timers, SimulatedExecution):
-            self._timers.input_shapes = self._input_shapes(command.kwargs)
+            self._timers.input_shapes = shapes
+        if isinstance(operations[0], Compute) and operations[0].instruction.kind is Kind.FORWARD:
+            self._shapes += zlib.crc32(repr(shapes).encode())
         if runtime.next.keeps_passes:
             self._replay.record(operations[0], command.kwargs)
         with runtime.operation(operations[0]):

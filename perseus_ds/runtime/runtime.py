@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -151,8 +151,8 @@ class PerseusRuntime:
         return self.next.phase in _PROFILED
 
     @contextmanager
-    def iteration(self, samples: int = 0) -> Iterator[None]:
-        """Surround one training iteration of this rank, after which the job has seen so many samples."""
+    def iteration(self, samples: int = 0, shapes: Callable[[], float] = float) -> Iterator[None]:
+        """Surround one training iteration, after which the job has seen so many samples; see RankReport.shapes."""
         clocks = self._rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
         has_clocks = self._check()
@@ -177,7 +177,8 @@ class PerseusRuntime:
             not has_clocks or self._failed or self._closed,
         )
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
-        own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, seen.failed and not self._closed)
+        failed = seen.failed and not self._closed
+        own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, failed, shapes=shapes())
         self._driver.end_iteration(seen, own, samples)
         clocks.reset_when_idle(_IDLE_S)
 

@@ -410,3 +410,23 @@ def test_an_engine_that_compiles_its_layers_compiles_as_without_perseus(make, bl
         compiled.append(len(graphs))
     assert losses[0] == losses[1]
     assert compiled[0] == compiled[1] > 0
+
+
+def test_iterations_are_told_apart_by_the_shapes_of_their_inputs(make, block):
+    """As with buckets and curricula; the order of micro-batches does not matter."""
+    plain = make(deepspeed.initialize)
+    engine = make(perseus=block)
+    shapes, losses = [], []
+    for trained in (plain, engine):
+        torch.manual_seed(0)
+        losses.append([])
+        for rows in ((4, 4), (4, 6), (6, 4), (6, 6), (4, 4)):
+            data = iter([next(batches(rows=count)) for count in rows])
+            trained.reset_activation_shape()
+            losses[-1].append(trained.train_batch(data).item())
+            if trained is engine:
+                shapes.append(engine.perseus._shapes)
+    assert losses[0] == losses[1]
+    assert shapes[0] == shapes[4]
+    assert shapes[1] == shapes[2]
+    assert len(set(shapes)) == 3
