@@ -159,15 +159,19 @@ class Attachment:
         if not operations:
             yield
             return
-        shapes = self._input_shapes(command.kwargs)
-        if isinstance(self._timers, SimulatedExecution):
-            self._timers.input_shapes = shapes
-        if isinstance(operations[0], Compute) and operations[0].instruction.kind is Kind.FORWARD:
-            self._shapes += zlib.crc32(repr(shapes).encode())
+        if isinstance(operations[0], Compute):
+            self._note_shapes(operations[0].instruction.kind, command.kwargs)
         if runtime.next.keeps_passes:
             self._replay.record(operations[0], command.kwargs)
         with runtime.operation(operations[0]):
             yield
+
+    def _note_shapes(self, kind: Kind, arguments: Mapping[str, Any]) -> None:
+        """Take in the shapes of the inputs of an instruction, for the report of the iteration and simulated GPUs."""
+        if isinstance(self._timers, SimulatedExecution):
+            self._timers.input_shapes = self._input_shapes(arguments)
+        if kind is Kind.FORWARD:
+            self._shapes += zlib.crc32(repr(self._input_shapes(arguments)).encode())
 
     def _input_shapes(self, arguments: Mapping[str, Any]) -> tuple[torch.Size, ...]:
         """Return the shapes of the inputs that a command works on; none where it has no buffer."""
