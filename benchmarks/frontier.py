@@ -1,7 +1,7 @@
 """Our frontier beside lowtime's, and our relaxation beside HiGHS's, on the same input in the same run.
 
 python benchmarks/frontier.py
-python benchmarks/frontier.py --profile ../shared/data/sosp24/stage_profile/gpt3-175b_a100-sxm.csv \
+python benchmarks/frontier.py --profile tests/data/sosp24/stage_profile/gpt3-175b_a100-sxm.csv \
         --blocking-power-w 83.64 --micro-batches 12 24 --time-limit-s 300
 """
 

@@ -120,18 +120,18 @@ def _runtime() -> tuple[Any, Any]:
     from perseus_ds.device.gpu.nvml import NvmlGpu
     from perseus_ds.device.timers import HostExecution
     from perseus_ds.distributed import Communicator, PipelineTopology
-    from perseus_ds.runtime.phases import Job
+    from perseus_ds.runtime.job import Job
     from perseus_ds.runtime.runtime import PerseusRuntime
 
     dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
     schedule, frontier = _plan(INSTRUCTION_S)
     block = {"mode": "run", "device": "nvml", "frontier": frontier, "output_dir": tempfile.mkdtemp()}
     runtime = PerseusRuntime(
-        parse_block(block),
-        Job(schedule, torch.device("cpu"), ProfileInfo()),
-        ranks=Communicator(PipelineTopology(0, (0,))),
+        Job(parse_block(block), schedule, ProfileInfo()),
+        communicator=Communicator(PipelineTopology(0, (0,))),
         gpu=NvmlGpu(0),
-        execution=HostExecution(),
+        timers=HostExecution(),
+        device=torch.device("cpu"),
     )
     return runtime, schedule.instructions[0][:-1]
 

@@ -1,6 +1,6 @@
 """Plans from a few well-chosen clocks, and from noisy rows, against plans from all rows without noise.
 
-    python benchmarks/sampling.py            # simulated truth only, where ../shared/data is missing
+    python benchmarks/sampling.py
     python benchmarks/sampling.py --seeds 8
 
 Measured profiles (published with the Perseus paper): the sampler sees only rows it asks for, and what
@@ -20,14 +20,14 @@ import numpy as np
 from scipy.interpolate import PchipInterpolator
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile
-from perseus_ds.device.gpu.simulated import DEVICES
+from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.optimizer import optimize, problem_for
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule, read_schedule, schedule_class
 from perseus_ds.profiler.denoise import denoise
 from perseus_ds.profiler.sampling import AdaptiveSampler
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "sosp24" / "stage_profile"
+DATA = Path(__file__).resolve().parents[1] / "tests" / "data" / "sosp24" / "stage_profile"
 BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}
 BUDGET = {"a100-sxm": 12, "a40": 15}
 SLOWDOWNS = (0.0, 0.02, 0.05, 0.10, 0.15)
@@ -113,11 +113,7 @@ def measured_profiles(micro_batches: int) -> None:
         f"GPT-3 175B, 8 stages, {micro_batches} micro-batches; energy above plans from all rows, at 0, 2, 5, 10, 15 %"
     )
     for name, blocking_power_w in BLOCKING_POWER_W.items():
-        path = DATA / f"gpt3-175b_{name}.csv"
-        if not path.exists():
-            print(f"  {name}: skipped, {path} is not on this machine")
-            continue
-        truth = StageProfile.load(path)
+        truth = StageProfile.load(DATA / f"gpt3-175b_{name}.csv")
         clocks = clocks_of(truth)
         judge = Judge(truth, schedule, blocking_power_w)
         asked = sample(truth, blocking_power_w, BUDGET[name])

@@ -11,8 +11,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from perseus_ds.cli.arguments import defaults_text
-from perseus_ds.cli.main import COMMANDS
+from perseus_ds.cli.arguments import Argument, arguments_of
+from perseus_ds.cli.commands import COMMANDS, description_of, module_of
+from perseus_ds.cli.help import usage
 from perseus_ds.config import PerseusConfig
 
 FOLDER = Path(__file__).parent
@@ -41,13 +42,29 @@ def commands() -> str:
         NOTE,
         "# Commands\n",
         "`perseus-ds COMMAND key=value …`; values are read as [Hydra](https://hydra.cc) reads them, so a list is",
-        "`[a,b]` and text with special characters is quoted twice. `???` must be given. Exit code 0 is success, 1 a",
-        "failure, 2 a wrong argument.",
+        "`[a,b]`. Words in capitals may be given without their key. `perseus-ds help COMMAND` prints a part of this",
+        'page; with `eval "$(perseus-ds completion bash)"` the shell completes commands, arguments and paths. Exit',
+        "code 0 is success, 1 a failure, 2 a wrong argument.",
     ]
-    for command, (_, purpose) in COMMANDS.items():
-        lines += [f"\n## `perseus-ds {command}`\n", f"{_sentence(purpose[0].upper() + purpose[1:])}\n"]
-        lines += [f"```yaml\n{defaults_text(command).strip()}\n```"]
+    for command in COMMANDS:
+        declaration = module_of(command).Arguments
+        declared = arguments_of(declaration).values()
+        lines += [f"\n## `perseus-ds {command}`\n", f"{description_of(command)}\n"]
+        lines += ["```bash", usage(command), "", *declaration.examples, "```\n"]
+        lines += _rows(
+            "argument", [[f"`{each.name}`", each.kind, _argument_default(each), each.description] for each in declared]
+        )
+        for each in declared:
+            if any(each.choices.values()):
+                lines += [f"\n`{each.name}` is one of\n"]
+                lines += [f"- `{choice}`: {_sentence(meaning)}" for choice, meaning in each.choices.items()]
     return "\n".join(lines) + "\n"
+
+
+def _argument_default(argument: Argument) -> str:
+    if argument.required:
+        return "required"
+    return f"`{argument.default_text}`" if argument.default_text else ""
 
 
 def _blocks(model: type[BaseModel], key: str) -> Iterator[tuple[str, type[BaseModel]]]:
@@ -72,13 +89,19 @@ def _is_union(annotation: object) -> bool:
 
 
 def _table(model: type[BaseModel]) -> list[str]:
-    rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    rows = []
     for name, field in model.model_fields.items():
         inner = _models(field)
         meaning = field.description or (inner[0].__doc__ or "" if inner else "")
-        cells = (f"`{name}`", _type(field), _default(field), _sentence(meaning.strip()))
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return rows
+        rows.append([f"`{name}`", _type(field), _default(field), meaning.strip()])
+    return _rows("key", rows)
+
+
+def _rows(what: str, rows: list[list[str]]) -> list[str]:
+    lines = [f"| {what} | value | default | meaning |", "|---|---|---|---|"]
+    for *cells, meaning in rows:
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in (*cells, _sentence(meaning))) + " |")
+    return lines
 
 
 def _type(field: FieldInfo) -> str:

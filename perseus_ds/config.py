@@ -16,7 +16,7 @@ from perseus_ds.profiler.profile_config import ProfileConfig
 
 
 class PerseusConfig(StrictModel):
-    """What Perseus does in this training run."""
+    """The settings of Perseus for a training run."""
 
     enabled: bool = Field(True, description="Without it, DeepSpeed runs as if there were no block.")
     mode: Literal["auto", "observe", "profile", "run"] = Field(
@@ -42,15 +42,15 @@ class PerseusConfig(StrictModel):
     max_drift: float = Field(
         0.05,
         gt=0,
-        description="How far instructions may be from the profile, as a fraction: auto mode then profiles again, run "
-        "mode says so.",
+        description="Largest deviation of instruction times from the profile, as a fraction; beyond it auto mode "
+        "profiles again and run mode prints a warning.",
     )
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
 
     @model_validator(mode="after")
     def _run_needs_a_frontier(self) -> Self:
-        # Whether it is there, only rank 0's node can tell.
+        # Only rank 0's node can tell whether the file exists.
         if self.enabled and self.mode == "run" and self.frontier is None:
             raise ValueError('"mode": "run" needs "frontier": the frontier.json that "perseus-ds optimize" wrote')
         return self
@@ -67,4 +67,4 @@ def parse_block(block: object) -> PerseusConfig:
     try:
         return PerseusConfig.model_validate(dict(block))
     except ValidationError as error:
-        raise ConfigError(explain(error, PerseusConfig, "perseus")) from None
+        raise ConfigError(explain(error, PerseusConfig, "perseus.")) from None

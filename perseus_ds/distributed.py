@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ from perseus_ds.errors import PerseusError
 T = TypeVar("T")
 # A rank may be kept from its next iteration for as long as the job's own collectives allow; that is not ours to end.
 _TIMEOUT = timedelta(days=7)
+_POLL_S = 0.002
 logger = logging.getLogger("perseus_ds")
 
 
@@ -62,6 +64,15 @@ class Pending:
         """Wait for them; shape (ranks, values)."""
         self._work.wait()
         return torch.stack(self._received)
+
+    def is_there_within(self, timeout_s: float) -> bool:
+        """Wait for them for some time [s]; return whether they are there."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self._work.is_completed():
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
 
 class Communicator:

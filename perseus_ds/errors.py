@@ -37,5 +37,9 @@ class GpuPermissionError(GpuError):
     """This process may not change the GPU's clocks."""
 
 
+class GpuBusyError(GpuError):
+    """The driver did not do what was asked of it now, and may do it later."""
+
+
 class VersionError(PerseusError, ImportError):
     """The installed DeepSpeed is not one that Perseus works with."""

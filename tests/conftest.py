@@ -1,5 +1,5 @@
 """Fixtures for every test."""
 
-from stub_nvml.fixtures import make_stub_nvml, stub_library, stub_nvml, stub_nvml_here
+from stub_nvml.fixtures import make_stub_nvml, stub_library, stub_nvml, stub_nvml_here, stub_time
 
-__all__ = ["make_stub_nvml", "stub_library", "stub_nvml", "stub_nvml_here"]
+__all__ = ["make_stub_nvml", "stub_library", "stub_nvml", "stub_nvml_here", "stub_time"]

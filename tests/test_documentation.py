@@ -1,4 +1,4 @@
-"""What documentation says is so: links lead somewhere, messages exist, generated pages are those of the code."""
+"""The documentation is correct: links lead somewhere, messages exist, generated pages agree with the code."""
 
 import ast
 import functools
@@ -37,9 +37,32 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in headings(file), f"{target} has no such heading"
 
 
+def test_paths_named_in_contributing_exist():
+    """Paths count from the repository's root or from the package; NAME and … stand for what differs."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`([\w./-]+(?:/|\.(?:py|md|yaml|toml|lock)))`", text)
+    paths = [path for path in named if not re.search("NAME|site/", path)]
+    assert len(paths) > 30
+    assert not [p for p in paths if not (ROOT / p).exists() and not (ROOT / "perseus_ds" / p).exists()]
+
+
+def test_the_layout_in_contributing_names_every_room():
+    rows = re.findall(r"^\| (`.*`) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    named = {name.strip("`/") for row in rows for name in row.split(", ")}
+    entries = {path.name for path in (ROOT / "perseus_ds").iterdir() if path.suffix in ("", ".py")}
+    assert named >= {name for name in entries if not name.startswith("__")}
+
+
+def test_classes_named_in_the_glossary_exist():
+    named = set(re.findall(r"`([A-Z][a-z]+[A-Za-z]*)`", (ROOT / "docs/glossary.md").read_text()))
+    source = "\n".join(path.read_text() for path in (ROOT / "perseus_ds").rglob("*.py"))
+    assert len(named) > 20
+    assert not named - set(re.findall(r"^class (\w+)", source, re.MULTILINE))
+
+
 @functools.cache
 def literals() -> list[str]:
-    """All texts of the package, with … for what is filled in."""
+    """All string literals of the package, with … for values that are filled in."""
     found = []
     for path in sorted((ROOT / "perseus_ds").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -59,7 +82,7 @@ MESSAGES = re.findall(r"^### `(.*)`$|^- `(.*?)`:", TROUBLESHOOTING, re.MULTILINE
 
 @pytest.mark.parametrize("message", [heading or reason for heading, reason in MESSAGES])
 def test_messages_quoted_in_troubleshooting_are_in_the_code(message):
-    # What begins with … in the documentation may begin with more than one thing that is filled in.
+    # A leading or final … may stand for several values that are filled in.
     quoted = message.removeprefix("…").removesuffix("…").strip(": ")
     assert any(quoted in text for text in literals())
 

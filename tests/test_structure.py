@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "perseus_ds"
 ROOMS = [
     "__main__",
     "cli",
+    "launch",
     "__init__",
     "engine",
     "runtime",
@@ -24,6 +25,7 @@ ROOMS = [
     "artifacts",
     "pipeline",
     "distributed",
+    "timebase",
     "errors",
 ]
 MODULES = {path.relative_to(PACKAGE.parent).with_suffix("").as_posix(): path for path in PACKAGE.rglob("*.py")}
@@ -100,8 +102,9 @@ def test_classes_have_at_most_a_dozen_public_methods():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 methods = [n for n in node.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")]
-                if len({method.name for method in methods}) > 12:
-                    too_many.append(f"{module}: {node.name} has {len(methods)}")
+                names = {n.name for n in methods if "property" not in map(ast.unparse, n.decorator_list)}
+                if len(names) > 12:
+                    too_many.append(f"{module}: {node.name} has {len(names)}")
     assert not too_many
 
 

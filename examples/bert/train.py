@@ -25,10 +25,14 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.utils.data import TensorDataset
-from transformers import AutoTokenizer, BertConfig
-from transformers.models.bert.modeling_bert import BertLayer
 
 import perseus_ds
+
+try:
+    from transformers import AutoTokenizer, BertConfig
+    from transformers.models.bert.modeling_bert import BertLayer
+except ModuleNotFoundError as error:
+    sys.exit(f'{error}. Install what this example needs, in the folder of the repository: pip install ".[examples]"')
 
 INITIAL_STD = 0.02
 LAYER_NORM_EPS = 1e-12

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.run_records import MeasuredPoint, measured_points
+from perseus_ds.report.history import read_history
+from perseus_ds.report.measured import MeasuredPoint, measured_points
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "runs" / "demo"
@@ -114,7 +115,7 @@ def main() -> None:
         OUT / "plot.log",
     )  # fmt: skip
     run("6. Report", [perseus_ds, "report", str(OUT)], OUT / "report.log")
-    (default,), (planned,) = measured_points(OUT / "default"), measured_points(OUT / "plan")
+    (default,), (planned,) = (measured_points([read_history(OUT / name)]) for name in ("default", "plan"))
     print(f"\n{table(Frontier.load(frontier_dir), default, planned)}\n")
     print(f"  Report:    {OUT}/report.html (open it in a browser)")
     print(f"  Pictures:  {OUT}/frontier.png, {OUT}/timeline.png")

@@ -23,10 +23,14 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.utils.data import TensorDataset
-from transformers import AutoTokenizer, GPT2Config
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import perseus_ds
+
+try:
+    from transformers import AutoTokenizer, GPT2Config
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+except ModuleNotFoundError as error:
+    sys.exit(f'{error}. Install what this example needs, in the folder of the repository: pip install ".[examples]"')
 
 INITIAL_STD = 0.02
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import FrontierError
 from perseus_ds.pipeline.schedule import Schedule
 
@@ -105,9 +106,7 @@ class Certificates:
             )
             result._check()
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(["schedule", *map(str, first["loc"])])
-            raise FrontierError(f"{path}: {key}: {first['msg']}. {_REMEDY}") from None
+            raise FrontierError(f"{explain(error, ScheduleStreams, f'{path}: schedule.')} {_REMEDY}") from None
         except (zipfile.BadZipFile, zlib.error, struct.error, ValueError, RuntimeError, EOFError) as error:
             raise FrontierError(f"{path}: not a complete file of certificates ({error}). {_REMEDY}") from None
         except OSError as error:

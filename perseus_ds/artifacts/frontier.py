@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
 from perseus_ds.artifacts.certificates import Certificates
-from perseus_ds.artifacts.io import read_json, write_atomically
+from perseus_ds.artifacts.io import FileModel, read_json, validated, write_atomically
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams
 from perseus_ds.errors import DeadlineError, FrontierError
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -26,10 +26,9 @@ SCHEMA_VERSION = 1
 _TOLERANCE = 1e-9
 
 
-class Provenance(BaseModel):
+class Provenance(FileModel):
     """The inputs that a frontier was computed from."""
 
-    model_config = ConfigDict(extra="forbid")
     schedule: str
     micro_batches: int
     stages: int
@@ -137,12 +136,9 @@ class Frontier:
                 f"{path}: expected format {_FORMAT!r} with schema_version {SCHEMA_VERSION}, found "
                 f'{raw.get("format")!r} with {raw.get("schema_version")!r}. Run "perseus-ds optimize" again.'
             )
+        file = validated(raw, _FrontierFile, path, FrontierError, 'Run "perseus-ds optimize" again.')
         try:
-            return _FrontierFile.model_validate(raw).to_frontier()
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"])
-            raise FrontierError(f'{path}: {key}: {first["msg"]}. Run "perseus-ds optimize" again.') from None
+            return file.to_frontier()
         except FrontierError as error:
             raise FrontierError(f"{path}: {error}") from None
 
@@ -172,8 +168,7 @@ _FORMAT: Literal["perseus-ds frontier"] = "perseus-ds frontier"
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _PlanFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _PlanFile(FileModel):
     time_s: Positive
     energy_j: Positive
     lower_bound_j: Positive | None = None
@@ -195,8 +190,7 @@ class _PlanFile(BaseModel):
         return FrequencyPlan(instructions, clocks, self.time_s, self.energy_j, self.lower_bound_j)
 
 
-class _FrontierFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _FrontierFile(FileModel):
     format: Literal["perseus-ds frontier"] = _FORMAT
     schema_version: int = SCHEMA_VERSION
     provenance: Provenance
@@ -205,7 +199,7 @@ class _FrontierFile(BaseModel):
     instructions: list[list[tuple[int, Kind, int]]]
     baseline: _PlanFile
     plans: list[_PlanFile] = Field(min_length=1)
-    instruction_times_s: list[tuple[int, Kind, int, Positive]] = []
+    instruction_times_s: list[tuple[int, Kind, int, Positive]] = Field(default_factory=list)
 
     def to_frontier(self) -> Frontier:
         instructions = tuple(tuple(Instruction(*entry) for entry in stream) for stream in self.instructions)

@@ -1,4 +1,4 @@
-"""Reading and writing small files so that a crash never leaves half of one."""
+"""Writing files completely or not at all, and reading JSON files with checks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,21 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import PerseusError
+
+
+class FileModel(BaseModel):
+    """The contents of a JSON file, or a part of them: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -45,3 +57,17 @@ def read_json(path: Path, error_class: type[PerseusError], what: str) -> dict[st
     if not isinstance(raw, dict):
         raise error_class(f"{path}: expected a {what} (a JSON object), found a {type(raw).__name__}.")
     return raw
+
+
+def validated(
+    raw: dict[str, Any], model: type[Model], path: Path, error_class: type[PerseusError], remedy: str = ""
+) -> Model:
+    """Check the contents of a JSON file against its schema.
+
+    Raises:
+        PerseusError: As ``error_class``; the message names the file and the wrong keys.
+    """
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise error_class(f"{explain(error, model, f'{path}: ')} {remedy}".rstrip()) from None

@@ -1,4 +1,4 @@
-"""How long each stage's forward and backward take and what they use, at each clock: CSV in and out."""
+"""Time and energy of each stage's instructions at each clock, read from and written to ``profile.csv``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality, Trans
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Kind
 
-__all__ = ["Measurement", "Options", "ProfileInfo", "RowQuality", "StageProfile", "TransferDuration"]
+__all__ = ["ClockOptions", "Measurement", "ProfileInfo", "RowQuality", "StageProfile", "TransferDuration"]
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Options:
-    """The clocks measured for one (stage, kind), ascending, with what each one takes.
+class ClockOptions:
+    """The clocks measured for one (stage, kind), ascending, with time and energy at each.
 
     Attributes:
         clock_mhz: Shape (n,).
@@ -36,17 +36,17 @@ class Options:
     energy_j: Floats
 
     def effective_energy_j(self, blocking_power_w: float) -> Floats:
-        """Return what running costs beyond waiting, ``energy - blocking power * time`` [J]."""
+        """Return the effective energy, ``energy - blocking power * time``: the cost beyond waiting [J]."""
         return self.energy_j - blocking_power_w * self.time_s
 
-    def pareto(self, blocking_power_w: float) -> Options:
-        """Return the options for which none is both as fast and as frugal, by rising time: the fastest first."""
+    def pareto(self, blocking_power_w: float) -> ClockOptions:
+        """Return the options that no other one beats in both time and effective energy, the fastest first."""
         cost = self.effective_energy_j(blocking_power_w)
         kept: list[int] = []
         for index in np.lexsort((-self.clock_mhz, cost, self.time_s)):
             if not kept or cost[index] < cost[kept[-1]]:
                 kept.append(int(index))
-        return Options(self.clock_mhz[kept], self.time_s[kept], self.energy_j[kept])
+        return ClockOptions(self.clock_mhz[kept], self.time_s[kept], self.energy_j[kept])
 
 
 def lower_hull(time_s: Floats, cost_j: Floats) -> list[int]:
@@ -69,7 +69,7 @@ class StageProfile:
     """Time and energy by stage, kind and clock.
 
     Attributes:
-        info: Where the rows come from and what else was measured.
+        info: The device and job that were measured, fixed durations, and the quality of each row.
     """
 
     def __init__(self, measurements: Iterable[Measurement], info: ProfileInfo | None = None) -> None:
@@ -92,7 +92,7 @@ class StageProfile:
 
     @classmethod
     def load(cls, path: Path | str) -> StageProfile:
-        """Read ``profile.csv`` and, when it lies beside it, ``profile.json``.
+        """Read ``profile.csv`` and, if it is in the same folder, ``profile.json``.
 
         Rows that differ in an extra column ``rank``, ``dp_rank`` or ``tp_rank`` (Merak's) are
         combined: the slowest rank's time, the mean energy.
@@ -120,12 +120,12 @@ class StageProfile:
         return profile
 
     def save(self, path: Path | str) -> None:
-        """Write ``profile.csv`` and ``profile.json`` beside it, each complete or not at all."""
+        """Write ``profile.csv``, and ``profile.json`` in the same folder, each complete or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [",".join(COLUMNS)]
         lines += [f"{m.stage},{m.kind},{m.clock_mhz},{m.time_s!r},{m.energy_j!r}" for m in self.measurements]
-        # A profile.csv that exists always belongs to the profile.json beside it.
+        # A profile.csv that exists always belongs to the profile.json in its folder.
         path.unlink(missing_ok=True)
         write_atomically(path.with_suffix(".json"), self.info.model_dump_json(indent=2) + "\n")
         write_atomically(path, "\n".join(lines) + "\n")
@@ -144,7 +144,7 @@ class StageProfile:
     def num_stages(self) -> int:
         return 1 + max((stage for stage, _ in self._rows), default=-1)
 
-    def options(self, stage: int, kind: Kind) -> Options:
+    def options(self, stage: int, kind: Kind) -> ClockOptions:
         """Return the measured clocks of one (stage, kind).
 
         Raises:
@@ -155,7 +155,7 @@ class StageProfile:
             raise ProfileError(
                 f"The profile has no {kind} rows for stage {stage}. Measure it again, or give fewer stages."
             )
-        return Options(
+        return ClockOptions(
             np.array(list(rows), dtype=np.int64),
             np.array([row.time_s for row in rows.values()]),
             np.array([row.energy_j for row in rows.values()]),

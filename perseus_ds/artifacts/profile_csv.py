@@ -1,11 +1,12 @@
-"""One row a measurement: what an instruction takes at a clock; read from CSV with all checks."""
+"""``profile.csv``: one measurement a row, read with all checks."""
 
 from __future__ import annotations
 
 import csv
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perseus_ds.errors import ProfileError
@@ -16,13 +17,19 @@ COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One row: what one instruction takes at one clock, on one GPU of the stage."""
+    """One row: time and energy of one kind of instruction of a stage at one clock, on one GPU."""
 
     stage: int
     kind: Kind
     clock_mhz: int
     time_s: float
     energy_j: float
+
+
+def combine_ranks(rows: Sequence[Measurement]) -> Measurement:
+    """Return the slowest time and the mean energy of ranks that measured the same stage, kind and clock."""
+    slowest_s, mean_j = max(row.time_s for row in rows), sum(row.energy_j for row in rows) / len(rows)
+    return replace(rows[0], time_s=slowest_s, energy_j=mean_j)
 
 
 def check(row: Measurement) -> None:
@@ -40,7 +47,7 @@ def check(row: Measurement) -> None:
 
 
 def read_rows(path: Path) -> list[Measurement]:
-    """Read a CSV; rows of different ranks are combined, rows of the same rank stay side by side.
+    """Read a CSV; rows of different ranks are combined, rows of the same rank are not.
 
     Raises:
         ProfileError: The message names file and line.
@@ -71,21 +78,11 @@ def _read_table(path: Path) -> list[Measurement]:
 
 
 def _combine(entries: list[tuple[tuple[str, ...], Measurement]]) -> list[Measurement]:
-    """Make one row of those of different ranks; rows of the same rank stay, to be compared."""
+    """Combine rows of different ranks; rows of the same rank are returned as they are, to be compared."""
     entries = list(dict.fromkeys(entries))
     if len({rank for rank, _ in entries}) < len(entries):
         return [row for _, row in entries]
-    rows = [row for _, row in entries]
-    first = rows[0]
-    return [
-        Measurement(
-            first.stage,
-            first.kind,
-            first.clock_mhz,
-            max(r.time_s for r in rows),
-            sum(r.energy_j for r in rows) / len(rows),
-        )
-    ]
+    return [combine_ranks([row for _, row in entries])]
 
 
 def _parse(path: Path, line: int, record: dict[str | None, str | None]) -> Measurement:

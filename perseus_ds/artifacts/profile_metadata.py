@@ -1,13 +1,13 @@
-"""What lies beside a profile's rows: ``profile.json``."""
+"""``profile.json``: the device and job that were measured, fixed durations, and the quality of each row."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from perseus_ds.artifacts.io import read_json
+from perseus_ds.artifacts.io import FileModel, read_json, validated
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
@@ -18,25 +18,33 @@ Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
 
-class TransferDuration(BaseModel):
-    """How long a transfer over one boundary takes once both sides are there."""
+class TransferDuration(FileModel):
+    """How long a transfer over one boundary takes, without waiting for the other rank."""
 
-    model_config = ConfigDict(extra="forbid")
     payload: Payload
     source: int
     target: int
     time_s: Duration
 
 
-class RowQuality(BaseModel):
-    """How one row was measured.
+class OtherDuration(FileModel):
+    """How long a command that perseus-ds does not know takes on one stage."""
+
+    command: str
+    stage: int
+    time_s: Duration
+
+
+class RowQuality(FileModel):
+    """How well one row was measured.
 
     Attributes:
-        samples: How often it was measured; 0 for a clock that was only estimated from its neighbours.
-        reached_mhz: The clock the GPU really ran at, where a limit kept it lower.
+        samples: How often it was measured; 0 for a clock that was estimated from others.
+        time_relative_error: Standard error; None where unknown.
+        energy_relative_error: Standard error; None where unknown.
+        reached_mhz: The clock at which the GPU ran, where a limit kept it lower.
     """
 
-    model_config = ConfigDict(extra="forbid")
     stage: int
     kind: Kind
     clock_mhz: int
@@ -46,13 +54,9 @@ class RowQuality(BaseModel):
     reached_mhz: int | None = None
 
 
-class ProfileInfo(BaseModel):
-    """What ``profile.json`` says about the rows of ``profile.csv``.
+class ProfileInfo(FileModel):
+    """The contents of ``profile.json``; all values are optional, since profiles of other programs have none of them."""
 
-    All values are optional: a profile made elsewhere has none of them.
-    """
-
-    model_config = ConfigDict(extra="forbid")
     schema_version: int = SCHEMA_VERSION
     simulated: bool | None = None
     gpu: str | None = None
@@ -72,15 +76,17 @@ class ProfileInfo(BaseModel):
     load_s: dict[int, Duration] = Field(default_factory=dict)
     tail_s: dict[int, Duration] = Field(default_factory=dict)
     transfers: list[TransferDuration] = Field(default_factory=list)
+    others: list[OtherDuration] = Field(default_factory=list)
     rows: list[RowQuality] = Field(default_factory=list)
 
     @property
     def fixed_durations(self) -> FixedDurations:
-        """The parts of an iteration that have no clock to choose."""
+        """Durations of loads, tails and transfers, which have no clock to choose."""
         return FixedDurations(
             load_s=dict(self.load_s),
             tail_s=dict(self.tail_s),
             transfer_s={(t.payload, t.source, t.target): t.time_s for t in self.transfers},
+            other_s={(o.command, o.stage): o.time_s for o in self.others},
         )
 
 
@@ -96,9 +102,4 @@ def load_info(path: Path) -> ProfileInfo:
             f"{path}: schema_version is {raw.get('schema_version')!r}, this perseus-ds reads {SCHEMA_VERSION}. "
             "Measure the profile again, or remove the file to use the rows alone."
         )
-    try:
-        return ProfileInfo.model_validate(raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ProfileError(f"{path}: {key}: {first['msg']} (got {first['input']!r}).") from None
+    return validated(raw, ProfileInfo, path, ProfileError)

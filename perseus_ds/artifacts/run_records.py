@@ -1,88 +1,249 @@
-"""Reading ``run.jsonl``, what each iteration of a job took."""
+"""The records of a job: what is known of each iteration and event, with their schema.
+
+Every rank reports each iteration (see :mod:`perseus_ds.artifacts.rank_report`). Rank 0 makes an
+:class:`IterationRecord` of all reports and writes it to ``run.jsonl``, one JSON object a line, between the job's
+events. What can be computed from a record (a saving, a lateness) is a property of it, and is never stored.
+"""
 
 from __future__ import annotations
 
 import json
-import statistics
-from dataclasses import dataclass
+import typing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from perseus_ds.errors import ConfigError
 
-_LABELS = {"observe": "default clocks", "run": "under the plan"}
+SCHEMA_VERSION = 2
+FILE_NAME = "run.jsonl"
 
 
-@dataclass(frozen=True)
-class MeasuredPoint:
-    """What iterations really took, as medians.
+class _Record(BaseModel):
+    # A later version may say more than this one knows.
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
-    Attributes:
-        label: What was measured.
-        time_s: Iteration time [s].
-        energy_j: Energy of one pipeline, one GPU per rank [J].
-        iterations: How many there were.
-    """
-
-    label: str
-    time_s: float
-    energy_j: float
-    iterations: int
+    simulated: bool = False
 
 
-def measured_points(path: Path | str, *, pipelines: int = 1) -> list[MeasuredPoint]:
-    """Return one point for each phase of a job's last start, warming up left out.
+class IterationRecord(_Record):
+    """One iteration of the whole job."""
 
-    Args:
-        path: ``run.jsonl``, or the folder it is in.
-        pipelines: How many pipelines the energies of the job are the sum of.
+    iteration: int = Field(description="Training step, 1 first.")
+    ended: float | None = Field(None, description="When it ended [Unix seconds].")
+    phase: str = Field(description="What Perseus was doing.")
+    plan: int | None = Field(None, description="The plan of rank 0's pipeline: its place on the frontier.")
+    time_s: float = Field(gt=0, description="Iteration time of the slowest rank [s].")
+    energy_j: float | None = Field(None, description="Energy of all GPUs of the job [J].")
+    energy_by_pipeline_j: tuple[float, ...] | None = Field(None, description="The same by data-parallel pipeline [J].")
+    energy_by_rank_j: tuple[float, ...] | None = Field(None, description="The same by rank [J].")
+    predicted_time_s: float | None = Field(None, description="Iteration time by the plans [s].")
+    predicted_energy_j: float | None = Field(None, description="Energy of all GPUs by the plans [J].")
+    default_time_s: float | None = Field(None, description="Iteration time at default clocks [s].")
+    default_energy_j: float | None = Field(None, description="Energy at default clocks [J].")
+    default_measured: bool = Field(False, description="Whether this job measured these; otherwise by the profile.")
+    drift: float | None = Field(None, description="How far instructions are from the profile, when last looked at.")
+    clock_changes: int = Field(0, description="Clock changes of all GPUs.")
+    clock_skips: int = Field(0, description="Clock changes left out.")
+    failed_ranks: tuple[int, ...] = Field((), description="Ranks that have fallen back to default clocks.")
+
+    @property
+    def power_w(self) -> float | None:
+        """Average power of all GPUs [W]."""
+        return None if self.energy_j is None else self.energy_j / self.time_s
+
+    @property
+    def saved(self) -> float | None:
+        """Energy saved against default clocks, as a fraction of theirs."""
+        if self.energy_j is None or not self.default_energy_j:
+            return None
+        return 1 - self.energy_j / self.default_energy_j
+
+    @property
+    def late(self) -> float | None:
+        """How much longer than predicted it took, as a fraction."""
+        return None if self.predicted_time_s is None else self.time_s / self.predicted_time_s - 1
+
+
+class Event(_Record):
+    """Something that happened between iterations; kinds that this version does not know are read as such."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    event: str
+    time: float = Field(0.0, description="When [Unix seconds].")
+
+
+class Started(Event):
+    """The job started, or was resumed."""
+
+    event: Literal["start"] = "start"
+    schema_version: int = SCHEMA_VERSION
+    mode: str | None = None
+    gpu: str | None = None
+    frontier: str | None = None
+    job: str | None = Field(None, description="A fingerprint of the job, which tells it from others.")
+    policy: dict[str, Any] | None = None
+
+
+class ProfileWritten(Event):
+    """A profile was measured and written."""
+
+    event: Literal["profile"] = "profile"
+    path: str | None = None
+    resumed_clocks: int = 0
+    iterations: int | None = Field(None, description="Iterations that were measured.")
+    lost_s: float | None = Field(None, description="By how much they took longer than at default clocks [s].")
+    lost_j: float | None = Field(None, description="By how much they used more energy [J].")
+    spent_s: float | None = Field(None, description="Time spent outside of training [s].")
+    spent_j: float | None = Field(None, description="Energy spent outside of training [J].")
+
+
+def against_default_clocks(extra_s: float, extra_j: float) -> str:
+    """Return how much more or less time and energy iterations took than at default clocks, in words."""
+    parts = [(abs(extra_s), "s", extra_s < 0), (abs(extra_j), "J", extra_j < 0)]
+    words = " and ".join(f"{amount:.4g} {unit} {'less' if less else 'more'}" for amount, unit, less in parts)
+    return f"{words} than at default clocks"
+
+
+class PlanChosen(Event):
+    """Pipelines run under other plans from the next iteration on."""
+
+    event: Literal["plan"] = "plan"
+    plan: int | None = None
+    plans: tuple[int, ...] = Field((), description="Of each pipeline.")
+    straggler: int | None = None
+    slowdown: float = 1.0
+    paused: bool = False
+
+
+class PlanJudged(Event):
+    """Iterations under a plan were compared with iterations at default clocks, both measured in this job."""
+
+    event: Literal["proof"] = "proof"
+    plan: int | None = None
+    wins: bool = False
+    slowdown: float = Field(0.0, description="As a fraction of the time at default clocks.")
+    slowdown_error: float = Field(0.0, description="Its standard error.")
+    promised_slowdown: float = Field(0.0, description="By the profile.")
+    saved: float = Field(0.0, description="As a fraction of the energy at default clocks.")
+    saved_error: float = Field(0.0, description="Its standard error.")
+
+
+class PolicyChanged(Event):
+    """Another policy is followed, or what it asks for cannot be had."""
+
+    event: Literal["policy"] = "policy"
+    policy: dict[str, Any] | None = None
+    problem: str | None = None
+
+
+class Drifted(Event):
+    """Instructions take longer or shorter than profiled."""
+
+    event: Literal["drift"] = "drift"
+    drift: float = 0.0
+    profiles_again: bool | None = Field(None, description="Whether the job profiles again; None where not recorded.")
+
+
+class ClockRefused(Event):
+    """A GPU does not reach a clock that its driver has accepted, or, at default clocks, its highest clock."""
+
+    event: Literal["refused"] = "refused"
+    rank: int = 0
+    clock_mhz: int | None = Field(None, description="As asked for; None for default clocks.")
+    reached_mhz: int | None = None
+    reasons: tuple[str, ...] = ()
+
+
+class Failed(Event):
+    """A rank has fallen back to default clocks, or something beside training does not work."""
+
+    event: Literal["failure", "cache", "control"] = "failure"
+    rank: int = 0
+    error: str = ""
+
+
+class Ended(Event):
+    """The job ended; the totals of its iterations since it started."""
+
+    event: Literal["end"] = "end"
+    iterations: int = 0
+    time_s: float = 0.0
+    energy_j: float = 0.0
+    without_energy: int = Field(0, description="Iterations whose energy could not be read.")
+    clock_changes: int = 0
+    clock_skips: int = 0
+    planned: int = Field(0, description="Iterations under plans.")
+    planned_j: float = Field(0.0, description="Their energy [J].")
+    default_j: float = Field(0.0, description="What they take at default clocks [J].")
+    default_measured: bool = Field(False, description="Whether this job measured that; otherwise by the profile.")
+
+    @property
+    def saved(self) -> float | None:
+        """Energy saved by the iterations under plans, as a fraction."""
+        return 1 - self.planned_j / self.default_j if self.default_j else None
+
+
+Record = IterationRecord | Event
+_KNOWN: dict[str, type[Event]] = {
+    name: kind for kind in Event.__subclasses__() for name in typing.get_args(kind.model_fields["event"].annotation)
+}
+
+
+def to_line(record: Record) -> str:
+    """Return a record as its line of ``run.jsonl``."""
+    return record.model_dump_json() + "\n"
+
+
+def from_line(line: str) -> Record:
+    """Return the record of a line of ``run.jsonl``, written by this version or by version 1.
 
     Raises:
-        ConfigError: The file is missing, a line of it is no record, or it has no iterations.
+        ValueError: It is no record.
     """
-    path = Path(path)
-    path = path / "run.jsonl" if path.is_dir() else path
-    phases: dict[str, list[dict[str, Any]]] = {}
-    for record in read_records(path):
-        if record.get("event") == "start":
-            phases = {}
-        elif record.get("phase") in _LABELS and record["energy_j"] is not None:  # energy that could be read
-            phases.setdefault(record["phase"], []).append(record)
-    if not phases:
-        raise ConfigError(f"{path}: no iterations at default clocks or under a plan. Train for some steps more.")
-    return [
-        MeasuredPoint(
-            label=_LABELS[phase],
-            time_s=statistics.median(r["time_s"] for r in records),
-            energy_j=statistics.median(r["energy_j"] for r in records) / pipelines,
-            iterations=len(records),
-        )
-        for phase, records in phases.items()
-    ]
+    raw = json.loads(line)
+    if not isinstance(raw, dict):
+        raise ValueError("not a JSON object")
+    if "event" in raw:
+        if raw["event"] == "start":
+            raw.setdefault("schema_version", 1)  # which had no such key
+        return _KNOWN.get(str(raw["event"]), Event).model_validate(raw)
+    return IterationRecord.model_validate(_with_default_energy(raw))
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return all lines of a ``run.jsonl``, but for a last one that was cut off.
+def _with_default_energy(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Version 1 kept the saving instead of what it is a saving of."""
+    energy_j, saved = raw.get("energy_j"), raw.get("saved")
+    if "default_energy_j" in raw or energy_j is None or saved is None or saved >= 1:
+        return raw
+    return {**raw, "default_energy_j": energy_j / (1 - saved)}
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return all records of a ``run.jsonl`` (or of the folder it is in), but for a last one that was cut off.
 
     Raises:
         ConfigError: The file is missing, or a line of it is no record.
     """
+    path = path / FILE_NAME if path.is_dir() else path
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; expected the run.jsonl of a training run.") from None
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            complete = isinstance(record, dict) and (
-                "event" in record or {"phase", "time_s", "energy_j"} <= set(record)
-            )
-        except json.JSONDecodeError:
-            complete = False
-        if not complete:
-            if number == len(lines):  # a job that was killed, or is still writing
-                break
+    records = [_record_or_none(line) for line in lines]
+    if records and records[-1] is None:  # a job that was killed, or is still writing
+        records.pop()
+    for number, (line, record) in enumerate(zip(lines, records, strict=False), start=1):
+        if record is None:
             raise ConfigError(f"{path}, line {number}: not a record of an iteration: {line[:80]!r}.")
-        records.append(record)
-    return records
+    return [record for record in records if record is not None]
+
+
+def _record_or_none(line: str) -> Record | None:
+    try:
+        return from_line(line)
+    except ValueError:
+        return None

@@ -1,66 +1,76 @@
-"""``timeline.json``: how iterations really ran, operation by operation, on all ranks of one pipeline."""
+"""``timeline.json``: measured iterations, operation by operation, on all ranks of one pipeline."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field
 
-from perseus_ds.artifacts.io import read_json
+from perseus_ds.artifacts.io import FileModel, read_json, validated
 from perseus_ds.errors import ConfigError
 
 _FORMAT: Literal["perseus-ds timeline"] = "perseus-ds timeline"
 
 
-class MeasuredOperation(BaseModel):
-    """One operation of one rank; an exchange of several transfers is one each, of the same start and end.
+class MeasuredOperation(FileModel):
+    """One operation of one rank. An exchange of several transfers is several operations with the same start and end.
 
     Attributes:
-        kind: An instruction's kind, ``load``, or what is transferred.
-        stage: Of an instruction or load; of a transfer the sending one.
-        target: Of a transfer the receiving stage.
-        start_s: From the start of the pipeline's first rank [s].
-        end_s: Likewise. For a transfer, waiting for the other side is included.
-        clock_mhz: What the plan asks for; None at default clocks and for what has no clock.
+        kind: An instruction's kind, ``load``, what is transferred, or ``other`` for a command that is not known.
+        stage: Stage of an instruction or load; the sending stage of a transfer.
+        start_s: Time since the start of the pipeline's first rank [s].
+        end_s: Likewise. A transfer includes waiting for the other rank.
+        command: Class name of a command that is not known.
+        target: The receiving stage of a transfer.
+        clock_mhz: The plan's clock; None at default clocks and for operations without a clock.
     """
 
-    model_config = ConfigDict(extra="forbid")
-    kind: Literal["forward", "backward", "recompute", "tail", "load", "activation", "grad"]
+    kind: Literal[
+        "forward",
+        "backward",
+        "backward_input",
+        "backward_weight",
+        "recompute",
+        "tail",
+        "load",
+        "other",
+        "activation",
+        "grad",
+    ]
     stage: int
     micro_batch: int
     start_s: float
     end_s: float
     target: int | None = None
+    command: str | None = None
     clock_mhz: int | None = None
 
 
-class MeasuredIteration(BaseModel):
-    """One iteration as it ran.
+class MeasuredIteration(FileModel):
+    """One measured iteration.
 
     Attributes:
         iteration: Its number in ``run.jsonl``.
-        phase: What Perseus was doing.
-        plan: The plan's place on the frontier; None at default clocks.
+        phase: The job's phase, as in ``run.jsonl``.
         ranks: By pipeline rank, in program order.
+        plan: The plan's index in the frontier; None at default clocks.
     """
 
-    model_config = ConfigDict(extra="forbid")
     iteration: int
     phase: str
     ranks: list[list[MeasuredOperation]]
     plan: int | None = None
 
 
-class TimelineFile(BaseModel):
-    """All of ``timeline.json``."""
+class TimelineFile(FileModel):
+    """The contents of ``timeline.json``."""
 
-    model_config = ConfigDict(extra="forbid")
     format: Literal["perseus-ds timeline"] = _FORMAT
     schema_version: Literal[1] = 1
     simulated: bool
     gpu: str
-    iterations: list[MeasuredIteration] = []
+    iterations: list[MeasuredIteration] = Field(default_factory=list)
 
     @classmethod
     def load(cls, path: Path) -> TimelineFile:
@@ -70,9 +80,4 @@ class TimelineFile(BaseModel):
             ConfigError: It is missing, cut off, foreign or of another version; the message names file and key.
         """
         raw = read_json(path, ConfigError, "timeline.json of a training run")
-        try:
-            return cls.model_validate(raw)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"])
-            raise ConfigError(f"{path}: {key}: {first['msg']}. Train again to have it written anew.") from None
+        return validated(raw, cls, path, ConfigError, "Train again to have it written anew.")

@@ -1,93 +1,151 @@
-"""The arguments of a command: Hydra overrides on its default YAML, checked by a pydantic model."""
+"""The arguments of a command, declared once.
+
+Each command has a dataclass. Hydra composes it from the words of the command line; the checks, the help,
+the documentation and the shell completion are made from the same fields.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import math
+import types
+import typing
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import BaseModel, ConfigDict, ValidationError
+from typing import Any
 
 from perseus_ds.errors import ConfigError
 
-Model = TypeVar("Model", bound="Arguments")
+# OmegaConf's mark of a value that must be given.
+REQUIRED = "???"
+_NAMES = {Path: "path", int: "whole number", float: "number", str: "text"}
 
 
-class Arguments(BaseModel):
-    """Base of every command's arguments: no other keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-def config_dir() -> Path:
-    """Return the folder of the default configs: the wheel's own, or the checkout's.
-
-    Raises:
-        ConfigError: The installation is incomplete.
-    """
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "configs", package.parent / "configs"):
-        if (folder / "cli").is_dir():
-            return folder
-    raise ConfigError(f"{package / 'configs'}: the default configs are missing. Install perseus-ds again.")
-
-
-def defaults_text(command: str) -> str:
-    """Return a command's default YAML, whose comments explain its arguments."""
-    return (config_dir() / "cli" / f"{command}.yaml").read_text(encoding="utf-8")
-
-
-def quoted(path: Path | str) -> str:
-    """Return a path as the value of an override, whatever is in its name."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    return str(QuotedString(str(path), Quote.single).with_quotes())
-
-
-def compose(command: str, overrides: Sequence[str], model: type[Model]) -> Model:
-    """Return a command's arguments.
+def argument(description: str, default: Any = REQUIRED, *, at_least: float | None = None, word: bool = False) -> Any:
+    """Return the dataclass field of an argument.
 
     Args:
-        command: Name of its YAML in ``configs/cli``.
-        overrides: ``key=value`` words as Hydra reads them.
-        model: What the values must be.
+        description: What the argument means.
+        default: Its value when it is left out; without one it must be given.
+        at_least: The smallest value of a number, or of each number of a list.
+        word: Whether it may be given as a word of its own, without ``key=``.
+    """
+    metadata = {"description": description, "at_least": at_least, "word": word}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One declared argument.
+
+    Attributes:
+        name: The key of ``key=value``.
+        types: The types that its value, or each value of a list, may have.
+        is_list: Whether it takes several values.
+        default: As declared.
+        description: What it means.
+        at_least: The smallest number allowed.
+        word: Whether it may be given without ``key=``.
+    """
+
+    name: str
+    types: tuple[type, ...]
+    is_list: bool
+    default: Any
+    description: str
+    at_least: float | None
+    word: bool
+
+    @property
+    def required(self) -> bool:
+        """Whether it must be given."""
+        return bool(self.default == REQUIRED)
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """The values allowed, each with its meaning; empty where the type alone decides."""
+        if issubclass(self.types[0], Enum):
+            return {choice.name: str(choice.value) for choice in self.types[0]}
+        return {"true": "", "false": ""} if self.types[0] is bool else {}
+
+    @property
+    def kind(self) -> str:
+        """The values allowed, in words: ``whole number, at least 1``."""
+        if self.choices:
+            return " or ".join(self.choices) if len(self.choices) < 3 else f"one of {', '.join(self.choices)}"
+        if self.types[0] is dict:
+            return "{key: value, …}"
+        names = " or ".join(_NAMES[kind] for kind in self.types)
+        limit = "" if self.at_least is None else f", at least {self.at_least:g}"
+        return f"{names}{limit}{', or a [list, of, them]' if self.is_list else ''}"
+
+    @property
+    def expected(self) -> str:
+        """``kind`` as part of a sentence."""
+        return self.kind if self.choices else f"a {self.kind}"
+
+    @property
+    def default_text(self) -> str:
+        """The default as a user writes it; empty where there is none to write."""
+        if self.required or self.default is None or self.default in ([], {}):
+            return ""
+        if isinstance(self.default, Enum):
+            return self.default.name
+        if isinstance(self.default, list):
+            return f"[{', '.join(map(str, self.default))}]"
+        return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
+
+    def allows(self, value: Any) -> bool:
+        """Return whether a value of the right type is within the limits."""
+        values = value if self.is_list and value is not None else [value]
+        if self.is_list and self.required and not values:
+            return False
+        numbers = [number for number in values if isinstance(number, (int, float))]
+        return all(math.isfinite(n) and (self.at_least is None or n >= self.at_least) for n in numbers)
+
+
+def arguments_of(declaration: type) -> dict[str, Argument]:
+    """Return the arguments that a command's dataclass declares, by name and in its order."""
+    hints = typing.get_type_hints(declaration)
+    return {field.name: _argument(field, hints[field.name]) for field in dataclasses.fields(declaration)}
+
+
+def _argument(field: dataclasses.Field[Any], hint: Any) -> Argument:
+    hint = _without_none(hint)
+    is_list = typing.get_origin(hint) is list
+    hint = _without_none(typing.get_args(hint)[0]) if is_list else hint
+    union = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    factory = field.default_factory
+    default = field.default if factory is dataclasses.MISSING else factory()
+    kinds = tuple(typing.get_origin(kind) or kind for kind in union)
+    return Argument(field.name, kinds, is_list, default, **field.metadata)
+
+
+def _without_none(hint: Any) -> Any:
+    if not isinstance(hint, types.UnionType):
+        return hint
+    left = [part for part in typing.get_args(hint) if part is not types.NoneType]
+    return left[0] if len(left) == 1 else hint
+
+
+def require(command: str, arguments: object, *names: str) -> None:
+    """Check that arguments are there which only some uses of a command need.
 
     Raises:
-        ConfigError: An unknown, missing or unreadable argument, or one of the wrong type.
+        ConfigError: Some are not; the message names all of them.
     """
-    values = _compose(command, overrides)
-    missing = [key for key, value in values.items() if value == "???"]
+    missing = [name for name in names if getattr(arguments, name) in (None, [], {})]
     if missing:
-        raise ConfigError(f'{missing[0]} is missing: write {missing[0]}=… (see "perseus-ds {command} --help").')
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{key}={first['input']}: {first['msg']}.") from None
+        raise missing_error(command, missing)
 
 
-def _compose(command: str, overrides: Sequence[str]) -> dict[str, Any]:
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    folder = config_dir() / "cli"
-    known = list(OmegaConf.load(folder / f"{command}.yaml"))
-    for override in overrides:
-        key = override.partition("=")[0].lstrip("+~")
-        if "=" not in override:
-            raise ConfigError(f'{override!r}: expected key=value (see "perseus-ds {command} --help").')
-        if key not in known:
-            raise ConfigError(f"{key}: there is no such argument. Arguments: {', '.join(known)}.")
-    try:
-        with initialize_config_dir(str(folder), version_base=None):
-            composed = hydra_compose(command, overrides=list(overrides))
-        return OmegaConf.to_container(composed, resolve=True)  # type: ignore[return-value]
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(
-            f"{' '.join(overrides)}: Hydra cannot read these arguments ({str(error).splitlines()[0]}). Quote values "
-            "with special characters twice: 'key=\"a=b\"'."
-        ) from None
+def missing_error(command: str, names: Sequence[str]) -> ConfigError:
+    """Return the error that names all arguments that are missing."""
+    verb = "is" if len(names) == 1 else "are"
+    written = " ".join(f"{name}=…" for name in names)
+    see = f'(see "perseus-ds {command} --help")'
+    return ConfigError(f"{' and '.join(names)} {verb} missing: write {written} {see}.")

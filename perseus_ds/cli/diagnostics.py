@@ -1,4 +1,4 @@
-"""Whether Perseus will work on this machine: what is found, and what to do about what is missing."""
+"""Examines this machine: whether Perseus will work here, and what to do where it will not."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from perseus_ds.device.gpu.latency import counter_period_s, lock_latency
 from perseus_ds.device.gpu.nvml import NvmlGpu
+from perseus_ds.device.gpu.nvml_lookup import gpu_count
 from perseus_ds.engine.versions import REMEDY, deepspeed_problem
 from perseus_ds.errors import GpuError
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 _PACKAGES = ("perseus-ds", "torch", "nvidia-ml-py")
 _CAP_SYS_ADMIN = 21
@@ -23,12 +25,12 @@ _CAP_SYS_ADMIN = 21
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's page.
+    """One line of the page that ``perseus-ds doctor`` prints.
 
     Attributes:
-        level: ``fail`` keeps Perseus from changing clocks here, ``warn`` costs accuracy or features, ``info`` is
-            worth knowing.
-        what: What was looked at.
+        level: ``fail``: Perseus cannot change clocks here; ``warn``: results are less accurate or a feature is
+            missing; ``info`` and ``ok``: nothing is to be done.
+        what: What was examined.
         text: What was found.
         remedy: What to do about it; empty where nothing is to be done.
     """
@@ -40,7 +42,7 @@ class Finding:
 
 
 def examine_software() -> list[Finding]:
-    """Look at Python's packages, CUDA as torch sees it, and zeusd."""
+    """Examine Python's packages, CUDA as torch sees it, and zeusd."""
     python = Finding("ok", "Python", platform.python_version())
     return [python, *map(_package, _PACKAGES), _deepspeed(), _torch_devices(), _zeusd()]
 
@@ -90,28 +92,38 @@ def _zeusd() -> Finding:
     return Finding("ok", "zeusd", f'{path} answers; zeus {version}: "device": "zeus" can be used')
 
 
-def examine_gpus(*, lock: bool) -> list[list[Finding]]:
-    """Look at every GPU of this node, at all of them at once.
+def examine_gpus(*, lock: bool, timebase: Timebase = REAL_TIME) -> list[list[Finding]]:
+    """Examine every GPU of this node, all of them at once.
 
     Args:
         lock: Whether clocks may be changed, to try the permission and measure the latency.
+        timebase: The time the GPUs live in.
 
     Returns:
         The findings of each GPU; one list with one failure where there is no NVML.
     """
     try:
-        count = NvmlGpu.count()
+        count = gpu_count()
     except GpuError as error:
         return [[_failure("NVML", error)]]
     if count == 0:
         return [
             [Finding("fail", "NVML", "finds no GPU", "Check nvidia-smi; in a container, start it with --gpus all.")]
         ]
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda index: list(_examine_gpu(index, lock)), range(count)))
+    findings: list[list[Finding]] = [[] for _ in range(count)]
+
+    def examine(index: int) -> None:
+        findings[index].extend(_examine_gpu(index, lock, timebase))
+
+    threads = [timebase.thread(partial(examine, index), f"perseus-gpu-{index}") for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return findings
 
 
-def _examine_gpu(index: int, lock: bool) -> Iterator[Finding]:
+def _examine_gpu(index: int, lock: bool, timebase: Timebase) -> Iterator[Finding]:
     try:
         gpu = NvmlGpu(index)
     except GpuError as error:
@@ -121,15 +133,15 @@ def _examine_gpu(index: int, lock: bool) -> Iterator[Finding]:
         yield Finding("ok", f"GPU {index}", f"{gpu.name}, {gpu.uuid}, driver {gpu.driver}")
         yield _try("clocks", _clocks, gpu)
         yield _try("power", _power, gpu)
-        yield _try("energy", _energy, gpu)
-        yield _try("lock", _lock, gpu) if lock else _capability()
+        yield _try("energy", partial(_energy, timebase=timebase), gpu)
+        yield _try("lock", partial(_lock, timebase=timebase), gpu) if lock else _capability()
     finally:
         gpu.close()
 
 
-def _try(what: str, look: Callable[[NvmlGpu], Finding], gpu: NvmlGpu) -> Finding:
+def _try(what: str, examine: Callable[[NvmlGpu], Finding], gpu: NvmlGpu) -> Finding:
     try:
-        return look(gpu)
+        return examine(gpu)
     except GpuError as error:
         return _failure(what, error)
 
@@ -148,33 +160,33 @@ def _power(gpu: NvmlGpu) -> Finding:
         "warn",
         "power",
         f"{power}, clock held down by {', '.join(reasons)}",
-        "A profile measured now would not hold later.",
+        "A profile measured now would not be valid later.",
     )
 
 
-def _energy(gpu: NvmlGpu) -> Finding:
+def _energy(gpu: NvmlGpu, timebase: Timebase) -> Finding:
     if not gpu.has_energy_counter:
         return Finding("fail", "energy", "no energy counter", "Perseus cannot measure this GPU: use Volta or later.")
-    period_s = counter_period_s(gpu)
+    period_s = counter_period_s(gpu, timebase=timebase)
     if period_s is None:
         return Finding(
-            "warn", "energy", "the counter did not move in 1 s", "Check nvidia-smi; energies would be wrong."
+            "warn", "energy", "the counter did not change in 1 s", "Check nvidia-smi; energies would be wrong."
         )
     return Finding("ok", "energy", f"counter refreshed every {period_s * 1e3:.0f} ms")
 
 
-def _lock(gpu: NvmlGpu) -> Finding:
-    latency = lock_latency(gpu)
+def _lock(gpu: NvmlGpu, timebase: Timebase) -> Finding:
+    latency = lock_latency(gpu, timebase)
     call = f"permitted; the call takes {latency.call_s * 1e3:.1f} ms"
     if latency.settle_s is None:
         return Finding(
-            "warn", "lock", f"{call}, but the clock did not follow", "Try again under load; look at power above."
+            "warn", "lock", f"{call}, but the clock did not follow", "Try again under load; see the line on power."
         )
     return Finding("ok", "lock", f"{call}, in effect after {latency.settle_s * 1e3:.1f} ms; clock reset")
 
 
 def _capability() -> Finding:
-    """Judge the permission without touching the driver: a training run may be using the clocks right now."""
+    """Check the permission without calling the driver, because a training job may be setting clocks now."""
     status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
     if effective >> _CAP_SYS_ADMIN & 1:

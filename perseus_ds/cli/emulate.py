@@ -2,66 +2,80 @@
 
 from __future__ import annotations
 
-import csv
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-from pydantic import Field, field_validator
+from perseus_ds.cli.arguments import argument, require
 
-from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.plan import InstructionStreams
-from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.cli.arguments import Arguments, compose
-from perseus_ds.cli.inputs import naming
-from perseus_ds.errors import ConfigError, FrontierError
-from perseus_ds.optimizer.emulation import Curve, EmulatedJob, Emulation, busy_at_highest_clock, emulate
-from perseus_ds.pipeline.instruction import Instruction, Kind
+if TYPE_CHECKING:
+    from perseus_ds.artifacts.profile import StageProfile
+    from perseus_ds.optimizer.emulation import Emulation
 
 
-class EmulateArguments(Arguments):
-    """Arguments of the command; ``configs/cli/emulate.yaml`` explains them."""
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Compute what a frontier saves for a job of many pipelines with a straggler.
 
-    frontier: list[Path] = Field(min_length=1)
-    profile: Path
-    pipelines: int
-    straggler: list[float]
-    gpus_per_stage: int
-    time_scale: float
-    energy_scale: float | None
-    micro_batches: int | None = Field(ge=1)
-    blocking_power_w: float | None = Field(ge=0, allow_inf_nan=False)
+    The computation is that of the emulation in the Perseus paper.
+    """
 
-    @field_validator("frontier", "straggler", mode="before")
-    @classmethod
-    def _one_is_a_list_too(cls, value: Any) -> Any:
-        return value if isinstance(value, list) else [value]
+    examples: ClassVar = ("perseus-ds emulate perseus/frontier profile=perseus pipelines=16 gpus_per_stage=8",)
+
+    frontier: list[Path] = argument("folder with frontier.json, or a CSV with columns time,energy", word=True)
+    profile: Path = argument("profile.csv from which the frontier was computed, or the folder it is in")
+    pipelines: int = argument("number of data-parallel pipelines, the straggler included", at_least=1)
+    straggler: list[float] = argument(
+        "how many times as long as the others the straggler takes", [1.05, 1.1, 1.2, 1.3, 1.4, 1.5], at_least=1
+    )
+    gpus_per_stage: int = argument("tensor-parallel GPUs of each stage", 1, at_least=1)
+    time_scale: float = argument("factor on all times, for profiles of a part of each stage", 1.0, at_least=0)
+    energy_scale: float | None = argument("factor on all energies; by default as time_scale", None, at_least=0)
+    micro_batches: int | None = argument(
+        "micro-batches per iteration, needed with a CSV; otherwise what frontier.json says", None, at_least=1
+    )
+    blocking_power_w: float | None = argument(
+        "power of a GPU that waits [W], needed with a CSV; otherwise what frontier.json says", None, at_least=0
+    )
 
 
-def run(overrides: list[str]) -> int:
+def run(arguments: Arguments) -> int:
     """Print one column of savings for each frontier."""
-    arguments = compose("emulate", overrides, EmulateArguments)
+    from perseus_ds.artifacts.profile import StageProfile
+    from perseus_ds.cli.emulation_table import table
+
     profile = StageProfile.load(arguments.profile)
     results = [_emulate(path, profile, arguments) for path in arguments.frontier]
-    print(_table([str(path) for path in arguments.frontier], results, arguments))
+    head = f"{arguments.pipelines} pipelines, {arguments.gpus_per_stage} GPUs per stage; against the highest clock"
+    print(table([str(path) for path in arguments.frontier], head, results))
     if profile.info.simulated:
         print("The profile is SIMULATED: no GPU was measured.")
     return 0
 
 
-def _emulate(path: Path, profile: StageProfile, arguments: EmulateArguments) -> Emulation:
+def _emulate(path: Path, profile: StageProfile, arguments: Arguments) -> Emulation:
+    import numpy as np
+
+    from perseus_ds.artifacts.frontier import Frontier
+    from perseus_ds.cli.emulation_table import read_curve, streams_1f1b
+    from perseus_ds.cli.inputs import naming
+    from perseus_ds.optimizer.emulation import Curve, EmulatedJob, busy_at_highest_clock, emulate
+
     if path.suffix == ".csv":
-        streams, curve = _streams_1f1b(path, profile, arguments.micro_batches), _read_curve(path)
+        require("emulate", arguments, "micro_batches", "blocking_power_w")
+        assert arguments.micro_batches is not None
+        assert arguments.blocking_power_w is not None
+        streams, curve = streams_1f1b(profile, arguments.micro_batches), read_curve(path)
         power_w = arguments.blocking_power_w
     else:
         frontier = Frontier.load(path)
-        streams = frontier.instructions
-        curve = Curve(
-            np.array([plan.time_s for plan in frontier.plans]), np.array([plan.energy_j for plan in frontier.plans])
+        streams, curve = (
+            frontier.instructions,
+            Curve(
+                np.array([plan.time_s for plan in frontier.plans]), np.array([plan.energy_j for plan in frontier.plans])
+            ),
         )
         power_w = frontier.provenance.blocking_power_w
-    if power_w is None:
-        raise ConfigError(f"blocking_power_w is missing: {path} does not hold it. Write blocking_power_w=….")
     job = EmulatedJob(
         pipelines=arguments.pipelines,
         gpus_per_stage=arguments.gpus_per_stage,
@@ -72,54 +86,3 @@ def _emulate(path: Path, profile: StageProfile, arguments: EmulateArguments) -> 
     with naming(arguments.profile):
         busy = busy_at_highest_clock(profile, streams)
     return emulate(curve, busy, job, arguments.straggler)
-
-
-def _streams_1f1b(path: Path, profile: StageProfile, micro_batches: int | None) -> InstructionStreams:
-    """Return what each rank computes, in no particular order: enough to sum it up."""
-    if micro_batches is None:
-        raise ConfigError(f"micro_batches is missing: {path} does not hold it. Write micro_batches=….")
-    return tuple(
-        tuple(Instruction(stage, kind, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in range(micro_batches))
-        for stage in range(profile.num_stages)
-    )
-
-
-def _read_curve(path: Path) -> Curve:
-    """Read a CSV with columns time and energy (lowtime's), or time_s and energy_j (ours)."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            found = reader.fieldnames or ()
-            columns = ("time_s", "energy_j") if "time_s" in found else ("time", "energy")
-            if missing := [column for column in columns if column not in found]:
-                raise FrontierError(f"{path}: column {missing[0]!r} is missing; found {','.join(found)}.")
-            rows = [[float(record[column]) for column in columns] for record in reader]
-        times_s, energies_j = np.array(rows).reshape(-1, 2).T
-        return Curve(times_s, energies_j)
-    except OSError as error:
-        raise FrontierError(f"{path}: cannot be read ({error.strerror}).") from None
-    except (TypeError, ValueError) as error:
-        if isinstance(error, FrontierError):
-            raise error if str(error).startswith(str(path)) else FrontierError(f"{path}: {error}") from None
-        raise FrontierError(f"{path}, line {reader.line_num}: expected numbers ({error}).") from None
-
-
-def _table(names: list[str], results: list[Emulation], arguments: EmulateArguments) -> str:
-    head = f"{arguments.pipelines} pipelines, {arguments.gpus_per_stage} GPUs per stage; against the highest clock"
-    columns = [f"({number})" for number in range(1, len(names) + 1)]
-
-    def line(what: str, values: list[str]) -> str:
-        return f"{what:32}" + "".join(f"{value:>12}" for value in values)
-
-    lines = [
-        *(f"{column} {name}" for column, name in zip(columns, names, strict=True)),
-        head,
-        line("", columns),
-        line("shortest iteration [s]", [f"{r.shortest_s:.3f}" for r in results]),
-        line("T* [s]", [f"{r.t_star_s:.3f}" for r in results]),
-        line("saved without a straggler", [f"{r.intrinsic:.2%}" for r in results]),
-    ]
-    for row, slowdown in enumerate(arguments.straggler):
-        values = [f"{result.stragglers[row].saving:.2%}" for result in results]
-        lines.append(line(f"saved with a straggler {slowdown:g}x", values))
-    return "\n".join(lines)

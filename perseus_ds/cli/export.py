@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar
 
-from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.zeus_plans import export_zeus
-from perseus_ds.cli.arguments import Arguments, compose
+from perseus_ds.cli.arguments import argument
 
 
-class ExportArguments(Arguments):
-    """Arguments of the command; ``configs/cli/export.yaml`` explains them."""
+class Format(Enum):
+    """Whose files are written."""
 
-    frontier: Path
-    out: Path
-    format: Literal["zeus"]
+    zeus = "what the server of Zeus's pipeline frequency optimizer loads"
 
 
-def run(overrides: list[str]) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Write the plans of a frontier for Zeus."""
+
+    examples: ClassVar = ("perseus-ds export perseus/frontier out=plans",)
+
+    frontier: Path = argument("frontier.json, or the folder it is in", word=True)
+    out: Path = argument("folder for freqs_pipeline_00000.py (the fastest plan), freqs_pipeline_00001.py, …")
+    format: Format = argument("whose files are written", Format.zeus)
+
+
+def run(arguments: Arguments) -> int:
     """Write one file a plan."""
-    arguments = compose("export", overrides, ExportArguments)
+    from perseus_ds.artifacts.frontier import Frontier
+    from perseus_ds.artifacts.zeus_plans import export_zeus
+
     paths = export_zeus(Frontier.load(arguments.frontier), arguments.out)
-    print(f"Written: {len(paths)} plans, {paths[0]} (fastest) to {paths[-1].name} (most frugal)")
+    print(f"Written: {len(paths)} plans, {paths[0]} (fastest) to {paths[-1].name} (least energy)")
     return 0

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from pydantic import Field
-
-from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.zeus_plans import read_plans
-from perseus_ds.cli.arguments import Arguments, compose
-from perseus_ds.cli.inputs import find_schedule, naming
-from perseus_ds.cli.output import save_and_summarise
-from perseus_ds.optimizer import problem_for
-from perseus_ds.optimizer.imported_plans import judge
-from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import read_schedule, stages_per_rank
+from perseus_ds.cli.arguments import argument
 
 
-class ImportArguments(Arguments):
-    """Arguments of the command; ``configs/cli/import.yaml`` explains them."""
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Read plans of lowtime or Zeus, compute their time and energy from a profile, and write them as a frontier.
 
-    plans: Path
-    profile: Path
-    out: Path
-    blocking_power_w: float | None = Field(ge=0, allow_inf_nan=False)
-    schedule: str | None
+    The files of plans are parsed and never executed.
+    """
+
+    examples: ClassVar = ("perseus-ds import plans profile=perseus out=perseus/frontier",)
+
+    plans: Path = argument("folder of freqs_pipeline_*.py", word=True)
+    profile: Path = argument("profile.csv, or the folder it is in; profile.json is read beside it")
+    out: Path = argument("folder for frontier.json and frontier.csv")
+    blocking_power_w: float | None = argument(
+        "power of a GPU that waits for its neighbour [W]; by default what profile.json says", None, at_least=0
+    )
+    schedule: str | None = argument(
+        "1f1b, dualpipev or package.module:Class; by default what profile.json says, else 1f1b", None
+    )
 
 
-def run(overrides: list[str]) -> int:
+def run(arguments: Arguments) -> int:
     """Write the frontier and print what it saves."""
-    arguments = compose("import", overrides, ImportArguments)
+    from perseus_ds.artifacts.profile import StageProfile
+    from perseus_ds.artifacts.zeus_plans import read_plans
+    from perseus_ds.cli.inputs import find_schedule, naming
+    from perseus_ds.cli.output import save_and_summarise
+    from perseus_ds.optimizer import problem_for
+    from perseus_ds.optimizer.imported_plans import judge
+    from perseus_ds.pipeline.instruction import Kind
+    from perseus_ds.pipeline.schedule import read_schedule, stages_per_rank
+
     profile = StageProfile.load(arguments.profile)
     plans = read_plans(arguments.plans)
     ranks = next(iter(plans.values()))

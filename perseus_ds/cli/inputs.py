@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.cli.arguments import Arguments, quoted
+from perseus_ds.cli.run_arguments import RunArguments
 from perseus_ds.errors import ConfigError, PerseusError, ProfileError
 from perseus_ds.pipeline.schedule import Schedule, read_schedule, schedule_class, stages_per_rank
 from perseus_ds.report.sources import Sources, connect, find_sources
@@ -27,7 +27,9 @@ def schedule_for(
     info = profile.info
     micro_batches = info.micro_batches if micro_batches is None else micro_batches
     if micro_batches is None:
-        raise ConfigError("micro_batches is missing: no profile.json says it. Write micro_batches=….")
+        raise ConfigError(
+            "micro_batches is missing: the profile has no profile.json that holds it. Write micro_batches=…."
+        )
     stages = stages or info.stages or profile.num_stages
     name, found = find_schedule(profile, schedule)
     per_rank = stages_per_rank(found)
@@ -60,7 +62,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _no_warnings() -> Iterator[None]:
-    # DeepSpeed warns on import that it sees no accelerator, of which planning has no need.
+    # DeepSpeed warns on import that it finds no accelerator; planning needs none.
     logging.disable(logging.WARNING)
     try:
         yield
@@ -68,21 +70,24 @@ def _no_warnings() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-class RunArguments(Arguments):
-    """Arguments that say what a command is about."""
+def frontier_and_profile(frontier: Path, profile: Path | None) -> tuple[Frontier, StageProfile]:
+    """Return a frontier and the profile it was computed from.
 
-    run: Path
-    out: Path | None
-    frontier: Path | None
-    profile: Path | None
-    runs: list[Path]
+    Args:
+        frontier: frontier.json or its folder, or the output folder of a training run, which says where it lies.
+        profile: The profile's path, if it was given.
 
-
-def with_folder(overrides: list[str]) -> list[str]:
-    """Take a first word that is no ``key=value`` for the run's folder."""
-    if not overrides or re.match(r"[a-z_]+=", overrides[0]):
-        return overrides
-    return [f"run={quoted(overrides[0])}", *overrides[1:]]
+    Raises:
+        PerseusError: One of them is not found, or broken.
+    """
+    folder = frontier if frontier.is_dir() else frontier.parent
+    holds_it = frontier != folder or (folder / "frontier.json").is_file()
+    if holds_it and profile is not None:
+        return Frontier.load(frontier), StageProfile.load(profile)
+    found = find_sources(folder, frontier=frontier if holds_it else None, profile=profile)
+    if found.frontier is None or found.profile is None:
+        raise ConfigError(f"{folder}: {' '.join(found.missing)}")
+    return found.frontier, found.profile
 
 
 def sources_for(arguments: RunArguments) -> Sources:

@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, cast
 
-from pydantic import Field
-
-from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.cli.arguments import Arguments, compose
-from perseus_ds.cli.inputs import naming, schedule_for
-from perseus_ds.cli.output import progress_bar, save_and_summarise
+from perseus_ds.cli.arguments import argument
 from perseus_ds.errors import ConfigError
-from perseus_ds.optimizer import Solver, optimize
+
+if TYPE_CHECKING:
+    from perseus_ds.optimizer import Solver
 
 
-class OptimizeArguments(Arguments):
-    """Arguments of the command; ``configs/cli/optimize.yaml`` explains them."""
+class SolverChoice(Enum):
+    """Which solver computes the plans."""
 
-    profile: Path
-    out: Path
-    micro_batches: int | None = Field(ge=1)
-    stages: int | None = Field(ge=1)
-    blocking_power_w: float | None = Field(ge=0, allow_inf_nan=False)
-    schedule: str | None
-    solver: Solver | None
-    plans: int = Field(ge=2)
-    switch_cost_j: float = Field(ge=0, allow_inf_nan=False)
-    certificates: bool
+    exact = "with a lower bound for each plan (default)"
+    lowtime = "the published one"
 
 
-def run(overrides: list[str]) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Compute the frontier of frequency plans from a profile."""
+
+    examples: ClassVar = ("perseus-ds optimize perseus out=perseus/frontier",)
+
+    profile: Path = argument("profile.csv, or the folder it is in; profile.json is read beside it", word=True)
+    out: Path = argument("folder for frontier.json and frontier.csv")
+    micro_batches: int | None = argument(
+        "micro-batches per iteration; by default what profile.json says", None, at_least=1
+    )
+    stages: int | None = argument("stages of the model; by default as many as the profile has", None, at_least=1)
+    blocking_power_w: float | None = argument(
+        "power of a GPU that waits for its neighbour [W]; by default what profile.json says", None, at_least=0
+    )
+    schedule: str | None = argument(
+        "1f1b, dualpipev or package.module:Class; by default what profile.json says, else 1f1b", None
+    )
+    solver: SolverChoice = argument("which solver computes the plans", SolverChoice.exact)
+    plans: int = argument("number of deadlines, from T_min to T*, for which exact computes a plan", 120, at_least=2)
+    switch_cost_j: float = argument(
+        "energy that exact assumes for a change of clock when it chooses clocks [J]", 0.0, at_least=0
+    )
+    certificates: bool = argument(
+        "true: write certificates.npz too, the proofs of the lower bounds, for perseus-ds verify", False
+    )
+
+
+def run(arguments: Arguments) -> int:
     """Write the frontier and print what it saves."""
-    arguments = compose("optimize", overrides, OptimizeArguments)
+    from perseus_ds.artifacts.profile import StageProfile
+    from perseus_ds.cli.inputs import naming, schedule_for
+    from perseus_ds.cli.output import progress_bar, save_and_summarise
+    from perseus_ds.optimizer import optimize
+
+    if arguments.certificates and arguments.solver is not SolverChoice.exact:
+        raise ConfigError("certificates=true: only solver=exact proves bounds. Leave solver out, or certificates=true.")
     profile = StageProfile.load(arguments.profile)
     schedule = schedule_for(
         profile, schedule=arguments.schedule, stages=arguments.stages, micro_batches=arguments.micro_batches
@@ -45,15 +70,9 @@ def run(overrides: list[str]) -> int:
             plans=arguments.plans,
             switch_cost_j=arguments.switch_cost_j,
             progress=progress,
-            **({} if arguments.solver is None else {"solver": arguments.solver}),
+            solver=cast("Solver", arguments.solver.name),
         )
     print(save_and_summarise(frontier, arguments.profile, arguments.out))
-    if arguments.certificates:
-        print(f"Written: {_save_certificates(frontier, arguments.out)}")
+    if frontier.certificates is not None and arguments.certificates:
+        print(f"Written: {frontier.certificates.save(arguments.out)}")
     return 0
-
-
-def _save_certificates(frontier: Frontier, out: Path) -> Path:
-    if frontier.certificates is None:
-        raise ConfigError("certificates=true: only solver=exact proves bounds. Leave solver out, or certificates=true.")
-    return frontier.certificates.save(out)

@@ -13,14 +13,14 @@ from perseus_ds.artifacts.frontier import Frontier, describe
 
 
 def save_and_summarise(frontier: Frontier, profile: Path, out: Path) -> str:
-    """Save a frontier that was made for a profile, and return what to print about it."""
+    """Save a frontier with the path of its profile, and return the lines to print about it."""
     provenance = frontier.provenance.model_copy(update={"profile": str(profile)})
     path = replace(frontier, provenance=provenance).save(out)
     return f"{frontier_summary(frontier)}\nWritten: {path} and {path.with_suffix('.csv').name}"
 
 
 def frontier_summary(frontier: Frontier) -> str:
-    """Return what a person asks first: how many plans, how fast, and what they save."""
+    """Return how many plans a frontier has, their times, and what they save."""
     figures = describe(frontier)
     fastest, provenance = frontier.plans[0], frontier.provenance
     slowdown = fastest.time_s / frontier.t_min_s - 1
@@ -30,7 +30,7 @@ def frontier_summary(frontier: Frontier) -> str:
         f"  all at the highest clock  {frontier.baseline.time_s:10.4f} s  {frontier.baseline.energy_j:12.2f} J",
         f"  fastest plan              {fastest.time_s:10.4f} s  {fastest.energy_j:12.2f} J  "
         f"saves {figures['saving_at_t_min']:.1%} at {slowdown:+.2%} time against T_min",
-        f"  most frugal plan (T*)     {figures['t_star_s']:10.4f} s  {frontier.plans[-1].energy_j:12.2f} J  "
+        f"  least energy (T*)         {figures['t_star_s']:10.4f} s  {frontier.plans[-1].energy_j:12.2f} J  "
         f"saves {figures['saving_at_t_star']:.1%}",
     ]
     if figures["mean_gap"] is not None:
@@ -46,7 +46,7 @@ def frontier_summary(frontier: Frontier) -> str:
 def progress_bar() -> Iterator[Callable[[str, float], None]]:
     """Show a progress bar on stderr for work that takes more than a second.
 
-    Yield a function that is told what is being done and how much of it is done, 0 to 1.
+    Yields a function that takes the name of the present step and the fraction done, 0 to 1.
     """
     layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
     with tqdm(total=1.0, bar_format=layout, delay=1.0, leave=False, disable=None) as bar:

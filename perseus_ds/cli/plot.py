@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from pydantic import Field
-
-from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.plan import check_instructions
-from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import measured_points
-from perseus_ds.cli.arguments import Arguments, compose
-from perseus_ds.cli.inputs import naming, schedule_for
-from perseus_ds.errors import PlanError
-from perseus_ds.pipeline.dag import Dag
-from perseus_ds.report.pictures import frontier_picture, timeline_picture
-from perseus_ds.report.timeline import timeline
+from perseus_ds.cli.arguments import argument
+from perseus_ds.errors import ConfigError, PlanError
 
 
-class PlotArguments(Arguments):
-    """Arguments of the command; ``configs/cli/plot.yaml`` explains them."""
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Draw the frontier, and the pipeline's timeline at the highest clock and under a plan."""
 
-    frontier: Path
-    profile: Path
-    out: Path
-    max_slowdown: float = Field(ge=0, allow_inf_nan=False)
-    runs: list[Path]
+    examples: ClassVar = (
+        "perseus-ds plot perseus",
+        "perseus-ds plot perseus/frontier profile=perseus out=pictures max_slowdown=0.05",
+    )
+
+    frontier: Path = argument("frontier.json or its folder, or the output_dir of a training run", word=True)
+    profile: Path | None = argument(
+        "profile.csv or its folder; by default beside the frontier, or where the frontier says it came from", None
+    )
+    out: Path | None = argument("folder for frontier.png and timeline.png; by default that of the frontier", None)
+    max_slowdown: float = argument(
+        "draw the plan that a job with this setting runs, or the fastest if none is that fast", 0.0, at_least=0
+    )
+    runs: list[Path] = argument("output folders of training runs, to draw what was measured", [])
 
 
-def run(overrides: list[str]) -> int:
+def run(arguments: Arguments) -> int:
     """Write ``frontier.png`` and ``timeline.png``."""
-    arguments = compose("plot", overrides, PlotArguments)
-    frontier, profile = Frontier.load(arguments.frontier), StageProfile.load(arguments.profile)
+    from perseus_ds.artifacts.plan import check_instructions
+    from perseus_ds.cli.inputs import frontier_and_profile, naming, schedule_for
+    from perseus_ds.pipeline.dag import Dag
+    from perseus_ds.report.history import read_history
+    from perseus_ds.report.measured import measured_points
+    from perseus_ds.report.pictures import frontier_picture, timeline_picture
+    from perseus_ds.report.timeline import timeline
+
+    folder = arguments.frontier if arguments.frontier.is_dir() else arguments.frontier.parent
+    frontier, profile = frontier_and_profile(arguments.frontier, arguments.profile)
     provenance = frontier.provenance
     schedule = schedule_for(
         profile, schedule=provenance.schedule, stages=provenance.stages, micro_batches=provenance.micro_batches
@@ -42,12 +52,16 @@ def run(overrides: list[str]) -> int:
         raise PlanError(f"{arguments.frontier}: {error}") from None
     plan = frontier.within(arguments.max_slowdown)
     pipelines = (profile.info.data_parallel or 1) * (profile.info.tensor_parallel or 1)
-    measured = [point for path in arguments.runs for point in measured_points(path, pipelines=pipelines)]
+    measured = measured_points([read_history(path) for path in arguments.runs], pipelines=pipelines)
     dag = Dag.build(schedule)
-    with naming(arguments.profile):
+    with naming(arguments.profile or folder):
         before, after = timeline(dag, profile, frontier.baseline), timeline(dag, profile, plan)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    frontier_picture(frontier, arguments.out / "frontier.png", in_use=plan, measured=measured)
-    timeline_picture(before, after, provenance, arguments.out / "timeline.png")
-    print(f"Written: {arguments.out / 'frontier.png'} and timeline.png")
+    out = arguments.out or folder
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be a folder ({error.strerror}). Give another one, out=….") from None
+    frontier_picture(frontier, out / "frontier.png", in_use=plan, measured=measured)
+    timeline_picture(before, after, provenance, out / "timeline.png")
+    print(f"Written: {out / 'frontier.png'} and timeline.png")
     return 0

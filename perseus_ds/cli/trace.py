@@ -4,42 +4,51 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field
-
-from perseus_ds.cli.arguments import compose
-from perseus_ds.cli.inputs import RunArguments, sources_for, with_folder
+from perseus_ds.cli.arguments import argument
+from perseus_ds.cli.run_arguments import RunArguments
 from perseus_ds.errors import ConfigError
-from perseus_ds.report.measured_timeline import measured_timeline
-from perseus_ds.report.sources import Sources, label
-from perseus_ds.report.timeline import Timeline, timeline
-from perseus_ds.report.trace import chrome_trace
+
+if TYPE_CHECKING:
+    from perseus_ds.report.sources import Sources
+    from perseus_ds.report.timeline import Timeline
 
 
-class TraceArguments(RunArguments):
-    """Arguments of the command; ``configs/cli/trace.yaml`` explains them."""
+@dataclass(frozen=True, kw_only=True)
+class Arguments(RunArguments):
+    """Write predicted and measured timelines for Perfetto (trace.json; open it at ui.perfetto.dev)."""
 
-    plan: int | None = Field(ge=0)
+    examples: ClassVar = ("perseus-ds trace perseus",)
+
+    plan: int | None = argument(
+        "which plan of the frontier, 0 is the fastest; by default the one in use", None, at_least=0
+    )
 
 
-def run(overrides: list[str]) -> int:
+def run(arguments: Arguments) -> int:
     """Write the trace."""
-    arguments = compose("trace", with_folder(overrides), TraceArguments)
+    from perseus_ds.cli.inputs import sources_for
+    from perseus_ds.report.rendering import write_output
+    from perseus_ds.report.trace import chrome_trace
+
     found = sources_for(arguments)
     timelines = {**_predicted(found, arguments.plan), **_measured(found)}
     if not timelines:
         raise ConfigError(f"{arguments.run}: there is no timeline to write. {' '.join(found.missing)}")
     about = {"simulated": found.simulated, "written_by": "perseus-ds"}
-    out = arguments.out or arguments.run / "trace.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(chrome_trace(timelines, about)) + "\n", encoding="utf-8")
-    for text in found.missing:
-        print(f"Not in the trace: {text}")
+    text = json.dumps(chrome_trace(timelines, about, found.profile)) + "\n"
+    out = write_output(text, arguments.out, arguments.run, "trace.json")
+    for missing in found.missing:
+        print(f"Not in the trace: {missing}")
     print(f"Written: {out}, with {len(timelines)} timelines; open it at https://ui.perfetto.dev")
     return 0
 
 
 def _predicted(found: Sources, number: int | None) -> dict[str, Timeline]:
+    from perseus_ds.report.timeline import timeline
+
     if found.dag is None or found.profile is None or found.frontier is None:
         return {}
     plans = found.frontier.plans
@@ -54,6 +63,9 @@ def _predicted(found: Sources, number: int | None) -> dict[str, Timeline]:
 
 
 def _measured(found: Sources) -> dict[str, Timeline]:
+    from perseus_ds.report.measured_timeline import measured_timeline
+    from perseus_ds.report.sources import label
+
     suffix = ", simulated" if found.simulated else ""
     return {
         f"measured: {label(history, iteration)}{suffix}": measured_timeline(iteration, energy_j=math.nan)

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from perseus_ds.artifacts.certificates import FILE_NAME, Certificates
-from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.cli.arguments import Arguments, compose, quoted
-from perseus_ds.cli.inputs import naming, schedule_for
+from perseus_ds.cli.arguments import argument
 from perseus_ds.errors import FrontierError
-from perseus_ds.optimizer.verification import verify
 
 
-class VerifyArguments(Arguments):
-    """Arguments of the command; ``configs/cli/verify.yaml`` explains them."""
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Recompute time, energy and lower bound of every plan of a frontier, without the solver.
 
-    frontier: Path
-    profile: Path
-    certificates: Path | None
-    schedule: str | None
+    It needs the certificates that "perseus-ds optimize" writes with certificates=true.
+    """
+
+    examples: ClassVar = ("perseus-ds verify perseus/frontier",)
+
+    frontier: Path = argument("frontier.json, or the folder it is in", word=True)
+    profile: Path | None = argument(
+        "profile.csv or its folder; by default beside the frontier, or where the frontier says it came from", None
+    )
+    certificates: Path | None = argument("certificates.npz; by default the one beside frontier.json", None)
+    schedule: str | None = argument(
+        "1f1b, dualpipev or package.module:Class, to compare with the schedule in the certificates", None
+    )
 
 
-def run(overrides: list[str]) -> int:
+def run(arguments: Arguments) -> int:
     """Print that every claim holds; the first one that does not is an error."""
-    arguments = compose("verify", _with_frontier(overrides), VerifyArguments)
+    from perseus_ds.artifacts.certificates import FILE_NAME, Certificates
+    from perseus_ds.cli.inputs import frontier_and_profile, naming, schedule_for
+    from perseus_ds.optimizer.verification import verify
+
     folder = arguments.frontier if arguments.frontier.is_dir() else arguments.frontier.parent
     path = arguments.certificates or folder / FILE_NAME
-    frontier, certificates = Frontier.load(arguments.frontier), Certificates.load(path)
-    profile = StageProfile.load(arguments.profile)
+    certificates = Certificates.load(path)
+    frontier, profile = frontier_and_profile(arguments.frontier, arguments.profile)
     if arguments.schedule is not None:
         expected = schedule_for(
             profile,
@@ -39,7 +48,7 @@ def run(overrides: list[str]) -> int:
         )
         if expected.ranks != certificates.schedule.ranks:
             raise FrontierError(f"{path}: its schedule is not that of schedule={arguments.schedule}.")
-    with naming(arguments.profile):
+    with naming(arguments.profile or folder):
         try:
             verified = verify(frontier, certificates, profile)
         except FrontierError as error:
@@ -51,10 +60,3 @@ def run(overrides: list[str]) -> int:
     if arguments.schedule is None:
         print(f"The schedule is the one in {path.name} ({certificates.schedule.name}); give schedule=… to compare it.")
     return 0
-
-
-def _with_frontier(overrides: list[str]) -> list[str]:
-    """Take a first word that is no ``key=value`` for the frontier."""
-    if not overrides or re.match(r"[a-z_]+=", overrides[0]):
-        return overrides
-    return [f"frontier={quoted(overrides[0])}", *overrides[1:]]

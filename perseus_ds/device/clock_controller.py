@@ -1,43 +1,46 @@
-"""Applies clocks without stalling training, and restores the default always."""
+"""Applies clocks without stalling training, and always restores the default."""
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from perseus_ds.device.clock_readback import ClockWatch, Refusal
+from perseus_ds.device.clock_readback import ClockReadback, Refusal
 from perseus_ds.device.gpu.base import Gpu
-from perseus_ds.errors import GpuError
+from perseus_ds.device.held_clock import HeldClock
+from perseus_ds.device.moments import Moment, PassedMoment
+from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 
 _POLL_S = 0.001
-_RESET_ATTEMPTS = 4
-_RESET_AGAIN_S = 0.5
+_RESET_AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0)
+_TRY_AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""After each refusal in a row of a driver that is busy; after the last one there is no further attempt."""
 
 
-class Moment(Protocol):
-    """A point in the GPU's own progress, such as a CUDA event."""
+class _Request(NamedTuple):
+    """A clock to apply; a tuple, because the training thread makes one for every change of the clock.
 
-    def synchronize(self) -> object: ...
+    Attributes:
+        clock_mhz: The clock; None for the default.
+        after: Not before the GPU has passed this moment; None for now.
+        delay_s: How long after that moment, unless the next request is due first [s]; None for one that must be done.
+    """
 
-    def query(self) -> bool: ...
+    clock_mhz: int | None
+    after: Moment | None
+    delay_s: float | None = None
 
 
-_Request: TypeAlias = tuple[int | None, Moment | None, float | None, float]
-"""Clock [MHz], after which moment (None: now), how long after it if it may be early [s], when it was made [s].
-
-A tuple, because the training thread makes one for every change of clock.
-"""
+_Item: TypeAlias = _Request | Flag
+"""A flag is set as soon as all requests before it are done."""
 
 
 class ClockController:
-    """One worker thread applies requested clocks in order; the training thread only enqueues.
+    """One worker thread applies requested clocks in order; the training thread only enqueues them.
 
-    A request that a later one has overtaken before the worker came to it is skipped: its
-    instruction is over.
+    A request is skipped if the next one is already due when the worker comes to it: its instruction is over.
 
     Attributes:
         changes: Clock changes made.
@@ -50,102 +53,126 @@ class ClockController:
         on_error: Callable[[Exception], None],
         on_refusal: Callable[[Refusal], None] = lambda refusal: None,
         on_start: Callable[[], None] = lambda: None,
+        timebase: Timebase = REAL_TIME,
     ) -> None:
         """Start the worker.
 
         Args:
-            gpu: Whose clock to control.
-            on_error: Called once, on the worker's thread, when the driver refuses; nothing is requested after.
+            gpu: The GPU whose clock to control.
+            on_error: Called once, on the worker's thread, when the driver refuses, or is busy for a minute.
             on_refusal: Called there when the GPU does not reach a clock that the driver has accepted.
-            on_start: Called there first: makes moments safe to ask. (A thread that asks a CUDA event has a context
-                made for it on GPU 0, in hundreds of MiB for every rank of the node, unless it has chosen its own.)
+            on_start: Called there first: makes moments safe to query. (A thread that queries a CUDA event gets a
+                context on GPU 0, hundreds of MiB for every rank of the node, unless it has chosen its own GPU.)
+            timebase: The time it lives in.
         """
-        self._gpu = gpu
+        self._name = gpu.name
+        self._clock = HeldClock(gpu, timebase)
         self._on_error = on_error
         self._on_start = on_start
-        self._watch = ClockWatch(gpu, on_refusal)
-        self._inbox: queue.SimpleQueue[_Request | threading.Event] = queue.SimpleQueue()
-        self._pending: deque[_Request | threading.Event] = deque()
-        self._stopping = threading.Event()
+        self._time = timebase
+        self._readback = ClockReadback(gpu, on_refusal, timebase)
+        # Others append, the worker alone removes.
+        self._pending: deque[_Item] = deque()
+        # Notified when an item is pending, or the worker is to stop.
+        self._changed = timebase.condition()
+        self._stopping = Flag(timebase)
         self._failed = False
         # None stands for the default, the driver's own clock management.
         self._requested: int | None = None
         self._is_idle = False
-        self._applied: int | None = None
+        self._refusals = 0
+        self._busy_since_s: float | None = None
         self.changes = 0
         self.overtaken = 0
-        self._called_s: float | None = None
-        self._worker = threading.Thread(target=self._work, name="perseus-clocks", daemon=True)
+        self._worker = timebase.thread(self._work, "perseus-clocks")
         self._worker.start()
 
     def request(self, clock_mhz: int | None, after: Moment | None = None) -> None:
-        """Ask for a clock (None for the default) once the GPU has passed a moment; returns at once."""
+        """Request a clock (None for the default) once the GPU has passed a moment; returns at once."""
         if clock_mhz != self._requested or self._is_idle:
             self._requested = clock_mhz
             self._is_idle = False
-            self._inbox.put((clock_mhz, after, None, 0.0))
+            self._put(_Request(clock_mhz, after))
 
-    def request_early(self, clock_mhz: int, begun: Moment | None, delay_s: float) -> None:
-        """Ask for a clock some time after a moment, or at the next :meth:`request` if that comes first.
+    def request_early(self, clock_mhz: int, begun: Moment, delay_s: float) -> None:
+        """Request a clock some time after a moment, or at the next :meth:`request` if that comes first.
 
-        That one must follow, and decides what holds: this one only spares it the driver's latency.
+        A :meth:`request` for the same clock must follow. This one only makes the driver's call earlier.
 
         Args:
             clock_mhz: The clock.
-            begun: The moment; None for now.
+            begun: The moment.
             delay_s: How long after it [s].
         """
-        self._inbox.put((clock_mhz, begun, delay_s, time.monotonic()))
+        self._put(_Request(clock_mhz, begun, delay_s))
 
     def reset_when_idle(self, after_s: float) -> None:
         """Return to the default clock unless there is a :meth:`request` before some time has passed [s]."""
         if self._requested is not None:
             self._is_idle = True
-            self._inbox.put((None, None, after_s, time.monotonic()))
+            self._put(_Request(None, PassedMoment(self._time.now_s()), after_s))
 
     def set_and_wait(self, clock_mhz: int | None, timeout_s: float = 10.0) -> None:
-        """Ask for a clock and wait until the driver has accepted it.
+        """Request a clock and wait until the driver has accepted it.
 
         Raises:
             GpuError: The driver refused, now or earlier.
             TimeoutError: It did not answer.
         """
         self.request(clock_mhz)
-        handled = threading.Event()
-        self._inbox.put(handled)
-        answered = handled.wait(timeout_s)
+        done = Flag(self._time)
+        self._put(done)
+        is_done = done.wait(timeout_s)
         if self._failed:
-            raise GpuError(f"{self._gpu.name}: the clock cannot be set any more; see the warning before.")
-        if not answered:
-            raise TimeoutError(f"{self._gpu.name}: the driver did not set the clock within {timeout_s} s.")
+            raise GpuError(f"{self._name}: the clock cannot be set any more; see the warning before.")
+        if not is_done:
+            raise TimeoutError(f"{self._name}: the driver did not set the clock within {timeout_s} s.")
+
+    def has_settled(self) -> bool:
+        """Return whether the GPU runs at the clock of the last :meth:`set_and_wait`, or is known not to reach it.
+
+        It is read back for up to a second; an idle GPU may lower its clock, so let it work meanwhile.
+        """
+        return self._readback.has_settled
+
+    def watch_default_clocks(self) -> None:
+        """Report, like a clock that is not reached, a limit that keeps the GPU down at default clocks."""
+        self._readback.watch_default_clocks()
+        self._put(Flag(self._time))  # so that the worker looks when the next reading is due
 
     @property
     def latency_s(self) -> float:
         """How late a clock follows its request [s]; 0 as long as it is not known."""
-        return self._watch.latency_s
+        return self._readback.latency_s
 
     @property
-    def waiting_s(self) -> float:
-        """How long the driver has not answered the call under way [s]; 0 if there is none."""
-        called_s = self._called_s
-        return 0.0 if called_s is None else time.monotonic() - called_s
+    def failing_s(self) -> float:
+        """How long the driver has been busy, or has not answered the call under way [s]; 0 if neither."""
+        since_s = self._busy_since_s
+        return self._clock.waiting_s if since_s is None else self._time.now_s() - since_s
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the worker and restore the default clock; harmless when called again."""
+        """Stop the worker and restore the default clock; harmless when called again.
+
+        It waits for a call of the driver that is under way, but not for the GPU.
+        """
         if self._stopping.is_set():
             return
+        end_s = self._time.now_s() + timeout_s
         self._stopping.set()
-        self._inbox.put(self._stopping)  # to wake it
-        self._worker.join(timeout_s)
-        if self._worker.is_alive():
-            return  # the driver hangs, and would hang us; the guardian restores the clock
-        if self._applied is not None:
-            try:
-                self._gpu.reset_clock()
-                self._applied = None
-            except Exception as error:
-                if not self._failed:
-                    self._on_error(error)
+        with self._changed:
+            self._changed.notify_all()
+        try:
+            self._clock.release(timeout_s)
+        except Exception as error:
+            if not self._failed:
+                self._on_error(error)
+        self._worker.join(max(0.0, end_s - self._time.now_s()))
+
+    def _put(self, item: _Item) -> None:
+        self._pending.append(item)
+        with self._changed:
+            self._changed.notify_all()
 
     def _work(self) -> None:
         try:
@@ -158,106 +185,116 @@ class ClockController:
     def _serve(self) -> None:
         try:
             item = self._next()
-            if isinstance(item, threading.Event):
+            if isinstance(item, Flag):
+                self._readback.watch()
                 item.set()
             elif not self._failed:
-                self._handle(*item)
+                self._handle(item)
         except Exception as error:
             self._fail(error)
 
-    def _next(self) -> _Request | threading.Event:
-        """Return the oldest request; as long as there is none, the clock is read back."""
+    def _next(self) -> _Item:
+        """Return the oldest item; while there is none, the clock is read back."""
         while not self._pending:
-            if not self._receive(self._watch.reading_due_in_s()):
-                self._read()
+            if self._stopping.is_set():
+                return self._stopping
+            due_in_s = self._readback.due_in_s()
+            if due_in_s == 0.0:
+                self._clock.read(self._readback.read)
+            else:
+                self._wait_for_more_than(0, due_in_s)
         return self._pending.popleft()
 
-    def _receive(self, timeout_s: float | None) -> bool:
-        """Wait for a request; returns whether one came."""
-        try:
-            self._pending.append(self._inbox.get(timeout=timeout_s))
-        except queue.Empty:
-            return False
-        return True
+    def _wait_for_more_than(self, count: int, timeout_s: float | None) -> None:
+        """Wait until more items are pending, or the worker is to stop; at most for some time [s]."""
+        with self._changed:
+            if len(self._pending) <= count and not self._stopping.is_set():
+                self._changed.wait(timeout_s)
 
-    def _handle(self, clock_mhz: int | None, after: Moment | None, delay_s: float | None, made_s: float) -> None:
-        if after is not None:
-            self._wait_for(after)
-        if delay_s is not None:
-            begun_s = made_s if after is None else time.monotonic()
-            if self._sleep(begun_s + delay_s):
+    def _handle(self, request: _Request) -> None:
+        if request.after is not None and not self._wait_for(request.after):
+            return
+        if request.after is not None and request.delay_s is not None:
+            if self._sleep_until(request.after.passed_s() + request.delay_s):
                 return  # the next request says what to do
         elif self._is_overtaken():
             self.overtaken += 1
             return
-        if clock_mhz != self._applied:
-            self._apply(clock_mhz)
+        if request.clock_mhz != self._clock.clock_mhz:
+            self._apply(request.clock_mhz)
 
     def _apply(self, clock_mhz: int | None) -> None:
-        # Noted first: if the call fails half-way the clock may have changed, and must be restored.
-        self._applied = clock_mhz
-        called_s = self._called_s = time.monotonic()
-        try:
-            if clock_mhz is None:
-                self._gpu.reset_clock()
-            else:
-                self._gpu.lock_clock(clock_mhz)
-        finally:
-            self._called_s = None
-        self._watch.changed(clock_mhz, time.monotonic() - called_s)
-        self.changes += 1
+        while not self._stopping.is_set():
+            try:
+                took_s = self._clock.set(clock_mhz)
+            except GpuBusyError:
+                if self._refusals == len(_TRY_AGAIN_AFTER_S):
+                    raise
+                self._wait_after_refusal()
+                if self._is_overtaken():
+                    self.overtaken += 1
+                    return
+                continue
+            self._refusals, self._busy_since_s = 0, None
+            if took_s is not None:
+                self._readback.changed(clock_mhz, took_s)
+                self.changes += 1
+            return
 
-    def _read(self) -> None:
-        self._called_s = time.monotonic()
-        try:
-            self._watch.read()
-        finally:
-            self._called_s = None
+    def _wait_after_refusal(self) -> None:
+        """Return the clock to the default, if the driver does that, and wait a while, the longer the more often."""
+        if self._busy_since_s is None:
+            self._busy_since_s = self._time.now_s()
+        self._readback.changed(None, 0.0)
+        self._clock.reset()
+        self._stopping.wait(_TRY_AGAIN_AFTER_S[self._refusals])
+        self._refusals += 1
 
-    def _wait_for(self, moment: Moment) -> None:
-        """Wait for the GPU; if the clock is to be read soon, it is."""
-        while not moment.query() and not self._stopping.is_set():
-            due_s = self._watch.reading_due_in_s()
-            if due_s is None or due_s > 50 * _POLL_S:
+    def _wait_for(self, moment: Moment) -> bool:
+        """Wait until the GPU has passed a moment; returns whether it has, unless the worker is to stop.
+
+        If a reading of the clock is due meanwhile, it is made.
+        """
+        while not self._stopping.is_set():
+            if moment.query():
+                moment.passed_s()  # the sooner it is asked, the better the moments after it are known
+                return True
+            due_in_s = self._readback.due_in_s()
+            if due_in_s is None or due_in_s > 50 * _POLL_S:
                 moment.synchronize()
-            elif due_s > 0:
-                time.sleep(min(due_s, _POLL_S))
+            elif due_in_s > 0:
+                self._time.sleep(min(due_in_s, _POLL_S))
             else:
-                self._read()
+                self._clock.read(self._readback.read)
+        return False
 
-    def _sleep(self, until_s: float) -> bool:
-        """Sleep, but not beyond the time at which the next request is due; returns whether it was."""
-        while not (overtaken := self._is_overtaken()) and (rest_s := until_s - time.monotonic()) > 0:
-            # A moment of the GPU can only be asked for; a request without one wakes us.
-            self._receive(min(rest_s, _POLL_S) if self._pending else rest_s)
-        return overtaken
+    def _sleep_until(self, until_s: float) -> bool:
+        """Sleep, but not beyond the time at which the next request is due; returns whether it is due, or to stop."""
+        while True:
+            count = len(self._pending)
+            if self._is_overtaken() or self._stopping.is_set():
+                return True
+            rest_s = until_s - self._time.now_s()
+            if rest_s <= 0:
+                return False
+            # A moment of the GPU can only be queried; a request without one wakes this thread.
+            self._wait_for_more_than(count, min(rest_s, _POLL_S) if count else rest_s)
 
     def _is_overtaken(self) -> bool:
         """Whether the next request, not counting early ones, is due already."""
-        while self._receive(0.0):
-            pass
-        for item in self._pending:
-            if isinstance(item, threading.Event):
-                return item is self._stopping
-            _, after, delay_s, _ = item
-            if delay_s is None:
-                return after is None or after.query()
+        for item in tuple(self._pending):
+            if isinstance(item, Flag):
+                return False
+            if item.delay_s is None:
+                return item.after is None or item.after.query()
         return False
 
     def _fail(self, error: Exception) -> None:
-        """Give up, and return the clock to the default if the driver lets us."""
+        """Give up, and return the clock to the default if the driver permits."""
         self._failed = True
-        self._watch.changed(None, 0.0)
+        self._readback.changed(None, 0.0)
         self._on_error(error)
-        for attempt in range(_RESET_ATTEMPTS):
-            if self._reset():
+        for again_s in _RESET_AGAIN_AFTER_S:
+            if self._clock.reset():
                 return
-            self._stopping.wait(_RESET_AGAIN_S * 2**attempt)
-
-    def _reset(self) -> bool:
-        try:
-            self._gpu.reset_clock()
-        except Exception:
-            return False
-        self._applied = None
-        return True
+            self._stopping.wait(again_s)

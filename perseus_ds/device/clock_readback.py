@@ -1,9 +1,8 @@
-"""How late clocks follow their requests, and which of them the GPU does not reach."""
+"""Reads the clock back: how late clocks follow their requests, and which of them the GPU does not reach."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,49 +10,57 @@ from dataclasses import dataclass
 
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.errors import GpuError
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 _REMEMBERED = 15
 _ENOUGH = 3
 _TOLERANCE = 0.02
 _SETTLE_EVERY = 16
-"""After every so many changes, and after the first ones, the clock is watched until it gets there."""
+"""After every so many changes, and after each of the first ones, the clock is read until it is the one requested."""
 _SETTLE_POLL_S = 0.001
 _SETTLED_S = 0.05
+_AWAITED_S = 1.0
+"""How long to read a clock that somebody waits for; some GPUs need half a second, and an idle one needs work."""
 _PERIOD_S = 0.5
+_DEFAULT_READINGS = 120
+# These say that nobody asks for more, not that the GPU cannot.
+_NO_LIMITS = frozenset({"idle", "applications_clocks_setting", "display_clocks_setting", "sync_boost"})
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A clock that was requested, and what the GPU made of it.
+    """A clock that was requested and that the GPU does not reach.
 
     Attributes:
-        clock_mhz: As requested.
+        clock_mhz: As requested; None for default clocks.
         reached_mhz: As read back.
-        reasons: Why, where the driver tells, such as ``sw_power_cap``.
+        reasons: Why, where the driver reports it, such as ``sw_power_cap``.
     """
 
-    clock_mhz: int
+    clock_mhz: int | None
     reached_mhz: int
     reasons: tuple[str, ...]
 
 
-class ClockWatch:
-    """Reads the clock back now and then; for the controller's worker, which has time between requests.
+class ClockReadback:
+    """Decides when to read the clock back, and what the readings mean; for the controller's worker thread.
 
     Attributes:
-        latency_s: From a request to the clock being there: medians of what the driver's calls and the change after
-            them took [s]; 0 as long as too few were seen.
+        latency_s: Time from a request until the clock has changed: the median time of the driver's calls plus the
+            median time of the changes after them [s]; 0 as long as too few were seen.
     """
 
-    def __init__(self, gpu: Gpu, on_refusal: Callable[[Refusal], None]) -> None:
-        """Watch nothing yet.
+    def __init__(self, gpu: Gpu, on_refusal: Callable[[Refusal], None], timebase: Timebase = REAL_TIME) -> None:
+        """Begin with no clock to read.
 
         Args:
-            gpu: Whose clock.
+            gpu: The GPU whose clock is read.
             on_refusal: Called once for each clock that the GPU, busy, stays below by more than 2 %.
+            timebase: The time it lives in.
         """
         self._gpu = gpu
         self._on_refusal = on_refusal
+        self._time = timebase
         self.latency_s = 0.0
         self._calls_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._settling_s: deque[float] = deque(maxlen=_REMEMBERED)
@@ -62,22 +69,40 @@ class ClockWatch:
         self._clock_mhz: int | None = None
         self._called_s = 0.0
         self._is_settling = False
+        self._is_awaited = False
         self._read_s: float | None = None
+        self._default_readings = 0
+
+    def watch_default_clocks(self) -> None:
+        """Look for a minute of default clocks whether a limit keeps the busy GPU below its highest clock."""
+        self._default_readings = _DEFAULT_READINGS
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether the clock is the one requested, or is known not to become it."""
+        return not self._is_settling
+
+    def watch(self) -> None:
+        """Read the clock until it is the one requested; :attr:`has_settled` says whether that is over."""
+        self._is_settling = self._is_awaited = self._clock_mhz is not None
 
     def changed(self, clock_mhz: int | None, took_s: float) -> None:
-        """Take note that the driver has accepted a clock, None for the default."""
-        self._called_s = time.monotonic()
+        """Note that the driver has accepted a clock, None for the default, in a call that took some time [s]."""
+        self._called_s = self._time.now_s()
         self._clock_mhz = clock_mhz
         self._changes += 1
         self._calls_s.append(took_s)
-        self._is_settling = self._changes <= _REMEMBERED or self._changes % _SETTLE_EVERY == 0
+        self._is_awaited = False
+        self._is_settling = clock_mhz is not None and (
+            self._changes <= _REMEMBERED or self._changes % _SETTLE_EVERY == 0
+        )
         self._update_latency()
 
-    def reading_due_in_s(self) -> float | None:
-        """Return when to call :meth:`read` [s]; None as long as there is nothing to see."""
+    def due_in_s(self) -> float | None:
+        """Return how long until :meth:`read` is due [s]; None for never, until something changes."""
+        now_s = self._time.now_s()
         if self._clock_mhz is None:
-            return None
-        now_s = time.monotonic()
+            return max(0.0, (self._read_s or 0.0) + _PERIOD_S - now_s) if self._default_readings else None
         if self._is_settling:
             return max(0.0, (self._read_s or 0.0) + _SETTLE_POLL_S - now_s)
         return max(self._called_s + _SETTLED_S, (self._read_s or 0.0) + _PERIOD_S, now_s) - now_s
@@ -86,24 +111,39 @@ class ClockWatch:
         """Read the clock back."""
         requested_mhz = self._clock_mhz
         if requested_mhz is None:
+            self._read_default_clocks()
             return
         try:
             reached_mhz = self._gpu.clock_mhz()
-        except GpuError:  # If the GPU is lost, the next request fails; if it only cannot tell, nothing is lost.
+        except GpuError:  # If the GPU is lost, the next request fails; if it has no such reading, none is needed.
             self._clock_mhz = None
+            self._is_settling = False
             return
-        self._read_s = time.monotonic()
+        self._read_s = self._time.now_s()
         since_s = self._read_s - self._called_s
+        is_over = since_s >= (_AWAITED_S if self._is_awaited else _SETTLED_S)
         if reached_mhz >= requested_mhz * (1 - _TOLERANCE):
             if self._is_settling and reached_mhz <= requested_mhz * (1 + _TOLERANCE):
                 self._settling_s.append(since_s)
                 self._is_settling = False
                 self._update_latency()
-        elif since_s >= _SETTLED_S:
-            self._is_settling = False
+        elif is_over:
             self._refuse(requested_mhz, reached_mhz)
-        if since_s >= _SETTLED_S:
+        if is_over:
             self._is_settling = False
+
+    def _read_default_clocks(self) -> None:
+        self._read_s = self._time.now_s()
+        self._default_readings -= 1
+        try:
+            reached_mhz, reasons = self._gpu.clock_mhz(), self._gpu.throttle_reasons()
+        except GpuError:
+            self._default_readings = 0
+            return
+        limits = tuple(reason for reason in reasons if reason not in _NO_LIMITS)
+        if limits:
+            self._default_readings = 0
+            self._on_refusal(Refusal(None, reached_mhz, limits))
 
     def _refuse(self, requested_mhz: int, reached_mhz: int) -> None:
         if requested_mhz in self._refused:
@@ -111,7 +151,7 @@ class ClockWatch:
         reasons: tuple[str, ...] = ()
         with suppress(GpuError):
             reasons = self._gpu.throttle_reasons()
-        if "idle" not in reasons:  # A GPU with nothing to do may rest; that says nothing about the clock.
+        if "idle" not in reasons:  # A GPU with nothing to do may lower its clock by itself.
             self._refused.add(requested_mhz)
             self._on_refusal(Refusal(requested_mhz, reached_mhz, reasons))
 

@@ -1,9 +1,9 @@
-"""From the clocks of one rank's instructions to the moments at which to ask for them.
+"""Decides when to request which clock, from the clocks and times of one rank's instructions.
 
-A clock is there only some 10 to 20 ms after it was asked for, and only one can be asked for at a time. Asking for a
-lower one when the instruction before it ends costs some energy and no time. Asking for a higher one so late would make
-the next instruction slower than planned: so it is asked for that much earlier, and a lower clock that there is no
-time to visit in between is left out.
+A clock follows its request only some 10 to 20 ms later, and only one request can be under way. A lower clock is
+requested when the instruction before it ends: that costs some energy and no time. A higher clock requested so late
+would make the next instruction slower than planned, so it is requested earlier by the latency; and a lower clock
+between two higher ones is left out where there is no time for it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What is asked of the clock around one instruction.
+class ClockTransition:
+    """The clocks to request around one instruction.
 
     Attributes:
-        clock_mhz: Its own.
-        next_clock_mhz: To ask for when it is over.
-        early_s: When to ask for that already, counted from its beginning [s]; None for not before its end.
+        clock_mhz: The instruction's own.
+        next_clock_mhz: To request when it ends.
+        early_s: When to request that earlier, from its beginning [s]; None for at its end.
     """
 
     clock_mhz: int
@@ -28,61 +28,62 @@ class Step:
     early_s: float | None = None
 
 
-def plan_steps(clocks_mhz: Sequence[int], times_s: Sequence[float], latency_s: float) -> list[Step]:
-    """Return the steps of one rank's instructions, which are repeated in every iteration.
+def plan_transitions(clocks_mhz: Sequence[int], times_s: Sequence[float], latency_s: float) -> list[ClockTransition]:
+    """Return the clocks to request around each instruction of one rank; every iteration repeats them.
 
     Args:
-        clocks_mhz: The plan's clocks.
-        times_s: What the instructions take at them; empty if that is not known.
-        latency_s: How late a clock follows its request; 0 if that is not known.
+        clocks_mhz: The plan's clocks [MHz].
+        times_s: Times of the instructions at them [s]; empty if they are not known.
+        latency_s: How late a clock follows its request [s]; 0 if that is not known.
     """
     clocks = list(clocks_mhz)
     early_s: list[float | None] = [None] * len(clocks)
     if times_s and latency_s > 0:
-        bridged = without_short_visits(clocks_mhz, times_s, latency_s)
+        bridged = without_short_runs(clocks_mhz, times_s, latency_s)
         clocks = list(bridged)
         for position, clock_mhz in enumerate(bridged):
             if clock_mhz > bridged[position - 1]:
-                lead_s, asked = latency_s, position - 1
-                # Instructions shorter than the latency: the one before them is when to ask.
-                while times_s[asked] < lead_s and bridged[asked - 1] == bridged[asked]:
-                    clocks[asked] = clock_mhz
-                    lead_s -= times_s[asked]
-                    asked -= 1
-                early_s[asked] = max(0.0, times_s[asked] - lead_s)
+                lead_s, before = latency_s, position - 1
+                # Where the instruction before is shorter than the latency, the request falls into an earlier one.
+                while times_s[before] < lead_s and bridged[before - 1] == bridged[before]:
+                    clocks[before] = clock_mhz
+                    lead_s -= times_s[before]
+                    before -= 1
+                early_s[before] = max(0.0, times_s[before] - lead_s)
     following = clocks[1:] + clocks[:1]
-    return [Step(*step) for step in zip(clocks, following, early_s, strict=True)]
+    return [ClockTransition(*values) for values in zip(clocks, following, early_s, strict=True)]
 
 
-def without_short_visits(clocks_mhz: Sequence[int], times_s: Sequence[float], latency_s: float) -> list[int]:
-    """Return the clocks, none lower than planned, without visits to a lower one that would end late.
+def without_short_runs(clocks_mhz: Sequence[int], times_s: Sequence[float], latency_s: float) -> list[int]:
+    """Return the clocks, none lower than planned, without runs at a lower clock that are too short.
 
-    A visit needs the latency once for the request that ends it and, if it is begun from above, once for
-    the one that begins it. What is shorter stays at the lower of the higher clocks beside it.
+    A run of instructions at a lower clock needs the latency once for the request that ends it and, if the clock
+    before it is higher, once for the request that begins it. A shorter run gets the lower of the higher clocks
+    beside it.
 
     Args:
-        clocks_mhz: The plan's clocks; the last instruction is followed by the first.
-        times_s: What the instructions take at them.
-        latency_s: How late a clock follows its request.
+        clocks_mhz: The plan's clocks [MHz]; the last instruction is followed by the first.
+        times_s: Times of the instructions at them [s].
+        latency_s: How late a clock follows its request [s].
     """
     result = list(clocks_mhz)
     top = result.index(max(result))
-    # Beginning at a highest clock, no visit goes round the end.
+    # Begun at a highest clock, no run at a lower one continues across the end.
     order = [*range(top, len(result)), *range(top)]
     while too_short := _too_short(result, order, times_s, latency_s):
         # The lowest first: what it is raised to may then be long enough.
         lowest = min(result[run[0]] for run, _ in too_short)
-        for run, rim_mhz in too_short:
+        for run, higher_mhz in too_short:
             if result[run[0]] == lowest:
                 for position in run:
-                    result[position] = rim_mhz
+                    result[position] = higher_mhz
     return result
 
 
 def _too_short(
     clocks_mhz: Sequence[int], order: Sequence[int], times_s: Sequence[float], latency_s: float
 ) -> list[tuple[list[int], int]]:
-    """Return the visits to lower clocks that there is no time for, and the lower clock beside each."""
+    """Return the runs at lower clocks that are too short, each with the lower of the higher clocks beside it."""
     runs = [list(run) for _, run in groupby(order, key=clocks_mhz.__getitem__)]
     clocks = [clocks_mhz[run[0]] for run in runs]
     found = []
@@ -95,5 +96,5 @@ def _too_short(
 
 
 def count_changes(clocks_mhz: Sequence[int]) -> int:
-    """Return how often the clock changes from one instruction to the next, round the end."""
+    """Return how often the clock changes from one instruction to the next, the last to the first included."""
     return sum(clock != clocks_mhz[position - 1] for position, clock in enumerate(clocks_mhz))

@@ -1,4 +1,4 @@
-"""Restores the default clock however the process ends, as far as it can itself."""
+"""Restores the default clock when the process ends by itself or by a signal that it can handle."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 class ExitGuard:
     """Calls ``restore`` when the process ends: normally, by an exception, SIGINT or SIGTERM.
 
-    A signal handler that was there before is called afterwards; without one the process dies of
-    the signal as it would have. A signal that is ignored, as SIGINT is under ``nohup … &``, stays so.
-    Processes forked from this one, such as those of a ``multiprocessing.Pool``, inherit all of this, and
-    in them only the last part happens: what is to be restored is not theirs.
+    A signal handler that was installed before is called afterwards; without one the signal ends the process as it
+    would have. A signal that is ignored, as SIGINT is under ``nohup … &``, stays ignored. Processes forked from this
+    one, such as those of a ``multiprocessing.Pool``, inherit the handlers; in them ``restore`` is not called, because
+    the clock is the parent's.
     """
 
     def __init__(self, restore: Callable[[], None]) -> None:
@@ -32,14 +32,14 @@ class ExitGuard:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is another than the one watched: a copy that was forked from it."""
+        """Whether this process was forked from the one that is watched."""
         return os.getpid() != self._pid
 
     def release(self) -> None:
-        """Stop watching; the handlers that were there before are put back."""
+        """Stop watching; the handlers that were installed before are put back."""
         atexit.unregister(self._end)
         for number, previous in self._previous.items():
-            # Somebody may have installed theirs on top of ours; that one stays.
+            # A handler that was installed after this one stays.
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, previous)
         self._previous.clear()

@@ -1,4 +1,4 @@
-"""One rank's share of a frequency plan, as it is looked up while training."""
+"""One rank's share of a frequency plan, and the clock requests of an iteration that follow from it."""
 
 from __future__ import annotations
 
@@ -6,45 +6,30 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan
-from perseus_ds.device.clock_transitions import Step, count_changes, plan_steps
+from perseus_ds.device.clock_transitions import ClockTransition, count_changes, plan_transitions
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.errors import PlanError
 from perseus_ds.pipeline.instruction import Instruction
 
 
 @dataclass(frozen=True)
-class Steps:
-    """What to ask of the clock in an iteration.
+class IterationClocks:
+    """The clocks that one rank requests in an iteration.
 
     Attributes:
-        first_mhz: Before it begins; None for the default.
-        by_instruction: Around each instruction.
-        skipped: Clock changes of the plan that are left out, being too short.
+        first_mhz: To request before it begins; None for the default.
+        by_instruction: What to request around each instruction.
+        skipped: Number of clock changes of the plan that are left out because there is no time for them.
     """
 
     first_mhz: int | None = None
-    by_instruction: dict[Instruction, Step] = field(default_factory=dict)
+    by_instruction: dict[Instruction, ClockTransition] = field(default_factory=dict)
     skipped: int = 0
 
     @cached_property
     def clock(self) -> dict[Instruction, int]:
         """Clock of each instruction [MHz]: not below the plan's, and above it where a visit is left out."""
-        return {instruction: step.clock_mhz for instruction, step in self.by_instruction.items()}
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What one iteration of the whole job takes, by the profile.
-
-    Attributes:
-        time_s: Iteration time [s].
-        energy_j: Energy of all GPUs [J].
-        default_energy_j: The same at default clocks [J].
-    """
-
-    time_s: float
-    energy_j: float
-    default_energy_j: float
+        return {instruction: around.clock_mhz for instruction, around in self.by_instruction.items()}
 
 
 @dataclass(frozen=True)
@@ -53,78 +38,68 @@ class ClockPlan:
 
     Attributes:
         plan: The whole plan, None at default clocks or at one clock.
-        number: Its place on the frontier.
         first: Clock of the rank's first instruction [MHz].
-        clock: Of each instruction, in program order [MHz].
-        times_s: What each instruction takes at it; empty where that is not known [s].
-        forecast: What the job's iteration takes under it; None where it is not known.
+        clock: Clock of each instruction, in program order [MHz].
+        times_s: Time of each instruction at its clock [s]; empty where it is not known.
     """
 
     plan: FrequencyPlan | None
-    number: int | None
     first: int | None
     clock: dict[Instruction, int]
     times_s: tuple[float, ...] = ()
-    forecast: Forecast | None = None
 
     @classmethod
     def none(cls) -> ClockPlan:
         """Return the absence of a plan."""
-        return cls(None, None, None, {})
+        return cls(None, None, {})
 
     @classmethod
     def constant(cls, clock_mhz: int) -> ClockPlan:
         """Return one clock for all of an iteration."""
-        return cls(None, None, clock_mhz, {})
+        return cls(None, clock_mhz, {})
 
     @classmethod
     def of_rank(
         cls,
         plan: FrequencyPlan,
-        number: int,
         pipeline_rank: int,
-        forecast: Forecast | None = None,
         times: ClockTimes | None = None,
     ) -> ClockPlan:
         """Return the share of one pipeline rank.
 
         Args:
             plan: The whole plan.
-            number: Its place on the frontier.
-            pipeline_rank: Whose share.
-            forecast: What the job's iteration takes under it.
-            times: What the profile says that instructions take.
+            pipeline_rank: The rank.
+            times: Times of instructions, from the profile.
         """
         instructions, clocks = plan.instructions[pipeline_rank], plan.clocks_mhz[pipeline_rank]
         keys = [(i.stage, i.kind, clock) for i, clock in zip(instructions, clocks, strict=True)]
         known = times is not None and all(key in times for key in keys)
         return cls(
             plan,
-            number,
             clocks[0],
             dict(zip(instructions, clocks, strict=True)),
             tuple(times[key] for key in keys) if times is not None and known else (),
-            forecast,
         )
 
-    def steps(self, latency_s: float) -> Steps:
-        """Return what to ask of the clock around each instruction.
+    def transitions(self, latency_s: float) -> IterationClocks:
+        """Return the clocks to request in an iteration.
 
         Args:
             latency_s: How late a clock follows its request; 0 if that is not known [s].
         """
         if not self.clock:
-            return Steps(self.first)
+            return IterationClocks(self.first)
         clocks = list(self.clock.values())
-        steps = plan_steps(clocks, self.times_s, latency_s)
-        skipped = count_changes(clocks) - count_changes([step.clock_mhz for step in steps])
-        return Steps(steps[0].clock_mhz, dict(zip(self.clock, steps, strict=True)), skipped)
+        transitions = plan_transitions(clocks, self.times_s, latency_s)
+        skipped = count_changes(clocks) - count_changes([around.clock_mhz for around in transitions])
+        return IterationClocks(transitions[0].clock_mhz, dict(zip(self.clock, transitions, strict=True)), skipped)
 
     def check(self, gpu: Gpu) -> None:
-        """Check that a GPU has these clocks.
+        """Check that a GPU supports these clocks.
 
         Raises:
-            PlanError: It has not.
+            PlanError: It does not.
         """
         for clock_mhz in sorted(set(self.clock.values()) - set(gpu.supported_clocks_mhz())):
             raise PlanError(

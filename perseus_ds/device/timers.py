@@ -1,13 +1,12 @@
-"""Times the operations of an iteration on whatever the engine computes with.
+"""Times the operations of an iteration on the device that the engine computes with.
 
-Three ways to run: on the host (wall-clock time), on CUDA (device events, no synchronisation until
-the iteration is over) and on a simulated GPU (wall-clock time, each instruction stretched to what
-the simulated GPU needs).
+There are three kinds: on the host (its clock), on CUDA (events of the device; no synchronisation until the iteration
+is over) and on a simulated GPU (the host's clock; each instruction takes as long as the simulated GPU needs).
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
@@ -15,10 +14,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from perseus_ds.device.clock_controller import Moment
-from perseus_ds.device.gpu.simulated import MEMORY_BOUND, SimulatedGpu
+from perseus_ds.device.gpu.device_models import MEMORY_BOUND
+from perseus_ds.device.gpu.simulated import SimulatedGpu
+from perseus_ds.device.moments import CudaEvent, CudaMoment, CudaOrigin, Moment, PassedMoment
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Operation
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +42,19 @@ class Span:
 
 
 class Execution(Protocol):
-    """Begin and end of every operation of this rank."""
+    """Told of the begin and the end of every operation of this rank."""
 
     def use_device(self) -> None:
-        """Let the calling thread, too, use the device that operations run on."""
+        """Let the calling thread use the device that operations run on."""
 
     def start_iteration(self) -> None:
-        """Forget earlier spans; times count from here."""
+        """Drop earlier spans; times count from here."""
 
-    def begin(self, operation: Operation) -> Moment | None:
-        """The operation is about to be issued; returns the moment it begins on the device, None if that is now."""
+    def begin(self, operation: Operation) -> Moment:
+        """Note that the operation is about to be issued; returns the moment at which it begins on the device."""
 
-    def end(self, operation: Operation) -> Moment | None:
-        """The operation was issued; returns the moment it is done on the device, None if that is now."""
+    def end(self, operation: Operation) -> Moment:
+        """Note that the operation was issued; returns the moment at which it ends on the device."""
 
     def wait(self) -> None:
         """Wait until the device has done all that was issued."""
@@ -66,11 +67,16 @@ class Execution(Protocol):
 
 
 class HostExecution:
-    """Operations that are over when the call returns."""
+    """Operations that are over when the call returns.
 
-    def __init__(self) -> None:
+    Args:
+        timebase: The time they run in.
+    """
+
+    def __init__(self, timebase: Timebase = REAL_TIME) -> None:
+        self._time = timebase
         self._marks: list[tuple[Operation, float, float]] = []
-        self._origin_s = time.perf_counter()
+        self._origin_s = timebase.now_s()
         self._began_s = 0.0
 
     def use_device(self) -> None:
@@ -78,25 +84,39 @@ class HostExecution:
 
     def start_iteration(self) -> None:
         self._marks = []
-        self._origin_s = time.perf_counter()
+        self._origin_s = self._time.now_s()
 
-    def begin(self, operation: Operation) -> Moment | None:
-        self._began_s = time.perf_counter()
-        return None
+    def begin(self, operation: Operation) -> Moment:
+        self._began_s = self._time.now_s()
+        return PassedMoment(self._began_s)
 
-    def end(self, operation: Operation) -> Moment | None:
-        self._marks.append((operation, self._began_s, time.perf_counter()))
-        return None
+    def end(self, operation: Operation) -> Moment:
+        ended_s = self._time.now_s()
+        self._marks.append((operation, self._began_s, ended_s))
+        return PassedMoment(ended_s)
 
     def wait(self) -> None:
         """Nothing is outstanding."""
 
     def elapsed_s(self) -> float:
-        return time.perf_counter() - self._origin_s
+        return self._time.now_s() - self._origin_s
 
     def spans(self) -> list[Span]:
         origin_s = self._origin_s
         return [Span(operation, began_s - origin_s, ended_s - origin_s) for operation, began_s, ended_s in self._marks]
+
+
+class Cuda(Protocol):
+    """The part of the module ``torch.cuda`` that is used."""
+
+    def Event(self, *, enable_timing: bool, blocking: bool) -> CudaEvent:  # noqa: N802
+        """Make an event."""
+
+    def current_device(self) -> int: ...
+
+    def set_device(self, device: int) -> object: ...
+
+    def synchronize(self) -> object: ...
 
 
 class CudaExecution:
@@ -104,74 +124,87 @@ class CudaExecution:
 
     Args:
         device: Where the rank's tensors live.
+        cuda: Makes events and waits for them.
+        timebase: The host's clock.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = torch.cuda.current_device() if device.index is None else device.index
-        self._marks: list[tuple[Operation, Any, Any]] = []
-        self._origin = self._record()
-        self._began = self._origin
+    def __init__(self, device: torch.device, cuda: Cuda = torch.cuda, timebase: Timebase = REAL_TIME) -> None:
+        self._cuda = cuda
+        self._time = timebase
+        self._device = cuda.current_device() if device.index is None else device.index
+        self._marks: list[tuple[Operation, CudaEvent, CudaEvent]] = []
+        self._origin = CudaOrigin(self._record(), None, timebase)
+        self._began = self._origin.event
 
     def use_device(self) -> None:
-        torch.cuda.set_device(self._device)
+        self._cuda.set_device(self._device)
 
     def start_iteration(self) -> None:
         self._marks = []
-        self._origin = self._record()
+        self._origin = CudaOrigin(self._record(), self._origin, self._time)
 
-    def begin(self, operation: Operation) -> Moment | None:
-        began: Moment = self._record()
-        self._began = began
-        return began
+    def begin(self, operation: Operation) -> Moment:
+        self._began = self._record()
+        return CudaMoment(self._began, self._origin)
 
-    def end(self, operation: Operation) -> Moment | None:
-        done: Moment = self._record()
-        self._marks.append((operation, self._began, done))
-        return done
+    def end(self, operation: Operation) -> Moment:
+        ended = self._record()
+        self._marks.append((operation, self._began, ended))
+        return CudaMoment(ended, self._origin)
 
     def wait(self) -> None:
-        torch.cuda.synchronize()
+        self._cuda.synchronize()
 
     def elapsed_s(self) -> float:
         now = self._record()
         self.wait()
-        return float(self._origin.elapsed_time(now)) / 1e3
+        return self._since_origin_s(now)
 
     def spans(self) -> list[Span]:
         self.wait()
         return [
-            Span(operation, self._origin.elapsed_time(began) / 1e3, self._origin.elapsed_time(ended) / 1e3)
+            Span(operation, self._since_origin_s(began), self._since_origin_s(ended))
             for operation, began, ended in self._marks
         ]
 
-    @staticmethod
-    def _record() -> Any:
-        # Blocking: who waits for it, the clocks' thread, sleeps instead of spinning on a core.
-        event = torch.cuda.Event(enable_timing=True, blocking=True)
+    def _since_origin_s(self, event: CudaEvent) -> float:
+        return self._origin.event.elapsed_time(event) / 1e3
+
+    def _record(self) -> CudaEvent:
+        # Blocking: a thread that waits for it, the clocks' thread, sleeps instead of occupying a core.
+        event = self._cuda.Event(enable_timing=True, blocking=True)
         event.record()
         return event
 
 
 class SimulatedExecution(HostExecution):
-    """Instructions computed for real, then waited for until the simulated GPU has done the same work.
+    """Instructions that are computed for real and end when the simulated GPU has done the same work.
 
     How much work an instruction is, relative to the others, follows from the floating-point
-    operations its kernels did the first time it ran. Until :meth:`calibrate`, nothing is stretched.
+    operations of its kernels the first time it ran on inputs of the same shapes. Until :meth:`calibrate`,
+    nothing is stretched.
+
+    Attributes:
+        input_shapes: Shapes of the inputs of the next pass, where whoever runs passes knows them.
 
     Args:
         gpu: The simulated GPU.
-        transfer_s: What a transfer takes, beyond what it takes for real, once both sides are there [s].
-        tail_s: What gradient reduction and optimizer step take at the top clock, beyond what they take for real [s].
+        transfer_s: Time of a transfer once both sides have arrived, in addition to the real one [s].
+        tail_s: Time of gradient reduction and optimizer step at the top clock, in addition to the real one [s].
+        timebase: The time the GPU lives in.
     """
 
-    def __init__(self, gpu: SimulatedGpu, *, transfer_s: float = 0.0, tail_s: float = 0.0) -> None:
-        super().__init__()
+    def __init__(
+        self, gpu: SimulatedGpu, *, transfer_s: float = 0.0, tail_s: float = 0.0, timebase: Timebase = REAL_TIME
+    ) -> None:
+        super().__init__(timebase)
         self._gpu = gpu
         self._transfer_s = transfer_s
         self._tail_s = tail_s
         self._tail_done = False
         self._seconds_per_flop: float | None = None
-        self._flops: dict[tuple[int, Kind], int] = {}
+        self.input_shapes: Hashable = None
+        self._flops: dict[Hashable, int] = {}
         self._counter: _FlopCounter | None = None
 
     @property
@@ -187,28 +220,31 @@ class SimulatedExecution(HostExecution):
         super().start_iteration()
         self._tail_done = False
 
-    def begin(self, operation: Operation) -> Moment | None:
+    def begin(self, operation: Operation) -> Moment:
         if _is_pass(operation):
             self._gpu.begin_work()
-            if _key(operation) not in self._flops:
+            if self._key(operation) not in self._flops:
                 self._counter = _FlopCounter()
                 self._counter.__enter__()  # type: ignore[no-untyped-call]
         return super().begin(operation)
 
-    def end(self, operation: Operation) -> Moment | None:
+    def end(self, operation: Operation) -> Moment:
         if _is_pass(operation):
             if self._counter is not None:
                 self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                self._flops[_key(operation)] = self._counter.flops
+                self._flops[self._key(operation)] = self._counter.flops
                 self._counter = None
-            self._gpu.finish_work(self._flops[_key(operation)] * (self._seconds_per_flop or 0.0))
+            self._gpu.finish_work(self._flops[self._key(operation)] * (self._seconds_per_flop or 0.0))
         elif self._seconds_per_flop is not None:
             self._stretch_rest(operation)
         return super().end(operation)
 
+    def _key(self, operation: Compute) -> Hashable:
+        return operation.instruction.stage, operation.instruction.kind, self.input_shapes
+
     def _stretch_rest(self, operation: Operation) -> None:
         if isinstance(operation, Exchange):
-            time.sleep(self._transfer_s)
+            self._time.sleep(self._transfer_s)
         elif isinstance(operation, Compute) and self._tail_s and not self._tail_done:
             # The tail is several commands; all of its simulated work is done after the first.
             self._tail_done = True
@@ -220,15 +256,18 @@ def _is_pass(operation: Operation) -> TypeGuard[Compute]:
     return isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL
 
 
-def _key(operation: Compute) -> tuple[int, Kind]:
-    return operation.instruction.stage, operation.instruction.kind
-
-
 class _FlopCounter(TorchDispatchMode):
     """Counts the floating-point operations of kernels without changing which kernels run.
 
-    (PyTorch's own ``FlopCounterMode`` decomposes composite operators, which could change results.)
+    PyTorch's own ``FlopCounterMode`` decomposes composite operators, which could change results. Code under
+    ``torch.compile`` compiles as without a counter; its kernels are counted where they are matrix products of their
+    own.
     """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether ``torch.compile`` compiles in spite of this mode; if not, functions called in it never are."""
+        return True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -236,7 +275,7 @@ class _FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
+        count = flop_registry.get(getattr(func, "_overloadpacket", None))
         if count is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=out)
         return out

@@ -1,111 +1,58 @@
-"""DeepSpeed's pipeline engines with Perseus inside: the only subclasses, and how to get one."""
+"""Perseus on DeepSpeed's pipeline engines: attach to an engine that is there, and detach from it."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import inspect
-import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+import functools
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import deepspeed
-import hjson
-import torch
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.config import PerseusConfig, parse_block
-from perseus_ds.device.gpu.base import Gpu
-from perseus_ds.distributed import Communicator, PipelineTopology
-from perseus_ds.engine.replay import Replay
-from perseus_ds.engine.versions import require_hooks
+from perseus_ds.engine.attachment import Attachment
+from perseus_ds.engine.deepspeed_contract import check_deepspeed, check_engine
+from perseus_ds.engine.settings import settings_of
 from perseus_ds.errors import ConfigError
-from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import CommandReader, read_schedule
-from perseus_ds.runtime.devices import execution_on, open_gpu
-from perseus_ds.runtime.phases import Job
-from perseus_ds.runtime.runtime import PerseusRuntime
 
-logger = logging.getLogger("perseus_ds")
+E = TypeVar("E")
 _CHECKPOINT_KEY = "perseus_ds"
-require_hooks(PipelineEngine)
-
-
-def _intercepted(instruction_map: Mapping[type, Callable[..., None]]) -> dict[type, Callable[..., None]]:
-    """Surround every command of an engine by Perseus's begin and end.
-
-    DeepSpeed looks commands up in this map by their exact type, and the map holds functions of the
-    base class: overriding a method would have no effect.
-    """
-    return {command: _surrounded(command.__name__, execute) for command, execute in instruction_map.items()}
-
-
-def _surrounded(command: str, execute: Callable[..., None]) -> Callable[..., None]:
-    def execute_surrounded(engine: Any, **arguments: Any) -> None:
-        engine.execute_command(command, execute, arguments)
-
-    return execute_surrounded
+check_deepspeed(PipelineEngine, deepspeed_schedule)
 
 
 class _PerseusEngine:
-    """What Perseus adds to a pipeline engine of DeepSpeed.
+    """What Perseus adds to the class of an engine.
 
     Attributes:
-        perseus: The runtime of this rank.
+        perseus: Perseus on this engine.
     """
 
-    _INSTRUCTION_MAP: dict[type, Callable[..., None]]
+    perseus: Attachment
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        engine: Any = self
-        config = parse_block(engine._config._param_dict["perseus"])
-        self._perseus_schedule = _schedule_class(engine)
-        self._perseus_micro_batches = engine.micro_batches
-        self._perseus_batched = any(c.__name__ == "CommitP2P" for c in self._INSTRUCTION_MAP)
-        self._perseus_reader = self._new_reader()
-        self._perseus_replay = Replay(engine, self._execute_again)
-        gpu = open_gpu(config, engine.device, rank=engine.global_rank, local_rank=engine.local_rank)
-        self.perseus = PerseusRuntime(
-            config,
-            _job(engine, config, gpu, self._perseus_schedule),
-            ranks=Communicator(_place(engine.grid)),
-            gpu=gpu,
-            execution=execution_on(gpu, engine.device, config),
-            work=self._perseus_replay,
-            isolated=self._perseus_replay.isolated,
-        )
+    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Train one batch as the engine does, under Perseus's plan."""
+        with self.perseus.batch():
+            return super().train_batch(*args, **kwargs)  # type: ignore[misc]
 
-    def train_batch(self, data_iter: Any = None) -> Any:
-        """Train one batch as DeepSpeed does, under Perseus's plan."""
-        engine: Any = self
-        if engine.micro_batches != self._perseus_micro_batches:
-            self._perseus_micro_batches = engine.micro_batches
-            self.perseus.schedule_changed()
-        self._perseus_reader = self._new_reader()
-        with self.perseus.iteration(samples=engine.global_samples + engine.train_batch_size()):
-            return super().train_batch(data_iter)  # type: ignore[misc]
+    def _exec_schedule(self, pipe_schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.perseus.executing(pipe_schedule):
+            return super()._exec_schedule(pipe_schedule, *args, **kwargs)  # type: ignore[misc]
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one batch as DeepSpeed does, at default clocks."""
+        """Evaluate one batch as the engine does, at default clocks."""
         with self.perseus.paused():
             return super().eval_batch(*args, **kwargs)  # type: ignore[misc]
 
     def save_checkpoint(
         self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Save a checkpoint as DeepSpeed does; policy, stragglers told of and pause go with it."""
+        """Save a checkpoint as the engine does, with policy and reported stragglers."""
         state = {**(client_state or {}), _CHECKPOINT_KEY: self.perseus.state()}
         return super().save_checkpoint(save_dir, tag, state, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint as DeepSpeed does, and go on under the plan it was saved under."""
+        """Load a checkpoint as the engine does, and go on under the plan it was saved under."""
         engine: Any = self
         path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
         if path is not None:
@@ -118,148 +65,101 @@ class _PerseusEngine:
         self.perseus.close()
         super().destroy()  # type: ignore[misc]
 
-    def execute_command(self, command: str, execute: Callable[..., None], arguments: dict[str, Any]) -> None:
-        """Execute one command of the schedule between Perseus's begin and end."""
-        operations = self._perseus_reader.operations(command, arguments.get("phase", 0))
-        if not operations:
-            execute(self, **arguments)
-            return
-        if self.perseus.wants_recording:
-            self._perseus_replay.record(operations[0], arguments)
-        with self.perseus.operation(operations[0]):
-            execute(self, **arguments)
 
-    def _new_reader(self) -> CommandReader:
-        engine: Any = self
-        return CommandReader(engine.stage_id, engine.num_stages, self._perseus_batched)
-
-    def _execute_again(self, kind: Kind, arguments: dict[str, Any]) -> None:
-        command = deepspeed_schedule.ForwardPass if kind is Kind.FORWARD else deepspeed_schedule.BackwardPass
-        base: Any = super()
-        base._INSTRUCTION_MAP[command](self, **arguments)
+@functools.cache
+def _with_perseus(engine_class: type) -> type:
+    """Return a subclass of an engine's class; under the same name, which some versions of DeepSpeed test."""
+    names = {name: getattr(engine_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(engine_class.__name__, (_PerseusEngine, engine_class), names)
 
 
-class PerseusPipelineEngine(_PerseusEngine, PipelineEngine):
-    """DeepSpeed's ``PipelineEngine`` with Perseus."""
+def attach(engine: E, block: dict[str, Any] | None = None) -> E:
+    """Let an engine train under Perseus; every rank must do so at once.
 
-    _INSTRUCTION_MAP = _intercepted(PipelineEngine._INSTRUCTION_MAP)
+    The engine stays the object it is, and becomes an instance of a subclass of its class.
+
+    Args:
+        engine: An engine of any class derived from DeepSpeed's ``PipelineEngine``.
+        block: A ``perseus`` block; by default that of the engine's config and of the variable ``PERSEUS``, and
+            without these the default settings.
+
+    Returns:
+        The same engine, now with ``engine.perseus``; unchanged if the block is disabled.
+
+    Raises:
+        ConfigError: The block is wrong, or it is no pipeline engine.
+        VersionError: The installed DeepSpeed is not one that Perseus works with.
+    """
+    if isinstance(engine, _PerseusEngine):
+        return engine
+    settings = settings_of(engine) if block is None else parse_block(block)
+    _attach(engine, settings or PerseusConfig.model_validate({}))
+    return engine
 
 
-_ENGINES: dict[str, type] = {"PipelineEngine": PerseusPipelineEngine}
+def _attach(engine: Any, settings: PerseusConfig) -> None:
+    if not settings.enabled:
+        return
+    if not isinstance(engine, PipelineEngine):
+        raise ConfigError(
+            f"perseus: the model is a {type(engine.module).__name__}, expected a deepspeed.pipe.PipelineModule: "
+            "Perseus plans the clocks of pipeline stages. Write the model as a PipelineModule, or set "
+            '"perseus": {"enabled": false}.'
+        )
+    check_engine(engine)
+    engine.perseus = Attachment(engine, settings)
+    engine.__class__ = _with_perseus(engine.__class__)
 
-if hasattr(deepspeed, "DualPipeVEngine"):
 
-    class PerseusDualPipeVEngine(_PerseusEngine, deepspeed.DualPipeVEngine):
-        """DeepSpeed's ``DualPipeVEngine`` with Perseus."""
+def detach(engine: E) -> E:
+    """Leave an engine as it was before :func:`attach`; the clock is the default again."""
+    if isinstance(engine, _PerseusEngine):
+        engine.perseus.close()
+        del engine.perseus
+        engine.__class__ = type(engine).__mro__[2]  # after the class with Perseus, and what it adds
+    return engine
 
-        _INSTRUCTION_MAP = _intercepted(deepspeed.DualPipeVEngine._INSTRUCTION_MAP)
 
-    _ENGINES["DualPipeVEngine"] = PerseusDualPipeVEngine
+_deepspeeds_initialize = deepspeed.initialize
+_initializing: ContextVar[bool] = ContextVar("perseus_ds_initializing", default=False)
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """Initialize DeepSpeed, with Perseus if the config has a ``perseus`` block that is enabled.
+    """Initialize DeepSpeed, with Perseus if its config has an enabled ``perseus`` block or ``PERSEUS`` is set.
 
-    Args:
-        *args: As for ``deepspeed.initialize``.
-        **kwargs: As for ``deepspeed.initialize``.
-
-    Returns:
-        As ``deepspeed.initialize``: engine, optimizer, data loader, learning-rate scheduler.
+    A drop-in for ``deepspeed.initialize``: the same arguments, the same tuple of engine, optimizer,
+    data loader and learning-rate scheduler. Without a block, exactly what DeepSpeed returns.
 
     Raises:
         ConfigError: The block is wrong, or the model is not a ``PipelineModule``.
+        VersionError: The installed DeepSpeed is not one that Perseus works with.
     """
-    arguments = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
-    block = _perseus_block(arguments)
-    if block is None or not parse_block(block).enabled:
-        return deepspeed.initialize(*args, **kwargs)  # type: ignore[no-any-return]
-    model = arguments.get("model")
-    if not isinstance(model, PipelineModule):
-        raise ConfigError(
-            f"perseus: the model is a {type(model).__name__}, expected a deepspeed.pipe.PipelineModule: Perseus plans "
-            'the clocks of pipeline stages. Write the model as a PipelineModule, or set "perseus": {"enabled": false}.'
-        )
-    with _engines_replaced():
-        return deepspeed.initialize(*args, **kwargs)  # type: ignore[no-any-return]
+    if _initializing.get():  # deepspeed.initialize has been replaced by this function, or by one that calls it
+        return _deepspeeds_initialize(*args, **kwargs)  # type: ignore[no-any-return]
+    token = _initializing.set(True)
+    try:
+        made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
+    finally:
+        _initializing.reset(token)
+    settings = settings_of(made[0])
+    if settings is not None and not isinstance(made[0], _PerseusEngine):
+        _attach(made[0], settings)
+    return made
 
 
-_replacing = threading.Lock()
+def attach_to_engines_as_they_are_made(pipeline_engine: Any) -> None:
+    """Attach to every engine with a ``perseus`` block or ``PERSEUS`` when it is made, in whatever way that is.
 
+    Args:
+        pipeline_engine: DeepSpeed's ``PipelineEngine``; its constructor is extended.
+    """
+    construct = pipeline_engine.__init__
 
-@contextmanager
-def _engines_replaced() -> Iterator[None]:
-    """Let ``deepspeed.initialize``, which finds its engine classes by name, find ours; only inside."""
-    with _replacing:
-        originals = {name: getattr(deepspeed, name) for name in _ENGINES}
-        try:
-            for name, engine in _ENGINES.items():
-                setattr(deepspeed, name, engine)
-            yield
-        finally:
-            for name, original in originals.items():
-                setattr(deepspeed, name, original)
+    @functools.wraps(construct)
+    def construct_and_attach(engine: Any, *args: Any, **kwargs: Any) -> None:
+        construct(engine, *args, **kwargs)
+        settings = settings_of(engine)
+        if settings is not None and not isinstance(engine, _PerseusEngine):
+            _attach(engine, settings)
 
-
-def _perseus_block(arguments: Mapping[str, Any]) -> object | None:
-    """Return the ``perseus`` block of the config, wherever ``deepspeed.initialize`` takes it from."""
-    config = arguments.get("config") or arguments.get("config_params")
-    config = config or getattr(arguments.get("args"), "deepspeed_config", None)
-    if isinstance(config, str | Path) and Path(config).is_file():
-        config = hjson.loads(Path(config).read_text(encoding="utf-8"))
-    return config.get("perseus") if isinstance(config, Mapping) else None
-
-
-def _schedule_class(engine: Any) -> type:
-    """Return the schedule that the engine trains by; before 0.19.8 there was but one, and no method to ask."""
-    asked = getattr(engine, "_train_schedule", None)
-    return type(asked()) if asked else deepspeed_schedule.TrainSchedule
-
-
-def _place(grid: Any) -> PipelineTopology:
-    return PipelineTopology(
-        rank=grid.get_global_rank(),
-        pipeline=tuple(grid.pp_group),
-        data_parallel_rank=grid.get_data_parallel_id(),
-        data_parallel=grid.data_parallel_size,
-        stage_peers=tuple(grid.slice_group or ()) if grid.slice_parallel_size > 1 else (),
-    )
-
-
-def _fingerprint(engine: Any) -> str:
-    """Return a text that changes with whatever the times of this rank's instructions depend on."""
-    module = engine.module
-    content = [
-        [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()],
-        [type(layer).__name__ for layer in module.modules()],
-        module.activation_checkpoint_interval,
-    ]
-    return hashlib.sha256(repr(content).encode()).hexdigest()
-
-
-def _job(engine: Any, config: PerseusConfig, gpu: Gpu, schedule_class: type) -> Job:
-    schedule = read_schedule(schedule_class, ranks=engine.num_stages, micro_batches=engine.micro_batches)
-    versions = {name: importlib.metadata.version(name) for name in ("deepspeed", "torch", "perseus-ds")}
-    info = ProfileInfo(
-        simulated=gpu.simulated,
-        gpu=gpu.name,
-        driver=gpu.driver,
-        default_clock_mhz=gpu.supported_clocks_mhz()[-1],
-        schedule=schedule.name,
-        stages=schedule.num_stages,
-        pipeline_ranks=engine.num_stages,
-        data_parallel=engine.grid.data_parallel_size,
-        tensor_parallel=engine.grid.slice_parallel_size,
-        micro_batches=engine.micro_batches,
-        micro_batch_size=engine.micro_batch_size,
-        model=type(engine.module).__name__,
-        versions=versions,
-    )
-    return Job(
-        schedule=schedule,
-        device=torch.device(engine.device),
-        info=info,
-        fingerprint=_fingerprint(engine),
-        monitor=engine.monitor,
-        steps_per_print=engine.steps_per_print(),
-    )
+    pipeline_engine.__init__ = construct_and_attach

@@ -1,23 +1,22 @@
-"""Runs this rank's forwards and backwards again, outside of training and without a trace in it."""
+"""Runs this rank's forwards and backwards again, outside of training and without changing it."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
-from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.engine.isolation import differences, isolated, optimizer_tensors, weights_fingerprint
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Operation
 
 
 @dataclass
 class _Tape:
-    """What the first forward and backward of one stage worked on."""
+    """Inputs of the first forward and backward of one stage."""
 
     forward_arguments: dict[str, Any]
     data: dict[tuple[str, int], Any]
@@ -28,7 +27,7 @@ class _Tape:
 
 
 class Replay:
-    """Keeps what one forward and backward of each stage of this rank worked on in a real iteration.
+    """Keeps the inputs of one forward and one backward of each stage of this rank, and runs them again.
 
     Works for any engine that keeps its tensors in ``pipe_buffers`` and ``grad_layer``, as DeepSpeed's
     pipeline engines do, DualPipeV included.
@@ -38,10 +37,11 @@ class Replay:
         execute: Runs one instruction: called with kind and the arguments of the engine's command.
     """
 
-    def __init__(self, engine: Any, execute: Any) -> None:
+    def __init__(self, engine: Any, execute: Callable[[Kind, dict[str, Any]], None]) -> None:
         self._engine = engine
         self._execute = execute
         self._tapes: dict[int, _Tape] = {}
+        self._unknown: set[Kind] = set()
 
     @property
     def instructions(self) -> tuple[tuple[int, Kind], ...]:
@@ -53,24 +53,61 @@ class Replay:
                 found.append((stage, Kind.BACKWARD))
         return tuple(found)
 
+    def forget(self) -> None:
+        """Drop what was recorded: the engine goes on with another schedule."""
+        self._tapes.clear()
+        self._unknown.clear()
+
     def record(self, operation: Operation, arguments: dict[str, Any]) -> None:
-        """Keep what an instruction is about to work on, if it is the first of its stage and kind."""
+        """Keep the inputs of an instruction that is about to run, if it is the first of its stage and kind."""
         if not isinstance(operation, Compute) or operation.instruction.micro_batch != 0:
             return
-        instruction: Instruction = operation.instruction
+        stage, kind = operation.instruction.stage, operation.instruction.kind
         buffers = self._engine.pipe_buffers
         slot = arguments.get("buffer_id", 0)
-        if instruction.kind is Kind.FORWARD:
+        if kind is Kind.FORWARD:
             data = {(k, slot): _copy(buffers[k][slot]) for k in ("inputs", "labels") if buffers[k][slot] is not None}
-            self._tapes[instruction.stage] = _Tape(dict(arguments), data)
-        elif instruction.kind is Kind.BACKWARD and instruction.stage in self._tapes:
-            tape = self._tapes[instruction.stage]
+            self._tapes[stage] = _Tape(dict(arguments), data)
+        elif kind is Kind.BACKWARD and stage in self._tapes:
+            tape = self._tapes[stage]
             tape.backward_arguments = dict(arguments)
             tape.output_grad = _copy(self._engine.grad_layer)
             if "grads" in buffers and buffers["grads"][slot] is not None:
                 tape.received = {("grads", slot): _copy(buffers["grads"][slot])}
             # Where a pipeline turns around on one rank, the gradient is left on the next stage's inputs.
             tape.input_grads = {i: _grads(value) for i, value in enumerate(buffers["inputs"]) if i != slot}
+        elif kind is not Kind.TAIL:
+            self._unknown.add(kind)
+
+    def obstacle(self, agree: Callable[[str | None], str | None]) -> str | None:
+        """Return why passes cannot be repeated without changing training; None if they can.
+
+        A forward and a backward of each stage are run once. Parameters and optimizer state are compared and,
+        if they changed, put back.
+
+        Args:
+            agree: Returns the first reason of all ranks; every rank calls it at the same time.
+        """
+        return agree(self._known_obstacle()) or agree(self._changed_by_passes())
+
+    def _known_obstacle(self) -> str | None:
+        if self._unknown:
+            return f"the schedule has {', '.join(sorted(self._unknown))}, which cannot be run again alone"
+        hook = _foreign_hook(self._engine.module)
+        return f"{hook} runs inside the backward and may train the model" if hook else None
+
+    def _changed_by_passes(self) -> str | None:
+        tensors = [*self._engine.module.parameters(), *optimizer_tensors(self._engine)]
+        kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        before = weights_fingerprint(self._engine)
+        with isolated(self._engine):
+            for stage, kind in self.instructions:
+                self.run(stage, kind)
+            changed = differences(before, weights_fingerprint(self._engine))
+            with torch.no_grad():
+                for tensor, value in zip(tensors if changed else (), kept, strict=False):
+                    tensor.copy_(value)
+        return f"a repeated pass changes {changed[0]}" if changed else None
 
     def run(self, stage: int, kind: Kind) -> None:
         """Run a forward again, or the backward of the last forward run."""
@@ -85,58 +122,34 @@ class Replay:
         for (key, slot), value in tape.received.items():
             buffers[key][slot] = value
         for slot, grads in tape.input_grads.items():
-            for tensor, grad in zip(_tensors(buffers["inputs"][slot]), grads, strict=False):
+            for tensor, grad in zip(tensors_of(buffers["inputs"][slot]), grads, strict=False):
                 tensor.grad = grad
         self._execute(kind, tape.backward_arguments)
 
-    @contextmanager
-    def isolated(self) -> Iterator[None]:
+    def isolated(self) -> AbstractContextManager[None]:
         """Leave the engine, gradients, module buffers and random number generators as they were."""
-        engine = self._engine
-        attributes = dict(vars(engine))
-        # Modules count too: PipelineModule numbers its forwards, to seed its layers.
-        counters = [(module, _plain_values(module)) for module in engine.module.modules()]
-        states = [(buffer, buffer.detach().clone()) for buffer in engine.module.buffers()]
-        python_state, numpy_state = random.getstate(), np.random.get_state()
-        engine.pipe_buffers = {key: [None] * len(slots) for key, slots in engine.pipe_buffers.items()}
-        engine.total_loss = None
-        engine.fwd_outputs = []
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        try:
-            with torch.random.fork_rng(devices=devices):
-                yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            with torch.no_grad():
-                for buffer, kept in states:
-                    buffer.copy_(kept)
-            for module, values in counters:
-                vars(module).update(values)
-            vars(engine).clear()
-            vars(engine).update(attributes)
-            _drop_gradients(engine)
+        return isolated(self._engine)
 
 
-def _plain_values(module: torch.nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | None)}
+def _foreign_hook(module: torch.nn.Module) -> str:
+    """Return the name of a hook that runs when a gradient is ready and is not DeepSpeed's; empty if there is none."""
+    for parameter in module.parameters():
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            owner = getattr(hook, "__module__", None) or type(hook).__module__
+            if owner.split(".")[0] not in ("deepspeed", "torch"):
+                return f"{owner}.{getattr(hook, '__qualname__', type(hook).__name__)}"
+    return ""
 
 
-def _drop_gradients(engine: Any) -> None:
-    """Drop gradients as the engine does after its own step."""
-    engine.zero_grad()
-    if hasattr(engine.optimizer, "zero_grad"):
-        engine.optimizer.zero_grad()
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a slot of ``pipe_buffers``: a tensor, a tuple of values, or nothing."""
     if value is None:
         return []
     return [value] if torch.is_tensor(value) else [item for item in value if torch.is_tensor(item)]
 
 
 def _grads(value: Any) -> list[torch.Tensor | None]:
-    return [None if t.grad is None else t.grad.detach().clone() for t in _tensors(value)]
+    return [None if t.grad is None else t.grad.detach().clone() for t in tensors_of(value)]
 
 
 def _copy(value: Any) -> Any:

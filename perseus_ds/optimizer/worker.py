@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
-from perseus_ds.artifacts.validation import StrictModel
+from perseus_ds.artifacts.validation import StrictModel, explain
 from perseus_ds.errors import PerseusError
 
 _NICENESS = 10
@@ -135,7 +135,7 @@ def _optimize(order: bytes) -> Path:
     try:
         request = OptimizeRequest.model_validate_json(order)
     except ValidationError as error:
-        raise PerseusError(f"The request cannot be read: {error}") from None
+        raise PerseusError(f"The request cannot be read: {explain(error, OptimizeRequest, '')}") from None
     profile = StageProfile.load(request.profile)
     frontier = optimize(
         request.schedule.to_schedule(), profile, plans=request.plans, switch_cost_j=request.switch_cost_j

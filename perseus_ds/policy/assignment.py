@@ -1,72 +1,108 @@
-"""What every pipeline of a job runs: the policy's plan, stretched where another pipeline takes longer anyway."""
+"""The plan of every pipeline of a job: the policy's, or a slower one where another pipeline takes longer anyway."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.device.rank_clocks import Forecast
-from perseus_ds.policy.policies import with_room
-from perseus_ds.policy.stragglers import Straggler, straggler_of, with_told
+from perseus_ds.artifacts.rank_report import RankReport
+from perseus_ds.policy.policies import stretched_plan
+from perseus_ds.policy.stragglers import Straggler, straggler_of, with_reported
 
-_NOBODY = -1.0
+_NO_PIPELINE = -1
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What rank 0 has decided.
+class Forecast:
+    """Time and energy of one iteration of the whole job, by the profile.
 
     Attributes:
-        plan: What the policy asks for, as a place on the frontier.
+        time_s: Iteration time [s].
+        energy_j: Energy of all GPUs [J].
+        default_time_s: Iteration time at default clocks [s].
+        default_energy_j: Energy of all GPUs at default clocks [J].
+        default_measured: Whether time and energy at default clocks were measured in this job.
+    """
+
+    time_s: float
+    energy_j: float
+    default_time_s: float
+    default_energy_j: float
+    default_measured: bool = False
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """The decision of rank 0.
+
+    Attributes:
+        plan: The plan that the policy asks for, as a place on the frontier.
         paused: Whether to run at default clocks.
-        told: A straggler that somebody told of.
+        reported: A straggler that a user has reported.
     """
 
     plan: int
     paused: bool = False
-    told: Straggler | None = None
+    reported: Straggler | None = None
 
-    def as_numbers(self) -> list[float]:
-        """Return it as it travels among ranks."""
-        told = (float(self.told.pipeline), self.told.slowdown) if self.told else (_NOBODY, 1.0)
-        return [float(self.plan), float(self.paused), *told]
+    def as_reported(self) -> dict[str, Any]:
+        """Return the fields of rank 0's report that carry it."""
+        straggler = self.reported or Straggler(_NO_PIPELINE, 1.0)
+        return {
+            "plan": self.plan,
+            "paused": self.paused,
+            "straggler": straggler.pipeline,
+            "straggler_slowdown": straggler.slowdown,
+        }
 
     @classmethod
-    def from_numbers(cls, numbers: Sequence[float]) -> Choice:
-        """Return what :meth:`as_numbers` was made of."""
-        plan, paused, pipeline, slowdown = numbers
-        return cls(int(plan), bool(paused), None if pipeline == _NOBODY else Straggler(int(pipeline), slowdown))
+    def from_report(cls, report: RankReport) -> PlanChoice:
+        """Return the decision that rank 0 has reported."""
+        reported = Straggler(report.straggler, report.straggler_slowdown)
+        return cls(report.plan, report.paused, None if report.straggler == _NO_PIPELINE else reported)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What every pipeline runs in an iteration.
+    """The plans of all pipelines in an iteration.
 
     Attributes:
-        choice: What rank 0 has decided.
-        rooms: How many times as long as the policy's plan each pipeline may take.
+        choice: The decision of rank 0.
+        stretch_factors: How many times as long as the policy's plan each pipeline may take.
         plans: Each pipeline's plan, as a place on the frontier.
     """
 
-    choice: Choice
-    rooms: tuple[float, ...]
+    choice: PlanChoice
+    stretch_factors: tuple[float, ...]
     plans: tuple[int, ...]
 
     @classmethod
-    def of(cls, frontier: Frontier, choice: Choice, measured_rooms: Sequence[float]) -> Assignment:
+    def of(cls, frontier: Frontier, choice: PlanChoice, measured_factors: Sequence[float]) -> Assignment:
         """Give every pipeline its plan."""
-        rooms = with_told(measured_rooms, choice.told)
-        return cls(choice, rooms, tuple(with_room(frontier, choice.plan, room) for room in rooms))
+        factors = with_reported(measured_factors, choice.reported)
+        return cls(choice, factors, tuple(stretched_plan(frontier, choice.plan, factor) for factor in factors))
 
     @property
     def straggler(self) -> Straggler | None:
         """The pipeline all others wait for, if they do."""
-        return straggler_of(self.rooms)
+        return straggler_of(self.stretch_factors)
+
+    def status(self) -> dict[str, Any]:
+        """Return the assignment as plain values, for people and records."""
+        straggler = self.straggler
+        return {
+            "plan": self.choice.plan,
+            "plans": list(self.plans),
+            "straggler": straggler.pipeline if straggler else None,
+            "slowdown": round(straggler.slowdown, 3) if straggler else 1.0,
+            "paused": self.choice.paused,
+        }
 
     def forecast(self, frontier: Frontier, gpus_per_stage: int) -> Forecast:
-        """Return what the job's iteration takes, and what it would use at default clocks.
+        """Return time and energy of the job's iteration, under these plans and at default clocks.
 
         A pipeline that takes ``s`` times as long is charged ``s`` times its plan's energy, and the
         others wait for the slowest at blocking power: the accounting of the paper's emulation.
@@ -76,12 +112,12 @@ class Assignment:
             gpus_per_stage: GPUs of one pipeline that share a stage.
         """
         time_s, energy_j = self._job([frontier.plans[number] for number in self.plans], frontier)
-        _, default_energy_j = self._job([frontier.baseline] * len(self.plans), frontier)
-        return Forecast(time_s, gpus_per_stage * energy_j, gpus_per_stage * default_energy_j)
+        default_time_s, default_energy_j = self._job([frontier.baseline] * len(self.plans), frontier)
+        return Forecast(time_s, gpus_per_stage * energy_j, default_time_s, gpus_per_stage * default_energy_j)
 
     def _job(self, plans: Sequence[FrequencyPlan], frontier: Frontier) -> tuple[float, float]:
         """Return time [s] and energy [J], one GPU a stage, of pipelines as slow as they are under these plans."""
-        slowness = [max(self.rooms) / room for room in self.rooms]
+        slowness = [max(self.stretch_factors) / factor for factor in self.stretch_factors]
         times_s = [plan.time_s * slow for plan, slow in zip(plans, slowness, strict=True)]
         energies_j = [plan.energy_j * slow for plan, slow in zip(plans, slowness, strict=True)]
         waiting_s = sum(max(times_s) - time_s for time_s in times_s) * len(frontier.instructions)

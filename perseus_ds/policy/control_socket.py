@@ -1,8 +1,8 @@
-"""Orders to a running job from outside, over a Unix socket that only its owner can use.
+"""Orders to a running job from outside, over a Unix socket that only its owner and root can use.
 
-One JSON object a line, answered by one: ``{"command": "status"}`` →
-``{"ok": true, "status": {...}}`` or ``{"ok": false, "error": "..."}``. Orders take effect at the next
-iteration boundaries, on all ranks at the same one.
+One JSON object a line, answered by one: ``{"command": "status"}`` is answered by ``{"ok": true, "status": {...}}`` or
+``{"ok": false, "error": "..."}``. Orders take effect at one of the next iteration boundaries, at the same one on all
+ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import socket
-import struct
 import tempfile
 import threading
 from collections.abc import Callable
@@ -22,12 +21,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from perseus_ds.artifacts.io import read_json, write_atomically
+from perseus_ds.artifacts.validation import explain
+from perseus_ds.device import local_socket
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.policy.policies import PolicyConfig
 
 ADDRESS_FILE = "control.json"
 _TIMEOUT_S = 5.0
-_LONGEST = 65536
 
 
 class _Order(BaseModel):
@@ -35,7 +35,7 @@ class _Order(BaseModel):
 
 
 class Status(_Order):
-    """Tell how the job goes."""
+    """Report the state of the job."""
 
     command: Literal["status"]
 
@@ -48,7 +48,7 @@ class SetPolicy(_Order):
 
 
 class SetStraggler(_Order):
-    """A pipeline will take this many times as long; 1 ends it."""
+    """Expect a pipeline to take this many times as long; 1 says that it has recovered."""
 
     command: Literal["straggler"]
     pipeline: int = Field(ge=0)
@@ -73,24 +73,22 @@ _ORDER: TypeAdapter[Status | SetPolicy | SetStraggler | Pause | Resume] = TypeAd
 
 
 def parse_order(words: object) -> Status | SetPolicy | SetStraggler | Pause | Resume:
-    """Check an order.
+    """Return an order that was checked.
 
     Raises:
-        ConfigError: It is none; the message names the key.
+        ConfigError: It is not a valid order; the message names the key.
     """
     try:
         return _ORDER.validate_python(words)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "command"
-        raise ConfigError(f"{key}: {first['msg']} (got {first['input']!r}).") from None
+        raise ConfigError(explain(error, Order, "order: ")) from None
 
 
 class ControlServer:
     """Listens on rank 0 until closed.
 
     Args:
-        directory: Where the address is left for ``perseus-ds control``: the job's output folder.
+        directory: The job's output folder, where ``perseus-ds control`` finds the address.
         handle: Carries out an order and returns what to answer; called on the server's thread.
     """
 
@@ -105,44 +103,43 @@ class ControlServer:
         # Paths of sockets must be short, so they cannot lie in just any folder; this one is made with mode 0700.
         self._folder = Path(tempfile.mkdtemp(prefix="perseus-"))
         path = self._folder / "control.sock"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket: socket.socket | None = None
         try:
-            self._socket.bind(str(path))
-            path.chmod(0o600)
-            self._socket.listen()
+            self._socket = local_socket.listen(str(path))
             directory.mkdir(parents=True, exist_ok=True)
             write_atomically(self._address_file, json.dumps({"socket": str(path), "pid": os.getpid()}) + "\n")
         except OSError:
             self.close()
             raise
-        self._thread = threading.Thread(target=self._serve, name="perseus-control", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._serve, args=[self._socket], name="perseus-control", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening and leave nothing behind; harmless when called again."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        """Stop listening and remove the socket and its address; harmless when called again."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         with contextlib.suppress(OSError, ValueError):
             if json.loads(self._address_file.read_text(encoding="utf-8")).get("pid") == os.getpid():
                 self._address_file.unlink()
 
-    def _serve(self) -> None:
+    def _serve(self, listener: socket.socket) -> None:
         while True:
             try:
-                connection, _ = self._socket.accept()
+                connection, _ = listener.accept()
             except OSError:  # closed
                 return
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(_TIMEOUT_S)
-                if _peer_uid(connection) in (os.getuid(), 0):
-                    connection.sendall(json.dumps(self._answer(_line(connection))).encode() + b"\n")
+                _, uid = local_socket.peer(connection)
+                if uid in (os.getuid(), 0):
+                    local_socket.send(connection, self._answer(connection))
 
-    def _answer(self, line: bytes) -> dict[str, Any]:
+    def _answer(self, connection: socket.socket) -> dict[str, Any]:
         try:
-            return {"ok": True, **self._handle(parse_order(json.loads(line)))}
-        except (ValueError, PerseusError) as error:
+            return {"ok": True, **self._handle(parse_order(local_socket.receive(connection)))}
+        except (ValueError, PerseusError, local_socket.LocalSocketError) as error:
             return {"ok": False, "error": str(error)}
 
 
@@ -157,14 +154,11 @@ def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{path}: no job is running that writes there, or it runs without plans.")
     address = read_json(path, ConfigError, ADDRESS_FILE)
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_TIMEOUT_S)
-            connection.connect(str(address.get("socket")))
-            connection.sendall(json.dumps(order).encode() + b"\n")
-            answer: dict[str, Any] = json.loads(_line(connection))
+        with local_socket.connect(str(address.get("socket")), _TIMEOUT_S) as connection:
+            answer = local_socket.exchange(connection, order)
     except PermissionError:
         raise ConfigError(f"{path}: the job belongs to another user, who alone can control it.") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ConfigError(
             f"{path}: process {address.get('pid')} does not answer ({error}). Run this on the node of rank 0; if the "
             "job is over, remove the file."
@@ -172,18 +166,3 @@ def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
     if not answer.get("ok"):
         raise ConfigError(str(answer.get("error")))
     return answer
-
-
-def _line(connection: socket.socket) -> bytes:
-    line = b""
-    while not line.endswith(b"\n") and len(line) < _LONGEST:
-        received = connection.recv(4096)
-        if not received:
-            break
-        line += received
-    return line
-
-
-def _peer_uid(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])

@@ -10,39 +10,44 @@ from perseus_ds.device.timers import Span
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.pipeline.schedule import Compute
 
-_STRIKES = 2
+_TIMES_IN_A_ROW = 2
+
+
+def drift_of_rank(spans: Iterable[Span], clocks_mhz: Mapping[Instruction, int], expected: ClockTimes) -> float:
+    """Return how far a rank's instructions are from the profile, by their median, as a fraction.
+
+    Args:
+        spans: One iteration.
+        clocks_mhz: Clock of each instruction; without one an instruction is left out.
+        expected: The times that the profile says.
+    """
+    ratios = []
+    for span in spans:
+        if isinstance(span.operation, Compute):
+            instruction = span.operation.instruction
+            expected_s = expected.get((instruction.stage, instruction.kind, clocks_mhz.get(instruction, 0)))
+            if expected_s is not None:
+                ratios.append(span.time_s / expected_s)
+    return abs(statistics.median(ratios) - 1) if ratios else 0.0
 
 
 class DriftWatch:
     """Counts how often in a row the pipelines were found too far from the profile.
 
     Args:
-        expected: What the profile says.
         max_drift: How far instructions may be from it, as a fraction.
     """
 
-    def __init__(self, expected: ClockTimes, max_drift: float) -> None:
-        self._expected = expected
+    def __init__(self, max_drift: float) -> None:
         self._max_drift = max_drift
-        self._strikes = 0
-
-    def of_rank(self, spans: Iterable[Span], clocks_mhz: Mapping[Instruction, int]) -> float:
-        """Return how far a rank's instructions are from the profile, by their median, as a fraction."""
-        ratios = []
-        for span in spans:
-            if isinstance(span.operation, Compute):
-                instruction = span.operation.instruction
-                expected_s = self._expected.get((instruction.stage, instruction.kind, clocks_mhz.get(instruction, 0)))
-                if expected_s is not None:
-                    ratios.append(span.time_s / expected_s)
-        return abs(statistics.median(ratios) - 1) if ratios else 0.0
+        self._in_a_row = 0
 
     def has_drifted(self, pipelines: Sequence[float]) -> bool:
         """Return whether the profile has turned out to be out of date: once, until it fits again.
 
         Args:
-            pipelines: How far each pipeline is from the profile. One that is alone is a straggler, and
-                no reason to measure all over again: at least half of them must be too far.
+            pipelines: How far each pipeline is from the profile. One pipeline alone is a straggler, for which
+                nothing has to be measured again: at least half of them must be too far.
         """
-        self._strikes = self._strikes + 1 if statistics.median_low(pipelines) > self._max_drift else 0
-        return self._strikes == _STRIKES
+        self._in_a_row = self._in_a_row + 1 if statistics.median_low(pipelines) > self._max_drift else 0
+        return self._in_a_row == _TIMES_IN_A_ROW

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator
 
 from perseus_ds.artifacts.frontier import Frontier
 
@@ -19,7 +19,16 @@ class SlowdownPolicy(_Policy):
     """At most so much slower than the fastest iteration."""
 
     name: Literal["slowdown"] = "slowdown"
-    max_slowdown: float = Field(0.0, ge=0, allow_inf_nan=False, description="As a fraction of T_min.")
+    max_slowdown: float = Field(0.0, ge=0, allow_inf_nan=False, description="As a fraction of T_min, below 1.")
+
+    @field_validator("max_slowdown")
+    @classmethod
+    def _is_a_fraction(cls, value: float) -> float:
+        if value >= 1:
+            meant = value - 1 if 1 < value < 2 else value / 100
+            question = f"; was {meant:.4g} meant, {100 * meant:.4g} % slower?" if meant < 1 else ""
+            raise ValueError(f"expected a fraction below 1, got {value:g}{question}")
+        return value
 
 
 class DeadlinePolicy(_Policy):
@@ -99,9 +108,9 @@ def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> De
     return _under_cap(policy, frontier, situation)
 
 
-def with_room(frontier: Frontier, plan: int, room: float) -> int:
+def stretched_plan(frontier: Frontier, plan: int, factor: float) -> int:
     """Return the plan of a pipeline that may take so many times as long as a plan: that of min(T', T*)."""
-    deadline_s = frontier.plans[plan].time_s * room * (1 - _MARGIN)
+    deadline_s = frontier.plans[plan].time_s * factor * (1 - _MARGIN)
     return plan if deadline_s <= frontier.plans[plan].time_s else _slowest(frontier, deadline_s)
 
 

@@ -1,1 +1,1 @@
-"""Measures what each instruction takes and uses at each clock."""
+"""Measures time and energy of each instruction at each clock."""

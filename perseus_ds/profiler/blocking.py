@@ -1,8 +1,6 @@
-"""What a GPU draws while it truly waits for its neighbour in a receive."""
+"""Measures blocking power: what a GPU draws while it waits for its neighbour in a receive."""
 
 from __future__ import annotations
-
-import time
 
 import torch
 import torch.distributed as dist
@@ -11,22 +9,26 @@ from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.distributed import PipelineTopology
 from perseus_ds.errors import GpuError
 from perseus_ds.profiler.counter_log import CounterLog
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 
-def measure_blocking_power_w(gpu: Gpu, topology: PipelineTopology, device: torch.device, window_s: float) -> float:
+def measure_blocking_power_w(
+    gpu: Gpu, topology: PipelineTopology, device: torch.device, window_s: float, timebase: Timebase = REAL_TIME
+) -> float:
     """Let the ranks of a pipeline wait for each other in turns; every rank must call this.
 
     Args:
         gpu: This rank's GPU.
-        topology: Where this rank stands.
+        topology: Position of this rank in its pipeline.
         device: Where the engine's tensors live.
         window_s: How long each rank waits [s]; several refreshes of the energy counter.
+        timebase: The time the GPU lives in.
 
     Returns:
         This rank's average power while it waited [W].
 
     Raises:
-        GpuError: It cannot be told; only after all ranks have waited for each other.
+        GpuError: It could not be measured; raised only after all ranks have waited for each other.
     """
     power_w: float | None = None
     problem: GpuError | None = None
@@ -34,25 +36,25 @@ def measure_blocking_power_w(gpu: Gpu, topology: PipelineTopology, device: torch
         if topology.pipeline_rank in waiting:
             source = topology.pipeline[sending[waiting.index(topology.pipeline_rank)]]
             try:
-                power_w = _waiting_power_w(gpu, source, device)
+                power_w = _waiting_power_w(gpu, source, device, timebase)
             except GpuError as error:
                 problem = error
         elif topology.pipeline_rank in sending:
             target = topology.pipeline[waiting[sending.index(topology.pipeline_rank)]]
-            time.sleep(window_s)
+            timebase.sleep(window_s)
             dist.send(torch.zeros(1, device=device), target)
     if problem is not None:
         raise problem
     if power_w is None:  # a pipeline of one rank never waits; idling comes closest
-        with CounterLog(gpu) as log:
-            begin_s = time.perf_counter()
-            time.sleep(window_s)
-            power_w = log.power_w(begin_s, time.perf_counter())
+        with CounterLog(gpu, timebase) as log:
+            begin_s = timebase.now_s()
+            timebase.sleep(window_s)
+            power_w = log.power_w(begin_s, timebase.now_s())
     return power_w
 
 
 def _rounds(ranks: int) -> list[tuple[list[int], list[int]]]:
-    """Who waits for whom, neighbours only, so that every rank waits at least once."""
+    """Return who waits and who sends to them, neighbours only, so that every rank waits at least once."""
     pairs = ranks - ranks % 2
     even, odd = list(range(0, pairs, 2)), list(range(1, pairs, 2))
     rounds = [(even, odd), (odd, even)]
@@ -61,10 +63,10 @@ def _rounds(ranks: int) -> list[tuple[list[int], list[int]]]:
     return rounds if ranks > 1 else []
 
 
-def _waiting_power_w(gpu: Gpu, source: int, device: torch.device) -> float:
-    with CounterLog(gpu) as log:
-        begin_s = time.perf_counter()
+def _waiting_power_w(gpu: Gpu, source: int, device: torch.device, timebase: Timebase) -> float:
+    with CounterLog(gpu, timebase) as log:
+        begin_s = timebase.now_s()
         dist.recv(torch.zeros(1, device=device), source)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return log.power_w(begin_s, time.perf_counter())
+        return log.power_w(begin_s, timebase.now_s())

@@ -1,13 +1,13 @@
-"""How time and power of instructions depend on the clock: physics where rows are few, the rows where they insist.
+"""Time and power of instructions as functions of the clock: a physical model, and a Gaussian process for its residuals.
 
-Physics: time has a part that scales with ``1/f`` and a part that does not; power is static power
-plus ``f V(f)^2`` with a voltage that is flat up to a knee and then rises; at a power limit the board
-holds its clock, so time and power stay as they are. Knee and limit belong to the device, so all
-stages share them.
+The physical model: time has a part that is proportional to ``1/f`` and a constant part; power is static
+power plus ``f V(f)^2`` with a voltage that is constant up to a knee and then rises; at a power limit the
+board keeps its clock, so time and power stay constant. Knee and limit are properties of the device, so
+all stages share them.
 
-What physics leaves over is smooth in the clock and alike on all stages, since they run the same
-kernels (on A40 the backward of GPT-3 is 8 % slower just above 960 MHz than below): a Gaussian
-process, whose size and reach are those under which the rows are most likely.
+The residuals are smooth in the clock and similar on all stages, since all stages run the same kernels
+(on A40 the backward of GPT-3 is 8 % slower just above 960 MHz than below). They are modelled by a
+Gaussian process whose amplitude and length scale maximise the likelihood of the rows.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from scipy.optimize import nnls
 Floats = npt.NDArray[np.float64]
 Stages = npt.NDArray[np.intp]
 
-_SIZES = (0.0005, 0.002, 0.005, 0.015, 0.04)
-_REACHES = (0.02, 0.04, 0.08, 0.2)
+_AMPLITUDES = (0.0005, 0.002, 0.005, 0.015, 0.04)
+_LENGTH_SCALES = (0.02, 0.04, 0.08, 0.2)
 _NOISES = (0.0005, 0.002, 0.005, 0.01, 0.02, 0.04)
-# What one stage may deviate from the others, relative to what all of them deviate from physics.
-_OWN = 0.2
-# Rows that lie this many standard deviations off are outliers, and count less the farther off they are.
+# Deviation of one stage from the other stages, relative to the deviation of all stages from the physical model.
+_PER_STAGE = 0.2
+# Rows that deviate by more standard deviations than this are outliers; their weight falls with their deviation.
 _OUTLIER = 3.0
 
 Terms = Callable[[Floats, float], Floats]
-"""Columns that a quantity is a non-negative sum of, shape (n, terms), for clocks and a knee relative to the top."""
+"""From clocks and a knee, both relative to the top clock, to the terms of a non-negative sum, shape (n, terms)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Series:
     Attributes:
         clock_mhz: Shape (n,).
         value: Shape (n,), positive.
-        error: Shape (n,): relative standard error; NaN where it is not known.
+        error: Shape (n,): relative standard error; NaN where unknown.
     """
 
     clock_mhz: Floats
@@ -53,7 +53,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a quantity is at some clocks.
+    """A quantity at some clocks, with its uncertainty.
 
     Attributes:
         value: Shape (m,).
@@ -85,38 +85,34 @@ def _power_terms(clock: Floats, knee: float) -> Floats:
 
 def _estimate(stages: Sequence[Series], clocks_mhz: Floats, terms: Terms, knees: Sequence[float]) -> list[Estimate]:
     top_mhz = max(float(s.clock_mhz.max()) for s in stages)
-    physics = _Physics.fit([_scaled(s, top_mhz) for s in stages], terms, knees)
-    asked = clocks_mhz / top_mhz
-    means = [np.log(physics.values(number, asked)) for number in range(len(stages))]
-    rest = _Rest.fit([_scaled(s, top_mhz) for s in stages], physics)
+    scaled = [replace(s, clock_mhz=s.clock_mhz / top_mhz) for s in stages]
+    physical = _PhysicalModel.fit(scaled, terms, knees)
+    residuals = _ResidualModel.fit(scaled, physical)
+    clocks = clocks_mhz / top_mhz
     estimates = []
-    for number, mean in enumerate(means):
-        deviation, error = rest.at(number, asked)
-        estimates.append(Estimate(np.exp(mean + deviation), error))
+    for number in range(len(stages)):
+        residual, error = residuals.at(number, clocks)
+        estimates.append(Estimate(physical.values(number, clocks) * np.exp(residual), error))
     return estimates
 
 
-def _scaled(series: Series, top_mhz: float) -> Series:
-    return Series(series.clock_mhz / top_mhz, series.value, series.error)
-
-
 @dataclass(frozen=True)
-class _Physics:
+class _PhysicalModel:
     terms: Terms
     knee: float
     limit: float
     coefficients: list[Floats]
 
     @classmethod
-    def fit(cls, stages: Sequence[Series], terms: Terms, knees: Sequence[float]) -> _Physics:
-        """Find the knee, the limit and each stage's coefficients that fit best."""
+    def fit(cls, stages: Sequence[Series], terms: Terms, knees: Sequence[float]) -> _PhysicalModel:
+        """Fit the knee, the limit and each stage's coefficients."""
         clocks = np.unique(np.concatenate([s.clock_mhz for s in stages]))
-        # With few rows anything fits; a limit is believed only with rows on both sides of it.
+        # A limit is only assumed with enough rows on both sides of it; few rows fit any limit.
         limits = clocks[len(clocks) // 2 :] if len(clocks) > 4 else clocks[-1:]
-        best: tuple[float, _Physics] | None = None
+        best: tuple[float, _PhysicalModel] | None = None
         for knee, limit in product(knees, limits[::-1]):
             fits = [_coefficients(terms(np.minimum(s.clock_mhz, limit), knee), s.value) for s in stages]
-            # A tie goes to the higher limit, which claims less.
+            # Of equal fits, the one with the higher limit is preferred: it assumes less.
             misfit = sum(fit[1] for fit in fits) * (1.001 if limit < clocks[-1] else 1.0) + 1e-12
             if best is None or misfit < best[0]:
                 best = misfit, cls(terms, knee, float(limit), [fit[0] for fit in fits])
@@ -129,7 +125,7 @@ class _Physics:
 
 
 def _coefficients(columns: Floats, value: Floats) -> tuple[Floats, float]:
-    """Fit relative values robustly; return coefficients and misfit."""
+    """Fit relative values with low weight for outliers; return the coefficients and the misfit."""
     weight = 1 / value
     for _ in range(3):
         found, _ = nnls(columns * weight[:, None], weight * value)
@@ -141,20 +137,20 @@ def _coefficients(columns: Floats, value: Floats) -> tuple[Floats, float]:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Covariance of relative deviations: a Matérn 3/2 in the clock, most of it shared by all stages."""
+    """Covariance of relative residuals: a Matérn 3/2 in the clock, most of it shared by all stages."""
 
-    size: float
-    reach: float
+    amplitude: float
+    length_scale: float
 
     def __call__(self, stage: Stages, clock: Floats, other_stage: Stages, other: Floats) -> Floats:
-        distance = np.sqrt(3) * np.abs(np.subtract.outer(clock, other)) / self.reach
+        distance = np.sqrt(3) * np.abs(np.subtract.outer(clock, other)) / self.length_scale
         shape = (1 + distance) * np.exp(-distance)
-        return np.asarray(self.size**2 * shape * (1 + _OWN**2 * np.equal.outer(stage, other_stage)))
+        return np.asarray(self.amplitude**2 * shape * (1 + _PER_STAGE**2 * np.equal.outer(stage, other_stage)))
 
 
 @dataclass(frozen=True)
-class _Rest:
-    """What physics leaves over: a Gaussian process over (stage, clock)."""
+class _ResidualModel:
+    """The relative residuals of the physical model: a Gaussian process over (stage, clock)."""
 
     stage: Stages
     clock: Floats
@@ -164,31 +160,32 @@ class _Rest:
     calibration: float = 1.0
 
     @classmethod
-    def fit(cls, stages: Sequence[Series], physics: _Physics) -> _Rest:
+    def fit(cls, stages: Sequence[Series], physical: _PhysicalModel) -> _ResidualModel:
         stage = np.concatenate([np.full(len(s.clock_mhz), number) for number, s in enumerate(stages)])
         clock = np.concatenate([s.clock_mhz for s in stages])
-        left = np.concatenate([np.log(s.value / physics.values(n, s.clock_mhz)) for n, s in enumerate(stages)])
+        residual = np.concatenate([np.log(s.value / physical.values(n, s.clock_mhz)) for n, s in enumerate(stages)])
         known = np.concatenate([s.error for s in stages])
         noises = _NOISES if np.isnan(known).any() else (1.0,)
-        best: tuple[float, _Rest] | None = None
-        for noise, reach, size in product(noises, _REACHES, _SIZES):
+        best: tuple[float, _ResidualModel] | None = None
+        for noise, length_scale, amplitude in product(noises, _LENGTH_SCALES, _AMPLITUDES):
             error = np.where(np.isnan(known), noise, np.maximum(known, _NOISES[0]))
-            kernel = _Kernel(size, reach)
+            kernel = _Kernel(amplitude, length_scale)
             factor = cho_factor(kernel(stage, clock, stage, clock) + np.diag(error**2), lower=True)
-            solved = cho_solve(factor, left)
-            likelihood = -0.5 * float(left @ solved) - float(np.log(np.diag(factor[0])).sum())
+            solved = cho_solve(factor, residual)
+            likelihood = -0.5 * float(residual @ solved) - float(np.log(np.diag(factor[0])).sum())
             if best is None or likelihood > best[0]:
                 best = likelihood, cls(stage, clock, kernel, factor, solved)
         assert best is not None
-        return replace(best[1], calibration=best[1]._calibrated(left))
+        return replace(best[1], calibration=best[1]._calibrated(residual))
 
-    def _calibrated(self, left: Floats) -> float:
-        """Return by how much error bars must grow to hold for clocks left out, which neighbours then predict.
+    def _calibrated(self, residual: Floats) -> float:
+        """Return the factor by which error bars must grow to be right in leave-one-out predictions of each clock.
 
-        Stages that are copies of each other vouch for each other, so the average over stages is looked at.
+        The residuals are averaged over stages first: equal stages have equal residuals, and leaving out the row of one
+        stage alone would only test how well another stage predicts it.
         """
         clocks = np.unique(self.clock)
-        mean = np.array([left[self.clock == clock].mean() for clock in clocks])
+        mean = np.array([residual[self.clock == clock].mean() for clock in clocks])
         same = np.zeros(len(clocks), dtype=np.intp)
         covariance = self.kernel(same, clocks, same, clocks) + _NOISES[0] ** 2 * np.eye(len(clocks))
         inverse = np.linalg.inv(covariance)
@@ -196,8 +193,10 @@ class _Rest:
         return max(1.0, float(np.sqrt(np.mean(standardised**2)))) if len(standardised) else 1.0
 
     def at(self, stage: int, clock: Floats) -> tuple[Floats, Floats]:
-        """Return deviation from physics and its standard deviation, both relative."""
+        """Return the relative residual and its standard deviation."""
         stages = np.full(len(clock), stage)
         cross = self.kernel(stages, clock, self.stage, self.clock)
-        variance = self.kernel.size**2 * (1 + _OWN**2) - np.einsum("ij,ji->i", cross, cho_solve(self.factor, cross.T))
+        variance = self.kernel.amplitude**2 * (1 + _PER_STAGE**2) - np.einsum(
+            "ij,ji->i", cross, cho_solve(self.factor, cross.T)
+        )
         return cross @ self.solved, self.calibration * np.sqrt(np.maximum(variance, 0.0))

@@ -1,30 +1,28 @@
-"""Average power from an energy counter that is refreshed only now and then."""
+"""Average power from an energy counter that is refreshed about every 100 ms."""
 
 from __future__ import annotations
 
 import math
 import statistics
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise, starmap
 from types import TracebackType
 
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.errors import GpuError
+from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 
 _HANGS_S = 3.0
 
 
 @dataclass(frozen=True)
 class Power:
-    """Average power over a while.
+    """Average power over some time.
 
     Attributes:
         watts: The average.
-        relative_error: Its standard error, infinite where it cannot be told yet.
-        clock_mhz: The clock the GPU ran at, as read back; a median.
+        relative_error: Its standard error, infinite where it is not known yet.
+        clock_mhz: The median of the clocks read back meanwhile; not a number where none was.
     """
 
     watts: float
@@ -33,27 +31,27 @@ class Power:
 
 
 class CounterLog:
-    """Watches the energy counter in the background and keeps the moments it changed.
+    """Reads the energy counter on a thread and records when it was refreshed.
 
-    A counter refreshed every 100 ms tells nothing about one 20 ms instruction, but its changes lie
-    on the true energy curve: the slope through several of them is the average power.
+    A counter refreshed every 100 ms does not show the energy of one 20 ms instruction, but its values right after a
+    refresh lie on the true energy curve: the slope through several of them is the average power.
 
     Args:
-        gpu: Whose counter.
-        now_s: The time that moments are given in.
-        poll_s: How often to look [s].
+        gpu: The GPU whose counter is read.
+        timebase: The time that moments are given in.
+        poll_s: How often to read the counter [s].
     """
 
-    def __init__(self, gpu: Gpu, now_s: Callable[[], float] = time.perf_counter, poll_s: float = 0.002) -> None:
+    def __init__(self, gpu: Gpu, timebase: Timebase = REAL_TIME, poll_s: float = 0.002) -> None:
         self._gpu = gpu
-        self._now_s = now_s
+        self._time = timebase
         self._poll_s = poll_s
         self._changes: list[tuple[float, float]] = []
         self._clocks: list[tuple[float, int]] = []
         self._last_j: float | None = None
-        self._stop = threading.Event()
+        self._stop = Flag(timebase)
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._watch, name="perseus-energy", daemon=True)
+        self._thread = timebase.thread(self._read_until_stopped, "perseus-energy")
 
     def __enter__(self) -> CounterLog:
         self._thread.start()
@@ -64,10 +62,6 @@ class CounterLog:
     ) -> None:
         self._stop.set()
         self._thread.join(_HANGS_S)
-
-    def changes(self, start_s: float, end_s: float) -> int:
-        """Return how many refreshes were seen between two moments."""
-        return sum(start_s <= moment <= end_s for moment, _ in self._changes)
 
     def readings(self, start_s: float, end_s: float) -> list[tuple[float, float]]:
         """Return moment [s] and energy [J] of the refreshes seen from ``start_s`` to ``end_s``."""
@@ -86,7 +80,7 @@ class CounterLog:
         Args:
             start_s: From when [s].
             end_s: Until when [s].
-            at_least_s: How long power must be averaged before one value does not depend on the next [s].
+            at_least_s: The time over which to average power so that one value does not depend on the next [s].
 
         Raises:
             GpuError: The counter was refreshed fewer than three times in between.
@@ -114,20 +108,20 @@ class CounterLog:
         """
         return self.power(start_s, end_s).watts
 
-    def poll(self) -> None:
-        """Look at the counter once; the clock is read whenever it was refreshed."""
+    def _read(self) -> None:
+        """Read the counter once, and the clock whenever the counter was refreshed."""
         energy_j = self._gpu.energy_j()
         if self._last_j is not None and energy_j != self._last_j:
-            now_s = self._now_s()
+            now_s = self._time.now_s()
             self._changes.append((now_s, energy_j))
             self._clocks.append((now_s, self._gpu.clock_mhz()))
         self._last_j = energy_j
 
-    def _watch(self) -> None:
+    def _read_until_stopped(self) -> None:
         try:
-            self.poll()
+            self._read()
             while not self._stop.wait(self._poll_s):
-                self.poll()
+                self._read()
         except Exception as error:
             self._error = error
 

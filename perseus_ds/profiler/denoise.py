@@ -1,7 +1,7 @@
-"""Completes a profile: every clock between the lowest and the highest one measured, with the noise taken out.
+"""Estimates rows for all clocks between the lowest and the highest measured one, with less noise.
 
-An optimiser fed raw rows picks, of many, those that noise made look good. Rows are therefore
-replaced by what all rows of a kind together say of them (:mod:`perseus_ds.profiler.clock_model`).
+An optimiser that is given raw rows selects those that look best because of noise. Rows are therefore
+replaced by estimates from all rows of a kind together (:mod:`perseus_ds.profiler.clock_model`).
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.clock_model import Series, estimate_powers, estimate_times
 
 _FEWEST_CLOCKS = 3
-# A clock that was not measured gets no row if its energy is known this badly, or twice as badly as measured ones.
-_TOO_DOUBTFUL = 0.01
+# A clock that was not measured gets no row if the relative error of its energy exceeds both this and twice the median
+# error of measured rows.
+_LARGEST_ERROR = 0.01
 
 
 def denoise(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
-    """Return the profile that the rows of another one most likely come from.
+    """Return the most likely profile, given measured rows.
 
     Args:
-        profile: What was measured. Standard errors in ``info.rows`` are made use of.
+        profile: The measured rows. Their standard errors in ``info.rows`` are used where known.
         clocks_mhz: Clocks the GPU supports; those within the range measured for a (stage, kind) get a row.
 
     Returns:
         A profile whose ``info.rows`` gives the error bars of every row, and 0 samples for a clock
-        that was not measured; where the rows say too little of such a clock, it gets no row. A
-        (stage, kind) measured at fewer than three clocks is left as it is.
+        that was not measured; such a clock gets no row if its error is too large. A (stage, kind)
+        measured at fewer than three clocks is returned as it was measured.
     """
-    everything = estimate(profile, clocks_mhz)
+    everything = estimate_all(profile, clocks_mhz)
     measured = {(m.stage, m.kind, m.clock_mhz) for m in profile.measurements}
     errors: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for row in everything.info.rows:
         if (row.stage, row.kind, row.clock_mhz) in measured:
             errors[row.stage, row.kind].append(row.energy_relative_error or 0.0)
-    allowed = {key: max(_TOO_DOUBTFUL, 2 * statistics.median(found)) for key, found in errors.items()}
+    allowed = {key: max(_LARGEST_ERROR, 2 * statistics.median(found)) for key, found in errors.items()}
     rows = [
         row
         for row in everything.info.rows
@@ -54,8 +55,8 @@ def denoise(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
     )
 
 
-def estimate(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
-    """Return what :func:`denoise` does, with a row for every clock however little is known of it."""
+def estimate_all(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
+    """Return the same as :func:`denoise`, but with a row for every clock, however large its error."""
     known = {(row.stage, row.kind, row.clock_mhz): row for row in profile.info.rows}
     by_kind: dict[Kind, list[int]] = defaultdict(list)
     for stage, kind in profile.keys:
@@ -69,13 +70,13 @@ def estimate(profile: StageProfile, clocks_mhz: Iterable[int]) -> StageProfile:
             measurements += kept
             qualities += [known[m.stage, kind, m.clock_mhz] for m in kept if (m.stage, kind, m.clock_mhz) in known]
         if fitted:
-            for row, quality in _estimated(profile, kind, fitted, sorted(set(clocks_mhz)), known):
+            for row, quality in _estimate_kind(profile, kind, fitted, sorted(set(clocks_mhz)), known):
                 measurements.append(row)
                 qualities.append(quality)
     return StageProfile(measurements, profile.info.model_copy(update={"rows": qualities}))
 
 
-def _estimated(
+def _estimate_kind(
     profile: StageProfile,
     kind: Kind,
     stages: list[int],
@@ -110,7 +111,7 @@ def _estimated(
 def _series(
     profile: StageProfile, kind: Kind, stages: list[int], known: dict[tuple[int, Kind, int], RowQuality]
 ) -> tuple[list[Series], list[Series]]:
-    """Return the times and the powers that were measured, by stage."""
+    """Return the measured times and powers, by stage."""
     times, powers = [], []
     for stage in stages:
         options = profile.options(stage, kind)

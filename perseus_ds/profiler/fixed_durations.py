@@ -1,4 +1,4 @@
-"""How long the parts of an iteration take that have no clock to choose: loads, transfers, the tail."""
+"""Durations of the operations that have no clock to choose: loads, transfers and unprofiled tails."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from perseus_ds.artifacts.profile import TransferDuration
+from perseus_ds.artifacts.profile_metadata import OtherDuration, TransferDuration
 from perseus_ds.device.timers import Span
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Transfer
+from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Other, Transfer
 
 Iterations = Sequence[Sequence[Span]]
-"""One rank's spans, by iteration."""
+"""Spans of one rank, by iteration."""
 
 
 def without_gaps(spans: Sequence[Span], time_s: float) -> list[Span]:
-    """Give the time that the engine spends between operations to the loads, transfers and tails beside it.
+    """Add the time that the engine spends between operations to the loads, transfers and tails next to it.
 
-    The wait before the tail is nobody's.
+    The time before the tail is not added to an operation: there, ranks wait for each other.
 
     Args:
         spans: One rank's operations of one iteration, in order.
@@ -41,7 +41,7 @@ def without_gaps(spans: Sequence[Span], time_s: float) -> list[Span]:
 
 
 def _begins_tail(before: Span, span: Span) -> bool:
-    """Whether ranks that begin the tail together wait for each other in between."""
+    """Whether the tail begins between the two spans; ranks that begin it together wait for each other there."""
     return _is_tail(span) and not _is_tail(before)
 
 
@@ -54,11 +54,23 @@ def load_durations_s(ranks: Sequence[Iterations]) -> dict[int, float]:
     return {stage: statistics.median(times_s) for stage, times_s in sorted(found.items())}
 
 
-def transfer_durations(ranks: Sequence[Iterations]) -> list[TransferDuration]:
-    """Return the median transfer over each boundary and direction, without the wait for the partner.
+def other_durations(ranks: Sequence[Iterations]) -> list[OtherDuration]:
+    """Return the median duration of each command that perseus-ds does not know, by stage."""
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for span in _spans(ranks):
+        if isinstance(span.operation, Other):
+            found[span.operation.command, span.operation.stage].append(span.time_s)
+    return [
+        OtherDuration(command=command, stage=stage, time_s=statistics.median(times_s))
+        for (command, stage), times_s in sorted(found.items())
+    ]
 
-    Both sides of a transfer end together, so the side that came last, which waited for nobody,
-    shows what the transfer itself takes: the shorter of the two.
+
+def transfer_durations(ranks: Sequence[Iterations]) -> list[TransferDuration]:
+    """Return the median transfer over each boundary and direction, without waiting for the other rank.
+
+    Both sides of a transfer end together. The side that begins last does not wait, so the shorter
+    of the two spans is the duration of the transfer itself.
     """
     shorter: dict[tuple[int, Transfer], float] = {}
     for rank in ranks:
@@ -78,10 +90,10 @@ def transfer_durations(ranks: Sequence[Iterations]) -> list[TransferDuration]:
 
 
 def tail_durations_s(ranks: Sequence[Iterations]) -> dict[int, float]:
-    """Return the median tail of each stage [s], of iterations whose tails the ranks began together.
+    """Return the median tail of each stage [s]; in all iterations, ranks began their tails together.
 
-    Where ranks agree on something within the tail, such as a gradient norm, the faster ones wait
-    for the slowest: that wait is part of their tail.
+    Where ranks exchange something within the tail, such as a gradient norm, the faster ones wait for
+    the slowest; that wait is part of their tail.
     """
     found: dict[int, list[float]] = defaultdict(list)
     for rank in ranks:
@@ -92,7 +104,7 @@ def tail_durations_s(ranks: Sequence[Iterations]) -> dict[int, float]:
 
 
 def tails_s(spans: Iterable[Span]) -> dict[int, float]:
-    """Return how long the tail of each stage in one iteration of a rank was, all parts together [s]."""
+    """Return the duration of each stage's tail, all its parts together, in one iteration of a rank [s]."""
     found: dict[int, float] = defaultdict(float)
     for span in spans:
         if _is_tail(span) and isinstance(span.operation, Compute):

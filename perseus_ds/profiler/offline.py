@@ -1,10 +1,10 @@
-"""Measures every (stage, kind) of this rank at a clock by repeating it, outside of training."""
+"""Measures each (stage, kind) of this rank at a clock by repeating it, outside of training."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,21 +19,33 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.counter_log import CounterLog
 from perseus_ds.profiler.profile_config import ProfileConfig
-from perseus_ds.profiler.rows import Row
+from perseus_ds.profiler.rows import MeasuredRow
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 _REFRESHES_AT_A_TIME = 5
 _FEWEST_CYCLES = 4
 _SETTLED = 0.03
 _MOST_TO_SETTLE = 10
-# A clock read back that is this much lower than what was asked for was not reached.
+_LONGEST_TO_SETTLE_S = 1.0
+# A clock was not reached if the clock read back is lower than this fraction of it.
 _NOT_REACHED = 0.985
-# What ranks that share a stage tell each other; the largest counts.
+# Answers that ranks sharing a stage exchange; the largest one applies to all.
 _DONE, _GO_ON, _GIVE_UP = 0.0, 1.0, 2.0
-_OF_A_PEER = "a rank that shares this rank's stage could not measure it; see its own message"
+_PEER_FAILED = "a rank that shares this rank's stage could not measure it; see its own message"
 
 
-class Repeatable(Protocol):
-    """This rank's instructions, to be run again at will."""
+class RepeatableInstructions(Protocol):
+    """This rank's instructions, which can be run any number of times."""
+
+    def obstacle(self, agree: Callable[[str | None], str | None]) -> str | None:
+        """Return why they cannot be run again without changing training; None if they can.
+
+        Args:
+            agree: Returns the first reason of all ranks; every rank calls it at the same time.
+        """
+
+    def isolated(self) -> AbstractContextManager[None]:
+        """Keep what is run inside out of training."""
 
     @property
     def instructions(self) -> tuple[tuple[int, Kind], ...]:
@@ -43,27 +55,32 @@ class Repeatable(Protocol):
         """Run a forward, or the backward of the last forward run."""
 
 
-class Peers(Protocol):
-    """Ranks that share a stage compute together, so they must repeat instructions equally often."""
+class StagePeers(Protocol):
+    """Ranks that share a stage. They compute together, so they must repeat instructions equally often."""
 
-    def stage_max(self, value: float) -> float: ...
+    def stage_max(self, value: float) -> float:
+        """Return the largest value of all of them."""
 
 
-class Locks(Protocol):
+class ClockLock(Protocol):
     """Sets this rank's clock."""
 
-    def set_and_wait(self, clock_mhz: int | None) -> None: ...
+    def set_and_wait(self, clock_mhz: int | None) -> None:
+        """Lock a clock, or reset to default clocks; return when the driver has accepted it."""
+
+    def has_settled(self) -> bool:
+        """Return whether the GPU runs at it, or is known not to reach it."""
 
 
 @dataclass(frozen=True)
-class Repeated:
-    """What repeating a cycle of instructions yields.
+class RepetitionResult:
+    """Measurements of a repeated cycle of instructions.
 
     Attributes:
-        times_s: Of the last kind of the cycle.
-        energy_j: Of one cycle.
-        energy_error: Relative standard error of it.
-        clock_mhz: The clock the GPU ran at.
+        times_s: Times of the last instruction of the cycle.
+        energy_j: Mean energy of one cycle.
+        energy_error: Relative standard error of ``energy_j``.
+        clock_mhz: Median clock at which the GPU ran.
     """
 
     times_s: list[float]
@@ -75,9 +92,9 @@ class Repeated:
 class OfflineProfiler:
     """Measures one clock after the other while this rank repeats its own instructions.
 
-    Forwards are repeated alone; a backward needs a forward before it, so pairs are repeated and the
+    Forwards are repeated alone. A backward needs a forward before it, so pairs are repeated and the
     forward's energy is subtracted. Instructions are repeated until the standard errors of time and
-    energy are small enough, in portions of a few refreshes of the energy counter.
+    energy are small enough; this is checked every few refreshes of the energy counter.
 
     Args:
         gpu: This rank's GPU.
@@ -85,26 +102,24 @@ class OfflineProfiler:
         execution: Times instructions.
         work: The instructions.
         peers: Ranks that share the stage.
-        config: How well to measure.
-        blocking_power_w: What the GPU draws between instructions [W].
-        counter_period_s: How often the energy counter is refreshed [s].
-        watch: Watches the energy counter.
-        now_s: The time its moments are given in.
+        config: Required accuracy and longest time.
+        blocking_power_w: Power of the GPU between instructions [W].
+        counter_period_s: Refresh period of the energy counter [s].
+        timebase: The time in which the GPU's energy counter is read.
     """
 
     def __init__(
         self,
         *,
         gpu: Gpu,
-        clocks: Locks,
+        clocks: ClockLock,
         execution: Execution,
-        work: Repeatable,
-        peers: Peers,
+        work: RepeatableInstructions,
+        peers: StagePeers,
         config: ProfileConfig,
         blocking_power_w: float,
         counter_period_s: float,
-        watch: Callable[[Gpu], AbstractContextManager[CounterLog]] = CounterLog,
-        now_s: Callable[[], float] = time.perf_counter,
+        timebase: Timebase = REAL_TIME,
     ) -> None:
         self._gpu = gpu
         self._clocks = clocks
@@ -114,21 +129,20 @@ class OfflineProfiler:
         self._config = config
         self._blocking_power_w = blocking_power_w
         self._portion_s = _REFRESHES_AT_A_TIME * counter_period_s
-        self._watch = watch
-        self._now_s = now_s
+        self._time = timebase
 
-    def measure(self, clock_mhz: int) -> list[Row]:
+    def measure(self, clock_mhz: int) -> list[MeasuredRow]:
         """Return one row for each (stage, kind) at a clock, which stays set.
 
         Raises:
             GpuError: The GPU refused.
             TimeoutError: The driver did not answer.
-            ProfileError: What was measured cannot be, or a rank that shares the stage could not measure.
+            ProfileError: A measured energy is not positive, or a rank that shares the stage could not measure.
         """
         self._lock(clock_mhz)
         rows = []
         problem: ProfileError | None = None
-        forward: dict[int, Repeated] = {}
+        forward: dict[int, RepetitionResult] = {}
         for stage, kind in self._work.instructions:
             cycle = [Kind.FORWARD] if kind is Kind.FORWARD else [Kind.FORWARD, Kind.BACKWARD]
             self._settle(stage, cycle)
@@ -137,7 +151,7 @@ class OfflineProfiler:
                 forward[stage] = repeated
             try:
                 rows.append(self._row(stage, kind, clock_mhz, repeated, forward[stage]))
-            except ProfileError as error:  # the rank's peers go on to the next kind, and cannot without it
+            except ProfileError as error:  # peers continue with the next kind and need this rank for it
                 problem = problem or error
         if problem is not None:
             raise problem
@@ -150,21 +164,23 @@ class OfflineProfiler:
         except (GpuError, TimeoutError) as error:
             problem = error
         if self._peers.stage_max(float(problem is not None)):
-            raise problem or ProfileError(_OF_A_PEER)
+            raise problem or ProfileError(_PEER_FAILED)
 
-    def _row(self, stage: int, kind: Kind, clock_mhz: int, repeated: Repeated, forward: Repeated) -> Row:
+    def _row(
+        self, stage: int, kind: Kind, clock_mhz: int, repeated: RepetitionResult, forward: RepetitionResult
+    ) -> MeasuredRow:
         energy_j, error_j = repeated.energy_j, repeated.energy_j * repeated.energy_error
         if kind is Kind.BACKWARD:
             energy_j -= forward.energy_j
             error_j = math.hypot(error_j, forward.energy_j * forward.energy_error)
         if energy_j <= 0:
             raise ProfileError(
-                f"stage {stage}, {kind}, {clock_mhz} MHz: measured {energy_j:.3g} J, which cannot be. "
+                f"stage {stage}, {kind}, {clock_mhz} MHz: measured {energy_j:.3g} J, expected more than 0. "
                 "Make perseus.profile.max_window_s longer."
             )
         time_s, time_error = typical(repeated.times_s)
         held = repeated.clock_mhz < _NOT_REACHED * clock_mhz
-        return Row(
+        return MeasuredRow(
             Measurement(stage, kind, clock_mhz, time_s, energy_j),
             RowQuality(
                 stage=stage,
@@ -178,24 +194,26 @@ class OfflineProfiler:
         )
 
     def _settle(self, stage: int, cycle: Sequence[Kind]) -> None:
-        """Repeat until times no longer change from one to the next: caches, clock and temperature have followed."""
-        before_s = math.inf
-        for _ in range(_MOST_TO_SETTLE):
+        """Repeat until times are steady and the clock is read back as locked: caches and clock have settled."""
+        begin_s, before_s = self._time.now_s(), math.inf
+        for runs in itertools.count(1):
             time_s = sum(span.time_s for span in self._run(stage, cycle))
-            settled = abs(time_s / before_s - 1) < _SETTLED
+            is_steady = abs(time_s / before_s - 1) < _SETTLED or runs >= _MOST_TO_SETTLE
+            # Equal times alone may be those at the clock before.
+            has_clock = self._clocks.has_settled() or self._time.now_s() - begin_s > _LONGEST_TO_SETTLE_S
             before_s = time_s
-            if self._peers.stage_max(0.0 if settled else 1.0) == 0.0:
+            if self._peers.stage_max(_DONE if is_steady and has_clock else _GO_ON) != _GO_ON:
                 break
 
-    def _repeat(self, stage: int, cycle: Sequence[Kind]) -> Repeated:
-        """Repeat a cycle until enough is known of it."""
+    def _repeat(self, stage: int, cycle: Sequence[Kind]) -> RepetitionResult:
+        """Repeat a cycle until time and energy are accurate enough, or the longest time is over."""
         spans: list[Span] = []
         count = 0
-        with self._watch(self._gpu) as log:
-            begin_s = self._now_s()
+        with CounterLog(self._gpu, self._time) as log:
+            begin_s = self._time.now_s()
             while True:
                 count += self._repeat_for(self._portion_s, lambda: spans.extend(self._run(stage, cycle)))
-                end_s = self._now_s()
+                end_s = self._time.now_s()
                 times_s = [span.time_s for span in spans if _kind(span) is cycle[-1]]
                 try:
                     found = self._evaluate(log, begin_s, end_s, count, spans)
@@ -206,14 +224,14 @@ class OfflineProfiler:
                 go_on = (unknown and end_s - begin_s < self._config.max_window_s) or count < _FEWEST_CYCLES
                 verdict = self._peers.stage_max(_GO_ON if go_on or found is None else _DONE)
                 if verdict == _GIVE_UP:
-                    raise ProfileError(_OF_A_PEER)
+                    raise ProfileError(_PEER_FAILED)
                 if verdict == _DONE:
                     assert found is not None
                     return found
 
     def _evaluate(
         self, log: CounterLog, begin_s: float, end_s: float, count: int, spans: Sequence[Span]
-    ) -> Repeated | None:
+    ) -> RepetitionResult | None:
         refreshes = len(log.readings(begin_s, end_s))
         if refreshes < _REFRESHES_AT_A_TIME - 1 and end_s - begin_s <= 10 * self._config.max_window_s:
             return None
@@ -221,7 +239,7 @@ class OfflineProfiler:
         cycle_s = (end_s - begin_s) / count
         gap_s = cycle_s - sum(span.time_s for span in spans) / count
         last = _kind(spans[-1])
-        return Repeated(
+        return RepetitionResult(
             times_s=[span.time_s for span in spans if _kind(span) is last],
             energy_j=power.watts * cycle_s - self._blocking_power_w * gap_s,
             energy_error=power.relative_error,
@@ -229,10 +247,10 @@ class OfflineProfiler:
         )
 
     def _repeat_for(self, portion_s: float, run: Callable[[], object]) -> int:
-        """Run for a while, as often as peers of the stage do; return how often that was."""
-        begin_s = self._now_s()
+        """Run for about this time, as often as the peers of the stage; return how often."""
+        begin_s = self._time.now_s()
         run()
-        once_s = max(self._now_s() - begin_s, 1e-6)
+        once_s = max(self._time.now_s() - begin_s, 1e-6)
         count = int(self._peers.stage_max(math.ceil(portion_s / once_s)))
         for _ in range(count - 1):
             run()
@@ -249,10 +267,10 @@ class OfflineProfiler:
 
 
 def typical(times_s: Sequence[float]) -> tuple[float, float]:
-    """Return the median and its relative standard error, told by the median deviation: outliers do not matter."""
+    """Return the median and its relative standard error from the median deviation, which outliers do not change."""
     median_s = statistics.median(times_s)
     deviation_s = statistics.median(abs(time_s - median_s) for time_s in times_s)
-    # 1.48 makes a median deviation a standard deviation, 1.25 the error of a mean that of a median.
+    # A standard deviation is 1.48 median deviations; the standard error of a median is 1.25 times that of a mean.
     error = 1.48 * 1.25 * deviation_s / math.sqrt(len(times_s)) / median_s
     return median_s, error if len(times_s) > 2 else math.inf
 

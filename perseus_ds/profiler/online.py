@@ -1,9 +1,9 @@
-"""Measures time and energy of instructions while ordinary training goes on, one clock an iteration.
+"""Measures time and energy of instructions while training goes on, one clock an iteration.
 
-Times are those of the instructions as they ran. Energies come from the energy counter: whenever it
-is refreshed, what was used since the iteration began is blocking power times the time passed, plus
-the sum over kinds of their power beyond blocking times the time spent in them. So power follows by
-least squares over all refreshes at one clock.
+Times are those of the instructions as they ran. Energies come from the energy counter: at each
+refresh, the energy used since the iteration began is blocking power times the time passed, plus the
+sum over kinds of their power beyond blocking power times the time spent in them. The powers are
+therefore estimated by least squares over all refreshes at one clock.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from perseus_ds.device.timers import Span
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.fixed_durations import tails_s
-from perseus_ds.profiler.rows import Row
+from perseus_ds.profiler.rows import MeasuredRow
 
 Key = tuple[int, Kind]
 Floats = npt.NDArray[np.float64]
 
-# How late a refresh of the counter is seen, typically [s], and by how much an instruction's power varies.
-_LATE_S = 0.001
-_VARIES = 0.02
-# What is known of power before measuring it, as relative deviations: of waiting from blocking power, of the kinds from
-# each other at all clocks alike, and of a kind at one clock from what it is at all clocks.
-_WAITING = 0.1
-_ALIKE = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.1, Kind.RECOMPUTE: 0.1, Kind.TAIL: 0.5}
-_ALIKE_AT_A_CLOCK = {Kind.FORWARD: 0.02, Kind.BACKWARD: 0.02, Kind.RECOMPUTE: 0.02, Kind.TAIL: 0.2}
+# Typical delay until a refresh of the counter is seen [s]; relative variation of power from instruction to instruction.
+_DELAY_S = 0.001
+_POWER_VARIATION = 0.02
+# Prior knowledge of power, as relative standard deviations: of waiting from blocking power; of the kinds from each
+# other, common to all clocks; and of a kind at one clock from its ratio common to all clocks.
+_WAITING_SPREAD = 0.1
+_KIND_SPREAD = {kind: 0.5 if kind is Kind.TAIL else 0.1 for kind in Kind}
+_KIND_SPREAD_AT_A_CLOCK = {kind: 0.2 if kind is Kind.TAIL else 0.02 for kind in Kind}
 
 
 @dataclass(frozen=True)
 class _System:
-    """What the refreshes of the counter at one clock say, weighted so that each errs by about 1 times the power.
+    """Linear equations from the counter's refreshes at one clock, weighted to errors of about 1 times the power.
 
     Attributes:
         spent_s: Shape (refreshes, kinds + 1): seconds spent in each kind and, last, outside of them.
@@ -52,42 +52,45 @@ class _System:
     beyond_j: Floats
 
     def solve(self, expected_w: Floats, spread_w: Floats) -> Floats:
-        """Return the power beyond blocking in each kind and outside, near what is expected as far as need be [W]."""
+        """Return the power beyond blocking power in each kind and outside, regularised towards the expected one [W]."""
         scale = float(expected_w.max())
         matrix = np.vstack([self.spent_s / scale, np.diag(1 / spread_w)])
         values = np.concatenate([self.beyond_j / scale, expected_w / spread_w])
         return np.asarray(np.linalg.lstsq(matrix, values, rcond=None)[0])
 
     def common_w(self, ratio: Floats) -> float:
-        """Return the power beyond blocking of a kind whose ratio is 1 [W]."""
+        """Return the power beyond blocking power of a kind whose ratio is 1 [W]."""
         seconds = self.spent_s[:, :-1] @ ratio
         return float(seconds @ self.beyond_j / (seconds @ seconds))
 
 
 class OnlineProfiler:
-    """Collects iterations of one rank and makes rows of them.
+    """Collects iterations of one rank and computes rows from them.
 
     Args:
-        blocking_power_w: What this rank's GPU draws while it waits [W].
+        blocking_power_w: Power of this rank's GPU while it waits [W].
     """
 
     def __init__(self, blocking_power_w: float) -> None:
         self._blocking_power_w = blocking_power_w
         self._keys: list[Key] = []
         self._times_s: dict[tuple[int, Key], list[float]] = defaultdict(list)
-        # By clock, and for each iteration: spans, and moment and value of the counter's refreshes.
+        # By clock, and for each call of add: spans, and moment and value of the counter's refreshes.
         self._seen: dict[int, list[tuple[list[tuple[Span, Key]], Floats, Floats]]] = defaultdict(list)
 
-    def add(self, clock_mhz: int, spans: Sequence[Span], readings: Sequence[tuple[float, float]]) -> None:
-        """Take in an iteration that ran at one clock.
+    def add(
+        self, clock_mhz: int, iterations: Sequence[Sequence[Span]], readings: Sequence[tuple[float, float]]
+    ) -> None:
+        """Add iterations that ran at one clock, one right after the other.
 
         Args:
             clock_mhz: The clock.
-            spans: What ran, on the same time axis as the readings.
-            readings: Moment [s] and value [J] of the energy counter whenever it was refreshed.
+            iterations: The operations of each, on the same time axis as the readings.
+            readings: Moment [s] and value [J] of the energy counter whenever it was refreshed meanwhile.
         """
         computed = [
             (span, (span.operation.instruction.stage, span.operation.instruction.kind))
+            for spans in iterations
             for span in spans
             if isinstance(span.operation, Compute)
         ]
@@ -95,14 +98,15 @@ class OnlineProfiler:
         for span, key in computed:
             if key[1] is not Kind.TAIL:
                 self._times_s[clock_mhz, key].append(span.time_s)
-        for stage, time_s in tails_s(spans).items():
-            self._times_s[clock_mhz, (stage, Kind.TAIL)].append(time_s)
+        for spans in iterations:
+            for stage, time_s in tails_s(spans).items():
+                self._times_s[clock_mhz, (stage, Kind.TAIL)].append(time_s)
         if len(readings) >= 2:
             moments, energy_j = np.array(readings).T
             self._seen[clock_mhz].append((computed, moments, energy_j))
 
-    def rows(self) -> list[Row]:
-        """Return one row for every kind and clock of which power can be told, by clock."""
+    def rows(self) -> list[MeasuredRow]:
+        """Return one row for every kind and clock whose power could be estimated, by clock."""
         powers_w = self._powers_w()
         return [
             self._row(clock_mhz, key, float(power_w[number]))
@@ -111,22 +115,22 @@ class OnlineProfiler:
             if self._times_s[clock_mhz, key] and power_w[number] > 0
         ]
 
-    def _row(self, clock_mhz: int, key: Key, power_w: float) -> Row:
+    def _row(self, clock_mhz: int, key: Key, power_w: float) -> MeasuredRow:
         times_s = self._times_s[clock_mhz, key]
         time_s = statistics.median(times_s)
-        # A median of n samples is known 1.25 times worse than their mean.
+        # The standard error of a median is 1.25 times that of a mean.
         error = 1.25 * statistics.stdev(times_s) / math.sqrt(len(times_s)) / time_s if len(times_s) > 1 else None
-        return Row(
+        return MeasuredRow(
             Measurement(*key, clock_mhz, time_s, power_w * time_s),
             RowQuality(stage=key[0], kind=key[1], clock_mhz=clock_mhz, samples=len(times_s), time_relative_error=error),
         )
 
     def _powers_w(self) -> dict[int, Floats]:
-        """Return, by clock, the power in each kind.
+        """Return, by clock, the power in each kind [W].
 
-        What all kinds draw together is told well by few refreshes, how they differ only by many. So
-        the ratio of kinds to each other is taken from all clocks at once, and a kind leaves it at
-        one clock only as far as the refreshes insist.
+        A few refreshes determine the common power of all kinds well; their differences need many. So
+        the ratios between kinds are estimated from all clocks at once, and the power of a kind at one
+        clock deviates from its ratio only as far as the refreshes at that clock require.
         """
         systems = {clock: system for clock in self._seen if (system := self._system(clock)) is not None}
         ratio = np.ones(len(self._keys))
@@ -139,23 +143,23 @@ class OnlineProfiler:
         return {c: self._at_clock(systems[c], ratio, w) for c, w in common_w.items()}
 
     def _ratio(self, systems: dict[int, _System], common_w: dict[int, float]) -> Floats:
-        """Return what each kind draws beyond blocking at all clocks, relative to the others."""
-        spread = np.array([_ALIKE[kind] for _, kind in self._keys])
+        """Return the power beyond blocking power of each kind relative to the others, common to all clocks."""
+        spread = np.array([_KIND_SPREAD[kind] for _, kind in self._keys])
         matrix = [system.spent_s[:, :-1] for system in systems.values()]
         values = [system.beyond_j / common_w[clock] for clock, system in systems.items()]
         return np.asarray(nnls(np.vstack([*matrix, np.diag(1 / spread)]), np.concatenate([*values, 1 / spread]))[0])
 
     def _at_clock(self, system: _System, ratio: Floats, common_w: float) -> Floats:
         expected_w = ratio * common_w
-        alike = np.array([_ALIKE_AT_A_CLOCK[kind] for _, kind in self._keys])
+        spread = np.array([_KIND_SPREAD_AT_A_CLOCK[kind] for _, kind in self._keys])
         power_w = system.solve(
             np.append(expected_w, 0.0),
-            np.append(alike * np.maximum(expected_w, 1.0), _WAITING * self._blocking_power_w),
+            np.append(spread * np.maximum(expected_w, 1.0), _WAITING_SPREAD * self._blocking_power_w),
         )
         return self._blocking_power_w + np.maximum(power_w[:-1], 0.0)
 
     def _system(self, clock_mhz: int) -> _System | None:
-        """Return what is known at a clock; None where the counter was not refreshed twice within an iteration."""
+        """Return the equations of a clock; None where the counter was not refreshed twice within an iteration."""
         spent, beyond = [], []
         for computed, moments, energy_j in self._seen[clock_mhz]:
             seconds = np.zeros((len(moments), len(self._keys) + 1))
@@ -169,13 +173,13 @@ class OnlineProfiler:
 
 
 def _weights(moments_s: Floats, instruction_s: float) -> Floats:
-    """Return the matrix that makes the errors of readings independent, of size 1, and blind to where they begin.
+    """Return the matrix after which errors of readings are independent, of size 1, and free of a common offset.
 
-    A refresh is seen late by chance; and power that varies from instruction to instruction makes
-    the energy wander, so that later readings share the deviation of earlier ones.
+    A refresh is seen with a random delay. Power varies from instruction to instruction, and the
+    resulting deviation of the energy accumulates, so later readings share that of earlier ones.
     """
-    wander = _VARIES**2 * instruction_s * (np.minimum.outer(moments_s, moments_s) - moments_s[0])
-    factor = np.linalg.cholesky(wander + _LATE_S**2 * np.eye(len(moments_s)))
+    accumulated = _POWER_VARIATION**2 * instruction_s * (np.minimum.outer(moments_s, moments_s) - moments_s[0])
+    factor = np.linalg.cholesky(accumulated + _DELAY_S**2 * np.eye(len(moments_s)))
     weights = np.linalg.inv(factor)
     begin = weights.sum(axis=1)
     return np.asarray(weights - np.outer(begin, begin @ weights) / (begin @ begin))

@@ -1,4 +1,4 @@
-"""Rows as ranks measure them, and what becomes of them together."""
+"""Measured rows with their quality: combined over ranks that share a stage, without clocks that were not reached."""
 
 from __future__ import annotations
 
@@ -7,34 +7,33 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from perseus_ds.artifacts.profile_csv import Measurement
+from perseus_ds.artifacts.profile_csv import Measurement, combine_ranks
 from perseus_ds.artifacts.profile_metadata import RowQuality
 from perseus_ds.pipeline.instruction import Kind
 
 
 @dataclass(frozen=True)
-class Row:
-    """A measurement and how it was made."""
+class MeasuredRow:
+    """A measurement and how well it was made."""
 
     measurement: Measurement
     quality: RowQuality
 
 
-def combined(rows: Iterable[Row]) -> list[Row]:
-    """Make one row of those of ranks that share a stage: the slowest time, the mean energy."""
-    by_key: dict[tuple[int, Kind, int], list[Row]] = defaultdict(list)
+def combine_rows(rows: Iterable[MeasuredRow]) -> list[MeasuredRow]:
+    """Combine the rows of ranks that share a stage into one per kind and clock: slowest time, mean energy."""
+    by_key: dict[tuple[int, Kind, int], list[MeasuredRow]] = defaultdict(list)
     for row in rows:
         by_key[row.measurement.stage, row.measurement.kind, row.measurement.clock_mhz].append(row)
-    return [_combine(*key, shared) for key, shared in sorted(by_key.items())]
+    return [_combine_one(shared) for _, shared in sorted(by_key.items())]
 
 
-def _combine(stage: int, kind: Kind, clock_mhz: int, rows: list[Row]) -> Row:
+def _combine_one(rows: list[MeasuredRow]) -> MeasuredRow:
     slowest = max(rows, key=lambda row: row.measurement.time_s)
-    energy_j = sum(row.measurement.energy_j for row in rows) / len(rows)
     errors = [row.quality.energy_relative_error for row in rows]
     known = [error for error in errors if error is not None]
-    return Row(
-        Measurement(stage, kind, clock_mhz, slowest.measurement.time_s, energy_j),
+    return MeasuredRow(
+        combine_ranks([row.measurement for row in rows]),
         slowest.quality.model_copy(
             update={
                 "samples": min(row.quality.samples for row in rows),
@@ -45,13 +44,13 @@ def _combine(stage: int, kind: Kind, clock_mhz: int, rows: list[Row]) -> Row:
     )
 
 
-def reached_only(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
-    """Separate the rows to keep from those at clocks the GPU did not reach.
+def reached_only(rows: Iterable[MeasuredRow]) -> tuple[list[MeasuredRow], list[MeasuredRow]]:
+    """Return the rows to keep, and those to leave out because the GPU did not reach their clock.
 
-    A GPU held by a limit is as fast at one clock beyond it as at another; the lowest of them is
-    kept, to stand for the fastest it can be.
+    All clocks above a power or thermal limit are equally fast. Of these, the lowest is kept: it is
+    the fastest that the GPU can be.
     """
-    held: dict[tuple[int, Kind], list[Row]] = defaultdict(list)
+    held: dict[tuple[int, Kind], list[MeasuredRow]] = defaultdict(list)
     kept = []
     for row in rows:
         if row.quality.reached_mhz is None:

@@ -1,4 +1,4 @@
-"""Which clocks to measure: all of them, every n-th, or a few well-chosen ones."""
+"""Chooses which clocks to measure: all, every n-th, or a few, chosen from the rows measured so far."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ import numpy.typing as npt
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile, lower_hull
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.profiler.denoise import estimate
+from perseus_ds.profiler.denoise import estimate_all
 
 Floats = npt.NDArray[np.float64]
 
-# Distance between the first clocks asked for, relative to the clock.
+# Distance between the clocks of the descent, relative to the clock.
 _STEP = 0.1
-# The descent goes on while a step saves this much effective energy, which instructions with slack make use of.
-_WORTH_A_STEP = 0.01
+# The descent goes on while a step saves this fraction of effective energy (instructions with slack use low clocks).
+_SAVING_PER_STEP = 0.01
+# It does not stop before instructions are slower than the fastest by this factor.
 _SLOWED = 1.1
 _RISES_TO_STOP = 5
-# A clock is worth measuring if plans might save this much of an instruction's energy by it.
-_WORTHWHILE = 0.0005
+# A clock is measured if it might save plans this fraction of the energy of all instructions.
+_SMALLEST_GAIN = 0.0005
 _BATCH = 2
-# How many standard deviations better than estimated a clock is taken to be, when deciding where to look.
-_DOUBT = 1.5
+# Possible gains assume that a clock is better than estimated by this many standard deviations.
+_OPTIMISM = 1.5
 
 
 class Sampler(Protocol):
-    """Decides which clocks to measure next from what was measured so far, on one rank for all."""
+    """Chooses the clocks to measure next from the rows measured so far; runs on one rank, for all."""
 
     def next_clocks(self) -> list[int]:
         """Return the clocks to measure next, the highest first [MHz]; none when enough is known."""
 
     def add(self, rows: Iterable[Measurement]) -> None:
-        """Take in what was measured at those clocks, on all stages."""
+        """Add the rows measured at those clocks, of all stages."""
 
 
 def make_sampler(
@@ -51,11 +52,11 @@ def make_sampler(
     """Return the sampler of a profile.
 
     Args:
-        sampling: ``full``: every clock, ``stride``: every n-th, both from the highest down until energy keeps
-            rising; ``adaptive``: a few.
+        sampling: ``full``: every clock, ``stride``: every n-th, both from the highest down until energy has risen
+            five times in a row; ``adaptive``: a few.
         clocks_mhz: The clocks that may be measured, ascending.
         stride: The n of ``stride``.
-        blocking_power_w: What a waiting GPU draws [W].
+        blocking_power_w: Power of a GPU that waits [W].
         budget: Most clocks that ``adaptive`` measures.
     """
     if sampling == "adaptive":
@@ -64,7 +65,7 @@ def make_sampler(
 
 
 class Sweep:
-    """One clock after the other until energy has risen five times in a row.
+    """Measures one clock after the other until energy has risen five times in a row.
 
     Args:
         clocks_mhz: In the order in which they are measured.
@@ -84,16 +85,16 @@ class Sweep:
 
 
 class AdaptiveSampler:
-    """A coarse descent until energy rises, then clocks where plans may go.
+    """Measures clocks in coarse steps down until energy rises, then those that may improve plans the most.
 
     Plans use, of every (stage, kind), the clocks on the lower convex hull of effective energy over
-    time. After the descent, the clock asked for is the one that may lie below the hull of those
-    measured by the most, as far as the error bars of the fitted profile leave it open: where rows
-    contradict physics, error bars grow, and the neighbourhood is looked at more closely.
+    time. After the descent, the next clock is the one that may lie farthest below the hull of the
+    measured ones, within the error bars of the fitted profile. Where rows deviate from the physical
+    model, error bars are larger, so more clocks are measured there.
 
     Args:
         clocks_mhz: The clocks that may be measured, ascending.
-        blocking_power_w: What a waiting GPU draws [W].
+        blocking_power_w: Power of a GPU that waits [W].
         budget: Most clocks to measure.
     """
 
@@ -122,77 +123,72 @@ class AdaptiveSampler:
         lowest = min(self._asked)
         if lowest == self._clocks[0] or self._descended():
             return []
-        # Clocks that divide what is left evenly, so that the last step is not a small one.
+        # Equal steps down to the lowest clock, so that the last step is not smaller than the others.
         steps = math.ceil(math.log(lowest / self._clocks[0]) / math.log(1 / (1 - _STEP)) - 0.5)
         target_mhz = lowest * (self._clocks[0] / lowest) ** (1 / max(1, steps))
         below = [clock for clock in self._clocks if clock < lowest]
         return [min(below, key=lambda clock: abs(clock - target_mhz))]
 
     def _descended(self) -> bool:
-        """Whether instructions have become slower, use more, and save no more by waiting less."""
+        """Whether instructions are slower, their energy has risen, and their effective energy no longer falls."""
         if len(self._sums) < 3:
             return False
         (time_s, energy_j), (before_s, before_j), *_ = (sums for _, sums in sorted(self._sums.items()))
         saved_j = before_j - energy_j + self._blocking_power_w * (time_s - before_s)
         effective_j = before_j - self._blocking_power_w * before_s
         slowed = time_s > _SLOWED * min(t for t, _ in self._sums.values())
-        return slowed and energy_j > min(e for _, e in self._sums.values()) and saved_j < _WORTH_A_STEP * effective_j
+        return slowed and energy_j > min(e for _, e in self._sums.values()) and saved_j < _SAVING_PER_STEP * effective_j
 
     def _refine(self) -> list[int]:
-        """Return the clocks between those measured that may improve plans by the most."""
+        """Return the clocks between measured ones that may improve plans the most."""
         if len(self._sums) < 3:
             return []
         candidates = [c for c in self._clocks if c not in self._asked and c > min(self._asked)]
         chosen: list[int] = []
-        promise = self._promises(candidates)
-        while promise and len(chosen) < _BATCH:
-            best = max(promise, key=lambda clock: promise[clock])
-            # A fit to few rows is never in doubt: up to half of the budget goes to checking it.
-            if promise[best] < _WORTHWHILE and 2 * len(self._asked) >= self._budget:
+        gain = self._possible_gains(candidates)
+        while gain and len(chosen) < _BATCH:
+            best = max(gain, key=lambda clock: gain[clock])
+            # A fit to few rows has error bars that are too small, so half of the budget is used in any case.
+            if gain[best] < _SMALLEST_GAIN and 2 * len(self._asked) >= self._budget:
                 break
             chosen.append(best)
             # The next one lies in another gap between measured clocks.
             below = max(c for c in self._asked if c < best)
             above = min(c for c in self._asked if c > best)
-            promise = {c: p for c, p in promise.items() if not below < c < above}
+            gain = {c: p for c, p in gain.items() if not below < c < above}
         return chosen
 
-    def _promises(self, candidates: Sequence[int]) -> dict[int, float]:
-        """Return by how much each clock may improve plans, as a share of the energy of all instructions."""
-        fitted = estimate(StageProfile(self._rows), candidates)
-        error = {(row.stage, row.kind, row.clock_mhz): row for row in fitted.info.rows}
+    def _possible_gains(self, candidates: Sequence[int]) -> dict[int, float]:
+        """Return how much each clock may improve plans, as a fraction of the energy of all instructions."""
+        fitted = estimate_all(StageProfile(self._rows), candidates)
+        rows = {(row.stage, row.kind, row.clock_mhz): row for row in fitted.info.rows}
         total_j = sum(m.energy_j for m in self._rows if m.clock_mhz == max(self._sums))
-        promises: dict[int, float] = defaultdict(float)
+        gains: dict[int, float] = defaultdict(float)
         for stage, kind in fitted.keys:
             options = fitted.options(stage, kind)
             cost_j = options.effective_energy_j(self._blocking_power_w)
             measured = np.isin(options.clock_mhz, list(self._asked))
-            hull_j = _hull(options.time_s[measured], cost_j[measured])
+            hull_j = _LowerHull(options.time_s[measured], cost_j[measured])
             for number in np.flatnonzero(~measured):
                 clock = int(options.clock_mhz[number])
-                row = error.get((stage, kind, clock))
-                doubt = (row.energy_relative_error or 0.0) * options.energy_j[number] if row else 0.0
-                gain_j = hull_j(float(options.time_s[number])) - cost_j[number] + _DOUBT * doubt
-                promises[clock] += max(0.0, float(gain_j)) / total_j
-        return dict(promises)
+                row = rows.get((stage, kind, clock))
+                error_j = (row.energy_relative_error or 0.0) * options.energy_j[number] if row else 0.0
+                gain_j = hull_j(float(options.time_s[number])) - cost_j[number] + _OPTIMISM * error_j
+                gains[clock] += max(0.0, float(gain_j)) / total_j
+        return dict(gains)
 
 
-def _hull(time_s: Floats, cost_j: Floats) -> _Hull:
-    order = np.lexsort((cost_j, time_s))
-    kept = order[lower_hull(time_s[order], cost_j[order])]
-    return _Hull(time_s[kept], cost_j[kept])
-
-
-class _Hull:
-    """The least effective energy that a mixture of options has, over time."""
+class _LowerHull:
+    """The lowest effective energy of a mixture of options, as a function of time."""
 
     def __init__(self, time_s: Floats, cost_j: Floats) -> None:
-        self._time_s = time_s
-        self._cost_j = cost_j
+        order = np.lexsort((cost_j, time_s))
+        kept = order[lower_hull(time_s[order], cost_j[order])]
+        self._time_s, self._cost_j = time_s[kept], cost_j[kept]
 
     def __call__(self, time_s: float) -> float:
         if time_s < self._time_s[0]:
-            # Faster than anything measured: worth what extending the first edge says.
+            # Faster than all measured options: extrapolate the first edge of the hull.
             if len(self._time_s) < 2:
                 return float(self._cost_j[0])
             slope = (self._cost_j[0] - self._cost_j[1]) / (self._time_s[1] - self._time_s[0])
@@ -201,7 +197,7 @@ class _Hull:
 
 
 def _sums_by_clock(rows: Iterable[Measurement]) -> dict[int, tuple[float, float]]:
-    """Return time [s] and energy [J] of one of each instruction at each clock, the tail left out."""
+    """Return, by clock, the summed time [s] and energy [J] of one instruction of each stage and kind, without tails."""
     sums: dict[int, tuple[float, float]] = {}
     for row in rows:
         if row.kind is not Kind.TAIL:

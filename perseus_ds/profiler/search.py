@@ -1,4 +1,4 @@
-"""Which clocks to measure next, agreed by all ranks; what was measured is kept on disk at once."""
+"""Chooses the clocks to measure next, the same on all ranks; rows are written to disk after every clock."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from perseus_ds.distributed import Communicator
 from perseus_ds.errors import ConfigError, ProfileError
 from perseus_ds.profiler.denoise import denoise
 from perseus_ds.profiler.profile_config import ProfileConfig
-from perseus_ds.profiler.rows import Row, combined, reached_only
+from perseus_ds.profiler.rows import MeasuredRow, combine_rows, reached_only
 from perseus_ds.profiler.sampling import make_sampler
 
 logger = logging.getLogger("perseus_ds")
 
-# While training goes on, every clock costs an iteration that is slower.
+# While training goes on, every measured clock costs a slower iteration.
 _ONLINE_BUDGET = 8
 
 
@@ -27,7 +27,7 @@ def clocks_to_choose_from(gpu: Gpu, config: ProfileConfig) -> list[int]:
     """Return the clocks that may be measured, ascending [MHz].
 
     Raises:
-        ConfigError: The GPU supports fewer than two clocks in the range asked for.
+        ConfigError: The GPU supports fewer than two clocks in the configured range.
     """
     supported = gpu.supported_clocks_mhz()
     low, high = config.min_clock_mhz or supported[0], config.max_clock_mhz or supported[-1]
@@ -41,11 +41,11 @@ def clocks_to_choose_from(gpu: Gpu, config: ProfileConfig) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What all ranks measured.
+class SearchResult:
+    """The profile that all ranks measured.
 
     Attributes:
-        profile: To plan with: noise taken out, clocks in between filled in.
+        profile: Estimates to plan with: less noise, and rows for clocks between the measured ones.
         raw: The rows as they were measured.
     """
 
@@ -54,18 +54,18 @@ class Measured:
 
 
 class ClockSearch:
-    """Asks for clocks to measure until enough is known; every rank must use its own in the same way.
+    """Chooses clocks to measure until the profile is accurate enough; all ranks must call its methods together.
 
-    Rows are written as ``measured.csv`` after every clock. A search that finds rows there of the same job, and
-    no profile finished after them, goes on where that one stopped.
+    Rows are written to ``measured.csv`` after every clock. If ``measured.csv`` has rows of the same job, and no
+    profile was finished after them, the search continues the interrupted one.
 
     Args:
         ranks: All ranks.
         clocks_mhz: The clocks that may be measured, ascending.
         config: How to sample.
-        info: What is known of the job; ``info.job`` tells it from others.
+        info: The device and job; ``info.job`` identifies the job.
         directory: Where the profile will be written.
-        online: Training waits for it.
+        online: Whether training goes on meanwhile, at the measured clocks.
     """
 
     def __init__(
@@ -89,20 +89,20 @@ class ClockSearch:
             blocking_power_w=info.blocking_power_w or 0.0,
             budget=most_clocks(config, len(clocks_mhz), online=online),
         )
-        self._rows: list[Row] = []
+        self._rows: list[MeasuredRow] = []
         self._earlier = self._rows_of_an_interrupted_search() if ranks.is_first else {}
         self.resumed = 0
 
     def next_clocks(self) -> list[int]:
-        """Return the clocks to measure now, the highest first [MHz]; none when enough is known."""
+        """Return the clocks to measure now, the highest first [MHz]; none when the search is finished."""
         return self._ranks.from_first(self._next_unknown)
 
-    def add(self, rows: Sequence[Row] | Exception) -> None:
-        """Take in what this rank measured at those clocks, or why it could not.
+    def add(self, rows: Sequence[MeasuredRow] | Exception) -> None:
+        """Add the rows that this rank measured at those clocks, or the error that prevented it.
 
         Raises:
-            ProfileError: On all ranks, what went wrong on one.
-            OSError: On all ranks, if rank 0 cannot keep the rows.
+            ProfileError: On all ranks, if one of them had an error.
+            OSError: On all ranks, if rank 0 cannot write the rows.
         """
         by_rank = self._ranks.gather(rows)
 
@@ -110,35 +110,32 @@ class ClockSearch:
             for rank, found in enumerate(by_rank):
                 if isinstance(found, Exception):
                     raise ProfileError(f"no profile was written: rank {rank}: {found}")
-            self._take(combined(row for found in by_rank if not isinstance(found, Exception) for row in found))
+            self._take(combine_rows(row for found in by_rank if not isinstance(found, Exception) for row in found))
 
         self._ranks.from_first(take)
 
-    def finish(self, rest: ProfileInfo) -> Measured:
+    def finish(self, info: ProfileInfo) -> SearchResult:
         """Make the profile; on rank 0 only.
 
         Args:
-            rest: What else was measured.
+            info: The metadata to save with it.
 
         Raises:
-            ProfileError: There is too little to make one of.
+            ProfileError: There are no rows.
         """
         kept, left_out = reached_only(self._rows)
         if left_out:
             clocks = sorted({row.measurement.clock_mhz for row in left_out})
             logger.warning(
-                "perseus: a power or thermal limit kept GPUs below %s MHz; %d rows are left out. What a limit allows "
-                "is the fastest they can be.",
+                "perseus: a power or thermal limit kept GPUs below %s MHz; %d rows are left out. The fastest row that "
+                "the limit allows is kept.",
                 f"{clocks[0]} to {clocks[-1]}" if len(clocks) > 1 else clocks[0],
                 len(left_out),
             )
         if not kept:
             raise ProfileError("no instruction was measured at any clock. See the warnings above.")
-        raw = self._raw(self._rows, rest)
-        measured = StageProfile(
-            [r.measurement for r in kept], rest.model_copy(update={"rows": [r.quality for r in kept]})
-        )
-        return Measured(denoise(measured, self._clocks), raw)
+        raw = _profile(self._rows, info)
+        return SearchResult(denoise(_profile(kept, info), self._clocks), raw)
 
     def _next_unknown(self) -> list[int]:
         while clocks := self._sampler.next_clocks():
@@ -151,16 +148,13 @@ class ClockSearch:
             self._take([row for clock in clocks for row in self._earlier.pop(clock)], keep=False)
         return []
 
-    def _take(self, rows: list[Row], *, keep: bool = True) -> None:
+    def _take(self, rows: list[MeasuredRow], *, keep: bool = True) -> None:
         self._rows += rows
         self._sampler.add(row.measurement for row in rows)
         if keep:
-            self._raw(self._rows, self._info).save(self._directory / "measured.csv")
+            _profile(self._rows, self._info).save(self._directory / "measured.csv")
 
-    def _raw(self, rows: Sequence[Row], info: ProfileInfo) -> StageProfile:
-        return StageProfile([r.measurement for r in rows], info.model_copy(update={"rows": [r.quality for r in rows]}))
-
-    def _rows_of_an_interrupted_search(self) -> dict[int, list[Row]]:
+    def _rows_of_an_interrupted_search(self) -> dict[int, list[MeasuredRow]]:
         path, finished = self._directory / "measured.csv", self._directory / "profile.csv"
         if not path.exists() or (finished.exists() and finished.stat().st_mtime >= path.stat().st_mtime):
             return {}
@@ -170,15 +164,19 @@ class ClockSearch:
             return {}
         if earlier.info.job is None or earlier.info.job != self._info.job:
             return {}
-        found: dict[int, list[Row]] = {}
+        found: dict[int, list[MeasuredRow]] = {}
         for quality in earlier.info.rows:
-            row = Row(earlier.at(quality.stage, quality.kind, quality.clock_mhz), quality)
+            row = MeasuredRow(earlier.at(quality.stage, quality.kind, quality.clock_mhz), quality)
             found.setdefault(quality.clock_mhz, []).append(row)
         return found
 
 
+def _profile(rows: Sequence[MeasuredRow], info: ProfileInfo) -> StageProfile:
+    return StageProfile([r.measurement for r in rows], info.model_copy(update={"rows": [r.quality for r in rows]}))
+
+
 def most_clocks(config: ProfileConfig, clocks: int, *, online: bool = False) -> int:
-    """Return how many of so many clocks are measured at most."""
+    """Return the largest number of clocks that are measured, given how many there are."""
     if config.sampling == "adaptive":
         budget = max(4, clocks // 3)
         return min(_ONLINE_BUDGET, budget) if online else budget

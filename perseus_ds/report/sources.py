@@ -9,14 +9,13 @@ from pathlib import Path
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import MeasuredPoint
 from perseus_ds.artifacts.timeline import MeasuredIteration, TimelineFile
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.report.history import History, Step, median, read_history
-
-_MOST_PLANS = 3
+from perseus_ds.report.history import History, read_history
+from perseus_ds.report.measured import MeasuredPoint, measured_points
+from perseus_ds.report.totals import JobSize
 
 
 @dataclass
@@ -55,27 +54,19 @@ class Sources:
     @property
     def plan_used(self) -> int | None:
         """The plan of the last iteration that ran under one of the frontier's, None if there was none."""
-        used = [step.plan for history in self.histories for step in history.under_plans if step.plan is not None]
-        return used[-1] if used and self.frontier and used[-1] < len(self.frontier.plans) else None
+        used = [step.record.plan for history in self.histories for step in history.under_plans]
+        last = used[-1] if used else None
+        return last if last is not None and self.frontier and last < len(self.frontier.plans) else None
 
     @property
     def measured_points(self) -> list[MeasuredPoint]:
-        """Medians by job and plan, the plans that ran for longest; those of one pipeline, one GPU per rank."""
-        points = []
-        for history in self.histories:
-            of_job = f", {history.name}" if len(self.histories) > 1 else ""
-            by_plan: dict[int, list[Step]] = {}
-            for step in history.under_plans:
-                by_plan.setdefault(step.plan or 0, []).append(step)
-            longest = sorted(by_plan, key=lambda plan: -len(by_plan[plan]))[:_MOST_PLANS]
-            shown = [(f"plan {plan}{of_job}", by_plan[plan]) for plan in sorted(longest)]
-            if history.mode != "profile":
-                shown.insert(0, (f"default clocks{of_job}", history.at_default_clocks))
-            for label, steps in shown:
-                time_s, energy_j = median(s.time_s for s in steps), median(s.energy_j for s in steps)
-                if time_s is not None and energy_j is not None:
-                    points.append(MeasuredPoint(label, time_s, energy_j / self.pipelines, len(steps)))
-        return points
+        """Medians by job and plan; those of one pipeline, one GPU per rank."""
+        return measured_points(self.histories, pipelines=self.pipelines)
+
+    @property
+    def size(self) -> JobSize:
+        """How large the job is, as far as the profile says."""
+        return JobSize.of(self.profile.info) if self.profile else JobSize()
 
     @property
     def pipelines(self) -> int:

@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from platformdirs import user_cache_path
+
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
 
 _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
@@ -40,10 +42,9 @@ class Cache:
             OSError: This user has no home, as some containers' do not.
         """
         try:
-            root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            return user_cache_path("perseus-ds") / self._key
         except RuntimeError as error:
-            raise OSError(f"no folder for the cache ({error}): set XDG_CACHE_HOME") from error
-        return root / "perseus-ds" / self._key
+            raise OSError(f"no folder for the cache: {error}. Set XDG_CACHE_HOME") from error
 
     @property
     def is_complete(self) -> bool:
@@ -65,6 +66,10 @@ class Cache:
             staging.rename(self.directory)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove the entry, if there is one."""
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def restore(self, target: Path) -> None:
         """Copy the files into a run's output folder."""

@@ -9,6 +9,7 @@ import torch
 from perseus_ds.config import PerseusConfig
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.device.gpu.nvml import NvmlGpu
+from perseus_ds.device.gpu.nvml_lookup import index_of_cuda_device
 from perseus_ds.device.gpu.power_integrator import with_energy
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
@@ -44,7 +45,7 @@ def _open_bare_gpu(config: PerseusConfig, device: torch.device, rank: int, local
 
         return open_zeus_gpu(*_cuda_device(device, local_rank))
     if config.device == "nvml" or (config.device == "auto" and device.type == "cuda"):
-        return NvmlGpu.for_cuda_device(*_cuda_device(device, local_rank))
+        return NvmlGpu(index_of_cuda_device(*_cuda_device(device, local_rank)))
     if config.device == "auto" and rank == 0:
         logger.warning(
             "perseus: no CUDA GPU, so GPUs are SIMULATED (%s): training is real, times and energies are not. "

@@ -1,12 +1,12 @@
-"""What surrounds each operation of an iteration: its clock is set, and its time taken."""
+"""Begin and end of each operation of an iteration: its clock is set, and its time taken."""
 
 from __future__ import annotations
 
 from types import TracebackType
 
 from perseus_ds.device.clock_controller import ClockController
-from perseus_ds.device.clock_transitions import Step
-from perseus_ds.device.rank_clocks import ClockPlan, Steps
+from perseus_ds.device.clock_transitions import ClockTransition
+from perseus_ds.device.rank_clocks import ClockPlan, IterationClocks
 from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator
 from perseus_ds.pipeline.instruction import Kind
@@ -15,91 +15,91 @@ from perseus_ds.pipeline.schedule import Compute, Operation
 _LATENCY_MOVED = 0.2
 
 
-class Operations:
-    """Surrounds the operations of one iteration after the other, on the training thread.
+class OperationHooks:
+    """Called at the begin and end of the operations of one iteration after the other, on the training thread.
 
     Attributes:
         plan: The clocks of this iteration.
-        steps: What is asked of the clock for it.
+        requested: The clocks that are requested for it.
     """
 
-    def __init__(self, execution: Execution, clocks: ClockController, ranks: Communicator) -> None:
+    def __init__(self, timers: Execution, clocks: ClockController, communicator: Communicator) -> None:
         """Begin at default clocks.
 
         Args:
-            execution: Times operations.
+            timers: Times operations.
             clocks: Sets the clock.
-            ranks: All ranks.
+            communicator: All ranks.
         """
-        self._execution = execution
+        self._timers = timers
         self._clocks = clocks
-        self._ranks = ranks
+        self._communicator = communicator
         self.plan = ClockPlan.none()
-        self.steps = Steps()
-        self._steps_for: tuple[ClockPlan, float] = self.plan, 0.0
-        self._step: Step | None = None
+        self.requested = IterationClocks()
+        self._requested_for: tuple[ClockPlan, float] = self.plan, 0.0
+        self._transition: ClockTransition | None = None
         self._aligns_tail = False
 
-    def prepare(self, plan: ClockPlan, *, align_tail: bool) -> None:
+    def prepare(self, plan: ClockPlan, *, aligns_tail: bool) -> None:
         """Ask for the first clock of an iteration, and plan for the others.
 
         Args:
             plan: The clocks.
-            align_tail: Have all ranks begin their tails together, so that no wait is taken for work.
+            aligns_tail: Whether all ranks begin their tails together, so that no wait is taken for work.
         """
         self.plan = plan
-        self._aligns_tail = align_tail
+        self._aligns_tail = aligns_tail
         latency_s = self._clocks.latency_s
-        planned, planned_latency_s = self._steps_for
-        # Steps are those of the iteration before, unless the plan or the latency has changed.
+        planned, planned_latency_s = self._requested_for
+        # Those of the iteration before are kept unless the plan or the latency has changed.
         if plan is not planned or abs(latency_s - planned_latency_s) > _LATENCY_MOVED * planned_latency_s:
-            self.steps = plan.steps(latency_s)
-            self._steps_for = plan, latency_s
-        self._clocks.request(self.steps.first_mhz)
+            self.requested = plan.transitions(latency_s)
+            self._requested_for = plan, latency_s
+        self._clocks.request(self.requested.first_mhz)
 
     def drop_plan(self) -> None:
         """Go on at default clocks; from any thread."""
-        self.plan, self.steps, self._step = ClockPlan.none(), Steps(), None
+        self.plan, self.requested, self._transition = ClockPlan.none(), IterationClocks(), None
         self._clocks.request(None)
 
     def begin(self, operation: Operation) -> None:
-        """An operation is about to be issued: its clock is due, and the time has come to plan for the next one's."""
+        """An operation is about to be issued: its clock is due, and the next one's may have to be asked for early."""
         if not isinstance(operation, Compute):
-            self._execution.begin(operation)
+            self._timers.begin(operation)
             return
         if self._aligns_tail and operation.instruction.kind is Kind.TAIL:
             self._aligns_tail = False
-            self._execution.wait()
-            self._ranks.barrier()
-        step = self._step = self.steps.by_instruction.get(operation.instruction)
-        if step is None:
-            self._execution.begin(operation)
+            self._timers.wait()
+            self._communicator.barrier()
+        transition = self._transition = self.requested.by_instruction.get(operation.instruction)
+        if transition is None:
+            self._timers.begin(operation)
             return
-        self._clocks.request(step.clock_mhz)
-        begun = self._execution.begin(operation)
-        if step.early_s is not None:
-            self._clocks.request_early(step.next_clock_mhz, begun, step.early_s)
+        self._clocks.request(transition.clock_mhz)
+        begun = self._timers.begin(operation)
+        if transition.early_s is not None:
+            self._clocks.request_early(transition.next_clock_mhz, begun, transition.early_s)
 
     def end(self, operation: Operation) -> None:
         """An operation was issued: as soon as it is over, the next instruction's clock is due."""
-        moment = self._execution.end(operation)
-        if self._step is not None and isinstance(operation, Compute):
-            self._clocks.request(self._step.next_clock_mhz, moment)
+        moment = self._timers.end(operation)
+        if self._transition is not None and isinstance(operation, Compute):
+            self._clocks.request(self._transition.next_clock_mhz, moment)
 
 
-class Surround:
-    """A context manager around one operation; without a generator, since it runs once for each."""
+class OperationScope:
+    """A context manager around one operation; no generator, since it is entered for each operation."""
 
-    __slots__ = ("_operation", "_operations")
+    __slots__ = ("_hooks", "_operation")
 
-    def __init__(self, operations: Operations, operation: Operation) -> None:
-        self._operations = operations
+    def __init__(self, hooks: OperationHooks, operation: Operation) -> None:
+        self._hooks = hooks
         self._operation = operation
 
     def __enter__(self) -> None:
-        self._operations.begin(self._operation)
+        self._hooks.begin(self._operation)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._operations.end(self._operation)
+        self._hooks.end(self._operation)

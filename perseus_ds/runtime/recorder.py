@@ -1,26 +1,27 @@
-"""What each iteration took: summed over the job, written to ``run.jsonl``, DeepSpeed's monitor and the terminal."""
+"""Makes the job's records of the ranks' reports, for ``run.jsonl``, DeepSpeed's monitor and the terminal."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
+import numpy as np
 
-from perseus_ds.device.rank_clocks import Forecast
+from perseus_ds.artifacts.rank_report import RankReports
+from perseus_ds.artifacts.run_records import Ended, Event, IterationRecord, PlanJudged, ProfileWritten, Started
 from perseus_ds.distributed import Communicator
+from perseus_ds.policy.assignment import Forecast
+from perseus_ds.policy.plan_proof import Comparison
+from perseus_ds.runtime.record_writer import RecordWriter
 
 logger = logging.getLogger("perseus_ds")
-# What DeepSpeed's monitor is told of a record, and how it is called there.
-_TAGS = {
+_MONITOR_TAGS = {
     "iteration_time_s": "time_s",
     "iteration_energy_j": "energy_j",
     "average_power_w": "power_w",
@@ -31,6 +32,7 @@ _TAGS = {
     "clock_changes": "clock_changes",
     "clock_skips": "clock_skips",
 }
+_UNDER_PLANS = ("run", "pause")
 
 
 class Monitor(Protocol):
@@ -40,222 +42,229 @@ class Monitor(Protocol):
 
 
 @dataclass(frozen=True)
-class Iteration:
-    """What this rank saw of one iteration.
+class IterationContext:
+    """An iteration as rank 0 knows it before the reports of all ranks are there.
 
     Attributes:
         number: Training step, 1 first.
         samples: Samples seen by the job so far, the monitor's x-axis.
-        phase: What Perseus was doing.
-        time_s: Iteration time [s].
-        energy_j: Energy of this rank's GPU [J]; NaN where it cannot be read.
-        clock_changes: Clock changes of this rank's GPU.
-        clock_skips: Clock changes it left out: too short to be worth it, or a later one was already due.
-        failed: Whether this rank has fallen back to default clocks.
-        plan: The plan's place on the frontier; None without a plan.
+        phase: As in ``run.jsonl``.
+        plan: The plan of this rank's pipeline, as a place on the frontier; None without a plan.
         forecast: What the profile promised for the whole job; None without a plan.
-        wants_timeline: Whether this rank wants the iteration's operations kept; what counts is what rank 0 wants.
+        ended: When it ended [Unix seconds].
     """
 
     number: int
     samples: int
     phase: str
-    time_s: float
-    energy_j: float
-    clock_changes: int
-    clock_skips: int = 0
-    failed: bool = False
     plan: int | None = None
     forecast: Forecast | None = None
-    wants_timeline: bool = False
-
-
-@dataclass
-class _Total:
-    """Sums over the iterations so far; those under plans apart."""
-
-    iterations: int = 0
-    time_s: float = 0.0
-    energy_j: float = 0.0
-    without_energy: int = 0
-    clock_changes: int = 0
-    clock_skips: int = 0
-    planned: int = 0
-    planned_j: float = 0.0
-    default_j: float = 0.0
-
-    def add(self, record: Mapping[str, Any], forecast: Forecast | None) -> None:
-        self.iterations += 1
-        self.time_s += record["time_s"]
-        self.clock_changes += record["clock_changes"]
-        self.clock_skips += record["clock_skips"]
-        if record["energy_j"] is None:
-            self.without_energy += 1
-            return
-        self.energy_j += record["energy_j"]
-        if forecast is not None:
-            self.planned += 1
-            self.planned_j += record["energy_j"]
-            self.default_j += forecast.default_energy_j
-
-    @property
-    def saved(self) -> float | None:
-        return 1 - self.planned_j / self.default_j if self.default_j else None
-
-    def __str__(self) -> str:
-        text = f"{self.iterations} iterations, {self.time_s:.0f} s, {self.energy_j / 3.6e6:.4g} kWh"
-        if self.without_energy:
-            text += f" (not counting {self.without_energy} iterations whose energy could not be read)"
-        text += f", {self.clock_changes} clock changes, {self.clock_skips} skipped"
-        if self.saved is not None:
-            compared = f"{abs(self.saved):.1%} {'more' if self.saved < 0 else 'less'} energy"
-            text += f"; {self.planned} under plans, on {compared} than default clocks take by the profile"
-        return text
+    ended: float = 0.0
 
 
 class Recorder:
-    """Adds up the ranks' figures of each iteration and writes them on rank 0.
+    """Records iterations and events on rank 0; other ranks keep their events until rank 0 asks for them.
 
     Attributes:
-        drift: How far instructions are from the profile, as a fraction, when that was last looked at.
-        timeline_wanted: Whether rank 0 wanted the operations of the last iteration kept.
+        last: The record of the last iteration; None before the first one.
     """
 
     def __init__(
         self,
-        ranks: Communicator,
+        communicator: Communicator,
         directory: Path,
         *,
         simulated: bool,
         monitor: Monitor | None = None,
         steps_per_print: int | None = None,
     ) -> None:
-        self.drift: float | None = None
-        self.timeline_wanted = False
-        self._ranks = ranks
-        self._path = directory / "run.jsonl"
+        """Begin to record; every rank must do so at the same time.
+
+        Args:
+            communicator: All ranks.
+            directory: The job's output folder.
+            simulated: Whether GPUs are simulated.
+            monitor: DeepSpeed's.
+            steps_per_print: How often to print an iteration; None for never.
+        """
+        self.last: IterationRecord | None = None
+        self._communicator = communicator
         self._simulated = simulated
         self._monitor = monitor if getattr(monitor, "enabled", True) else None
         self._steps_per_print = steps_per_print
-        self._file_works = True
-        self._untold: deque[tuple[str, dict[str, Any]]] = deque()
-        self._total = _Total()
-        self._pipelines = ranks.all_gather(ranks.topology.data_parallel_rank)
+        self._writer = RecordWriter(directory) if communicator.is_first else None
+        self._before_start: list[Event] = []
+        self._has_started = False
+        self._own_events: deque[Event] = deque()
+        self._total = Ended(simulated=simulated)
+        self._drift: float | None = None
+        self._pipeline_of_rank = np.array(communicator.all_gather(communicator.topology.data_parallel_rank))
 
-    def event(self, name: str, **details: Any) -> None:
-        """Record that something happened; on rank 0 only."""
-        if self._ranks.is_first:
-            self._write({"event": name, "time": time.time(), "simulated": self._simulated, **details})
+    def start(self, event: Started) -> None:
+        """Record that the job starts, all its checks being passed, and then what happened meanwhile."""
+        self._has_started = True
+        for waiting in (event, *self._before_start):
+            self.event(waiting)
+        self._before_start.clear()
 
-    def own_event(self, name: str, **details: Any) -> None:
-        """Record that something happened on this rank, with its number; on others than rank 0 with the iteration."""
-        details = {"rank": self._ranks.topology.rank, **details}
-        if self._ranks.is_first:
-            self.event(name, **details)
+    def event(self, event: Event) -> None:
+        """Record an event of the job; on rank 0 only, from any thread."""
+        if self._writer is None:
+            return
+        event = event.model_copy(update={"time": event.time or time.time(), "simulated": self._simulated})
+        if self._has_started:
+            self._writer.write(event)
         else:
-            self._untold.append((name, details))
+            self._before_start.append(event)
 
-    def add(self, iteration: Iteration) -> dict[str, Any]:
-        """Record an iteration of all ranks and return the record on rank 0; every rank must do so at the same time."""
-        counts = [iteration.clock_changes, iteration.failed, iteration.clock_skips, len(self._untold)]
-        counts.append(iteration.wants_timeline)
-        values = [iteration.time_s, iteration.energy_j, *map(float, counts)]
-        by_rank = self._ranks.all_gather_numbers(values)
-        self.timeline_wanted = bool(by_rank[0, 6])
-        if by_rank[:, 5].any():
-            self._tell_events()
-        if not self._ranks.is_first:
-            return {}
-        record = self._of_job(iteration, by_rank)
-        self._write(record)
-        self._total.add(record, iteration.forecast)
+    def own_event(self, event: Event) -> None:
+        """Record an event of this rank, from any thread; on others than rank 0 once rank 0 has been told of it."""
+        if self._communicator.is_first:
+            self.event(event)
+        else:
+            self._own_events.append(event.model_copy(update={"time": time.time()}))
+
+    @property
+    def events_to_report(self) -> int:
+        """How many events of this rank rank 0 has not been told of."""
+        return len(self._own_events)
+
+    def profile_written(self, path: Path, **figures: float) -> None:
+        """Record that a profile was measured, with its cost; see :class:`ProfileWritten`."""
+        rounded = {name: round(value, 3) for name, value in figures.items()}
+        self.event(ProfileWritten.model_validate({"path": str(path), **rounded}))
+
+    def plan_judged(self, plan: int | None, comparison: Comparison) -> None:
+        """Record how a plan compares with default clocks, and say whether it stays."""
+        figures = {name: round(value, 5) for name, value in asdict(comparison).items()}
+        self.event(PlanJudged.model_validate({"plan": plan, "wins": comparison.wins, **figures}))
+        verdict = f"plan {plan} against iterations at default clocks of this job: {comparison}"
+        if comparison.wins:
+            self.say(verdict)
+        else:
+            self.say(f"{verdict}. It does not win: training goes on at default clocks, and no plan is kept for later")
+
+    def add(self, iteration: IterationContext, reports: RankReports) -> None:
+        """Record an iteration of which all ranks have reported; every rank must do so at the same time."""
+        if reports.column("events").any():
+            self._gather_events()
+        if self._writer is None:
+            return
+        self.last = record = self._of_job(iteration, reports)
+        self._writer.write(record)
+        self._add_to_total(record)
         self._tell_monitor(record, iteration.samples)
         self._print(record)
-        return record
 
-    def summarise(self) -> None:
-        """Say in one line what the training took and saved, and record it; on rank 0 only."""
-        if not self._ranks.is_first or self._total.iterations == 0:
+    def close(self) -> None:
+        """Say in one line what the training took and saved, record it, and wait until all is written."""
+        if self._writer is None:
             return
-        self.say(str(self._total))
-        total = {key: round(value, 3) for key, value in asdict(self._total).items()}
-        self.event("end", **total, saved=_rounded(self._total.saved, 4))
-
-    def _of_job(self, iteration: Iteration, by_rank: torch.Tensor) -> dict[str, Any]:
-        time_s, energy_j = float(by_rank[:, 0].max()), float(by_rank[:, 1].sum())
-        has_energy = math.isfinite(energy_j)
-        forecast = iteration.forecast
-        return {
-            "iteration": iteration.number,
-            "ended": round(time.time(), 3),
-            "phase": iteration.phase,
-            "plan": iteration.plan,
-            "time_s": round(time_s, 6),
-            "energy_j": round(energy_j, 3) if has_energy else None,
-            "energy_by_pipeline_j": self._by_pipeline(by_rank[:, 1]) if has_energy else None,
-            "power_w": round(energy_j / time_s, 3) if has_energy else None,
-            "predicted_time_s": forecast and round(forecast.time_s, 6),
-            "predicted_energy_j": forecast and round(forecast.energy_j, 3),
-            "saved": round(1 - energy_j / forecast.default_energy_j, 4) if forecast and has_energy else None,
-            "late": forecast and round(time_s / forecast.time_s - 1, 4),
-            "drift": _rounded(self.drift, 4),
-            "clock_changes": int(by_rank[:, 2].sum()),
-            "clock_skips": int(by_rank[:, 4].sum()),
-            "failed_ranks": torch.nonzero(by_rank[:, 3]).flatten().tolist(),
-            "simulated": self._simulated,
-        }
-
-    def _tell_events(self) -> None:
-        ours = [self._untold.popleft() for _ in range(len(self._untold))]
-        for events in self._ranks.all_gather(ours):
-            for name, details in events:
-                self.event(name, **details)
-
-    def _by_pipeline(self, energies_j: torch.Tensor) -> list[float]:
-        sums = [0.0] * (max(self._pipelines) + 1)
-        for pipeline, energy_j in zip(self._pipelines, energies_j.tolist(), strict=True):
-            sums[pipeline] += energy_j
-        return [round(energy_j, 3) for energy_j in sums]
-
-    def _tell_monitor(self, record: Mapping[str, Any], samples: int) -> None:
-        if self._monitor is None:
-            return
-        prefix = "Perseus/simulated" if self._simulated else "Perseus"
-        values = {tag: record[key] for tag, key in _TAGS.items() if record[key] is not None}
-        try:
-            self._monitor.write_events([(f"{prefix}/{tag}", float(value), samples) for tag, value in values.items()])
-        except Exception as error:  # files, networks, services: whatever the user has chosen to write to
-            self._monitor = None
-            logger.warning("perseus: DeepSpeed's monitor failed (%s); it is told no more by Perseus.", error)
-
-    def _print(self, record: Mapping[str, Any]) -> None:
-        if not self._steps_per_print or record["iteration"] % self._steps_per_print:
-            return
-        text = f"step {record['iteration']}: {record['phase']}, {record['time_s']:.3f} s"
-        text += "" if record["energy_j"] is None else f", {record['energy_j']:.0f} J"
-        if record["predicted_time_s"] is not None:
-            promised = f"{record['predicted_time_s']:.3f} s, {record['predicted_energy_j']:.0f} J"
-            text += f" (plan {record['plan']}: {promised})"
-        self.say(text)
+        if self._total.iterations:
+            self.say(describe(self._total))
+            self.event(self._total)
+        self._writer.flush()
 
     def say(self, text: str) -> None:
-        """Say something to who watches the job's output; on rank 0 only."""
-        if not self._ranks.is_first:
+        """Print something for the whole job; on rank 0 only."""
+        if not self._communicator.is_first:
             return
         with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk
             print(f"perseus: {text}" + (", simulated GPUs" if self._simulated else ""), flush=True)
 
-    def _write(self, record: dict[str, Any]) -> None:
-        if not self._file_works:
+    def _of_job(self, iteration: IterationContext, reports: RankReports) -> IterationRecord:
+        energies_j = reports.column("energy_j")
+        energy_j = float(energies_j.sum())
+        has_energy = math.isfinite(energy_j)
+        drift = reports.column("drift")
+        if iteration.phase not in _UNDER_PLANS:
+            self._drift = None
+        elif np.isfinite(drift).any():
+            self._drift = float(np.nanmax(drift))
+        forecast = iteration.forecast
+        return IterationRecord(
+            simulated=self._simulated,
+            iteration=iteration.number,
+            ended=round(iteration.ended, 3),
+            phase=iteration.phase,
+            plan=iteration.plan,
+            time_s=_rounded(reports.column("time_s").max()),
+            energy_j=_rounded(energy_j) if has_energy else None,
+            energy_by_pipeline_j=tuple(map(_rounded, np.bincount(self._pipeline_of_rank, energies_j)))
+            if has_energy
+            else None,
+            energy_by_rank_j=tuple(map(_rounded, energies_j)) if has_energy else None,
+            predicted_time_s=forecast and _rounded(forecast.time_s),
+            predicted_energy_j=forecast and _rounded(forecast.energy_j),
+            default_time_s=forecast and _rounded(forecast.default_time_s),
+            default_energy_j=forecast and _rounded(forecast.default_energy_j),
+            default_measured=forecast is not None and forecast.default_measured,
+            drift=None if self._drift is None else _rounded(self._drift),
+            clock_changes=int(reports.column("clock_changes").sum()),
+            clock_skips=int(reports.column("clock_skips").sum()),
+            failed_ranks=tuple(np.flatnonzero(reports.column("failed")).tolist()),
+        )
+
+    def _gather_events(self) -> None:
+        own = [self._own_events.popleft() for _ in range(len(self._own_events))]
+        for events in self._communicator.gather(own):
+            for event in events:
+                self.event(event)
+
+    def _add_to_total(self, record: IterationRecord) -> None:
+        total = self._total
+        update = {
+            "iterations": total.iterations + 1,
+            "time_s": total.time_s + record.time_s,
+            "clock_changes": total.clock_changes + record.clock_changes,
+            "clock_skips": total.clock_skips + record.clock_skips,
+        }
+        if record.energy_j is None:
+            update["without_energy"] = total.without_energy + 1
+        else:
+            update["energy_j"] = total.energy_j + record.energy_j
+            if record.default_energy_j is not None:
+                update["planned"] = total.planned + 1
+                update["planned_j"] = total.planned_j + record.energy_j
+                update["default_j"] = total.default_j + record.default_energy_j
+                update["default_measured"] = record.default_measured
+        self._total = total.model_copy(update=update)
+
+    def _tell_monitor(self, record: IterationRecord, samples: int) -> None:
+        if self._monitor is None:
             return
+        prefix = "Perseus/simulated" if self._simulated else "Perseus"
+        values = {tag: getattr(record, name) for tag, name in _MONITOR_TAGS.items()}
+        events = [(f"{prefix}/{tag}", float(value), samples) for tag, value in values.items() if value is not None]
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            self._file_works = False
-            logger.warning("perseus: %s cannot be written (%s); training goes on without it.", self._path, error)
+            self._monitor.write_events(events)
+        except Exception as error:  # files, networks, services: whatever the user has chosen to write to
+            self._monitor = None
+            logger.warning("perseus: DeepSpeed's monitor failed (%s); it is told no more by Perseus.", error)
+
+    def _print(self, record: IterationRecord) -> None:
+        if not self._steps_per_print or record.iteration % self._steps_per_print:
+            return
+        text = f"step {record.iteration}: {record.phase}, {record.time_s:.3f} s"
+        text += "" if record.energy_j is None else f", {record.energy_j:.0f} J"
+        if record.predicted_time_s is not None:
+            text += f" (plan {record.plan}: {record.predicted_time_s:.3f} s, {record.predicted_energy_j:.0f} J)"
+        self.say(text)
 
 
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
+def describe(total: Ended) -> str:
+    """Return the totals of a job in one line."""
+    text = f"{total.iterations} iterations, {total.time_s:.0f} s, {total.energy_j / 3.6e6:.4g} kWh"
+    if total.without_energy:
+        text += f" (not counting {total.without_energy} iterations whose energy could not be read)"
+    text += f", {total.clock_changes} clock changes, {total.clock_skips} skipped"
+    if total.saved is not None:
+        compared = f"{abs(total.saved):.1%} {'more' if total.saved < 0 else 'less'} energy"
+        known = "took in this job" if total.default_measured else "take by the profile"
+        text += f"; {total.planned} under plans, on {compared} than default clocks {known}"
+    return text
+
+
+def _rounded(value: float) -> float:
+    """Return a figure without digits that no counter has measured: microseconds and microjoules."""
+    return round(float(value), 6)

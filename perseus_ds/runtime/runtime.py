@@ -2,126 +2,105 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.config import PerseusConfig, parse_block
+from perseus_ds.artifacts.rank_report import RankReport
+from perseus_ds.artifacts.run_records import ClockRefused, Failed, Started
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.clock_readback import Refusal
-from perseus_ds.device.exit_guard import ExitGuard
 from perseus_ds.device.gpu.base import Gpu
-from perseus_ds.device.gpu.driver_call import Patience
-from perseus_ds.device.guardian_client import Guardian
+from perseus_ds.device.gpu.driver_call import DriverCall
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.device.timers import Execution
-from perseus_ds.distributed import Communicator, PipelineTopology
-from perseus_ds.errors import ConfigError, GpuError, PlanError
+from perseus_ds.distributed import Communicator
+from perseus_ds.errors import GpuBusyError, GpuError, PlanError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
-from perseus_ds.policy.control_socket import ControlServer, parse_order
-from perseus_ds.policy.job_control import Orders
-from perseus_ds.profiler.offline import Repeatable
-from perseus_ds.runtime.devices import execution_on, open_gpu
-from perseus_ds.runtime.modes import first_phase
-from perseus_ds.runtime.operation_hooks import Operations, Surround
-from perseus_ds.runtime.phases import Job, Observe, Phase, Seen, Stoppable, Tools
-from perseus_ds.runtime.recorder import Iteration, Recorder
-from perseus_ds.runtime.running import Running
-from perseus_ds.runtime.timeline_log import Ran, TimelineLog
+from perseus_ds.policy.control_socket import parse_order
+from perseus_ds.policy.job_control import JobControl
+from perseus_ds.profiler.offline import RepeatableInstructions
+from perseus_ds.runtime.build import loop_parts
+from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.mode_driver import ModeDriver
+from perseus_ds.runtime.operation_hooks import OperationHooks, OperationScope
+from perseus_ds.runtime.phases import IterationMeasurement, NextIteration
+from perseus_ds.runtime.recorder import Monitor, Recorder
+from perseus_ds.runtime.supervision import DRIVER_HANGS_S, Supervision
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
-_DRIVER_HANGS_S = 3.0
 _IDLE_S = 2.0
+_PROFILED = ("observe", "run", "pause")
 
 
 class PerseusRuntime:
     """Perseus on one rank, driven by whoever executes the schedule.
 
-    ``iteration()`` surrounds a training iteration and ``operation()`` each of its operations; outside of
-    an iteration, operations are not noticed. Between two iterations the clock is the next one's first
-    already; it is the default after two seconds, within ``paused()``, and from ``close()`` on.
+    ``iteration()`` surrounds a training iteration and ``operation()`` each of its operations. Between two iterations
+    the clock is the next one's first; it is the default after 2 s, within ``paused()``, and from ``close()`` on.
     """
 
     def __init__(
         self,
-        config: PerseusConfig,
         job: Job,
         *,
-        ranks: Communicator,
+        communicator: Communicator,
         gpu: Gpu,
-        execution: Execution,
-        work: Repeatable | None = None,
-        isolated: Callable[[], AbstractContextManager[None]] = nullcontext,
+        timers: Execution,
+        device: torch.device,
+        passes: RepeatableInstructions | None = None,
+        monitor: Monitor | None = None,
+        steps_per_print: int | None = None,
+        timebase: Timebase = REAL_TIME,
     ) -> None:
         """Check everything that can be checked before training starts; every rank must do so at once.
 
         Args:
-            config: The ``perseus`` block.
             job: The training job.
-            ranks: All ranks.
+            communicator: All ranks.
             gpu: Of this rank.
-            execution: Times operations.
-            work: This rank's instructions to repeat, for profiling.
-            isolated: Keeps what it surrounds out of training.
+            timers: Times operations.
+            device: Where the rank's tensors live.
+            passes: This rank's passes, to be repeated for profiling; None where they cannot be.
+            monitor: DeepSpeed's monitor.
+            steps_per_print: How often to print an iteration; None for never.
+            timebase: The time that the rank lives in.
 
         Raises:
             PerseusError: On all ranks, what went wrong on one.
         """
-        self.config = config
-        self._ranks = ranks
-        self._gpu = gpu
-        self._patience = Patience(_DRIVER_HANGS_S)
-        self._execution = execution
+        config = job.config
+        self._job = job
+        self._communicator = communicator
+        self._timers = timers
         self._in_iteration = False
         # Ranks that have no tail to begin together must not be waited for.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
         self._closed = False
         self._failed = False
         if config.mode != "observe":
-            ranks.together(gpu.check_lock_permission)
-        self._clocks = ClockController(gpu, self._fail, self._refused, execution.use_device)
-        self._operations = Operations(execution, self._clocks, ranks)
+            communicator.together(gpu.check_lock_permission)
+        clocks = ClockController(gpu, self._fail, self._refused, timers.use_device, timebase)
+        driver = DriverCall(DRIVER_HANGS_S, timebase)
+        self._rank = Rank(communicator, gpu, driver, clocks, timers, device, timebase)
+        self._hooks = OperationHooks(timers, clocks, communicator)
         self._recorder = Recorder(
-            ranks,
-            Path(config.output_dir),
-            simulated=gpu.simulated,
-            monitor=job.monitor,
-            steps_per_print=job.steps_per_print,
+            communicator, job.output_dir, simulated=gpu.simulated, monitor=monitor, steps_per_print=steps_per_print
         )
-        self._timelines = TimelineLog(ranks, Path(config.output_dir), gpu=gpu.name, simulated=gpu.simulated)
-        self._orders = Orders(config.policy, job.info.data_parallel or 1)
-        tools = Tools(
-            config=config,
-            job=job,
-            ranks=ranks,
-            gpu=gpu,
-            patience=self._patience,
-            clocks=self._clocks,
-            execution=execution,
-            recorder=self._recorder,
-            orders=self._orders,
-            fail=self._fail,
-            work=work,
-            isolated=isolated,
+        self._control = JobControl(config.policy, job.info.data_parallel or 1, self._status)
+        self._driver = ModeDriver(job, self._rank, self._recorder, self._control, passes=passes, on_error=self._fail)
+        job_key, policy = job.key(communicator), config.policy.model_dump(mode="json")
+        self._recorder.start(
+            Started(mode=config.mode, gpu=gpu.name, frontier=config.frontier, job=job_key, policy=policy)
         )
-        self._phase: Phase = first_phase(tools)
-        started = {"job": tools.job_key(), "policy": config.policy.model_dump(mode="json")}
-        self._recorder.event("start", mode=config.mode, gpu=gpu.name, frontier=config.frontier, **started)
-        self._guardian = self._start_guardian()
-        self._control = self._listen()
-        self._guard = ExitGuard(self.close)
+        self._supervision = Supervision(job, self._rank, self._recorder, self._control, self.close)
 
     @classmethod
     def for_loop(
@@ -134,15 +113,15 @@ class PerseusRuntime:
         data_parallel: int = 1,
         device: torch.device | str = "cpu",
     ) -> PerseusRuntime:
-        """Make the runtime of a rank for a training loop of one's own, on ``torch.distributed``.
+        """Make the runtime of a rank for a training loop on ``torch.distributed``, without an engine.
 
         Surround each iteration with :meth:`iteration` and each forward and backward in it with
         :meth:`instruction`; call :meth:`close` at the end. The modes ``observe``, ``run`` and ``auto``
-        work; ``profile`` needs an engine whose instructions it can repeat.
+        work; ``profile`` needs an engine whose passes it can repeat.
 
         Args:
             block: A ``perseus`` block.
-            schedule: What every rank of a pipeline does in one iteration, such as
+            schedule: The operations of every rank of a pipeline in one iteration, such as
                 ``read_schedule(schedule_class("1f1b"), ranks=4, micro_batches=8)``.
             pipeline: Global ranks of this rank's pipeline, first stage first.
             data_parallel_rank: Which pipeline.
@@ -153,85 +132,61 @@ class PerseusRuntime:
             ConfigError: The block is wrong, or its mode needs an engine.
             PerseusError: On all ranks, what went wrong on one.
         """
-        config = parse_block(block)
-        if config.mode == "profile":
-            raise ConfigError('perseus.mode: a loop of one\'s own cannot "profile"; "auto" profiles while it trains.')
-        rank, local_rank = dist.get_rank(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-        device = torch.device(device)
-        gpu = open_gpu(config, device, rank=rank, local_rank=local_rank)
-        info = ProfileInfo(
-            simulated=gpu.simulated,
-            gpu=gpu.name,
-            driver=gpu.driver,
-            schedule=schedule.name,
-            stages=schedule.num_stages,
-            pipeline_ranks=len(pipeline),
-            data_parallel=data_parallel,
-            micro_batches=schedule.micro_batches,
-        )
         return cls(
-            config,
-            Job(schedule, device, info),
-            ranks=Communicator(PipelineTopology(rank, tuple(pipeline), data_parallel_rank, data_parallel)),
-            gpu=gpu,
-            execution=execution_on(gpu, device, config),
+            **loop_parts(
+                block,
+                schedule,
+                pipeline=pipeline,
+                data_parallel_rank=data_parallel_rank,
+                data_parallel=data_parallel,
+                device=torch.device(device),
+            )
         )
 
     @property
-    def phase(self) -> str:
-        """What Perseus is doing."""
-        return self._phase.name
-
-    @property
-    def plan(self) -> FrequencyPlan | None:
-        """The plan in use, None at default clocks."""
-        return self._operations.plan.plan
+    def next(self) -> NextIteration:
+        """What the next iteration is like: its phase, plan and clocks."""
+        return self._driver.next
 
     @property
     def profiled(self) -> bool:
         """Whether there is nothing left to measure."""
-        return isinstance(self._phase, Observe | Running)
-
-    @property
-    def wants_recording(self) -> bool:
-        """Whether the instructions of this iteration are to be kept, to be repeated afterwards."""
-        return self._phase.records
+        return self.next.phase in _PROFILED
 
     @contextmanager
     def iteration(self, samples: int = 0) -> Iterator[None]:
-        """Surround one training iteration of this rank.
-
-        Args:
-            samples: Samples the job will have seen after it, the x-axis of DeepSpeed's monitor.
-        """
-        changes, skips = self._clocks.changes, self._clocks.overtaken
-        self._check()
-        plan = ClockPlan.none() if self._failed or self._closed else self._phase.clock_plan
-        self._operations.prepare(plan, align_tail=self._phase.measures and self._has_tail)
+        """Surround one training iteration of this rank, after which the job has seen so many samples."""
+        clocks = self._rank.clocks
+        changes, overtaken = clocks.changes, clocks.overtaken
+        has_clocks = self._check()
+        plan = self.next.clocks if has_clocks else ClockPlan.none()
+        self._hooks.prepare(plan, aligns_tail=self.next.aligns_tail and self._has_tail)
         energy_j = self._energy_j()
-        self._execution.start_iteration()
-        start_s = time.perf_counter()
+        self._timers.start_iteration()
+        start_s = self._rank.timebase.now_s()
         self._in_iteration = True
         try:
             yield
         finally:
             self._in_iteration = False
-        # The host is done once all is launched. What the GPU is still doing belongs to this iteration, whatever the
-        # phase: else it would be counted in none, or where the host happens to wait next.
-        self._execution.wait()
-        time_s = time.perf_counter() - start_s
-        self._orders.steps += 1
-        energy_j = self._energy_j() - energy_j
-        steps = self._operations.steps
-        counts = self._clocks.changes - changes, self._clocks.overtaken - skips + steps.skipped
-        self._record(samples, time_s, energy_j, *counts)
-        seen = Seen(self._execution.spans, start_s, time_s, energy_j, steps.clock, self._failed or self._closed)
-        self._phase = self._phase.after(seen)
-        self._clocks.reset_when_idle(_IDLE_S)
+        # The host is done once all is launched; what the GPU is still doing belongs to this iteration.
+        self._timers.wait()
+        seen = IterationMeasurement(
+            self._timers.spans,
+            start_s,
+            self._rank.timebase.now_s() - start_s,
+            self._energy_j() - energy_j,
+            self._hooks.requested.clock,
+            not has_clocks or self._failed or self._closed,
+        )
+        skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
+        own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, seen.failed and not self._closed)
+        self._driver.end_iteration(seen, own, samples)
+        clocks.reset_when_idle(_IDLE_S)
 
     def operation(self, operation: Operation) -> AbstractContextManager[None]:
         """Surround one operation of an iteration: the clock is set, and the time taken."""
-        return Surround(self._operations, operation) if self._in_iteration else nullcontext()
+        return OperationScope(self._hooks, operation) if self._in_iteration else nullcontext()
 
     def instruction(self, instruction: Instruction) -> AbstractContextManager[None]:
         """Surround one instruction of an iteration."""
@@ -240,20 +195,17 @@ class PerseusRuntime:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Surround work outside of training iterations: it runs at default clocks."""
-        self._clocks.request(None)
+        self._rank.clocks.request(None)
         yield
 
     def schedule_changed(self) -> None:
         """The engine runs another schedule than it started with: no plan fits any more."""
-        if not isinstance(self._phase, Observe):
+        if self.next.phase != "observe":
             self._fail(PlanError("the number of micro-batches changed, so no plan fits any more"))
-        self._stop_phase()
-        self._phase = Observe()
+        self._driver.observe()
 
     def set_policy(self, policy: Mapping[str, Any]) -> None:
-        """Run under another policy from the next iterations on.
-
-        What counts is what rank 0 is told.
+        """Run under another policy from the next iterations on; rank 0's counts.
 
         Args:
             policy: As in the ``perseus`` block, such as ``{"name": "energy_optimal"}``.
@@ -261,12 +213,10 @@ class PerseusRuntime:
         Raises:
             ConfigError: It is no policy; the message names the key.
         """
-        self._orders.carry_out(parse_order({"command": "policy", "policy": policy}))
+        self._control.carry_out(parse_order({"command": "policy", "policy": policy}))
 
     def set_straggler(self, pipeline: int, slowdown: float, after_iterations: int = 0) -> None:
-        """Expect a data-parallel pipeline to take longer; the others then run no faster than is of use.
-
-        What counts is what rank 0 is told.
+        """Expect a pipeline to take longer: the others then run no faster than is of use; rank 0's counts.
 
         Args:
             pipeline: Which, 0 first.
@@ -276,11 +226,11 @@ class PerseusRuntime:
         Raises:
             ValueError: There is no such pipeline, or the slowdown is below 1.
         """
-        self._orders.set_straggler(pipeline, slowdown, after_iterations)
+        self._control.set_straggler(pipeline, slowdown, after_iterations)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of Perseus: policy, stragglers told of, steps done."""
-        return self._orders.state()
+        """Return what a checkpoint keeps of Perseus: policy, reported stragglers, steps done, the plan in use."""
+        return {**self._control.state(), "progress": self.next.progress()}
 
     def restore(self, state: Mapping[str, Any], steps: int | None = None) -> None:
         """Take up what a checkpoint kept, before the next iteration; every rank must do so at once.
@@ -290,98 +240,60 @@ class PerseusRuntime:
                 policy that the config has changed since is the config's.
             steps: Steps done, where somebody else counts them.
         """
-        self._orders.restore(state, steps)
+        progress = state.get("progress") if self._control.restore(state, steps) else None
+        self._driver.resume(progress or {})
 
     def close(self) -> None:
         """Restore the default clock and stop; harmless when called again, or in a forked process.
 
         Iterations may follow, as in a job that catches SIGTERM and goes on: at default clocks, without energies.
         """
-        if self._guard.is_forked:  # a copy of an engine may be collected there; clock and sockets are its parent's
-            return
-        self._guard.release()
-        self._stop_phase()
-        self._clocks.close()
-        self._patience.close()
-        if not self._closed:
-            self._closed = True
-            self._recorder.summarise()
-            if self.config.mode == "profile" and not self.profiled and self._ranks.is_first:
-                logger.warning("perseus: training ended before the profile was finished. Train for more steps.")
-        if self._control is not None:
-            self._control.close()
-        if self._guardian is not None:
-            self._guardian.close()
+        if self._supervision.is_forked:
+            return  # the clock is its parent's
+        unfinished = not self._closed and self._job.config.mode == "profile" and not self.profiled
+        self._closed = True
+        self._supervision.release()
+        self._rank.clocks.close()
+        self._rank.driver.close()
+        self._driver.close()
+        self._recorder.close()
+        if unfinished and self._communicator.is_first:
+            logger.warning("perseus: training ended before the profile was finished. Train for more steps.")
+        self._supervision.close()
 
-    def _stop_phase(self) -> None:
-        if isinstance(self._phase, Stoppable):
-            self._phase.stop()
+    def _check(self) -> bool:
+        """Return whether clocks can be set; fail if whatever they rely on is gone."""
+        problem = None if self._closed else self._supervision.problem()
+        if problem is not None:
+            self._fail(problem)
+        return not (self._failed or self._closed or self._supervision.driver_hangs())
 
-    def _check(self) -> None:
-        """Fail if whom we rely on is gone; after the end, that is as it should be."""
-        if self._closed:
-            return
-        if self._guardian is not None and not self._guardian.alive:
-            self._fail(GpuError("the guardian, which restores the clocks if the job is killed, is gone"))
-        if self._clocks.waiting_s > _DRIVER_HANGS_S:
-            self._fail(GpuError(f"the driver has not answered for {self._clocks.waiting_s:.0f} s"))
-
-    def _start_guardian(self) -> Guardian | None:
-        """Have somebody restore the clocks should all ranks be killed; a job that changes none needs nobody."""
-        if self.config.mode == "observe" or self._gpu.address is None:
-            return None
-        return Guardian.start([self._gpu.address])
-
-    def _listen(self) -> ControlServer | None:
-        """Take orders from outside, on rank 0; a job that runs no plans needs none."""
-        if self.config.mode not in ("auto", "run") or not self._ranks.is_first:
-            return None
-        try:
-            return ControlServer(Path(self.config.output_dir), self._orders.carry_out)
-        except OSError as error:
-            logger.warning("perseus: `perseus-ds control` will not reach this job: %s.", error)
-            self._recorder.event("control", error=str(error))
-            return None
+    def _status(self) -> dict[str, Any]:
+        """Return what the job runs next, and what the last iteration took."""
+        last = self._recorder.last
+        return {"next": dict(self._driver.next.status), "last": last.model_dump() if last is not None else {}}
 
     def _refused(self, refusal: Refusal) -> None:
         """Record a clock that the GPU does not reach."""
-        self._recorder.own_event("refused", **dataclasses.asdict(refusal))
+        event = ClockRefused.model_validate({"rank": self._communicator.topology.rank, **asdict(refusal)})
+        self._recorder.own_event(event)
 
     def _energy_j(self) -> float:
         if self._closed:
             return math.nan
         try:
-            return self._patience.call(self._gpu.energy_j)
+            return self._rank.driver.call(self._rank.gpu.energy_j)
+        except GpuBusyError:  # for how long that is accepted, the supervision decides
+            return math.nan
         except GpuError as error:
             self._fail(error)
             return math.nan
-
-    def _record(self, samples: int, time_s: float, energy_j: float, clock_changes: int, clock_skips: int) -> None:
-        plan = self._operations.plan
-        self._orders.last = self._recorder.add(
-            Iteration(
-                number=self._orders.steps,
-                samples=samples,
-                phase=self._phase.name,
-                time_s=time_s,
-                energy_j=energy_j,
-                clock_changes=clock_changes,
-                clock_skips=clock_skips,
-                failed=self._failed,
-                plan=plan.number,
-                forecast=plan.forecast,
-                wants_timeline=self._timelines.wants(self._phase.name, plan.number),
-            )
-        )
-        if self._recorder.timeline_wanted:
-            ran = Ran(self._orders.steps, self._phase.name, plan.number, plan.clock)
-            self._timelines.keep(ran, self._execution)
 
     def _fail(self, error: Exception) -> None:
         """Fall back to default clocks, warn once and record it; training goes on."""
         if self._failed or self._closed:
             return
         self._failed = True
-        self._operations.drop_plan()
+        self._hooks.drop_plan()
         logger.warning("perseus: %s. Training goes on at default clocks.", str(error).rstrip("."))
-        self._recorder.own_event("failure", error=str(error))
+        self._recorder.own_event(Failed(rank=self._communicator.topology.rank, error=str(error)))

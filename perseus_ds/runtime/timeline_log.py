@@ -1,4 +1,4 @@
-"""Keeps how an iteration really ran, operation by operation, for each plan a job trains under."""
+"""Keeps the operations of an iteration as they ran, for each plan a job trains under."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, 
 from perseus_ds.device.timers import Execution, Span
 from perseus_ds.distributed import Communicator
 from perseus_ds.pipeline.instruction import Instruction
-from perseus_ds.pipeline.schedule import Compute, Load
+from perseus_ds.pipeline.schedule import Compute, Load, Other
 
 logger = logging.getLogger("perseus_ds")
 _PHASES = ("warm-up", "observe", "run")
@@ -44,14 +44,14 @@ class TimelineLog:
     """Writes ``timeline.json`` on rank 0: a few iterations of its pipeline, one for each plan.
 
     Args:
-        ranks: All ranks.
+        communicator: All ranks.
         directory: Where to write the file.
         gpu: The GPU's name.
         simulated: Whether it is simulated.
     """
 
-    def __init__(self, ranks: Communicator, directory: Path, *, gpu: str, simulated: bool) -> None:
-        self._ranks = ranks
+    def __init__(self, communicator: Communicator, directory: Path, *, gpu: str, simulated: bool) -> None:
+        self._communicator = communicator
         self._path = directory / "timeline.json"
         self._file = TimelineFile(simulated=simulated, gpu=gpu)
         self._seen: dict[tuple[str, int | None], int] = {}
@@ -59,7 +59,7 @@ class TimelineLog:
 
     def wants(self, phase: str, plan: int | None) -> bool:
         """Count an iteration; return whether rank 0 is to keep it, which all ranks then have to help with."""
-        if not self._ranks.is_first or phase not in _PHASES:
+        if not self._communicator.is_first or phase not in _PHASES:
             return False
         key = phase, plan
         self._seen[key] = self._seen.get(key, 0) + 1
@@ -73,13 +73,16 @@ class TimelineLog:
         """
         elapsed_s = []
         for _ in range(_BARRIERS):
-            self._ranks.barrier()
+            self._communicator.barrier()
             elapsed_s.append(execution.elapsed_s())
-        topology = self._ranks.topology
+        topology = self._communicator.topology
         shown = topology.data_parallel_rank == 0 and topology.rank == min(topology.stage_peers, default=topology.rank)
         mine = (topology.pipeline_rank, elapsed_s, execution.spans(), dict(ran.clock_mhz)) if shown else None
-        by_rank = sorted((told for told in self._ranks.gather(mine) if told is not None), key=lambda told: told[0])
-        if not self._ranks.is_first:
+        by_rank = sorted(
+            (reported for reported in self._communicator.gather(mine) if reported is not None),
+            key=lambda reported: reported[0],
+        )
+        if not self._communicator.is_first:
             return
         reference_s = by_rank[0][1]
         operations = []
@@ -116,6 +119,9 @@ def _entries(span: Span, late_s: float, clock_mhz: Mapping[Instruction, int]) ->
         ]
     if isinstance(operation, Load):
         return [MeasuredOperation(kind="load", stage=operation.stage, micro_batch=operation.micro_batch, **when)]
+    if isinstance(operation, Other):
+        other = {"command": operation.command, "stage": operation.stage, "micro_batch": operation.number}
+        return [MeasuredOperation(kind="other", **other, **when)]
     return [
         MeasuredOperation(kind=t.payload, stage=t.source, target=t.target, micro_batch=t.micro_batch, **when)
         for t in operation.transfers

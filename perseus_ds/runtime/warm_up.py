@@ -1,36 +1,42 @@
-"""The first phase: ordinary iterations until times are steady."""
+"""Ordinary iterations until times are steady, in which loads, transfers and the tail are measured."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.device.gpu.latency import counter_period_s
-from perseus_ds.device.rank_clocks import ClockPlan
+from perseus_ds.device.gpu.latency import counter_period_s as measured_period_s
 from perseus_ds.device.timers import Span
-from perseus_ds.errors import GpuError, PerseusError
+from perseus_ds.errors import GpuError
 from perseus_ds.profiler.blocking import measure_blocking_power_w
-from perseus_ds.profiler.fixed_durations import load_durations_s, tail_durations_s, transfer_durations, without_gaps
-from perseus_ds.runtime.phases import Observe, Phase, Seen, Tools
+from perseus_ds.profiler.fixed_durations import (
+    load_durations_s,
+    other_durations,
+    tail_durations_s,
+    transfer_durations,
+    without_gaps,
+)
+from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.phases import NextIteration, Phase, one_iteration
 
 _STEADY = 0.02
 _BLOCKING_WINDOW_S = 0.45
 _REFRESHES = 4.5
-_SHORT_LOOK_S = 0.35
+_SHORT_WINDOW_S = 0.35
+_MOST_TIMES_AS_LONG = 3
 
 
 @dataclass(frozen=True)
-class Before:
-    """What iterations were like before any clock was changed, on this rank.
+class Baseline:
+    """Iterations before any clock was changed, as this rank measured them.
 
     Attributes:
         spans: Operations, by iteration.
         time_s: A typical iteration [s].
         energy_j: Of this rank's GPU in a typical iteration [J].
         counter_period_s: How often the energy counter is refreshed [s].
-        info: The job, and what of the iteration has no clock to choose; complete on rank 0.
+        info: The job, and the durations of what has no clock to choose; complete on rank 0.
     """
 
     spans: list[list[Span]]
@@ -40,89 +46,95 @@ class Before:
     info: ProfileInfo
 
 
-class WarmUp:
-    """Ordinary iterations until times are steady, in which loads, transfers and the tail are measured.
+def warm_up(job: Job, rank: Rank, *, keeps_passes: bool = False) -> Phase[Baseline]:
+    """Run ordinary iterations until times are steady on all ranks.
 
     Args:
-        tools: Of this rank.
-        following: Makes the next phase.
-        records: Whether instructions are to be repeated afterwards.
+        job: The job.
+        rank: This rank.
+        keeps_passes: Whether passes are to be repeated afterwards.
+
+    Raises:
+        PerseusError: On all ranks, if the GPU of one cannot be measured.
     """
-
-    name = "warm-up"
-    clock_plan = ClockPlan.none()
-    measures = True
-
-    def __init__(self, tools: Tools, following: Callable[[Tools, Before], Phase], *, records: bool = False) -> None:
-        self._tools = tools
-        self._following = following
-        self._records = records
-        self._spans: list[list[Span]] = []
-        self._times_s: list[float] = []
-        self._energies_j: list[float] = []
-
-    @property
-    def records(self) -> bool:
-        return self._records and len(self._spans) >= self._tools.config.profile.warm_up - 1
-
-    def after(self, seen: Seen) -> Phase:
-        self._spans.append(without_gaps(seen.spans(), seen.time_s))
-        self._times_s.append(seen.time_s)
-        self._energies_j.append(seen.energy_j)
-        least = self._tools.config.profile.warm_up
-        if len(self._spans) < least:
-            return self
-        drifts = abs(self._times_s[-1] / self._times_s[-2] - 1) > _STEADY
-        if len(self._spans) < 3 * least and self._tools.ranks.all_max(float(drifts)):
-            return self
-        try:
-            return self._following(self._tools, self._before())
-        except (PerseusError, OSError) as error:  # the same on all ranks
-            self._tools.fail(error)
-            return Observe()
-
-    def _look_at_counter(self) -> tuple[float, float]:
-        """Return how often the energy counter is refreshed [s], and what this rank's GPU draws while it waits [W].
-
-        Raises:
-            GpuError: On all ranks, if it cannot be told on one.
-        """
-        tools = self._tools
-        period_s, power_w = 0.0, 0.0
-        problem: GpuError | None = None
-        try:
-            period_s = tools.patience.call(lambda: counter_period_s(tools.gpu, _SHORT_LOOK_S) or 0.0)
-            period_s = period_s or tools.patience.call(lambda: counter_period_s(tools.gpu) or 0.0)
-        except GpuError as error:
-            problem = error
-        window_s = max(_BLOCKING_WINDOW_S, _REFRESHES * tools.ranks.all_max(period_s))
-        try:
-            power_w = measure_blocking_power_w(tools.gpu, tools.ranks.topology, tools.job.device, window_s)
-        except GpuError as error:
-            problem = problem or error
-        for found in tools.ranks.all_gather(problem):
-            if found is not None:
-                raise found
-        return period_s, power_w
-
-    def _before(self) -> Before:
-        tools = self._tools
-        spans = self._spans[1:]  # the first iteration allocates and agrees on shapes
-        period_s, power_w = self._look_at_counter()
-        profile_key = tools.profile_key()
-        reports = tools.ranks.gather((tools.ranks.topology.data_parallel_rank, spans, power_w))
-        pipeline = [spans for data_parallel_rank, spans, _ in reports if data_parallel_rank == 0]
-        rest = {
-            "load_s": load_durations_s(pipeline),
-            "transfers": transfer_durations(pipeline),
-            "tail_s": tail_durations_s([spans for _, spans, _ in reports]),
-            "blocking_power_w": statistics.mean(power_w for *_, power_w in reports) if reports else power_w,
-            "job": profile_key,
-        }
-        return Before(
-            spans,
-            statistics.median(self._times_s[1:]),
-            statistics.mean(self._energies_j[1:]),
-            period_s,
-            tools.job.info.model_copy(update={**rest, "rows": []} if reports else {"blocking_power_w": power_w}),
+    spans: list[list[Span]] = []
+    times_s: list[float] = []
+    energies_j: list[float] = []
+    least = job.config.profile.warm_up
+    drifts = True
+    while True:
+        keeps = keeps_passes and len(spans) >= least - 1
+        seen = yield from one_iteration(
+            NextIteration("warm-up", keeps_passes=keeps, aligns_tail=True, reported={"vote": drifts})
         )
+        spans.append(without_gaps(seen.spans(), seen.time_s))
+        times_s.append(seen.time_s)
+        energies_j.append(seen.energy_j)
+        drifted_before = seen.reports is None or bool(seen.reports.column("vote").any())
+        if len(spans) >= least and (not drifted_before or len(spans) >= _MOST_TIMES_AS_LONG * least):
+            break
+        drifts = len(times_s) < 2 or abs(times_s[-1] / times_s[-2] - 1) > _STEADY
+    # The first iteration allocates, and agrees on shapes.
+    return _baseline(job, rank, spans[1:], statistics.median(times_s[1:]), statistics.mean(energies_j[1:]))
+
+
+def _baseline(job: Job, rank: Rank, spans: list[list[Span]], time_s: float, energy_j: float) -> Baseline:
+    period_s, power_w = _counter_and_blocking_power(rank)
+    profile_key = job.profile_key(rank.communicator)
+    topology = rank.communicator.topology
+    reports = rank.communicator.gather((topology.data_parallel_rank, spans, power_w))
+    pipeline = [spans for data_parallel_rank, spans, _ in reports if data_parallel_rank == 0]
+    rest = {
+        "load_s": load_durations_s(pipeline),
+        "transfers": transfer_durations(pipeline),
+        "others": other_durations(pipeline),
+        "tail_s": tail_durations_s([spans for _, spans, _ in reports]),
+        "blocking_power_w": statistics.mean(power_w for *_, power_w in reports) if reports else power_w,
+        "job": profile_key,
+    }
+    info = job.info.model_copy(update={**rest, "rows": []} if reports else {"blocking_power_w": power_w})
+    return Baseline(spans, time_s, energy_j, period_s, info)
+
+
+def counter_period_s(rank: Rank) -> float:
+    """Return how often the slowest energy counter of all ranks is refreshed [s]; every rank must ask at once.
+
+    Raises:
+        GpuError: On all ranks, if it cannot be told on one.
+    """
+    period_s, problem = _own_counter_period_s(rank)
+    _raise_together(rank, problem)
+    return rank.communicator.all_max(period_s)
+
+
+def _own_counter_period_s(rank: Rank) -> tuple[float, GpuError | None]:
+    gpu, timebase = rank.gpu, rank.timebase
+    try:
+        period_s = rank.driver.call(lambda: measured_period_s(gpu, _SHORT_WINDOW_S, timebase) or 0.0)
+        return period_s or rank.driver.call(lambda: measured_period_s(gpu, timebase=timebase) or 0.0), None
+    except GpuError as error:
+        return 0.0, error
+
+
+def _counter_and_blocking_power(rank: Rank) -> tuple[float, float]:
+    """Return how often the energy counter is refreshed [s], and what this rank's GPU draws while it waits [W].
+
+    Raises:
+        GpuError: On all ranks, if it cannot be told on one.
+    """
+    communicator = rank.communicator
+    power_w = 0.0
+    period_s, problem = _own_counter_period_s(rank)
+    window_s = max(_BLOCKING_WINDOW_S, _REFRESHES * communicator.all_max(period_s))
+    try:
+        power_w = measure_blocking_power_w(rank.gpu, communicator.topology, rank.device, window_s, rank.timebase)
+    except GpuError as error:
+        problem = problem or error
+    _raise_together(rank, problem)
+    return period_s, power_w
+
+
+def _raise_together(rank: Rank, problem: GpuError | None) -> None:
+    for found in rank.communicator.all_gather(problem):
+        if found is not None:
+            raise found

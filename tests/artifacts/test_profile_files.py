@@ -163,7 +163,7 @@ def test_a_save_that_fails_leaves_no_profile_to_be_accepted(tmp_path, monkeypatc
         ('{"schema_version": 1, "gpu": ', r"profile\.json: not a complete JSON file"),
         ("[1, 2]", r"profile\.json: expected a profile\.json \(a JSON object\), found a list"),
         ('{"hello": "world"}', r"profile\.json: schema_version is None, this perseus-ds reads 1"),
-        ('{"schema_version": 1, "colour": "red"}', r"profile\.json: colour: Extra inputs"),
+        ('{"schema_version": 1, "colour": "red"}', r"profile\.json: colour: unknown key"),
         ('{"schema_version": 1, "blocking_power_w": -3}', r"profile\.json: blocking_power_w: .*got -3"),
         ('{"schema_version": 1, "blocking_power_w": NaN}', r"profile\.json: blocking_power_w"),
         ('{"schema_version": 1, "micro_batches": 0}', r"profile\.json: micro_batches: .*got 0"),

@@ -83,4 +83,16 @@ def test_convert_reads_meraks_rows_of_several_ranks(run):
 def test_an_unknown_action_names_those_there_are(run):
     code, _, err = run("frobnicate", "profile=p")
     assert code == 2
-    assert "'show', 'compare'" in err
+    assert "expected one of show, compare, validate, merge, convert, got 'frobnicate'" in err
+
+
+def test_all_that_an_action_needs_is_named_at_once(run):
+    code, _, err = run("merge", "p")
+    assert code == 2
+    assert "other and out are missing: write other=… out=…" in err
+
+
+def test_compare_takes_one_other_profile(run):
+    code, _, err = run("compare", "p", "other=[p,p]")
+    assert code == 2
+    assert "one other profile, got 2" in err

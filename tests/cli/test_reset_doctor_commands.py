@@ -1,3 +1,5 @@
+"""`perseus-ds reset` and `perseus-ds doctor` on the real NVML binding and the stub driver."""
+
 from __future__ import annotations
 
 import socket
@@ -5,14 +7,16 @@ from pathlib import Path
 
 import pytest
 from stub_nvml.controller import StubNvml
+from stub_nvml.fixtures import StubTime
 
+from perseus_ds.cli.diagnostics import examine_gpus
 from perseus_ds.cli.main import main
 
 Output = pytest.CaptureFixture[str]
 
 
 def lines_of(output: Output) -> dict[str, tuple[str, str]]:
-    """Return level and text of each line of the doctor's page; of several GPUs the last."""
+    """Return level and text of each line of the page."""
     found = {}
     for line in output.readouterr().out.splitlines():
         level, _, rest = line.partition("  ")
@@ -64,27 +68,41 @@ def test_reset_says_which_gpu_it_cannot_find(
     assert message in capsys.readouterr().err
 
 
-def test_doctor_is_content_and_changes_no_clock(stub_nvml_here: StubNvml, capsys: Output) -> None:
-    stub_nvml_here.gpus[3].counter_period_s = 0.05
+def test_doctor_finds_every_gpu_in_order_and_changes_no_clock(stub_nvml_here: StubNvml, capsys: Output) -> None:
     main(["doctor"])
-    lines = lines_of(capsys)
-    assert lines["clocks"] == ("ok", "81 from 210 to 1410 MHz, now 1410 MHz")
-    assert lines["power"] == ("ok", "250 W now, nothing holds the clock down")
-    level, counter = lines["energy"]
-    assert level == "ok"
-    assert float(counter.split()[-2]) == pytest.approx(50, abs=5)
+    page = capsys.readouterr().out
+    assert [line.split()[1:3] for line in page.splitlines() if "A100" in line] == [["GPU", str(n)] for n in range(4)]
+    assert page.count("ok    clocks        81 from 210 to 1410 MHz, now 1410 MHz") == 4
+    assert page.count("ok    power         250 W now, nothing holds the clock down") == 4
     assert all(gpu.change_count == 0 for gpu in stub_nvml_here.gpus)
 
 
-def test_doctor_measures_the_lock_when_asked_and_resets(stub_nvml_here: StubNvml, capsys: Output) -> None:
+def findings_of(stub_time: StubTime, *, lock: bool = False) -> dict[str, tuple[str, str]]:
+    """Return level and text of each finding on the last GPU."""
+    found = examine_gpus(lock=lock, timebase=stub_time)[-1]
+    return {finding.what: (finding.level, finding.text) for finding in found}
+
+
+def test_doctor_measures_how_often_the_counter_is_refreshed(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
+    stub_nvml_here.gpus[3].counter_period_s = 0.05
+    assert findings_of(stub_time)["energy"] == ("ok", "counter refreshed every 50 ms")
+
+
+def test_doctor_warns_of_a_counter_that_stands_still(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
+    stub_nvml_here.gpus[3].counter_period_s = 1e6
+    assert findings_of(stub_time)["energy"] == ("warn", "the counter did not change in 1 s")
+
+
+def test_doctor_measures_the_lock_when_asked_and_resets(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
+    for gpu in stub_nvml_here.gpus[:3]:  # of which the calls would move the one time that all of them live in
+        gpu.fail("name", "gpu_is_lost")
     gpu = stub_nvml_here.gpus[3]
     gpu.lock_latency_s = 0.015
     gpu.settle_s = 0.04
-    assert main(["doctor", "lock=true"]) == 0
-    level, text = lines_of(capsys)["lock"]
+    level, text = findings_of(stub_time, lock=True)["lock"]
     assert level == "ok"
     numbers = [float(word) for word in text.replace(",", "").split() if word[0].isdigit()]
-    assert numbers == [pytest.approx(15, abs=10), pytest.approx(55, abs=20)]
+    assert numbers == [15.0, pytest.approx(55.0, abs=0.6)]
     assert stub_nvml_here.locked_clocks_mhz() == [0, 0, 0, 0]
     assert len(set(gpu.changes_mhz())) > 3
 
@@ -99,32 +117,60 @@ def test_doctor_measures_the_lock_when_asked_and_resets(stub_nvml_here: StubNvml
     ],
 )
 def test_doctor_shows_what_is_wrong_with_a_gpu(
-    stub_nvml_here: StubNvml, capsys: Output, fault: tuple[str, str], line: str, message: str
+    stub_nvml_here: StubNvml, stub_time: StubTime, fault: tuple[str, str], line: str, message: str
 ) -> None:
     stub_nvml_here.gpus[3].fail(*fault)
-    assert main(["doctor", "lock=true"]) == 1
-    level, text = lines_of(capsys)[line]
+    level, text = findings_of(stub_time, lock=True)[line]
     assert level == "fail"
     assert message in text
     assert stub_nvml_here.locked_clocks_mhz() == [0, 0, 0, 0]
 
 
-def test_doctor_warns_of_a_throttled_gpu_whose_clock_does_not_follow(stub_nvml_here: StubNvml, capsys: Output) -> None:
+def test_doctor_warns_of_a_throttled_gpu_whose_clock_does_not_follow(
+    stub_nvml_here: StubNvml, stub_time: StubTime
+) -> None:
     stub_nvml_here.gpus[3].throttle_reasons = 0x4
     stub_nvml_here.gpus[3].limit_clock_mhz = 300
-    main(["doctor", "lock=true"])
-    lines = lines_of(capsys)
-    assert lines["power"] == ("warn", "250 W now, clock held down by sw_power_cap")
-    assert lines["lock"][0] == "warn"
-    assert "did not follow" in lines["lock"][1]
+    found = findings_of(stub_time, lock=True)
+    assert found["power"] == ("warn", "250 W now, clock held down by sw_power_cap")
+    assert found["lock"][0] == "warn"
+    assert "did not follow" in found["lock"][1]
 
 
-def test_doctor_tells_a_missing_driver(stub_nvml_here: StubNvml, capsys: Output) -> None:
+def test_doctor_reports_a_missing_driver(stub_nvml_here: StubNvml, capsys: Output) -> None:
     stub_nvml_here.fail("init", "driver_not_loaded")
     assert main(["doctor"]) == 1
     level, text = lines_of(capsys)["NVML"]
     assert level == "fail"
     assert "kernel driver is not loaded" in text
+
+
+def test_doctor_without_a_gpu_says_that_simulated_ones_will_do_and_what_real_ones_need(
+    stub_nvml_here: StubNvml, capsys: Output
+) -> None:
+    stub_nvml_here.fail("init", "driver_not_loaded")
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.endswith("\nThis machine is ready for simulated GPUs; for real ones solve: NVML.\n")
+
+
+def test_doctor_for_simulated_gpus_looks_at_no_real_one(stub_nvml_here: StubNvml, capsys: Output) -> None:
+    stub_nvml_here.fail("init", "driver_not_loaded")
+    assert main(["doctor", "device=simulated"]) == 0
+    output = capsys.readouterr().out
+    assert "NVML" not in output
+    assert output.endswith("\nThis machine is ready for simulated GPUs.\n")
+
+
+def test_doctor_for_zeusd_needs_zeusd_but_not_the_permission_to_lock(
+    stub_nvml_here: StubNvml, capsys: Output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for gpu in stub_nvml_here.gpus:
+        gpu.fail("set_locked", "no_permission")
+    monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
+    assert main(["doctor", "device=zeus", "lock=true"]) == 1
+    assert capsys.readouterr().out.endswith("for real ones solve: zeusd.\n")
+    assert main(["doctor", "device=nvml", "lock=true"]) == 1
+    assert capsys.readouterr().out.endswith("for real ones solve: lock.\n")
 
 
 def test_doctor_finds_zeusd(

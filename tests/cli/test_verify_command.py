@@ -23,8 +23,9 @@ def test_what_optimize_wrote_is_verified(run, tmp_path):
     code, out, _ = run("optimize", "profile=profile.csv", "out=f", "plans=8", "certificates=true")
     assert code == 0
     assert "Written: f/certificates.npz" in out
-    for words in (["f", "schedule=1f1b"], ["frontier=f/frontier.json", "certificates=f/certificates.npz"]):
-        code, out, _ = run("verify", *words, "profile=profile.csv")
+    both = ["frontier=f/frontier.json", "certificates=f/certificates.npz"]
+    for words in (["f"], ["f", "schedule=1f1b", "profile=profile.csv"], both):
+        code, out, _ = run("verify", *words)
         assert code == 0
         assert "plans verified: time and energy of each follow from the profile's rows" in out
 

@@ -1,4 +1,4 @@
-"""When to ask for which clock: no instruction ever runs below its plan, on a GPU that follows late."""
+"""When to request which clock: no instruction runs below its plan, on a GPU whose clock follows late."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus_ds.device.clock_transitions import count_changes, plan_steps, without_short_visits
+from perseus_ds.device.clock_transitions import count_changes, plan_transitions, without_short_runs
 
 LATENCY_S = 0.015
 CLOCKS = st.sampled_from([900, 1005, 1110, 1200, 1305, 1410])
@@ -14,20 +14,22 @@ TIMES = st.integers(1, 80).map(lambda ms: ms / 1000)
 STREAMS = st.lists(st.tuples(CLOCKS, TIMES), min_size=1, max_size=24)
 
 
-def requests(steps, times_s, iterations):
-    """Return when which clock is asked for, and whether early, with instructions that follow each other at once."""
+def requests(transitions, times_s, iterations):
+    """Return when which clock is requested, with instructions that follow each other at once."""
     now_s, found = 0.0, []
-    for step, time_s in itertools.islice(itertools.cycle(zip(steps, times_s, strict=True)), iterations * len(steps)):
-        found.append((now_s, step.clock_mhz))
-        if step.early_s is not None:
-            found.append((now_s + step.early_s, step.next_clock_mhz))
+    for around, time_s in itertools.islice(
+        itertools.cycle(zip(transitions, times_s, strict=True)), iterations * len(transitions)
+    ):
+        found.append((now_s, around.clock_mhz))
+        if around.early_s is not None:
+            found.append((now_s + around.early_s, around.next_clock_mhz))
         now_s += time_s
-        found.append((now_s, step.next_clock_mhz))
+        found.append((now_s, around.next_clock_mhz))
     return sorted(found, key=lambda request: request[0])
 
 
 def applied(found, latency_s):
-    """Return when which clock is there, from a worker that makes one call at a time and skips what was overtaken."""
+    """Return when which clock is in effect; the worker makes one call at a time and skips overtaken requests."""
     free_s, clock_mhz, result = 0.0, None, []
     for number, (asked_s, wanted_mhz) in enumerate(found):
         begin_s = max(free_s, asked_s)
@@ -42,9 +44,9 @@ def applied(found, latency_s):
 @given(STREAMS)
 def test_no_instruction_runs_below_its_planned_clock(stream):
     clocks, times_s = zip(*stream, strict=True)
-    steps = plan_steps(clocks, times_s, LATENCY_S)
+    transitions = plan_transitions(clocks, times_s, LATENCY_S)
     settled = 1 + int(2 * LATENCY_S / sum(times_s))  # the first clock comes from nowhere
-    there = applied(requests(steps, times_s, settled + 2), LATENCY_S)
+    there = applied(requests(transitions, times_s, settled + 2), LATENCY_S)
     begin_s = settled * sum(times_s)
     for planned_mhz, time_s in list(stream) * 2:
         at_begin = [clock for when_s, clock in there if when_s <= begin_s + 1e-6][-1]
@@ -54,14 +56,14 @@ def test_no_instruction_runs_below_its_planned_clock(stream):
 
 
 @given(STREAMS, st.integers(0, 40).map(lambda ms: ms / 1000))
-def test_leaving_visits_out_raises_clocks_and_saves_changes(stream, latency_s):
+def test_leaving_short_runs_out_raises_clocks_and_saves_changes(stream, latency_s):
     clocks, times_s = zip(*stream, strict=True)
-    bridged = without_short_visits(clocks, times_s, latency_s)
+    bridged = without_short_runs(clocks, times_s, latency_s)
     assert all(ours >= planned for ours, planned in zip(bridged, clocks, strict=True))
     assert set(bridged) <= set(clocks)
     assert max(bridged) == max(clocks)
     assert count_changes(bridged) <= count_changes(clocks)
-    assert without_short_visits(bridged, times_s, latency_s) == bridged
+    assert without_short_runs(bridged, times_s, latency_s) == bridged
     if latency_s == 0:
         assert bridged == list(clocks)
 
@@ -78,25 +80,25 @@ def test_leaving_visits_out_raises_clocks_and_saves_changes(stream, latency_s):
         ([1110, 1005, 1110, 1410], [10, 25, 10, 50], [1110, 1110, 1110, 1410]),
     ],
 )
-def test_visits_are_left_out_where_there_is_no_time_for_them(clocks, times_ms, expected):
-    assert without_short_visits(clocks, [ms / 1000 for ms in times_ms], LATENCY_S) == expected
+def test_lower_clocks_are_left_out_where_there_is_no_time_for_them(clocks, times_ms, expected):
+    assert without_short_runs(clocks, [ms / 1000 for ms in times_ms], LATENCY_S) == expected
 
 
-def test_a_higher_clock_is_asked_for_one_latency_before_it_is_due():
-    steps = plan_steps([1110, 1410], [0.1, 0.05], LATENCY_S)
-    assert [step.early_s for step in steps] == [pytest.approx(0.085), None]
+def test_a_higher_clock_is_requested_one_latency_before_it_is_due():
+    transitions = plan_transitions([1110, 1410], [0.1, 0.05], LATENCY_S)
+    assert [around.early_s for around in transitions] == [pytest.approx(0.085), None]
 
 
-def test_where_the_instruction_before_is_too_short_the_one_before_that_asks():
-    steps = plan_steps([1110, 1110, 1110, 1410], [0.1, 0.01, 0.002, 0.05], LATENCY_S)
-    assert [step.clock_mhz for step in steps] == [1110, 1410, 1410, 1410]
-    assert [step.early_s for step in steps] == [pytest.approx(0.097), None, None, None]
+def test_where_the_instruction_before_is_too_short_the_request_falls_into_an_earlier_one():
+    transitions = plan_transitions([1110, 1110, 1110, 1410], [0.1, 0.01, 0.002, 0.05], LATENCY_S)
+    assert [around.clock_mhz for around in transitions] == [1110, 1410, 1410, 1410]
+    assert [around.early_s for around in transitions] == [pytest.approx(0.097), None, None, None]
 
 
 @pytest.mark.parametrize(("times_s", "latency_s"), [((), LATENCY_S), ((0.001, 0.001), 0.0)])
 def test_without_knowing_durations_or_latency_the_plan_is_followed_as_it_is(times_s, latency_s):
-    steps = plan_steps([1110, 1410], times_s, latency_s)
-    assert [(step.clock_mhz, step.next_clock_mhz, step.early_s) for step in steps] == [
+    transitions = plan_transitions([1110, 1410], times_s, latency_s)
+    assert [(around.clock_mhz, around.next_clock_mhz, around.early_s) for around in transitions] == [
         (1110, 1410, None),
         (1410, 1110, None),
     ]

@@ -1,4 +1,4 @@
-"""The default clock is restored however a process ends, and what others do at its end still happens."""
+"""The default clock is restored however a process ends, and handlers of others are still called."""
 
 import signal
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import os, signal, sys, time
+import os, signal, sys
 from perseus_ds.device.exit_guard import ExitGuard
 {before}
 def restore():
@@ -17,14 +17,14 @@ guard = ExitGuard(restore)
 print("ready", flush=True)
 {end}
 """
-TERM = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)"
-INT = "os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
+TERM = "os.kill(os.getpid(), signal.SIGTERM); signal.pause()"
+INT = "os.kill(os.getpid(), signal.SIGINT); signal.pause()"
 WORKER = """
 reader, writer = os.pipe()
 worker = os.fork()
 if worker == 0:
     os.write(writer, b"1")
-    time.sleep(60)
+    signal.pause()
 os.read(reader, 1)
 os.kill(worker, signal.SIGTERM)
 print(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]), flush=True)

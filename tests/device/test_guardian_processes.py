@@ -38,10 +38,11 @@ if end == "close":
     print(guardian.close(), guardian.alive, guardian.close(), flush=True)
 if end == "watch":
     while guardian.alive:
-        time.sleep(0.05)
+        time.sleep(0.01)
     print("dead", gpus[0].clock_mhz(), flush=True)
 time.sleep(60)
 """
+GENEROUS_S = 60.0
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
 
 
@@ -83,15 +84,13 @@ def node(stub_nvml: StubNvml, tmp_path: Path) -> Iterator[Node]:
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
-    assert holds(lambda: not any(is_running(pid) for pid in made.guardians)), "a guardian did not end"
+    assert becomes_true(lambda: not any(is_running(pid) for pid in made.guardians)), "a guardian did not end"
 
 
-def holds(condition: Callable[[], bool], within_s: float = 3.0) -> bool:
-    """Wait until something is so; returns whether it came to be in time."""
-    deadline_s = time.monotonic() + within_s
-    while time.monotonic() < deadline_s:
-        if condition():
-            return True
+def becomes_true(condition: Callable[[], bool]) -> bool:
+    """Wait until a condition is true; the time-out only ends a test that hangs."""
+    end_s = time.monotonic() + GENEROUS_S
+    while not condition() and time.monotonic() < end_s:
         time.sleep(0.01)
     return condition()
 
@@ -104,7 +103,7 @@ def is_running(pid: int) -> bool:
 
 
 def restored(stub: StubNvml, expected: list[int]) -> bool:
-    return holds(lambda: stub.locked_clocks_mhz() == expected)
+    return becomes_true(lambda: stub.locked_clocks_mhz() == expected)
 
 
 def test_killing_every_rank_restores_exactly_their_gpus(node: Node) -> None:
@@ -158,15 +157,15 @@ def test_a_child_that_holds_the_socket_does_not_hide_the_ranks_end(node: Node) -
 
 def test_a_gpu_stays_locked_while_one_of_its_ranks_lives(node: Node) -> None:
     first, second, third = node.rank("wait", 0, 1), node.rank("wait", 1), node.rank("wait", 2)
-    for rank in (first, second, third):
-        node.guardian_of(rank)
+    guardian = node.guardian_of(first)
+    assert [node.guardian_of(rank) for rank in (second, third)] == [guardian] * 2
     first.kill()
     assert restored(node.stub, [0, 1200, 1200, 0])
-    time.sleep(0.5)
-    assert node.stub.locked_clocks_mhz() == [0, 1200, 1200, 0]
     second.kill()
     third.kill()
     assert restored(node.stub, [0, 0, 0, 0])
+    assert becomes_true(lambda: not is_running(guardian))
+    assert node.stub.gpus[1].calls("reset_locked") == 1, "not when the first of its two ranks was gone"
 
 
 def test_close_restores_before_it_returns(node: Node) -> None:
@@ -195,16 +194,6 @@ def test_a_new_guardian_comes_after_a_dead_one(node: Node) -> None:
     assert node.guardian_of(second) != dead
     second.kill()
     assert restored(node.stub, [1200, 0, 0, 0])
-
-
-def test_a_reset_that_fails_once_is_tried_again(node: Node) -> None:
-    rank = node.rank("wait", 0)
-    node.guardian_of(rank)
-    node.stub.gpus[0].fail("reset_locked", "timeout")
-    rank.kill()
-    assert holds(lambda: node.stub.gpus[0].calls("reset_locked") == 1)
-    node.stub.gpus[0].fail("reset_locked", "none")
-    assert restored(node.stub, [0, 0, 0, 0])
 
 
 def test_a_driver_that_hangs_on_one_gpu_does_not_keep_the_others_locked(node: Node) -> None:

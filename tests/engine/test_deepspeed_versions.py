@@ -6,10 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import deepspeed
 import pytest
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from one_rank_engine import config, module, one_rank
 
 import perseus_ds
-from perseus_ds.engine.versions import OLDEST_DEEPSPEED, require_hooks
+from perseus_ds.engine.deepspeed_contract import check_deepspeed, check_engine
+from perseus_ds.engine.versions import NEWEST_DEEPSPEED, OLDEST_DEEPSPEED
 from perseus_ds.errors import VersionError
 
 ROOT = Path(__file__).parents[2]
@@ -43,16 +48,36 @@ def test_no_deepspeed_at_all_is_said_so(monkeypatch):
         perseus_ds.initialize(config={})
 
 
-def test_an_engine_without_what_perseus_takes_hold_of_is_told_by_what_it_lacks():
+def test_a_deepspeed_without_what_is_relied_upon_is_told_by_what_it_lacks():
     class PipelineEngine:
         train_batch = eval_batch = save_checkpoint = load_checkpoint = None
+        _exec_schedule = train_batch_size = steps_per_print = zero_grad = None
 
-    with pytest.raises(VersionError, match=r"its PipelineEngine has no _INSTRUCTION_MAP, destroy\. Upgrade perseus-ds"):
-        require_hooks(PipelineEngine)
+    message = (
+        r"perseus-ds works with: PipelineEngine has no _INSTRUCTION_MAP \(which function runs a command.*\), "
+        r"destroy \(the clock is restored\)\. Run: pip install --upgrade perseus-ds"
+    )
+    with pytest.raises(VersionError, match=message):
+        check_deepspeed(PipelineEngine, schedule)
+
+
+def test_the_installed_deepspeed_has_what_is_relied_upon():
+    check_deepspeed(PipelineEngine, schedule)
+
+
+def test_an_engine_of_the_installed_deepspeed_has_what_is_relied_upon(tmp_path):
+    with one_rank(tmp_path):
+        model = module()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config())
+        check_engine(engine)
+        del engine.grid.pp_group
+        with pytest.raises(VersionError, match=r"PipelineEngine.grid has no pp_group \(ranks of this pipeline\)"):
+            check_engine(engine)
 
 
 def test_package_makefile_readme_and_code_name_the_same_oldest_version():
     assert f'"deepspeed>={OLDEST_DEEPSPEED}"' in (ROOT / "pyproject.toml").read_text()
     assert f"OLDEST_DEEPSPEED := {OLDEST_DEEPSPEED}\n" in (ROOT / "Makefile").read_text()
     newest = re.search(r"^deepspeed==(\S+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)[1]
+    assert newest == NEWEST_DEEPSPEED
     assert f"DeepSpeed {OLDEST_DEEPSPEED} to {newest}" in (ROOT / "README.md").read_text()

@@ -2,6 +2,7 @@
 
 import sys
 
+import datasets
 import example
 import pytest
 from omegaconf import OmegaConf
@@ -52,7 +53,6 @@ def test_a_text_file_is_read_as_bytes_unless_there_is_a_tokenizer(train, tokeniz
 
 
 def test_a_saved_dataset_is_read_by_its_text_column(train, tmp_path):
-    datasets = pytest.importorskip("datasets")
     split = datasets.Dataset.from_dict({"text": [TEXT, TEXT.upper()]})
     split.save_to_disk(tmp_path / "alone")
     datasets.DatasetDict({"train": split}).save_to_disk(tmp_path / "splits")

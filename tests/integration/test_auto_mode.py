@@ -7,7 +7,7 @@ from job import run
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.cli.main import main
-from perseus_ds.device.gpu.simulated import DEVICES
+from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.report.sources import find_sources
 

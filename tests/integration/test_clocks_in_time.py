@@ -8,7 +8,7 @@ from job import run
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.device.gpu.simulated import DEVICES
+from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import read_schedule, schedule_class
 
@@ -63,7 +63,7 @@ def in_time(folder):
     _, late = records_of(folder / "late", dataclasses.replace(plans, instruction_times_s={}))
     refused = [r for r in records if r.get("event") == "refused"]
     assert [r["clock_mhz"] for r in refused] == [TOP_MHZ], "told once"
-    assert refused[0]["reached_mhz"] == round(A40.limited_clock_mhz)
+    assert refused[0]["reached_mhz"] == round(A40.reached_clock_mhz(A40.top_clock_mhz))
     assert refused[0]["reasons"] == ["sw_power_cap"]
     assert refused[0]["simulated"] is True
     assert statistics.median(r["clock_changes"] + r["clock_skips"] for r in late) == 8

@@ -12,7 +12,7 @@ from job import run
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
 from perseus_ds.cli.main import main
-from perseus_ds.device.gpu.simulated import DEVICES
+from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.errors import ConfigError
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.instruction import Kind

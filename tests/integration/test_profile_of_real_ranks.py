@@ -9,7 +9,7 @@ import pytest
 from job import QUICK_PROFILE, run, start
 
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.device.gpu.simulated import DEVICES
+from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.pipeline.instruction import Kind
 
 pytestmark = pytest.mark.integration

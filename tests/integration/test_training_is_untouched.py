@@ -8,7 +8,7 @@ from job import QUICK_PROFILE, run
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.device.gpu.simulated import DEVICES
+from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.pipeline.schedule import read_schedule, schedule_class
 
 pytestmark = pytest.mark.integration
@@ -51,8 +51,8 @@ def test_losses_and_weights_are_bit_identical_with_any_plan_and_without_perseus(
             assert ours["weights"] == theirs["weights"], name
             assert ours["random"] == theirs["random"], name
         base = "DualPipeVEngine" if schedule == "dualpipev" else "PipelineEngine"
-        expected = base if name == "disabled" else f"Perseus{base}"
-        assert {rank["engine"] for rank in finished.ranks} == {expected}
+        assert {rank["engine"] for rank in finished.ranks} == {base}  # which some versions of DeepSpeed test
+        assert {rank["attached"] for rank in finished.ranks} == {name != "disabled"}
         assert all(base in rank["bases"] for rank in finished.ranks)
     assert len(without[0]["losses"]) == 7
     under_plan = [r for r in run_records(tmp_path / "run") if r.get("phase") == "run"]

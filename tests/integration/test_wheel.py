@@ -65,7 +65,8 @@ def test_the_quick_start_runs_from_an_empty_folder(installed, tmp_path):
     assert "simulated" in (tmp_path / "perseus/report.html").read_text()
 
 
-def test_commands_find_their_defaults(installed, tmp_path):
+def test_commands_work_from_an_empty_folder(installed, tmp_path):
     assert "commands:" in run(installed, tmp_path, "perseus-ds", "--help")[1]
-    assert "micro_batches: null" in run(installed, tmp_path, "perseus-ds", "optimize", "--help")[1]
+    assert "  micro_batches " in run(installed, tmp_path, "perseus-ds", "optimize", "--help")[1]
+    assert "profile is missing" in run(installed, tmp_path, "perseus-ds", "optimize", "out=x")[1]
     assert "perseus-ds    0.1.0" in run(installed, tmp_path, "perseus-ds", "doctor")[1].replace("  ok", "")

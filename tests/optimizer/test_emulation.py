@@ -1,16 +1,14 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published import lowtime_frontier, stage_profile
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError, FrontierError
 from perseus_ds.optimizer.emulation import BusyTotals, Curve, EmulatedJob, busy_at_highest_clock, emulate
 from perseus_ds.pipeline.instruction import Instruction, Kind
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "sosp24"
 STAGES = 8
 POWER_W = {"a100-sxm": 83.64, "a40": 70.38}
 PIPELINES = {12: 128, 24: 64, 48: 32, 96: 16}
@@ -18,16 +16,12 @@ INTRINSIC = {"a100-sxm": [15.2, 14.2, 13.6, 13.3], "a40": [11.8, 10.2, 9.3, 8.9]
 
 
 def published(gpu, micro_batches, slowdowns):
-    frontier_path = SHARED / "lowtime_frontier" / f"gpt3-175b_{gpu}_mb{micro_batches}.csv"
-    profile_path = SHARED / "stage_profile" / f"gpt3-175b_{gpu}.csv"
-    if not frontier_path.is_file() or not profile_path.is_file():
-        pytest.skip(f"the published data is not here: {SHARED}")
-    time_s, energy_j = np.loadtxt(frontier_path, delimiter=",", skiprows=1, unpack=True)
+    time_s, energy_j = np.loadtxt(lowtime_frontier(gpu, micro_batches), delimiter=",", skiprows=1, unpack=True)
     streams = [
         [Instruction(stage, kind, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in range(micro_batches)]
         for stage in range(STAGES)
     ]
-    busy = busy_at_highest_clock(StageProfile.load(profile_path), streams)
+    busy = busy_at_highest_clock(StageProfile.load(stage_profile(gpu)), streams)
     job = EmulatedJob(PIPELINES[micro_batches], 8, POWER_W[gpu], time_scale=10, energy_scale=10)
     return emulate(Curve(time_s, energy_j), busy, job, slowdowns)
 

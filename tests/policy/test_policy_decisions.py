@@ -17,7 +17,7 @@ from perseus_ds.policy.policies import (
     Situation,
     SlowdownPolicy,
     decide,
-    with_room,
+    stretched_plan,
 )
 from perseus_ds.policy.run_statistics import RunStatistics
 
@@ -108,6 +108,6 @@ def test_a_deadline_is_met_by_a_run_that_stops_slows_down_and_is_resumed_later()
 
 
 def test_others_run_as_slow_as_a_straggler_but_never_slower_than_is_worth_it():
-    assert with_room(FRONTIER, 3, 1.0) == 3
-    assert with_room(FRONTIER, 3, 1.1) == 12
-    assert with_room(FRONTIER, 3, 9.0) == 29
+    assert stretched_plan(FRONTIER, 3, 1.0) == 3
+    assert stretched_plan(FRONTIER, 3, 1.1) == 12
+    assert stretched_plan(FRONTIER, 3, 9.0) == 29

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.rank_report import RankReport
 from perseus_ds.device.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.policy.assignment import Assignment, Choice
-from perseus_ds.policy.drift import DriftWatch
-from perseus_ds.policy.stragglers import Straggler, StragglerWatch, straggler_of, with_told
+from perseus_ds.policy.assignment import Assignment, PlanChoice
+from perseus_ds.policy.drift import DriftWatch, drift_of_rank
+from perseus_ds.policy.stragglers import Straggler, StragglerWatch, straggler_of, with_reported
 
 INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),), (Instruction(1, Kind.FORWARD, 0),))
 PLANS = tuple(FrequencyPlan(INSTRUCTIONS, ((1400 - i,),) * 2, 1.0 + 0.005 * i, 100.0 - 0.5 * i) for i in range(61))
@@ -26,7 +27,7 @@ def run_job(slowness_at, iterations, noise=0.0, seed=0):
     """Let pipelines follow each other as ranks do; return the assignments, and every pipeline's own times [s]."""
     draw = random.Random(seed)
     watch = StragglerWatch(len(slowness_at(0)))
-    assignment = Assignment.of(FRONTIER, Choice(0), watch.rooms)
+    assignment = Assignment.of(FRONTIER, PlanChoice(0), watch.stretch_factors)
     assignments, times = [], []
     before = None
     for iteration in range(iterations):
@@ -39,7 +40,7 @@ def run_job(slowness_at, iterations, noise=0.0, seed=0):
         if before is not None:  # what was told at the last boundary
             watch.update([s / FRONTIER.plans[plan].time_s for s, plan in zip(*before, strict=True)])
         before = own_s, assignment.plans
-        assignment = Assignment.of(FRONTIER, Choice(0), watch.rooms)
+        assignment = Assignment.of(FRONTIER, PlanChoice(0), watch.stretch_factors)
     return assignments, times
 
 
@@ -77,28 +78,29 @@ def test_a_pipeline_at_the_border_does_not_flap():
     assert watch.update((1.0, 1.04)) == (1.04, 1.0), "cut, so that nobody waits, but still a straggler"
     for _ in range(2):
         watch.update((1.0, 1.02))
-    assert watch.rooms == (1.0, 1.0)
+    assert watch.stretch_factors == (1.0, 1.0)
 
 
 def test_who_is_told_of_a_straggler_believes_it_and_counts_nothing_twice():
-    told = Straggler(1, 1.2)
-    assert with_told((1.0, 1.0, 1.0), told) == (1.2, 1.0, 1.2)
-    assert with_told((1.2, 1.0, 1.2), told) == pytest.approx((1.2, 1.0, 1.2))
-    rooms = with_told((1.5, 1.5, 1.0), told)  # another one is slower still
-    assert rooms == pytest.approx((1.5, 1.25, 1.0))
-    assert straggler_of(rooms) == Straggler(2, 1.5)
+    reported = Straggler(1, 1.2)
+    assert with_reported((1.0, 1.0, 1.0), reported) == (1.2, 1.0, 1.2)
+    assert with_reported((1.2, 1.0, 1.2), reported) == pytest.approx((1.2, 1.0, 1.2))
+    stretch_factors = with_reported((1.5, 1.5, 1.0), reported)  # another one is slower still
+    assert stretch_factors == pytest.approx((1.5, 1.25, 1.0))
+    assert straggler_of(stretch_factors) == Straggler(2, 1.5)
     assert straggler_of((1.0, 1.0)) is None
-    assert with_told((1.0,), Straggler(0, 1.3)) == (1.0,), "nobody waits for a single pipeline"
+    assert with_reported((1.0,), Straggler(0, 1.3)) == (1.0,), "nobody waits for a single pipeline"
 
 
 @given(st.integers(0, 60), st.booleans(), st.none() | st.builds(Straggler, st.integers(0, 9), st.floats(1, 3)))
-def test_choices_travel_as_numbers(plan, paused, told):
-    choice = Choice(plan, paused, told)
-    assert Choice.from_numbers(choice.as_numbers()) == choice
+def test_decisions_travel_with_the_report_of_rank_0(plan, paused, reported):
+    choice = PlanChoice(plan, paused, reported)
+    numbers = RankReport(time_s=1.0, energy_j=1.0, **choice.as_reported()).as_numbers()
+    assert PlanChoice.from_report(RankReport.from_numbers(numbers)) == choice
 
 
 def test_the_forecast_accounts_as_the_papers_emulation_does():
-    assignment = Assignment.of(FRONTIER, Choice(0), (1.2, 1.0))
+    assignment = Assignment.of(FRONTIER, PlanChoice(0), (1.2, 1.0))
     plan = PLANS[assignment.plans[0]]
     assert 1.18 < plan.time_s < 1.2
     forecast = assignment.forecast(FRONTIER, gpus_per_stage=4)
@@ -110,9 +112,9 @@ def test_the_forecast_accounts_as_the_papers_emulation_does():
 
 def test_a_profile_is_out_of_date_when_half_of_the_pipelines_say_so_twice():
     forward = INSTRUCTIONS[0][0]
-    watch = DriftWatch({(0, Kind.FORWARD, 1400): 0.1}, max_drift=0.05)
+    watch, expected = DriftWatch(max_drift=0.05), {(0, Kind.FORWARD, 1400): 0.1}
     spans = [Span(Compute(forward), 0.0, s) for s in (0.09, 0.11, 0.9)]
-    assert watch.of_rank(spans, {forward: 1400}) == pytest.approx(0.1)
-    assert watch.of_rank(spans, {}) == 0
+    assert drift_of_rank(spans, {forward: 1400}, expected) == pytest.approx(0.1)
+    assert drift_of_rank(spans, {}, expected) == 0
     seen = [[0.0, 0.2], [0.0, 0.2], [0.2, 0.2], [0.1, 0.1], [0.1, 0.1], [0.0, 0.0], [0.1, 0.1], [0.1, 0.1]]
     assert [watch.has_drifted(pipelines) for pipelines in seen] == [n in (3, 7) for n in range(8)]

@@ -1,10 +1,11 @@
-"""Online rows of simulated GPUs, whose truth is known, in a virtual time."""
+"""Online rows compared with the model of simulated GPUs, in virtual time."""
 
 import numpy as np
 import pytest
 from virtual_time import VirtualTime
 
-from perseus_ds.device.gpu.simulated import COMPUTE_BOUND, DEVICES, MEMORY_BOUND, SimulatedGpu
+from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
+from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
@@ -42,7 +43,7 @@ def run_iteration(gpu, now, rng, work_s, micro_batches):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("forward_s", [0.02, 0.05, 0.2])
-def test_rows_are_close_to_the_truth(forward_s, seed):
+def test_rows_agree_with_the_simulated_gpu(forward_s, seed):
     model = DEVICES["a100-sxm"]
     now, rng = VirtualTime(), np.random.default_rng(seed)
     gpu = SimulatedGpu(model, lock_latency_s=0.015, power_noise=0.02, timebase=now, seed=seed)
@@ -52,13 +53,14 @@ def test_rows_are_close_to_the_truth(forward_s, seed):
     for clock in clocks:
         gpu.lock_clock(clock)
         for _ in range(2):
-            profiler.add(clock, *run_iteration(gpu, now, rng, work_s, micro_batches=8))
+            spans, readings = run_iteration(gpu, now, rng, work_s, micro_batches=8)
+            profiler.add(clock, [spans], readings)
     rows = [row.measurement for row in profiler.rows()]
     assert len(rows) == 3 * len(clocks)
     for row in rows:
         time_s = work_s[row.kind] * model.slowdown(row.clock_mhz, WORKLOAD[row.kind])
         power_w = model.power_w(row.clock_mhz, WORKLOAD[row.kind])
-        # Of the tail there is one an iteration, so what it varies by weighs more.
+        # There is one tail an iteration, so its rows have the largest errors.
         is_tail = row.kind is Kind.TAIL
         assert row.time_s == pytest.approx(time_s, rel=0.03 if is_tail else 0.02)
         assert row.energy_j == pytest.approx(time_s * power_w, rel=0.15 if is_tail else 0.04)

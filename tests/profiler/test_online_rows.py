@@ -1,4 +1,4 @@
-"""Power of each kind from a counter that mixes them all."""
+"""Power of each kind, estimated from a counter of the total energy."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ POWER_W = {Kind.FORWARD: 300.0, Kind.BACKWARD: 400.0, None: 80.0}
 
 
 def iteration(rng, start_s, micro_batches=8):
-    """Forwards of 30 ms and backwards of 70 ms with waits of up to 40 ms between, and what was drawn when."""
+    """Return spans, pieces of constant power and the end of an iteration with waits of up to 40 ms."""
     spans, pieces, now_s = [], [], start_s
     for micro_batch in range(micro_batches):
         for kind, time_s in ((Kind.FORWARD, 0.03), (Kind.BACKWARD, 0.07)):
@@ -24,7 +24,7 @@ def iteration(rng, start_s, micro_batches=8):
 
 
 @pytest.mark.parametrize("jitter_s", [0.0, 0.002])
-def test_time_and_energy_are_told_apart_by_kind(jitter_s):
+def test_time_and_energy_are_estimated_by_kind(jitter_s):
     rng = np.random.default_rng(5)
     profiler = OnlineProfiler(blocking_power_w=80.0)
     for start_s in (10.0, 20.0, 30.0):
@@ -33,7 +33,7 @@ def test_time_and_energy_are_told_apart_by_kind(jitter_s):
         for moment in np.arange(start_s + 0.05, end_s, 0.05):
             used_j = sum(POWER_W[kind] * max(0.0, min(moment, b) - a) for a, b, kind in pieces)
             readings.append((moment + rng.uniform(0, jitter_s), 1000 + used_j))
-        profiler.add(1200, spans, readings)
+        profiler.add(1200, [spans], readings)
     backward, forward = (row.measurement for row in profiler.rows())
     tolerance = 0.04 if jitter_s else 0.01
     assert forward.time_s == pytest.approx(0.03)
@@ -44,5 +44,5 @@ def test_time_and_energy_are_told_apart_by_kind(jitter_s):
 def test_iterations_without_two_refreshes_yield_no_row():
     spans, _, _ = iteration(np.random.default_rng(1), 0.0)
     profiler = OnlineProfiler(blocking_power_w=80.0)
-    profiler.add(1200, spans, [(0.1, 5.0)])
+    profiler.add(1200, [spans], [(0.1, 5.0)])
     assert profiler.rows() == []

@@ -1,4 +1,4 @@
-"""Which clocks are measured, and what is made of few or noisy rows."""
+"""Choice of the clocks to measure, and estimates from few or noisy rows."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality
-from perseus_ds.device.gpu.simulated import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
+from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.denoise import denoise
 from perseus_ds.profiler.sampling import AdaptiveSampler, make_sampler
@@ -44,7 +44,7 @@ def test_rows_without_noise_stay_as_they_are(name):
 
 
 @pytest.mark.parametrize("name", sorted(DEVICES))
-def test_few_rows_tell_those_in_between(name):
+def test_rows_between_measured_clocks_are_estimated(name):
     clocks = DEVICES[name].clocks_mhz[40:]
     true = truth(name, clocks)
     completed = denoise(truth(name, clocks[::4]), clocks)
@@ -56,7 +56,7 @@ def test_few_rows_tell_those_in_between(name):
 
 @settings(max_examples=5, deadline=None)
 @given(st.sampled_from(sorted(DEVICES)), st.integers(0, 10_000))
-def test_noise_is_taken_out_of_rows(name, seed):
+def test_noise_is_reduced(name, seed):
     clocks = DEVICES[name].clocks_mhz[40:]
     true, rng = truth(name, clocks), np.random.default_rng(seed)
     noisy = [
@@ -85,7 +85,7 @@ def test_noise_is_taken_out_of_rows(name, seed):
     assert (after < 0.7 * before).all()
 
 
-def test_an_outlier_does_not_bend_its_neighbours():
+def test_an_outlier_does_not_change_rows_at_other_clocks():
     clocks = DEVICES["a100-sxm"].clocks_mhz[40:]
     true = truth("a100-sxm", clocks)
     wrong = [
@@ -114,7 +114,7 @@ def run(sampler, profile):
 
 @settings(max_examples=10, deadline=None)
 @given(st.sampled_from(sorted(DEVICES)), st.integers(3, 20), st.integers(0, 60))
-def test_the_adaptive_sampler_asks_for_each_clock_once_and_keeps_its_budget(name, budget, lowest):
+def test_the_adaptive_sampler_returns_each_clock_once_and_keeps_its_budget(name, budget, lowest):
     model = DEVICES[name]
     clocks = model.clocks_mhz[lowest:]
     asked = run(AdaptiveSampler(clocks, blocking_power_w=model.blocking_power_w, budget=budget), truth(name, clocks))

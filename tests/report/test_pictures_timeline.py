@@ -1,4 +1,3 @@
-import json
 from itertools import pairwise
 
 import pytest
@@ -6,13 +5,12 @@ from matplotlib.image import imread
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile, TransferDuration
-from perseus_ds.artifacts.run_records import MeasuredPoint, measured_points
 from perseus_ds.cli.main import main
-from perseus_ds.errors import ConfigError
 from perseus_ds.optimizer.exact.problem import Problem
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Transfer, read_schedule, schedule_class
+from perseus_ds.report.measured import MeasuredPoint
 from perseus_ds.report.pictures import frontier_picture, timeline_picture
 from perseus_ds.report.timeline import timeline
 
@@ -94,7 +92,7 @@ def test_the_critical_path_fills_the_iteration(problem, profile, frontier):
 
 
 def test_pictures_are_written_at_the_size_for_a_page(tmp_path, problem, profile, frontier):
-    measured = [MeasuredPoint("default clocks", 1.0, 900.0, 10)]
+    measured = [MeasuredPoint("default clocks", None, 1.0, 900.0, 10)]
     frontier_picture(frontier, tmp_path / "frontier.png", in_use=frontier.plans[0], measured=measured)
     before = timeline(problem.dag, profile, frontier.baseline)
     timeline_picture(
@@ -121,39 +119,6 @@ def test_plot_draws_from_files(tmp_path, profile, frontier, capsys):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"frontier.png", "timeline.png"}
     assert main(["plot", *arguments, f"runs=[{tmp_path / 'none'}]"]) == 2
     assert "no such file" in capsys.readouterr().err
-
-
-def write_log(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-
-
-def iteration(phase, time_s, energy_j):
-    return {"phase": phase, "time_s": time_s, "energy_j": energy_j}
-
-
-def test_measured_points_are_medians_of_the_last_start_per_pipeline(tmp_path):
-    write_log(
-        tmp_path / "run.jsonl",
-        {"event": "start"},
-        iteration("observe", 99.0, 99.0),
-        {"event": "start"},
-        iteration("calibrate", 50.0, 50.0),
-        *[iteration("run", time_s, 100.0 * time_s) for time_s in (1.0, 2.0, 9.0)],
-    )
-    assert measured_points(tmp_path, pipelines=2) == [MeasuredPoint("under the plan", 2.0, 100.0, 3)]
-
-
-def test_a_last_line_that_was_cut_off_is_left_out_and_any_other_is_named(tmp_path):
-    path = tmp_path / "run.jsonl"
-    write_log(path, iteration("run", 1.0, 2.0))
-    path.write_text(path.read_text(encoding="utf-8") + '{"phase": "ru', encoding="utf-8")
-    assert measured_points(path)[0].iterations == 1
-    path.write_text("nonsense\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
-    with pytest.raises(ConfigError, match="line 1: not a record"):
-        measured_points(path)
-
-
-def test_a_run_without_iterations_is_an_error(tmp_path):
-    write_log(tmp_path / "run.jsonl", {"event": "start"})
-    with pytest.raises(ConfigError, match="no iterations"):
-        measured_points(tmp_path)
+    (tmp_path / "file").write_text("in the way")
+    assert main(["plot", *arguments[:2], f"out={tmp_path / 'file'}"]) == 2
+    assert "cannot be a folder" in capsys.readouterr().err

@@ -4,11 +4,12 @@ import json
 import math
 
 import pytest
-import torch.distributed as dist
+from lone_communicator import LoneCommunicator, reports_of
 
-from perseus_ds.device.rank_clocks import Forecast
-from perseus_ds.distributed import Communicator, PipelineTopology
-from perseus_ds.runtime.recorder import Iteration, Recorder
+from perseus_ds.artifacts.run_records import ClockRefused, Drifted, Started, read_records
+from perseus_ds.distributed import PipelineTopology
+from perseus_ds.policy.assignment import Forecast
+from perseus_ds.runtime.recorder import IterationContext, Recorder
 
 
 class Told:
@@ -31,45 +32,38 @@ class Full:
         raise OSError("No space left on device")
 
 
-@pytest.fixture
-def ranks():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Communicator(PipelineTopology(0, (0,)))
-    dist.destroy_process_group()
+def under_plan(number):
+    forecast = Forecast(time_s=1.0, energy_j=75.0, default_time_s=1.0, default_energy_j=100.0)
+    return IterationContext(number, number * 8, "run", plan=4, forecast=forecast)
 
 
-def recorded(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+def reports(energy_j=80.0, **fields):
+    return reports_of({"time_s": 1.1, "energy_j": energy_j, "clock_changes": 6, "clock_skips": 2, **fields})
 
 
-def under_plan(number, energy_j=80.0):
-    forecast = Forecast(time_s=1.0, energy_j=75.0, default_energy_j=100.0)
-    return Iteration(number, number * 8, "run", 1.1, energy_j, 6, 2, plan=4, forecast=forecast)
-
-
-def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ranks, capsys):
+def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, capsys):
     monitor = Told()
-    recorder = Recorder(ranks, tmp_path, simulated=True, monitor=monitor, steps_per_print=2)
-    recorder.add(Iteration(1, 8, "observe", 1.0, 100.0, 0))
-    recorder.drift = 0.02
-    recorder.add(under_plan(2))
-    recorder.summarise()
+    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True, monitor=monitor, steps_per_print=2)
+    recorder.start(Started())
+    recorder.add(IterationContext(1, 8, "observe"), reports_of({}))
+    recorder.add(under_plan(2), reports(drift=0.02))
+    recorder.close()
     told = {tag: value for tag, value, samples in monitor.events if samples == 16}
     assert told == {
         "Perseus/simulated/iteration_time_s": 1.1,
         "Perseus/simulated/iteration_energy_j": 80.0,
-        "Perseus/simulated/average_power_w": pytest.approx(80 / 1.1, rel=1e-4),
+        "Perseus/simulated/average_power_w": pytest.approx(80 / 1.1),
         "Perseus/simulated/plan": 4.0,
-        "Perseus/simulated/saved": 0.2,
+        "Perseus/simulated/saved": pytest.approx(0.2),
         "Perseus/simulated/late": pytest.approx(0.1),
         "Perseus/simulated/drift": 0.02,
         "Perseus/simulated/clock_changes": 6.0,
         "Perseus/simulated/clock_skips": 2.0,
     }
-    first, second, end = recorded(tmp_path)
-    assert (first["saved"], first["late"], first["drift"]) == (None, None, None)
-    assert (second["saved"], second["late"], second["drift"], second["clock_skips"]) == (0.2, 0.1, 0.02, 2)
-    assert (end["iterations"], end["energy_j"], end["saved"]) == (2, 180.0, 0.2)
+    _, first, second, end = read_records(tmp_path)
+    assert (first.saved, first.late, first.drift) == (None, None, None)
+    assert (second.default_energy_j, second.default_time_s, second.drift, second.clock_skips) == (100.0, 1.0, 0.02, 2)
+    assert (end.iterations, end.energy_j, end.saved) == (2, 180.0, pytest.approx(0.2))
     step, summary = capsys.readouterr().out.splitlines()
     assert step == "perseus: step 2: run, 1.100 s, 80 J (plan 4: 1.000 s, 75 J), simulated GPUs"
     assert summary.startswith(
@@ -77,33 +71,119 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ra
     )
 
 
-def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, ranks, capsys):
+def test_what_is_derived_is_not_stored(tmp_path):
+    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True)
+    recorder.start(Started())
+    recorder.add(under_plan(1), reports())
+    recorder.close()
+    line = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[1])
+    assert not {"saved", "late", "power_w"} & set(line)
+
+
+def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(tmp_path):
+    class TwoPipelines(LoneCommunicator):
+        world_size = 4
+
+        def all_gather(self, value):
+            return [0, 0, 1, 1]
+
+    recorder = Recorder(TwoPipelines(), tmp_path, simulated=False)
+    recorder.start(Started())
+    ranks = [{"time_s": 1.0 + n, "energy_j": 10.0 * (n + 1), "failed": n == 2, "clock_changes": n} for n in range(4)]
+    recorder.add(IterationContext(1, 8, "observe"), reports_of(*ranks))
+    recorder.close()
+    record = read_records(tmp_path)[1]
+    assert (record.time_s, record.energy_j, record.energy_by_pipeline_j) == (4.0, 100.0, (30.0, 70.0))
+    assert record.energy_by_rank_j == (10.0, 20.0, 30.0, 40.0)
+    assert (record.failed_ranks, record.clock_changes) == ((2,), 6)
+
+
+def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, capsys):
     monitor = Told()
-    recorder = Recorder(ranks, tmp_path, simulated=False, monitor=monitor)
-    recorder.add(under_plan(1, energy_j=math.nan))
-    recorder.add(under_plan(2))
-    recorder.summarise()
-    first, _, end = recorded(tmp_path)
-    assert (first["energy_j"], first["power_w"], first["saved"]) == (None, None, None)
+    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=False, monitor=monitor)
+    recorder.start(Started())
+    recorder.add(under_plan(1), reports(energy_j=math.nan))
+    recorder.add(under_plan(2), reports())
+    recorder.close()
+    _, first, _, end = read_records(tmp_path)
+    assert (first.energy_j, first.power_w, first.saved) == (None, None, None)
     assert "NaN" not in (tmp_path / "run.jsonl").read_text()
     assert all(math.isfinite(value) for _, value, _ in monitor.events)
-    assert (end["energy_j"], end["saved"]) == (80.0, 0.2)
+    assert (end.energy_j, end.saved) == (80.0, pytest.approx(0.2))
     assert "not counting 1 iterations" in capsys.readouterr().out
 
 
-def test_plans_that_use_more_than_the_profile_says_are_not_called_a_saving(tmp_path, ranks, capsys):
-    recorder = Recorder(ranks, tmp_path, simulated=True)
-    recorder.add(under_plan(1, energy_j=110.0))
-    recorder.summarise()
+def test_plans_that_use_more_than_the_profile_says_are_not_called_a_saving(tmp_path, capsys):
+    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True)
+    recorder.start(Started())
+    recorder.add(under_plan(1), reports(energy_j=110.0))
+    recorder.close()
     assert "10.0% more energy than default clocks" in capsys.readouterr().out
-    assert recorded(tmp_path)[-1]["saved"] == -0.1
+    assert read_records(tmp_path)[-1].saved == pytest.approx(-0.1)
 
 
-def test_a_monitor_that_fails_is_told_no_more(tmp_path, ranks, caplog):
+def test_drift_is_that_of_the_last_look_until_the_job_profiles_again(tmp_path):
+    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True)
+    recorder.start(Started())
+    recorder.add(under_plan(1), reports(drift=0.03))
+    recorder.add(under_plan(2), reports())
+    recorder.add(IterationContext(3, 24, "warm-up"), reports())
+    recorder.add(under_plan(4), reports())
+    recorder.close()
+    assert [record.drift for record in read_records(tmp_path)[1:5]] == [0.03, 0.03, None, None]
+
+
+def test_a_rank_tells_its_events_once_they_are_asked_for(tmp_path):
+    class SecondRank(LoneCommunicator):
+        is_first = False
+        told = None
+
+        def gather(self, value):
+            self.told = value
+            return []
+
+    communicator = SecondRank(PipelineTopology(1, (0, 1)))
+    recorder = Recorder(communicator, tmp_path, simulated=False)
+    recorder.start(Started())
+    recorder.event(Drifted(drift=0.1))
+    recorder.own_event(ClockRefused(rank=1, clock_mhz=1400, reached_mhz=1200))
+    assert recorder.events_to_report == 1
+    recorder.add(IterationContext(1, 8, "run"), reports_of({"events": 0}))
+    assert communicator.told is None
+    recorder.add(IterationContext(2, 16, "run"), reports_of({"events": 1}))
+    assert [event.clock_mhz for event in communicator.told] == [1400]
+    assert recorder.events_to_report == 0
+    recorder.close()
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+def test_a_monitor_that_fails_is_told_no_more(tmp_path, caplog):
     monitor = Full()
-    recorder = Recorder(ranks, tmp_path, simulated=True, monitor=monitor)
+    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True, monitor=monitor)
+    recorder.start(Started())
     for number in (1, 2):
-        recorder.add(under_plan(number))
+        recorder.add(under_plan(number), reports())
+    recorder.close()
     assert monitor.calls == 1
     assert caplog.text.count("monitor failed (No space left on device)") == 1
-    assert len(recorded(tmp_path)) == 2
+    assert len(read_records(tmp_path)) == 4
+
+
+def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    recorder = Recorder(LoneCommunicator(), tmp_path / "file", simulated=True)
+    recorder.start(Started())
+    for number in (1, 2):
+        recorder.add(under_plan(number), reports())
+    recorder.close()
+    assert caplog.text.count("cannot be written") == 1
+
+
+def test_a_job_that_does_not_start_leaves_no_record_and_one_that_does_begins_with_it(tmp_path):
+    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True)
+    recorder.event(Drifted(drift=0.1))
+    recorder.close()
+    assert not (tmp_path / "run.jsonl").exists()
+    recorder.start(Started(mode="run"))
+    recorder.close()
+    assert [record.event for record in read_records(tmp_path)] == ["start", "drift"]

@@ -21,12 +21,13 @@ from perseus_ds.device.timers import HostExecution
 from perseus_ds.distributed import Communicator, PipelineTopology
 from perseus_ds.errors import ConfigError, FrontierError
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.runtime.phases import Job
+from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
 
 SCHEDULE = one_f_one_b(ranks=1, micro_batches=2)
 STREAM = tuple(i for i in SCHEDULE.instructions[0] if i.kind is not Kind.TAIL)
 CLOCK_MHZ = 1200
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -34,12 +35,14 @@ def start(tmp_path):
     """A function that starts the runtime on a GPU."""
     started = []
 
-    def start(gpu, execution=None, **block):
+    def start(gpu, execution=None, passes=None, **block):
         config = parse_block({"device": "nvml", "output_dir": str(tmp_path), **block})
-        job = Job(SCHEDULE, torch.device("cpu"), ProfileInfo(simulated=gpu.simulated))
-        ranks = Communicator(PipelineTopology(0, (0,)))
-        started.append(PerseusRuntime(config, job, ranks=ranks, gpu=gpu, execution=execution or HostExecution()))
-        return started[-1]
+        job = Job(config, SCHEDULE, ProfileInfo(simulated=gpu.simulated))
+        communicator = Communicator(PipelineTopology(0, (0,)))
+        timers = execution or HostExecution()
+        runtime = PerseusRuntime(job, communicator=communicator, gpu=gpu, timers=timers, device=CPU, passes=passes)
+        started.append(runtime)
+        return runtime
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield start
@@ -107,7 +110,8 @@ def test_forked_processes_leave_the_clock_and_the_guardian_to_their_parent(start
     train(runtime)
     with runtime.iteration():
         assert comes(lambda: stub.locked_clocks_mhz()[0] == CLOCK_MHZ)
-    assert {record.get("event") for record in records(tmp_path)} == {"start", None}
+    runtime.close()
+    assert {record.get("event") for record in records(tmp_path)} == {"start", "plan", "end", None}
 
 
 def test_a_frontier_that_is_not_there_is_an_error_before_training(start, stub, tmp_path):
@@ -123,6 +127,7 @@ def test_a_loop_may_go_on_after_closing(start, plan, stub, tmp_path, caplog):
     train(runtime)
     runtime.close()
     train(runtime)
+    runtime.close()
     before, after = (record for record in records(tmp_path) if "iteration" in record)
     assert (before["plan"], after["plan"]) == (0, None)
     assert not [record for record in records(tmp_path) if record.get("event") == "failure"]
@@ -149,7 +154,9 @@ def test_an_iteration_ends_when_the_gpu_is_done(start, plan, stub, tmp_path, mod
 
     stub.gpus[0].power_w = 1000.0
     stub.gpus[0].counter_period_s = 0.001
-    train(start(NvmlGpu(0), LateExecution(), **(plan if mode == "run" else {"mode": mode})))
+    runtime = start(NvmlGpu(0), LateExecution(), **(plan if mode == "run" else {"mode": mode}))
+    train(runtime)
+    runtime.close()
     (record,) = (record for record in records(tmp_path) if "iteration" in record)
     assert record["time_s"] >= 0.1
     assert record["energy_j"] > 90.0
@@ -162,11 +169,11 @@ def test_nothing_of_a_phase_outlives_it(start, stub, phase, end):
     profile = {"warm_up": 2, "min_clock_mhz": 1395, "sampling": "stride", "clock_stride": 1}
     runtime = start(NvmlGpu(0), mode="auto", cache=False, profile=profile)
     for _ in range(60):
-        if runtime.phase == phase:
+        if runtime.next.phase == phase:
             break
-        stub.gpus[0].power_w = 100.0 if runtime.phase == "warm-up" else 400.0  # more than was drawn when waiting
+        stub.gpus[0].power_w = 100.0 if runtime.next.phase == "warm-up" else 400.0  # more than was drawn when waiting
         train(runtime, 0.03)
-    assert runtime.phase == phase
+    assert runtime.next.phase == phase
     assert beside_training()
     getattr(runtime, end)()
     assert not beside_training()
@@ -175,17 +182,17 @@ def test_nothing_of_a_phase_outlives_it(start, stub, phase, end):
 def beside_training():
     threads = [thread for thread in threading.enumerate() if thread.name == "perseus-energy"]
     children = psutil.Process().children(recursive=True)
-    return threads + [child for child in children if "optimize" in child.cmdline()]
+    return threads + [child for child in children if "perseus_ds.optimizer.worker" in " ".join(child.cmdline())]
 
 
 def test_no_pause_of_a_rank_is_too_long_for_the_others(start, plan, stub):
     """What torch's own groups wait for at most is 30 minutes."""
-    group = start(NvmlGpu(0), **plan)._ranks._group
+    group = start(NvmlGpu(0), **plan)._communicator._group
     assert group._get_backend(torch.device("cpu")).options._timeout.days >= 1
 
 
 def test_a_profile_that_was_not_finished_is_spoken_of(start, stub, caplog):
-    runtime = start(NvmlGpu(0), mode="profile")
+    runtime = start(NvmlGpu(0), passes=object(), mode="profile")
     train(runtime)
     runtime.close()
     assert caplog.text.count("ended before the profile was finished") == 1

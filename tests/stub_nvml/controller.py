@@ -74,7 +74,7 @@ class StubGpu(ctypes.Structure):
 
 class _State(ctypes.Structure):
     _fields_ = (
-        ("gpu_count", ctypes.c_uint32), ("driver_version", ctypes.c_char * 76),
+        ("gpu_count", ctypes.c_uint32), ("driver_version", ctypes.c_char * 76), ("virtual_s", ctypes.c_double),
         ("_calls", ctypes.c_uint32 * len(FUNCTIONS)), ("_errors", ctypes.c_int32 * len(FUNCTIONS)),
         ("gpus", StubGpu * MAX_GPUS),
     )  # fmt: skip
@@ -119,6 +119,18 @@ class StubNvml:
             _fill(gpu, index, clocks_mhz)
         search = os.pathsep.join(filter(None, [str(library.parent), os.environ.get("LD_LIBRARY_PATH")]))
         self.environment = {STATE_VARIABLE: str(state_file), "LD_LIBRARY_PATH": search}
+
+    @property
+    def virtual_s(self) -> float:
+        """The time that the GPUs live in [s]; while it is 0, they live in ``time.monotonic``.
+
+        Otherwise a call that takes its time moves it forward instead.
+        """
+        return float(self._state.virtual_s)
+
+    @virtual_s.setter
+    def virtual_s(self, seconds: float) -> None:
+        self._state.virtual_s = seconds
 
     def calls(self, function: str) -> int:
         """Return how often a function that belongs to no GPU was called (``init``, ``count``, …)."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pynvml
 import pytest
 from stub_nvml.controller import STATE_VARIABLE, StubNvml, build
+from virtual_time import VirtualTime
 
 MakeStub = Callable[[int], StubNvml]
 
@@ -56,3 +57,25 @@ def stub_nvml_here(stub_nvml: StubNvml, stub_library: Path, monkeypatch: pytest.
     stub_nvml.fail("shutdown", "none")
     while library.nvmlShutdown() == 0:  # Let go of what a failed test left open.
         pass
+
+
+class StubTime(VirtualTime):
+    """A virtual time that the stub's GPUs live in as well."""
+
+    def __init__(self, stub: StubNvml) -> None:
+        self._stub = stub
+        super().__init__()
+
+    @property
+    def seconds(self) -> float:
+        return self._stub.virtual_s
+
+    @seconds.setter
+    def seconds(self, seconds: float) -> None:
+        self._stub.virtual_s = seconds
+
+
+@pytest.fixture
+def stub_time(stub_nvml_here: StubNvml) -> StubTime:
+    """Makes the GPUs of ``stub_nvml_here`` live in a virtual time."""
+    return StubTime(stub_nvml_here)

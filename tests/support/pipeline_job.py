@@ -126,11 +126,12 @@ def main() -> None:
     perseus = getattr(engine, "perseus", None)
     report |= {
         "engine": type(engine).__name__,
+        "attached": perseus is not None,
         "bases": [base.__name__ for base in type(engine).__mro__],
         "weights": weights.hexdigest(),
         "random": torch.rand(1).item(),
         "skipped_steps": engine.skipped_steps,
-        "plan": getattr(perseus, "plan", None) is not None,
+        "plan": perseus is not None and perseus.runtime.next.plan is not None,
         "policy": perseus.state()["policy"] if perseus else None,
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
@@ -181,14 +182,14 @@ def set_deadline(engine, job: dict) -> float:
 def resources_of(engine) -> dict[str, int]:
     """Return what a job that runs for weeks must not use ever more of."""
     gc.collect()
-    clocks = engine.perseus._clocks
+    clocks = engine.perseus.runtime._rank.clocks
     process = psutil.Process()
     return {
         "memory_bytes": process.memory_info().rss,
         "objects": len(gc.get_objects()),
         "threads": process.num_threads(),
         "handles": process.num_fds(),
-        "queued_clocks": clocks._inbox.qsize() + len(clocks._pending),
+        "queued_clocks": len(clocks._pending),
     }
 
 
@@ -206,14 +207,18 @@ class SlowPipeline:
 
     def __init__(self, engine, job: dict) -> None:
         self.job = job
-        self.execution = engine.perseus._execution
+        self.engine = engine
         self.affected = engine.grid.get_data_parallel_id() == job["pipeline"]
 
     def before(self, step: int) -> None:
         if self.affected and step == self.job["first"]:
-            self.execution.calibrate(self.execution._seconds_per_flop * self.job["factor"])
+            self.lengthen(self.job["factor"])
         if self.affected and step == self.job["last"]:
-            self.execution.calibrate(self.execution._seconds_per_flop / self.job["factor"])
+            self.lengthen(1 / self.job["factor"])
+
+    def lengthen(self, factor: float) -> None:
+        timers = self.engine.perseus.runtime._timers
+        timers.calibrate(timers._seconds_per_flop * factor)
 
 
 def end(how: str, rank: int) -> None:

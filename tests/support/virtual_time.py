@@ -1,17 +1,168 @@
-"""A time of the test's own, in which minutes pass at once."""
+"""A time of the test's own, in which minutes pass at once; see ``perseus_ds.timebase.Timebase``.
+
+Threads made by :meth:`VirtualTime.thread` and the thread that made the :class:`VirtualTime` take turns: exactly one of
+them runs, until it waits. Time passes only when all of them wait, and then jumps to the first moment at which one of
+them goes on. So what happens, and when, does not depend on how fast the machine is.
+"""
+
+import heapq
+import itertools
+import threading
+from collections import deque
+
+
+class DeadlockError(Exception):
+    """All threads wait, and none of them for a moment in time."""
 
 
 class VirtualTime:
-    """Stands still but when somebody sleeps; see ``perseus_ds.device.gpu.simulated.Timebase``."""
+    """See the module.
 
-    def __init__(self):
-        self.seconds = 100.0
+    Attributes:
+        seconds: The time now; a test may move it forward itself.
+    """
+
+    def __init__(self, seconds=100.0):
+        self.seconds = seconds
+        self._ready = deque()
+        self._sleeping = []
+        self._numbers = itertools.count()
+        self._maker = None
 
     def now_s(self):
         return self.seconds
 
     def sleep(self, seconds):
-        self.seconds += seconds
+        turn = _Turn()
+        self._wake_at(self.seconds + seconds, turn)
+        self._wait_for(turn)
 
-    def wait(self, changed, seconds):
-        self.seconds += seconds
+    def condition(self):
+        return _Condition(self)
+
+    def thread(self, target, name):
+        return _Thread(self, target, name)
+
+    def _wake_at(self, when_s, turn):
+        heapq.heappush(self._sleeping, (when_s, next(self._numbers), turn))
+
+    def _make_ready(self, turn):
+        if not turn.has_come:
+            turn.has_come = True
+            self._ready.append(turn)
+
+    def _wait_for(self, turn):
+        if not isinstance(threading.current_thread(), _Thread):
+            self._maker = turn
+        self._give_up_turn(until=turn)
+        if turn.is_deadlocked:
+            raise DeadlockError
+
+    def _give_up_turn(self, until=None):
+        """Let the next thread run; return when it is this one's turn."""
+        chosen = self._next()
+        if chosen is not until:
+            chosen.go.release()
+            if until is not None:
+                until.go.acquire()
+
+    def _next(self):
+        if not self._ready:
+            while self._sleeping:
+                when_s, _, turn = heapq.heappop(self._sleeping)
+                if not turn.has_come:
+                    self.seconds = max(self.seconds, when_s)
+                    self._make_ready(turn)
+                    break
+            else:
+                self._maker.is_deadlocked = True
+                self._make_ready(self._maker)
+        return self._ready.popleft()
+
+
+class _Turn:
+    """What one thread waits for; it comes once."""
+
+    def __init__(self):
+        self.go = threading.Semaphore(0)
+        self.has_come = False
+        self.is_deadlocked = False
+
+
+class _Condition:
+    """As ``threading.Condition``; as only one thread runs at a time, the lock is only checked."""
+
+    def __init__(self, time):
+        self._time = time
+        self._waiting = []
+        self._owner = None
+        self._depth = 0
+
+    def __enter__(self):
+        me = threading.current_thread()
+        assert self._owner in (None, me), f"{self._owner} waits or sleeps and holds a lock that {me} needs"
+        self._owner = me
+        self._depth += 1
+        return self
+
+    def __exit__(self, *_):
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = None
+
+    def wait(self, timeout=None):
+        assert self._owner is threading.current_thread(), "the lock is not held"
+        turn = _Turn()
+        self._waiting.append(turn)
+        if timeout is not None:
+            self._time._wake_at(self._time.seconds + timeout, turn)
+        depth, self._depth, self._owner = self._depth, 0, None
+        try:
+            self._time._wait_for(turn)
+        finally:
+            was_notified = turn not in self._waiting
+            if not was_notified:
+                self._waiting.remove(turn)
+            self._depth, self._owner = depth, threading.current_thread()
+        return was_notified
+
+    def notify(self, n=1):
+        assert self._owner is threading.current_thread(), "the lock is not held"
+        for _ in range(min(n, len(self._waiting))):
+            self._time._make_ready(self._waiting.pop(0))
+
+    def notify_all(self):
+        self.notify(len(self._waiting))
+
+
+class _Thread(threading.Thread):
+    def __init__(self, time, target, name):
+        super().__init__(name=name, daemon=True)
+        self._time = time
+        self._function = target
+        self._begins = _Turn()
+        self._over = _Condition(time)
+        self._is_over = False
+
+    def start(self):
+        super().start()
+        self._time._make_ready(self._begins)
+
+    def run(self):
+        self._begins.go.acquire()
+        try:
+            self._function()
+        finally:
+            with self._over:
+                self._is_over = True
+                self._over.notify_all()
+            self._time._give_up_turn()
+
+    def join(self, timeout=None):
+        end_s = None if timeout is None else self._time.seconds + timeout
+        with self._over:
+            while not self._is_over and (end_s is None or self._time.seconds < end_s):
+                self._over.wait(None if end_s is None else end_s - self._time.seconds)
+
+    def is_alive(self):
+        return self._begins.has_come and not self._is_over

@@ -1,1 +1,1 @@
-"""One GPU as perseus-ds needs it: NVML's or a simulated one."""
+"""One GPU, through NVML, through Zeus or simulated."""

@@ -1,4 +1,4 @@
-"""What perseus-ds needs of a GPU."""
+"""The interface that every GPU has, real or simulated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Gpu(Protocol):
         driver: Driver version, or None.
         address: How another process on this node opens it (:func:`perseus_ds.device.guardian_daemon`); None if no lock
             of its clock outlives this process.
-        simulated: Whether its physics is simulated. Whatever it yields is labelled accordingly.
+        simulated: Whether its physics is simulated. All its results are labelled accordingly.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Gpu(Protocol):
         """Return the SM clock now [MHz]."""
 
     def throttle_reasons(self) -> tuple[str, ...]:
-        """Return why the clock is not higher now, such as ``sw_power_cap``; empty where the driver does not tell."""
+        """Return why the clock is not higher now, such as ``sw_power_cap``; empty where it is not reported."""
 
     def energy_j(self) -> float:
         """Return the energy used since some moment in the past [J]; refreshed about every 100 ms."""

@@ -1,37 +1,39 @@
-"""How a GPU's energy counter and clock lock behave in time."""
+"""Measures how often a GPU's energy counter is refreshed, and how long a change of its clock takes."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from dataclasses import dataclass
 
 from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 _SETTLE_TIMEOUT_S = 1.0
 _CLOCKS_TRIED = 5
+_POLL_S = 5e-4
 
 
-def counter_period_s(gpu: Gpu, duration_s: float = 1.0) -> float | None:
-    """Return how often the energy counter is refreshed [s]; None if it did not move twice.
+def counter_period_s(gpu: Gpu, duration_s: float = 1.0, timebase: Timebase = REAL_TIME) -> float | None:
+    """Return how often the energy counter is refreshed [s]; None if fewer than two refreshes were seen.
 
     Args:
-        gpu: Whose counter to watch; drawing power it moves at every refresh.
-        duration_s: How long to watch [s].
+        gpu: The GPU; while it draws power, its counter changes at every refresh.
+        duration_s: How long to read the counter [s].
+        timebase: The time the GPU lives in.
 
     Raises:
         GpuError: The counter is missing, or the driver refused.
     """
-    end_s = time.monotonic() + duration_s
+    end_s = timebase.now_s() + duration_s
     last_j = gpu.energy_j()
     changes_s: list[float] = []
-    while (now_s := time.monotonic()) < end_s:
+    while (now_s := timebase.now_s()) < end_s:
         energy_j = gpu.energy_j()
         if energy_j != last_j:
             last_j = energy_j
             changes_s.append(now_s)
-        time.sleep(5e-4)
+        timebase.sleep(_POLL_S)
     if len(changes_s) < 2:
         return None
     return statistics.median(after - before for before, after in itertools.pairwise(changes_s))
@@ -51,7 +53,7 @@ class LockLatency:
     settle_s: float | None
 
 
-def lock_latency(gpu: Gpu) -> LockLatency:
+def lock_latency(gpu: Gpu, timebase: Timebase = REAL_TIME) -> LockLatency:
     """Lock a few clocks of the upper half in turn, and return to the default clock.
 
     Raises:
@@ -65,10 +67,10 @@ def lock_latency(gpu: Gpu) -> LockLatency:
     settled_s: list[float | None] = []
     try:
         for clock_mhz in tried:
-            began_s = time.monotonic()
+            began_s = timebase.now_s()
             gpu.lock_clock(clock_mhz)
-            calls_s.append(time.monotonic() - began_s)
-            settled_s.append(_wait_for_clock(gpu, clock_mhz, began_s))
+            calls_s.append(timebase.now_s() - began_s)
+            settled_s.append(_wait_for_clock(gpu, clock_mhz, began_s, timebase))
             if settled_s[-1] is None:
                 break
     finally:
@@ -78,9 +80,9 @@ def lock_latency(gpu: Gpu) -> LockLatency:
     return LockLatency(statistics.median(calls_s), settle_s)
 
 
-def _wait_for_clock(gpu: Gpu, clock_mhz: int, began_s: float) -> float | None:
-    while (passed_s := time.monotonic() - began_s) < _SETTLE_TIMEOUT_S:
+def _wait_for_clock(gpu: Gpu, clock_mhz: int, began_s: float, timebase: Timebase) -> float | None:
+    while (passed_s := timebase.now_s() - began_s) < _SETTLE_TIMEOUT_S:
         if gpu.clock_mhz() == clock_mhz:
             return passed_s
-        time.sleep(5e-4)
+        timebase.sleep(_POLL_S)
     return None

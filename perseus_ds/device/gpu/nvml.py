@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from functools import cached_property
 from typing import Any
 
 import pynvml
-from typing_extensions import Self
 
-from perseus_ds.device.gpu.nvml_calls import call, nvml_session, start_nvml
-from perseus_ds.device.gpu.visible import match_uuid, pick
+from perseus_ds.device.gpu.nvml_calls import call, start_nvml
 from perseus_ds.errors import GpuError
 
 _THROTTLE_REASONS = {
@@ -24,30 +21,6 @@ _THROTTLE_REASONS = {
     0x080: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
-
-
-def _handles() -> list[Any]:
-    count = call("Counting the GPUs", "nvmlDeviceGetCount")
-    return [call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in range(count)]
-
-
-def _uuids() -> list[str]:
-    return [
-        str(call(f"Reading the UUID of GPU {index}", "nvmlDeviceGetUUID", handle))
-        for index, handle in enumerate(_handles())
-    ]
-
-
-def _check_order(value: str | None) -> None:
-    """Refuse to guess where CUDA's numbering may differ from NVML's, which is by PCI bus."""
-    if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or (value or "").strip().startswith("GPU-"):
-        return
-    names = {str(call("Reading the GPUs' names", "nvmlDeviceGetName", handle)) for handle in _handles()}
-    if len(names) > 1:
-        raise GpuError(
-            f"This node has different GPUs ({', '.join(sorted(names))}), which CUDA numbers by speed and NVML by PCI "
-            f"bus. Set CUDA_DEVICE_ORDER=PCI_BUS_ID for the job, so that clocks reach the right GPU."
-        )
 
 
 class NvmlGpu:
@@ -67,7 +40,7 @@ class NvmlGpu:
     simulated = False
 
     def __init__(self, index: int) -> None:
-        """Open a GPU by NVML's own index.
+        """Open a GPU by NVML's own index (:mod:`perseus_ds.device.gpu.nvml_lookup` finds it).
 
         Raises:
             GpuError: NVML, the driver or the GPU is missing, or the GPU is split by MIG.
@@ -85,49 +58,9 @@ class NvmlGpu:
             self.close()
             raise
 
-    @classmethod
-    def for_cuda_device(cls, cuda_index: int, uuid: str | None = None) -> Self:
-        """Open the GPU that CUDA calls ``cuda_index`` in this process.
-
-        Args:
-            cuda_index: CUDA ordinal, after ``CUDA_VISIBLE_DEVICES``.
-            uuid: The GPU's UUID if CUDA told it (``torch.cuda.get_device_properties(i).uuid``): the sure way.
-                Without it NVML's order, by PCI bus, is taken for CUDA's, which is so where all GPUs are alike.
-
-        Raises:
-            GpuError: There is no such GPU, it is a MIG device, or the order of unlike GPUs is not certain.
-        """
-        if uuid is not None:
-            return cls.by_uuid(uuid)
-        value = os.environ.get("CUDA_VISIBLE_DEVICES")
-        with nvml_session():
-            index = pick(cuda_index, value, _uuids())
-            _check_order(value)
-            return cls(index)
-
-    @classmethod
-    def by_uuid(cls, uuid: str) -> Self:
-        """Open a GPU by its full or abbreviated UUID, whatever ``CUDA_VISIBLE_DEVICES`` says.
-
-        Raises:
-            GpuError: No GPU, or more than one, has it.
-        """
-        with nvml_session():
-            return cls(match_uuid(uuid, _uuids()))
-
-    @staticmethod
-    def count() -> int:
-        """Return how many GPUs this node has, visible to CUDA or not.
-
-        Raises:
-            GpuError: NVML or the driver is missing.
-        """
-        with nvml_session():
-            return int(call("Counting the GPUs", "nvmlDeviceGetCount"))
-
     @property
     def address(self) -> str:
-        """What another process, the guardian, finds this GPU by."""
+        """By which another process, the guardian, opens this GPU."""
         return f"nvml:{self.uuid}"
 
     def __str__(self) -> str:
@@ -142,7 +75,7 @@ class NvmlGpu:
         try:
             enabled, _ = self._ask("Reading the MIG mode", "nvmlDeviceGetMigMode")
         except GpuError:
-            return  # A GPU or driver that knows no MIG has no slices.
+            return  # A GPU or driver without MIG has no slices.
         if enabled:
             raise GpuError(
                 f"{self} is split into MIG devices: a clock would change for all of them. "
@@ -195,8 +128,8 @@ class NvmlGpu:
     def check_lock_permission(self) -> None:
         """Check that this process may lock clocks, by resetting the clock.
 
-        A reset needs the same permission as a lock and does nothing where no clock is locked. A lock that somebody
-        else left (``nvidia-smi -lgc``) is lost, as it would be at the end of a run.
+        A reset needs the same permission as a lock and does nothing where no clock is locked. A lock that
+        somebody else set (``nvidia-smi -lgc``) is lost, as it would be at the end of a run.
 
         Raises:
             GpuPermissionError: It may not; the message says what to do.
@@ -233,11 +166,11 @@ class NvmlGpu:
         return float(self._ask("Reading the power", "nvmlDeviceGetPowerUsage")) / 1e3
 
     def throttle_reasons(self) -> tuple[str, ...]:
-        """Return why the clock is not higher now, such as ``sw_power_cap``; empty if nothing holds it down."""
+        """Return why the clock is not higher now, such as ``sw_power_cap``; empty if nothing limits it."""
         what = "Reading the throttle reasons"
         try:
             mask = self._ask(what, "nvmlDeviceGetCurrentClocksEventReasons")
-        except GpuError:  # Drivers before 535 know it by its old name.
+        except GpuError:  # Drivers before 535 have it under its old name.
             mask = self._ask(what, "nvmlDeviceGetCurrentClocksThrottleReasons")
         return tuple(name for bit, name in _THROTTLE_REASONS.items() if mask & bit)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pynvml
 
-from perseus_ds.errors import GpuError, GpuPermissionError
+from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
 
 _ANOTHER_DEVICE = 'or set "device": "simulated" in the perseus block.'
 _REMEDIES = {
@@ -41,18 +41,26 @@ _REMEDIES = {
     ),
     pynvml.NVML_ERROR_OPERATING_SYSTEM: "The operating system blocked the request: check cgroups, seccomp and SELinux.",
 }
+_KINDS = {
+    pynvml.NVML_ERROR_NO_PERMISSION: GpuPermissionError,
+    pynvml.NVML_ERROR_TIMEOUT: GpuBusyError,
+    pynvml.NVML_ERROR_IN_USE: GpuBusyError,
+    pynvml.NVML_ERROR_MEMORY: GpuBusyError,
+    pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: GpuBusyError,
+}
 
 
 def call(what: str, function: str, *arguments: Any) -> Any:
     """Call one of pynvml's functions.
 
     Args:
-        what: What is being done, the beginning of the message if it fails.
+        what: The beginning of the message if the call fails, such as ``Opening GPU 0``.
         function: Name of pynvml's function.
-        arguments: What to call it with.
+        arguments: The function's arguments.
 
     Raises:
         GpuPermissionError: This process may not.
+        GpuBusyError: NVML may do it later.
         GpuError: Anything else that NVML refused.
     """
     if not hasattr(pynvml, function):
@@ -63,13 +71,13 @@ def call(what: str, function: str, *arguments: Any) -> Any:
     try:
         return getattr(pynvml, function)(*arguments)
     except pynvml.NVMLError as error:
-        kind = GpuPermissionError if error.value == pynvml.NVML_ERROR_NO_PERMISSION else GpuError
+        kind = _KINDS.get(error.value, GpuError)
         remedy = _REMEDIES.get(error.value, "Check `nvidia-smi` and dmesg.")
         raise kind(f"{what} failed: {function} says {str(error)!r} (code {error.value}). {remedy}") from error
 
 
 def start_nvml() -> None:
-    """Start NVML, which counts its users: each owes it an ``nvmlShutdown``.
+    """Start NVML, which counts its users: each must call ``nvmlShutdown`` later.
 
     Raises:
         GpuError: The binding, the library or the driver is missing.
@@ -84,7 +92,7 @@ def start_nvml() -> None:
 
 @contextmanager
 def nvml_session() -> Iterator[None]:
-    """NVML for a moment; it counts its users, so that a GPU that is open keeps it open."""
+    """Start NVML, and stop it afterwards unless a GPU is open (it counts its users)."""
     start_nvml()
     try:
         yield

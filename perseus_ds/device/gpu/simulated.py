@@ -1,177 +1,30 @@
-"""A simulated GPU: a clock, a power limit, a lock with latency and an energy counter, in real time.
+"""A simulated GPU: a clock, a power limit, a lock with latency and an energy counter.
 
-Only the physics is simulated. The rank that owns the GPU computes for real and then waits until
-the simulated GPU has done the same work, at the speed of whatever clock it has at each moment.
-
-The constants of a :class:`DeviceModel` are fitted to the measurements published with the Perseus
-paper (SOSP '24 artifact, GPT-3 175B stage profiles); the fits are stated with each device.
+Only the physics is simulated. The rank that owns the GPU computes for real and then waits until the simulated GPU has
+done the same work, at the speed of the clock that it has at each moment.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import threading
-import time
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
 
+from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, DEVICES, DeviceModel, Workload
 from perseus_ds.errors import ConfigError, GpuError, GpuPermissionError
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What a GPU is busy with, relative to a forward or backward.
-
-    Attributes:
-        clock_share: How much of a forward's dependence on the clock its time has.
-        dynamic_share: How much of a forward's dynamic power it draws.
-    """
-
-    clock_share: float
-    dynamic_share: float
-
-
-COMPUTE_BOUND = Workload(1.0, 1.0)
-# Reducing gradients and stepping the optimizer wait for memory and links. Assumed: no measurement was published.
-MEMORY_BOUND = Workload(0.3, 0.5)
-
-
-@dataclass(frozen=True)
-class DeviceModel:
-    """How fast a GPU is and what it draws at each SM clock ``f`` [MHz].
-
-    An instruction takes ``t(f) = t(top) * (compute_share * top / f + 1 - compute_share)``: a part
-    that scales with the clock and a part, bound by memory, that does not. Power while computing is
-    ``static + dynamic * f * v(f)^2`` with a relative voltage ``v`` that is flat up to ``knee`` and
-    then rises, ``1 + curvature * (f - knee)^2``. At the power limit the board lowers the clock.
-    These figures are those of a forward or backward; other work is described by a :class:`Workload`.
-    """
-
-    name: str
-    lowest_clock_mhz: int
-    top_clock_mhz: int
-    clock_step_mhz: int
-    compute_share: float
-    static_power_w: float
-    dynamic_w_per_mhz: float
-    knee_mhz: float
-    curvature_per_mhz2: float
-    power_limit_w: float
-    blocking_power_w: float
-
-    @property
-    def clocks_mhz(self) -> tuple[int, ...]:
-        return tuple(range(self.lowest_clock_mhz, self.top_clock_mhz + 1, self.clock_step_mhz))
-
-    def unlimited_power_w(self, clock_mhz: float, workload: Workload) -> float:
-        """Return the power while computing if there were no limit [W]."""
-        voltage = 1 + self.curvature_per_mhz2 * max(0.0, clock_mhz - self.knee_mhz) ** 2
-        return self.static_power_w + workload.dynamic_share * self.dynamic_w_per_mhz * clock_mhz * voltage**2
-
-    @cached_property
-    def _limited_clocks_mhz(self) -> dict[Workload, float]:
-        return {workload: self._limited_clock_mhz(workload) for workload in (COMPUTE_BOUND, MEMORY_BOUND)}
-
-    @property
-    def limited_clock_mhz(self) -> float:
-        """The highest clock that forwards and backwards can be run at under the power limit [MHz]."""
-        return self._limited_clocks_mhz[COMPUTE_BOUND]
-
-    def _limited_clock_mhz(self, workload: Workload) -> float:
-        """Return the highest clock the board can keep up under its power limit [MHz]."""
-        low, high = float(self.lowest_clock_mhz), float(self.top_clock_mhz)
-        if self.unlimited_power_w(high, workload) <= self.power_limit_w:
-            return high
-        for _ in range(50):
-            middle = (low + high) / 2
-            low, high = (
-                (middle, high) if self.unlimited_power_w(middle, workload) <= self.power_limit_w else (low, middle)
-            )
-        return low
-
-    def reached_clock_mhz(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:
-        """Return the clock the board really runs at under its power limit [MHz]."""
-        return min(clock_mhz, self._limited_clocks_mhz[workload])
-
-    def power_w(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:
-        """Return the power while computing [W]."""
-        return self.unlimited_power_w(self.reached_clock_mhz(clock_mhz, workload), workload)
-
-    def slowdown(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:
-        """Return the time of an instruction relative to the top clock without a power limit."""
-        scaling = self.compute_share * workload.clock_share
-        return scaling * self.top_clock_mhz / self.reached_clock_mhz(clock_mhz, workload) + 1 - scaling
-
-
-DEVICES = {
-    # Forward of stage 0: 77.7 ms, 235 W at 855 MHz; 55.4 ms, 355 W at 1215 MHz; 50.2 ms, 475 W at 1410 MHz.
-    "a100-sxm": DeviceModel(
-        name="A100-SXM",
-        lowest_clock_mhz=210,
-        top_clock_mhz=1410,
-        clock_step_mhz=15,
-        compute_share=0.95,
-        static_power_w=82.0,
-        dynamic_w_per_mhz=0.18,
-        knee_mhz=980.0,
-        curvature_per_mhz2=2.0e-6,
-        power_limit_w=475.0,
-        blocking_power_w=83.64,
-    ),
-    # Forward of stage 0: 164 ms, 177 W at 855 MHz; 120 ms, 250 W at 1305 MHz; 114 ms, 298 W from 1485 to 1740 MHz.
-    "a40": DeviceModel(
-        name="A40",
-        lowest_clock_mhz=210,
-        top_clock_mhz=1740,
-        clock_step_mhz=15,
-        compute_share=0.62,
-        static_power_w=91.0,
-        dynamic_w_per_mhz=0.10,
-        knee_mhz=980.0,
-        curvature_per_mhz2=1.0e-6,
-        power_limit_w=298.0,
-        blocking_power_w=70.38,
-    ),
-}
-
-
-class Timebase(Protocol):
-    """The time a simulation lives in."""
-
-    def now_s(self) -> float: ...
-
-    def sleep(self, seconds: float) -> None: ...
-
-    def wait(self, changed: threading.Condition, seconds: float) -> None:
-        """Sleep, with the lock released, until notified at the latest."""
-
-
-class RealTime:
-    """``time.perf_counter``'s."""
-
-    def now_s(self) -> float:
-        return time.perf_counter()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def wait(self, changed: threading.Condition, seconds: float) -> None:
-        changed.wait(seconds)
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 
 class SimulatedGpu:
     """A GPU whose physics is simulated; see :class:`perseus_ds.device.gpu.base.Gpu`.
 
     Args:
-        model: What it is.
+        model: The kind of GPU.
         lock_latency_s: How long a clock-setting call takes before the clock is in effect [s].
         counter_period_s: How often the energy counter is refreshed [s].
         time_noise: Relative standard deviation of an instruction's time.
         power_noise: Relative standard deviation of an instruction's power.
         may_lock: Whether this process has the permission to set clocks.
-        seed: Of the noise.
+        seed: Seed of the noise.
         timebase: The time it lives in.
     """
 
@@ -189,7 +42,7 @@ class SimulatedGpu:
         power_noise: float = 0.0,
         may_lock: bool = True,
         seed: int = 0,
-        timebase: Timebase | None = None,
+        timebase: Timebase = REAL_TIME,
     ) -> None:
         self.model = model
         self.name = f"simulated {model.name}"
@@ -200,8 +53,8 @@ class SimulatedGpu:
         self._power_noise = power_noise
         self._may_lock = may_lock
         self._random = random.Random(seed)
-        self._time = timebase or RealTime()
-        self._changed = threading.Condition()
+        self._time = timebase
+        self._changed = timebase.condition()
         self._clock_mhz = model.top_clock_mhz
         self._power_w = model.blocking_power_w
         self._power_factor = 1.0
@@ -237,7 +90,7 @@ class SimulatedGpu:
         if not self._may_lock:
             raise GpuPermissionError(
                 f"{self.name}: this process may not set clocks (perseus.simulated.may_lock is false). "
-                "Set it to true, or see what a real GPU asks for: root, CAP_SYS_ADMIN or zeusd."
+                "Set it to true, or see what a real GPU requires: root, CAP_SYS_ADMIN or zeusd."
             )
 
     def clock_mhz(self) -> int:
@@ -279,8 +132,8 @@ class SimulatedGpu:
         """Wait until the work begun is done.
 
         Args:
-            top_clock_time_s: How long it takes at the top clock without a power limit [s]. It
-                progresses at the speed of whatever clock the GPU has at each moment.
+            top_clock_time_s: How long it takes at the top clock without a power limit [s]. It progresses at the
+                speed of the clock that the GPU has at each moment.
         """
         work_s = top_clock_time_s * max(0.0, 1 + self._time_noise * self._random.gauss(0, 1))
         with self._changed:
@@ -288,9 +141,9 @@ class SimulatedGpu:
                 self._advance()
                 assert self._workload is not None
                 remaining_s = (work_s - self._progress_s) * self.model.slowdown(self._clock_mhz, self._workload)
-                if remaining_s <= 1e-9:  # what a sum of times rounds off
+                if remaining_s <= 1e-9:  # rounding errors of the sum of times
                     break
-                self._time.wait(self._changed, remaining_s)
+                self._changed.wait(remaining_s)
             self._workload = None
             self._update_power()
 

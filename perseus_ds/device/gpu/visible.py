@@ -1,4 +1,4 @@
-"""Which GPUs ``CUDA_VISIBLE_DEVICES`` lets a process see, and in which order."""
+"""Reads ``CUDA_VISIBLE_DEVICES``: which GPUs a process sees, and in which order."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def visible_ids(value: str | None) -> list[int | str] | None:
 
 
 def pick(cuda_index: int, value: str | None, uuids: Sequence[str]) -> int:
-    """Return the place among ``uuids`` of the GPU that CUDA calls ``cuda_index``.
+    """Return the position among ``uuids`` of the GPU that CUDA calls ``cuda_index``.
 
     Args:
         cuda_index: CUDA ordinal within this process.
@@ -55,7 +55,7 @@ def pick(cuda_index: int, value: str | None, uuids: Sequence[str]) -> int:
         uuids: UUIDs of the node's GPUs in PCI bus order.
 
     Raises:
-        GpuError: There is no such GPU, or its abbreviated UUID fits several.
+        GpuError: There is no such GPU, or its abbreviated UUID matches several.
     """
     ids = visible_ids(value)
     chosen: int | str = cuda_index
@@ -77,7 +77,7 @@ def pick(cuda_index: int, value: str | None, uuids: Sequence[str]) -> int:
 
 
 def match_uuid(uuid: str, uuids: Sequence[str]) -> int:
-    """Return the place of the one UUID that begins with ``uuid``; the prefix ``GPU-`` may be left out.
+    """Return the position of the one UUID that begins with ``uuid``; the prefix ``GPU-`` may be left out.
 
     Raises:
         GpuError: None or several do.

@@ -2,7 +2,7 @@
 
 The package ``zeus`` is optional (``pip install perseus-ds[zeus]``). With ``ZEUSD_SOCK_PATH`` or ``ZEUSD_HOST_PORT``
 set, Zeus asks zeusd to change clocks; without, it calls the driver itself. Reading needs no privilege, so NVIDIA's
-GPUs are read through NVML, which tells more than Zeus does.
+GPUs are read through NVML, which offers more readings than Zeus does.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.device.gpu.nvml import NvmlGpu
-from perseus_ds.errors import GpuError, GpuPermissionError
+from perseus_ds.device.gpu.nvml_lookup import index_of_cuda_device, index_of_uuid
+from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
 
 _AMD_STEP_MHZ = 25
-"""AMD takes any clock in a range; this step gives a profile as fine as NVIDIA's."""
+"""AMD accepts any clock in a range; with this step there are about as many clocks as NVIDIA's GPUs have."""
 
 
 @contextmanager
@@ -26,6 +27,7 @@ def _zeus_errors(what: str) -> Iterator[None]:
         from httpx import HTTPError
         from zeus.device.gpu.common import ZeusGPUNoPermissionError
         from zeus.exception import ZeusBaseError
+        from zeus.utils.zeusd import ZeusdConnectionError
     except ImportError as error:
         raise GpuError(f'"device": "zeus" needs the package zeus ({error}). pip install "perseus-ds[zeus]"') from error
     try:
@@ -35,9 +37,9 @@ def _zeus_errors(what: str) -> Iterator[None]:
             f"{what} failed: {error}. Run zeusd on this node and set ZEUSD_SOCK_PATH to its socket, or run as root."
         ) from error
     except (ZeusBaseError, HTTPError, OSError) as error:
-        raise GpuError(
-            f"{what} failed: {error}. Check that zeusd runs and that ZEUSD_SOCK_PATH is its socket."
-        ) from error
+        is_connection = isinstance(error, (ZeusdConnectionError, HTTPError, OSError))
+        kind = GpuBusyError if is_connection else GpuError  # zeusd may just be starting again
+        raise kind(f"{what} failed: {error}. Check that zeusd runs and that ZEUSD_SOCK_PATH is its socket.") from error
 
 
 def open_zeus_gpu(cuda_index: int, uuid: str | None = None) -> Gpu:
@@ -45,13 +47,13 @@ def open_zeus_gpu(cuda_index: int, uuid: str | None = None) -> Gpu:
 
     Args:
         cuda_index: Ordinal after ``CUDA_VISIBLE_DEVICES`` or ``HIP_VISIBLE_DEVICES``.
-        uuid: An NVIDIA GPU's UUID if CUDA told it.
+        uuid: An NVIDIA GPU's UUID if CUDA reports it.
 
     Raises:
         GpuError: Zeus is not installed, zeusd does not answer, or there is no such GPU.
     """
     if _is_nvidia():
-        return ZeusNvidiaGpu.for_cuda_device(cuda_index, uuid)
+        return ZeusNvidiaGpu(index_of_cuda_device(cuda_index, uuid))
     return ZeusAmdGpu(cuda_index)
 
 
@@ -61,7 +63,7 @@ def open_address(identity: str) -> Gpu:
     Raises:
         GpuError: As :func:`open_zeus_gpu`.
     """
-    return ZeusNvidiaGpu.by_uuid(identity) if identity.startswith("GPU-") else ZeusAmdGpu(int(identity))
+    return ZeusNvidiaGpu(index_of_uuid(identity)) if identity.startswith("GPU-") else ZeusAmdGpu(int(identity))
 
 
 def _is_nvidia() -> bool:
@@ -141,7 +143,7 @@ class ZeusAmdGpu:
 
     @property
     def address(self) -> str:
-        """What another process, the guardian, finds this GPU by."""
+        """By which another process, the guardian, opens this GPU."""
         return f"zeus:{self._zeus.gpu_index}"
 
     def __str__(self) -> str:
@@ -178,7 +180,7 @@ class ZeusAmdGpu:
 
     @property
     def has_energy_counter(self) -> bool:
-        """Whether Zeus found the GPU's energy counter to agree with its power."""
+        """Whether Zeus found that the GPU's energy counter agrees with its power."""
         return bool(self._zeus.supports_get_total_energy_consumption())
 
     def energy_j(self) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.plan import FrequencyPlan, InstructionStreams
-from perseus_ds.artifacts.profile import Options, StageProfile
+from perseus_ds.artifacts.profile import ClockOptions, StageProfile
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.dag import Dag, Seconds
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -31,7 +31,7 @@ class InstructionGroup:
 
     stage: int
     kind: Kind
-    options: Options
+    options: ClockOptions
     cost_j: npt.NDArray[np.float64]
 
 

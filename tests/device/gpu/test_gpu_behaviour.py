@@ -1,16 +1,18 @@
-"""What every GPU must do, real or simulated: the same tests for NVML's (on the stub library) and the simulated one."""
+"""The same tests for every GPU, NVML's (on the stub library) and the simulated one; in virtual time."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
+from virtual_time import VirtualTime
 
 from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.device.gpu.nvml import NvmlGpu
-from perseus_ds.device.gpu.simulated import DEVICES, SimulatedGpu
+from perseus_ds.device.gpu.nvml_lookup import index_of_cuda_device
+from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.errors import GpuError, GpuPermissionError
 
 LATENCY_S = 0.02
@@ -18,27 +20,37 @@ PERIOD_S = 0.05
 
 
 @pytest.fixture(params=["nvml", "simulated"])
-def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
-    if request.param == "simulated":
-        made: Gpu = SimulatedGpu(DEVICES["a100-sxm"], lock_latency_s=LATENCY_S, counter_period_s=PERIOD_S)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def now(kind: str, request: pytest.FixtureRequest) -> VirtualTime:
+    return VirtualTime() if kind == "simulated" else request.getfixturevalue("stub_time")
+
+
+@pytest.fixture
+def gpu(kind: str, now: VirtualTime, request: pytest.FixtureRequest) -> Iterator[Gpu]:
+    if kind == "simulated":
+        made: Gpu = SimulatedGpu(DEVICES["a100-sxm"], lock_latency_s=LATENCY_S, counter_period_s=PERIOD_S, timebase=now)
     else:
         stub = request.getfixturevalue("stub_nvml_here")
         stub.gpus[2].lock_latency_s = LATENCY_S
         stub.gpus[2].counter_period_s = PERIOD_S
-        made = NvmlGpu.for_cuda_device(2)
+        made = NvmlGpu(index_of_cuda_device(2))
     yield made
     made.close()
 
 
-@pytest.fixture(params=["nvml", "simulated"])
-def forbidden_gpu(request: pytest.FixtureRequest) -> Gpu:
+@pytest.fixture
+def forbidden_gpu(kind: str, request: pytest.FixtureRequest) -> Gpu:
     """A GPU whose clock this process may not change."""
-    if request.param == "simulated":
+    if kind == "simulated":
         return SimulatedGpu(DEVICES["a100-sxm"], may_lock=False)
     stub = request.getfixturevalue("stub_nvml_here")
     for function in ("set_locked", "reset_locked"):
         stub.gpus[2].fail(function, "no_permission")
-    return NvmlGpu.for_cuda_device(2)
+    return NvmlGpu(index_of_cuda_device(2))
 
 
 def test_its_name_tells_whether_it_is_simulated(gpu: Gpu) -> None:
@@ -69,10 +81,10 @@ def test_a_reset_returns_to_the_default(gpu: Gpu) -> None:
     assert gpu.clock_mhz() == gpu.supported_clocks_mhz()[-1]
 
 
-def test_setting_a_clock_takes_the_drivers_time(gpu: Gpu) -> None:
-    began_s = time.monotonic()
+def test_setting_a_clock_takes_the_drivers_time(gpu: Gpu, now: VirtualTime) -> None:
+    began_s = now.now_s()
     gpu.lock_clock(gpu.supported_clocks_mhz()[3])
-    assert time.monotonic() - began_s >= LATENCY_S
+    assert now.now_s() - began_s == pytest.approx(LATENCY_S)
 
 
 @pytest.mark.parametrize("clock_mhz", [0, 1, 1201, 99_999])
@@ -83,17 +95,16 @@ def test_an_unsupported_clock_is_refused_and_changes_nothing(gpu: Gpu, clock_mhz
     assert gpu.clock_mhz() == before_mhz
 
 
-def test_energy_is_power_times_time_in_steps_of_the_counter(gpu: Gpu) -> None:
+def test_energy_is_power_times_time_in_steps_of_the_counter(gpu: Gpu, now: VirtualTime) -> None:
     readings = []
-    end_s = time.monotonic() + 8.5 * PERIOD_S
-    while time.monotonic() < end_s:
-        readings.append((time.monotonic(), gpu.energy_j()))
-        time.sleep(0.002)
-    steps = [now for now, before in zip(readings[1:], readings[:-1], strict=True) if now[1] != before[1]]
-    assert all(now[1] >= before[1] for now, before in zip(readings[1:], readings[:-1], strict=True))
-    assert 5 <= len(steps) <= 10
+    for _ in range(1000):
+        now.sleep(0.002)
+        readings.append((now.now_s(), gpu.energy_j()))
+    steps = [after for before, after in pairwise(readings) if after[1] != before[1]]
+    assert all(after[1] >= before[1] for before, after in pairwise(readings))
+    assert len(steps) in (39, 40)
     (first_s, first_j), (last_s, last_j) = steps[0], steps[-1]
-    assert (last_j - first_j) / (last_s - first_s) == pytest.approx(gpu.power_w(), rel=0.2)
+    assert (last_j - first_j) / (last_s - first_s) == pytest.approx(gpu.power_w(), rel=0.01)
 
 
 def test_without_permission_the_error_says_what_to_do(forbidden_gpu: Gpu) -> None:
@@ -103,24 +114,23 @@ def test_without_permission_the_error_says_what_to_do(forbidden_gpu: Gpu) -> Non
     assert forbidden_gpu.clock_mhz() == 1410
 
 
-def test_threads_may_lock_and_read_at_once(gpu: Gpu) -> None:
-    failures: list[BaseException] = []
+def test_threads_may_lock_and_read_at_once(gpu: Gpu, now: VirtualTime) -> None:
+    done = []
     clocks = gpu.supported_clocks_mhz()
 
     def use(change: bool) -> None:
-        try:
-            for clock_mhz in clocks[:5]:
-                if change:
-                    gpu.lock_clock(clock_mhz)
-                assert gpu.clock_mhz() in clocks
-                assert gpu.energy_j() >= 0
-        except BaseException as error:
-            failures.append(error)
+        for clock_mhz in clocks[:5]:
+            now.sleep(LATENCY_S / 3)
+            if change:
+                gpu.lock_clock(clock_mhz)
+            assert gpu.clock_mhz() in clocks
+            assert gpu.energy_j() >= 0
+        done.append(change)
 
-    threads = [threading.Thread(target=use, args=(change,)) for change in (True, True, False, False)]
+    threads = [now.thread(lambda change=change: use(change), "user") for change in (True, True, False, False)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
-    assert not failures
+        thread.join()
+    assert sorted(done) == [False, False, True, True]
     assert gpu.clock_mhz() == clocks[4]

@@ -1,26 +1,38 @@
-"""Energy of a GPU without an energy counter, on the real binding and the stub driver."""
+"""Energy of a GPU without an energy counter, on the real binding and the stub driver; in virtual time."""
 
 import pytest
 
-PROGRAM = """
-import time
-from perseus_ds.device.gpu.power_integrator import PowerIntegrator, with_energy
 from perseus_ds.device.gpu.nvml import NvmlGpu
-
-gpu = with_energy(NvmlGpu(0))
-print(type(gpu).__name__, gpu.name, gpu.has_energy_counter)
-begin_s, begin_j = time.perf_counter(), gpu.energy_j()
-time.sleep(0.5)
-print((gpu.energy_j() - begin_j) / (time.perf_counter() - begin_s) / gpu.power_w())
-gpu.close()
-"""
+from perseus_ds.device.gpu.power_integrator import PowerIntegrator, with_energy
+from perseus_ds.errors import GpuError
 
 
-def test_a_virtual_gpu_without_counter_has_its_power_added_up(make_stub_nvml):
-    stub = make_stub_nvml(1)
-    stub.gpus[0].has_energy_counter = 0
-    done = stub.run("-c", PROGRAM)
-    assert done.returncode == 0, done.stderr
-    kind, ratio = done.stdout.splitlines()
-    assert kind.startswith("PowerIntegrator NVIDIA")
-    assert float(ratio) == pytest.approx(1.0, rel=0.2)
+def test_a_gpu_with_a_counter_is_taken_as_it_is(stub_nvml_here, stub_time):
+    gpu = NvmlGpu(0)
+    assert with_energy(gpu, stub_time) is gpu
+    gpu.close()
+
+
+def test_the_power_of_a_virtual_gpu_without_counter_is_integrated(stub_nvml_here, stub_time):
+    stub_nvml_here.gpus[0].has_energy_counter = 0
+    gpu = with_energy(NvmlGpu(0), stub_time)
+    assert isinstance(gpu, PowerIntegrator)
+    assert gpu.name.startswith("NVIDIA")
+    assert gpu.has_energy_counter
+    stub_time.sleep(10.0)
+    assert gpu.energy_j() == pytest.approx(2500.0, rel=0.003)
+    stub_nvml_here.gpus[0].power_w = 100.0
+    stub_time.sleep(10.0)
+    assert gpu.energy_j() == pytest.approx(3500.0, rel=0.003)
+    gpu.close()
+    assert stub_nvml_here.calls("init") == stub_nvml_here.calls("shutdown")
+
+
+def test_power_that_cannot_be_read_is_reported_to_who_asks_for_energy(stub_nvml_here, stub_time):
+    stub_nvml_here.gpus[0].has_energy_counter = 0
+    gpu = with_energy(NvmlGpu(0), stub_time)
+    stub_nvml_here.gpus[0].fail("power", "gpu_is_lost")
+    stub_time.sleep(1.0)
+    with pytest.raises(GpuError, match="fell off the bus"):
+        gpu.energy_j()
+    gpu.close()

@@ -1,16 +1,15 @@
 """The simulated GPU in a time of the test's own: clocks, power limit, energy."""
 
 import csv
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from published import stage_profile
 from virtual_time import VirtualTime
 
-from perseus_ds.device.gpu.simulated import DEVICES, MEMORY_BOUND, SimulatedGpu
-
-PUBLISHED = Path(__file__).parents[4] / "shared" / "data" / "sosp24" / "stage_profile"
+from perseus_ds.device.gpu.device_models import DEVICES, MEMORY_BOUND
+from perseus_ds.device.gpu.simulated import SimulatedGpu
 
 
 def test_energy_is_power_over_time_and_read_as_the_counter_was_last_refreshed():
@@ -48,10 +47,7 @@ def test_work_bound_by_memory_depends_less_on_the_clock(name):
 
 @pytest.mark.parametrize("name", sorted(DEVICES))
 def test_the_device_model_follows_the_published_measurements(name):
-    path = PUBLISHED / f"gpt3-175b_{name}.csv"
-    if not path.exists():
-        pytest.skip(f"{path} is not on this machine")
-    with path.open() as file:
+    with stage_profile(name).open() as file:
         rows = [r for r in csv.DictReader(file) if r["stage"] == "0" and r["instruction"] == "forward"]
     model = DEVICES[name]
     top_s = float(rows[0]["time"]) / model.slowdown(int(rows[0]["frequency"]))

@@ -1,0 +1,101 @@
+"""``perseus-ds completion``: a script with which a shell completes commands, arguments, choices and paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import ClassVar
+
+from perseus_ds.cli.arguments import argument, arguments_of
+from perseus_ds.cli.commands import COMMANDS, module_of
+
+
+class Shell(Enum):
+    """Which shell reads the script."""
+
+    bash = "for ~/.bashrc"
+    zsh = "for ~/.zshrc"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Print a script that completes commands, arguments and their values in a shell."""
+
+    examples: ClassVar = (
+        'eval "$(perseus-ds completion bash)"   # in ~/.bashrc',
+        'eval "$(perseus-ds completion zsh)"    # in ~/.zshrc',
+    )
+
+    shell: Shell = argument("which shell reads the script", word=True)
+
+
+# zsh can run a completion function of bash. They differ in that = ends a word in bash, which replaces only what comes
+# after it, and in that zsh's compgen -f completes the whole word, key= included.
+_ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
+_SCRIPT = """\
+_perseus_ds_paths() {{
+    local path
+    for path in "$1"*; do
+        [ -e "$path" ] && echo "$path"
+    done
+}}
+
+_perseus_ds() {{
+    local line=${{COMP_LINE:0:$COMP_POINT}} command=${{COMP_WORDS[1]}} commands="{commands}"
+    local current=${{line##*[[:space:]]}} words= choices= key value
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        COMPREPLY=($(compgen -W "$commands help --help --version" -- "$current"))
+        return
+    fi
+    case $command in
+        help) words="$commands" ;;
+{arguments}
+    esac
+    if [[ $current != *=* ]]; then
+        COMPREPLY=($(compgen -W "$words" -- "$current") $(_perseus_ds_paths "$current"))
+        [[ ${{COMPREPLY[*]}} == *= ]] && compopt -o nospace 2>/dev/null
+        return
+    fi
+    key=${{current%%=*}} value=${{current#*=}}
+    case $command.$key in
+{choices}
+    esac
+    if [ -n "$choices" ]; then
+        COMPREPLY=($(compgen -W "$choices" -- "$value"))
+    else
+        COMPREPLY=($(_perseus_ds_paths "$value"))
+        compopt -o filenames 2>/dev/null
+    fi
+    [[ $COMP_WORDBREAKS == *=* ]] || COMPREPLY=("${{COMPREPLY[@]/#/$key=}}")
+}}
+complete -F _perseus_ds perseus-ds"""
+
+
+def run(arguments: Arguments) -> int:
+    """Print the script."""
+    script = _SCRIPT.format(commands=" ".join(COMMANDS), arguments="\n".join(_words()), choices="\n".join(_choices()))
+    print(f"{_ZSH if arguments.shell is Shell.zsh else ''}{script}")
+    return 0
+
+
+def _words() -> Iterator[str]:
+    """Yield a case for each command: the words that may follow it."""
+    for command in COMMANDS:
+        declared = arguments_of(module_of(command).Arguments).values()
+        words = [choice for each in declared if each.word for choice in each.choices]
+        words += [f"{each.name}=" for each in declared]
+        yield f'        {command}) words="{" ".join(words)} --help" ;;'
+
+
+def _choices() -> Iterator[str]:
+    """Yield the cases of arguments whose values are not paths: choices, or values that cannot be completed."""
+    free = []
+    for command in COMMANDS:
+        for each in arguments_of(module_of(command).Arguments).values():
+            if each.choices:
+                yield f'        {command}.{each.name}) choices="{" ".join(each.choices)}" ;;'
+            elif Path not in each.types:
+                free.append(f"{command}.{each.name}")
+    yield f"        {'|'.join(free)}) return ;;"

@@ -1,0 +1,122 @@
+"""Models of GPUs to simulate: how fast they are and what they draw at each clock.
+
+The constants of a :class:`DeviceModel` are fitted to the measurements published with the Perseus paper (SOSP '24
+artifact, GPT-3 175B stage profiles); the fits are stated with each device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A kind of work, relative to a forward or backward.
+
+    Attributes:
+        clock_share: Share of the time that scales with the clock, relative to a forward's.
+        dynamic_share: Dynamic power, relative to a forward's.
+    """
+
+    clock_share: float
+    dynamic_share: float
+
+
+COMPUTE_BOUND = Workload(1.0, 1.0)
+# Gradient reduction and the optimizer step are bound by memory and links. Assumed; no measurement was published.
+MEMORY_BOUND = Workload(0.3, 0.5)
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """How fast a GPU is and what it draws at each SM clock ``f`` [MHz].
+
+    An instruction takes ``t(f) = t(top) * (compute_share * top / f + 1 - compute_share)``: a part
+    that scales with the clock and a part, bound by memory, that does not. Power while computing is
+    ``static + dynamic * f * v(f)^2`` with a relative voltage ``v`` that is flat up to ``knee`` and
+    then rises, ``1 + curvature * (f - knee)^2``. At the power limit the board lowers the clock.
+    These figures are those of a forward or backward; other work is described by a :class:`Workload`.
+    """
+
+    name: str
+    lowest_clock_mhz: int
+    top_clock_mhz: int
+    clock_step_mhz: int
+    compute_share: float
+    static_power_w: float
+    dynamic_w_per_mhz: float
+    knee_mhz: float
+    curvature_per_mhz2: float
+    power_limit_w: float
+    blocking_power_w: float
+
+    @property
+    def clocks_mhz(self) -> tuple[int, ...]:
+        return tuple(range(self.lowest_clock_mhz, self.top_clock_mhz + 1, self.clock_step_mhz))
+
+    def unlimited_power_w(self, clock_mhz: float, workload: Workload) -> float:
+        """Return the power while computing if there were no limit [W]."""
+        voltage = 1 + self.curvature_per_mhz2 * max(0.0, clock_mhz - self.knee_mhz) ** 2
+        return self.static_power_w + workload.dynamic_share * self.dynamic_w_per_mhz * clock_mhz * voltage**2
+
+    @cached_property
+    def _limited_clocks_mhz(self) -> dict[Workload, float]:
+        return {workload: self._limited_clock_mhz(workload) for workload in (COMPUTE_BOUND, MEMORY_BOUND)}
+
+    def _limited_clock_mhz(self, workload: Workload) -> float:
+        """Return the highest clock that the board can sustain under its power limit [MHz]."""
+        low, high = float(self.lowest_clock_mhz), float(self.top_clock_mhz)
+        if self.unlimited_power_w(high, workload) <= self.power_limit_w:
+            return high
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (
+                (middle, high) if self.unlimited_power_w(middle, workload) <= self.power_limit_w else (low, middle)
+            )
+        return low
+
+    def reached_clock_mhz(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:
+        """Return the clock that the board runs at under its power limit [MHz]."""
+        return min(clock_mhz, self._limited_clocks_mhz[workload])
+
+    def power_w(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:
+        """Return the power while computing [W]."""
+        return self.unlimited_power_w(self.reached_clock_mhz(clock_mhz, workload), workload)
+
+    def slowdown(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:
+        """Return the time of an instruction relative to the top clock without a power limit."""
+        scaling = self.compute_share * workload.clock_share
+        return scaling * self.top_clock_mhz / self.reached_clock_mhz(clock_mhz, workload) + 1 - scaling
+
+
+DEVICES = {
+    # Forward of stage 0: 77.7 ms, 235 W at 855 MHz; 55.4 ms, 355 W at 1215 MHz; 50.2 ms, 475 W at 1410 MHz.
+    "a100-sxm": DeviceModel(
+        name="A100-SXM",
+        lowest_clock_mhz=210,
+        top_clock_mhz=1410,
+        clock_step_mhz=15,
+        compute_share=0.95,
+        static_power_w=82.0,
+        dynamic_w_per_mhz=0.18,
+        knee_mhz=980.0,
+        curvature_per_mhz2=2.0e-6,
+        power_limit_w=475.0,
+        blocking_power_w=83.64,
+    ),
+    # Forward of stage 0: 164 ms, 177 W at 855 MHz; 120 ms, 250 W at 1305 MHz; 114 ms, 298 W from 1485 to 1740 MHz.
+    "a40": DeviceModel(
+        name="A40",
+        lowest_clock_mhz=210,
+        top_clock_mhz=1740,
+        clock_step_mhz=15,
+        compute_share=0.62,
+        static_power_w=91.0,
+        dynamic_w_per_mhz=0.10,
+        knee_mhz=980.0,
+        curvature_per_mhz2=1.0e-6,
+        power_limit_w=298.0,
+        blocking_power_w=70.38,
+    ),
+}

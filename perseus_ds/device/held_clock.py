@@ -1,0 +1,103 @@
+"""The clock that this process holds a GPU at: set by one thread, released by any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.timebase import Timebase
+
+
+class HeldClock:
+    """Makes the calls that change a GPU's clock; after :meth:`release` it makes none.
+
+    Attributes:
+        clock_mhz: The clock that was last set [MHz]; None for the default, the driver's own clock management.
+    """
+
+    def __init__(self, gpu: Gpu, timebase: Timebase) -> None:
+        self._gpu = gpu
+        self._time = timebase
+        self._changed = timebase.condition()
+        self._called_s: float | None = None
+        self._is_released = False
+        self.clock_mhz: int | None = None
+
+    @property
+    def waiting_s(self) -> float:
+        """How long the driver has not answered the call under way [s]; 0 if there is none."""
+        called_s = self._called_s
+        return 0.0 if called_s is None else self._time.now_s() - called_s
+
+    def set(self, clock_mhz: int | None) -> float | None:
+        """Set a clock, None for the default; returns how long the call took [s], None if it was not made.
+
+        Raises:
+            GpuError: The driver refused.
+        """
+        with self._call() as may_call:
+            if not may_call:
+                return None
+            # Noted first: if the call fails half-way the clock may have changed, and must be restored.
+            self.clock_mhz = clock_mhz
+            begin_s = self._time.now_s()
+            if clock_mhz is None:
+                self._gpu.reset_clock()
+            else:
+                self._gpu.lock_clock(clock_mhz)
+            return self._time.now_s() - begin_s
+
+    def reset(self) -> bool:
+        """Return the clock to the default; returns whether that is done, or left to :meth:`release`."""
+        before_mhz = self.clock_mhz
+        try:
+            self.set(None)
+        except Exception:
+            self.clock_mhz = before_mhz
+            return False
+        return True
+
+    def read(self, read: Callable[[], None]) -> None:
+        """Make a call that reads from the GPU."""
+        with self._call() as may_call:
+            if may_call:
+                read()
+
+    def release(self, timeout_s: float) -> None:
+        """Return the clock to the default unless it is, after the call under way; harmless when called again.
+
+        If that call does not return in time, the driver hangs and would hang this thread as well: nothing is done.
+
+        Args:
+            timeout_s: How long to wait for the call under way [s].
+
+        Raises:
+            GpuError: The driver refused.
+        """
+        end_s = self._time.now_s() + timeout_s
+        with self._changed:
+            if self._is_released:
+                return
+            self._is_released = True
+            while self._called_s is not None:
+                if (rest_s := end_s - self._time.now_s()) <= 0:
+                    return
+                self._changed.wait(rest_s)
+        if self.clock_mhz is not None:
+            self._gpu.reset_clock()
+            self.clock_mhz = None
+
+    @contextmanager
+    def _call(self) -> Iterator[bool]:
+        """Surround a call of the driver; yields whether it may be made."""
+        with self._changed:
+            may_call = not self._is_released
+            if may_call:
+                self._called_s = self._time.now_s()
+        try:
+            yield may_call
+        finally:
+            with self._changed:
+                self._called_s = None
+                self._changed.notify_all()

@@ -1,0 +1,106 @@
+"""Unix sockets between processes of one user on one node: one JSON object a line, each answered by one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+_LONGEST_LINE = 65536
+"""Bytes; a longer line is no message of ours, and must not fill the memory."""
+
+
+class LocalSocketError(OSError):
+    """The other end sent something that is not one JSON object a line."""
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Return the process id and user id of the other end, as the kernel recorded them.
+
+    The process id is 0 if that process is in a pid namespace that this process cannot see.
+    """
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid
+
+
+def listen(address: str) -> socket.socket:
+    """Return a socket that listens at an address.
+
+    Args:
+        address: A path, whose file only this user may then use; or an abstract name, which begins with a zero byte,
+            has no file and vanishes with the socket.
+
+    Raises:
+        OSError: It cannot be made; ``EADDRINUSE`` if another process listens there.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(address)
+        if not address.startswith("\0"):
+            os.chmod(address, 0o600)
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def connect(address: str, timeout_s: float) -> socket.socket:
+    """Return a connection to the process that listens at an address; its calls wait only so long.
+
+    Raises:
+        OSError: No process listens there.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(address)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    """Send an object.
+
+    Raises:
+        OSError: The other end is gone, or does not read within the connection's time-out.
+    """
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def receive(connection: socket.socket) -> dict[str, Any]:
+    """Return the object that the other end sends next.
+
+    Raises:
+        LocalSocketError: It sent something else, or closed the connection before the end of the line.
+        OSError: The other end does not send within the connection's time-out.
+    """
+    line = b""
+    while not line.endswith(b"\n"):
+        received = connection.recv(4096)
+        line += received
+        if not received or len(line) > _LONGEST_LINE:
+            raise LocalSocketError(f"expected a line with a JSON object, got {len(line)} bytes without its end")
+    try:
+        message = json.loads(line)
+    except ValueError as error:
+        raise LocalSocketError(f"expected a JSON object, got {line[:80]!r}: {error}") from None
+    if not isinstance(message, dict):
+        raise LocalSocketError(f"expected a JSON object, got {line[:80]!r}")
+    return message
+
+
+def exchange(connection: socket.socket, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Send an object and return the answer.
+
+    Raises:
+        OSError: As :func:`send` and :func:`receive`.
+    """
+    send(connection, message)
+    return receive(connection)

@@ -1,0 +1,185 @@
+"""Keeps repeated passes out of training: saves all that they change, puts it back, and checks that it is back."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import queue
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
+
+from perseus_ds.engine.deepspeed_contract import CHECKPOINTING_STATE, GRADIENT_METHODS, PASS_STATE
+from perseus_ds.engine.generators import Generator, find_generators
+
+logger = logging.getLogger("perseus_ds")
+_ABSENT: Any = object()
+_GRADIENT_STORE = "WeightGradStore"
+
+
+@contextmanager
+def isolated(engine: Any) -> Iterator[None]:
+    """Leave an engine, its gradients, its modules and all random-number generators as they were.
+
+    Afterwards everything that was to be left alone is compared with how it was before, and a difference is a
+    warning that names it: parameters, optimizer state, buffers, generators and plain attributes.
+
+    Args:
+        engine: A DeepSpeed ``PipelineEngine``.
+    """
+    generators = find_generators([engine.module, engine.module.loss_fn])
+    restore = _saved(engine, generators)
+    before = fingerprint(engine, generators)
+    engine.pipe_buffers = {key: [None] * len(slots) for key, slots in engine.pipe_buffers.items()}
+    engine.total_loss = None
+    engine.fwd_outputs = []
+    try:
+        yield
+    finally:
+        restore()
+        changed = differences(before, fingerprint(engine, generators))
+        if changed:
+            logger.warning(
+                "perseus: measuring changed %s on rank %d, which it could not put back: training goes on from there. "
+                'Use "mode": "auto", which measures without repeating passes.',
+                ", ".join(changed),
+                engine.global_rank,
+            )
+
+
+def fingerprint(engine: Any, generators: list[Generator]) -> dict[str, Any]:
+    """Return a value for each thing that repeated passes must leave alone; equal values mean equal bits."""
+    found: dict[str, Any] = weights_fingerprint(engine)
+    for name, buffer in engine.module.named_buffers():
+        found[f"buffer {name}"] = _checksum(buffer)
+    for generator in generators:
+        found[f"generator {generator.name}"] = _plain(generator.get())
+    for owner_name, owner in _owners(engine):
+        for name, value in _plain_attributes(owner).items():
+            found[f"{owner_name}.{name}"] = repr(value)  # NaN differs from itself
+    return found
+
+
+def weights_fingerprint(engine: Any) -> dict[str, Any]:
+    """Return a value for each parameter and each tensor of the optimizer's state; equal values mean equal bits."""
+    found = {f"parameter {name}": _checksum(p) for name, p in engine.module.named_parameters()}
+    return found | {f"optimizer tensor {i}": _checksum(t) for i, t in enumerate(optimizer_tensors(engine))}
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return the names of what is not as before."""
+    return [name for name in before if name not in after or before[name] != after[name]]
+
+
+def optimizer_tensors(engine: Any) -> list[torch.Tensor]:
+    """Return the tensors that the optimizer updates: its parameters, which may be copies, and their states."""
+    found: dict[int, torch.Tensor] = {}
+    for optimizer in (engine.optimizer, getattr(engine.optimizer, "optimizer", None)):
+        for group in getattr(optimizer, "param_groups", None) or ():
+            found.update({id(p): p for p in group.get("params", ()) if torch.is_tensor(p)})
+        states = getattr(optimizer, "state", None)
+        for state in states.values() if isinstance(states, Mapping) else ():
+            values = state.values() if isinstance(state, Mapping) else ()
+            found.update({id(v): v for v in values if torch.is_tensor(v)})
+    return list(found.values())
+
+
+def _saved(engine: Any, generators: list[Generator]) -> Callable[[], None]:
+    """Save what passes change; returns a function that puts it back."""
+    pass_state = {name: vars(engine).get(name, _ABSENT) for name in PASS_STATE}
+    attributes = [(owner, _plain_attributes(owner)) for _, owner in _owners(engine)]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in engine.module.buffers()]
+    states = [(generator, generator.get()) for generator in generators]
+    offsets = {name: _list_copied(getattr(checkpointing, name, _ABSENT)) for name in CHECKPOINTING_STATE}
+    stores = [(store, name, _queue_copied(value)) for store in _gradient_stores() for name, value in _variables(store)]
+
+    def restore() -> None:
+        for generator, state in states:
+            generator.put(state)
+        with torch.no_grad():
+            for buffer, kept in buffers:
+                buffer.copy_(kept)
+        _drop_gradients(engine)
+        for owner, values in attributes:
+            vars(owner).update(values)
+        for name, value in pass_state.items():
+            _assign(engine, name, value)
+        for name, value in offsets.items():
+            _assign(checkpointing, name, value)
+        for store, name, value in stores:
+            setattr(store, name, value)
+
+    return restore
+
+
+def _assign(owner: Any, name: str, value: Any) -> None:
+    if value is not _ABSENT:
+        setattr(owner, name, value)
+    elif name in vars(owner):
+        delattr(owner, name)
+
+
+def _owners(engine: Any) -> list[tuple[str, Any]]:
+    """Return the objects whose counters and flags count: PipelineModule numbers its forwards, to seed its layers."""
+    modules = [(f"module {name}".rstrip(), module) for name, module in engine.module.named_modules()]
+    return [("engine", engine), *modules] + ([("optimizer", engine.optimizer)] if engine.optimizer else [])
+
+
+def _plain_attributes(owner: Any) -> dict[str, Any]:
+    """Return counters, flags and texts."""
+    return {name: value for name, value in vars(owner).items() if isinstance(value, int | float | str | None)}
+
+
+def _gradient_stores() -> list[type]:
+    """Return the classes that keep what a split backward leaves for later, as zero-bubble schedules have them."""
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    found = {id(s): s for m in modules if isinstance(s := vars(m).get(_GRADIENT_STORE), type)}
+    return list(found.values())
+
+
+def _variables(store: type) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(store).items() if isinstance(value, list | dict | int | queue.Queue)]
+
+
+def _list_copied(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, list) else value
+
+
+def _queue_copied(value: Any) -> Any:
+    if isinstance(value, queue.Queue):
+        copied: queue.Queue[Any] = type(value)(value.maxsize)
+        copied.queue.extend(value.queue)
+        return copied
+    return copy.copy(value)
+
+
+def _drop_gradients(engine: Any) -> None:
+    """Drop gradients as the engine does after its own step."""
+    engine.zero_grad()
+    for clear in GRADIENT_METHODS:
+        if hasattr(engine.optimizer, clear):
+            getattr(engine.optimizer, clear)()
+
+
+def _checksum(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return two sums over the bits of a tensor, the second of which changes when values swap places."""
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    bits = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
+    order = torch.arange(1, len(bits) + 1, device=bits.device, dtype=torch.int64)
+    return int(bits.sum()), int((bits * order).sum())
+
+
+def _plain(state: Any) -> Any:
+    """Return a generator's state as something that ``==`` compares."""
+    if torch.is_tensor(state):
+        return state.cpu().numpy().tobytes()
+    if isinstance(state, Mapping):
+        return {name: _plain(value) for name, value in state.items()}
+    if isinstance(state, tuple | list):
+        return [_plain(value) for value in state]
+    return state.tobytes() if hasattr(state, "tobytes") else state

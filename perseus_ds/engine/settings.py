@@ -1,0 +1,59 @@
+"""The ``perseus`` block of an engine: of its DeepSpeed config, and of the environment variable ``PERSEUS``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from perseus_ds.config import PerseusConfig, parse_block
+from perseus_ds.errors import ConfigError
+
+VARIABLE = "PERSEUS"
+
+
+def settings_of(engine: Any) -> PerseusConfig | None:
+    """Return the settings of a DeepSpeed engine; None if neither its config nor the environment has any.
+
+    The config is the one that DeepSpeed has read, from a dict, a file or base64. A key of the variable
+    ``PERSEUS`` (JSON, or the path of a JSON file) replaces the same key of the block.
+
+    Raises:
+        ConfigError: The message names the key and says what to write instead.
+    """
+    block = engine._config._param_dict.get("perseus")
+    variable = from_environment()
+    if variable is None:
+        return None if block is None else parse_block(block)
+    if block is not None and not isinstance(block, Mapping):
+        return parse_block(block)
+    return parse_block({**(block or {}), **variable})
+
+
+def from_environment() -> Mapping[str, Any] | None:
+    """Return the block of the variable ``PERSEUS``; None if it is not set or empty.
+
+    Raises:
+        ConfigError: It is neither a JSON object nor the path of a file with one.
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    source = VARIABLE
+    if not text.startswith("{"):
+        source = f"{VARIABLE}={text}"
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f'{source}: expected JSON such as {{"mode": "auto"}} or the path of a JSON file: {error.strerror}.'
+            ) from None
+    try:
+        block = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{source}: this is not JSON: {error}.") from None
+    if not isinstance(block, Mapping):
+        raise ConfigError(f'{source}: expected an object such as {{"mode": "auto"}}, got {block!r}.')
+    return block

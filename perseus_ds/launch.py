@@ -1,0 +1,143 @@
+"""Runs a training script with Perseus attached to its DeepSpeed engines, without a change of its code.
+
+``deepspeed --module perseus_ds.launch train.py …`` and ``torchrun -m perseus_ds.launch train.py …`` run ``train.py``;
+``… perseus_ds.launch -m package.module …`` runs a module. An engine gets Perseus if its config has a ``perseus``
+block or the environment variable ``PERSEUS`` is set; otherwise the script runs as without the launcher.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import io
+import sys
+from collections.abc import Sequence
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+_ENGINE_MODULE = "deepspeed.runtime.pipe.engine"
+_USAGE = "usage: python -m perseus_ds.launch [-m] SCRIPT [ARGUMENT ...]"
+
+
+def main() -> None:
+    """Run the script or module that the command line names, as ``python`` would."""
+    before, name, arguments, is_module = parse(sys.argv[1:])
+    attach_when_deepspeed_is_imported()
+    module, code = _load_module(name) if is_module else _load_script(name)
+    sys.argv[:] = [str(module.__file__), *before, *arguments]
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str], bool]:
+    """Split the launcher's arguments.
+
+    Args:
+        arguments: ``[--local_rank=N] [-m] SCRIPT [ARGUMENT ...]``; DeepSpeed's launcher puts the first.
+
+    Returns:
+        What belongs before the script's arguments, the script or module, its arguments, whether it is a module.
+
+    Raises:
+        SystemExit: No script is named.
+    """
+    rest = list(arguments)
+    before = []
+    while rest and rest[0].startswith("--local"):
+        before.append(rest.pop(0))
+    is_module = bool(rest) and rest[0] == "-m"
+    if is_module:
+        rest.pop(0)
+    if not rest or rest[0].startswith("-"):
+        sys.exit(_USAGE)
+    return before, rest[0], rest[1:], is_module
+
+
+def attach_when_deepspeed_is_imported() -> None:
+    """Have Perseus attach to pipeline engines as they are made; DeepSpeed itself is not imported here."""
+    if _ENGINE_MODULE in sys.modules:
+        _attach_to_engines(sys.modules[_ENGINE_MODULE])
+    else:
+        sys.meta_path.insert(0, _EngineFinder())
+
+
+def _attach_to_engines(engine_module: Any) -> None:
+    """Extend the constructor of the engines; Perseus is imported when the first engine is made."""
+    pipeline_engine = engine_module.PipelineEngine
+    construct = pipeline_engine.__init__
+
+    def first_construct(engine: Any, *args: Any, **kwargs: Any) -> None:
+        pipeline_engine.__init__ = construct
+        from perseus_ds.engine.versions import require_deepspeed
+
+        require_deepspeed()
+        from perseus_ds.engine.pipeline_engine import attach_to_engines_as_they_are_made
+
+        attach_to_engines_as_they_are_made(pipeline_engine)
+        pipeline_engine.__init__(engine, *args, **kwargs)
+
+    first_construct.__wrapped__ = construct  # type: ignore[attr-defined]  # for inspect.signature
+    pipeline_engine.__init__ = first_construct
+
+
+class _EngineFinder(MetaPathFinder):
+    """Notices the import of DeepSpeed's pipeline engine, and leaves the import itself to the others."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _ENGINE_MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _attach_to_engines(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _load_script(path: str) -> tuple[ModuleType, CodeType]:
+    """Return a ``__main__`` of a script and its code; its folder takes the place of this one on the path."""
+    try:
+        with io.open_code(str(Path(path).absolute())) as script:
+            code = compile(script.read(), path, "exec", dont_inherit=True)
+    except OSError as error:
+        sys.exit(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}")
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(path).resolve().parent)
+    module = _new_main(path)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    module.__dict__.update(__loader__=loader, __spec__=None, __package__=None, __cached__=None)
+    return module, code
+
+
+def _load_module(name: str) -> tuple[ModuleType, CodeType]:
+    """Return a ``__main__`` of a module, or of a package's ``__main__``, and its code."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        sys.exit(f"{sys.executable}: Error while finding module specification for {name!r} ({error})")
+    code = spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, InspectLoader) else None
+    if spec is None or code is None:
+        sys.exit(f"{sys.executable}: No module named {name}")
+    module = _new_main(str(spec.origin))
+    module.__dict__.update(__loader__=spec.loader, __spec__=spec, __package__=spec.parent, __cached__=spec.cached)
+    return module, code
+
+
+def _new_main(file: str) -> ModuleType:
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=file, __builtins__=__builtins__, __annotations__={})
+    return module
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Follows a policy on a frontier: learns from the reports of all ranks, decides, and assigns plans to pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.rank_report import RankReports
+from perseus_ds.policy.assignment import Assignment, PlanChoice
+from perseus_ds.policy.policies import Decision, PolicyConfig, Situation, decide
+from perseus_ds.policy.run_statistics import RunStatistics
+from perseus_ds.policy.stragglers import StragglerWatch
+
+
+class PlanFollower:
+    """The same on all ranks, which learn from the same reports; only rank 0's decisions count.
+
+    Args:
+        frontier: The plans.
+        pipeline_of_rank: For each rank, its data-parallel pipeline.
+        gpus_per_rank: GPUs of the job for each pipeline rank of a plan.
+    """
+
+    def __init__(self, frontier: Frontier, pipeline_of_rank: Sequence[int], gpus_per_rank: int) -> None:
+        self._frontier = frontier
+        self._pipeline_of_rank = np.array(pipeline_of_rank)
+        self._pipelines = int(self._pipeline_of_rank.max()) + 1
+        self._gpus_per_rank = gpus_per_rank
+        self._stragglers = StragglerWatch(self._pipelines)
+        self._plan: int | None = None
+        self.statistics = RunStatistics()
+
+    def decide(self, policy: PolicyConfig, step: int, now: datetime) -> Decision:
+        """Return the plan that a policy asks for now."""
+        situation = Situation(
+            step=step,
+            now=now,
+            time_ratio=self.statistics.time_ratio,
+            power_ratio=self.statistics.power_ratio,
+            stopped_s=self.statistics.stopped_s,
+            gpus_per_rank=self._gpus_per_rank,
+            running=self._plan,
+        )
+        return decide(policy, self._frontier, situation)
+
+    def assign(self, choice: PlanChoice) -> Assignment:
+        """Return the plans of all pipelines by rank 0's decision."""
+        self._plan = choice.plan
+        return Assignment.of(self._frontier, choice, self._stragglers.stretch_factors)
+
+    def learn(self, reports: RankReports, ran: Assignment) -> None:
+        """Learn from an iteration of all ranks.
+
+        Args:
+            reports: Of all ranks.
+            ran: What the iteration ran under.
+        """
+        if ran.choice.paused:
+            return
+        promised = self._frontier.plans[ran.choice.plan]
+        self.statistics.add_iteration(
+            time_s=float(reports.column("time_s").max()),
+            energy_j=float(reports.column("energy_j").sum()),
+            promised_time_s=promised.time_s,
+            promised_energy_j=promised.energy_j * self._gpus_per_rank,
+        )
+        computed_s = reports.column("computed_s")
+        if self._pipelines > 1 and computed_s.min() > 0:
+            # The rank that reduces last waits for no other: its tail is the time that the tail takes by itself.
+            tail_s = float(reports.column("tail_s").min())
+            self._stragglers.update(
+                [
+                    (own_s + tail_s) / self._frontier.plans[plan].time_s
+                    for own_s, plan in zip(self.by_pipeline(computed_s), ran.plans, strict=True)
+                ]
+            )
+
+    def by_pipeline(self, of_ranks: np.ndarray[Any, np.dtype[np.float64]]) -> list[float]:
+        """Return the largest value among the ranks of each pipeline."""
+        largest = np.full(self._pipelines, -np.inf)
+        np.maximum.at(largest, self._pipeline_of_rank, of_ranks)
+        return largest.tolist()
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, as plain values."""
+        return {
+            "plan": self._plan,
+            "rooms": list(self._stragglers.stretch_factors),
+            "pace": self.statistics.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> int:
+        """Take up what a checkpoint kept; return the plan that the policy asked for then."""
+        self._plan = min(int(state["plan"]), len(self._frontier.plans) - 1)
+        self.statistics.restore(state["pace"])
+        if len(state["rooms"]) == self._pipelines:
+            self._stragglers.stretch_factors = tuple(state["rooms"])
+        return self._plan

@@ -1,0 +1,74 @@
+"""Events of a job in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from perseus_ds.artifacts.run_records import (
+    ClockRefused,
+    Drifted,
+    Event,
+    Failed,
+    PlanChosen,
+    PlanJudged,
+    PolicyChanged,
+    ProfileWritten,
+    Started,
+    against_default_clocks,
+)
+from perseus_ds.report.units import percent
+
+
+def event_in_words(event: Event) -> str:
+    """Return one line about an event."""
+    match event:
+        case Started(mode=mode, policy=policy):
+            return f"start in {mode} mode" + (f", {_policy(policy)}" if policy and mode in ("auto", "run") else "")
+        case PlanChosen(paused=True):
+            return "paused"
+        case PlanChosen(plan=plan, plans=plans, straggler=straggler, slowdown=slowdown):
+            late = f", pipeline {straggler} is {slowdown:g} times as slow" if straggler is not None else ""
+            others = f", pipelines run {', '.join(map(str, plans))}" if len(set(plans)) > 1 else ""
+            return f"plan {plan}{late}{others}"
+        case PlanJudged(plan=plan, wins=wins):
+            changes = ", ".join(
+                f"{percent(change)} ± {percent(error)[1:]} {quantity}"
+                for change, error, quantity in (
+                    (-event.saved, event.saved_error, "energy"),
+                    (event.slowdown, event.slowdown_error, "time"),
+                )
+            )
+            return f"plan {plan} against default clocks of this job: {changes}; {'kept' if wins else 'given up'}"
+        case PolicyChanged(policy=policy, problem=problem):
+            return _policy(policy) if policy else f"policy: {problem}"
+        case ProfileWritten():
+            return _profile(event)
+        case ClockRefused(rank=rank, clock_mhz=clock_mhz, reached_mhz=reached_mhz, reasons=reasons):
+            why = f" ({', '.join(reasons)})" if reasons else ""
+            if clock_mhz is None:
+                return f"rank {rank}'s GPU at default clocks is kept at {reached_mhz} MHz{why}"
+            return f"rank {rank}'s GPU was asked for {clock_mhz} MHz and runs at {reached_mhz} MHz{why}"
+        case Drifted(drift=drift, profiles_again=profiles_again):
+            # None: version 1 of the records does not say what came of it.
+            then = {True: ": profiling again", False: "; the profile stays in use", None: ""}[profiles_again]
+            return f"times drifted by {drift:.0%}{then}"
+        case Failed(event="failure", rank=rank, error=error):
+            return f"failure on rank {rank}: {error}"
+        case Failed(event=name, error=error):
+            return f"{name}: {error}"
+        case _:
+            return event.event
+
+
+def _profile(event: ProfileWritten) -> str:
+    if event.lost_s is not None and event.lost_j is not None:
+        return f"profile written; its iterations took {against_default_clocks(event.lost_s, event.lost_j)}"
+    spent = [(event.spent_s, "s"), (event.spent_j, "J")]
+    took = " and ".join(f"{value:.4g} {unit}" for value, unit in spent if value is not None)
+    return "profile written" + (f"; measuring took {took}" if took else "")
+
+
+def _policy(policy: Mapping[str, Any]) -> str:
+    settings = ", ".join(f"{key} {value}" for key, value in policy.items() if key != "name")
+    return f"policy {policy.get('name')}" + (f": {settings}" if settings else "")

@@ -1,0 +1,68 @@
+"""Builds what the runtime of a rank is made of, for a training loop without an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from perseus_ds.artifacts.profile_metadata import ProfileInfo
+from perseus_ds.config import parse_block
+from perseus_ds.distributed import Communicator, PipelineTopology
+from perseus_ds.errors import ConfigError
+from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.runtime.devices import execution_on, open_gpu
+from perseus_ds.runtime.job import Job
+
+
+def loop_parts(
+    block: Mapping[str, Any],
+    schedule: Schedule,
+    *,
+    pipeline: Sequence[int],
+    data_parallel_rank: int,
+    data_parallel: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return the arguments of :class:`PerseusRuntime` for a training loop on ``torch.distributed``.
+
+    Args:
+        block: A ``perseus`` block.
+        schedule: The operations of every rank of a pipeline in one iteration.
+        pipeline: Global ranks of this rank's pipeline, first stage first.
+        data_parallel_rank: Which pipeline.
+        data_parallel: Number of pipelines.
+        device: Where the rank's tensors live.
+
+    Raises:
+        ConfigError: The block is wrong, or its mode needs an engine.
+        GpuError: The GPU cannot be opened.
+    """
+    config = parse_block(block)
+    if config.mode == "profile":
+        raise ConfigError(
+            'perseus.mode: "profile" repeats passes, which only an engine can. Use "auto", which profiles while it '
+            "trains."
+        )
+    rank, local_rank = dist.get_rank(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    gpu = open_gpu(config, device, rank=rank, local_rank=local_rank)
+    info = ProfileInfo(
+        simulated=gpu.simulated,
+        gpu=gpu.name,
+        driver=gpu.driver,
+        schedule=schedule.name,
+        stages=schedule.num_stages,
+        pipeline_ranks=len(pipeline),
+        data_parallel=data_parallel,
+        micro_batches=schedule.micro_batches,
+    )
+    return {
+        "job": Job(config, schedule, info),
+        "communicator": Communicator(PipelineTopology(rank, tuple(pipeline), data_parallel_rank, data_parallel)),
+        "gpu": gpu,
+        "timers": execution_on(gpu, device, config),
+        "device": device,
+    }

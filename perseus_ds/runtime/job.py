@@ -1,0 +1,82 @@
+"""The training job as Perseus knows it, and what a rank of it works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from perseus_ds.artifacts.profile_metadata import ProfileInfo
+from perseus_ds.config import PerseusConfig
+from perseus_ds.device.clock_controller import ClockController
+from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.device.gpu.driver_call import DriverCall
+from perseus_ds.device.timers import Execution
+from perseus_ds.distributed import Communicator
+from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.runtime.cache import cache_key
+from perseus_ds.timebase import REAL_TIME, Timebase
+
+
+@dataclass(frozen=True)
+class Job:
+    """The training job.
+
+    Attributes:
+        config: The ``perseus`` block.
+        schedule: The operations of every rank of a pipeline in one iteration.
+        info: Model, parallelism and versions, for the profile.
+        fingerprint: Of this rank's share of the model: what its times depend on.
+    """
+
+    config: PerseusConfig
+    schedule: Schedule
+    info: ProfileInfo
+    fingerprint: str = ""
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder of everything that this job writes."""
+        return Path(self.config.output_dir)
+
+    @property
+    def profile_path(self) -> Path:
+        """The profile that this job writes."""
+        return self.output_dir / "profile.csv"
+
+    def key(self, communicator: Communicator) -> str:
+        """Return a text that tells this job from jobs whose iterations differ; every rank must ask at the same time."""
+        return self._key(communicator, {})
+
+    def profile_key(self, communicator: Communicator) -> str:
+        """Return the same of its profile, how it is measured included; every rank must ask at the same time."""
+        return self._key(communicator, {"profile": self.config.profile.model_dump()})
+
+    def _key(self, communicator: Communicator, settings: dict[str, object]) -> str:
+        simulated = self.config.simulated.model_dump() if self.info.simulated else {}
+        fingerprints = communicator.all_gather(self.fingerprint)
+        return cache_key(self.info, fingerprints, {**settings, "simulated": simulated})
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This rank of the job: its GPU, and its connection to the other ranks.
+
+    Attributes:
+        communicator: All ranks.
+        gpu: Of this rank.
+        driver: Makes the calls to the GPU's driver that must not stop training.
+        clocks: Sets the GPU's clock.
+        timers: Times operations on the GPU.
+        device: Where the engine's tensors live.
+        timebase: The time that the rank lives in.
+    """
+
+    communicator: Communicator
+    gpu: Gpu
+    driver: DriverCall
+    clocks: ClockController
+    timers: Execution
+    device: torch.device
+    timebase: Timebase = REAL_TIME

@@ -1,0 +1,124 @@
+"""Drives a job's mode from one iteration boundary to the next: decisions, reports, records."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from perseus_ds.artifacts.rank_report import RankReport, RankReports
+from perseus_ds.policy.job_control import JobControl
+from perseus_ds.profiler.offline import RepeatableInstructions
+from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.modes import mode_of
+from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed, observe
+from perseus_ds.runtime.recorder import IterationContext, Recorder
+from perseus_ds.runtime.report_exchange import ReportExchange
+from perseus_ds.runtime.timeline_log import Ran, TimelineLog
+
+logger = logging.getLogger("perseus_ds")
+_LAST_REPORTS_S = 2.0
+
+
+class ModeDriver:
+    """Sends a mode what was measured, and keeps what it wants of the next iteration.
+
+    Attributes:
+        next: What the next iteration is like.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        rank: Rank,
+        recorder: Recorder,
+        control: JobControl,
+        *,
+        passes: RepeatableInstructions | None,
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        """Begin the job's mode; every rank must do so at once.
+
+        Args:
+            job: The job.
+            rank: This rank.
+            recorder: Of the job.
+            control: What the user asks for.
+            passes: This rank's passes, to be repeated; None where they cannot be.
+            on_error: Called when the mode fails; the job then observes for the rest of its life.
+
+        Raises:
+            PerseusError: On all ranks, what is wrong on one.
+        """
+        self._rank = rank
+        self._recorder = recorder
+        self._control = control
+        self._on_error = on_error
+        self._exchange = ReportExchange(rank.communicator)
+        self._timelines = TimelineLog(
+            rank.communicator, job.output_dir, gpu=rank.gpu.name, simulated=rank.gpu.simulated
+        )
+        self._ended: IterationContext | None = None
+        self._mode = mode_of(job, rank, recorder, control, passes)
+        self.next: NextIteration = next(self._mode)
+
+    def end_iteration(self, seen: IterationMeasurement, own: RankReport, samples: int) -> None:
+        """Record the iteration before, of which all have reported; report this one; ask for the next one.
+
+        Args:
+            seen: What this rank measured of the iteration that has just ended; its reports are filled in here.
+            own: This rank's report of it, to which the mode adds.
+            samples: Samples the job has seen after it.
+        """
+        reports = self._exchange.received()
+        self._record(reports)
+        self._control.steps += 1
+        ran = IterationContext(self._control.steps, samples, self.next.phase, ended=time.time())
+        if not seen.failed:
+            ran = replace(ran, plan=self.next.plan, forecast=self.next.forecast)
+        if reports is not None and reports.of_rank_0.keeps_timeline:
+            self._timelines.keep(Ran(ran.number, ran.phase, ran.plan, seen.clock_mhz), self._rank.timers)
+        self._advance(replace(seen, reports=reports))
+        keeps_timeline = self._timelines.wants(self.next.phase, self.next.plan)
+        events = self._recorder.events_to_report
+        self._exchange.send(replace(own, events=events, keeps_timeline=keeps_timeline, **self.next.reported))
+        self._ended = ran
+
+    def resume(self, progress: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; every rank must do so at once.
+
+        Args:
+            progress: What the mode's :attr:`NextIteration.progress` returned when it was saved.
+        """
+        self._record(self._exchange.received())
+        self._advance(Resumed(progress))
+
+    def observe(self) -> None:
+        """Leave the mode, and whatever it has running beside training, for default clocks."""
+        with contextlib.suppress(ValueError):  # it is just deciding, and a signal's handler closes
+            self._mode.close()
+        self._mode = observe()
+        self.next = next(self._mode)
+
+    def close(self) -> None:
+        """Leave the mode, and record the last iteration if all ranks can still report of it."""
+        self.observe()
+        self._record(self._exchange.received_within(_LAST_REPORTS_S))
+
+    def _record(self, reports: RankReports | None) -> None:
+        if reports is not None and self._ended is not None:
+            self._recorder.add(self._ended, reports)
+
+    def _advance(self, received: IterationMeasurement | Resumed) -> None:
+        """Have the mode decide on the next iteration; what goes wrong in it never ends training."""
+        try:
+            self.next = self._mode.send(received)
+        except StopIteration:
+            self.observe()
+        except Exception as error:  # errors of Perseus are the same on all ranks
+            logger.debug("perseus: the mode ended", exc_info=True)
+            self._on_error(error)
+            self.observe()

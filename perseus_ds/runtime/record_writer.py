@@ -1,0 +1,54 @@
+"""Writes the records of a job to ``run.jsonl``, off the training thread."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from pathlib import Path
+
+from perseus_ds.artifacts.run_records import FILE_NAME, Record, to_line
+
+logger = logging.getLogger("perseus_ds")
+
+
+class RecordWriter:
+    """One thread appends records to the file in the order in which they were given.
+
+    Args:
+        directory: The job's output folder.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / FILE_NAME
+        self._waiting: queue.SimpleQueue[Record | threading.Event] = queue.SimpleQueue()
+        self._works = True
+        self._thread = threading.Thread(target=self._write_all, name="perseus-records", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        """Have a record written; returns at once, from any thread."""
+        self._waiting.put(record)
+
+    def flush(self, timeout_s: float = 5.0) -> None:
+        """Wait until everything given so far is written, or the disk has not answered for some time [s]."""
+        written = threading.Event()
+        self._waiting.put(written)
+        written.wait(timeout_s)
+
+    def _write_all(self) -> None:
+        while True:
+            record = self._waiting.get()
+            if isinstance(record, threading.Event):
+                record.set()
+            elif self._works:
+                self._append(record)
+
+    def _append(self, record: Record) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(to_line(record))
+        except OSError as error:
+            self._works = False
+            logger.warning("perseus: %s cannot be written (%s); training goes on without it.", self._path, error)

@@ -1,0 +1,39 @@
+"""The one collective of an iteration: every rank's report, on its way while the next iteration runs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from perseus_ds.artifacts.rank_report import RankReport, RankReports
+from perseus_ds.distributed import Communicator, Pending
+
+
+class ReportExchange:
+    """Sends this rank's report of one iteration after the other; every rank must do so at the same boundaries.
+
+    Args:
+        communicator: All ranks.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._pending: Pending | None = None
+
+    def send(self, report: RankReport) -> None:
+        """Begin to send this rank's report to all ranks; returns at once."""
+        self._pending = self._communicator.start_all_gather(report.as_numbers())
+
+    def received(self) -> RankReports | None:
+        """Return the reports of all ranks that were sent last; None if there are none, or they were returned already.
+
+        All ranks have sent them an iteration ago, so that there is nothing to wait for.
+        """
+        pending, self._pending = self._pending, None
+        return None if pending is None else RankReports(np.asarray(pending.result()))
+
+    def received_within(self, timeout_s: float) -> RankReports | None:
+        """Return the same; None too where a rank is gone before it has sent its own."""
+        if self._pending is None or not self._pending.is_there_within(timeout_s):
+            self._pending = None
+            return None
+        return self.received()

@@ -1,0 +1,102 @@
+"""Everything around a job that must work whatever happens to it: guardian, control socket, exit guard."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from perseus_ds.artifacts.run_records import Failed
+from perseus_ds.device.exit_guard import ExitGuard
+from perseus_ds.device.guardian_client import Guardian
+from perseus_ds.errors import GpuError
+from perseus_ds.policy.control_socket import ControlServer
+from perseus_ds.policy.job_control import JobControl
+from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.recorder import Recorder
+
+logger = logging.getLogger("perseus_ds")
+DRIVER_HANGS_S = 3.0
+_GIVE_UP_S = 60.0
+
+
+class Supervision:
+    """Started before training; ended by :meth:`release`, then :meth:`close`."""
+
+    def __init__(
+        self, job: Job, rank: Rank, recorder: Recorder, control: JobControl, restore: Callable[[], None]
+    ) -> None:
+        """Start the guardian and the control socket, and have clocks restored however the process ends.
+
+        Args:
+            job: The job.
+            rank: This rank.
+            recorder: Of the job.
+            control: Carries out orders from outside.
+            restore: Restores the default clock; called when the process ends.
+
+        Raises:
+            GpuError: The guardian cannot be started.
+        """
+        self._rank = rank
+        self._driver_hung = False
+        self._guardian = _start_guardian(job, rank)
+        self._server = _listen(job, rank, recorder, control)
+        self._exit_guard = ExitGuard(restore)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is another than the rank's: a copy that was forked from it."""
+        return self._exit_guard.is_forked
+
+    def problem(self) -> GpuError | None:
+        """Return what keeps clocks from being set safely, if anything."""
+        if self._guardian is not None and not self._guardian.alive:
+            return GpuError("the guardian, which restores the clocks if the job is killed, is gone")
+        if self._driver_silent_s > _GIVE_UP_S:
+            return GpuError(f"the driver has not answered for {self._driver_silent_s:.0f} s")
+        return None
+
+    def driver_hangs(self) -> bool:
+        """Return whether the driver has not answered for a while, and may yet answer; log it when that changes."""
+        hangs = self._driver_silent_s > DRIVER_HANGS_S
+        if hangs and not self._driver_hung:
+            logger.warning("perseus: the driver does not answer. This rank runs at default clocks until it does.")
+        elif self._driver_hung and not hangs:
+            logger.warning("perseus: the driver answers again. This rank runs under plans again.")
+        self._driver_hung = hangs
+        return hangs
+
+    @property
+    def _driver_silent_s(self) -> float:
+        return max(self._rank.clocks.failing_s, self._rank.driver.failing_s)
+
+    def release(self) -> None:
+        """Leave signals and the end of the process to whoever had them before."""
+        self._exit_guard.release()
+
+    def close(self) -> None:
+        """End the control socket, and the guardian's watch over this rank; harmless when called again."""
+        if self._server is not None:
+            self._server.close()
+        if self._guardian is not None:
+            self._guardian.close()
+
+
+def _start_guardian(job: Job, rank: Rank) -> Guardian | None:
+    """Have the clocks restored should all ranks be killed; a job that changes none needs no guardian."""
+    if job.config.mode == "observe" or rank.gpu.address is None:
+        return None
+    return Guardian.start([rank.gpu.address])
+
+
+def _listen(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> ControlServer | None:
+    """Take orders from outside, on rank 0; a job that runs no plans needs none."""
+    if job.config.mode not in ("auto", "run") or not rank.communicator.is_first:
+        return None
+    try:
+        return ControlServer(Path(job.config.output_dir), control.carry_out)
+    except OSError as error:
+        logger.warning("perseus: `perseus-ds control` will not reach this job: %s.", error)
+        recorder.event(Failed(event="control", error=str(error)))
+        return None

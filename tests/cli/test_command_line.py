@@ -1,0 +1,175 @@
+"""What every command has in common: help, arguments and the messages about wrong ones."""
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus_ds.cli.arguments import arguments_of
+from perseus_ds.cli.commands import COMMANDS, description_of, module_of
+from perseus_ds.cli.composition import compose, quoted
+from perseus_ds.cli.main import main
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """Run a command in an empty folder; return its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        code = main(words)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def composed(command, *words):
+    return compose(command, module_of(command).Arguments, words)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"]])
+def test_help_lists_every_command(run, words):
+    code, out, _ = run(*words)
+    assert code == 0
+    assert all(f"  {command} " in out and description_of(command).splitlines()[0][:40] in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_tells_its_actions_arguments_and_examples(run, command):
+    code, out, _ = run(command, "--help")
+    assert (code, out) == run("help", command)[:2]
+    assert code == 0
+    assert f"usage: perseus-ds {command}" in out
+    text = " ".join(out.split())
+    for argument in arguments_of(module_of(command).Arguments).values():
+        assert f"  {argument.name} " in out
+        assert argument.description in text
+        assert argument.kind in text
+        assert not argument.default_text or f"default: {argument.default_text}" in text
+        assert all(f"  {choice} " in out for choice, meaning in argument.choices.items() if meaning)
+    assert "\nexamples:\n" in out
+    assert all(f"\n  {example}" in out for example in module_of(command).Arguments.examples)
+
+
+@pytest.mark.parametrize(
+    ("command", "example"), [(command, e) for command in COMMANDS for e in module_of(command).Arguments.examples]
+)
+def test_examples_of_the_help_are_right(command, example):
+    words = shlex.split(example.removeprefix('eval "$(').replace(')"', ""), comments=True)
+    assert words[:2] == ["perseus-ds", command]
+    composed(command, *words[2:])
+
+
+def test_help_says_that_profile_does_not_measure_and_what_does(run):
+    assert '"mode": "profile"' in run("help", "profile")[1]
+
+
+def test_the_version_is_the_packages(run):
+    assert run("--version")[1].startswith("perseus-ds 0.")
+
+
+def test_without_a_command_the_usage_is_an_error(run):
+    code, out, _ = run()
+    assert (code, out.startswith("usage: perseus-ds COMMAND")) == (2, True)
+
+
+def test_help_imports_nothing_heavy():
+    script = (
+        "import sys\nfrom perseus_ds.cli.commands import COMMANDS\nfrom perseus_ds.cli.main import main\n"
+        "main(['--help'])\nfor command in COMMANDS:\n    main(['help', command])\n"
+        "heavy = {'torch', 'deepspeed', 'numpy', 'scipy', 'matplotlib', 'pydantic', 'hydra'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nonsense"], "perseus-ds nonsense: there is no such command; commands are optimize,"),
+        (["help", "nonsense"], "perseus-ds nonsense: there is no such command"),
+        (["optimse"], "perseus-ds optimse: there is no such command; did you mean 'optimize'?"),
+        (["optimize"], "profile and out are missing: write profile=… out=…"),
+        (["control"], 'command and run are missing: write command=… run=… (see "perseus-ds control --help").'),
+        (["optimize", "profle=x"], "profle: there is no such argument; did you mean 'profile'?"),
+        (["optimize", "profile.x=3"], "profile.x: there is no such argument"),
+        (["optimize", "zzz=x"], "zzz: there is no such argument; arguments are profile, out,"),
+        (["optimize", "zzz=x", "yyy=x"], "yyy: there is no such argument"),
+        (["optimize", "+extra=1"], "extra: there is no such argument"),
+        (["optimize", "p", "out"], "'out': expected key=value; did you mean 'out'?"),
+        (["optimize", "p", "out=y", "--plans=3"], "'--plans=3': expected key=value; did you mean 'plans'?"),
+        (["optimize", "p", "out=y", "stages=many"], "stages: expected a whole number, at least 1, got 'many'."),
+        (["optimize", "p", "out=y", "stages=1.5"], "stages: expected a whole number, at least 1, got 1.5."),
+        (["optimize", "p", "out=y", "stages=a", "plans=b"], "plans: expected a whole number, at least 2, got 'b'."),
+        (["optimize", "p", "out=y", "micro_batches=0"], "micro_batches: expected a whole number, at least 1, got 0."),
+        (["optimize", "p", "out=y", "plans=1"], "plans: expected a whole number, at least 2, got 1."),
+        (["optimize", "p", "out=y", "blocking_power_w=-1"], "blocking_power_w: expected a number, at least 0, got -1"),
+        (
+            ["optimize", "p", "out=y", "blocking_power_w=inf"],
+            "blocking_power_w: expected a number, at least 0, got inf",
+        ),
+        (["optimize", "p", "out=y", "switch_cost_j=nan"], "switch_cost_j: expected a number, at least 0, got nan"),
+        (["optimize", "p", "out=y", "plans=2,3"], "plans: expected a whole number, at least 2, got '2,3'."),
+        (["optimize", "p", "out=y", "solver=exat"], "expected exact or lowtime, got 'exat'; did you mean 'exact'?"),
+        (["optimize", "p", "out=y", "schedule=[x"], "schedule=[x: Hydra cannot read this value"),
+        (["optimize", "p", "out=null"], "out: expected a path, got None."),
+        (["optimize", "p", "out=${plan}"], "Hydra cannot read these arguments (Interpolation key 'plan' not found)"),
+        (["export", "frontier=x", "out=y", "format=csv"], "format: expected zeus, got 'csv'."),
+        (["emulate", "frontier=x", "profile=y"], "pipelines is missing: write pipelines=…"),
+        (
+            ["emulate", "frontier=[]", "profile=y", "pipelines=2"],
+            "frontier: expected a path, or a [list, of, them], got",
+        ),
+        (
+            ["emulate", "x", "profile=y", "pipelines=2", "straggler=[1.2,0.5]"],
+            "straggler: expected a number, at least 1",
+        ),
+        (["control", "statu", "run"], "expected one of status, policy, straggler, pause, resume, got 'statu'; did you"),
+        (["completion", "fish"], "shell: expected bash or zsh, got 'fish'."),
+    ],
+)
+def test_wrong_arguments_say_what_to_write_and_exit_with_2(run, words, message):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_path_may_be_the_first_word_whatever_its_name_is():
+    for name in ("runs/demo", "3", "null", "a b", "it's", "runs/a=b,c", "[x"):
+        assert str(composed("optimize", name, "out=y").profile) == name
+
+
+@given(st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1))
+def test_any_path_survives_hydras_grammar(name):
+    value = OverridesParser.create().parse_override(f"out={quoted(name)}").value()
+    assert value == name
+
+
+@pytest.mark.parametrize("name", ["3", "1.5", "a=b", "a b", "true", "[x", "x:y", "(1)"])
+def test_a_path_needs_no_quotes(name):
+    assert str(composed("optimize", "profile=p", f"out={name}").out) == name
+
+
+def test_an_order_and_the_folder_of_its_job_may_stand_in_any_order():
+    for words in (["status", "perseus"], ["perseus", "status"], ["run=perseus", "status"], ["status", "run=perseus"]):
+        arguments = composed("control", *words)
+        assert (arguments.command.name, str(arguments.run)) == ("status", "perseus")
+
+
+def test_one_value_is_a_list_of_one():
+    assert composed("emulate", "f", "profile=p", "pipelines=2", "straggler=2").straggler == [2.0]
+    assert composed("emulate", "f", "profile=p", "pipelines=2", "straggler=1.5,2").straggler == [1.5, 2.0]
+    assert [str(path) for path in composed("report", "r", "runs=a").runs] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "words", [["policy.name=power_cap", "policy.watts=900"], ["policy={name: power_cap, watts: 900}"]]
+)
+def test_a_policy_may_be_given_key_by_key(words):
+    assert composed("control", "policy", "perseus", *words).policy == {"name": "power_cap", "watts": 900}

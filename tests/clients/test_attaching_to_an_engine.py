@@ -1,0 +1,411 @@
+"""Perseus attaches to the engine that a client has, and leaves the client's own code as it is."""
+
+import base64
+import itertools
+import json
+import logging
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from one_rank_engine import batches, config, module, one_rank, same, weights
+
+import perseus_ds
+from perseus_ds.errors import ConfigError
+
+LONGEST_S = 0.001
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group(tmp_path_factory):
+    with one_rank(tmp_path_factory.mktemp("rank")):
+        yield
+
+
+@pytest.fixture
+def block(tmp_path):
+    """Observe on a simulated GPU whose instructions take no time to speak of."""
+    simulated = {"longest_instruction_s": LONGEST_S, "counter_period_s": 0.001}
+    return {"mode": "observe", "device": "simulated", "output_dir": str(tmp_path / "perseus"), "simulated": simulated}
+
+
+@pytest.fixture
+def make(request):
+    """A function that makes an engine, which is destroyed when the test ends."""
+    engines = []
+
+    def make(initialize=perseus_ds.initialize, **keys):
+        torch.manual_seed(3)
+        model = module()
+        engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config(**keys))
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        if hasattr(engine, "perseus"):
+            engine.perseus.close()
+
+
+def records(block):
+    with open(f"{block['output_dir']}/run.jsonl", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def iterations(block):
+    return [record for record in records(block) if "iteration" in record]
+
+
+def train(engine, steps=3, seed=0):
+    torch.manual_seed(seed)  # of the dropout
+    data = batches(seed)
+    return [engine.train_batch(data).item() for _ in range(steps)]
+
+
+@pytest.fixture
+def instruction_map():
+    """DeepSpeed's map of commands, put back when the test ends."""
+    original = dict(PipelineEngine._INSTRUCTION_MAP)
+    yield PipelineEngine._INSTRUCTION_MAP
+    PipelineEngine._INSTRUCTION_MAP.clear()
+    PipelineEngine._INSTRUCTION_MAP.update(original)
+
+
+def test_losses_and_weights_are_those_of_deepspeed(make, block):
+    plain = make(deepspeed.initialize)
+    expected = train(plain)
+    engine = make(perseus=block)
+    assert train(engine) == expected
+    assert same(weights(engine), weights(plain))
+    engine.perseus.close()
+    assert len(iterations(block)) == 3
+
+
+def test_the_classes_in_deepspeeds_module_are_not_swapped(make, block):
+    seen = []
+
+    class Watching(type(deepspeed)):
+        def __setattr__(self, name, value):
+            seen.append(name)
+            super().__setattr__(name, value)
+
+    original = deepspeed.__class__
+    deepspeed.__class__ = Watching
+    try:
+        make(perseus=block)
+    finally:
+        deepspeed.__class__ = original
+    assert not [name for name in seen if "Engine" in name]
+
+
+def test_tests_of_the_class_and_of_its_name_keep_working(make, block):
+    """DeepSpeed up to 0.19.6 tests the name."""
+    engine = make(perseus=block)
+    assert engine.__class__.__name__ == "PipelineEngine"
+    assert type(engine).__qualname__ == "PipelineEngine"
+    assert type(engine).__module__ == PipelineEngine.__module__
+    assert isinstance(engine, PipelineEngine)
+
+
+def test_a_patch_after_initialize_is_called(make, block, instruction_map):
+    """As diffusion-pipe and EasyLLM do."""
+    engine = make(perseus=block)
+    train(engine, 1)
+    calls = []
+    original = instruction_map[schedule.ReduceGrads]
+
+    def reduce_grads(engine):
+        calls.append(engine)
+        original(engine)
+
+    instruction_map[schedule.ReduceGrads] = reduce_grads
+    train(engine, 2)
+    assert [call is engine for call in calls] == [True, True]
+
+
+def test_a_patch_of_a_method_after_initialize_is_called(make, block, monkeypatch):
+    engine = make(perseus=block)
+    calls = []
+    original = PipelineEngine.train_batch
+
+    def train_batch(self, *args, **kwargs):
+        calls.append((args, kwargs))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(PipelineEngine, "train_batch", train_batch)
+    data = batches()
+    engine.train_batch(data_iter=data)
+    engine.train_batch(data)
+    assert calls == [((), {"data_iter": data}), ((data,), {})]
+    engine.perseus.close()
+    assert len(iterations(block)) == 2
+
+
+def test_arguments_of_train_batch_are_passed_as_they_are(make, block):
+    class OwnEngine(PipelineEngine):
+        def train_batch(self):
+            return super().train_batch(self.own_data)
+
+    engine = make(deepspeed.initialize, perseus=block)
+    engine.__class__ = OwnEngine
+    engine.own_data = batches()
+    perseus_ds.attach(engine)
+    assert engine.train_batch().item() > 0
+    engine.perseus.close()
+    assert len(iterations(block)) == 1
+
+
+def test_an_engine_class_that_a_client_has_put_into_deepspeed_is_used(make, block, monkeypatch):
+    class MyEngine(PipelineEngine):
+        steps_taken = 0
+
+        def train_batch(self, *args, **kwargs):
+            self.steps_taken += 1
+            return super().train_batch(*args, **kwargs) * 2
+
+    monkeypatch.setattr(deepspeed, "PipelineEngine", MyEngine)
+    plain = make(deepspeed.initialize)
+    engine = make(perseus=block)
+    assert isinstance(engine, MyEngine)
+    assert type(engine).__name__ == "MyEngine"
+    assert train(engine) == train(plain)
+    assert engine.steps_taken == 3
+
+
+def test_an_engine_that_a_client_constructs_is_attached_to(make, block):
+    """As qlora-pipe does."""
+    mine = make(deepspeed.initialize, perseus=block)
+    assert perseus_ds.attach(mine) is mine
+    assert perseus_ds.attach(mine) is mine
+    train(mine, 2)
+    mine.perseus.close()
+    assert len(iterations(block)) == 2
+
+
+def test_detach_leaves_the_engine_as_it_was(make, block):
+    plain = make(deepspeed.initialize)
+    engine = make(deepspeed.initialize, perseus=block)
+    before = set(vars(engine))
+    perseus_ds.attach(engine)
+    perseus_ds.detach(engine)
+    assert type(engine) is PipelineEngine
+    assert set(vars(engine)) == before
+    assert train(engine) == train(plain)
+    assert perseus_ds.detach(engine) is engine
+
+
+def test_a_block_that_is_disabled_attaches_nothing(make, block):
+    engine = make(perseus={**block, "enabled": False})
+    assert type(engine) is PipelineEngine
+    assert type(perseus_ds.attach(engine)) is PipelineEngine
+
+
+def test_a_model_without_stages_is_refused_with_what_to_do(block):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"the model is a Linear, expected a deepspeed\.pipe\.PipelineModule"):
+        perseus_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config(perseus=block))
+
+
+def test_perseus_in_place_of_deepspeeds_initialize_does_not_recurse(make, block, monkeypatch):
+    monkeypatch.setattr(deepspeed, "initialize", perseus_ds.initialize)
+    engine = make(deepspeed.initialize, perseus=block)
+    assert train(engine, 1)
+    assert hasattr(engine, "perseus")
+
+
+def test_a_client_that_wraps_initialize_on_top_of_perseus_does_not_recurse(make, block, monkeypatch):
+    ours = perseus_ds.initialize
+    monkeypatch.setattr(deepspeed, "initialize", lambda **arguments: tuple(ours(**arguments)))
+    assert hasattr(make(deepspeed.initialize, perseus=block), "perseus")
+    assert hasattr(make(perseus=block), "perseus")
+
+
+@pytest.mark.parametrize("form", ["dict", "file", "base64"])
+def test_the_block_is_read_wherever_deepspeed_reads_its_config(block, form, tmp_path):
+    text = json.dumps(config(perseus=block))
+    path = tmp_path / "config.json"
+    path.write_text("// a comment, which hjson allows\n" + text)
+    forms = {"dict": json.loads(text), "file": str(path), "base64": base64.urlsafe_b64encode(text.encode()).decode()}
+    model = module()
+    engine, *_ = perseus_ds.initialize(model=model, model_parameters=list(model.parameters()), config=forms[form])
+    assert engine.perseus.phase == "start"
+
+
+def test_the_variable_wins_over_the_block_key_by_key(make, block, monkeypatch):
+    monkeypatch.setenv("PERSEUS", json.dumps({"max_drift": 0.5, "mode": "observe"}))
+    engine = make(perseus={**block, "mode": "auto"})
+    assert engine.perseus._config.mode == "observe"
+    assert engine.perseus._config.max_drift == 0.5
+    assert engine.perseus._config.output_dir == block["output_dir"]
+
+
+def test_the_variable_may_be_the_path_of_a_file_and_needs_no_block(make, block, monkeypatch, tmp_path):
+    path = tmp_path / "perseus.json"
+    path.write_text(json.dumps(block))
+    monkeypatch.setenv("PERSEUS", str(path))
+    train(make(), 1)
+    assert len(records(block)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("nowhere.json", "PERSEUS=nowhere.json: expected JSON"), ("{no", "this is not JSON"), ('{"modes": 1}', "modes")],
+)
+def test_a_wrong_variable_is_named(make, monkeypatch, value, message):
+    monkeypatch.setenv("PERSEUS", value)
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_batch_size_set_before_the_first_step_is_the_one_that_counts(make, block):
+    """As EasyLLM does."""
+    engine = make(perseus={**block, "mode": "auto", "cache": False})
+    engine.set_train_batch_size(16)
+    engine.perseus.set_policy({"name": "energy_optimal"})
+    train(engine, 2)
+    assert engine.perseus.runtime._job.schedule.micro_batches == 4
+    assert engine.perseus.phase in ("warm-up", "calibrate")
+    assert engine.perseus.state()["policy"] == {"name": "energy_optimal"}
+
+
+def test_a_wrong_policy_before_the_first_step_is_an_error_at_once(make, block):
+    with pytest.raises(ConfigError, match="fastest"):
+        make(perseus=block).perseus.set_policy({"name": "fastest"})
+
+
+def test_auto_begins_again_when_the_batch_size_changes(make, block):
+    plain = make(deepspeed.initialize)
+    engine = make(perseus={**block, "mode": "auto", "cache": False})
+    losses = []
+    for trained in (plain, engine):
+        torch.manual_seed(0)
+        data = batches()
+        losses.append([])
+        for step in range(6):
+            if step == 3:
+                trained.set_train_batch_size(16)
+            losses[-1].append(trained.train_batch(data).item())
+    assert losses[0] == losses[1]
+    assert engine.perseus.runtime._job.schedule.micro_batches == 4
+    engine.perseus.close()
+    phases = [record["phase"] for record in iterations(block)]
+    assert phases.count("calibrate") == 2
+    assert [r["event"] for r in records(block) if "event" in r and r["event"] not in ("start", "end")] == []
+
+
+def test_a_batch_size_that_changes_all_the_time_ends_in_default_clocks(make, block):
+    engine = make(perseus={**block, "mode": "auto", "cache": False})
+    data = batches()
+    for step in range(12):
+        engine.set_train_batch_size(16 if step % 2 else 8)
+        engine.train_batch(data)
+    assert engine.perseus.phase == "observe"
+
+
+def test_a_checkpoint_loaded_before_the_first_step_is_taken_up(make, block, tmp_path):
+    engine = make(perseus={**block, "mode": "auto", "cache": False})
+    train(engine, 2)
+    engine.perseus.set_policy({"name": "energy_optimal"})
+    engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    engine.perseus.close()
+    resumed = make(perseus={**block, "mode": "auto", "cache": False})
+    path, client_state = resumed.load_checkpoint(str(tmp_path / "checkpoint"))
+    assert path is not None
+    assert "perseus_ds" not in client_state
+    train(resumed, 1)
+    assert resumed.perseus.state()["policy"] == {"name": "energy_optimal"}
+    resumed.perseus.close()
+    assert iterations(block)[-1]["iteration"] == 3
+
+
+def test_two_engines_of_a_process_get_along(make, block):
+    """A policy model trains, a reference model only evaluates."""
+    reference, plain = make(perseus=block), make(deepspeed.initialize)
+    engine = make(perseus=block)
+    expected = train(plain)
+    data, losses = batches(), []
+    torch.manual_seed(0)
+    for _ in range(3):
+        reference.eval_batch(batches(9))
+        losses.append(engine.train_batch(data).item())
+    assert losses == expected
+    assert reference.perseus.runtime is None
+    engine.perseus.close()
+    assert len(iterations(block)) == 3
+
+
+def test_of_two_engines_that_train_only_the_first_is_measured(make, block, caplog):
+    first, second = make(perseus=block), make(perseus=block)
+    plain = make(deepspeed.initialize)
+    expected = train(plain, 2)
+    with caplog.at_level(logging.WARNING):
+        assert train(first, 2) == expected
+        assert train(second, 2) == expected
+    assert caplog.text.count("trains two engines") == 1
+    assert second.perseus.runtime is None
+    first.perseus.close()
+    assert len(iterations(block)) == 2
+
+
+def test_another_engine_evaluates_at_default_clocks(make, block):
+    engine, reference = make(perseus=block), make(perseus=block)
+    train(engine, 1)
+    asked = []
+    clocks = engine.perseus.runtime._rank.clocks
+    request, clocks.request = clocks.request, lambda clock, *more: (asked.append(clock), request(clock, *more))
+    reference.eval_batch(batches(9))
+    assert asked[:1] == [None]
+
+
+def test_evaluation_in_between_is_no_iteration(make, block):
+    engine = make(perseus=block)
+    data = batches()
+    for _ in range(2):
+        engine.train_batch(data)
+        engine.eval_batch(batches(5))
+    engine.perseus.close()
+    assert [record["iteration"] for record in iterations(block)] == [1, 2]
+
+
+def test_the_schedule_object_of_the_client_is_left_as_it_was(make, block):
+    kept = schedule.TrainSchedule(micro_batches=2, stages=1, stage_id=0)
+
+    class Caching(PipelineEngine):
+        def train_batch(self, data):
+            self.set_dataiterator(data)
+            self.total_loss = None
+            self._compute_loss = True
+            self.module.train()
+            self._exec_schedule(iter(kept))
+            kept.it = None
+            return self._aggregate_total_loss()
+
+    engine = make(deepspeed.initialize, perseus=block)
+    engine.__class__ = Caching
+    perseus_ds.attach(engine)
+    data = batches()
+    list(itertools.islice((engine.train_batch(data) for _ in itertools.count()), 2))
+    assert "steps" not in vars(kept)
+    engine.perseus.close()
+    assert len(iterations(block)) == 2
+
+
+def test_an_engine_that_compiles_its_layers_compiles_as_without_perseus(make, block):
+    compiled, losses = [], []
+    for initialize in (deepspeed.initialize, perseus_ds.initialize):
+        graphs = []
+
+        def backend(graph, _, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        engine = make(initialize, perseus=block)
+        for layer in engine.module.forward_funcs:
+            layer.compile(backend=backend)
+        losses.append(train(engine, 2))
+        compiled.append(len(graphs))
+    assert losses[0] == losses[1]
+    assert compiled[0] == compiled[1] > 0

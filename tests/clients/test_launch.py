@@ -1,0 +1,222 @@
+"""A script under the launcher runs as without it, and its engines get Perseus."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from perseus_ds.launch import parse
+
+LAUNCH = [sys.executable, "-m", "perseus_ds.launch"]
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def run(command, folder, **environment):
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")])
+    return subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+    )
+
+
+SPEAKING = """
+    import json, pickle, sys, os, inspect
+    class Thing: pass
+    print(json.dumps({
+        "argv": sys.argv, "name": __name__, "file": __file__, "path": sys.path[0], "package": __package__,
+        "main": sys.modules["__main__"].Thing is Thing, "spec": __spec__ and __spec__.name,
+        "pickled": pickle.loads(pickle.dumps(Thing())).__class__ is Thing,
+        "source": inspect.getsource(Thing).strip(), "doc": __doc__,
+        "deepspeed": "deepspeed" in sys.modules, "torch": "torch" in sys.modules,
+    }))
+"""
+
+
+def test_a_script_sees_what_it_sees_without_the_launcher(tmp_path):
+    script = write(tmp_path, "jobs/train.py", SPEAKING)
+    arguments = [str(script), "--lr", "1", "-m", "x"]
+    plain, launched = run([sys.executable, *arguments], tmp_path), run([*LAUNCH, *arguments], tmp_path)
+    assert launched.stderr == plain.stderr == ""
+    assert json.loads(launched.stdout) == json.loads(plain.stdout)
+    assert json.loads(plain.stdout)["argv"] == arguments
+
+
+@pytest.mark.parametrize("name", ["package.train", "package"])
+def test_a_module_sees_what_it_sees_without_the_launcher(tmp_path, name):
+    write(tmp_path, "package/__init__.py", "")
+    write(tmp_path, "package/__main__.py", SPEAKING)
+    write(tmp_path, "package/train.py", SPEAKING)
+    arguments = ["-m", name, "--lr", "1"]
+    plain, launched = run([sys.executable, *arguments], tmp_path), run([*LAUNCH, *arguments], tmp_path)
+    assert launched.stderr == plain.stderr == ""
+    assert json.loads(launched.stdout) == json.loads(plain.stdout)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [("sys.exit(3)", 3), ("sys.exit('wrong')", 1), ("raise ValueError('mine')", 1), ("os._exit(4)", 4), ("", 0)],
+)
+def test_the_exit_code_and_the_error_are_the_scripts(tmp_path, ending, code):
+    script = write(tmp_path, "train.py", f"import os, sys\n{ending}\n")
+    plain, launched = run([sys.executable, str(script)], tmp_path), run([*LAUNCH, str(script)], tmp_path)
+    assert launched.returncode == plain.returncode == code
+    assert launched.stderr.splitlines()[-1:] == plain.stderr.splitlines()[-1:]
+
+
+def test_handlers_and_objects_of_the_script_outlive_its_last_line(tmp_path):
+    script = write(
+        tmp_path,
+        "train.py",
+        """
+        import atexit, sys, __main__
+        value = "kept"
+        def last():
+            print(value, __main__.value, sys.modules["__main__"].value)
+        atexit.register(last)
+        """,
+    )
+    assert run([*LAUNCH, str(script)], tmp_path).stdout == "kept kept kept\n"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_processes_of_the_script_start(tmp_path, method):
+    script = write(
+        tmp_path,
+        "train.py",
+        f"""
+        import multiprocessing
+        class Item:
+            def __init__(self, value): self.value = value
+        def work(item): return Item(item.value * 2)
+        if __name__ == "__main__":
+            with multiprocessing.get_context({method!r}).Pool(2) as pool:
+                print([item.value for item in pool.map(work, [Item(1), Item(2)])])
+        """,
+    )
+    finished = run([*LAUNCH, str(script)], tmp_path)
+    assert finished.stdout == "[2, 4]\n", finished.stderr
+
+
+def test_a_script_that_is_not_there_is_the_interpreters_message(tmp_path):
+    finished = run([*LAUNCH, "nowhere.py"], tmp_path)
+    assert finished.returncode != 0
+    assert "can't open file 'nowhere.py': [Errno 2] No such file or directory" in finished.stderr
+    assert "No module named nowhere" in run([*LAUNCH, "-m", "nowhere"], tmp_path).stderr
+
+
+def test_what_deepspeeds_launcher_puts_first_goes_to_the_script():
+    assert parse(["--local_rank=1", "train.py", "--lr"]) == (["--local_rank=1"], "train.py", ["--lr"], False)
+    assert parse(["--local_rank=1", "-m", "a.b", "-m"]) == (["--local_rank=1"], "a.b", ["-m"], True)
+    with pytest.raises(SystemExit, match="usage"):
+        parse(["-x"])
+
+
+# As clients make engines: by initialize under another name, or by a class of their own.
+MAKES = {
+    "deepspeed.initialize": """
+        import deepspeed
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config())
+    """,
+    "from deepspeed import initialize": """
+        from deepspeed import initialize
+        engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config())
+    """,
+    "an engine class of its own": """
+        from deepspeed.runtime.config import DeepSpeedConfig
+        from deepspeed.runtime.pipe.engine import PipelineEngine
+        class Engine(PipelineEngine):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                self.own = True
+            def train_batch(self):
+                return super().train_batch(data)
+        settings = config()
+        engine = Engine(args=None, model=model, model_parameters=list(model.parameters()), config=settings,
+            config_class=DeepSpeedConfig(settings, model.mpu()), mpu=model.mpu())
+    """,
+}
+
+
+def script_of(make):
+    before = """
+    import json, sys
+    from one_rank_engine import batches, config, module, one_rank
+    with one_rank("."):
+        import torch
+        torch.manual_seed(1)
+        model = module()
+        data = batches()
+"""
+    after = """
+        arguments = [] if getattr(engine, "own", False) else [data]
+        losses = [engine.train_batch(*arguments).item() for _ in range(3)]
+        outcome = {"losses": losses, "attached": hasattr(engine, "perseus"), "name": type(engine).__name__}
+        open("outcome.json", "w").write(json.dumps(outcome))
+        engine.destroy()
+    """
+    return before + make + after
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_engines_of_an_untouched_script_get_perseus(tmp_path, make):
+    script = write(tmp_path, "train.py", script_of(MAKES[make]))
+    block = {"mode": "observe", "device": "simulated", "simulated": {"longest_instruction_s": 0.001}}
+    outcomes = {}
+    for name, command, environment in (
+        ("plain", [sys.executable], {}),
+        ("launched", LAUNCH, {}),
+        ("with PERSEUS", LAUNCH, {"PERSEUS": json.dumps(block)}),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        finished = run([*command, str(script)], folder, **environment)
+        assert finished.returncode == 0, finished.stderr[-3000:]
+        outcomes[name] = json.loads((folder / "outcome.json").read_text())
+    assert outcomes["launched"] == outcomes["plain"]
+    assert outcomes["with PERSEUS"] == {**outcomes["plain"], "attached": True}
+    assert (tmp_path / "with PERSEUS" / "perseus" / "run.jsonl").exists()
+    assert not (tmp_path / "launched" / "perseus").exists()
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "perseus_ds.launch"],
+        [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--module", "perseus_ds.launch"],
+    ],
+    ids=["torchrun", "deepspeed"],
+)
+@pytest.mark.integration
+def test_both_launchers_start_it(tmp_path, launcher):
+    script = write(
+        tmp_path,
+        "train.py",
+        """
+        import argparse, json, os, pickle, sys
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--local_rank", type=int)
+        parser.add_argument("--lr", type=float)
+        arguments = parser.parse_args()
+        with open(f"rank{os.environ['RANK']}.json", "w") as out:
+            json.dump([arguments.lr, arguments.local_rank, __name__], out)
+        """,
+    )
+    finished = run([sys.executable, *launcher, str(script), "--lr", "0.5"], tmp_path)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    by_launcher = [None, None] if launcher[0] == "-m" else [0, 1]
+    assert ranks == [[0.5, local_rank, "__main__"] for local_rank in by_launcher]

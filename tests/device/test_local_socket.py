@@ -1,0 +1,85 @@
+"""Local sockets: one JSON object a line, from whom, and what is refused."""
+
+import os
+import socket
+import stat
+
+import pytest
+
+from perseus_ds.device import local_socket
+from perseus_ds.device.local_socket import LocalSocketError
+
+GENEROUS_S = 60.0
+"""Only ends a test that hangs."""
+
+
+@pytest.fixture
+def ends():
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    for end in (ours, theirs):
+        end.settimeout(GENEROUS_S)
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_process_connects_by_path_or_by_abstract_name(tmp_path, is_file):
+    address = str(tmp_path / "here.sock") if is_file else f"\0perseus-ds-test/{tmp_path}"
+    with local_socket.listen(address) as listener, local_socket.connect(address, GENEROUS_S) as connection:
+        accepted, _ = listener.accept()
+        with accepted:
+            local_socket.send(accepted, {"to": "client"})
+            assert local_socket.exchange(connection, {"to": "server"}) == {"to": "client"}
+            assert local_socket.receive(accepted) == {"to": "server"}
+            assert local_socket.peer(connection) == local_socket.peer(accepted) == (os.getpid(), os.getuid())
+    if is_file:
+        assert stat.S_IMODE(os.stat(address).st_mode) == 0o600
+
+
+def test_a_name_has_one_listener(tmp_path):
+    address = f"\0perseus-ds-test/{tmp_path}"
+    with local_socket.listen(address), pytest.raises(OSError, match="Address already in use"):
+        local_socket.listen(address)
+    with pytest.raises(ConnectionRefusedError):
+        local_socket.connect(address, GENEROUS_S)
+
+
+def test_messages_are_kept_apart_and_may_arrive_in_parts(ends):
+    ours, theirs = ends
+    long = {"text": "x" * 20_000}
+    for message in ({"n": 1}, long):
+        local_socket.send(theirs, message)
+        assert local_socket.receive(ours) == message
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (b"{\n", "expected a JSON object, got b'{"),
+        (b"\xff\n", "expected a JSON object"),
+        (b"[]\n", "expected a JSON object"),
+        (b'{"n": 1}', "got 8 bytes without its end"),
+        (b"", "got 0 bytes without its end"),
+        (b"x" * 70_000, "bytes without its end"),
+    ],
+)
+def test_anything_else_is_refused(ends, sent, message):
+    ours, theirs = ends
+    theirs.sendall(sent)
+    theirs.shutdown(socket.SHUT_WR)
+    with pytest.raises(LocalSocketError, match=message):
+        local_socket.receive(ours)
+
+
+def test_a_line_without_end_does_not_fill_the_memory(ends):
+    ours, theirs = ends
+    theirs.sendall(b"x" * 70_000)  # and the connection stays open
+    with pytest.raises(LocalSocketError, match="without its end"):
+        local_socket.receive(ours)
+
+
+def test_a_silent_end_is_waited_for_only_so_long(ends):
+    ours, _ = ends
+    ours.settimeout(0.01)
+    with pytest.raises(TimeoutError):
+        local_socket.receive(ours)

@@ -1,0 +1,382 @@
+"""Whole jobs of one rank, from the first iteration to the last, in virtual time."""
+
+import json
+from contextlib import contextmanager
+
+import pytest
+from lone_communicator import LoneCommunicator
+from virtual_job import VirtualJob
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.run_records import (
+    Drifted,
+    Failed,
+    PlanChosen,
+    PlanJudged,
+    ProfileWritten,
+    read_records,
+)
+from perseus_ds.errors import GpuError
+from perseus_ds.optimizer import optimize
+from perseus_ds.pipeline.instruction import Kind
+
+SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """A function that starts a job; its optimiser runs at once, in this process."""
+    monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
+    jobs = []
+
+    def start(folder="perseus", **block):
+        jobs.append(VirtualJob(tmp_path / folder, **block))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.runtime.close()
+
+
+class WorkerAtOnce:
+    """The optimiser's process, in no time and in this process."""
+
+    problem = None
+
+    def __init__(self, request, log_path):
+        self._request = request
+        self.stopped = False
+
+    def poll(self):
+        from perseus_ds.optimizer.worker import OptimizeResult
+
+        if self.problem is not None:
+            return OptimizeResult(ok=False, error=self.problem)
+        schedule, profile = self._request.schedule.to_schedule(), StageProfile.load(self._request.profile)
+        frontier = optimize(schedule, profile, plans=20, switch_cost_j=self._request.switch_cost_j)
+        return OptimizeResult(ok=True, frontier=frontier.save(self._request.out))
+
+    def stop(self):
+        self.stopped = True
+
+
+def events(job, kind):
+    return [record for record in read_records(job.folder) if isinstance(record, kind)]
+
+
+def in_order(phases):
+    """Phases without repetitions."""
+    return [phase for number, phase in enumerate(phases) if number == 0 or phases[number - 1] != phase]
+
+
+def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
+    job = start(mode="auto", **SLOWER)
+    phases = job.train_until("run")
+    assert in_order(phases) == ["warm-up", "profile", "plan", "default"]
+    assert phases.count("warm-up") == 3
+    job.train(20)
+    iterations = job.close()
+    profile = StageProfile.load(job.folder)
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        expected_s = job.work_s[kind] * job.gpu.model.slowdown(profile.at_highest_clock(0, kind).clock_mhz)
+        assert profile.at_highest_clock(0, kind).time_s == pytest.approx(expected_s, rel=0.02)
+    default = [r for r in iterations if r.phase == "default"]
+    planned = [r for r in iterations if r.phase == "run"][1:]
+    assert len(planned) == 19
+    energy_j = sum(r.energy_j for r in planned) / len(planned)
+    assert planned[-1].time_s / default[-1].time_s == pytest.approx(1.2, abs=0.02)
+    assert energy_j == pytest.approx(planned[0].predicted_energy_j, rel=0.02)
+    assert energy_j < 0.9 * planned[0].default_energy_j
+    assert [event.plan for event in events(job, PlanChosen)] == [planned[0].plan]
+    (written,) = events(job, ProfileWritten)
+    assert written.iterations == phases.count("profile")
+
+
+def test_every_iteration_has_one_record_in_order(start):
+    job = start(mode="auto")
+    trained = len(job.train_until("run")) + len(job.train(3))
+    assert [record.iteration for record in job.close()] == list(range(1, trained + 1))
+
+
+def test_observe_mode_changes_no_clock(start):
+    job = start(mode="observe")
+    assert set(job.train(5)) == {"observe"}
+    assert [record.clock_changes for record in job.close()] == [0] * 5
+
+
+def test_run_mode_trains_under_the_frontier_that_it_is_given(start):
+    first = start("first", mode="auto", **SLOWER)
+    first.train_until("run")
+    second = start("second", mode="run", frontier=str(first.folder / "frontier.json"), **SLOWER)
+    second.train(3)
+    assert {record.plan for record in second.close()} == {events(first, PlanChosen)[0].plan}
+
+
+def test_a_clock_that_needs_more_iterations_gets_them_after_the_others(start):
+    job = start(mode="auto", gpu={"counter_period_s": 0.25})
+    phases = job.train_until("plan")
+    job.close()
+    rows = json.loads((job.folder / "measured.json").read_text())["rows"]
+    assert phases.count("profile") > len({row["clock_mhz"] for row in rows})
+    assert all(row["samples"] >= 6 for row in rows if row["kind"] == "forward")
+
+
+def test_instructions_that_drift_are_profiled_again_three_times_at_most(start):
+    job = start(mode="auto", **SLOWER)
+    for profiles in (1, 2, 3):
+        job.train_until("run")
+        job.train(12)
+        assert len(events_now(job, ProfileWritten)) == profiles
+        for kind in job.work_s:
+            job.work_s[kind] *= 1.3
+        if profiles < 3:
+            job.train_until("profile")
+    job.train(80)
+    assert job.runtime.next.phase == "run"
+    job.close()
+    assert [event.profiles_again for event in events(job, Drifted)] == [True, True, False]
+    assert len(events(job, ProfileWritten)) == 3
+
+
+def events_now(job, kind):
+    """Events of a job that goes on."""
+    job.runtime._recorder._writer.flush()
+    return events(job, kind)
+
+
+def test_an_optimiser_that_fails_leaves_the_job_at_default_clocks(start, monkeypatch, caplog):
+    monkeypatch.setattr(WorkerAtOnce, "problem", "no such profile")
+    job = start(mode="auto")
+    job.train_until("observe")
+    job.train(3)
+    assert [record.plan for record in job.close()][-3:] == [None] * 3
+    assert caplog.text.count("optimising failed: no such profile. Training goes on at default clocks") == 1
+    assert [event.error for event in events(job, Failed)] == ["optimising failed: no such profile"]
+
+
+def test_a_counter_that_fails_while_profiling_ends_it_with_its_reason(start, caplog):
+    job = start(mode="auto")
+    job.train_until("profile")
+
+    def fail():
+        raise GpuError("the counter is gone")
+
+    job.gpu.energy_j = fail
+    job.train_until("observe")
+    job.train(2)
+    assert caplog.text.count("the counter is gone") == 1
+
+
+def test_an_unexpected_error_in_a_decision_never_ends_training(start, monkeypatch, caplog):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(2)
+    monkeypatch.setattr("perseus_ds.runtime.plan_runner.drift_of_rank", lambda *_: 1 / 0)
+    job.train(30)
+    assert job.runtime.next.phase == "observe"
+    assert caplog.text.count("division by zero") == 1
+    assert job.close()[-1].plan is None
+
+
+def test_a_changed_schedule_ends_plans_and_profiling_alike(start, caplog):
+    for phase in ("profile", "run"):
+        job = start(phase, mode="auto")
+        job.train_until(phase)
+        job.runtime.schedule_changed()
+        assert set(job.train(3)) == {"observe"}
+    assert caplog.text.count("no plan fits any more") == 2
+
+
+def test_a_resumed_job_goes_on_under_the_plan_that_was_next(start):
+    first = start("first", mode="auto", **SLOWER)
+    first.train_until("run")
+    first.train(3)
+    state = json.loads(json.dumps(first.runtime.state()))
+    plan = first.runtime.next.plan
+    second = start("second", mode="run", frontier=str(first.folder / "frontier.json"), **SLOWER)
+    second.runtime.restore(state, steps=17)
+    second.train(2)
+    records = second.close()
+    assert [(record.iteration, record.plan) for record in records] == [(18, plan), (19, plan)]
+
+
+def test_progress_that_cannot_be_read_leaves_the_choice_to_the_policy(start, caplog):
+    first = start("first", mode="auto", **SLOWER)
+    first.train_until("run")
+    second = start("second", mode="run", frontier=str(first.folder / "frontier.json"), **SLOWER)
+    state = {**first.runtime.state(), "progress": {"plan": "many"}}
+    second.runtime.restore(state)
+    assert set(second.train(2)) == {"run"}
+    assert "cannot be read" in caplog.text
+
+
+def test_pause_and_resume_at_iteration_boundaries(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.runtime._control.paused = True
+    assert job.train(4) == ["run", "run", "pause", "pause"]
+    job.runtime._control.paused = False
+    assert job.train(3) == ["pause", "pause", "run"]
+    assert [(event.paused) for event in events_now(job, PlanChosen)] == [False, True, False]
+
+
+def test_status_tells_what_is_next_apart_from_what_was_last(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(3)
+    status = job.runtime._status()
+    assert status["next"]["plan"] == status["last"]["plan"]
+    assert status["last"]["iteration"] == job.runtime._control.steps - 1
+    assert status["next"]["t_min_s"] == Frontier.load(job.folder).t_min_s
+
+
+class Passes:
+    """Passes of a virtual job, run outside of its iterations."""
+
+    instructions = ((0, Kind.FORWARD), (0, Kind.BACKWARD))
+
+    def __init__(self, problem=None):
+        self.job = None
+        self.inside = False
+        self._problem = problem
+
+    def obstacle(self, agree):
+        return agree(self._problem)
+
+    def run(self, stage, kind):
+        assert self.inside
+        self.job.work(kind)
+
+    @contextmanager
+    def isolated(self):
+        self.inside = True
+        yield
+        self.inside = False
+
+
+def test_profile_mode_measures_outside_of_training_and_then_observes(start):
+    passes = Passes()
+    job = start(mode="profile", passes=passes, profile={"sampling": "stride", "clock_stride": 20})
+    passes.job = job
+    phases = job.train_until("observe")
+    assert in_order(phases) == ["warm-up"]
+    job.close()
+    profile = StageProfile.load(job.folder)
+    model = job.gpu.model
+    for row in profile.measurements:
+        expected_s = job.work_s[row.kind] * model.slowdown(row.clock_mhz)
+        assert row.time_s == pytest.approx(expected_s, rel=0.01)
+    assert job.runtime.profiled
+    (written,) = events(job, ProfileWritten)
+    assert written.spent_s > 1
+
+
+def test_a_lone_communicator_is_enough_for_a_job(start):
+    assert isinstance(start(mode="observe").runtime._communicator, LoneCommunicator)
+
+
+def test_where_passes_cannot_be_repeated_profile_mode_measures_while_training_goes_on(start, capsys):
+    job = start(mode="profile", passes=Passes("the optimizer runs inside backwards"))
+    phases = job.train_until("observe")
+    assert in_order(phases) == ["warm-up", "profile"]
+    assert "the optimizer runs inside backwards" in capsys.readouterr().out
+    assert StageProfile.load(job.folder).keys
+
+
+SHORT = {Kind.FORWARD: 0.011, Kind.BACKWARD: 0.022, Kind.TAIL: 0.001}
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 2.0])
+def test_iterations_shorter_than_a_refresh_of_the_counter_are_profiled_truly(start, factor):
+    """Iterations of 0.05 to 0.2 s with a counter that is refreshed every 100 ms."""
+    work_s = {kind: factor * time_s for kind, time_s in SHORT.items()}
+    job = start(mode="auto", work_s=work_s, **SLOWER)
+    job.train_until("plan", most=800)
+    profile = StageProfile.load(job.folder)
+    top_mhz = job.gpu.supported_clocks_mhz()[-1]
+    model = job.gpu.model
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        row = profile.at_highest_clock(0, kind)
+        assert row.clock_mhz == top_mhz
+        assert row.time_s == pytest.approx(work_s[kind] * model.slowdown(top_mhz), rel=0.02)
+        assert row.energy_j / row.time_s == pytest.approx(model.power_w(top_mhz), rel=0.06)
+
+
+def test_a_plan_that_wins_is_measured_against_default_clocks_of_this_job_and_kept(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(40)
+    records = job.close()
+    (judged,) = events(job, PlanJudged)
+    default = [r for r in records if r.phase == "default"]
+    planned = [r for r in records if r.phase == "run"]
+    assert judged.wins
+    assert judged.slowdown == pytest.approx(planned[-1].time_s / default[-1].time_s - 1, abs=0.005)
+    assert all(r.default_measured for r in planned)
+    assert planned[-1].default_time_s == pytest.approx(default[-1].time_s, rel=0.01)
+
+
+def test_a_plan_that_saves_nothing_leaves_and_says_so(start, capsys):
+    """One stage has no slack: without a slowdown there is nothing to gain."""
+    job = start(mode="auto")
+    job.train_until("run")
+    job.train_until("observe", most=200)
+    assert set(job.train(5)) == {"observe"}
+    job.close()
+    (judged,) = events(job, PlanJudged)
+    assert not judged.wins
+    assert "It does not win: training goes on at default clocks" in capsys.readouterr().out
+
+
+def late_under_plans(job, by_s=0.03):
+    """The GPU takes longer under plans than it did when it was profiled."""
+    work = job.work
+
+    def work_late(kind):
+        if job.runtime.next.phase == "run":
+            job.time.sleep(by_s)
+        work(kind)
+
+    job.work = work_late
+
+
+def test_a_plan_that_is_later_than_promised_leaves(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    late_under_plans(job)
+    job.train_until("observe", most=200)
+    job.close()
+    (judged,) = events(job, PlanJudged)
+    assert not judged.wins
+    assert judged.slowdown > judged.promised_slowdown + 0.05
+
+
+def test_a_plan_that_becomes_late_is_compared_again_with_default_clocks(start):
+    job = start(mode="auto", max_drift=10.0, **SLOWER)
+    job.train_until("run")
+    job.train(40)
+    for kind in job.work_s:
+        job.work_s[kind] *= 1.1  # at default clocks too
+    job.train_until("default")
+    job.train_until("run")
+    job.train(60)
+    assert job.runtime.next.phase == "run"
+    job.close()
+    assert [event.wins for event in events(job, PlanJudged)] == [True, True]
+
+
+def test_a_cached_plan_proves_itself_again_and_leaves_the_cache_if_it_does_not_win(start, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cached = {"mode": "auto", "cache": True, **SLOWER}
+    first = start("first", **cached)
+    first.train_until("run")
+    assert not list((tmp_path / "cache").rglob("frontier.json"))
+    first.train(40)
+    first.close()
+    assert list((tmp_path / "cache").rglob("frontier.json"))
+    second = start("second", **cached)
+    assert in_order(second.train_until("run")) == ["default"]
+    late_under_plans(second)
+    second.train_until("observe", most=200)
+    assert not list((tmp_path / "cache").rglob("frontier.json"))

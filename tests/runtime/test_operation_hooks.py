@@ -1,0 +1,122 @@
+"""What is asked of the clock around the operations of an iteration, and in which order."""
+
+import pytest
+from pipelines import one_f_one_b
+
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.device.rank_clocks import ClockPlan
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Compute, Load
+from perseus_ds.runtime.operation_hooks import OperationHooks, OperationScope
+
+SCHEDULE = one_f_one_b(ranks=1, micro_batches=2)
+STREAM = tuple(i for i in SCHEDULE.instructions[0] if i.kind is not Kind.TAIL)
+TAIL = next(i for i in SCHEDULE.instructions[0] if i.kind is Kind.TAIL)
+CLOCKS = (1410, 1200, 1410, 1200)
+PLAN = FrequencyPlan((STREAM,), (CLOCKS,), 1.0, 100.0)
+
+
+class Calls:
+    """Timers, clocks and communicator in one, which note what they are asked for."""
+
+    latency_s = 0.0
+
+    def __init__(self):
+        self.made = []
+
+    def request(self, clock_mhz, after=None):
+        self.made.append(("request", clock_mhz, after))
+
+    def request_early(self, clock_mhz, begun, delay_s):
+        self.made.append(("early", clock_mhz, begun, pytest.approx(delay_s)))
+
+    def begin(self, operation):
+        self.made.append(("begin", operation))
+        return ("begun", operation)
+
+    def end(self, operation):
+        self.made.append(("end", operation))
+        return ("ended", operation)
+
+    def wait(self):
+        self.made.append("wait")
+
+    def barrier(self):
+        self.made.append("barrier")
+
+
+@pytest.fixture
+def calls():
+    return Calls()
+
+
+@pytest.fixture
+def hooks(calls):
+    return OperationHooks(calls, calls, calls)
+
+
+def surround(hooks, operation):
+    with OperationScope(hooks, operation):
+        pass
+
+
+def test_an_instruction_asks_for_its_clock_before_it_and_for_the_next_one_when_it_is_over(hooks, calls):
+    hooks.prepare(ClockPlan.of_rank(PLAN, 0), aligns_tail=False)
+    first = Compute(STREAM[0])
+    surround(hooks, first)
+    assert calls.made == [
+        ("request", 1410, None),
+        ("request", 1410, None),
+        ("begin", first),
+        ("end", first),
+        ("request", 1200, ("ended", first)),
+    ]
+
+
+def test_a_higher_clock_is_asked_for_one_latency_early(hooks, calls):
+    calls.latency_s = 0.02
+    times = {(i.stage, i.kind, clock): 0.1 for i in STREAM for clock in CLOCKS}
+    hooks.prepare(ClockPlan.of_rank(PLAN, 0, times), aligns_tail=False)
+    second = Compute(STREAM[1])
+    surround(hooks, second)
+    assert ("early", 1410, ("begun", second), 0.08) in calls.made
+
+
+def test_what_has_no_clock_to_choose_is_only_timed(hooks, calls):
+    hooks.prepare(ClockPlan.of_rank(PLAN, 0), aligns_tail=False)
+    calls.made.clear()
+    load = Load(stage=0, micro_batch=0)
+    surround(hooks, load)
+    assert calls.made == [("begin", load), ("end", load)]
+
+
+def test_the_first_command_of_the_tail_waits_for_the_device_and_for_all_ranks(hooks, calls):
+    hooks.prepare(ClockPlan.none(), aligns_tail=True)
+    calls.made.clear()
+    for _ in range(2):
+        surround(hooks, Compute(TAIL))
+    assert calls.made[:3] == ["wait", "barrier", ("begin", Compute(TAIL))]
+    assert calls.made.count("barrier") == 1
+
+
+def test_a_dropped_plan_asks_for_nothing_but_default_clocks(hooks, calls):
+    hooks.prepare(ClockPlan.of_rank(PLAN, 0), aligns_tail=False)
+    operation = Compute(STREAM[0])
+    with OperationScope(hooks, operation):
+        hooks.drop_plan()
+    surround(hooks, Compute(STREAM[1]))
+    requests = [call[1] for call in calls.made if call[0] == "request"]
+    assert requests == [1410, 1410, None]
+    assert hooks.plan.plan is None
+
+
+def test_transitions_are_planned_anew_only_for_another_plan_or_latency(hooks, calls):
+    plan = ClockPlan.of_rank(PLAN, 0)
+    hooks.prepare(plan, aligns_tail=False)
+    requested = hooks.requested
+    calls.latency_s = 0.0
+    hooks.prepare(plan, aligns_tail=False)
+    assert hooks.requested is requested
+    calls.latency_s = 0.02
+    hooks.prepare(plan, aligns_tail=False)
+    assert hooks.requested is not requested

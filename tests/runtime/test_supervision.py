@@ -1,0 +1,39 @@
+"""A driver that is silent for seconds costs these iterations their clocks; one that stays silent ends the plans."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from perseus_ds.config import parse_block
+from perseus_ds.runtime.supervision import Supervision
+
+
+@pytest.fixture
+def rank():
+    return SimpleNamespace(clocks=SimpleNamespace(failing_s=0.0), driver=SimpleNamespace(failing_s=0.0))
+
+
+@pytest.fixture
+def supervision(rank, tmp_path):
+    job = SimpleNamespace(config=parse_block({"mode": "observe", "output_dir": str(tmp_path)}))
+    made = Supervision(job, rank, recorder=None, control=None, restore=lambda: None)
+    yield made
+    made.release()
+
+
+@pytest.mark.parametrize("who", ["clocks", "driver"])
+def test_a_silent_driver_costs_clocks_until_it_answers_and_is_given_up_after_a_minute(supervision, rank, caplog, who):
+    def be_silent(seconds):
+        rank.clocks.failing_s = seconds if who == "clocks" else 0.0
+        rank.driver.failing_s = seconds if who == "driver" else 0.0
+
+    for seconds, hangs in ((0.0, False), (2.9, False), (3.1, True), (59.0, True), (0.0, False)):
+        be_silent(seconds)
+        assert supervision.driver_hangs() is hangs
+        assert supervision.problem() is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "perseus: the driver does not answer. This rank runs at default clocks until it does.",
+        "perseus: the driver answers again. This rank runs under plans again.",
+    ]
+    be_silent(61.0)
+    assert "the driver has not answered for 61 s" in str(supervision.problem())

@@ -1,0 +1,72 @@
+"""Which iterations are kept operation by operation, on one time axis for all ranks."""
+
+import pytest
+from lone_communicator import LoneCommunicator
+
+from perseus_ds.artifacts.timeline import TimelineFile
+from perseus_ds.device.timers import Span
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Transfer
+from perseus_ds.runtime.timeline_log import Ran, TimelineLog
+
+FORWARD = Instruction(0, Kind.FORWARD, 0)
+SPANS = [
+    Span(Load(stage=0, micro_batch=0), 0.0, 0.1),
+    Span(Compute(FORWARD), 0.1, 0.4),
+    Span(Exchange((Transfer("activation", 0, 1, 0),)), 0.4, 0.5),
+]
+
+
+class Timers:
+    """Timers of a rank whose iteration began some time ago."""
+
+    def __init__(self, elapsed_s):
+        self._elapsed_s = elapsed_s
+
+    def elapsed_s(self):
+        return self._elapsed_s
+
+    def spans(self):
+        return SPANS
+
+
+class TwoRanks(LoneCommunicator):
+    """Rank 0, and a second rank whose iteration began 10 ms later."""
+
+    def gather(self, value):
+        _, elapsed_s, spans, clocks = value
+        return [value, (1, [time_s - 0.01 for time_s in elapsed_s], spans, clocks), None]
+
+
+@pytest.fixture
+def log(tmp_path):
+    return TimelineLog(TwoRanks(), tmp_path, gpu="A100", simulated=True)
+
+
+def test_the_second_iteration_of_each_plan_is_wanted_and_six_in_all(log):
+    wanted = [log.wants("run", plan) for plan in range(8) for _ in range(3)]
+    assert wanted[:6] == [False, True, False, False, True, False]
+    assert not log.wants("profile", None)
+    for number in range(6):
+        log.keep(Ran(number, "run", number, {}), Timers(0.5))
+    assert not any(log.wants("run", 99) for _ in range(5))
+
+
+def test_operations_of_all_ranks_lie_on_the_first_ones_axis(log, tmp_path):
+    log.keep(Ran(7, "run", 3, {FORWARD: 1200}), Timers(0.5))
+    (kept,) = TimelineFile.load(tmp_path / "timeline.json").iterations
+    assert (kept.iteration, kept.plan) == (7, 3)
+    first, second = kept.ranks
+    assert [operation.kind for operation in first] == ["load", "forward", "activation"]
+    assert [operation.start_s for operation in first] == [0.0, 0.1, 0.4]
+    assert [operation.start_s for operation in second] == pytest.approx([0.01, 0.11, 0.41])
+    assert [operation.clock_mhz for operation in first] == [None, 1200, None]
+    assert first[2].target == 1
+
+
+def test_a_file_that_cannot_be_written_is_said_once_and_no_more_is_wanted(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    log = TimelineLog(LoneCommunicator(), tmp_path / "file", gpu="A100", simulated=True)
+    log.keep(Ran(1, "run", 0, {}), Timers(0.5))
+    assert caplog.text.count("cannot be written") == 1
+    assert not any(log.wants("run", 1) for _ in range(3))

@@ -1,0 +1,85 @@
+"""A job of one rank whose collectives return at once; and phases driven without a runtime."""
+
+import numpy as np
+
+from perseus_ds.artifacts.rank_report import RankReport, RankReports
+from perseus_ds.distributed import PipelineTopology
+from perseus_ds.runtime.phases import IterationMeasurement
+
+
+class LoneCommunicator:
+    """What ``Communicator`` does in a job of one rank."""
+
+    world_size = 1
+    is_first = True
+
+    def __init__(self, topology=None):
+        self.topology = topology or PipelineTopology(0, (0,))
+
+    def gather(self, value):
+        return [value]
+
+    all_gather = gather
+
+    def from_first(self, make):
+        return make()
+
+    def together(self, check):
+        check()
+
+    def all_max(self, value):
+        return value
+
+    stage_max = all_max
+
+    def barrier(self):
+        pass
+
+    def all_gather_numbers(self, values):
+        return np.array([values])
+
+    def start_all_gather(self, values):
+        return _Arrived(np.array([values]))
+
+
+class _Arrived:
+    """What ``Pending`` does for numbers that are there at once."""
+
+    def __init__(self, numbers):
+        self._numbers = numbers
+
+    def result(self):
+        return self._numbers
+
+    def is_there_within(self, timeout_s):
+        return True
+
+
+def seen(*, time_s=1.0, energy_j=100.0, start_s=0.0, spans=(), clock_mhz=None, failed=False, reports=None):
+    """An iteration as a phase receives it."""
+    return IterationMeasurement(lambda: list(spans), start_s, time_s, energy_j, clock_mhz or {}, failed, reports)
+
+
+def reports_of(*fields):
+    """The reports of as many ranks as there are fields."""
+    return RankReports.of([RankReport(**{"time_s": 1.0, "energy_j": 100.0, **field}) for field in fields])
+
+
+def drive(phase, measure, most=100):
+    """Run a phase to its end, each iteration reported by this rank alone; return what it wanted, and what it returned.
+
+    Args:
+        phase: The generator.
+        measure: Returns what is seen of an iteration, given what was wanted of it and its number.
+        most: Iterations after which a phase that has not ended is stopped.
+    """
+    wanted = [next(phase)]
+    for number in range(most):
+        reports = reports_of(dict(wanted[-1].reported))
+        iteration = measure(wanted[-1], number)
+        try:
+            wanted.append(phase.send(seen(**{"reports": reports, **iteration})))
+        except StopIteration as end:
+            return wanted, end.value
+    phase.close()
+    return wanted, None

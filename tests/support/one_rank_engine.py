@@ -1,0 +1,82 @@
+"""A real pipeline engine of DeepSpeed in this very process: one rank, on gloo."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import deepspeed.comm.comm as deepspeed_comm
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+
+WIDTH = 8
+MICRO_BATCHES = 2
+
+
+@contextmanager
+def one_rank(folder: Any) -> Iterator[None]:
+    """Be the only rank of a job."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ.update(place)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    deepspeed.init_distributed("gloo", dist_init_required=False)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+        deepspeed_comm.cdb = None
+        for name in place:
+            del os.environ[name]
+
+
+class Layer(nn.Module):
+    """Has a buffer, dropout and a counter, all of which a forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.forwards = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        return nn.functional.dropout(self.norm(self.linear(hidden)), 0.1, self.training)
+
+
+def module(layers: int = 2, layer: type[nn.Module] = Layer, **arguments: Any) -> PipelineModule:
+    """A pipeline of one stage."""
+    arguments = {"loss_fn": nn.MSELoss(), "partition_method": "uniform", "num_stages": 1, **arguments}
+    return PipelineModule(layers=[LayerSpec(layer) for _ in range(layers)], **arguments)
+
+
+def config(**keys: Any) -> dict[str, Any]:
+    """A config of DeepSpeed."""
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "steps_per_print": 1000,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        **keys,
+    }
+
+
+def batches(seed: int = 0, rows: int = 4, dtype: torch.dtype = torch.float32) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Random inputs and labels without end."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        data = torch.randn(rows, WIDTH, generator=generator).to(dtype)
+        yield data, data.roll(1, dims=1)
+
+
+def weights(engine: Any) -> list[torch.Tensor]:
+    """A copy of all parameters and buffers."""
+    return [value.detach().clone() for _, value in sorted(engine.module.state_dict().items())]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    """Whether all bits are equal."""
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,78 @@
+"""A training job of one rank in virtual time: the real runtime on a simulated GPU, without an engine."""
+
+import torch
+from lone_communicator import LoneCommunicator
+from pipelines import one_f_one_b
+from virtual_time import VirtualTime
+
+from perseus_ds.artifacts.profile_metadata import ProfileInfo
+from perseus_ds.artifacts.run_records import IterationRecord, read_records
+from perseus_ds.config import parse_block
+from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
+from perseus_ds.device.gpu.simulated import SimulatedGpu
+from perseus_ds.device.timers import HostExecution
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.runtime.job import Job
+from perseus_ds.runtime.runtime import PerseusRuntime
+
+
+class VirtualJob:
+    """Iterations of one stage, each pass of which takes a given time at the top clock.
+
+    Attributes:
+        time: The time it lives in.
+        gpu: Simulated.
+        work_s: Time of each kind at the top clock; a test may change it [s].
+        wait_s: Time in which the GPU waits, after each pass [s].
+        runtime: The real one.
+    """
+
+    def __init__(self, folder, *, work_s=None, wait_s=0.0, micro_batches=3, gpu=None, passes=None, **block):
+        self.time = VirtualTime()
+        settings = {"counter_period_s": 0.1, "lock_latency_s": 0.015, **(gpu or {})}
+        self.gpu = SimulatedGpu.named("a100-sxm", timebase=self.time, **settings)
+        self.work_s = work_s or {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2, Kind.TAIL: 0.01}
+        self.wait_s = wait_s
+        self.schedule = one_f_one_b(ranks=1, micro_batches=micro_batches)
+        config = parse_block({"device": "simulated", "output_dir": str(folder), "cache": False, **block})
+        info = ProfileInfo(simulated=True, gpu=self.gpu.name, stages=1, schedule="1f1b", micro_batches=micro_batches)
+        self.folder = folder
+        self.runtime = PerseusRuntime(
+            Job(config, self.schedule, info),
+            communicator=LoneCommunicator(),
+            gpu=self.gpu,
+            timers=HostExecution(self.time),
+            device=torch.device("cpu"),
+            passes=passes,
+            timebase=self.time,
+        )
+
+    def train(self, iterations=1):
+        """Run iterations; return the phase of each."""
+        phases = []
+        for _ in range(iterations):
+            phases.append(self.runtime.next.phase)
+            with self.runtime.iteration():
+                for instruction in self.schedule.instructions[0]:
+                    with self.runtime.instruction(instruction):
+                        self.work(instruction.kind)
+                    self.time.sleep(self.wait_s if instruction.kind is not Kind.TAIL else 0.0)
+        return phases
+
+    def train_until(self, phase, most=80):
+        """Run iterations until the next one is of a phase; return the phases of those before."""
+        phases = []
+        while self.runtime.next.phase != phase:
+            assert len(phases) < most, phases
+            phases += self.train()
+        return phases
+
+    def work(self, kind):
+        """Compute a pass."""
+        self.gpu.begin_work(MEMORY_BOUND if kind is Kind.TAIL else COMPUTE_BOUND)
+        self.gpu.finish_work(self.work_s[kind])
+
+    def close(self):
+        """End the job; return its iterations."""
+        self.runtime.close()
+        return [record for record in read_records(self.folder) if isinstance(record, IterationRecord)]

@@ -1,0 +1,57 @@
+"""The packages that perseus-ds imports are those that pyproject.toml declares and requirements.lock pins."""
+
+import ast
+import sys
+from importlib.metadata import packages_distributions
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+OPTIONAL = PYPROJECT["project"]["optional-dependencies"]
+NEEDED = PYPROJECT["project"]["dependencies"]
+DECLARED = [*NEEDED, *chain.from_iterable(OPTIONAL.values()), *PYPROJECT["dependency-groups"]["dev"]]
+DISTRIBUTIONS = packages_distributions()
+
+
+def names(requirements):
+    return {canonicalize_name(Requirement(line).name) for line in requirements}
+
+
+def imported(folder):
+    """Return the distributions whose modules are imported by the Python files of a folder."""
+    found = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+            found |= {module.split(".")[0] for module in modules}
+    outside = found - sys.stdlib_module_names - {"perseus_ds", "examples"}
+    return {canonicalize_name(DISTRIBUTIONS.get(module, [module])[0]) for module in outside}
+
+
+def test_the_package_imports_what_it_declares_and_nothing_else():
+    assert imported("perseus_ds") == names(NEEDED) | names(OPTIONAL["zeus"])
+
+
+def test_the_examples_import_what_their_extra_declares():
+    assert imported("examples") - names(NEEDED) == names(OPTIONAL["examples"])
+
+
+@pytest.mark.parametrize("requirement", DECLARED)
+def test_every_dependency_is_pinned_within_its_range(requirement):
+    lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    wanted = Requirement(requirement)
+    (pin,) = (p for p in pins if canonicalize_name(p.name) == canonicalize_name(wanted.name))
+    (version,) = pin.specifier
+    assert wanted.specifier.contains(version.version)
