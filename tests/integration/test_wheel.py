@@ -48,9 +48,7 @@ def test_the_quick_start_runs_from_an_empty_folder(installed, tmp_path):
     )
     # How many steps it takes until there is a plan depends on the machine.
     loop = "for _ in range(40):\n    engine.train_batch()\n"
-    until = (
-        "for _ in range(10_000):\n    engine.train_batch()\n    if engine.perseus.plan is not None:\n        break\n"
-    )
+    until = "for _ in range(10_000):\n    engine.train_batch()\n    if engine.perseus.phase == 'run':\n        break\n"
     assert loop in script
     (tmp_path / "train.py").write_text(script.replace(loop, until + "engine.train_batch()\n"))
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py")
