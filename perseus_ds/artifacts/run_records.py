@@ -86,6 +86,7 @@ class Started(Event):
     frontier: str | None = None
     job: str | None = Field(None, description="A fingerprint of the job, which tells it from others.")
     policy: dict[str, Any] | None = None
+    engines: list[str] | None = Field(None, description="Models of the process's engines; the first one trains.")
 
 
 class ProfileWritten(Event):

@@ -53,6 +53,8 @@ def run(arguments: Arguments) -> int:
     plan = frontier.within(arguments.max_slowdown)
     pipelines = (profile.info.data_parallel or 1) * (profile.info.tensor_parallel or 1)
     measured = measured_points([read_history(path) for path in arguments.runs], pipelines=pipelines)
+    if arguments.runs and not measured:
+        raise ConfigError("runs: no iterations at default clocks or under a plan in any. Train for some steps more.")
     dag = Dag.build(schedule)
     with naming(arguments.profile or folder):
         before, after = timeline(dag, profile, frontier.baseline), timeline(dag, profile, plan)

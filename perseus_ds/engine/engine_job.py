@@ -28,7 +28,7 @@ logger = logging.getLogger("perseus_ds")
 
 
 def make_runtime(
-    engine: Any, config: PerseusConfig, pipe_schedule: Any, replay: Replay
+    engine: Any, config: PerseusConfig, pipe_schedule: Any, replay: Replay, others: Sequence[str]
 ) -> tuple[PerseusRuntime, Execution]:
     """Make the runtime of an engine that is about to train; every rank must do so at once.
 
@@ -37,6 +37,7 @@ def make_runtime(
         config: The ``perseus`` block.
         pipe_schedule: The schedule of this rank that the engine is about to execute.
         replay: Repeats this rank's passes.
+        others: Models of the other engines of this process.
 
     Returns:
         The runtime, and what times its operations.
@@ -53,7 +54,7 @@ def make_runtime(
     gpu = opened[0]
     timers = execution_on(gpu, engine.device, config)
     runtime = PerseusRuntime(
-        Job(config, schedule, _info(engine, gpu, schedule), _fingerprint(engine)),
+        Job(config, schedule, _info(engine, gpu, schedule), _fingerprint(engine), (model_name(engine), *others)),
         communicator=communicator,
         gpu=gpu,
         timers=timers,
@@ -103,6 +104,11 @@ def _name_unknown_commands(streams: Sequence[Sequence[Operation]]) -> None:
         )
 
 
+def model_name(engine: Any) -> str:
+    """Return the class of an engine's model."""
+    return type(engine.module).__name__
+
+
 def schedule_name(pipe_schedule: Any) -> str:
     """Return the class of a schedule as ``package.module:Class``."""
     return f"{type(pipe_schedule).__module__}:{type(pipe_schedule).__qualname__}"
@@ -143,6 +149,6 @@ def _info(engine: Any, gpu: Gpu, schedule: Schedule) -> ProfileInfo:
         tensor_parallel=engine.grid.slice_parallel_size,
         micro_batches=engine.micro_batches,
         micro_batch_size=engine.micro_batch_size,
-        model=type(engine.module).__name__,
+        model=model_name(engine),
         versions=versions,
     )

@@ -80,6 +80,7 @@ class CommandReader:
         self._counts: Counter[tuple[str, int]] = Counter()
         # By stage, micro-batches of which the gradients of the weights are still to be computed.
         self._split: defaultdict[int, deque[int]] = defaultdict(deque)
+        self._names: dict[type, str] = {}
         self.queued: list[tuple[bool, Transfer]] = []
 
     def read(self, command: Any) -> tuple[Operation, ...]:
@@ -87,9 +88,10 @@ class CommandReader:
 
         A command is known by the name of its class, or of one that its class is derived from.
         """
-        names = [base.__name__ for base in type(command).__mro__]
-        known = next((name for name in names if name == "CommitP2P" or parts_of(name) is not None), names[0])
-        return self.operations(known, getattr(command, "phase", 0))
+        kind = type(command)
+        if kind not in self._names:
+            self._names[kind] = _known_name(kind)
+        return self.operations(self._names[kind], getattr(command, "phase", 0))
 
     def operations(self, command: str, phase: int = 0) -> tuple[Operation, ...]:
         """Return the operations of a command; none for a transfer that is only queued.
@@ -144,6 +146,12 @@ class CommandReader:
         neighbour = stage + 1 if sending == (payload == "activation") else stage - 1
         source, target = (stage, neighbour) if sending else (neighbour, stage)
         return sending, Transfer(payload, source, target, self._count(command, stage))
+
+
+def _known_name(command_class: type) -> str:
+    """Return the name of a command's class, or of the nearest base that is known."""
+    names = [base.__name__ for base in command_class.__mro__]
+    return next((name for name in names if name == "CommitP2P" or parts_of(name) is not None), names[0])
 
 
 def parts_of(command: str) -> tuple[str, ...] | None:

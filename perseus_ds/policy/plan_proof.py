@@ -28,11 +28,13 @@ class IterationSample:
         counter_period_s: How often energy counters are refreshed [s].
         times_s: Iteration times [s].
         energies_j: Energies of all GPUs [J].
+        shapes: What tells the shapes of their inputs from those of others.
     """
 
     counter_period_s: float
     times_s: list[float] = field(default_factory=list)
     energies_j: list[float] = field(default_factory=list)
+    shapes: set[tuple[float, ...]] = field(default_factory=set)
 
     def add(self, time_s: float, energy_j: float) -> None:
         """Add an iteration."""
@@ -41,7 +43,17 @@ class IterationSample:
 
     def add_reports(self, reports: RankReports) -> None:
         """Add an iteration that all ranks have reported."""
+        self.shapes.add(reports.shapes)
         self.add(float(reports.column("time_s").max()), float(reports.column("energy_j").sum()))
+
+    def has_other_shapes(self, reports: RankReports) -> bool:
+        """Whether an iteration cannot be compared with these, its inputs being of other shapes."""
+        return len(self.shapes) == 1 and reports.shapes not in self.shapes
+
+    @property
+    def varies_in_shape(self) -> bool:
+        """Whether these iterations have inputs of several shapes."""
+        return len(self.shapes) > 1
 
     @property
     def is_enough(self) -> bool:

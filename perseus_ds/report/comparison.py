@@ -23,7 +23,7 @@ class Row:
     Attributes:
         run: The run's name.
         clocks: Default clocks, the same at a power limit, or the plan.
-        point: Medians, of the whole job.
+        point: A typical one of them, of the whole job.
         size: How large the job is, as far as its profile says.
         job: The job's fingerprint; None where it is not recorded.
         simulated: Whether the run is simulated.

@@ -48,7 +48,7 @@ def comparison_text(comparison: Comparison) -> str:
         ).rstrip()
         for cells in table
     ]
-    lines.append(f"Medians per iteration of all GPUs, against {comparison.baseline.name}: {comparison.why}.")
+    lines.append(f"A typical iteration of all GPUs, against {comparison.baseline.name}: {comparison.why}.")
     lines += comparison.notes
     if comparison.simulated:
         lines.append("SIMULATED: " + ", ".join(sorted({row.run for row in comparison.rows if row.simulated})) + ".")

@@ -48,7 +48,7 @@ def frontier_picture(
         frontier: The plans.
         path: Where to write the picture.
         in_use: The plan to single out.
-        measured: Medians of real runs.
+        measured: Typical iterations of real runs.
     """
     figure = Figure(figsize=(_WIDTH_IN, 4.8), layout="constrained")
     axes = figure.add_subplot()
@@ -62,7 +62,7 @@ def frontier_picture(
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
     axes.margins(x=0.06, y=0.1)
-    axes.legend(loc="upper right", frameon=True, framealpha=1, edgecolor="0.8")
+    axes.legend(loc="best", frameon=True, framealpha=1, edgecolor="0.8")
     figure.suptitle(f"Energy over time: {_subject(frontier.provenance)}", fontsize=11)
     figure.savefig(path, dpi=_DPI)
 

@@ -22,7 +22,7 @@ _FILTERS = {
     **{
         name: getattr(units, name)
         for name in (
-            "number", "whole", "percent", "joules", "watt_hours", "grams", "watts", "duration", "gpu_hours", "money"
+            "number", "whole", "percent", "joules", "watt_hours", "grams", "watts", "duration", "gpu_time", "money"
         )
     },
 }  # fmt: skip

@@ -152,7 +152,7 @@ def reference_for(history: History, histories: Sequence[History], frontier: Fron
         point = measured_point("default clocks", None, steps)
         assert point is not None  # at_default_clocks returns steps with an energy
         where = "this job" if source is history else f"the run “{source.name}”"
-        origin = f"measured, median of {len(steps)} iterations of {where} {_WHEN[steps[0].record.phase]}"
+        origin = f"measured, {len(steps)} iterations of {where} {_WHEN[steps[0].record.phase]}"
         return Reference(point.time_s, point.energy_j, origin, True)
     energies_j = [s.record.default_energy_j for s in history.under_plans if s.record.default_energy_j is not None]
     if frontier is None or not energies_j:

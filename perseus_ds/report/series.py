@@ -56,7 +56,7 @@ def frontier_series(
         frontier: The plans.
         in_use: The plan to single out; None for none.
         in_use_label: Its name.
-        measured: Medians of real runs.
+        measured: Typical iterations of real runs.
     """
     plans, baseline = frontier.plans, frontier.baseline
     times_s, energies_j = [plan.time_s for plan in plans], [plan.energy_j for plan in plans]
@@ -78,7 +78,7 @@ def frontier_series(
         plan = plans[in_use]
         found.append(_point(in_use_label, plan.time_s, plan.energy_j, "blue", "star"))
     for point, symbol in zip(measured, itertools.cycle(MEASURED_SYMBOLS), strict=False):
-        label = f"measured: {point.label} (median of {point.iterations})"
+        label = f"measured: {point.label} ({point.iterations} iterations)"
         found.append(_point(label, point.time_s, point.energy_j, "purple", symbol))
     return found
 

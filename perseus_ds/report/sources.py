@@ -60,7 +60,7 @@ class Sources:
 
     @property
     def measured_points(self) -> list[MeasuredPoint]:
-        """Medians by job and plan; those of one pipeline, one GPU per rank."""
+        """Typical iterations by job and plan; those of one pipeline, one GPU per rank."""
         return measured_points(self.histories, pipelines=self.pipelines)
 
     @property

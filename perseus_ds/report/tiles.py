@@ -11,7 +11,7 @@ from perseus_ds.report.jobs import Job
 from perseus_ds.report.savings import Factors, Savings
 from perseus_ds.report.sources import Sources
 from perseus_ds.report.totals import RunTotals
-from perseus_ds.report.units import duration, gpu_hours, grams, joules, money, number, percent, watt_hours, watts
+from perseus_ds.report.units import duration, gpu_time, grams, joules, money, number, percent, watt_hours, watts
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _saved(savings: Savings, origin: str, found: Sources, factors: Factors) -> I
     if found.size.gpus is not None:
         gained_s = total.gained_s * found.size.gpus
         yield Tile(
-            f"GPU-hours {'gained' if gained_s >= 0 else 'lost'}", gpu_hours(abs(gained_s)),
+            f"GPU time {'gained' if gained_s >= 0 else 'lost'}", gpu_time(abs(gained_s)),
             f"{percent(-total.gained_s / total.default_s)} time on {found.size.gpus} GPUs, all iterations",
         )  # fmt: skip
 
@@ -113,7 +113,7 @@ def _run(totals: RunTotals, factors: Factors) -> Iterator[Tile]:
     mean_w = totals.energy_j / totals.time_s if totals.time_s and not totals.without_energy else None
     parts = [f"{totals.iterations} iterations in {duration(totals.time_s)}"]
     if totals.gpu_s is not None:
-        parts.append(gpu_hours(totals.gpu_s))
+        parts.append(gpu_time(totals.gpu_s))
     if mean_w is not None:
         parts.append(f"{watts(mean_w)} on average")
     if totals.without_energy:

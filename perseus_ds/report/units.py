@@ -60,9 +60,9 @@ def duration(value_s: float | None) -> str:
     return _scaled(value_s, {"days": 86_400.0, "h": 3_600.0, "min": 60.0, "s": 1.0, "ms": 1e-3})
 
 
-def gpu_hours(value_s: float | None) -> str:
-    """Return GPU-seconds as GPU-hours."""
-    return f"{number(None if value_s is None else value_s / 3600, 3)} GPU-h"
+def gpu_time(value_s: float | None) -> str:
+    """Return GPU-seconds in a unit of fitting size, up to GPU-hours."""
+    return _scaled(value_s, {"GPU-h": 3_600.0, "GPU-min": 60.0, "GPU-s": 1.0})
 
 
 def money(value: float | None, currency: str) -> str:

@@ -7,6 +7,8 @@ import math
 from dataclasses import replace
 from datetime import datetime, timezone
 
+import numpy as np
+
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.rank_report import RankReports
 from perseus_ds.artifacts.run_records import Drifted, PlanChosen, PolicyChanged
@@ -15,7 +17,7 @@ from perseus_ds.device.timers import Span
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.policy.assignment import Assignment, Forecast, PlanChoice
-from perseus_ds.policy.drift import DriftWatch, drift_of_rank
+from perseus_ds.policy.drift import DriftWatch, drift_of_rank, paces_of_rank
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.plan_follower import PlanFollower
 from perseus_ds.policy.plan_proof import Comparison, IterationSample
@@ -72,6 +74,8 @@ class PlanRunner:
         self._ended_s: float | None = None
         self._default = default
         self._sample: IterationSample | None = None
+        # How many times as long iterations take as profiled, since their inputs have other shapes.
+        self._scale = 1.0
         # The last iteration's assignment, of which the reports are on their way.
         self._ran: Assignment | None = None
         choice = communicator.from_first(self._choose)
@@ -125,7 +129,7 @@ class PlanRunner:
         """Return whether instructions take longer or shorter than profiled, by what all ranks have reported; once."""
         if seen.reports is None or self._ran is None or math.isnan(seen.reports.of_rank_0.drift):
             return False
-        pipelines = self._follower.by_pipeline(seen.reports.column("drift"))
+        pipelines = self._drift_by_pipeline(seen.reports)
         if not self._drift.has_drifted(pipelines) or self._has_announced_drift:
             return False
         self._has_announced_drift = True
@@ -134,6 +138,32 @@ class PlanRunner:
         remedy = "profiling again" if profiles_again else "the plans no longer fit: profile the job as it is now"
         self._recorder.say(f"instructions take {drift:.0%} longer or shorter than profiled; {remedy}")
         return True
+
+    def _drift_by_pipeline(self, reports: RankReports) -> list[float]:
+        """Return how far the pipelines are from the profile.
+
+        Where inputs have other shapes than they had at default clocks, a factor that all instructions have in common
+        is not drift: plans stay as good as they were, and what they promise is scaled by it.
+        """
+        default = self._default
+        if default is None or not (default.varies_in_shape or default.has_other_shapes(reports)):
+            self._scale_forecast(1.0)
+            return self._follower.by_pipeline(reports.column("drift"))
+        low, high = reports.column("pace_low"), reports.column("pace_high")
+        known = low > 0
+        if not known.any():
+            return self._follower.by_pipeline(np.zeros_like(low))
+        common = float(np.median(np.sqrt(low[known] * high[known])))
+        self._scale_forecast(1.0 if default.varies_in_shape else common)
+        far = np.where(known, np.maximum(high / common - 1, 1 - low / common), 0.0)
+        return self._follower.by_pipeline(far)
+
+    def _scale_forecast(self, factor: float) -> None:
+        """Promise so many times the time and energy of the profile, from the next iteration on."""
+        if factor == self._scale:
+            return
+        self._scale = factor
+        self._planned = self._under(self._assignment)
 
     def comparison(self, *, finished: bool = True) -> Comparison | None:
         """Return how the iterations under the present plans compare with those at default clocks.
@@ -157,6 +187,8 @@ class PlanRunner:
     def _add_to_sample(self, reports: RankReports, ran: Assignment | None) -> None:
         """Add an iteration to those that are compared with default clocks; all of them run alike, clocks settled."""
         if self._default is None:
+            return
+        if self._default.has_other_shapes(reports):
             return
         if ran is None or ran != self._assignment or ran.choice.paused:
             self._sample = None
@@ -209,8 +241,10 @@ class PlanRunner:
             return forecast
         return replace(
             forecast,
-            default_time_s=self._default.time_s,
-            default_energy_j=self._default.energy_j,
+            time_s=self._scale * forecast.time_s,
+            energy_j=self._scale * forecast.energy_j,
+            default_time_s=self._scale * self._default.time_s,
+            default_energy_j=self._scale * self._default.energy_j,
             default_measured=True,
         )
 
@@ -231,6 +265,8 @@ class PlanRunner:
             known = not (seen.failed or self._ran is None or self._ran.choice.paused)  # else clocks are not the plan's
             times = self._frontier.instruction_times_s
             reported["drift"] = drift_of_rank(spans, seen.clock_mhz, times) if known else 0.0
+            if known:
+                reported["pace_low"], reported["pace_high"] = paces_of_rank(spans, seen.clock_mhz, times)
         return reported
 
 

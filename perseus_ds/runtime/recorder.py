@@ -97,6 +97,7 @@ class Recorder:
         self._has_started = False
         self._own_events: deque[Event] = deque()
         self._total = Ended(simulated=simulated)
+        self._summarised = 0
         self._drift: float | None = None
         self._pipeline_of_rank = np.array(communicator.all_gather(communicator.topology.data_parallel_rank))
 
@@ -145,9 +146,7 @@ class Recorder:
             self.say(f"{verdict}. It does not win: training goes on at default clocks, and no plan is kept for later")
 
     def add(self, iteration: IterationContext, reports: RankReports) -> None:
-        """Record an iteration of which all ranks have reported; every rank must do so at the same time."""
-        if reports.column("events").any():
-            self._gather_events()
+        """Record an iteration that all ranks have reported; on rank 0 only."""
         if self._writer is None:
             return
         self.last = record = self._of_job(iteration, reports)
@@ -156,11 +155,19 @@ class Recorder:
         self._tell_monitor(record, iteration.samples)
         self._print(record)
 
+    def gather_events(self) -> None:
+        """Record the events that other ranks have kept; every rank must do so at the same time."""
+        own = [self._own_events.popleft() for _ in range(len(self._own_events))]
+        for events in self._communicator.gather(own):
+            for event in events:
+                self.event(event)
+
     def close(self) -> None:
         """Say in one line what the training took and saved, record it, and wait until all is written."""
         if self._writer is None:
             return
-        if self._total.iterations:
+        if self._total.iterations > self._summarised:
+            self._summarised = self._total.iterations
             self.say(describe(self._total))
             self.event(self._total)
         self._writer.flush()
@@ -204,12 +211,6 @@ class Recorder:
             clock_skips=int(reports.column("clock_skips").sum()),
             failed_ranks=tuple(np.flatnonzero(reports.column("failed")).tolist()),
         )
-
-    def _gather_events(self) -> None:
-        own = [self._own_events.popleft() for _ in range(len(self._own_events))]
-        for events in self._communicator.gather(own):
-            for event in events:
-                self.event(event)
 
     def _add_to_total(self, record: IterationRecord) -> None:
         total = self._total

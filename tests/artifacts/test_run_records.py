@@ -59,6 +59,11 @@ def test_an_iteration_of_version_1_says_what_it_was_a_saving_of():
     assert from_line(json.dumps(old | {"saved": 1.0})).saved is None
 
 
+def test_a_start_without_a_schema_version_is_of_version_1():
+    assert from_line('{"event": "start", "mode": "auto"}').schema_version == 1
+    assert from_line(to_line(Started(mode="auto"))).schema_version == 2
+
+
 def test_an_event_of_a_later_version_is_read_as_an_event():
     event = from_line('{"event": "eclipse", "time": 3.0, "by": "the moon"}')
     assert type(event) is Event

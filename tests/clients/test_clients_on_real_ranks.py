@@ -12,15 +12,15 @@ SCRIPT = Path(__file__).parents[1] / "support" / "client_job.py"
 pytestmark = pytest.mark.integration
 
 
-def run(folder, client, steps=None, **block):
+def run(folder, client, steps=None, ranks=2, **block):
     folder.mkdir()
     if block:
         block = {"device": "simulated", "output_dir": str(folder / "perseus"), "simulated": SIMULATED, **block}
     (folder / "job.json").write_text(json.dumps({"client": client, "perseus": block, "steps": steps}))
     environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(folder / "cache")}
-    returncode, output = run_ranks(folder, 2, environment, [str(SCRIPT), str(folder)])
+    returncode, output = run_ranks(folder, ranks, environment, [str(SCRIPT), str(folder)])
     assert returncode == 0, output[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)], output
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)], output
 
 
 def records(folder):
@@ -69,3 +69,15 @@ def test_patched_steps_own_engine_tied_layers_and_zero_1_are_left_as_they_are(tm
     assert ours[0]["calls"]["reduce_grads"] == ours[0]["calls"]["own train_batch"] == len(ours[0]["losses"])
     assert "it could not put back" not in output
     assert "passes cannot be repeated" not in output
+
+
+@pytest.mark.extended
+def test_tensor_parallel_layers_and_their_tracker_of_generators_are_left_as_they_are(tmp_path):
+    """As Megatron-DeepSpeed: a topology of its own, and dropout from states that the tracker keeps."""
+    ours, output = run(tmp_path / "profile", "three dimensions", ranks=4, mode="profile", profile=QUICK_PROFILE)
+    assert all(rank["finished"] for rank in ours), output[-4000:]
+    plain, _ = run(tmp_path / "plain", "three dimensions", ranks=4, steps=len(ours[0]["losses"]))
+    assert_same(ours, plain)
+    assert "it could not put back" not in output
+    said = json.loads((tmp_path / "profile" / "perseus" / "profile.json").read_text())
+    assert (said["pipeline_ranks"], said["tensor_parallel"]) == (2, 2)

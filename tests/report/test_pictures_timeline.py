@@ -2,6 +2,7 @@ from itertools import pairwise
 
 import pytest
 from matplotlib.image import imread
+from run_folders import write_log
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile, TransferDuration
@@ -122,3 +123,6 @@ def test_plot_draws_from_files(tmp_path, profile, frontier, capsys):
     (tmp_path / "file").write_text("in the way")
     assert main(["plot", *arguments[:2], f"out={tmp_path / 'file'}"]) == 2
     assert "cannot be a folder" in capsys.readouterr().err
+    write_log(tmp_path / "empty", [{"event": "start", "mode": "observe"}])
+    assert main(["plot", *arguments, f"runs=[{tmp_path / 'empty'}]"]) == 2
+    assert "no iterations at default clocks" in capsys.readouterr().err

@@ -250,6 +250,10 @@ def test_plots_keep_their_height_when_the_window_is_resized_turned_and_printed(o
             assert box == drawn > 200, (name, width)
         assert opened.js("return document.documentElement.scrollWidth") == width
         assert opened.js("return document.querySelector('#timeline svg').getBoundingClientRect().right") <= width
+    opened.js(f"addEventListener('beforeprint', () => {{ window.seen = (() => {{ {HEIGHTS} }})() }})")
+    opened.pdf()
+    for name, (box, drawn) in opened.js("return window.seen").items():
+        assert 200 < box == drawn <= 340, f"{name} on paper"
     assert opened.complaints() == []
 
 

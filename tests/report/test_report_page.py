@@ -72,8 +72,8 @@ def test_the_data_of_all_plans_is_there(folder, job):
     assert [measured["plan"] for measured in data["measured"]] == [2, None]
     assert set(data["figures"]) == {"frontier", "history", "profile-time", "profile-energy", "profile-power"}
     names = [trace.get("name") for trace in data["figures"]["frontier"]["data"]]
-    assert "measured: plan 2 (median of 3)" in names
-    assert "measured: default clocks (median of 2)" in names
+    assert "measured: plan 2 (3 iterations)" in names
+    assert "measured: default clocks (2 iterations)" in names
 
 
 def test_what_was_saved_is_measured_against_default_clocks_of_the_same_job(folder, job):
@@ -141,7 +141,7 @@ def test_an_observe_run_of_the_job_is_a_better_baseline_than_its_own_iterations_
     auto, observed = read_history(tmp_path / "auto"), read_history(tmp_path / "observed")
     reference = reference_for(auto, [auto, observed], None)
     assert reference.energy_j == 80.0
-    assert reference.origin == "measured, median of 1 iterations of the run “observed” in observe mode"
+    assert reference.origin == "measured, 1 iterations of the run “observed” in observe mode"
     assert savings_of(auto, reference).planned.saved == pytest.approx(0.25)
 
 
@@ -232,7 +232,7 @@ def test_several_runs_in_one_folder_are_shown_in_their_order(tmp_path, job):
     found = find_sources(tmp_path)
     assert [history.name for history in found.histories] == ["b", "a"]
     words = text_of(report(tmp_path))
-    assert "measured, median of 1 iterations of the run “b” in observe mode" in words
+    assert "measured, 1 iterations of the run “b” in observe mode" in words
     assert "20.0 %" in words
 
 

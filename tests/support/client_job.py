@@ -21,6 +21,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 import perseus_ds
@@ -164,7 +165,69 @@ def patched():
     return model, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, afterwards
 
 
-CLIENTS = {"zero-bubble": zero_bubble, "patched": patched}
+# A topology in three dimensions, layers that are split over tensor-parallel ranks, and trackers of generator states.
+
+
+class Tracker:
+    """States of generators by name; each tensor-parallel rank drops out values of its own."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, torch.Tensor] = {}
+
+    def get_states(self):
+        return dict(self.states_)
+
+    def set_states(self, states):
+        self.states_ = states
+
+    def dropout(self, hidden):
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.states_["model-parallel-rng"])
+        hidden = nn.functional.dropout(hidden, 0.1)
+        self.states_["model-parallel-rng"] = torch.get_rng_state()
+        torch.set_rng_state(before)
+        return hidden
+
+
+TRACKER = Tracker()
+
+
+class SumOverSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(_, value, group):
+        value = value.clone()
+        torch.distributed.all_reduce(value, group=group)
+        return value
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient, None
+
+
+class TensorParallel(nn.Module):
+    def __init__(self, groups) -> None:
+        super().__init__()
+        self.groups = groups
+        self.inner = nn.Linear(WIDTH, WIDTH // 2)
+        self.outer = nn.Linear(WIDTH // 2, WIDTH, bias=False)
+
+    def forward(self, hidden):
+        inner = TRACKER.dropout(torch.tanh(self.inner(hidden)))
+        return hidden + SumOverSlices.apply(self.outer(inner), self.groups["slice"])
+
+
+def three_dimensions():
+    groups: dict = {}
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+    layers = [LayerSpec(TensorParallel, groups) for _ in range(4)]
+    model = PipelineModule(layers, topology=topology, loss_fn=nn.MSELoss(), partition_method="uniform")
+    groups["slice"] = model.mpu().get_slice_parallel_group()
+    seed = 7 + model.mpu().get_slice_parallel_rank()
+    TRACKER.states_["model-parallel-rng"] = torch.Generator().manual_seed(seed).get_state()
+    return model, {}, lambda engine: None
+
+
+CLIENTS = {"three dimensions": three_dimensions, "zero-bubble": zero_bubble, "patched": patched}
 
 
 def batches(dtype):

@@ -5,8 +5,8 @@ const byId = (id) => document.getElementById(id);
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const narrow = window.matchMedia("(max-width: 760px)");
 const config = { responsive: true, displaylogo: false, displayModeBar: false };
-// Width of A4 less its margins, of a chart and of one of three side by side [px].
-const PAPER = 700, THIRD_OF_PAPER = 230;
+// On A4: the width less its margins, that of one of three charts side by side, and the most height of a chart [px].
+const PAPER = 700, THIRD_OF_PAPER = 230, PAPER_HEIGHT = 340;
 let printing = false;
 
 const colour = (name) => data.palette[name][dark.matches && !printing ? 1 : 0];
@@ -29,6 +29,8 @@ function drawCharts() {
       layout.autosize = false;
       layout.width = plot.closest(".three") ? THIRD_OF_PAPER : PAPER;
     }
+    // The rules for paper hold only later, so its height is set here.
+    plot.style.height = printing ? `${Math.min(plot.clientHeight, PAPER_HEIGHT)}px` : "";
     layout.height = plot.clientHeight;
     Plotly.react(plot, painted(figure.data), layout, config);
   }
