@@ -127,7 +127,7 @@ class Communicator:
             raise box[0]
         return box[0]  # type: ignore[no-any-return]
 
-    def together(self, check: Callable[[], None]) -> None:
+    def together(self, check: Callable[[], object]) -> None:
         """Run a check on every rank; if it fails on one, it fails on all.
 
         Raises:
@@ -138,6 +138,9 @@ class Communicator:
             check()
         except PerseusError as error:
             problem = error
+        except Exception as error:
+            logger.debug("perseus: unexpected", exc_info=True)
+            problem = PerseusError(f"{type(error).__name__}: {error}")
         for found in self.all_gather(problem):
             if found is not None:
                 raise found

@@ -29,6 +29,7 @@ class RankReport:
             NaN where that was not looked at.
         pace_high: The same of the kind with the highest ratio.
         shapes: A number that differs when the shapes of the inputs of this rank's forwards differ.
+        closed: Whether this rank has been closed, so that all leave the mode.
         vote: Whether this rank asks for something that the phase decides together, such as one more iteration.
         events: Events of this rank that rank 0 has not been told of.
         plan: Rank 0's decision: what the policy asks for, as a place on the frontier.
@@ -49,6 +50,7 @@ class RankReport:
     pace_low: float = math.nan
     pace_high: float = math.nan
     shapes: float = 0.0
+    closed: bool = False
     vote: bool = False
     events: int = 0
     plan: int = 0

@@ -46,6 +46,9 @@ class HeldClock:
                 self._gpu.reset_clock()
             else:
                 self._gpu.lock_clock(clock_mhz)
+            if self._is_released and clock_mhz is not None:  # the call was late, and release() has not waited for it
+                self._gpu.reset_clock()
+                self.clock_mhz = None
             return self._time.now_s() - begin_s
 
     def reset(self) -> bool:

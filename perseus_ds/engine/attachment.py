@@ -17,6 +17,7 @@ from perseus_ds.device.timers import Execution, SimulatedExecution
 from perseus_ds.engine.engine_job import commands_of, make_runtime, model_name
 from perseus_ds.engine.replay import Replay, tensors_of
 from perseus_ds.engine.watched_schedule import watched
+from perseus_ds.errors import PerseusError
 from perseus_ds.pipeline.commands import CommandReader, is_batched
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
@@ -174,10 +175,13 @@ class Attachment:
             self._shapes += zlib.crc32(repr(self._input_shapes(arguments)).encode())
 
     def _input_shapes(self, arguments: Mapping[str, Any]) -> tuple[torch.Size, ...]:
-        """Return the shapes of the inputs that a command works on; none where it has no buffer."""
-        buffers, slot = self._engine.pipe_buffers["inputs"], arguments.get("buffer_id")
-        inputs = buffers[slot] if slot is not None and slot < len(buffers) else None
-        return tuple(tensor.shape for tensor in tensors_of(inputs))
+        """Return the shapes of the inputs that a command works on; none where the engine keeps them in its own way."""
+        try:
+            buffers, slot = self._engine.pipe_buffers["inputs"], arguments.get("buffer_id")
+            inputs = buffers[slot] if slot is not None and slot < len(buffers) else None
+            return tuple(tensor.shape for tensor in tensors_of(inputs))
+        except (AttributeError, KeyError, TypeError, IndexError):
+            return ()
 
     def _execute_again(self, kind: Kind, arguments: dict[str, Any]) -> None:
         """Run a pass again by the function that the engine runs it by now."""
@@ -241,5 +245,10 @@ class Attachment:
         state = {key: value for key, value in self.runtime.state().items() if key != "progress"}
         self.runtime.close()
         self._replay.forget()
-        self._start(pipe_schedule)
+        try:
+            self._start(pipe_schedule)
+        except PerseusError as error:  # training has started, so that no error of Perseus may end it
+            self.runtime, self._closed = None, True
+            logger.warning("perseus: %s. Training goes on without Perseus.", str(error).rstrip("."))
+            return
         self.runtime.restore(state, steps=self._engine.global_steps)

@@ -89,7 +89,13 @@ class Replay:
         Args:
             agree: Returns the first reason of all ranks; every rank calls it at the same time.
         """
-        return agree(self._known_obstacle()) or agree(self._changed_by_passes())
+        return agree(self._known_obstacle()) or agree(self._found_by_running())
+
+    def _found_by_running(self) -> str | None:
+        try:
+            return self._changed_by_passes()
+        except Exception as error:  # such as no memory for it; the other ranks wait to be told
+            return f"they cannot be run again ({type(error).__name__}: {error})"
 
     def _known_obstacle(self) -> str | None:
         if self._unknown:

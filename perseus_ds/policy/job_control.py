@@ -24,6 +24,7 @@ class JobControl:
         policy: Decides which plan to run.
         paused: Whether to run at default clocks.
         steps: Steps done, those before a checkpoint included.
+        progress: What a checkpoint kept of the progress under plans, until plans are run.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class JobControl:
         self._configured = policy
         self.paused = False
         self.steps = 0
+        self.progress: Mapping[str, Any] = {}
         self._pipelines = pipelines
         self._job_status = job_status
         self._lock = threading.Lock()

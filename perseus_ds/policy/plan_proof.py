@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from dataclasses import dataclass, field
 
 from perseus_ds.artifacts.rank_report import RankReports
+from perseus_ds.policy.policies import PolicyConfig, PowerCapPolicy
 
 # Windows of the energy counter below some seconds are noisy: this many refreshes, and at least so many iterations.
 _REFRESHES = 60
 _LEAST_ITERATIONS = 8
-# A result within its error is measured for up to this many times as long.
-_MOST_TIMES_AS_LONG = 4
+# A result within its error is looked at again when the sample is this many times as long. Only then: whoever looks
+# after each iteration finds a difference by chance sooner or later.
+_LOOKS = (1, 2, 4)
 # The begin and the end of a window are each known to a uniformly distributed part of a refresh.
 _REFRESH_ERROR = math.sqrt(2 / 12)
-_SURE = 2.0
+_BLOCKS = 4
+_SURE = 2.5
 # Clocks follow a little late, for which a promise makes no allowance.
 _TIME_TOLERANCE = 0.01
+# Default clocks are measured again only for a clear gain of time.
+_FASTER = 0.03
+_WELL_KNOWN = 0.01
 
 
 @dataclass
@@ -35,16 +42,20 @@ class IterationSample:
     times_s: list[float] = field(default_factory=list)
     energies_j: list[float] = field(default_factory=list)
     shapes: set[tuple[float, ...]] = field(default_factory=set)
+    _total_s: float = 0.0
 
     def add(self, time_s: float, energy_j: float) -> None:
         """Add an iteration."""
         self.times_s.append(time_s)
         self.energies_j.append(energy_j)
+        self._total_s += time_s
 
     def add_reports(self, reports: RankReports) -> None:
-        """Add an iteration that all ranks have reported."""
-        self.shapes.add(reports.shapes)
-        self.add(float(reports.column("time_s").max()), float(reports.column("energy_j").sum()))
+        """Add an iteration that all ranks have reported, unless a rank had fallen back or could not read its energy."""
+        energy_j = float(reports.column("energy_j").sum())
+        if math.isfinite(energy_j) and not reports.column("failed").any():
+            self.shapes.add(reports.shapes)
+            self.add(float(reports.column("time_s").max()), energy_j)
 
     def has_other_shapes(self, reports: RankReports) -> bool:
         """Whether an iteration cannot be compared with these, its inputs being of other shapes."""
@@ -56,14 +67,19 @@ class IterationSample:
         return len(self.shapes) > 1
 
     @property
-    def is_enough(self) -> bool:
-        """Whether time and energy are known well enough to be compared."""
-        return self._is_as_long_as(1)
+    def looks(self) -> int:
+        """How many of the lengths it has reached at which a comparison may be made; 3 at most."""
+        return sum(map(self._is_as_long_as, _LOOKS))
 
     @property
-    def is_most(self) -> bool:
+    def is_enough(self) -> bool:
+        """Whether time and energy are known well enough to compare plans with them."""
+        return self.is_longest or (self.looks > 0 and self.energy_error < _WELL_KNOWN)
+
+    @property
+    def is_longest(self) -> bool:
         """Whether more iterations are no longer worth waiting for."""
-        return self._is_as_long_as(_MOST_TIMES_AS_LONG)
+        return self.looks == len(_LOOKS)
 
     @property
     def time_s(self) -> float:
@@ -71,23 +87,40 @@ class IterationSample:
         return statistics.median(self.times_s)
 
     @property
+    def power_w(self) -> float:
+        """Mean power of all GPUs [W]."""
+        return sum(self.energies_j) / self._total_s
+
+    @property
     def energy_j(self) -> float:
         """Energy of a typical iteration [J]: the mean power times the typical time."""
-        return sum(self.energies_j) / sum(self.times_s) * self.time_s
+        return self.power_w * self.time_s
 
     @property
     def time_error(self) -> float:
-        """Relative standard error of the typical time."""
-        spread = 1.25 * statistics.stdev(self.times_s) if len(self.times_s) > 1 else math.inf
-        return spread / math.sqrt(len(self.times_s)) / self.time_s
+        """Relative standard error of the typical time; from the median deviation, which no single iteration decides."""
+        deviation_s = statistics.median(abs(time_s - self.time_s) for time_s in self.times_s)
+        return 1.25 * 1.4826 * deviation_s / math.sqrt(len(self.times_s)) / self.time_s
+
+    @property
+    def power_error(self) -> float:
+        """Relative standard error of the mean power: from the parts of the window, and not below the counter's."""
+        size = len(self.times_s) // _BLOCKS
+        cuts = [number * size for number in range(_BLOCKS)] + [len(self.times_s)]
+        parts = [slice(begin, end) for begin, end in itertools.pairwise(cuts)]
+        powers_w = [sum(self.energies_j[part]) / sum(self.times_s[part]) for part in parts]
+        spread = statistics.stdev(powers_w) / math.sqrt(_BLOCKS) / self.power_w
+        # The end of a part is the begin of the next one: refreshes that are seen late make parts differ, not the whole.
+        by_refresh = _REFRESH_ERROR * self.counter_period_s / self._total_s
+        return max(by_refresh, math.sqrt(max(0.0, spread**2 - _BLOCKS * by_refresh**2)))
 
     @property
     def energy_error(self) -> float:
         """Relative standard error of the energy."""
-        return math.hypot(self.time_error, _REFRESH_ERROR * self.counter_period_s / sum(self.times_s))
+        return math.hypot(self.time_error, self.power_error)
 
     def _is_as_long_as(self, times: int) -> bool:
-        is_long = sum(self.times_s) >= times * _REFRESHES * self.counter_period_s
+        is_long = self._total_s >= times * _REFRESHES * self.counter_period_s
         return is_long and len(self.times_s) >= times * _LEAST_ITERATIONS
 
 
@@ -127,17 +160,38 @@ class Comparison:
         return self.slowdown > self.promised_slowdown + _TIME_TOLERANCE + _SURE * self.slowdown_error
 
     @property
+    def is_faster(self) -> bool:
+        """Whether iterations were much faster than promised: default clocks may be faster than they were, too."""
+        return self.slowdown < self.promised_slowdown - _FASTER - _SURE * self.slowdown_error
+
+    @property
     def is_sure(self) -> bool:
         """Whether the energy differs from that at default clocks by more than the error."""
         return abs(self.saved) > _SURE * self.saved_error
+
+    @property
+    def loses(self) -> bool:
+        """Whether the plan is late or takes more energy, beyond doubt."""
+        return self.is_late or (self.is_sure and self.saved < 0)
 
     @property
     def wins(self) -> bool:
         """Whether the plan keeps its promise of time, and saves energy for sure."""
         return self.saved > 0 and self.is_sure and not self.is_late
 
+    @property
+    def draws_less(self) -> bool:
+        """Whether mean power is lower than at default clocks, beyond doubt."""
+        ratio = (1 - self.saved) / (1 + self.slowdown)
+        return ratio < 1 - _SURE * math.hypot(self.saved_error, self.slowdown_error)
+
     def __str__(self) -> str:
         return (
-            f"{-self.saved:+.1%} energy (± {self.saved_error:.1%}) at {self.slowdown:+.1%} time "
-            f"(± {self.slowdown_error:.1%}; promised {self.promised_slowdown:+.1%})"
+            f"{-self.saved:+.1%} energy (+/- {self.saved_error:.1%}) at {self.slowdown:+.1%} time "
+            f"(+/- {self.slowdown_error:.1%}; promised {self.promised_slowdown:+.1%})"
         )
+
+
+def is_kept(comparison: Comparison, policy: PolicyConfig) -> bool:
+    """Return whether a plan is kept: it saves energy in time, or keeps power down under a policy that asks for it."""
+    return comparison.draws_less if isinstance(policy, PowerCapPolicy) else comparison.wins

@@ -60,6 +60,10 @@ class CounterLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading; harmless when called again."""
         self._stop.set()
         self._thread.join(_HANGS_S)
 

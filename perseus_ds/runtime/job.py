@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -90,6 +91,7 @@ class Rank:
         timers: Times operations on the GPU.
         device: Where the engine's tensors live.
         timebase: The time that the rank lives in.
+        beside_training: Ends what a phase has running beside training, such as threads and processes.
     """
 
     communicator: Communicator
@@ -99,3 +101,4 @@ class Rank:
     timers: Execution
     device: torch.device
     timebase: Timebase = REAL_TIME
+    beside_training: ExitStack = field(default_factory=ExitStack)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -62,6 +61,7 @@ class ModeDriver:
             rank.communicator, job.output_dir, gpu=rank.gpu.name, simulated=rank.gpu.simulated
         )
         self._ended: IterationContext | None = None
+        self._is_closed = False
         self._mode = mode_of(job, rank, recorder, control, passes)
         self.next: NextIteration = next(self._mode)
 
@@ -81,10 +81,14 @@ class ModeDriver:
             ran = replace(ran, plan=self.next.plan, forecast=self.next.forecast)
         if reports is not None and reports.of_rank_0.keeps_timeline:
             self._timelines.keep(Ran(ran.number, ran.phase, ran.plan, seen.clock_mhz), self._rank.timers)
-        self._advance(replace(seen, reports=reports))
+        if reports is not None and reports.column("closed").any():
+            self.observe()
+        else:
+            self._advance(replace(seen, reports=reports))
         keeps_timeline = self._timelines.wants(self.next.phase, self.next.plan)
         events = self._recorder.events_to_report
-        self._exchange.send(replace(own, events=events, keeps_timeline=keeps_timeline, **self.next.reported))
+        own = replace(own, events=events, keeps_timeline=keeps_timeline, closed=self._is_closed)
+        self._exchange.send(replace(own, **self.next.reported))
         self._ended = ran
 
     def resume(self, progress: Mapping[str, Any]) -> None:
@@ -94,18 +98,23 @@ class ModeDriver:
             progress: What the mode's :attr:`NextIteration.progress` returned when it was saved.
         """
         self._record(self._exchange.received())
+        self._control.progress = progress
         self._advance(Resumed(progress))
 
     def observe(self) -> None:
         """Leave the mode, and whatever it has running beside training, for default clocks."""
-        with contextlib.suppress(ValueError):  # it is just deciding, and a signal's handler closes
-            self._mode.close()
+        self._mode.close()
         self._mode = observe()
         self.next = next(self._mode)
 
     def close(self) -> None:
-        """Leave the mode, and record the last iteration if all ranks have reported it."""
-        self.observe()
+        """End whatever runs beside training, and record the last iteration if all ranks have reported it.
+
+        The mode is left together with the other ranks, once they have been told by the next reports: they may be
+        waiting for this one.
+        """
+        self._is_closed = True
+        self._rank.beside_training.close()
         self._add(self._exchange.look_within(_LAST_REPORTS_S))
 
     def _record(self, reports: RankReports | None) -> None:

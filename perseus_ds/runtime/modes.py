@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.policy.plan_proof import IterationSample
+from perseus_ds.policy.plan_proof import Comparison, IterationSample, is_kept
 from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.profiler.search import clocks_to_choose_from
 from perseus_ds.runtime.earlier_run import forget_for_later_runs, frontier_of_an_earlier_run, keep_for_later_runs
@@ -79,6 +79,7 @@ def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phas
     _check_clocks(job, rank, recorder)
     frontier = frontier_of_an_earlier_run(job, rank, recorder)
     yield from calibrate(job, rank)
+    runner: PlanRunner | None = None
     profiles = 0
     while True:
         if frontier is None:
@@ -91,16 +92,22 @@ def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phas
         else:
             default = IterationSample(counter_period_s(rank))
             yield from measure_default(default, settled=False)
-        runner = PlanRunner(job, rank, recorder, control, frontier=frontier, default=default)
-        comparison = yield from prove(runner)
-        recorder.plan_judged(runner.wanted.plan, comparison)
-        if not comparison.wins:
-            forget_for_later_runs(job, rank)
-            yield from observe()
-        keep_for_later_runs(job, rank, recorder)
-        outcome = yield from run(runner, profiles_again=profiles < _MOST_PROFILES)
+        if runner is None:
+            runner = PlanRunner(job, rank, recorder, control, frontier=frontier, default=default)
+        else:
+            runner.compare_with(default)
+        outcome = yield from prove(runner)
+        if isinstance(outcome, Comparison):
+            kept = is_kept(outcome, control.policy)
+            recorder.plan_judged(runner.wanted.plan, outcome, kept=kept)
+            if not kept:
+                if outcome.loses:
+                    forget_for_later_runs(job, rank)
+                yield from observe()
+            keep_for_later_runs(job, rank, recorder)
+            outcome = yield from run(runner, profiles_again=profiles < _MOST_PROFILES)
         if outcome is Outcome.DRIFTED:
-            frontier = None
+            frontier = runner = None
 
 
 def _check_clocks(job: Job, rank: Rank, recorder: Recorder) -> None:

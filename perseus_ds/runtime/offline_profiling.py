@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from tqdm import tqdm
 
@@ -36,7 +37,8 @@ def profile_offline(
     tail = yield from _measure_tail(job, rank, recorder, baseline)
     begin_s, begin_j = rank.timebase.now_s(), _energy_j(rank)
     try:
-        with passes.isolated():
+        with ExitStack() as isolated:
+            rank.communicator.together(lambda: isolated.enter_context(passes.isolated()))
             _measure(job, rank, recorder, baseline, passes=passes, tail=tail)
     finally:
         rank.clocks.request(None)

@@ -11,7 +11,7 @@ from typing import Protocol
 from perseus_ds.artifacts.run_records import against_default_clocks
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.device.timers import Span
-from perseus_ds.errors import GpuError, ProfileError
+from perseus_ds.errors import GpuError, PerseusError, ProfileError
 from perseus_ds.profiler.counter_log import CounterLog
 from perseus_ds.profiler.online import OnlineProfiler
 from perseus_ds.profiler.rows import MeasuredRow
@@ -99,7 +99,8 @@ def measure_clocks(rank: Rank, baseline: Baseline, source: ClockSource) -> Phase
     measurement = _OnlineMeasurement(rank, baseline)
     window_s = _SETTLE_S + _REFRESHES_A_VISIT * baseline.counter_period_s
     iterations = math.ceil(rank.communicator.all_max(window_s / baseline.time_s))
-    with measurement.log:
+    with measurement.log as log:
+        rank.beside_training.callback(log.close)
         while clocks := source.next_clocks():
             yield from _measure_batch(measurement, clocks, iterations)
             source.add(measurement.rows_of(clocks))
@@ -124,7 +125,8 @@ def _measure_batch(measurement: _OnlineMeasurement, clocks: Sequence[int], itera
         visit = yield from _visit(clock, iterations, needs_more=needs_more)
         needs_more = measurement.add(clock, visit)
         reports = visit.seen[0].reports
-        asked = reports is not None and bool(reports.column("vote").any())
+        # Reports that a checkpoint has cut off may have asked.
+        asked = bool(reports.column("vote").any()) if reports is not None else before is not None
         if asked and before is not None and before != clock and before not in waiting:
             waiting.append(before)
         if not waiting:
@@ -179,7 +181,7 @@ class _OnlineMeasurement:
         self._iterations = 0
         self._lost_s = 0.0
         self._lost_j = 0.0
-        self._error: GpuError | None = None
+        self._error: PerseusError | None = None
 
     def add(self, clock_mhz: int, visit: _Visit) -> bool:
         """Take in the iterations of a visit; return whether another visit of this clock is needed."""
@@ -192,7 +194,10 @@ class _OnlineMeasurement:
         if last.failed:
             self._error = GpuError("the clock could not be set")
         self.log.forget()
-        self._profiler.add(clock_mhz, visit.spans, readings)
+        try:
+            self._profiler.add(clock_mhz, visit.spans, readings)
+        except Exception as error:
+            self._error = ProfileError(f"{type(error).__name__}: {error}")
         self._visits[clock_mhz] += 1
         self._refreshes[clock_mhz] += len(readings)
         self._iterations += len(visit.seen)

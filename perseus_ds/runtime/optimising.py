@@ -37,6 +37,7 @@ def optimise(job: Job, rank: Rank, default: IterationSample) -> Phase[Frontier]:
             switch_cost_j=_SWITCH_COST_J,
         )
         worker = OptimizeWorker(request, job.output_dir / "optimize.log")
+        rank.beside_training.callback(worker.stop)
 
     def check() -> None:
         result = worker.poll() if worker is not None else None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +30,7 @@ from perseus_ds.runtime.recorder import Recorder
 
 logger = logging.getLogger("perseus_ds")
 _DRIFT_EVERY = 10
+_INCOMPARABLE = 30
 
 
 class PlanRunner:
@@ -74,11 +77,14 @@ class PlanRunner:
         self._ended_s: float | None = None
         self._default = default
         self._sample: IterationSample | None = None
+        self._looks = 0
+        self._incomparable = 0
         # How many times as long iterations take as profiled, since their inputs have other shapes.
         self._scale = 1.0
         # The last iteration's assignment, of which the reports are on their way.
         self._ran: Assignment | None = None
-        choice = communicator.from_first(self._choose)
+        choice = communicator.from_first(self._choice_of(control.progress))
+        control.progress = {}
         self._assignment = self._follower.assign(choice)
         self._planned = self._under(self._assignment)
         self.wanted = self._with_report(choice)
@@ -89,26 +95,20 @@ class PlanRunner:
         """Go on where a checkpoint was saved; all ranks do so at once."""
         self._ran = None
         self._sample = None
-        plan = self._restored_plan(checkpoint)
-
-        def as_before() -> PlanChoice:
-            if plan is None:
-                return self._choose()
-            return PlanChoice(plan, self._control.paused, self._control.straggler())
-
-        choice = self._communicator.from_first(as_before)
+        choice = self._communicator.from_first(self._choice_of(checkpoint.progress))
+        self._control.progress = {}
         self._change(choice)
         self.wanted = self._with_report(choice)
 
-    def _restored_plan(self, checkpoint: Resumed) -> int | None:
-        """Return the plan that the policy asked for when the checkpoint was saved; None where it does not say."""
-        if not checkpoint.progress:
-            return None
+    def _choice_of(self, progress: Mapping[str, Any]) -> Callable[[], PlanChoice]:
+        """Take up what a checkpoint kept, on all ranks; return what rank 0 decides by it."""
+        plan = None
         try:
-            return self._follower.restore(checkpoint.progress)
+            plan = self._follower.restore(progress) if progress else None
         except (KeyError, TypeError, ValueError) as error:  # saved by another version
             logger.warning("perseus: the checkpoint's progress under plans cannot be read (%r); it is ignored.", error)
-            return None
+        control = self._control
+        return lambda: self._choose() if plan is None else PlanChoice(plan, control.paused, control.straggler())
 
     def advance(self, seen: IterationMeasurement) -> None:
         """Take in an iteration, and what all ranks have reported of the one before; decide on the next one."""
@@ -165,30 +165,45 @@ class PlanRunner:
         self._scale = factor
         self._planned = self._under(self._assignment)
 
-    def comparison(self, *, finished: bool = True) -> Comparison | None:
+    @property
+    def is_incomparable(self) -> bool:
+        """Whether inputs have had other shapes for long than those of the iterations at default clocks."""
+        return self._incomparable >= _INCOMPARABLE
+
+    def compare_with(self, default: IterationSample) -> None:
+        """Compare iterations from now on with others at default clocks, which have just been measured."""
+        self._default = default
+        self._sample = self._ran = self._ended_s = None
+        self._looks = self._incomparable = 0
+        self._planned = self._under(self._assignment)
+        self.wanted = self._with_report(self._assignment.choice)
+
+    def comparison(self, *, until_sure: bool) -> Comparison | None:
         """Return how the iterations under the present plans compare with those at default clocks.
 
         Args:
-            finished: Whether to begin with new iterations afterwards; otherwise those seen are added to.
+            until_sure: Whether to go on with the same iterations as long as the result is within its error.
 
         Returns:
             None while they are too few, and where no iterations at default clocks were measured.
         """
         sample = self._sample
-        if self._default is None or sample is None or not sample.is_enough or self._assignment.choice.paused:
+        if self._default is None or sample is None or sample.looks <= self._looks:
             return None
+        self._looks = sample.looks
         by_profile = self._assignment.forecast(self._frontier, self._topology.tensor_parallel)
         comparison = Comparison.of(self._default, sample, by_profile.time_s / by_profile.default_time_s - 1)
-        if not (finished or comparison.is_late or comparison.is_sure or sample.is_most):
+        if until_sure and not (comparison.is_sure or comparison.is_late or sample.is_longest):
             return None
-        self._sample = IterationSample(sample.counter_period_s)
+        self._sample, self._looks = IterationSample(sample.counter_period_s), 0
         return comparison
 
     def _add_to_sample(self, reports: RankReports, ran: Assignment | None) -> None:
         """Add an iteration to those that are compared with default clocks; all of them run alike, clocks settled."""
         if self._default is None:
             return
-        if self._default.has_other_shapes(reports):
+        self._incomparable = self._incomparable + 1 if self._default.has_other_shapes(reports) else 0
+        if self._incomparable:
             return
         if ran is None or ran != self._assignment or ran.choice.paused:
             self._sample = None
@@ -215,6 +230,8 @@ class PlanRunner:
         assignment = self._follower.assign(choice)
         if assignment != self._assignment:
             self._assignment = assignment
+            self._sample = None
+            self._looks = 0
             self._planned = self._under(assignment)
             self._recorder.event(PlanChosen.model_validate(assignment.status()))
 
@@ -245,7 +262,7 @@ class PlanRunner:
             energy_j=self._scale * forecast.energy_j,
             default_time_s=self._scale * self._default.time_s,
             default_energy_j=self._scale * self._default.energy_j,
-            default_measured=True,
+            default_measured=self._scale == 1.0,
         )
 
     def _with_report(self, choice: PlanChoice, seen: IterationMeasurement | None = None) -> NextIteration:

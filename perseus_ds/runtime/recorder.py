@@ -135,15 +135,15 @@ class Recorder:
         rounded = {name: round(value, 3) for name, value in figures.items()}
         self.event(ProfileWritten.model_validate({"path": str(path), **rounded}))
 
-    def plan_judged(self, plan: int | None, comparison: Comparison) -> None:
+    def plan_judged(self, plan: int | None, comparison: Comparison, *, kept: bool) -> None:
         """Record how a plan compares with default clocks, and say whether it stays."""
         figures = {name: round(value, 5) for name, value in asdict(comparison).items()}
-        self.event(PlanJudged.model_validate({"plan": plan, "wins": comparison.wins, **figures}))
+        self.event(PlanJudged.model_validate({"plan": plan, "wins": kept, **figures}))
         verdict = f"plan {plan} against iterations at default clocks of this job: {comparison}"
-        if comparison.wins:
+        if kept:
             self.say(verdict)
         else:
-            self.say(f"{verdict}. It does not win: training goes on at default clocks, and no plan is kept for later")
+            self.say(f"{verdict}. It does not win: training goes on at default clocks")
 
     def add(self, iteration: IterationContext, reports: RankReports) -> None:
         """Record an iteration that all ranks have reported; on rank 0 only."""
@@ -176,7 +176,7 @@ class Recorder:
         """Print something for the whole job; on rank 0 only."""
         if not self._communicator.is_first:
             return
-        with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk
+        with contextlib.suppress(Exception):  # a terminal that is gone or knows no such character, a full disk
             print(f"perseus: {text}" + (", simulated GPUs" if self._simulated else ""), flush=True)
 
     def _of_job(self, iteration: IterationContext, reports: RankReports) -> IterationRecord:

@@ -33,6 +33,9 @@ class ReportExchange:
 
     def look_within(self, timeout_s: float) -> RankReports | None:
         """Return the same without taking it; None too where a rank is gone before it has sent its own."""
-        if self._pending is None or not self._pending.is_there_within(timeout_s):
+        try:
+            if self._pending is None or not self._pending.is_there_within(timeout_s):
+                return None
+            return RankReports(np.asarray(self._pending.result()))
+        except RuntimeError:  # the connection to a rank that is gone
             return None
-        return RankReports(np.asarray(self._pending.result()))

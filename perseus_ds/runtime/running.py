@@ -23,7 +23,7 @@ class Outcome(Enum):
 
     Attributes:
         DRIFTED: Instructions take longer or shorter than profiled.
-        IN_DOUBT: Iterations take longer than promised, or more energy than at default clocks.
+        IN_DOUBT: What was measured at default clocks may no longer hold, or the plan no longer wins.
     """
 
     DRIFTED = "drifted"
@@ -77,17 +77,25 @@ def measure_default(default: IterationSample, *, settled: bool) -> Phase[None]:
             default.add_reports(seen.reports)
 
 
-def prove(runner: PlanRunner) -> Phase[Comparison]:
-    """Train under the first plan until it is known how it compares with default clocks."""
+def prove(runner: PlanRunner) -> Phase[Comparison | Outcome]:
+    """Train under the first plan until it is known how it compares with default clocks.
+
+    Returns:
+        The comparison; or why there is none, and something has to be measured again.
+    """
     while True:
         received = yield runner.wanted
         if isinstance(received, Resumed):
             runner.resume(received)
             continue
+        if runner.has_drifted(received, profiles_again=True):
+            return Outcome.DRIFTED
         runner.advance(received)
-        comparison = runner.comparison(finished=False)
+        comparison = runner.comparison(until_sure=True)
         if comparison is not None:
             return comparison
+        if runner.is_incomparable:
+            return Outcome.IN_DOUBT
 
 
 def run(runner: PlanRunner, *, profiles_again: bool) -> Phase[Outcome]:
@@ -109,6 +117,6 @@ def run(runner: PlanRunner, *, profiles_again: bool) -> Phase[Outcome]:
         if runner.has_drifted(received, profiles_again=profiles_again) and profiles_again:
             return Outcome.DRIFTED
         runner.advance(received)
-        comparison = runner.comparison()
-        if comparison is not None and (comparison.is_late or (comparison.is_sure and comparison.saved < 0)):
+        comparison = runner.comparison(until_sure=False)
+        if comparison is not None and (comparison.loses or comparison.is_faster):
             return Outcome.IN_DOUBT

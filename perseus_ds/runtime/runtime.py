@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -164,6 +164,9 @@ class PerseusRuntime:
         self._in_iteration = True
         try:
             yield
+        except BaseException:
+            clocks.reset_when_idle(_IDLE_S)
+            raise
         finally:
             self._in_iteration = False
         # The host is done once all is launched; what the GPU is still doing belongs to this iteration.
@@ -203,10 +206,7 @@ class PerseusRuntime:
         self._driver.observe()
 
     def set_policy(self, policy: Mapping[str, Any]) -> None:
-        """Run under another policy from the next iterations on; rank 0's counts.
-
-        Args:
-            policy: As in the ``perseus`` block, such as ``{"name": "energy_optimal"}``.
+        """Run under another policy, such as ``{"name": "energy_optimal"}``, from now on; rank 0's counts.
 
         Raises:
             ConfigError: It is no policy; the message names the key.
@@ -250,14 +250,15 @@ class PerseusRuntime:
             return  # the clock is its parent's
         unfinished = not self._closed and self._job.config.mode == "profile" and not self.profiled
         self._closed = True
-        self._supervision.release()
-        self._rank.clocks.close()
-        self._rank.driver.close()
-        self._driver.close()
-        self._recorder.close()
+        with ExitStack() as steps:  # all of them, whatever fails; the last one first
+            steps.callback(self._supervision.close)
+            steps.callback(self._recorder.close)
+            steps.callback(self._driver.close)
+            steps.callback(self._rank.driver.close)
+            steps.callback(self._rank.clocks.close)
+            steps.callback(self._supervision.release)
         if unfinished and self._communicator.is_first:
             logger.warning("perseus: training ended before the profile was finished. Train for more steps.")
-        self._supervision.close()
 
     def _check(self) -> bool:
         """Return whether clocks can be set; fail if whatever they rely on is gone."""

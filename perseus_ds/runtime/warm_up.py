@@ -24,6 +24,7 @@ _STEADY = 0.02
 _BLOCKING_WINDOW_S = 0.45
 _REFRESHES = 4.5
 _SHORT_WINDOW_S = 0.35
+_WINDOW_S = 1.0
 _MOST_TIMES_AS_LONG = 3
 
 
@@ -111,7 +112,7 @@ def _own_counter_period_s(rank: Rank) -> tuple[float, GpuError | None]:
     gpu, timebase = rank.gpu, rank.timebase
     try:
         period_s = rank.driver.call(lambda: measured_period_s(gpu, _SHORT_WINDOW_S, timebase) or 0.0)
-        return period_s or rank.driver.call(lambda: measured_period_s(gpu, timebase=timebase) or 0.0), None
+        return period_s or rank.driver.call(lambda: measured_period_s(gpu, _WINDOW_S, timebase) or _WINDOW_S), None
     except GpuError as error:
         return 0.0, error
 

@@ -380,3 +380,72 @@ def test_a_cached_plan_proves_itself_again_and_leaves_the_cache_if_it_does_not_w
     late_under_plans(second)
     second.train_until("observe", most=200)
     assert not list((tmp_path / "cache").rglob("frontier.json"))
+
+
+def test_a_policy_that_changes_during_the_proof_is_judged_by_its_own_plan(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(5)
+    job.runtime.set_policy({"name": "slowdown", "max_slowdown": 0.1})
+    job.train(60)
+    assert job.runtime.next.phase == "run"
+    job.close()
+    (judged,) = events(job, PlanJudged)
+    assert judged.wins
+    assert judged.promised_slowdown == pytest.approx(0.1, abs=0.02)
+    assert judged.slowdown == pytest.approx(judged.promised_slowdown, abs=0.01)
+
+
+def test_drift_during_the_proof_profiles_again(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    for kind in job.work_s:
+        job.work_s[kind] *= 1.5
+    late_under_plans(job, 0.0)
+    phases = job.train_until("profile", most=120)
+    assert "observe" not in phases
+
+
+def test_a_closed_rank_leaves_the_mode_with_the_others_once_they_have_been_told(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("profile")
+    job.runtime.close()
+    assert job.runtime.next.phase == "profile", "the others may be waiting for this rank"
+    phases = job.train(4)
+    assert phases[0] == "profile"
+    assert phases[-1] == "observe"
+
+
+def test_a_checkpoint_is_taken_up_by_a_job_that_measures_default_clocks_first(start, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cached = {"mode": "auto", "cache": True, **SLOWER}
+    first = start("first", **cached)
+    first.train_until("run")
+    first.train(40)
+    state = json.loads(json.dumps(first.runtime.state()))
+    assert state["progress"]["pace"]["stops"] > 0
+    first.close()
+    second = start("second", **cached)
+    second.runtime.restore(state)
+    second.train_until("run")
+    assert second.runtime.state()["progress"]["pace"]["stops"] == state["progress"]["pace"]["stops"]
+
+
+def test_the_clock_returns_to_its_default_after_an_iteration_that_was_broken_off(start):
+    first = start("first", mode="auto", **SLOWER)
+    first.train_until("run")
+    job = start("second", mode="run", frontier=str(first.folder / "frontier.json"), **SLOWER)
+    job.train(2)
+    with pytest.raises(KeyError), job.runtime.iteration():
+        raise KeyError
+    job.time.sleep(3.0)
+    assert job.runtime._rank.clocks._clock.clock_mhz is None
+
+
+def test_a_closed_standard_output_ends_neither_plans_nor_the_end(start, monkeypatch):
+    job = start(mode="auto", **SLOWER)
+    monkeypatch.setattr("builtins.print", lambda *_, **__: 1 / 0)
+    job.train_until("run")
+    job.train(40)
+    assert job.runtime.next.phase == "run"
+    assert job.close()[-1].phase == "run"
