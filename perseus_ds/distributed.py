@@ -94,6 +94,11 @@ class Communicator:
         """Whether this is rank 0, which writes files and speaks for all."""
         return self.topology.rank == 0
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the job has not ended its process groups."""
+        return dist.is_initialized()
+
     def gather(self, value: T) -> list[T]:
         """Return every rank's value on rank 0, an empty list elsewhere."""
         gathered: list[Any] | None = [None] * self.world_size if self.is_first else None

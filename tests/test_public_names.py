@@ -7,7 +7,7 @@ import pytest
 
 import perseus_ds
 
-OF_TRAINING = {"initialize", "attach", "detach", "PerseusRuntime"}
+OF_TRAINING = {"initialize", "attach", "detach", "register_command", "PerseusRuntime"}
 NAMES = OF_TRAINING | {
     "read_schedule",
     "schedule_class",

@@ -18,8 +18,8 @@ _LEAST_ITERATIONS = 8
 _LOOKS = (1, 2, 4)
 # The begin and the end of a window are each known to a uniformly distributed part of a refresh.
 _REFRESH_ERROR = math.sqrt(2 / 12)
-_BLOCKS = 4
-_SURE = 2.5
+_BLOCKS = 8
+_SURE = 3.0
 # Clocks follow a little late, for which a promise makes no allowance.
 _TIME_TOLERANCE = 0.01
 # Default clocks are measured again only for a clear gain of time.

@@ -103,6 +103,9 @@ def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phas
             if not kept:
                 if outcome.loses:
                     forget_for_later_runs(job, rank)
+                if profiles == 0:  # an earlier run's profile may be out of date
+                    frontier = runner = None
+                    continue
                 yield from observe()
             keep_for_later_runs(job, rank, recorder)
             outcome = yield from run(runner, profiles_again=profiles < _MOST_PROFILES)

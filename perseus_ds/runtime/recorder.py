@@ -232,7 +232,7 @@ class Recorder:
         self._total = total.model_copy(update=update)
 
     def _tell_monitor(self, record: IterationRecord, samples: int) -> None:
-        if self._monitor is None:
+        if self._monitor is None or not self._communicator.is_connected:  # DeepSpeed's asks for its rank
             return
         prefix = "Perseus/simulated" if self._simulated else "Perseus"
         values = {tag: getattr(record, name) for tag, name in _MONITOR_TAGS.items()}

@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from one_rank_engine import batches, config, module, one_rank, same, weights
 
 import perseus_ds
+from perseus_ds.engine import attachment
 from perseus_ds.errors import ConfigError
 
 LONGEST_S = 0.001
@@ -33,7 +34,9 @@ def block(tmp_path):
 
 @pytest.fixture
 def make(request):
-    """A function that makes an engine, which is destroyed when the test ends."""
+    """A function that makes an engine, which is closed when the test ends; those of other modules' tests are before."""
+    for left in list(attachment._ATTACHMENTS):
+        left.close()
     engines = []
 
     def make(initialize=perseus_ds.initialize, **keys):

@@ -12,6 +12,7 @@ class LoneCommunicator:
 
     world_size = 1
     is_first = True
+    is_connected = True
 
     def __init__(self, topology=None):
         self.topology = topology or PipelineTopology(0, (0,))
