@@ -148,12 +148,10 @@ class ClockController:
         return self._clock.waiting_s if since_s is None else self._time.now_s() - since_s
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the worker and restore the default clock; harmless when called again.
+        """Stop the worker and restore the default clock; from any thread, and harmless when called again.
 
         It waits for a call of the driver that is under way, but not for the GPU.
         """
-        if self._stopping.is_set():
-            return
         end_s = self._time.now_s() + timeout_s
         self._stopping.set()
         with self._changed:
