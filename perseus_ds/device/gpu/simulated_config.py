@@ -10,7 +10,7 @@ from perseus_ds.artifacts.validation import StrictModel
 class SimulatedConfig(StrictModel):
     """The GPU to simulate where there is none."""
 
-    gpu: str = Field("a100-sxm", description="Device model: a100-sxm or a40.")
+    gpu: str = Field("a100-sxm", description="Device model: a100-sxm, a40, h100-sxm or h200.")
     longest_instruction_s: float = Field(
         0.1,
         gt=0,
