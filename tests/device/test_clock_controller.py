@@ -9,6 +9,7 @@ from virtual_time import VirtualTime
 
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.gpu.device_models import DEVICES
+from perseus_ds.device.gpu.lock_latency import LatencyModel
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.moments import PassedMoment
 from perseus_ds.errors import GpuBusyError, GpuError
@@ -120,7 +121,7 @@ def test_setting_and_waiting_returns_when_the_driver_has_accepted_the_clock(cloc
 
 
 def test_a_driver_that_does_not_answer_is_reported(clocks, gpu, now):
-    gpu._lock_latency_s = 100.0
+    gpu._lock_latency = LatencyModel(100.0, 100.0)
     with pytest.raises(TimeoutError, match=r"did not set the clock within 10\.0 s"):
         clocks.set_and_wait(1110)
     assert clocks.failing_s == pytest.approx(10.0)
@@ -187,7 +188,7 @@ def test_closing_restores_nothing_where_nothing_was_changed(clocks, gpu):
 
 
 def test_closing_does_not_wait_for_a_driver_that_hangs(clocks, gpu, now):
-    gpu._lock_latency_s = 100.0
+    gpu._lock_latency = LatencyModel(100.0, 100.0)
     clocks.request(1200)
     now.sleep(1.0)
     begin_s = now.now_s()
