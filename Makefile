@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OLDEST_DEEPSPEED := 0.14.4
 DOCS := .venv-docs
 
-.PHONY: demo test test-extended test-oldest lint docs clean
+.PHONY: demo test test-unit test-busy test-extended test-oldest lint docs clean
 
 demo: $(READY)  ## Profile, optimise and train GPT-3 (tiny) on four pipeline stages with simulated GPUs.
 	$(BIN)/python examples/gpt3/demo.py
@@ -14,7 +14,13 @@ demo: $(READY)  ## Profile, optimise and train GPT-3 (tiny) on four pipeline sta
 test: $(READY)  ## Unit tests, and integration tests that launch real DeepSpeed ranks.
 	$(BIN)/pytest -m "not extended"
 
-test-extended: $(READY)  ## Faults, odd jobs and slow networks: more of the latter.
+test-unit: $(READY)  ## Unit tests only.
+	$(BIN)/pytest -m "not integration and not extended"
+
+test-busy: $(READY)  ## `make test` three times in a row while two processes keep two cores busy.
+	$(BIN)/python tests/support/while_busy.py $(MAKE) test
+
+test-extended: $(READY)  ## More integration tests: faults, odd jobs, the examples, a cluster's files, the wheel.
 	$(BIN)/pytest -m extended
 
 # With a folder for compiled extensions of its own: what another DeepSpeed has compiled is of no use, or harmful.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from perseus_ds.artifacts.profile import StageProfile
     from perseus_ds.engine.pipeline_engine import attach, detach, initialize
     from perseus_ds.optimizer import optimize
+    from perseus_ds.pipeline.commands import register_command
     from perseus_ds.pipeline.instruction import Instruction, Kind
     from perseus_ds.pipeline.schedule import read_schedule, schedule_class
     from perseus_ds.runtime.runtime import PerseusRuntime
@@ -28,6 +29,7 @@ __all__ = [
     "initialize",
     "optimize",
     "read_schedule",
+    "register_command",
     "schedule_class",
 ]
 
@@ -39,6 +41,7 @@ _MODULES = {
     "StageProfile": "perseus_ds.artifacts.profile",
     "optimize": "perseus_ds.optimizer",
     "read_schedule": "perseus_ds.pipeline.schedule",
+    "register_command": "perseus_ds.pipeline.commands",
     "schedule_class": "perseus_ds.pipeline.schedule",
 }
 _OF_DEEPSPEED = ("attach", "detach", "initialize")

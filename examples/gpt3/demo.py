@@ -72,7 +72,7 @@ def table(frontier: Frontier, default: MeasuredPoint, planned: MeasuredPoint) ->
     lines += [
         "",
         f"  Energy saved: {saving:.1%} (measured), at {slowdown:+.1%} iteration time. All GPUs are SIMULATED A100s.",
-        f"  Medians of {default.iterations} and {planned.iterations} iterations; energies are of all four GPUs.",
+        f"  Typical of {default.iterations} and {planned.iterations} iterations; energies are of all four GPUs.",
     ]
     checks = {
         f"saves at least {PROMISED_SAVING:.0%}": saving >= PROMISED_SAVING,

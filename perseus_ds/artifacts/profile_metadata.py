@@ -27,6 +27,14 @@ class TransferDuration(FileModel):
     time_s: Duration
 
 
+class OtherDuration(FileModel):
+    """How long a command that perseus-ds does not know takes on one stage."""
+
+    command: str
+    stage: int
+    time_s: Duration
+
+
 class RowQuality(FileModel):
     """How well one row was measured.
 
@@ -68,6 +76,7 @@ class ProfileInfo(FileModel):
     load_s: dict[int, Duration] = Field(default_factory=dict)
     tail_s: dict[int, Duration] = Field(default_factory=dict)
     transfers: list[TransferDuration] = Field(default_factory=list)
+    others: list[OtherDuration] = Field(default_factory=list)
     rows: list[RowQuality] = Field(default_factory=list)
 
     @property
@@ -77,6 +86,7 @@ class ProfileInfo(FileModel):
             load_s=dict(self.load_s),
             tail_s=dict(self.tail_s),
             transfer_s={(t.payload, t.source, t.target): t.time_s for t in self.transfers},
+            other_s={(o.command, o.stage): o.time_s for o in self.others},
         )
 
 

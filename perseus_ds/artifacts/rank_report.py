@@ -25,6 +25,10 @@ class RankReport:
         computed_s: When this rank had computed its last pass, from the iteration's start; 0 where not known [s].
         tail_s: How long its tail took, waiting included; 0 where not known [s].
         drift: How far its instructions are from the profile, as a fraction; NaN where that was not looked at.
+        pace_low: Time of its instructions divided by the time that the profile says, of the kind with the lowest ratio;
+            NaN where that was not looked at.
+        pace_high: The same of the kind with the highest ratio.
+        shapes: A number that differs when the shapes of the inputs of this rank's forwards differ.
         vote: Whether this rank asks for something that the phase decides together, such as one more iteration.
         events: Events of this rank that rank 0 has not been told of.
         plan: Rank 0's decision: what the policy asks for, as a place on the frontier.
@@ -42,6 +46,9 @@ class RankReport:
     computed_s: float = 0.0
     tail_s: float = 0.0
     drift: float = math.nan
+    pace_low: float = math.nan
+    pace_high: float = math.nan
+    shapes: float = 0.0
     vote: bool = False
     events: int = 0
     plan: int = 0
@@ -82,6 +89,11 @@ class RankReports:
     def column(self, field: str) -> npt.NDArray[np.float64]:
         """Return one field of all ranks, shape (ranks,)."""
         return self._numbers[:, _REPORT_FIELDS.index(field)]
+
+    @property
+    def shapes(self) -> tuple[float, ...]:
+        """What tells the shapes of this iteration's inputs from those of others."""
+        return tuple(self.column("shapes").tolist())
 
     @property
     def of_rank_0(self) -> RankReport:

@@ -38,10 +38,12 @@ class IterationRecord(_Record):
     time_s: float = Field(gt=0, description="Iteration time of the slowest rank [s].")
     energy_j: float | None = Field(None, description="Energy of all GPUs of the job [J].")
     energy_by_pipeline_j: tuple[float, ...] | None = Field(None, description="The same by data-parallel pipeline [J].")
+    energy_by_rank_j: tuple[float, ...] | None = Field(None, description="The same by rank [J].")
     predicted_time_s: float | None = Field(None, description="Iteration time by the plans [s].")
     predicted_energy_j: float | None = Field(None, description="Energy of all GPUs by the plans [J].")
-    default_time_s: float | None = Field(None, description="Iteration time at default clocks, by the profile [s].")
-    default_energy_j: float | None = Field(None, description="Energy at default clocks, by the profile [J].")
+    default_time_s: float | None = Field(None, description="Iteration time at default clocks [s].")
+    default_energy_j: float | None = Field(None, description="Energy at default clocks [J].")
+    default_measured: bool = Field(False, description="Whether this job measured these; otherwise by the profile.")
     drift: float | None = Field(None, description="How far instructions are from the profile, when last looked at.")
     clock_changes: int = Field(0, description="Clock changes of all GPUs.")
     clock_skips: int = Field(0, description="Clock changes left out.")
@@ -54,7 +56,7 @@ class IterationRecord(_Record):
 
     @property
     def saved(self) -> float | None:
-        """Energy saved against default clocks by the profile, as a fraction of it."""
+        """Energy saved against default clocks, as a fraction of theirs."""
         if self.energy_j is None or not self.default_energy_j:
             return None
         return 1 - self.energy_j / self.default_energy_j
@@ -84,6 +86,7 @@ class Started(Event):
     frontier: str | None = None
     job: str | None = Field(None, description="A fingerprint of the job, which tells it from others.")
     policy: dict[str, Any] | None = None
+    engines: list[str] | None = Field(None, description="Models of the process's engines; the first one trains.")
 
 
 class ProfileWritten(Event):
@@ -117,6 +120,19 @@ class PlanChosen(Event):
     paused: bool = False
 
 
+class PlanJudged(Event):
+    """Iterations under a plan were compared with iterations at default clocks, both measured in this job."""
+
+    event: Literal["proof"] = "proof"
+    plan: int | None = None
+    wins: bool = False
+    slowdown: float = Field(0.0, description="As a fraction of the time at default clocks.")
+    slowdown_error: float = Field(0.0, description="Its standard error.")
+    promised_slowdown: float = Field(0.0, description="By the profile.")
+    saved: float = Field(0.0, description="As a fraction of the energy at default clocks.")
+    saved_error: float = Field(0.0, description="Its standard error.")
+
+
 class PolicyChanged(Event):
     """Another policy is followed, or what it asks for cannot be had."""
 
@@ -134,11 +150,11 @@ class Drifted(Event):
 
 
 class ClockRefused(Event):
-    """A GPU does not reach a clock that its driver has accepted."""
+    """A GPU does not reach a clock that its driver has accepted, or, at default clocks, its highest clock."""
 
     event: Literal["refused"] = "refused"
     rank: int = 0
-    clock_mhz: int | None = None
+    clock_mhz: int | None = Field(None, description="As asked for; None for default clocks.")
     reached_mhz: int | None = None
     reasons: tuple[str, ...] = ()
 
@@ -163,7 +179,8 @@ class Ended(Event):
     clock_skips: int = 0
     planned: int = Field(0, description="Iterations under plans.")
     planned_j: float = Field(0.0, description="Their energy [J].")
-    default_j: float = Field(0.0, description="What they take at default clocks, by the profile [J].")
+    default_j: float = Field(0.0, description="What they take at default clocks [J].")
+    default_measured: bool = Field(False, description="Whether this job measured that; otherwise by the profile.")
 
     @property
     def saved(self) -> float | None:
@@ -192,6 +209,8 @@ def from_line(line: str) -> Record:
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
     if "event" in raw:
+        if raw["event"] == "start":
+            raw.setdefault("schema_version", 1)  # which had no such key
         return _KNOWN.get(str(raw["event"]), Event).model_validate(raw)
     return IterationRecord.model_validate(_with_default_energy(raw))
 

@@ -9,13 +9,14 @@ from pydantic import Field
 from perseus_ds.artifacts.validation import StrictModel
 from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Operation, Payload, Schedule, Transfer
+from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Operation, Other, Payload, Schedule, Transfer
 
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 _Transfer = tuple[Payload, Index, Index, Index]
 _Operation = (
     tuple[Literal["compute"], Index, Kind, Index]
     | tuple[Literal["load"], Index, Index]
+    | tuple[Literal["other"], str, Index, Index]
     | tuple[Literal["exchange"], tuple[_Transfer, ...], tuple[_Transfer, ...]]
 )
 
@@ -58,6 +59,8 @@ def _written(operation: Operation) -> _Operation:
             return ("compute", i.stage, i.kind, i.micro_batch)
         case Load(stage=stage, micro_batch=micro_batch):
             return ("load", stage, micro_batch)
+        case Other(command=command, stage=stage, number=number):
+            return ("other", command, stage, number)
         case Exchange(sends=sends, receives=receives):
             return ("exchange", _transfers(sends), _transfers(receives))
 
@@ -72,6 +75,8 @@ def _read(operation: _Operation) -> Operation:
             return Compute(Instruction(stage, kind, micro_batch))
         case ("load", stage, micro_batch):
             return Load(stage, micro_batch)
+        case ("other", command, stage, number):
+            return Other(command, stage, number)
         case ("exchange", sends, receives):
             return Exchange(tuple(Transfer(*t) for t in sends), tuple(Transfer(*t) for t in receives))
     raise AssertionError(f"unknown operation {operation!r}")

@@ -17,20 +17,33 @@ class MeasuredOperation(FileModel):
     """One operation of one rank. An exchange of several transfers is several operations with the same start and end.
 
     Attributes:
-        kind: An instruction's kind, ``load``, or what is transferred.
+        kind: An instruction's kind, ``load``, what is transferred, or ``other`` for a command that is not known.
         stage: Stage of an instruction or load; the sending stage of a transfer.
         start_s: Time since the start of the pipeline's first rank [s].
         end_s: Likewise. A transfer includes waiting for the other rank.
+        command: Class name of a command that is not known.
         target: The receiving stage of a transfer.
         clock_mhz: The plan's clock; None at default clocks and for operations without a clock.
     """
 
-    kind: Literal["forward", "backward", "recompute", "tail", "load", "activation", "grad"]
+    kind: Literal[
+        "forward",
+        "backward",
+        "backward_input",
+        "backward_weight",
+        "recompute",
+        "tail",
+        "load",
+        "other",
+        "activation",
+        "grad",
+    ]
     stage: int
     micro_batch: int
     start_s: float
     end_s: float
     target: int | None = None
+    command: str | None = None
     clock_mhz: int | None = None
 
 

@@ -11,6 +11,7 @@ COMMANDS = (
     "verify",
     "profile",
     "report",
+    "compare",
     "trace",
     "plot",
     "emulate",

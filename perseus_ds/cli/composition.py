@@ -72,18 +72,24 @@ def _assignments(command: str, known: dict[str, Argument], words: Sequence[str])
             found.append((known[match[1]], match[2], match[3]))
     given = {argument.name for argument, _, _ in found}
     free = [argument for argument in known.values() if argument.word and argument.name not in given]
+    words_of: dict[str, list[str]] = {}
     for argument, word in _place(loose, free):
         if argument is None:
             hint = did_you_mean(word.lstrip("-").partition("=")[0], known) or f'see "perseus-ds {command} --help".'
             problems.append(f"{word!r}: expected key=value; {hint}")
         else:
-            found.append((argument, "", quoted(word) if Path in argument.types else word))
+            words_of.setdefault(argument.name, []).append(quoted(word) if Path in argument.types else word)
     _raise_if_any(problems)
+    for name, values in words_of.items():
+        found.append((known[name], "", f"[{','.join(values)}]" if known[name].is_list else values[0]))
     return found
 
 
 def _place(words: list[str], free: list[Argument]) -> list[tuple[Argument | None, str]]:
-    """Return the argument that each word without ``key=`` is for: the one it is a choice of, else the next one."""
+    """Return the argument that each word without ``key=`` is for: the one it is a choice of, else the next one.
+
+    A list takes all that are left.
+    """
     places: dict[int, Argument] = {}
     for number, word in enumerate(words):
         chosen = next((argument for argument in free if word in argument.choices), None)
@@ -92,7 +98,7 @@ def _place(words: list[str], free: list[Argument]) -> list[tuple[Argument | None
             free.remove(chosen)
     for number, word in enumerate(words):
         if number not in places and free and not word.startswith("-"):
-            places[number] = free.pop(0)
+            places[number] = free[0] if free[0].is_list else free.pop(0)
     return [(places.get(number), word) for number, word in enumerate(words)]
 
 

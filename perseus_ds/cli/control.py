@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -56,8 +57,19 @@ def run(arguments: Arguments) -> int:
     order = {"command": arguments.command.name, **{key: getattr(arguments, key) for key in keys}}
     parse_order(order)
     answer = send_order(arguments.run, order)
-    for key, value in answer.get("status", {}).items():
-        print(f"{key:22} {value}")
+    for line in _lines(answer.get("status", {})):
+        print(line)
     if "done" in answer:
         print(answer["done"])
     return 0
+
+
+def _lines(status: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each fact; those about the last and the next iteration below a heading."""
+    for key, value in status.items():
+        if not isinstance(value, dict):
+            yield f"{key:22} {value}"
+    for key, facts in status.items():
+        if isinstance(facts, dict) and facts:
+            yield f"{key}:"
+            yield from (f"  {line}" for line in _lines(facts))

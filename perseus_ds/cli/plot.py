@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from perseus_ds.cli.arguments import argument
-from perseus_ds.errors import PlanError
+from perseus_ds.errors import ConfigError, PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,16 @@ def run(arguments: Arguments) -> int:
     plan = frontier.within(arguments.max_slowdown)
     pipelines = (profile.info.data_parallel or 1) * (profile.info.tensor_parallel or 1)
     measured = measured_points([read_history(path) for path in arguments.runs], pipelines=pipelines)
+    if arguments.runs and not measured:
+        raise ConfigError("runs: no iterations at default clocks or under a plan in any. Train for some steps more.")
     dag = Dag.build(schedule)
     with naming(arguments.profile or folder):
         before, after = timeline(dag, profile, frontier.baseline), timeline(dag, profile, plan)
     out = arguments.out or folder
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be a folder ({error.strerror}). Give another one, out=….") from None
     frontier_picture(frontier, out / "frontier.png", in_use=plan, measured=measured)
     timeline_picture(before, after, provenance, out / "timeline.png")
     print(f"Written: {out / 'frontier.png'} and timeline.png")

@@ -11,7 +11,7 @@ from perseus_ds.cli.run_arguments import RunArguments
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(RunArguments):
-    """Write one HTML file about a run: its frontier, timelines and savings (report.html)."""
+    """Show what a run saved, and write one HTML file about it: frontier, timelines, savings (report.html)."""
 
     examples: ClassVar = ("perseus-ds report perseus", "perseus-ds report perseus price_per_kwh=0.25 currency=EUR")
 
@@ -22,18 +22,33 @@ class Arguments(RunArguments):
     )
     price_per_kwh: float = argument("price of electricity; the default is an example", 0.10, at_least=0)
     currency: str = argument("currency of the price", "USD")
+    pue: float = argument(
+        "energy of the data centre per energy of its GPUs (PUE); 1 counts the GPUs alone", 1.0, at_least=1
+    )
+    tokens_per_sample: int | None = argument("sequence length, for the energy of a token", None, at_least=1)
 
 
 def run(arguments: Arguments) -> int:
     """Write the report."""
     from perseus_ds.cli.inputs import sources_for
-    from perseus_ds.report.page import write_page
+    from perseus_ds.report.jobs import jobs_of, main_job
+    from perseus_ds.report.page import report_page
+    from perseus_ds.report.rendering import write_output
     from perseus_ds.report.savings import Factors
+    from perseus_ds.report.tiles import as_text, tiles
 
     found = sources_for(arguments)
-    out = arguments.out or arguments.run / "report.html"
-    factors = Factors(arguments.carbon_g_per_kwh, arguments.price_per_kwh, arguments.currency)
-    write_page(found, factors, out)
+    factors = Factors(
+        carbon_g_per_kwh=arguments.carbon_g_per_kwh,
+        price_per_kwh=arguments.price_per_kwh,
+        currency=arguments.currency,
+        pue=arguments.pue,
+        tokens_per_sample=arguments.tokens_per_sample,
+    )
+    jobs = jobs_of(found)
+    shown = tiles(found, main_job(jobs), factors)
+    out = write_output(report_page(found, jobs, shown, factors), arguments.out, arguments.run, "report.html")
+    print(as_text(shown, simulated=found.simulated))
     for text in found.missing:
         print(f"Not in the report: {text}")
     print(f"Written: {out}")

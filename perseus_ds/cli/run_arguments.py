@@ -15,7 +15,9 @@ class RunArguments:
     run: Path = argument(
         "output_dir of a training run, or a folder of several with their profile and frontier", word=True
     )
-    out: Path | None = argument("file to write; by default in the folder of the run", None)
+    out: Path | None = argument(
+        "file to write, or an existing folder for it; by default in the folder of the run", None
+    )
     frontier: Path | None = argument(
         "frontier.json or its folder; by default in the folder of the run, or where the run says it took it from", None
     )

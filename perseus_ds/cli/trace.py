@@ -30,6 +30,7 @@ class Arguments(RunArguments):
 def run(arguments: Arguments) -> int:
     """Write the trace."""
     from perseus_ds.cli.inputs import sources_for
+    from perseus_ds.report.rendering import write_output
     from perseus_ds.report.trace import chrome_trace
 
     found = sources_for(arguments)
@@ -37,11 +38,10 @@ def run(arguments: Arguments) -> int:
     if not timelines:
         raise ConfigError(f"{arguments.run}: there is no timeline to write. {' '.join(found.missing)}")
     about = {"simulated": found.simulated, "written_by": "perseus-ds"}
-    out = arguments.out or arguments.run / "trace.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(chrome_trace(timelines, about)) + "\n", encoding="utf-8")
-    for text in found.missing:
-        print(f"Not in the trace: {text}")
+    text = json.dumps(chrome_trace(timelines, about, found.profile)) + "\n"
+    out = write_output(text, arguments.out, arguments.run, "trace.json")
+    for missing in found.missing:
+        print(f"Not in the trace: {missing}")
     print(f"Written: {out}, with {len(timelines)} timelines; open it at https://ui.perfetto.dev")
     return 0
 

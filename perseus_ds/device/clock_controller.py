@@ -59,8 +59,7 @@ class ClockController:
 
         Args:
             gpu: The GPU whose clock to control.
-            on_error: Called once, on the worker's thread, when the driver refuses; nothing is requested after. A driver
-                that is only busy (:class:`GpuBusyError`) is asked again for a minute first.
+            on_error: Called once, on the worker's thread, when the driver refuses, or is busy for a minute.
             on_refusal: Called there when the GPU does not reach a clock that the driver has accepted.
             on_start: Called there first: makes moments safe to query. (A thread that queries a CUDA event gets a
                 context on GPU 0, hundreds of MiB for every rank of the node, unless it has chosen its own GPU.)
@@ -135,6 +134,11 @@ class ClockController:
         It is read back for up to a second; an idle GPU may lower its clock, so let it work meanwhile.
         """
         return self._readback.has_settled
+
+    def watch_default_clocks(self) -> None:
+        """Report, like a clock that is not reached, a limit that keeps the GPU down at default clocks."""
+        self._readback.watch_default_clocks()
+        self._put(Flag(self._time))  # so that the worker looks when the next reading is due
 
     @property
     def latency_s(self) -> float:

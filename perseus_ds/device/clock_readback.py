@@ -22,6 +22,9 @@ _SETTLED_S = 0.05
 _AWAITED_S = 1.0
 """How long to read a clock that somebody waits for; some GPUs need half a second, and an idle one needs work."""
 _PERIOD_S = 0.5
+_DEFAULT_READINGS = 120
+# These say that nobody asks for more, not that the GPU cannot.
+_NO_LIMITS = frozenset({"idle", "applications_clocks_setting", "display_clocks_setting", "sync_boost"})
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,12 @@ class Refusal:
     """A clock that was requested and that the GPU does not reach.
 
     Attributes:
-        clock_mhz: As requested.
+        clock_mhz: As requested; None for default clocks.
         reached_mhz: As read back.
         reasons: Why, where the driver reports it, such as ``sw_power_cap``.
     """
 
-    clock_mhz: int
+    clock_mhz: int | None
     reached_mhz: int
     reasons: tuple[str, ...]
 
@@ -68,6 +71,11 @@ class ClockReadback:
         self._is_settling = False
         self._is_awaited = False
         self._read_s: float | None = None
+        self._default_readings = 0
+
+    def watch_default_clocks(self) -> None:
+        """Look for a minute of default clocks whether a limit keeps the busy GPU below its highest clock."""
+        self._default_readings = _DEFAULT_READINGS
 
     @property
     def has_settled(self) -> bool:
@@ -91,10 +99,10 @@ class ClockReadback:
         self._update_latency()
 
     def due_in_s(self) -> float | None:
-        """Return how long until :meth:`read` is due [s]; None as long as the clock is the default."""
-        if self._clock_mhz is None:
-            return None
+        """Return how long until :meth:`read` is due [s]; None for never, until something changes."""
         now_s = self._time.now_s()
+        if self._clock_mhz is None:
+            return max(0.0, (self._read_s or 0.0) + _PERIOD_S - now_s) if self._default_readings else None
         if self._is_settling:
             return max(0.0, (self._read_s or 0.0) + _SETTLE_POLL_S - now_s)
         return max(self._called_s + _SETTLED_S, (self._read_s or 0.0) + _PERIOD_S, now_s) - now_s
@@ -103,6 +111,7 @@ class ClockReadback:
         """Read the clock back."""
         requested_mhz = self._clock_mhz
         if requested_mhz is None:
+            self._read_default_clocks()
             return
         try:
             reached_mhz = self._gpu.clock_mhz()
@@ -122,6 +131,19 @@ class ClockReadback:
             self._refuse(requested_mhz, reached_mhz)
         if is_over:
             self._is_settling = False
+
+    def _read_default_clocks(self) -> None:
+        self._read_s = self._time.now_s()
+        self._default_readings -= 1
+        try:
+            reached_mhz, reasons = self._gpu.clock_mhz(), self._gpu.throttle_reasons()
+        except GpuError:
+            self._default_readings = 0
+            return
+        limits = tuple(reason for reason in reasons if reason not in _NO_LIMITS)
+        if limits:
+            self._default_readings = 0
+            self._on_refusal(Refusal(None, reached_mhz, limits))
 
     def _refuse(self, requested_mhz: int, reached_mhz: int) -> None:
         if requested_mhz in self._refused:

@@ -6,7 +6,7 @@ is over) and on a simulated GPU (the host's clock; each instruction takes as lon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
@@ -191,7 +191,11 @@ class SimulatedExecution(HostExecution):
     """Instructions that are computed for real and end when the simulated GPU has done the same work.
 
     How much work an instruction is, relative to the others, follows from the floating-point
-    operations its kernels did the first time it ran. Until :meth:`calibrate`, nothing is stretched.
+    operations of its kernels the first time it ran on inputs of the same shapes. Until :meth:`calibrate`,
+    nothing is stretched.
+
+    Attributes:
+        input_shapes: Shapes of the inputs of the next pass, where whoever runs passes knows them.
 
     Args:
         gpu: The simulated GPU.
@@ -209,7 +213,8 @@ class SimulatedExecution(HostExecution):
         self._tail_s = tail_s
         self._tail_done = False
         self._seconds_per_flop: float | None = None
-        self._flops: dict[tuple[int, Kind], int] = {}
+        self.input_shapes: Hashable = None
+        self._flops: dict[Hashable, int] = {}
         self._counter: _FlopCounter | None = None
 
     @property
@@ -228,7 +233,7 @@ class SimulatedExecution(HostExecution):
     def begin(self, operation: Operation) -> Moment:
         if _is_pass(operation):
             self._gpu.begin_work()
-            if _key(operation) not in self._flops:
+            if self._key(operation) not in self._flops:
                 self._counter = _FlopCounter()
                 self._counter.__enter__()  # type: ignore[no-untyped-call]
         return super().begin(operation)
@@ -237,12 +242,15 @@ class SimulatedExecution(HostExecution):
         if _is_pass(operation):
             if self._counter is not None:
                 self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                self._flops[_key(operation)] = self._counter.flops
+                self._flops[self._key(operation)] = self._counter.flops
                 self._counter = None
-            self._gpu.finish_work(self._flops[_key(operation)] * (self._seconds_per_flop or 0.0))
+            self._gpu.finish_work(self._flops[self._key(operation)] * (self._seconds_per_flop or 0.0))
         elif self._seconds_per_flop is not None:
             self._stretch_rest(operation)
         return super().end(operation)
+
+    def _key(self, operation: Compute) -> Hashable:
+        return operation.instruction.stage, operation.instruction.kind, self.input_shapes
 
     def _stretch_rest(self, operation: Operation) -> None:
         if isinstance(operation, Exchange):
@@ -258,15 +266,18 @@ def _is_pass(operation: Operation) -> TypeGuard[Compute]:
     return isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL
 
 
-def _key(operation: Compute) -> tuple[int, Kind]:
-    return operation.instruction.stage, operation.instruction.kind
-
-
 class _FlopCounter(TorchDispatchMode):
     """Counts the floating-point operations of kernels without changing which kernels run.
 
-    (PyTorch's own ``FlopCounterMode`` decomposes composite operators, which could change results.)
+    PyTorch's own ``FlopCounterMode`` decomposes composite operators, which could change results. Code under
+    ``torch.compile`` compiles as without a counter; its kernels are counted where they are matrix products of their
+    own.
     """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether ``torch.compile`` compiles in spite of this mode; if not, functions called in it never are."""
+        return True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -274,7 +285,7 @@ class _FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
+        count = flop_registry.get(getattr(func, "_overloadpacket", None))
         if count is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=out)
         return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 
 from perseus_ds.config import PerseusConfig
-from perseus_ds.engine.engine_job import commands_of, make_runtime
-from perseus_ds.engine.replay import Replay
+from perseus_ds.device.timers import Execution, SimulatedExecution
+from perseus_ds.engine.engine_job import commands_of, make_runtime, model_name
+from perseus_ds.engine.replay import Replay, tensors_of
 from perseus_ds.engine.watched_schedule import watched
+from perseus_ds.pipeline.commands import CommandReader, is_batched
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import CommandReader, is_batched
+from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.runtime.runtime import PerseusRuntime
 
@@ -43,13 +46,16 @@ class Attachment:
         self.runtime: PerseusRuntime | None = None
         self._engine = engine
         self._config = config
-        self._model = type(engine.module).__name__
+        self._model = model_name(engine)
         self._waiting: list[Callable[[PerseusRuntime], None]] = []
         self._restored: dict[str, Any] = {}
         self._replay = Replay(engine, self._execute_again)
         self._trained: object = None
         self._schedules = 0
         self._batched = False
+        # Of the forwards of an iteration, whatever their order.
+        self._shapes = 0
+        self._timers: Execution | None = None
         self._batch: ExitStack | None = None
         self._in_iteration = False
         self._closed = False
@@ -131,7 +137,8 @@ class Attachment:
             samples = self._engine.global_samples + self._engine.train_batch_size()
             stack.callback(self._end_iteration)
             self._in_iteration = True
-            stack.enter_context(runtime.iteration(samples=samples))
+            self._shapes = 0
+            stack.enter_context(runtime.iteration(samples, lambda: float(self._shapes)))
             reader = CommandReader(self._engine.stage_id, self._engine.num_stages, self._batched)
             own.enter_context(watched(pipe_schedule, lambda command: self._surround(runtime, reader, command)))
             yield
@@ -152,10 +159,25 @@ class Attachment:
         if not operations:
             yield
             return
+        if isinstance(operations[0], Compute):
+            self._note_shapes(operations[0].instruction.kind, command.kwargs)
         if runtime.next.keeps_passes:
             self._replay.record(operations[0], command.kwargs)
         with runtime.operation(operations[0]):
             yield
+
+    def _note_shapes(self, kind: Kind, arguments: Mapping[str, Any]) -> None:
+        """Take in the shapes of the inputs of an instruction, for the report of the iteration and simulated GPUs."""
+        if isinstance(self._timers, SimulatedExecution):
+            self._timers.input_shapes = self._input_shapes(arguments)
+        if kind is Kind.FORWARD:
+            self._shapes += zlib.crc32(repr(self._input_shapes(arguments)).encode())
+
+    def _input_shapes(self, arguments: Mapping[str, Any]) -> tuple[torch.Size, ...]:
+        """Return the shapes of the inputs that a command works on; none where it has no buffer."""
+        buffers, slot = self._engine.pipe_buffers["inputs"], arguments.get("buffer_id")
+        inputs = buffers[slot] if slot is not None and slot < len(buffers) else None
+        return tuple(tensor.shape for tensor in tensors_of(inputs))
 
     def _execute_again(self, kind: Kind, arguments: dict[str, Any]) -> None:
         """Run a pass again by the function that the engine runs it by now."""
@@ -183,8 +205,12 @@ class Attachment:
         self._trained = schedule
         return self.runtime
 
+    def _others(self) -> list[Attachment]:
+        """Return the other engines of this process that have Perseus."""
+        return [other for other in _ATTACHMENTS if other is not self and not other._closed]
+
     def _another_trains(self) -> bool:
-        others = [other for other in _ATTACHMENTS if other is not self and other.runtime and not other._closed]
+        others = [other for other in self._others() if other.runtime is not None]
         if others:
             self._closed = True
             if self._engine.global_rank == 0:
@@ -196,7 +222,9 @@ class Attachment:
         return bool(others)
 
     def _start(self, pipe_schedule: Any) -> None:
-        runtime = make_runtime(self._engine, self._config, pipe_schedule, self._replay)
+        runtime, self._timers = make_runtime(
+            self._engine, self._config, pipe_schedule, self._replay, [other._model for other in self._others()]
+        )
         self.runtime = runtime
         waiting, self._waiting = self._waiting, []
         for action in waiting:

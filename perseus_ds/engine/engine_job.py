@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib.metadata
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,16 +14,22 @@ import torch
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
 from perseus_ds.config import PerseusConfig
 from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator, PipelineTopology
 from perseus_ds.engine.replay import Replay
 from perseus_ds.errors import PerseusError
-from perseus_ds.pipeline.schedule import Operation, Schedule, read_stream
+from perseus_ds.pipeline.commands import read_stream
+from perseus_ds.pipeline.schedule import Operation, Other, Schedule
 from perseus_ds.runtime.devices import execution_on, open_gpu
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
 
+logger = logging.getLogger("perseus_ds")
 
-def make_runtime(engine: Any, config: PerseusConfig, pipe_schedule: Any, replay: Replay) -> PerseusRuntime:
+
+def make_runtime(
+    engine: Any, config: PerseusConfig, pipe_schedule: Any, replay: Replay, others: Sequence[str]
+) -> tuple[PerseusRuntime, Execution]:
     """Make the runtime of an engine that is about to train; every rank must do so at once.
 
     Args:
@@ -29,6 +37,10 @@ def make_runtime(engine: Any, config: PerseusConfig, pipe_schedule: Any, replay:
         config: The ``perseus`` block.
         pipe_schedule: The schedule of this rank that the engine is about to execute.
         replay: Repeats this rank's passes.
+        others: Models of the other engines of this process.
+
+    Returns:
+        The runtime, and what times its operations.
 
     Raises:
         PerseusError: On all ranks, what went wrong on one.
@@ -40,16 +52,18 @@ def make_runtime(engine: Any, config: PerseusConfig, pipe_schedule: Any, replay:
         lambda: opened.append(open_gpu(config, engine.device, rank=engine.global_rank, local_rank=engine.local_rank))
     )
     gpu = opened[0]
-    return PerseusRuntime(
-        Job(config, schedule, _info(engine, gpu, schedule), _fingerprint(engine)),
+    timers = execution_on(gpu, engine.device, config)
+    runtime = PerseusRuntime(
+        Job(config, schedule, _info(engine, gpu, schedule), _fingerprint(engine), (model_name(engine), *others)),
         communicator=communicator,
         gpu=gpu,
-        timers=execution_on(gpu, engine.device, config),
+        timers=timers,
         device=torch.device(engine.device),
         passes=replay,
         monitor=engine.monitor,
         steps_per_print=engine.steps_per_print(),
     )
+    return runtime, timers
 
 
 def commands_of(pipe_schedule: Any) -> list[Any]:
@@ -73,8 +87,26 @@ def _schedule_of_all_ranks(communicator: Communicator, engine: Any, pipe_schedul
 
     communicator.together(read)
     streams = communicator.all_gather(stream[0])
+    if communicator.is_first:
+        _name_unknown_commands(streams)
     pipeline = tuple(streams[rank] for rank in communicator.topology.pipeline)
     return Schedule(schedule_name(pipe_schedule), engine.micro_batches, pipeline)
+
+
+def _name_unknown_commands(streams: Sequence[Sequence[Operation]]) -> None:
+    unknown = sorted({operation.command for stream in streams for operation in stream if isinstance(operation, Other)})
+    if unknown:
+        logger.warning(
+            "perseus: the schedule has commands that perseus-ds does not know: %s. They run as they are, at the clock "
+            'of their neighbours. perseus_ds.register_command("%s", kind="…") says what one of them does.',
+            ", ".join(unknown),
+            unknown[0],
+        )
+
+
+def model_name(engine: Any) -> str:
+    """Return the class of an engine's model."""
+    return type(engine.module).__name__
 
 
 def schedule_name(pipe_schedule: Any) -> str:
@@ -117,6 +149,6 @@ def _info(engine: Any, gpu: Gpu, schedule: Schedule) -> ProfileInfo:
         tensor_parallel=engine.grid.slice_parallel_size,
         micro_batches=engine.micro_batches,
         micro_batch_size=engine.micro_batch_size,
-        model=type(engine.module).__name__,
+        model=model_name(engine),
         versions=versions,
     )

@@ -102,8 +102,8 @@ def _attach(engine: Any, settings: PerseusConfig) -> None:
         return
     if not isinstance(engine, PipelineEngine):
         raise ConfigError(
-            f"perseus: the engine is a {type(engine).__name__}, expected a deepspeed.PipelineEngine: Perseus plans "
-            "the clocks of pipeline stages. Write the model as a deepspeed.pipe.PipelineModule, or set "
+            f"perseus: the model is a {type(engine.module).__name__}, expected a deepspeed.pipe.PipelineModule: "
+            "Perseus plans the clocks of pipeline stages. Write the model as a PipelineModule, or set "
             '"perseus": {"enabled": false}.'
         )
     check_engine(engine)

@@ -122,7 +122,7 @@ class Replay:
         for (key, slot), value in tape.received.items():
             buffers[key][slot] = value
         for slot, grads in tape.input_grads.items():
-            for tensor, grad in zip(_tensors(buffers["inputs"][slot]), grads, strict=False):
+            for tensor, grad in zip(tensors_of(buffers["inputs"][slot]), grads, strict=False):
                 tensor.grad = grad
         self._execute(kind, tape.backward_arguments)
 
@@ -141,14 +141,15 @@ def _foreign_hook(module: torch.nn.Module) -> str:
     return ""
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a slot of ``pipe_buffers``: a tensor, a tuple of values, or nothing."""
     if value is None:
         return []
     return [value] if torch.is_tensor(value) else [item for item in value if torch.is_tensor(item)]
 
 
 def _grads(value: Any) -> list[torch.Tensor | None]:
-    return [None if t.grad is None else t.grad.detach().clone() for t in _tensors(value)]
+    return [None if t.grad is None else t.grad.detach().clone() for t in tensors_of(value)]
 
 
 def _copy(value: Any) -> Any:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.instruction import Instruction
-from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Operation, Payload, Schedule, Transfer
+from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Operation, Other, Payload, Schedule, Transfer
 
 Seconds = npt.NDArray[np.float64]
 
@@ -31,6 +31,7 @@ class FixedDurations:
     Attributes:
         load_s: By stage.
         transfer_s: By (payload, sending stage, receiving stage).
+        other_s: Commands that perseus-ds does not know, by (class name, stage).
         tail_s: Gradient reduction and optimizer step, by stage; unused for stages whose tail is
             profiled over clocks.
     """
@@ -38,6 +39,7 @@ class FixedDurations:
     load_s: dict[int, float] = field(default_factory=dict)
     transfer_s: dict[tuple[Payload, int, int], float] = field(default_factory=dict)
     tail_s: dict[int, float] = field(default_factory=dict)
+    other_s: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Node:
         position: For compute nodes, the index in the rank's compute instructions, else -1.
     """
 
-    work: Instruction | Load | Transfer
+    work: Instruction | Load | Other | Transfer
     ranks: tuple[int, ...]
     position: int = -1
 
@@ -95,6 +97,8 @@ class Dag:
             match node.work:
                 case Load(stage=stage):
                     result[index] = fixed.load_s.get(stage, 0.0)
+                case Other(command=command, stage=stage):
+                    result[index] = fixed.other_s.get((command, stage), 0.0)
                 case Transfer(payload=payload, source=source, target=target):
                     result[index] = fixed.transfer_s.get((payload, source, target), 0.0)
                 case Instruction(stage=stage) if node.work.kind.value == "tail":

@@ -11,6 +11,10 @@ class Kind(str, enum.Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    """The part of a split backward that computes gradients of activations; the previous stage waits for them."""
+    BACKWARD_WEIGHT = "backward_weight"
+    """The part of a split backward that computes gradients of weights; no stage waits for them."""
     RECOMPUTE = "recompute"
     """A forward run again before its backward (activation checkpointing as a separate instruction)."""
     TAIL = "tail"

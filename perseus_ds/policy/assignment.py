@@ -24,12 +24,14 @@ class Forecast:
         energy_j: Energy of all GPUs [J].
         default_time_s: Iteration time at default clocks [s].
         default_energy_j: Energy of all GPUs at default clocks [J].
+        default_measured: Whether time and energy at default clocks were measured in this job.
     """
 
     time_s: float
     energy_j: float
     default_time_s: float
     default_energy_j: float
+    default_measured: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from perseus_ds.artifacts.plan import ClockTimes
 from perseus_ds.device.timers import Span
-from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 
 _TIMES_IN_A_ROW = 2
@@ -29,6 +31,31 @@ def drift_of_rank(spans: Iterable[Span], clocks_mhz: Mapping[Instruction, int], 
             if expected_s is not None:
                 ratios.append(span.time_s / expected_s)
     return abs(statistics.median(ratios) - 1) if ratios else 0.0
+
+
+def paces_of_rank(
+    spans: Iterable[Span], clocks_mhz: Mapping[Instruction, int], expected: ClockTimes
+) -> tuple[float, float]:
+    """Return how long forwards and backwards take, divided by what the profile says: of the fastest and slowest kind.
+
+    Args:
+        spans: One iteration.
+        clocks_mhz: Clock of each instruction; without one an instruction is left out.
+        expected: The times that the profile says.
+
+    Returns:
+        The lowest and the highest of the kinds' medians; NaN where no instruction has a clock.
+    """
+    ratios: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for span in spans:
+        if isinstance(span.operation, Compute) and span.operation.instruction.kind is not Kind.TAIL:
+            instruction = span.operation.instruction
+            key = instruction.stage, instruction.kind
+            expected_s = expected.get((*key, clocks_mhz.get(instruction, 0)))
+            if expected_s is not None:
+                ratios[key].append(span.time_s / expected_s)
+    medians = [statistics.median(values) for values in ratios.values()]
+    return (min(medians), max(medians)) if medians else (math.nan, math.nan)
 
 
 class DriftWatch:

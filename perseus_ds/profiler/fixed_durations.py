@@ -6,10 +6,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from perseus_ds.artifacts.profile import TransferDuration
+from perseus_ds.artifacts.profile_metadata import OtherDuration, TransferDuration
 from perseus_ds.device.timers import Span
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Transfer
+from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Other, Transfer
 
 Iterations = Sequence[Sequence[Span]]
 """Spans of one rank, by iteration."""
@@ -52,6 +52,18 @@ def load_durations_s(ranks: Sequence[Iterations]) -> dict[int, float]:
         if isinstance(span.operation, Load):
             found[span.operation.stage].append(span.time_s)
     return {stage: statistics.median(times_s) for stage, times_s in sorted(found.items())}
+
+
+def other_durations(ranks: Sequence[Iterations]) -> list[OtherDuration]:
+    """Return the median duration of each command that perseus-ds does not know, by stage."""
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for span in _spans(ranks):
+        if isinstance(span.operation, Other):
+            found[span.operation.command, span.operation.stage].append(span.time_s)
+    return [
+        OtherDuration(command=command, stage=stage, time_s=statistics.median(times_s))
+        for (command, stage), times_s in sorted(found.items())
+    ]
 
 
 def transfer_durations(ranks: Sequence[Iterations]) -> list[TransferDuration]:

@@ -35,8 +35,8 @@ _POWER_VARIATION = 0.02
 # Prior knowledge of power, as relative standard deviations: of waiting from blocking power; of the kinds from each
 # other, common to all clocks; and of a kind at one clock from its ratio common to all clocks.
 _WAITING_SPREAD = 0.1
-_KIND_SPREAD = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.1, Kind.RECOMPUTE: 0.1, Kind.TAIL: 0.5}
-_KIND_SPREAD_AT_A_CLOCK = {Kind.FORWARD: 0.02, Kind.BACKWARD: 0.02, Kind.RECOMPUTE: 0.02, Kind.TAIL: 0.2}
+_KIND_SPREAD = {kind: 0.5 if kind is Kind.TAIL else 0.1 for kind in Kind}
+_KIND_SPREAD_AT_A_CLOCK = {kind: 0.2 if kind is Kind.TAIL else 0.02 for kind in Kind}
 
 
 @dataclass(frozen=True)
@@ -75,19 +75,22 @@ class OnlineProfiler:
         self._blocking_power_w = blocking_power_w
         self._keys: list[Key] = []
         self._times_s: dict[tuple[int, Key], list[float]] = defaultdict(list)
-        # By clock, and for each iteration: spans, and moment and value of the counter's refreshes.
+        # By clock, and for each call of add: spans, and moment and value of the counter's refreshes.
         self._seen: dict[int, list[tuple[list[tuple[Span, Key]], Floats, Floats]]] = defaultdict(list)
 
-    def add(self, clock_mhz: int, spans: Sequence[Span], readings: Sequence[tuple[float, float]]) -> None:
-        """Add an iteration that ran at one clock.
+    def add(
+        self, clock_mhz: int, iterations: Sequence[Sequence[Span]], readings: Sequence[tuple[float, float]]
+    ) -> None:
+        """Add iterations that ran at one clock, one right after the other.
 
         Args:
             clock_mhz: The clock.
-            spans: The operations of the iteration, on the same time axis as the readings.
-            readings: Moment [s] and value [J] of the energy counter whenever it was refreshed.
+            iterations: The operations of each, on the same time axis as the readings.
+            readings: Moment [s] and value [J] of the energy counter whenever it was refreshed meanwhile.
         """
         computed = [
             (span, (span.operation.instruction.stage, span.operation.instruction.kind))
+            for spans in iterations
             for span in spans
             if isinstance(span.operation, Compute)
         ]
@@ -95,8 +98,9 @@ class OnlineProfiler:
         for span, key in computed:
             if key[1] is not Kind.TAIL:
                 self._times_s[clock_mhz, key].append(span.time_s)
-        for stage, time_s in tails_s(spans).items():
-            self._times_s[clock_mhz, (stage, Kind.TAIL)].append(time_s)
+        for spans in iterations:
+            for stage, time_s in tails_s(spans).items():
+                self._times_s[clock_mhz, (stage, Kind.TAIL)].append(time_s)
         if len(readings) >= 2:
             moments, energy_j = np.array(readings).T
             self._seen[clock_mhz].append((computed, moments, energy_j))

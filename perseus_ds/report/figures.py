@@ -1,4 +1,7 @@
-"""The report's figures, drawn by plotly."""
+"""The page's charts as plotly.js reads them: dictionaries with ``data`` and ``layout``.
+
+Colours are CSS variables, which the page's script replaces, as they differ between light and dark.
+"""
 
 from __future__ import annotations
 
@@ -7,215 +10,235 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
-
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.artifacts.run_records import IterationRecord
 from perseus_ds.report.history import History
-from perseus_ds.report.measured import MeasuredPoint
+from perseus_ds.report.palette import variable
 from perseus_ds.report.savings import Reference
+from perseus_ds.report.series import QUANTITIES, Series, curve_values, profile_curves
+from perseus_ds.report.trend import Trend
 
-# Okabe and Ito's colours, which colour-blind people can tell apart.
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#5F6B7A"
-STAGE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, "#E69F00", "#56B4E9", GREY, "#000000")
-KIND_DASHES = {Kind.FORWARD: "solid", Kind.BACKWARD: "dash", Kind.RECOMPUTE: "dashdot", Kind.TAIL: "dot"}
+Figure = dict[str, Any]
+
 _PHASES = {
-    "run": (BLUE, "circle"),
-    "observe": (ORANGE, "square"),
-    "warm-up": (ORANGE, "square-open"),
-    "profile": (GREEN, "cross"),
-    "plan": (PURPLE, "triangle-up-open"),
+    "run": ("blue", "circle"),
+    "observe": ("orange", "square"),
+    "default": ("orange", "diamond"),
+    "warm-up": ("orange", "square-open"),
+    "profile": ("green", "cross"),
+    "plan": ("purple", "triangle-up-open"),
 }
-_DRAWN_EVENTS = ("plan", "profile", "policy", "drift", "failure")
-_OTHER_PHASE = (GREY, "diamond-open")
-_GRID = "#E6E9ED"
+_OTHER_PHASE = ("soft", "diamond-open")
+_DRAWN_EVENTS = ("plan", "proof", "profile", "policy", "drift", "failure")
+_AT_THE_BOTTOM = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": False}
 _MOST_POINTS, _MOST_EVENTS = 1500, 200
 
 
-def frontier_figure(
-    frontier: Frontier, *, in_use: int, in_use_label: str, measured: Sequence[MeasuredPoint]
-) -> go.Figure:
+def frontier_figure(frontier: Frontier, series: Sequence[Series], in_use: int) -> Figure:
     """Draw energy over time of all plans, the bound, and what to compare them with; plans can be clicked."""
-    figure = _figure("iteration time [s]", "energy per iteration [J]")
-    plans, baseline = frontier.plans, frontier.baseline
-    times, energies = [plan.time_s for plan in plans], [plan.energy_j for plan in plans]
-    bounds = [plan.lower_bound_j for plan in plans]
-    if None not in bounds:
-        figure.add_scatter(
-            x=times, y=bounds, mode="lines", name="lower bound: no plan uses less",
-            line={"color": GREY, "dash": "dash"}, hovertemplate="bound at %{x:.4f} s: %{y:.1f} J<extra></extra>",
-        )  # fmt: skip
-    gaps = [f"{plan.gap:.2%}" if plan.gap is not None else "unknown" for plan in plans]
-    texts = [
-        f"<b>plan {number}</b><br>{plan.time_s:.4f} s ({plan.time_s / baseline.time_s - 1:+.2%})"
-        f"<br>{plan.energy_j:.1f} J ({plan.energy_j / baseline.energy_j - 1:+.2%})<br>above the bound: {gap}"
-        f"<br>clock changes: {plan.clock_changes}"
-        for number, (plan, gap) in enumerate(zip(plans, gaps, strict=True))
+    data = [_trace(one) for one in series]
+    plan = frontier.plans[in_use]
+    ring = {"symbol": "circle-open", "size": 22, "color": variable("ink"), "line": {"width": 2}}
+    data.append(
+        {"type": "scatter", "mode": "markers", "name": "plan shown below", "meta": "selected", "x": [plan.time_s],
+         "y": [plan.energy_j], "marker": ring, "hoverinfo": "skip"}
+    )  # fmt: skip
+    times = ((frontier.t_min_s, "T<sub>min</sub>"), (frontier.t_star_s, "T*"))
+    layout = _layout("iteration time [s]", "energy per iteration [J]")
+    layout["shapes"] = [_line(time_s, "soft", "dot") for time_s, _ in times]
+    layout["annotations"] = [
+        {"x": time_s, "xanchor": "right", "text": name, **_AT_THE_BOTTOM} for time_s, name in times
     ]
-    figure.add_scatter(
-        x=times, y=energies, mode="lines+markers", name=f"{len(plans)} plans: click one", meta="plans",
-        line={"color": BLUE, "width": 2}, marker={"size": 6}, text=texts, hovertemplate="%{text}<extra></extra>",
-    )  # fmt: skip
-    default = {"symbol": "square", "color": ORANGE}
-    _add_point(figure, (baseline.time_s, baseline.energy_j), "everything at the highest clock", default)
-    star = {"symbol": "star", "color": BLUE, "size": 17}
-    _add_point(figure, (times[in_use], energies[in_use]), in_use_label, star)
-    for point, symbol in zip(measured, itertools.cycle(("diamond", "x", "triangle-up", "pentagon")), strict=False):
-        name = f"measured: {point.label}, median of {point.iterations}"
-        _add_point(figure, (point.time_s, point.energy_j), name, {"symbol": symbol, "color": PURPLE})
-    figure.add_scatter(
-        x=[times[in_use]], y=[energies[in_use]], mode="markers", name="plan shown below", meta="selected",
-        marker={"symbol": "circle-open", "size": 22, "color": "black", "line": {"width": 2}}, hoverinfo="skip",
-    )  # fmt: skip
-    _add_times(figure, frontier)
-    return figure.update_layout(height=460, hovermode="closest")
+    return {"data": data, "layout": layout}
 
 
-def _add_times(figure: go.Figure, frontier: Frontier) -> None:
-    for time_s, name in ((frontier.t_min_s, "T<sub>min</sub>"), (frontier.t_star_s, "T*")):
-        figure.add_vline(time_s, line={"color": "#9AA3AE", "dash": "dot", "width": 1})
-        figure.add_annotation(
-            x=time_s, y=0, yref="paper", yanchor="bottom", xanchor="right", text=name, showarrow=False
-        )
+def profile_figures(profile: StageProfile) -> dict[str, Figure]:
+    """Draw time, energy and power over the clock."""
+    return {
+        quantity: {
+            "data": [_trace(one) for one in _profile_series(profile, quantity)],
+            "layout": _layout("SM clock [MHz]", f"{quantity} [{unit}]", showlegend=False, from_zero=True),
+        }
+        for quantity, unit in QUANTITIES.items()
+    }
 
 
-def history_figure(histories: Sequence[History], reference: Reference | None) -> go.Figure:
+def _profile_series(profile: StageProfile, quantity: str) -> list[Series]:
+    found = []
+    for curve in profile_curves(profile):
+        stage, kind = curve.stages[0], curve.kind
+        clocks = profile.options(stage, kind).clock_mhz.tolist()
+        values = [float(f"{value:.5g}") for value in curve_values(profile, stage, kind, quantity)]
+        texts = [
+            f"{curve.label} {kind}, {clock} MHz: {value:.4g} {QUANTITIES[quantity]}"
+            for clock, value in zip(clocks, values, strict=True)
+        ]
+        measured = _measured(profile, curve.stages, kind)
+        points = [(c, v) for c, v in zip(clocks, values, strict=True) if c in measured]
+        found.append(Series(curve.label, clocks, values, curve.colour, dash=curve.dash, texts=texts))
+        x, y = [clock for clock, _ in points], [value for _, value in points]
+        found.append(Series(curve.label, x, y, curve.colour, symbol=curve.symbol, size=5))
+    return found
+
+
+def _measured(profile: StageProfile, stages: Sequence[int], kind: object) -> set[int]:
+    """Return the clocks that were measured, not estimated from their neighbours."""
+    if not profile.info.rows:
+        return {m.clock_mhz for m in profile.measurements if m.stage in stages and m.kind is kind}
+    rows = profile.info.rows
+    return {row.clock_mhz for row in rows if row.stage in stages and row.kind is kind and row.samples > 0}
+
+
+def history_figure(histories: Sequence[History], reference: Reference | None) -> Figure:
     """Draw energy and time of every iteration of all jobs, one job after the other.
 
     Phases are told by colour and symbol, events by dotted lines, jobs by solid ones with their name.
     """
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.07)
+    starts = [0, *itertools.accumulate(len(history.steps) for history in histories)]
     iterations = [
-        (start + step.number, history.name, step)
-        for start, history in zip(_starts(histories), histories, strict=True)
+        (start + step.number, history.name, step.record)
+        for start, history in zip(starts, histories, strict=False)
         for step in history.steps
     ]
-    for phase in dict.fromkeys(step.record.phase for _, _, step in iterations):
-        shown = [(x, name, step) for x, name, step in iterations if step.record.phase == phase]
+    data = []
+    for phase in dict.fromkeys(record.phase for _, _, record in iterations):
+        shown = [item for item in iterations if item[2].phase == phase]
         every = math.ceil(len(shown) / _MOST_POINTS)
-        label, shown = phase if every == 1 else f"{phase}, one in {every}", shown[::every]
-        colour, symbol = _PHASES.get(phase, _OTHER_PHASE)
-        texts = [
-            f"{name}, iteration {step.record.iteration}, {phase}"
-            + ("" if step.record.plan is None else f", plan {step.record.plan}")
-            for _, name, step in shown
-        ]
-        for row, unit, values in (
-            (1, "J", [step.record.energy_j for _, _, step in shown]),
-            (2, "s", [step.record.time_s for _, _, step in shown]),
-        ):
-            figure.add_scatter(
-                x=[x for x, _, _ in shown], y=values, text=texts, mode="markers", name=label, legendgroup=phase,
-                showlegend=row == 1, marker={"color": colour, "symbol": symbol, "size": 6}, row=row, col=1,
-                hovertemplate=f"%{{text}}: %{{y:.4~g}} {unit}<extra></extra>",
-            )  # fmt: skip
+        data += _phase_traces(phase, every, shown[::every])
     if reference is not None:
-        _add_reference(figure, reference, len(iterations))
-    _add_events(figure, histories)
-    for title, row in (("energy [J]", 1), ("time [s]", 2)):
-        figure.update_yaxes(title_text=title, rangemode="tozero", gridcolor=_GRID, zeroline=False, row=row, col=1)
-    figure.update_xaxes(gridcolor=_GRID, zeroline=False, range=[0.4, len(iterations) + 0.6])
-    figure.update_xaxes(title_text="iteration", row=2, col=1)
-    return _styled(figure).update_layout(height=440)
+        data += _reference_traces(reference, len(iterations))
+    layout = _two_rows(("energy [J]", "time [s]"), "iteration", [0.4, len(iterations) + 0.6])
+    layout["shapes"], layout["annotations"] = _event_lines(histories, starts)
+    return {"data": data, "layout": layout}
 
 
-def _add_events(figure: go.Figure, histories: Sequence[History]) -> None:
-    lines = []
-    for start, history in zip(_starts(histories), histories, strict=True):
-        drawn = sorted({o.after for o in history.occurrences if o.event.event in _DRAWN_EVENTS})
-        dotted = {"color": "#9AA3AE", "width": 1, "dash": "dot"}
-        lines += [(start + after + 0.5, dotted) for after in drawn[:_MOST_EVENTS]]
-        if len(histories) > 1:
-            lines.append((start + 0.5, {"color": GREY, "width": 1}))
-            figure.add_annotation(
-                x=start + 0.5, xanchor="left", y=0, yref="paper", yanchor="bottom", text=history.name, showarrow=False
-            )
-    # All at once: one by one, plotly takes a second for every ten.
-    figure.update_layout(
-        shapes=[
-            {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": line} for x, line in lines
-        ]
-    )
+def _phase_traces(phase: str, every: int, shown: Sequence[tuple[int, str, IterationRecord]]) -> list[Figure]:
+    name = phase if every == 1 else f"{phase}, one in {every}"
+    colour, symbol = _PHASES.get(phase, _OTHER_PHASE)
+    texts = [
+        f"{run}, iteration {record.iteration}, {phase}" + ("" if record.plan is None else f", plan {record.plan}")
+        for _, run, record in shown
+    ]
+    common = {
+        "type": "scatter", "mode": "markers", "name": name, "legendgroup": phase, "text": texts,
+        "x": [x for x, _, _ in shown], "marker": {"color": variable(colour), "symbol": symbol, "size": 6},
+    }  # fmt: skip
+    energies = {"y": [r.energy_j for _, _, r in shown], "hovertemplate": "%{text}: %{y:.4~g} J<extra></extra>"}
+    times = {"y": [r.time_s for _, _, r in shown], "hovertemplate": "%{text}: %{y:.4~g} s<extra></extra>"}
+    return [common | energies, common | times | {"xaxis": "x2", "yaxis": "y2", "showlegend": False}]
 
 
-def _starts(histories: Sequence[History]) -> list[int]:
-    """Return how many iterations come before each job's first."""
-    return [0, *itertools.accumulate(len(history.steps) for history in histories)][: len(histories)]
-
-
-def _add_reference(figure: go.Figure, reference: Reference, iterations: int) -> None:
+def _reference_traces(reference: Reference, iterations: int) -> list[Figure]:
     name = "default clocks, " + ("measured" if reference.measured else "predicted")
-    for row, value in ((1, reference.energy_j), (2, reference.time_s)):
-        figure.add_scatter(
-            x=[0.5, iterations + 0.5], y=[value, value], mode="lines", name=name, legendgroup="reference",
-            showlegend=row == 1, line={"color": ORANGE, "dash": "dash", "width": 1.5}, hoverinfo="skip", row=row, col=1,
-        )  # fmt: skip
+    common = {
+        "type": "scatter", "mode": "lines", "name": name, "legendgroup": "reference", "x": [0.5, iterations + 0.5],
+        "line": {"color": variable("orange"), "dash": "dash", "width": 1.5}, "hoverinfo": "skip",
+    }  # fmt: skip
+    second = {"xaxis": "x2", "yaxis": "y2", "showlegend": False}
+    return [common | {"y": [reference.energy_j] * 2}, common | {"y": [reference.time_s] * 2} | second]
 
 
-def profile_figures(profile: StageProfile) -> dict[str, go.Figure]:
-    """Draw time, energy and power over clock, one curve for each stage and kind; of many stages a few."""
-    figures = {}
-    for what, unit in (("time", "s"), ("energy", "J"), ("power", "W")):
-        figure = _figure("SM clock [MHz]", f"{what} [{unit}]")
-        for stage, colour in zip(shown_stages(profile), STAGE_COLOURS, strict=False):
-            for kind in [kind for s, kind in profile.keys if s == stage]:
-                options = profile.options(stage, kind)
-                values = {
-                    "time": options.time_s,
-                    "energy": options.energy_j,
-                    "power": options.energy_j / options.time_s,
-                }[what]
-                measured = _measured(profile, stage, kind)
-                figure.add_scatter(
-                    x=options.clock_mhz.tolist(), y=[float(f"{v:.5g}") for v in values], mode="lines+markers",
-                    line={"color": colour, "dash": KIND_DASHES[kind], "width": 1.5},
-                    marker={"size": [5 if clock in measured else 0 for clock in options.clock_mhz.tolist()]},
-                    hovertemplate=f"stage {stage} {kind}, %{{x}} MHz: %{{y:.4~g}} {unit}<extra></extra>",
-                )  # fmt: skip
-        figures[what] = figure.update_layout(height=320, showlegend=False).update_yaxes(rangemode="tozero")
-    return figures
+def _event_lines(histories: Sequence[History], starts: Sequence[int]) -> tuple[list[Figure], list[Figure]]:
+    lines, names = [], []
+    for start, history in zip(starts, histories, strict=False):
+        drawn = sorted({found.after for found in history.occurrences if found.event.event in _DRAWN_EVENTS})
+        lines += [_line(start + after + 0.5, "soft", "dot") for after in drawn[:_MOST_EVENTS]]
+        if len(histories) > 1:
+            lines.append(_line(start + 0.5, "soft", "solid"))
+            names.append({"x": start + 0.5, "xanchor": "left", "text": history.name, **_AT_THE_BOTTOM})
+    return lines, names
 
 
-def shown_stages(profile: StageProfile) -> list[int]:
-    """Return the stages that have a colour: all, or evenly spread ones."""
-    stages = sorted({stage for stage, _ in profile.keys})
-    return [stages[round(i)] for i in np.linspace(0, len(stages) - 1, min(len(stages), len(STAGE_COLOURS)))]
+def trend_figure(trend: Trend) -> Figure:
+    """Draw how energy and time under plans compare with default clocks, over the job's life."""
+    data = []
+    for row, (name, values) in enumerate((("energy", trend.energy), ("time", trend.time))):
+        axes = {"xaxis": "x2", "yaxis": "y2"} if row else {}
+        series = Series(name, trend.x, [100 * value for value in values], "blue", "solid", "circle", texts=trend.texts)
+        data.append(_trace(series) | axes)
+    layout = _two_rows(("energy [%]", "time [%]"), trend.x_title, None)
+    layout["shapes"] = [
+        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": axis, "y0": 0, "y1": 0,
+         "line": {"color": variable("orange"), "dash": "dash", "width": 1.5}}
+        for axis in ("y", "y2")
+    ]  # fmt: skip
+    return {"data": data, "layout": layout | {"showlegend": False}}
 
 
-def _measured(profile: StageProfile, stage: int, kind: Kind) -> set[int]:
-    """Return the clocks that were measured, not estimated from their neighbours."""
-    quality = [row for row in profile.info.rows if (row.stage, row.kind) == (stage, kind)]
-    clocks = profile.options(stage, kind).clock_mhz.tolist()
-    return {row.clock_mhz for row in quality if row.samples > 0} if quality else set(clocks)
+def points_figure(series: Sequence[Series]) -> Figure:
+    """Draw energy over iteration time of some points."""
+    return {
+        "data": [_trace(one) for one in series],
+        "layout": _layout("iteration time [s]", "energy per iteration [J]"),
+    }
 
 
-def _add_point(figure: go.Figure, at: tuple[float, float], name: str, marker: dict[str, Any]) -> None:
-    figure.add_scatter(
-        x=[at[0]], y=[at[1]], mode="markers", name=name,
-        marker={"size": 11, "line": {"width": 1, "color": "black"}, **marker},
-        hovertemplate=f"{name}<br>%{{x:.4f}} s, %{{y:.1f}} J<extra></extra>",
-    )  # fmt: skip
+def _trace(series: Series) -> Figure:
+    colour = variable(series.colour)
+    modes = [name for name, used in (("lines", series.dash), ("markers", series.symbol)) if used]
+    trace: Figure = {
+        "type": "scatter", "mode": "+".join(modes), "name": series.name, "x": list(series.x), "y": list(series.y)
+    }  # fmt: skip
+    if series.dash:
+        trace["line"] = {"color": colour, "dash": series.dash, "width": 2}
+    if series.symbol:
+        edge = {"width": 1, "color": variable("ink")} if not series.dash and series.size > 6 else {"width": 0}
+        trace["marker"] = {"color": colour, "symbol": series.symbol, "size": series.size, "line": edge}
+    if series.texts:
+        trace |= {"text": list(series.texts), "hovertemplate": "%{text}<extra></extra>"}
+    else:
+        trace["hoverinfo"] = "skip"
+    return trace if series.role is None else trace | {"meta": series.role}
 
 
-def _figure(x_title: str, y_title: str) -> go.Figure:
-    figure = go.Figure()
-    figure.update_xaxes(title_text=x_title, gridcolor=_GRID, zeroline=False)
-    figure.update_yaxes(title_text=y_title, gridcolor=_GRID, zeroline=False)
-    return _styled(figure)
+def _line(x: float, colour: str, dash: str) -> Figure:
+    line = {"color": variable(colour), "dash": dash, "width": 1}
+    return {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": line}
 
 
-def _styled(figure: go.Figure) -> go.Figure:
-    legend: dict[str, Any] = {"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0, "xanchor": "left"}
-    figure.update_yaxes(automargin=True, title_standoff=8)
-    return figure.update_layout(
-        template="none",
-        font={"family": "system-ui, sans-serif", "size": 13, "color": "#1B2430"},
-        paper_bgcolor="white",
-        plot_bgcolor="white",
-        margin={"l": 64, "r": 16, "t": 24, "b": 48},
-        legend=legend,
-        dragmode=False,
-    )
+def _layout(x_title: str, y_title: str, *, showlegend: bool = True, from_zero: bool = False) -> Figure:
+    return {
+        **_common(),
+        "showlegend": showlegend,
+        "xaxis": _axis(x_title),
+        "yaxis": _axis(y_title) | ({"rangemode": "tozero"} if from_zero else {}),
+    }
+
+
+def _two_rows(y_titles: tuple[str, str], x_title: str, x_range: list[float] | None) -> Figure:
+    both = {"range": x_range} if x_range else {}
+    upper = _axis("") | both | {"anchor": "y", "showticklabels": False}
+    lower = _axis(x_title) | both | {"anchor": "y2", "matches": "x"}
+    return {
+        **_common(),
+        "xaxis": upper,
+        "xaxis2": lower,
+        "yaxis": _axis(y_titles[0]) | {"domain": [0.54, 1], "rangemode": "tozero", "anchor": "x"},
+        "yaxis2": _axis(y_titles[1]) | {"domain": [0, 0.46], "rangemode": "tozero", "anchor": "x2"},
+    }
+
+
+def _axis(title: str) -> Figure:
+    return {
+        "title": {"text": title, "standoff": 8},
+        "gridcolor": variable("grid"),
+        "zeroline": False,
+        "automargin": True,
+    }
+
+
+def _common() -> Figure:
+    surface, ink = variable("surface"), variable("ink")
+    legend = {"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0, "xanchor": "left"}
+    return {
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": ink},
+        "paper_bgcolor": surface,
+        "plot_bgcolor": surface,
+        "margin": {"l": 64, "r": 16, "t": 24, "b": 48},
+        "legend": legend,
+        "hoverlabel": {"bgcolor": surface, "bordercolor": variable("line"), "font": {"color": ink}},
+        "hovermode": "closest",
+        "dragmode": False,
+        "autosize": True,
+    }

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from perseus_ds.report.history import History, Step
 
 # The best first. In the warm-up, ranks wait for each other before the tail, which an ordinary iteration does not.
-_DEFAULT_CLOCKS = ("observe", "plan", "warm-up")
+_DEFAULT_CLOCKS = ("observe", "default", "plan", "warm-up")
 # Of a run with more plans, those that ran for longest are shown.
 _MOST_PLANS = 3
 
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """Medians over iterations of the same kind.
+    """A typical one of several iterations of the same kind.
 
     Attributes:
         label: Names the kind.
@@ -39,8 +39,8 @@ class MeasuredPoint:
 def at_default_clocks(histories: Sequence[History]) -> tuple[History, list[Step]] | None:
     """Return the iterations that show what the job takes at default clocks, and the run they are from.
 
-    All are of one phase and of one run. Those of ``observe`` mode come first, then those while a job plans, then its
-    warm-up. Iterations that something disturbed are left out.
+    All are of one phase and of one run. Those of ``observe`` mode come first, then those a job ran to compare its
+    plans with, then those while it planned, then its warm-up. Iterations that something disturbed are left out.
 
     Args:
         histories: Runs of one job, the preferred one first.
@@ -86,9 +86,19 @@ def measured_points(histories: Sequence[History], *, pipelines: int = 1) -> list
 
 
 def measured_point(label: str, plan: int | None, steps: Sequence[Step], pipelines: int = 1) -> MeasuredPoint | None:
-    """Return the medians of iterations; None where no energy could be read."""
-    energies_j = [step.record.energy_j for step in steps if step.record.energy_j is not None]
-    if not energies_j:
+    """Return what a typical one of some iterations takes; None where no energy could be read."""
+    typical = typical_iteration(steps)
+    return typical and MeasuredPoint(label, plan, typical[0], typical[1] / pipelines, len(steps))
+
+
+def typical_iteration(steps: Sequence[Step]) -> tuple[float, float] | None:
+    """Return time [s] and energy of the whole job [J] of a typical iteration; None where no energy could be read.
+
+    The time is the median, since single iterations may be held up. The energy is the mean power times that: a GPU's
+    counter is refreshed about every 100 ms, so that single short iterations read too much or nothing.
+    """
+    known = [(step.record.time_s, step.record.energy_j) for step in steps if step.record.energy_j is not None]
+    if not known:
         return None
-    time_s = statistics.median(step.record.time_s for step in steps)
-    return MeasuredPoint(label, plan, time_s, statistics.median(energies_j) / pipelines, len(steps))
+    time_s = statistics.median(time_s for time_s, _ in known)
+    return time_s, sum(energy_j for _, energy_j in known) / sum(time_s for time_s, _ in known) * time_s

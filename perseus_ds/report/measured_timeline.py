@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Load, Transfer
+from perseus_ds.pipeline.schedule import Load, Other, Transfer
 from perseus_ds.report.timeline import Bar, Timeline, Wait
 
 
@@ -43,12 +43,14 @@ def measured_timeline(iteration: MeasuredIteration, *, energy_j: float) -> Timel
     return Timeline(tuple(bars), tuple(waits), len(iteration.ranks), time_s, energy_j)
 
 
-def _work(operation: MeasuredOperation) -> Instruction | Load | Transfer:
+def _work(operation: MeasuredOperation) -> Instruction | Load | Other | Transfer:
     match operation.kind:
         case "activation" | "grad" as payload:
             assert operation.target is not None
             return Transfer(payload, operation.stage, operation.target, operation.micro_batch)
         case "load":
             return Load(operation.stage, operation.micro_batch)
+        case "other":
+            return Other(operation.command or "command", operation.stage, operation.micro_batch)
         case kind:
             return Instruction(operation.stage, Kind(kind), operation.micro_batch)

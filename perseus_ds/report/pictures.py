@@ -8,7 +8,7 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, Normalize
+from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -17,19 +17,22 @@ from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.report.measured import MeasuredPoint
+from perseus_ds.report.palette import SCALE, light
+from perseus_ds.report.series import Series, frontier_series
 from perseus_ds.report.timeline import Bar, Timeline
+from perseus_ds.report.trace import short_name
 
 _WIDTH_IN = 9.0
 _TALLEST_IN = 14.0
 _DPI = 200
-# Okabe and Ito's colours, which colour-blind people can tell apart.
-_BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#767676"
-_WAITING = "#ECECEC"
+# From the names of the palette, which are plotly's, to matplotlib's.
+LINE_STYLES = {"solid": "-", "dash": "--", "longdash": "--", "dashdot": "-.", "longdashdot": "-.", "dot": ":"}
+MARKERS = {"circle": "o", "square": "s", "star": "*", "diamond": "D", "x": "X", "cross": "P", "triangle-up": "^",
+           "triangle-down": "v", "pentagon": "p"}  # fmt: skip
 _CHARACTER = 0.009
 """Width of a character in a bar, as a fraction of the time axis."""
 _LOW, _HIGH = 0.5, 0.82
 """Heights of bars: forwards are low, so that they tell from backwards where there is no room for text."""
-_LETTER = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.RECOMPUTE: "R"}
 
 
 def frontier_picture(
@@ -45,49 +48,37 @@ def frontier_picture(
         frontier: The plans.
         path: Where to write the picture.
         in_use: The plan to single out.
-        measured: Medians of real runs.
+        measured: Typical iterations of real runs.
     """
     figure = Figure(figsize=(_WIDTH_IN, 4.8), layout="constrained")
     axes = figure.add_subplot()
-    times = [plan.time_s for plan in frontier.plans]
-    if all(plan.lower_bound_j is not None for plan in frontier.plans):
-        bounds = [plan.lower_bound_j or 0.0 for plan in frontier.plans]
-        axes.plot(times, bounds, color=_GREY, linestyle="--", label="lower bound: no plan uses less")
-    marker = "o" if len(times) <= 80 else None
-    energies = [plan.energy_j for plan in frontier.plans]
-    axes.plot(times, energies, color=_BLUE, marker=marker, markersize=3, label=f"{len(times)} plans (predicted)")
-    baseline = frontier.baseline
-    axes.plot(
-        baseline.time_s,
-        baseline.energy_j,
-        "s",
-        color=_ORANGE,
-        markersize=9,
-        label="all at the highest clock (predicted)",
-    )
-    if in_use is not None:
-        label = f"plan in use: {_change(in_use.energy_j, baseline.energy_j)} energy (predicted)"
-        axes.plot(in_use.time_s, in_use.energy_j, "*", color=_BLUE, markersize=16, markeredgecolor="black", label=label)
-    for point, marker in zip(measured, "DX^vP<>", strict=False):
-        axes.plot(
-            point.time_s,
-            point.energy_j,
-            marker,
-            color=_PURPLE,
-            markersize=9,
-            markeredgecolor="black",
-            linestyle="none",
-            label=f"measured: {point.label} (median of {point.iterations})",
-        )
+    label = "" if in_use is None else f"plan in use: {_change(in_use.energy_j, frontier.baseline.energy_j)} energy"
+    number = None if in_use is None else frontier.plans.index(in_use)
+    for one in frontier_series(frontier, in_use=number, in_use_label=f"{label} (predicted)", measured=measured):
+        _draw_series(axes, one)
     _mark_times(axes, frontier)
     axes.set_xlabel("iteration time [s]")
     axes.set_ylabel("energy of an iteration [J]")
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
     axes.margins(x=0.06, y=0.1)
-    axes.legend(loc="upper right", frameon=True, framealpha=1, edgecolor="0.8")
+    axes.legend(loc="best", frameon=True, framealpha=1, edgecolor="0.8")
     figure.suptitle(f"Energy over time: {_subject(frontier.provenance)}", fontsize=11)
     figure.savefig(path, dpi=_DPI)
+
+
+def _draw_series(axes: Axes, series: Series) -> None:
+    crowded = series.dash is not None and len(series.x) > 80
+    axes.plot(
+        series.x,
+        series.y,
+        color=light(series.colour),
+        linestyle=LINE_STYLES[series.dash] if series.dash else "none",
+        marker=MARKERS[series.symbol] if series.symbol and not crowded else None,
+        markersize=0.5 * series.size if series.dash else 0.85 * series.size,
+        markeredgecolor=None if series.dash else "black",
+        label=series.name,
+    )
 
 
 def timeline_picture(before: Timeline, after: Timeline, provenance: Provenance, path: Path | str) -> None:
@@ -102,7 +93,7 @@ def timeline_picture(before: Timeline, after: Timeline, provenance: Provenance, 
     figure = Figure(figsize=(_WIDTH_IN, min(2.2 + 0.75 * before.ranks, _TALLEST_IN)), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
     clocks = [bar.clock_mhz for part in (before, after) for bar in part.bars if bar.clock_mhz is not None]
-    norm, colours = Normalize(min(clocks), max(clocks)), matplotlib.colormaps["viridis"]
+    norm, colours = Normalize(min(clocks), max(clocks)), LinearSegmentedColormap.from_list("clock", SCALE)
     longest_s = max(before.time_s, after.time_s)
     for axes, part in ((upper, before), (lower, after)):
         _draw_timeline(axes, part, norm, colours, longest_s)
@@ -123,7 +114,7 @@ def timeline_picture(before: Timeline, after: Timeline, provenance: Provenance, 
 
 
 def _draw_timeline(axes: Axes, part: Timeline, norm: Normalize, colours: Colormap, longest_s: float) -> None:
-    axes.barh(range(part.ranks), part.time_s, height=_HIGH, color=_WAITING)
+    axes.barh(range(part.ranks), part.time_s, height=_HIGH, color=light("waiting"))
     for bars, edge, width in (
         ([b for b in part.bars if not isinstance(b.work, Instruction)], "none", 0.0),
         ([b for b in part.bars if isinstance(b.work, Instruction) and not b.critical], "white", 0.4),
@@ -134,7 +125,7 @@ def _draw_timeline(axes: Axes, part: Timeline, norm: Normalize, colours: Colorma
             [b.end_s - b.start_s for b in bars],
             left=[b.start_s for b in bars],
             height=[_height(b) for b in bars],
-            color=[_GREY if b.clock_mhz is None else colours(norm(b.clock_mhz)) for b in bars],
+            color=[light("fixed") if b.clock_mhz is None else colours(norm(b.clock_mhz)) for b in bars],
             edgecolor=edge,
             linewidth=width,
         )
@@ -165,7 +156,7 @@ def _write_name(axes: Axes, bar: Bar, norm: Normalize) -> None:
     """Write what is computed and for which micro-batch into a bar."""
     if not isinstance(bar.work, Instruction) or bar.work.kind is Kind.TAIL:
         return
-    name = f"{_LETTER[bar.work.kind]}{bar.work.micro_batch}"
+    name = short_name(bar.work)
     dark = bar.clock_mhz is None or norm(bar.clock_mhz) < 0.6
     middle = (bar.start_s + bar.end_s) / 2
     axes.text(middle, bar.rank, name, color="white" if dark else "black", ha="center", va="center", fontsize=7)
@@ -177,11 +168,11 @@ def _legend(parts: Iterable[Timeline], colours: Colormap) -> list[Patch | Line2D
     handles: list[Patch | Line2D] = [
         Line2D([], [], color=middle, linewidth=4, solid_capstyle="butt", label="forward (low bar)"),
         Line2D([], [], color=middle, linewidth=9, solid_capstyle="butt", label="backward (high bar)"),
-        Patch(facecolor=_WAITING, label="waiting"),
+        Patch(facecolor=light("waiting"), label="waiting"),
         Patch(facecolor="white", edgecolor="black", label="critical path"),
     ]
     if kinds & {None, Kind.TAIL}:
-        handles.append(Patch(facecolor=_GREY, label="load, transfer, tail"))
+        handles.append(Patch(facecolor=light("fixed"), label="load, transfer, tail"))
     return handles
 
 

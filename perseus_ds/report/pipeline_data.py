@@ -17,10 +17,10 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.pipeline.dag import Dag, Node
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Load, Transfer
+from perseus_ds.pipeline.schedule import Load, Other, Transfer
 from perseus_ds.report.timeline import Timeline
 
-KINDS = (*(kind.value for kind in Kind), "load", "activation", "grad")
+KINDS = (*(kind.value for kind in Kind), "load", "other", "activation", "grad")
 
 
 def pipeline_data(dag: Dag, profile: StageProfile, frontier: Frontier) -> dict[str, Any]:
@@ -45,6 +45,7 @@ def pipeline_data(dag: Dag, profile: StageProfile, frontier: Frontier) -> dict[s
         "predecessors": dag.predecessors,
         "option": [position.get(node.work, -1) if isinstance(node.work, Instruction) else -1 for node in dag.nodes],
         "fixed_s": [round(float(value), 7) for value in fixed_s],
+        "blocking_power_w": frontier.provenance.blocking_power_w,
         "rows": _rows(profile),
         "plans": [packed_clocks(plan) for plan in frontier.plans],
         "baseline": packed_clocks(frontier.baseline),
@@ -83,6 +84,8 @@ def _described(node: Node) -> tuple[int, int, int, int]:
             return KINDS.index(payload), source, target, micro_batch
         case Load(stage=stage, micro_batch=micro_batch):
             return KINDS.index("load"), stage, -1, micro_batch
+        case Other(stage=stage, number=number):
+            return KINDS.index("other"), stage, -1, number
         case Instruction(stage=stage, kind=kind, micro_batch=micro_batch):
             return KINDS.index(kind.value), stage, -1, micro_batch
 

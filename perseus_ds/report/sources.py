@@ -15,6 +15,7 @@ from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.report.history import History, read_history
 from perseus_ds.report.measured import MeasuredPoint, measured_points
+from perseus_ds.report.totals import JobSize
 
 
 @dataclass
@@ -59,8 +60,13 @@ class Sources:
 
     @property
     def measured_points(self) -> list[MeasuredPoint]:
-        """Medians by job and plan; those of one pipeline, one GPU per rank."""
+        """Typical iterations by job and plan; those of one pipeline, one GPU per rank."""
         return measured_points(self.histories, pipelines=self.pipelines)
+
+    @property
+    def size(self) -> JobSize:
+        """How large the job is, as far as the profile says."""
+        return JobSize.of(self.profile.info) if self.profile else JobSize()
 
     @property
     def pipelines(self) -> int:

@@ -10,7 +10,7 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.pipeline.dag import Dag, Seconds
 from perseus_ds.pipeline.instruction import Instruction
-from perseus_ds.pipeline.schedule import Load, Transfer
+from perseus_ds.pipeline.schedule import Load, Other, Transfer
 
 # Sums of the same times in another order differ by less [s].
 _INSTANT_S = 1e-9
@@ -30,7 +30,7 @@ class Bar:
     """
 
     rank: int
-    work: Instruction | Load | Transfer
+    work: Instruction | Load | Other | Transfer
     start_s: float
     end_s: float
     clock_mhz: int | None
@@ -49,7 +49,7 @@ class Wait:
     """
 
     rank: int
-    awaited: Instruction | Load | Transfer | None
+    awaited: Instruction | Load | Other | Transfer | None
     start_s: float
     end_s: float
 

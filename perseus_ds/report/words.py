@@ -11,11 +11,13 @@ from perseus_ds.artifacts.run_records import (
     Event,
     Failed,
     PlanChosen,
+    PlanJudged,
     PolicyChanged,
     ProfileWritten,
     Started,
     against_default_clocks,
 )
+from perseus_ds.report.units import percent
 
 
 def event_in_words(event: Event) -> str:
@@ -29,12 +31,23 @@ def event_in_words(event: Event) -> str:
             late = f", pipeline {straggler} is {slowdown:g} times as slow" if straggler is not None else ""
             others = f", pipelines run {', '.join(map(str, plans))}" if len(set(plans)) > 1 else ""
             return f"plan {plan}{late}{others}"
+        case PlanJudged(plan=plan, wins=wins):
+            changes = ", ".join(
+                f"{percent(change)} ± {percent(error)[1:]} {quantity}"
+                for change, error, quantity in (
+                    (-event.saved, event.saved_error, "energy"),
+                    (event.slowdown, event.slowdown_error, "time"),
+                )
+            )
+            return f"plan {plan} against default clocks of this job: {changes}; {'kept' if wins else 'given up'}"
         case PolicyChanged(policy=policy, problem=problem):
             return _policy(policy) if policy else f"policy: {problem}"
         case ProfileWritten():
             return _profile(event)
         case ClockRefused(rank=rank, clock_mhz=clock_mhz, reached_mhz=reached_mhz, reasons=reasons):
             why = f" ({', '.join(reasons)})" if reasons else ""
+            if clock_mhz is None:
+                return f"rank {rank}'s GPU at default clocks is kept at {reached_mhz} MHz{why}"
             return f"rank {rank}'s GPU was asked for {clock_mhz} MHz and runs at {reached_mhz} MHz{why}"
         case Drifted(drift=drift, profiles_again=profiles_again):
             # None: version 1 of the records does not say what came of it.

@@ -67,6 +67,10 @@ class Cache:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
+    def remove(self) -> None:
+        """Remove the entry, if there is one."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
     def restore(self, target: Path) -> None:
         """Copy the files into a run's output folder."""
         target.mkdir(parents=True, exist_ok=True)

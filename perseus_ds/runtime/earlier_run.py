@@ -1,6 +1,8 @@
-"""Profile and frontier of an earlier run of the same job: taken from the user's cache, and left there."""
+"""Profile and frontier of an earlier run of the same job: taken from the user's cache, kept there, removed from it."""
 
 from __future__ import annotations
+
+import contextlib
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.run_records import Failed
@@ -29,8 +31,16 @@ def frontier_of_an_earlier_run(job: Job, rank: Rank, recorder: Recorder) -> Fron
     except (PerseusError, OSError) as error:
         recorder.say(f"the profile of an earlier run cannot be used ({error}); profiling again")
         return None
-    recorder.say(f"starting under plans profiled by an earlier run ({source})")
+    recorder.say(f"using plans profiled by an earlier run ({source})")
     return frontier
+
+
+def forget_for_later_runs(job: Job, rank: Rank) -> None:
+    """Leave nothing of this job for later runs; every rank must do so at once."""
+    cache = Cache(job.profile_key(rank.communicator))
+    if rank.communicator.is_first and job.config.cache:
+        with contextlib.suppress(OSError):
+            cache.remove()
 
 
 def keep_for_later_runs(job: Job, rank: Rank, recorder: Recorder) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
+from perseus_ds.artifacts.run_records import Started
 from perseus_ds.config import PerseusConfig
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.gpu.base import Gpu
@@ -28,12 +29,14 @@ class Job:
         schedule: The operations of every rank of a pipeline in one iteration.
         info: Model, parallelism and versions, for the profile.
         fingerprint: Of this rank's share of the model: what its times depend on.
+        engines: Models of the engines in this process, first the one that trains; empty for a loop without engine.
     """
 
     config: PerseusConfig
     schedule: Schedule
     info: ProfileInfo
     fingerprint: str = ""
+    engines: tuple[str, ...] = ()
 
     @property
     def output_dir(self) -> Path:
@@ -48,6 +51,22 @@ class Job:
     def key(self, communicator: Communicator) -> str:
         """Return a text that tells this job from jobs whose iterations differ; every rank must ask at the same time."""
         return self._key(communicator, {})
+
+    def started(self, communicator: Communicator, gpu: str) -> Started:
+        """Return the event of the job's start; every rank must ask at the same time.
+
+        Args:
+            communicator: All ranks.
+            gpu: Name of rank 0's GPU.
+        """
+        return Started(
+            mode=self.config.mode,
+            gpu=gpu,
+            frontier=self.config.frontier,
+            job=self.key(communicator),
+            policy=self.config.policy.model_dump(mode="json"),
+            engines=list(self.engines) or None,
+        )
 
     def profile_key(self, communicator: Communicator) -> str:
         """Return the same of its profile, how it is measured included; every rank must ask at the same time."""

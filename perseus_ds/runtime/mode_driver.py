@@ -104,13 +104,20 @@ class ModeDriver:
         self.next = next(self._mode)
 
     def close(self) -> None:
-        """Leave the mode, and record the last iteration if all ranks can still report of it."""
+        """Leave the mode, and record the last iteration if all ranks have reported it."""
         self.observe()
-        self._record(self._exchange.received_within(_LAST_REPORTS_S))
+        self._add(self._exchange.look_within(_LAST_REPORTS_S))
 
     def _record(self, reports: RankReports | None) -> None:
-        if reports is not None and self._ended is not None:
-            self._recorder.add(self._ended, reports)
+        """Record the iteration that all ranks have reported; every rank must do so at the same time."""
+        if reports is not None and reports.column("events").any():
+            self._recorder.gather_events()
+        self._add(reports)
+
+    def _add(self, reports: RankReports | None) -> None:
+        ended, self._ended = self._ended, None
+        if reports is not None and ended is not None:
+            self._recorder.add(ended, reports)
 
     def _advance(self, received: IterationMeasurement | Resumed) -> None:
         """Have the mode decide on the next iteration; what goes wrong in it never ends training."""

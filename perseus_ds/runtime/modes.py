@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.policy.job_control import JobControl
+from perseus_ds.policy.plan_proof import IterationSample
 from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.profiler.search import clocks_to_choose_from
-from perseus_ds.runtime.earlier_run import frontier_of_an_earlier_run, keep_for_later_runs
+from perseus_ds.runtime.earlier_run import forget_for_later_runs, frontier_of_an_earlier_run, keep_for_later_runs
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.offline_profiling import profile_offline
 from perseus_ds.runtime.online_profiling import profile_online
 from perseus_ds.runtime.optimising import optimise
 from perseus_ds.runtime.phases import Phase, calibrate, observe
+from perseus_ds.runtime.plan_runner import PlanRunner
 from perseus_ds.runtime.recorder import Recorder
-from perseus_ds.runtime.running import load_frontier, run
-from perseus_ds.runtime.warm_up import warm_up
+from perseus_ds.runtime.running import Outcome, load_frontier, measure_default, prove, run
+from perseus_ds.runtime.warm_up import counter_period_s, warm_up
 
 # Times that keep changing, as with sequences of any length, fit no profile; to go on measuring would only cost.
 _MOST_PROFILES = 3
@@ -51,13 +52,14 @@ def mode_of(
 
 def _observe(job: Job, rank: Rank) -> Phase[None]:
     yield from calibrate(job, rank)
+    rank.clocks.watch_default_clocks()
     yield from observe()
 
 
 def _run(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase[None]:
     frontier = load_frontier(job, rank, Path(str(job.config.frontier)))
     yield from calibrate(job, rank)
-    yield from run(job, rank, recorder, control, frontier, profiles_again=False)
+    yield from run(PlanRunner(job, rank, recorder, control, frontier=frontier), profiles_again=False)
 
 
 def _profile(job: Job, rank: Rank, recorder: Recorder, passes: RepeatableInstructions) -> Phase[None]:
@@ -80,18 +82,25 @@ def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phas
     profiles = 0
     while True:
         if frontier is None:
-            frontier = yield from _profile_and_optimise(job, rank, recorder)
+            baseline = yield from warm_up(job, rank)
+            default = IterationSample(rank.communicator.all_max(baseline.counter_period_s))
+            yield from profile_online(job, rank, recorder, baseline)
+            frontier = yield from optimise(job, rank, default)
             profiles += 1
-        yield from run(job, rank, recorder, control, frontier, profiles_again=profiles < _MOST_PROFILES)
-        frontier = None
-
-
-def _profile_and_optimise(job: Job, rank: Rank, recorder: Recorder) -> Phase[Frontier]:
-    baseline = yield from warm_up(job, rank)
-    yield from profile_online(job, rank, recorder, baseline)
-    frontier = yield from optimise(job, rank)
-    keep_for_later_runs(job, rank, recorder)
-    return frontier
+            yield from measure_default(default, settled=True)
+        else:
+            default = IterationSample(counter_period_s(rank))
+            yield from measure_default(default, settled=False)
+        runner = PlanRunner(job, rank, recorder, control, frontier=frontier, default=default)
+        comparison = yield from prove(runner)
+        recorder.plan_judged(runner.wanted.plan, comparison)
+        if not comparison.wins:
+            forget_for_later_runs(job, rank)
+            yield from observe()
+        keep_for_later_runs(job, rank, recorder)
+        outcome = yield from run(runner, profiles_again=profiles < _MOST_PROFILES)
+        if outcome is Outcome.DRIFTED:
+            frontier = None
 
 
 def _check_clocks(job: Job, rank: Rank, recorder: Recorder) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from perseus_ds.artifacts.run_records import against_default_clocks
@@ -23,9 +24,10 @@ from perseus_ds.runtime.warm_up import Baseline
 
 # The clock follows a little after an iteration has begun [s].
 _SETTLE_S = 0.05
-# A counter that was refreshed this often tells power; an iteration may be too short for that.
+# A counter that was refreshed this often tells power; some clocks are visited more than once for that.
 _REFRESHES = 10
-_MOST_ITERATIONS = 8
+_REFRESHES_A_VISIT = 5
+_MOST_VISITS = 8
 
 
 class ClockSource(Protocol):
@@ -94,81 +96,128 @@ def measure_clocks(rank: Rank, baseline: Baseline, source: ClockSource) -> Phase
     Raises:
         PerseusError: On all ranks, if one could not measure.
     """
-    iterations, lost_s, lost_j = 0, 0.0, 0.0
     measurement = _OnlineMeasurement(rank, baseline)
+    window_s = _SETTLE_S + _REFRESHES_A_VISIT * baseline.counter_period_s
+    iterations = math.ceil(rank.communicator.all_max(window_s / baseline.time_s))
     with measurement.log:
         while clocks := source.next_clocks():
-            for seen in (yield from _one_batch(measurement, clocks)):
-                iterations += 1
-                lost_s += seen.time_s - baseline.time_s
-                lost_j += seen.energy_j - baseline.energy_j
+            yield from _measure_batch(measurement, clocks, iterations)
             source.add(measurement.rows_of(clocks))
-    total_j = float(rank.communicator.all_gather_numbers([lost_j]).sum())
-    return ProfilingCost(iterations, rank.communicator.all_max(lost_s), total_j)
+    return measurement.cost()
 
 
-def _one_batch(measurement: _OnlineMeasurement, clocks: Sequence[int]) -> Phase[list[IterationMeasurement]]:
-    """Measure some clocks until no rank asks for another iteration at any of them.
+def _measure_batch(measurement: _OnlineMeasurement, clocks: Sequence[int], iterations: int) -> Phase[None]:
+    """Visit some clocks until no rank asks for another visit of any of them.
 
-    A rank asks with its report of an iteration, which is known after the next one. So a clock that needs more is
-    measured again after the others, and the last one is repeated until its report is known.
+    A rank asks with its report of a visit's last iteration, which is known after the next iteration. So a clock that
+    needs more is visited again after the others, and the last one is repeated until its report is known.
+
+    Args:
+        measurement: Of this rank.
+        clocks: The clocks.
+        iterations: Iterations of a visit: as many as several refreshes of the energy counter take.
     """
     waiting = deque(clocks)
-    seen_before: list[IterationMeasurement] = []
     before: int | None = None
     clock, needs_more = waiting.popleft(), False
     while True:
-        seen = yield from one_iteration(
-            NextIteration("profile", ClockPlan.constant(clock), aligns_tail=True, reported={"vote": needs_more})
-        )
-        seen_before.append(seen)
-        needs_more = measurement.add(clock, seen)
-        asked = seen.reports is not None and bool(seen.reports.column("vote").any())
+        visit = yield from _visit(clock, iterations, needs_more=needs_more)
+        needs_more = measurement.add(clock, visit)
+        reports = visit.seen[0].reports
+        asked = reports is not None and bool(reports.column("vote").any())
         if asked and before is not None and before != clock and before not in waiting:
             waiting.append(before)
         if not waiting:
             if before == clock and not asked:
-                return seen_before
+                return
             waiting.append(clock)
         before, clock = clock, waiting.popleft()
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """Iterations at one clock, one right after the other.
+
+    Attributes:
+        seen: What this rank measured of each.
+        spans: Operations of each, in the rank's timebase.
+    """
+
+    seen: list[IterationMeasurement]
+    spans: list[list[Span]]
+
+    def add(self, seen: IterationMeasurement) -> None:
+        """Add an iteration that has just ended: its operations are known until the next one begins."""
+        self.seen.append(seen)
+        self.spans.append([Span(s.operation, s.start_s + seen.start_s, s.end_s + seen.start_s) for s in seen.spans()])
+
+
+def _visit(clock_mhz: int, iterations: int, *, needs_more: bool) -> Phase[_Visit]:
+    """Run iterations at one clock, and report whether the visit before needs another one."""
+    wanted = NextIteration("profile", ClockPlan.constant(clock_mhz), aligns_tail=True)
+    visit = _Visit([], [])
+    for number in range(iterations):
+        reported = {"vote": needs_more} if number == 0 else {}
+        visit.add((yield from one_iteration(replace(wanted, reported=reported))))
+    return visit
 
 
 class _OnlineMeasurement:
     """Iterations at one clock each, of this rank.
 
     Attributes:
-        log: Watches the energy counter.
+        log: Reads the energy counter.
     """
 
     def __init__(self, rank: Rank, baseline: Baseline) -> None:
         self.log = CounterLog(rank.gpu, rank.timebase)
+        self._communicator = rank.communicator
+        self._baseline = baseline
         self._profiler = OnlineProfiler(baseline.info.blocking_power_w or 0.0)
         self._refreshes: Counter[int] = Counter()
-        self._iterations: Counter[int] = Counter()
+        self._visits: Counter[int] = Counter()
+        self._iterations = 0
+        self._lost_s = 0.0
+        self._lost_j = 0.0
         self._error: GpuError | None = None
 
-    def add(self, clock_mhz: int, seen: IterationMeasurement) -> bool:
-        """Take in an iteration; return whether more of them are needed at this clock."""
-        spans = [Span(s.operation, s.start_s + seen.start_s, s.end_s + seen.start_s) for s in seen.spans()]
+    def add(self, clock_mhz: int, visit: _Visit) -> bool:
+        """Take in the iterations of a visit; return whether another visit of this clock is needed."""
+        first, last = visit.seen[0], visit.seen[-1]
         readings: list[tuple[float, float]] = []
         try:
-            readings = self.log.readings(seen.start_s + _SETTLE_S, seen.start_s + seen.time_s)
+            readings = self.log.readings(first.start_s + _SETTLE_S, last.start_s + last.time_s)
         except GpuError as error:  # the other ranks are told with the rows
             self._error = error
-        if seen.failed:
+        if last.failed:
             self._error = GpuError("the clock could not be set")
         self.log.forget()
-        self._profiler.add(clock_mhz, spans, readings)
-        self._iterations[clock_mhz] += 1
+        self._profiler.add(clock_mhz, visit.spans, readings)
+        self._visits[clock_mhz] += 1
         self._refreshes[clock_mhz] += len(readings)
-        few = self._refreshes[clock_mhz] < _REFRESHES and self._iterations[clock_mhz] < _MOST_ITERATIONS
+        self._iterations += len(visit.seen)
+        self._lost_s += sum(seen.time_s - self._baseline.time_s for seen in visit.seen)
+        self._lost_j += sum(seen.energy_j - self._baseline.energy_j for seen in visit.seen)
+        few = self._refreshes[clock_mhz] < _REFRESHES and self._visits[clock_mhz] < _MOST_VISITS
         return few and self._error is None
 
     def rows_of(self, clocks: Sequence[int]) -> Sequence[MeasuredRow] | Exception:
-        """Return the rows of some clocks, or why there are none."""
+        """Return the rows of some clocks, each of which has one at least; or why there are none."""
         if self._error is not None:
             return self._error
         try:
-            return [row for row in self._profiler.rows() if row.measurement.clock_mhz in clocks]
+            rows = [row for row in self._profiler.rows() if row.measurement.clock_mhz in clocks]
         except Exception as error:  # the other ranks wait to be told
             return ProfileError(f"{type(error).__name__}: {error}")
+        missing = sorted(set(clocks) - {row.measurement.clock_mhz for row in rows})
+        if missing:
+            return ProfileError(
+                f"no power could be told at {missing[0]} MHz: in {self._visits[missing[0]]} visits the energy counter "
+                f'was refreshed {self._refreshes[missing[0]]} times. Use "mode": "profile", which measures longer.'
+            )
+        return rows
+
+    def cost(self) -> ProfilingCost:
+        """Return the cost of all visits; every rank must ask at the same time."""
+        lost_j = float(self._communicator.all_gather_numbers([self._lost_j]).sum())
+        return ProfilingCost(self._iterations, self._communicator.all_max(self._lost_s), lost_j)

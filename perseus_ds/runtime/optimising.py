@@ -6,16 +6,22 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import PerseusError
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
+from perseus_ds.policy.plan_proof import IterationSample
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.phases import NextIteration, Phase, one_iteration
-from perseus_ds.runtime.running import load_frontier
+from perseus_ds.runtime.running import SETTLED, load_frontier
 
 # A clock follows some 15 ms after it was asked for; meanwhile instructions run at another than planned.
 _SWITCH_COST_J = 0.5
 
 
-def optimise(job: Job, rank: Rank) -> Phase[Frontier]:
+def optimise(job: Job, rank: Rank, default: IterationSample) -> Phase[Frontier]:
     """Make the frontier of the job's profile; rank 0's node does it, with low priority.
+
+    Args:
+        job: The job.
+        rank: This rank.
+        default: The iterations meanwhile are added, which run at default clocks.
 
     Raises:
         PerseusError: On all ranks: it cannot be made, or does not fit this job.
@@ -39,9 +45,12 @@ def optimise(job: Job, rank: Rank) -> Phase[Frontier]:
 
     rank.communicator.from_first(start)
     try:
-        finished = False
+        finished, iterations = False, 0
         while True:
             seen = yield from one_iteration(NextIteration("plan", reported={"vote": finished}))
+            iterations += 1
+            if iterations > SETTLED and seen.reports is not None:
+                default.add_reports(seen.reports)
             if seen.reports is not None and seen.reports.of_rank_0.vote:
                 break
             finished = worker is not None and worker.poll() is not None

@@ -7,16 +7,17 @@ import logging
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from perseus_ds.artifacts.rank_report import RankReports
-from perseus_ds.artifacts.run_records import Ended, Event, IterationRecord, ProfileWritten, Started
+from perseus_ds.artifacts.run_records import Ended, Event, IterationRecord, PlanJudged, ProfileWritten, Started
 from perseus_ds.distributed import Communicator
 from perseus_ds.policy.assignment import Forecast
+from perseus_ds.policy.plan_proof import Comparison
 from perseus_ds.runtime.record_writer import RecordWriter
 
 logger = logging.getLogger("perseus_ds")
@@ -96,6 +97,7 @@ class Recorder:
         self._has_started = False
         self._own_events: deque[Event] = deque()
         self._total = Ended(simulated=simulated)
+        self._summarised = 0
         self._drift: float | None = None
         self._pipeline_of_rank = np.array(communicator.all_gather(communicator.topology.data_parallel_rank))
 
@@ -133,10 +135,18 @@ class Recorder:
         rounded = {name: round(value, 3) for name, value in figures.items()}
         self.event(ProfileWritten.model_validate({"path": str(path), **rounded}))
 
+    def plan_judged(self, plan: int | None, comparison: Comparison) -> None:
+        """Record how a plan compares with default clocks, and say whether it stays."""
+        figures = {name: round(value, 5) for name, value in asdict(comparison).items()}
+        self.event(PlanJudged.model_validate({"plan": plan, "wins": comparison.wins, **figures}))
+        verdict = f"plan {plan} against iterations at default clocks of this job: {comparison}"
+        if comparison.wins:
+            self.say(verdict)
+        else:
+            self.say(f"{verdict}. It does not win: training goes on at default clocks, and no plan is kept for later")
+
     def add(self, iteration: IterationContext, reports: RankReports) -> None:
-        """Record an iteration of which all ranks have reported; every rank must do so at the same time."""
-        if reports.column("events").any():
-            self._gather_events()
+        """Record an iteration that all ranks have reported; on rank 0 only."""
         if self._writer is None:
             return
         self.last = record = self._of_job(iteration, reports)
@@ -145,11 +155,19 @@ class Recorder:
         self._tell_monitor(record, iteration.samples)
         self._print(record)
 
+    def gather_events(self) -> None:
+        """Record the events that other ranks have kept; every rank must do so at the same time."""
+        own = [self._own_events.popleft() for _ in range(len(self._own_events))]
+        for events in self._communicator.gather(own):
+            for event in events:
+                self.event(event)
+
     def close(self) -> None:
         """Say in one line what the training took and saved, record it, and wait until all is written."""
         if self._writer is None:
             return
-        if self._total.iterations:
+        if self._total.iterations > self._summarised:
+            self._summarised = self._total.iterations
             self.say(describe(self._total))
             self.event(self._total)
         self._writer.flush()
@@ -182,21 +200,17 @@ class Recorder:
             energy_by_pipeline_j=tuple(map(_rounded, np.bincount(self._pipeline_of_rank, energies_j)))
             if has_energy
             else None,
+            energy_by_rank_j=tuple(map(_rounded, energies_j)) if has_energy else None,
             predicted_time_s=forecast and _rounded(forecast.time_s),
             predicted_energy_j=forecast and _rounded(forecast.energy_j),
             default_time_s=forecast and _rounded(forecast.default_time_s),
             default_energy_j=forecast and _rounded(forecast.default_energy_j),
+            default_measured=forecast is not None and forecast.default_measured,
             drift=None if self._drift is None else _rounded(self._drift),
             clock_changes=int(reports.column("clock_changes").sum()),
             clock_skips=int(reports.column("clock_skips").sum()),
             failed_ranks=tuple(np.flatnonzero(reports.column("failed")).tolist()),
         )
-
-    def _gather_events(self) -> None:
-        own = [self._own_events.popleft() for _ in range(len(self._own_events))]
-        for events in self._communicator.gather(own):
-            for event in events:
-                self.event(event)
 
     def _add_to_total(self, record: IterationRecord) -> None:
         total = self._total
@@ -214,6 +228,7 @@ class Recorder:
                 update["planned"] = total.planned + 1
                 update["planned_j"] = total.planned_j + record.energy_j
                 update["default_j"] = total.default_j + record.default_energy_j
+                update["default_measured"] = record.default_measured
         self._total = total.model_copy(update=update)
 
     def _tell_monitor(self, record: IterationRecord, samples: int) -> None:
@@ -246,7 +261,8 @@ def describe(total: Ended) -> str:
     text += f", {total.clock_changes} clock changes, {total.clock_skips} skipped"
     if total.saved is not None:
         compared = f"{abs(total.saved):.1%} {'more' if total.saved < 0 else 'less'} energy"
-        text += f"; {total.planned} under plans, on {compared} than default clocks take by the profile"
+        known = "took in this job" if total.default_measured else "take by the profile"
+        text += f"; {total.planned} under plans, on {compared} than default clocks {known}"
     return text
 
 

@@ -31,9 +31,8 @@ class ReportExchange:
         pending, self._pending = self._pending, None
         return None if pending is None else RankReports(np.asarray(pending.result()))
 
-    def received_within(self, timeout_s: float) -> RankReports | None:
-        """Return the same; None too where a rank is gone before it has sent its own."""
+    def look_within(self, timeout_s: float) -> RankReports | None:
+        """Return the same without taking it; None too where a rank is gone before it has sent its own."""
         if self._pending is None or not self._pending.is_there_within(timeout_s):
-            self._pending = None
             return None
-        return self.received()
+        return RankReports(np.asarray(self._pending.result()))

@@ -1,32 +1,33 @@
-"""Trains under plans: follows the policy, stragglers and orders, and watches for drift."""
+"""Trains under plans that have proved themselves on this job: against its own iterations at default clocks."""
 
 from __future__ import annotations
 
-import logging
-import math
-from dataclasses import replace
-from datetime import datetime, timezone
+from enum import Enum
 from pathlib import Path
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import check_instructions
-from perseus_ds.artifacts.run_records import Drifted, PlanChosen, PolicyChanged
 from perseus_ds.device.rank_clocks import ClockPlan
-from perseus_ds.device.timers import Span
 from perseus_ds.errors import ConfigError, PlanError
-from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.policy.assignment import Assignment, PlanChoice
-from perseus_ds.policy.drift import DriftWatch, drift_of_rank
-from perseus_ds.policy.job_control import JobControl
-from perseus_ds.policy.plan_follower import PlanFollower
-from perseus_ds.policy.policies import PolicyConfig
+from perseus_ds.policy.plan_proof import Comparison, IterationSample
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Phase, Resumed
-from perseus_ds.runtime.recorder import Recorder
+from perseus_ds.runtime.phases import NextIteration, Phase, Resumed, one_iteration
+from perseus_ds.runtime.plan_runner import PlanRunner
 
-logger = logging.getLogger("perseus_ds")
-_DRIFT_EVERY = 10
+# The first iteration after a change of clocks begins at the clocks before.
+SETTLED = 2
+
+
+class Outcome(Enum):
+    """Why a job leaves its plans.
+
+    Attributes:
+        DRIFTED: Instructions take longer or shorter than profiled.
+        IN_DOUBT: Iterations take longer than promised, or more energy than at default clocks.
+    """
+
+    DRIFTED = "drifted"
+    IN_DOUBT = "in doubt"
 
 
 def load_frontier(job: Job, rank: Rank, path: Path) -> Frontier:
@@ -61,179 +62,53 @@ def load_frontier(job: Job, rank: Rank, path: Path) -> Frontier:
     return frontier
 
 
-def run(
-    job: Job, rank: Rank, recorder: Recorder, control: JobControl, frontier: Frontier, *, profiles_again: bool
-) -> Phase[None]:
+def measure_default(default: IterationSample, *, settled: bool) -> Phase[None]:
+    """Run iterations at default clocks until time and energy are known well enough to compare plans with.
+
+    Args:
+        default: Iterations measured so far; those of this phase are added.
+        settled: Whether the iterations before this phase ran at default clocks too.
+    """
+    iterations = SETTLED if settled else 0
+    while not default.is_enough:
+        seen = yield from one_iteration(NextIteration("default"))
+        iterations += 1
+        if iterations > SETTLED and seen.reports is not None:
+            default.add_reports(seen.reports)
+
+
+def prove(runner: PlanRunner) -> Phase[Comparison]:
+    """Train under the first plan until it is known how it compares with default clocks."""
+    while True:
+        received = yield runner.wanted
+        if isinstance(received, Resumed):
+            runner.resume(received)
+            continue
+        runner.advance(received)
+        comparison = runner.comparison(finished=False)
+        if comparison is not None:
+            return comparison
+
+
+def run(runner: PlanRunner, *, profiles_again: bool) -> Phase[Outcome]:
     """Train under the plan that the policy asks for.
 
     Rank 0 decides after each iteration and reports it with the iteration; all ranks act on it after the next one, so
     that they change plans at the same boundary.
 
     Args:
-        job: The job.
-        rank: This rank.
-        recorder: Of the job.
-        control: What the user asks for.
-        frontier: The plans.
+        runner: Follows the policy.
         profiles_again: Whether to return, to profile again, when instructions take longer or shorter than profiled;
             otherwise the job trains on and only says so.
     """
-    running = _Running(job, rank, recorder, control, frontier)
-    wanted = running.first()
     while True:
-        received = yield wanted
+        received = yield runner.wanted
         if isinstance(received, Resumed):
-            wanted = running.resumed(received)
-        elif running.has_drifted(received, profiles_again=profiles_again) and profiles_again:
-            return
-        else:
-            wanted = running.next(received)
-
-
-class _Running:
-    """This rank under plans: what it asks for, and what it reports."""
-
-    def __init__(self, job: Job, rank: Rank, recorder: Recorder, control: JobControl, frontier: Frontier) -> None:
-        communicator = rank.communicator
-        topology = communicator.topology
-        self._topology = topology
-        self._communicator = communicator
-        self._recorder = recorder
-        self._control = control
-        self._frontier = frontier
-        gpus_per_rank = communicator.world_size // topology.pipeline_ranks
-        self._follower = PlanFollower(frontier, communicator.all_gather(topology.data_parallel_rank), gpus_per_rank)
-        self._drift = DriftWatch(job.config.max_drift)
-        self._has_announced_drift = False
-        self._policy: PolicyConfig = control.policy
-        self._has_complained = False
-        self._iterations = 0
-        self._ended_s: float | None = None
-        # What the next iteration runs under, and what the last one ran under, of which the reports are on their way.
-        self._assignment: Assignment
-        self._planned: NextIteration
-        self._ran: Assignment | None = None
-
-    def first(self) -> NextIteration:
-        """Return the first iteration."""
-        choice = self._communicator.from_first(self._choose)
-        self._assignment = self._follower.assign(choice)
-        self._planned = self._under(self._assignment)
-        self._recorder.event(PlanChosen.model_validate(self._assignment.status()))
-        self._recorder.say(f"running under plan {choice.plan} of the frontier's {len(self._frontier.plans)}")
-        return self._wanted(choice)
-
-    def resumed(self, checkpoint: Resumed) -> NextIteration:
-        """Go on where a checkpoint was saved; all ranks do so at once."""
-        self._ran = None
-        plan = self._restored_plan(checkpoint)
-
-        def as_before() -> PlanChoice:
-            if plan is None:
-                return self._choose()
-            return PlanChoice(plan, self._control.paused, self._control.straggler())
-
-        choice = self._communicator.from_first(as_before)
-        self._change(choice)
-        return self._wanted(choice)
-
-    def _restored_plan(self, checkpoint: Resumed) -> int | None:
-        """Return the plan that the policy asked for when the checkpoint was saved; None where it does not say."""
-        if not checkpoint.progress:
-            return None
-        try:
-            return self._follower.restore(checkpoint.progress)
-        except (KeyError, TypeError, ValueError) as error:  # saved by another version
-            logger.warning("perseus: the checkpoint's progress under plans cannot be read (%r); it is ignored.", error)
-            return None
-
-    def next(self, seen: IterationMeasurement) -> NextIteration:
-        """Take in an iteration, and what all ranks have reported of the one before; return the next one."""
-        self._iterations += 1
-        if self._ended_s is not None:
-            self._follower.statistics.add_stop(seen.start_s - self._ended_s)
-        self._ended_s = seen.start_s + seen.time_s
-        ran, self._ran = self._ran, self._assignment
-        if seen.reports is not None:
-            if ran is not None:
-                self._follower.learn(seen.reports, ran)
-            self._change(PlanChoice.from_report(seen.reports.of_rank_0))
-        choice = self._choose() if self._communicator.is_first else PlanChoice(0)
-        return self._wanted(choice, seen)
-
-    def has_drifted(self, seen: IterationMeasurement, *, profiles_again: bool) -> bool:
-        """Return whether instructions take longer or shorter than profiled, by what all ranks have reported; once."""
-        if seen.reports is None or self._ran is None or math.isnan(seen.reports.of_rank_0.drift):
-            return False
-        pipelines = self._follower.by_pipeline(seen.reports.column("drift"))
-        if not self._drift.has_drifted(pipelines) or self._has_announced_drift:
-            return False
-        self._has_announced_drift = True
-        drift = max(pipelines)
-        self._recorder.event(Drifted(drift=round(drift, 4), profiles_again=profiles_again))
-        remedy = "profiling again" if profiles_again else "the plans no longer fit: profile the job as it is now"
-        self._recorder.say(f"instructions take {drift:.0%} longer or shorter than profiled; {remedy}")
-        return True
-
-    def _choose(self) -> PlanChoice:
-        """Decide; on rank 0."""
-        control = self._control
-        if control.policy != self._policy:
-            self._policy, self._has_complained = control.policy, False
-            self._recorder.event(PolicyChanged(policy=control.policy.model_dump(mode="json")))
-        decision = self._follower.decide(self._policy, control.steps, datetime.now(timezone.utc))
-        if decision.problem and not self._has_complained:
-            self._has_complained = True
-            self._recorder.event(PolicyChanged(problem=decision.problem))
-            self._recorder.say(decision.problem)
-        return PlanChoice(decision.plan, control.paused, control.straggler())
-
-    def _change(self, choice: PlanChoice) -> None:
-        """Give every pipeline its plan, from the next iteration on."""
-        assignment = self._follower.assign(choice)
-        if assignment != self._assignment:
-            self._assignment = assignment
-            self._planned = self._under(assignment)
-            self._recorder.event(PlanChosen.model_validate(assignment.status()))
-
-    def _under(self, assignment: Assignment) -> NextIteration:
-        """Return an iteration under these plans."""
-        frontier = self._frontier
-        status = {**assignment.status(), "t_min_s": frontier.t_min_s, "t_star_s": frontier.t_star_s}
-        if assignment.choice.paused:
-            return NextIteration("pause", status=status, progress=self._follower.state)
-        number = assignment.plans[self._topology.data_parallel_rank]
-        return NextIteration(
-            "run",
-            ClockPlan.of_rank(frontier.plans[number], self._topology.pipeline_rank, frontier.instruction_times_s),
-            plan=number,
-            forecast=assignment.forecast(frontier, self._topology.tensor_parallel),
-            status=status,
-            progress=self._follower.state,
-        )
-
-    def _wanted(self, choice: PlanChoice, seen: IterationMeasurement | None = None) -> NextIteration:
-        """Return the next iteration, with what this rank reports of the last one and rank 0 of its decision."""
-        times = self._own_times(seen) if seen is not None else {}
-        return replace(self._planned, reported={**choice.as_reported(), **times})
-
-    def _own_times(self, seen: IterationMeasurement) -> dict[str, float]:
-        """Return the times that this rank reports, where they are asked for."""
-        looks_for_drift = bool(self._frontier.instruction_times_s) and self._iterations % _DRIFT_EVERY == 0
-        if self._topology.data_parallel == 1 and not looks_for_drift:
-            return {}
-        spans = seen.spans()
-        computed_s, tail_s = _computed_and_tail_s(spans)
-        reported = {"computed_s": computed_s, "tail_s": tail_s}
-        if looks_for_drift:
-            known = not (seen.failed or self._ran is None or self._ran.choice.paused)  # else clocks are not the plan's
-            times = self._frontier.instruction_times_s
-            reported["drift"] = drift_of_rank(spans, seen.clock_mhz, times) if known else 0.0
-        return reported
-
-
-def _computed_and_tail_s(spans: list[Span]) -> tuple[float, float]:
-    """Return when this rank had computed its last, and how long its tail was, waiting included [s]; 0 if not known."""
-    work = [(span.operation.instruction.kind, span.end_s) for span in spans if isinstance(span.operation, Compute)]
-    last_s = max((end_s for kind, end_s in work if kind is not Kind.TAIL), default=0.0)
-    return last_s, max(0.0, max((end_s for kind, end_s in work if kind is Kind.TAIL), default=last_s) - last_s)
+            runner.resume(received)
+            continue
+        if runner.has_drifted(received, profiles_again=profiles_again) and profiles_again:
+            return Outcome.DRIFTED
+        runner.advance(received)
+        comparison = runner.comparison()
+        if comparison is not None and (comparison.is_late or (comparison.is_sure and comparison.saved < 0)):
+            return Outcome.IN_DOUBT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from perseus_ds.artifacts.rank_report import RankReport
-from perseus_ds.artifacts.run_records import ClockRefused, Failed, Started
+from perseus_ds.artifacts.run_records import ClockRefused, Failed
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.clock_readback import Refusal
 from perseus_ds.device.gpu.base import Gpu
@@ -96,10 +96,7 @@ class PerseusRuntime:
         )
         self._control = JobControl(config.policy, job.info.data_parallel or 1, self._status)
         self._driver = ModeDriver(job, self._rank, self._recorder, self._control, passes=passes, on_error=self._fail)
-        job_key, policy = job.key(communicator), config.policy.model_dump(mode="json")
-        self._recorder.start(
-            Started(mode=config.mode, gpu=gpu.name, frontier=config.frontier, job=job_key, policy=policy)
-        )
+        self._recorder.start(job.started(communicator, gpu.name))
         self._supervision = Supervision(job, self._rank, self._recorder, self._control, self.close)
 
     @classmethod
@@ -154,12 +151,8 @@ class PerseusRuntime:
         return self.next.phase in _PROFILED
 
     @contextmanager
-    def iteration(self, samples: int = 0) -> Iterator[None]:
-        """Surround one training iteration of this rank.
-
-        Args:
-            samples: Samples the job will have seen after it, the x-axis of DeepSpeed's monitor.
-        """
+    def iteration(self, samples: int = 0, shapes: Callable[[], float] = float) -> Iterator[None]:
+        """Surround one training iteration, after which the job has seen so many samples; see RankReport.shapes."""
         clocks = self._rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
         has_clocks = self._check()
@@ -184,7 +177,8 @@ class PerseusRuntime:
             not has_clocks or self._failed or self._closed,
         )
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
-        own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, seen.failed and not self._closed)
+        failed = seen.failed and not self._closed
+        own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, failed, shapes=shapes())
         self._driver.end_iteration(seen, own, samples)
         clocks.reset_when_idle(_IDLE_S)
 
@@ -252,8 +246,8 @@ class PerseusRuntime:
 
         Iterations may follow, as in a job that catches SIGTERM and goes on: at default clocks, without energies.
         """
-        if self._supervision.is_forked:  # the clock is its parent's
-            return
+        if self._supervision.is_forked:
+            return  # the clock is its parent's
         unfinished = not self._closed and self._job.config.mode == "profile" and not self.profiled
         self._closed = True
         self._supervision.release()
@@ -287,9 +281,10 @@ class PerseusRuntime:
             return math.nan
         try:
             return self._rank.driver.call(self._rank.gpu.energy_j)
+        except GpuBusyError:  # for how long that is accepted, the supervision decides
+            return math.nan
         except GpuError as error:
-            if not isinstance(error, GpuBusyError):  # for how long that is accepted, the supervision decides
-                self._fail(error)
+            self._fail(error)
             return math.nan
 
     def _fail(self, error: Exception) -> None:

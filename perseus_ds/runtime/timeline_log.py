@@ -13,7 +13,7 @@ from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, 
 from perseus_ds.device.timers import Execution, Span
 from perseus_ds.distributed import Communicator
 from perseus_ds.pipeline.instruction import Instruction
-from perseus_ds.pipeline.schedule import Compute, Load
+from perseus_ds.pipeline.schedule import Compute, Load, Other
 
 logger = logging.getLogger("perseus_ds")
 _PHASES = ("warm-up", "observe", "run")
@@ -119,6 +119,9 @@ def _entries(span: Span, late_s: float, clock_mhz: Mapping[Instruction, int]) ->
         ]
     if isinstance(operation, Load):
         return [MeasuredOperation(kind="load", stage=operation.stage, micro_batch=operation.micro_batch, **when)]
+    if isinstance(operation, Other):
+        other = {"command": operation.command, "stage": operation.stage, "micro_batch": operation.number}
+        return [MeasuredOperation(kind="other", **other, **when)]
     return [
         MeasuredOperation(kind=t.payload, stage=t.source, target=t.target, micro_batch=t.micro_batch, **when)
         for t in operation.transfers

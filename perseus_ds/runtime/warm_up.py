@@ -6,12 +6,13 @@ import statistics
 from dataclasses import dataclass
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.device.gpu.latency import counter_period_s
+from perseus_ds.device.gpu.latency import counter_period_s as measured_period_s
 from perseus_ds.device.timers import Span
 from perseus_ds.errors import GpuError
 from perseus_ds.profiler.blocking import measure_blocking_power_w
 from perseus_ds.profiler.fixed_durations import (
     load_durations_s,
+    other_durations,
     tail_durations_s,
     transfer_durations,
     without_gaps,
@@ -86,6 +87,7 @@ def _baseline(job: Job, rank: Rank, spans: list[list[Span]], time_s: float, ener
     rest = {
         "load_s": load_durations_s(pipeline),
         "transfers": transfer_durations(pipeline),
+        "others": other_durations(pipeline),
         "tail_s": tail_durations_s([spans for _, spans, _ in reports]),
         "blocking_power_w": statistics.mean(power_w for *_, power_w in reports) if reports else power_w,
         "job": profile_key,
@@ -94,26 +96,45 @@ def _baseline(job: Job, rank: Rank, spans: list[list[Span]], time_s: float, ener
     return Baseline(spans, time_s, energy_j, period_s, info)
 
 
+def counter_period_s(rank: Rank) -> float:
+    """Return how often the slowest energy counter of all ranks is refreshed [s]; every rank must ask at once.
+
+    Raises:
+        GpuError: On all ranks, if it cannot be told on one.
+    """
+    period_s, problem = _own_counter_period_s(rank)
+    _raise_together(rank, problem)
+    return rank.communicator.all_max(period_s)
+
+
+def _own_counter_period_s(rank: Rank) -> tuple[float, GpuError | None]:
+    gpu, timebase = rank.gpu, rank.timebase
+    try:
+        period_s = rank.driver.call(lambda: measured_period_s(gpu, _SHORT_WINDOW_S, timebase) or 0.0)
+        return period_s or rank.driver.call(lambda: measured_period_s(gpu, timebase=timebase) or 0.0), None
+    except GpuError as error:
+        return 0.0, error
+
+
 def _counter_and_blocking_power(rank: Rank) -> tuple[float, float]:
     """Return how often the energy counter is refreshed [s], and what this rank's GPU draws while it waits [W].
 
     Raises:
         GpuError: On all ranks, if it cannot be told on one.
     """
-    communicator, gpu, timebase = rank.communicator, rank.gpu, rank.timebase
-    period_s, power_w = 0.0, 0.0
-    problem: GpuError | None = None
-    try:
-        period_s = rank.driver.call(lambda: counter_period_s(gpu, _SHORT_WINDOW_S, timebase) or 0.0)
-        period_s = period_s or rank.driver.call(lambda: counter_period_s(gpu, timebase=timebase) or 0.0)
-    except GpuError as error:
-        problem = error
+    communicator = rank.communicator
+    power_w = 0.0
+    period_s, problem = _own_counter_period_s(rank)
     window_s = max(_BLOCKING_WINDOW_S, _REFRESHES * communicator.all_max(period_s))
     try:
-        power_w = measure_blocking_power_w(gpu, communicator.topology, rank.device, window_s, timebase)
+        power_w = measure_blocking_power_w(rank.gpu, communicator.topology, rank.device, window_s, rank.timebase)
     except GpuError as error:
         problem = problem or error
-    for found in communicator.all_gather(problem):
+    _raise_together(rank, problem)
+    return period_s, power_w
+
+
+def _raise_together(rank: Rank, problem: GpuError | None) -> None:
+    for found in rank.communicator.all_gather(problem):
         if found is not None:
             raise found
-    return period_s, power_w

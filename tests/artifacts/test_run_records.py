@@ -1,6 +1,8 @@
 """run.jsonl: what is written is read back, old files too, and whatever disks do to it."""
 
 import json
+import typing
+from pathlib import Path
 
 import pytest
 
@@ -57,10 +59,25 @@ def test_an_iteration_of_version_1_says_what_it_was_a_saving_of():
     assert from_line(json.dumps(old | {"saved": 1.0})).saved is None
 
 
+def test_a_start_without_a_schema_version_is_of_version_1():
+    assert from_line('{"event": "start", "mode": "auto"}').schema_version == 1
+    assert from_line(to_line(Started(mode="auto"))).schema_version == 2
+
+
 def test_an_event_of_a_later_version_is_read_as_an_event():
     event = from_line('{"event": "eclipse", "time": 3.0, "by": "the moon"}')
     assert type(event) is Event
     assert (event.event, event.time) == ("eclipse", 3.0)
+
+
+def test_every_key_is_documented():
+    page = (Path(__file__).parents[2] / "docs" / "file-formats.md").read_text(encoding="utf-8")
+    section = page[page.index("## `run.jsonl`") : page.index("## `timeline.json`")]
+    models = [IterationRecord, *Event.__subclasses__()]
+    assert not [key for model in models for key in model.model_fields if f"`{key}`" not in section]
+    names = [name for model in models[1:] for name in typing.get_args(model.model_fields["event"].annotation)]
+    assert len(names) > 8
+    assert not [name for name in names if f"`{name}`" not in section]
 
 
 def test_a_last_line_that_was_cut_off_is_left_out_and_any_other_is_named(tmp_path):

@@ -16,8 +16,8 @@ def problems(block):
 def test_keys_deep_within_a_file_are_named_with_what_was_meant():
     row = {"stage": 0, "kind": "forward", "clock_mhz": 900, "samples": 1}
     assert problems({"rows": [row, {**row, "kind": "fordward"}, {**row, "stge": 1}]}) == [
-        "profile.json: rows.1.kind: expected 'forward', 'backward', 'recompute' or 'tail', got 'fordward'; "
-        "did you mean 'forward'?",
+        "profile.json: rows.1.kind: expected 'forward', 'backward', 'backward_input', 'backward_weight', 'recompute' "
+        "or 'tail', got 'fordward'; did you mean 'forward'?",
         "profile.json: rows.2.stge: unknown key; did you mean 'stage'?",
     ]
 

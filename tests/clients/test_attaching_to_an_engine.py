@@ -204,7 +204,7 @@ def test_a_block_that_is_disabled_attaches_nothing(make, block):
 
 def test_a_model_without_stages_is_refused_with_what_to_do(block):
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"the engine is a DeepSpeedEngine, expected a deepspeed\.PipelineEngine"):
+    with pytest.raises(ConfigError, match=r"the model is a Linear, expected a deepspeed\.pipe\.PipelineModule"):
         perseus_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config(perseus=block))
 
 
@@ -334,6 +334,7 @@ def test_two_engines_of_a_process_get_along(make, block):
     assert reference.perseus.runtime is None
     engine.perseus.close()
     assert len(iterations(block)) == 3
+    assert records(block)[0]["engines"] == ["PipelineModule", "PipelineModule"]
 
 
 def test_of_two_engines_that_train_only_the_first_is_measured(make, block, caplog):
@@ -390,3 +391,58 @@ def test_the_schedule_object_of_the_client_is_left_as_it_was(make, block):
     assert "steps" not in vars(kept)
     engine.perseus.close()
     assert len(iterations(block)) == 2
+
+
+def test_an_engine_that_compiles_its_layers_compiles_as_without_perseus(make, block):
+    compiled, losses = [], []
+    for initialize in (deepspeed.initialize, perseus_ds.initialize):
+        graphs = []
+
+        def backend(graph, _, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        engine = make(initialize, perseus=block)
+        for layer in engine.module.forward_funcs:
+            layer.compile(backend=backend)
+        losses.append(train(engine, 2))
+        compiled.append(len(graphs))
+    assert losses[0] == losses[1]
+    assert compiled[0] == compiled[1] > 0
+
+
+def test_iterations_are_told_apart_by_the_shapes_of_their_inputs(make, block):
+    """As with buckets and curricula; the order of micro-batches does not matter."""
+    plain = make(deepspeed.initialize)
+    engine = make(perseus=block)
+    shapes, losses = [], []
+    for trained in (plain, engine):
+        torch.manual_seed(0)
+        losses.append([])
+        for rows in ((4, 4), (4, 6), (6, 4), (6, 6), (4, 4)):
+            data = iter([next(batches(rows=count)) for count in rows])
+            trained.reset_activation_shape()
+            losses[-1].append(trained.train_batch(data).item())
+            if trained is engine:
+                shapes.append(engine.perseus._shapes)
+    assert losses[0] == losses[1]
+    assert shapes[0] == shapes[4]
+    assert shapes[1] == shapes[2]
+    assert len(set(shapes)) == 3
+
+
+@pytest.mark.parametrize("saved_with", [True, False], ids=["saved with Perseus", "saved without"])
+def test_checkpoints_go_from_jobs_with_perseus_to_jobs_without_and_back(make, block, tmp_path, saved_with):
+    with_perseus = {"perseus": {**block, "mode": "auto", "cache": False}}
+    saving = make(**with_perseus) if saved_with else make(deepspeed.initialize)
+    train(saving, 2)
+    saving.save_checkpoint(str(tmp_path / "checkpoint"), client_state={"mine": 5})
+    expected = train(saving, 2, seed=1)
+    if saved_with:
+        saving.perseus.close()
+    loading = make(deepspeed.initialize) if saved_with else make(**with_perseus)
+    _, client_state = loading.load_checkpoint(str(tmp_path / "checkpoint"))
+    assert client_state["mine"] == 5
+    assert train(loading, 2, seed=1) == expected
+    assert same(weights(loading), weights(saving))

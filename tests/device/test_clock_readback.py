@@ -30,6 +30,27 @@ def test_a_clock_that_is_not_reached_is_reported_once(
     assert errors == []
 
 
+@pytest.mark.parametrize(("reasons", "expected"), [(POWER_CAP, [(None, ("sw_power_cap",))]), (0, []), (IDLE, [])])
+def test_a_limit_at_default_clocks_is_reported_once_and_looked_for_for_a_minute(
+    stub_nvml_here: StubNvml, stub_time: StubTime, reasons, expected
+) -> None:
+    stub = stub_nvml_here.gpus[0]
+    gpu = NvmlGpu(0)
+    refusals, errors = [], []
+    clocks = ClockController(gpu, errors.append, refusals.append, timebase=stub_time)
+    stub_time.sleep(5.0)
+    assert stub.calls("clock_info") == 0, "nobody asked for it"
+    clocks.watch_default_clocks()
+    stub_time.sleep(5.0)
+    stub.throttle_reasons = reasons
+    stub_time.sleep(200.0)
+    clocks.close()
+    gpu.close()
+    assert [(r.clock_mhz, r.reasons) for r in refusals] == expected
+    assert errors == []
+    assert stub.calls("clock_info") == (11 if expected else 120)
+
+
 def test_the_latency_includes_what_the_clock_takes_after_the_call(
     stub_nvml_here: StubNvml, stub_time: StubTime
 ) -> None:

@@ -232,3 +232,42 @@ def test_simulated_passes_take_as_long_as_the_gpus_clock_makes_them(now, gpu):
     execution.calibrate(0.1 / execution.largest_flops)
     forward_s, tail_s = 0.1 * A100.slowdown(705), 0.5 * A100.slowdown(705, MEMORY_BOUND)
     assert iteration() == [pytest.approx(forward_s), pytest.approx(0.01), pytest.approx(tail_s), 0.0]
+
+
+def test_work_is_counted_for_each_shape_of_the_inputs(now, gpu):
+    execution = SimulatedExecution(gpu, timebase=now)
+    gpu.lock_clock(705)
+
+    def forward_s(rows):
+        execution.start_iteration()
+        execution.input_shapes = (rows, 8)
+        execution.begin(FORWARD)
+        torch.ones(rows, 8) @ torch.ones(8, 8)
+        execution.end(FORWARD)
+        return execution.spans()[0].time_s
+
+    forward_s(4)
+    execution.calibrate(0.1 / execution.largest_flops)
+    short_s = forward_s(4)
+    assert short_s >= 0.1
+    assert forward_s(12) == pytest.approx(3 * short_s)
+    assert forward_s(4) == pytest.approx(short_s)
+
+
+def test_counting_lets_torch_compile_compile(now, gpu):
+    """What is first called where frames cannot compile would never be compiled."""
+    torch._dynamo.reset()
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda left, right: (left @ right).relu(), backend=backend)
+    execution = SimulatedExecution(gpu, timebase=now)
+    execution.start_iteration()
+    execution.begin(FORWARD)
+    function(torch.ones(8, 8), torch.ones(8, 8))
+    execution.end(FORWARD)
+    assert len(compiled) == 1
+    assert execution.largest_flops == 2 * 8**3

@@ -1,51 +1,69 @@
-"""Real ranks on the real pynvml and a stub driver: however a job ends, no clock stays locked."""
+"""Real ranks on the real pynvml and a stub driver: clocks follow the plan, and none stays locked when a job ends."""
 
-import time
+import itertools
 
 import psutil
 import pytest
-from job import run, start
-from test_training_is_untouched import save_frontier
+from frontiers import save_random_plan
+from job import launch, run, start
+from run_log import wait_until
 
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize("how", ["end", "exit", "exception", "term", "int", "kill"])
-def test_no_clock_stays_locked(tmp_path, make_stub_nvml, how):
-    stub = make_stub_nvml(2)
-    frontier = save_frontier(tmp_path / "frontier", "1f1b", simulated=False)
-    block = {"mode": "run", "frontier": frontier, "device": "nvml"}
-    ending = {} if how == "end" else {"end_after": 3, "end_by": how}
-    job = {"ranks": 2, "environment": stub.environment, "perseus": block, **ending}
-    finished = run(tmp_path / "job", **job)
-    assert (finished.returncode == 0) == (how in ("end", "exit")), finished.output[-2000:]
-    assert are_restored(stub)
+def block_of(folder):
+    save_random_plan(folder / "frontier", simulated=False)
+    return {"mode": "run", "frontier": str(folder / "frontier"), "device": "nvml"}
+
+
+def assert_was_locked_and_is_restored(stub):
+    wait_until(lambda: not any(stub.locked_clocks_mhz()), "default clocks on all GPUs")
     for gpu in stub.gpus:
         assert any(gpu.changes_mhz()), "no clock was ever locked, so nothing was tested"
 
 
-def are_restored(stub, within_s=3.0):
-    deadline = time.monotonic() + within_s
-    while any(stub.locked_clocks_mhz()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(stub.locked_clocks_mhz())
+def test_clocks_are_asked_for_in_the_order_of_the_plan_and_restored_at_the_end(tmp_path, make_stub_nvml):
+    stub = make_stub_nvml(2)
+    plan = save_random_plan(tmp_path / "frontier", simulated=False)
+    block = {"mode": "run", "frontier": str(tmp_path / "frontier"), "device": "nvml"}
+    assert run(tmp_path / "job", 2, stub.environment, perseus=block, steps=6).ranks
+    assert_was_locked_and_is_restored(stub)
+    for gpu, clocks_mhz in zip(stub.gpus, plan.clocks_mhz, strict=True):
+        asked = [clock for clock in gpu.changes_mhz() if clock]  # 0 is the default clock
+        # A request that a later one has overtaken is left out. The last instruction asks for the first one's clock.
+        planned = itertools.chain.from_iterable([clocks_mhz] * 7)
+        assert all(clock in planned for clock in asked), "each is found after the one before it"
+
+
+@pytest.mark.parametrize("how", ["exit", "exception", "term", "kill"])
+def test_no_clock_stays_locked_however_a_rank_ends(tmp_path, make_stub_nvml, how):
+    assert_restored_after(run, tmp_path, make_stub_nvml(2), how)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("how", ["exit", "exception", "term", "int", "kill"])
+def test_no_clock_stays_locked_however_a_rank_of_torchrun_ends(tmp_path, make_stub_nvml, how):
+    assert_restored_after(launch, tmp_path, make_stub_nvml(2), how)
+
+
+def assert_restored_after(run_job, folder, stub, how):
+    ending = {"end_after": 3, "end_by": how}
+    finished = run_job(folder / "job", 2, stub.environment, perseus=block_of(folder), **ending)
+    assert (finished.returncode == 0) == (how == "exit"), finished.output[-2000:]
+    assert_was_locked_and_is_restored(stub)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_no_clock_stays_locked_when_the_launcher_is_killed_with_its_ranks(tmp_path, make_stub_nvml, launcher):
     stub = make_stub_nvml(2)
-    frontier = save_frontier(tmp_path / "frontier", "1f1b", simulated=False)
-    block = {"mode": "run", "frontier": frontier, "device": "nvml"}
-    process = start(tmp_path / "job", 2, stub.environment, launcher=launcher, perseus=block, steps=100_000)
-    deadline = time.monotonic() + 90
-    while not all(stub.locked_clocks_mhz()) and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.02)
+    process = start(
+        tmp_path / "job", 2, stub.environment, launcher=launcher, perseus=block_of(tmp_path), steps=1_000_000
+    )
+    wait_until(lambda: all(stub.locked_clocks_mhz()) or process.poll() is not None, "locked clocks on all GPUs")
     tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     assert len(tree) >= 3, "a launcher and two ranks"
     for killed in tree:
         killed.kill()
-    assert are_restored(stub), stub.locked_clocks_mhz()
-    for gpu in stub.gpus:
-        assert any(gpu.changes_mhz()), "no clock was ever locked, so nothing was tested"
+    assert_was_locked_and_is_restored(stub)
     process.communicate()

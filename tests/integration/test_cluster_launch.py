@@ -1,13 +1,14 @@
 """The files of examples/cluster start real ranks as they say: two "nodes" of one rank each, both this machine."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import run_log
 import yaml
+from forked import free_port
 from job import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
@@ -50,12 +51,11 @@ def commands(tmp_path):
 
 def iterations(folder):
     """Return how many iterations were recorded."""
-    lines = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
-    return len([line for line in lines if "event" not in line])
+    return len(run_log.iterations(run_log.records(folder)))
 
 
 def finished(process, output=None):
-    output = output or process.communicate(timeout=150)[0]
+    output = output or process.communicate(timeout=run_log.GIVE_UP_S)[0]
     assert process.returncode == 0, output[-4000:]
     return output
 
@@ -68,7 +68,7 @@ def start(command, environment):
 
 def test_deepspeeds_launcher_with_the_hostfile(commands, tmp_path):
     launcher = [sys.executable, str(BIN / "deepspeed"), "--hostfile", str(CLUSTER / "hostfile")]
-    local = ["--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", "29611", "--num_gpus", "1"]
+    local = ["--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", str(free_port()), "--num_gpus", "1"]
     script = ["examples/gpt3/train.py", *TINY, f"perseus.output_dir={tmp_path}/run"]
     output = finished(start([*launcher, *local, *script], commands))
     assert "hosts: node-0,node-1" in output

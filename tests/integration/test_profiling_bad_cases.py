@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from job import run
+from job import assert_same_training, run
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.pipeline.instruction import Kind
@@ -11,75 +11,68 @@ from perseus_ds.pipeline.instruction import Kind
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
 PROFILE = {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8, "max_window_s": 0.2}
 SIMULATED = {"longest_instruction_s": 0.02}
-JOB = {"ranks": 2, "work": [3] * 4, "steps": 26}
+JOB = {"ranks": 2}
+# The phase that follows profiling.
+AFTER = {"profile": "observe", "auto": "plan"}
 
 
-def both(folder, mode, simulated=None, **job):
-    """Run a job without Perseus and with it; return both."""
+def both(folder, mode, simulated=None, after=None, **job):
+    """Run a job with Perseus until it has profiled, check that one without trains the same, and return the former."""
     block = {"mode": mode, "profile": PROFILE, "simulated": {**SIMULATED, **(simulated or {})}}
-    return run(folder / "without", **{**JOB, **job}), run(folder / mode, perseus=block, **{**JOB, **job})
+    perseus = run(folder / mode, perseus=block, steps=1000, until=[after or AFTER[mode], 2], **JOB, **job)
+    without = run(folder / "without", steps=len(perseus.ranks[0]["losses"]), **JOB, **job)
+    assert_same_training(perseus, without)
+    return perseus
 
 
-def assert_same_training(without, perseus):
-    for ours, theirs in zip(perseus.ranks, without.ranks, strict=True):
-        assert repr(ours["losses"]) == repr(theirs["losses"])  # NaNs are equal by their names only
-        assert ours["weights"] == theirs["weights"]
-        assert ours["random"] == theirs["random"]
+def profile_of(finished):
+    return StageProfile.load(finished.folder / "perseus")
 
 
 def test_one_micro_batch_and_a_slow_energy_counter(tmp_path):
-    without, perseus = both(tmp_path, "profile", {"counter_period_s": 0.3}, micro_batches=1, steps=64)
-    assert_same_training(without, perseus)
-    profile = StageProfile.load(tmp_path / "profile" / "perseus")
+    profile = profile_of(both(tmp_path, "profile", {"counter_period_s": 0.3}, micro_batches=1))
     assert profile.info.micro_batches == 1
     assert {kind for _, kind in profile.keys} >= {Kind.FORWARD, Kind.BACKWARD}
 
 
 def test_a_frozen_first_stage_with_activation_checkpointing(tmp_path):
-    without, perseus = both(tmp_path, "auto", frozen_layers=2, checkpoint_every=1, deepspeed={"gradient_clipping": 0.0})
-    assert_same_training(without, perseus)
-    StageProfile.load(tmp_path / "auto" / "perseus")
+    frozen = {"frozen_layers": 2, "checkpoint_every": 1, "deepspeed": {"gradient_clipping": 0.0}}
+    assert profile_of(both(tmp_path, "auto", **frozen)).keys
 
 
 def test_a_loss_that_is_not_a_number_in_a_folder_with_an_odd_name(tmp_path):
-    tmp_path = tmp_path / "lr=0.1, {ß} 'x'"
-    without, perseus = both(tmp_path, "auto", nan_step=2)
-    assert_same_training(without, perseus)
+    perseus = both(tmp_path / "lr=0.1, {ß} 'x'", "auto", nan_step=2)
     assert math.isnan(perseus.ranks[0]["losses"][-1])
-    StageProfile.load(tmp_path / "auto" / "perseus")
+    assert profile_of(perseus).keys
 
 
 def test_fp16_whose_loss_scale_skips_steps_while_profiling(tmp_path):
     fp16 = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
-    without, perseus = both(tmp_path, "auto", deepspeed={"fp16": fp16, "zero_optimization": {"stage": 1}})
-    assert_same_training(without, perseus)
-    assert perseus.ranks[0]["skipped_steps"] == without.ranks[0]["skipped_steps"] > 3
-    StageProfile.load(tmp_path / "auto" / "perseus")
+    perseus = both(tmp_path, "auto", deepspeed={"fp16": fp16, "zero_optimization": {"stage": 1}})
+    assert perseus.ranks[0]["skipped_steps"] > 3
+    assert profile_of(perseus).keys
 
 
 def test_bf16_with_zero_1_as_on_gpus(tmp_path):
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
-    without, perseus = both(tmp_path, "profile", deepspeed=config)
-    assert_same_training(without, perseus)
-    StageProfile.load(tmp_path / "profile" / "perseus")
+    assert profile_of(both(tmp_path, "profile", deepspeed=config)).keys
 
 
 def test_a_full_disk(tmp_path):
-    without, perseus = both(tmp_path, "auto", file_limit_bytes=600)
-    assert_same_training(without, perseus)
-    assert not (tmp_path / "auto" / "perseus" / "profile.csv").exists()
+    perseus = both(tmp_path, "auto", after="observe", file_limit_bytes=600)
+    assert not (perseus.folder / "perseus" / "profile.csv").exists()
     assert perseus.output.count("Training goes on at default clocks") == 2  # once on each rank
 
 
 def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path):
     block = {"mode": "profile", "profile": PROFILE, "simulated": SIMULATED}
-    whole = run(tmp_path / "job", perseus=block, **JOB)
-    assert whole.ranks
+    job = {"perseus": block, "steps": 1000, "until": ["observe", 1], **JOB}
+    assert run(tmp_path / "job", **job).ranks
     folder = tmp_path / "job" / "perseus"
     first = StageProfile.load(folder / "measured.csv")
     # As if killed after the last clock of a second search, but before its profile was written.
     (folder / "measured.csv").touch()
-    again = run(tmp_path / "job", perseus=block, **JOB)
+    again = run(tmp_path / "job", **job)
     assert again.ranks
     assert "already measured" in again.output
     passes = [m for m in StageProfile.load(folder / "measured.csv").measurements if m.kind is not Kind.TAIL]

@@ -13,6 +13,7 @@ from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.errors import ConfigError, DeadlineError, ProfileError, ScheduleError
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.exact.certificate import Verifier
+from perseus_ds.optimizer.exact.parallel_paths import find_path_pairs
 from perseus_ds.optimizer.exact.problem import Problem
 from perseus_ds.optimizer.exact.solver import solve_exact
 from perseus_ds.pipeline.dag import Dag
@@ -215,3 +216,65 @@ def test_no_micro_batches_and_deadlines_out_of_reach_are_refused():
     frontier = optimize(one_f_one_b(2, 3), synthetic_profile(2), blocking_power_w=POWER_W, plans=4)
     with pytest.raises(DeadlineError, match="T_min"):
         frontier.lookup(frontier.t_min_s * 0.99)
+
+
+def two_clocks_profile(stages, seed):
+    """Two clocks far apart, so that hulls contain mixtures that neighbouring stages cannot run together."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for stage in range(stages):
+        for kind, work_s in ((Kind.FORWARD, 0.05), (Kind.BACKWARD, 0.1)):
+            scale = rng.uniform(0.9, 1.1)
+            for clock, slower, energy_j in ((1400, 1.0, 60.0), (1000, 1.2, 30.0)):
+                rows.append(Measurement(stage, kind, clock, work_s * scale * slower, energy_j * work_s * 10))
+    return StageProfile(rows)
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_the_joint_bound_of_neighbours_is_below_the_optimum_for_any_flow(seed):
+    problem = Problem(Dag.build(one_f_one_b(2, 3)), two_clocks_profile(2, seed), POWER_W / 10)
+    assert find_path_pairs(problem)
+    time_s, energy_j = every_plan(problem)
+    verifier, rng = Verifier(problem), np.random.default_rng(seed)
+    edges = sum(map(len, problem.dag.predecessors))
+    solved = solve(problem)
+    for _ in range(20):
+        at_s = rng.uniform(problem.t_min_s, 1.2 * problem.t_min_s)
+        optimum_j = energy_j[time_s <= at_s].min()
+        flow_w, source_w = solved.certificates.flow_w(int(rng.integers(len(solved.plans))))
+        assert verifier.bound_j(at_s, flow_w, source_w) <= optimum_j
+        # Not conserved: edges that paths share have too little flow for them all.
+        flow_w = flow_w * rng.uniform(0.5, 1.5, edges)
+        assert verifier.bound_j(at_s, flow_w, source_w) <= optimum_j
+
+
+def test_neighbouring_ranks_meet_between_parallel_paths():
+    problem = Problem(Dag.build(one_f_one_b(4, 10)), synthetic_profile(4, **FIXED), POWER_W)
+    found = find_path_pairs(problem)
+    assert {pairs.rank for pairs in found} == {0, 1, 2}
+    for pairs in found:
+        nodes = problem.node[pairs.decisions]
+        for row in nodes.tolist():
+            works = [problem.dag.nodes[node].work for node in row]
+            ranks = [problem.dag.nodes[node].ranks[0] for node in row]
+            assert ranks == [pairs.rank] * 2 + [pairs.rank + 1] * 2
+            assert (
+                {work.kind for work in works[:2]} == {work.kind for work in works[2:]} == {Kind.FORWARD, Kind.BACKWARD}
+            )
+    for rank in range(3):
+        decisions = np.concatenate([pairs.decisions.ravel() for pairs in found if pairs.rank == rank])
+        assert len(set(decisions.tolist())) == len(decisions)
+
+
+def test_neighbours_bounded_together_prove_more():
+    problem = Problem(Dag.build(one_f_one_b(2, 12)), two_clocks_profile(2, 3), POWER_W / 10)
+    proven = solve(problem)
+    alone = Verifier(problem)
+    alone._pairs = []
+    more = [
+        plan.lower_bound_j - alone.bound_j(plan.time_s, *proven.certificates.flow_w(number))
+        for number, plan in enumerate(proven.plans)
+    ]
+    assert min(more) >= 0
+    assert max(more) > 0.01 * proven.plans[0].energy_j

@@ -53,7 +53,8 @@ def test_rows_agree_with_the_simulated_gpu(forward_s, seed):
     for clock in clocks:
         gpu.lock_clock(clock)
         for _ in range(2):
-            profiler.add(clock, *run_iteration(gpu, now, rng, work_s, micro_batches=8))
+            spans, readings = run_iteration(gpu, now, rng, work_s, micro_batches=8)
+            profiler.add(clock, [spans], readings)
     rows = [row.measurement for row in profiler.rows()]
     assert len(rows) == 3 * len(clocks)
     for row in rows:

@@ -33,7 +33,7 @@ def test_time_and_energy_are_estimated_by_kind(jitter_s):
         for moment in np.arange(start_s + 0.05, end_s, 0.05):
             used_j = sum(POWER_W[kind] * max(0.0, min(moment, b) - a) for a, b, kind in pieces)
             readings.append((moment + rng.uniform(0, jitter_s), 1000 + used_j))
-        profiler.add(1200, spans, readings)
+        profiler.add(1200, [spans], readings)
     backward, forward = (row.measurement for row in profiler.rows())
     tolerance = 0.04 if jitter_s else 0.01
     assert forward.time_s == pytest.approx(0.03)
@@ -44,5 +44,5 @@ def test_time_and_energy_are_estimated_by_kind(jitter_s):
 def test_iterations_without_two_refreshes_yield_no_row():
     spans, _, _ = iteration(np.random.default_rng(1), 0.0)
     profiler = OnlineProfiler(blocking_power_w=80.0)
-    profiler.add(1200, spans, [(0.1, 5.0)])
+    profiler.add(1200, [spans], [(0.1, 5.0)])
     assert profiler.rows() == []

@@ -11,7 +11,7 @@ def start(mode, job="ours"):
     return {"event": "start", "mode": mode, "job": job}
 
 
-def test_points_are_medians_per_pipeline_of_default_clocks_and_of_each_plan(tmp_path):
+def test_points_are_typical_iterations_per_pipeline_at_default_clocks_and_of_each_plan(tmp_path):
     observed = [record(n, "observe", t, 100 * t) for n, t in enumerate((99.0, 1.0, 2.0, 9.0), start=1)]
     ran = [record(n, "run", t, 100 * t, plan=plan) for n, (t, plan) in enumerate([(50.0, 0), (3.0, 0), (4.0, 7)])]
     write_log(tmp_path, [start("observe"), *observed, start("run"), record(1, "calibrate", 50.0, 50.0), *ran])
@@ -20,6 +20,13 @@ def test_points_are_medians_per_pipeline_of_default_clocks_and_of_each_plan(tmp_
         MeasuredPoint("plan 0", 0, 3.0, 150.0, 1),
         MeasuredPoint("plan 7", 7, 4.0, 200.0, 1),
     ]
+
+
+def test_iterations_shorter_than_the_counters_refresh_are_not_taken_for_free(tmp_path):
+    read = [0.0, 0.0, 300.0, 0.0, 0.0, 300.0, 0.0, 0.0, 300.0]
+    write_log(tmp_path, [start("observe"), *(record(n, "observe", 0.04, e) for n, e in enumerate([300.0, *read]))])
+    (point,) = measured_points([read_history(tmp_path)])
+    assert (point.time_s, point.energy_j, point.iterations) == (0.04, pytest.approx(100.0), 9)
 
 
 def test_of_several_runs_each_point_says_which_it_is_from(tmp_path):

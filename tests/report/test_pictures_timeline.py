@@ -2,6 +2,7 @@ from itertools import pairwise
 
 import pytest
 from matplotlib.image import imread
+from run_folders import write_log
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile, TransferDuration
@@ -119,3 +120,9 @@ def test_plot_draws_from_files(tmp_path, profile, frontier, capsys):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"frontier.png", "timeline.png"}
     assert main(["plot", *arguments, f"runs=[{tmp_path / 'none'}]"]) == 2
     assert "no such file" in capsys.readouterr().err
+    (tmp_path / "file").write_text("in the way")
+    assert main(["plot", *arguments[:2], f"out={tmp_path / 'file'}"]) == 2
+    assert "cannot be a folder" in capsys.readouterr().err
+    write_log(tmp_path / "empty", [{"event": "start", "mode": "observe"}])
+    assert main(["plot", *arguments, f"runs=[{tmp_path / 'empty'}]"]) == 2
+    assert "no iterations at default clocks" in capsys.readouterr().err

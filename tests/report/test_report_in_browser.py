@@ -1,20 +1,24 @@
-"""The report in a real browser: it draws itself, and a click on a plan shows that plan's timeline."""
+"""The report in a real browser: it draws itself, at any width, in light and dark and on paper."""
 
 import json
 import re
-import shutil
-import time
 
 import pytest
-from run_folders import MICRO_BATCHES, RANKS, make_job, write_auto_run
+from browser import CHROMIUM, DRIVER, Browser
+from run_folders import MICRO_BATCHES, RANKS, make_job, record, write_auto_run, write_log
 
+from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.cli.main import main
+from perseus_ds.report.palette import PALETTE
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="no Chromium here: apt-get install chromium chromium-driver"
 )
+DRAWN = """
+    const plots = [...document.querySelectorAll(".plot")], timeline = document.getElementById("timeline");
+    return plots.every(plot => plot.querySelector(".main-svg")) && (!timeline || timeline.querySelector(".bar"));
+"""
+PLOTS = {"frontier", "history", "profile-time", "profile-energy", "profile-power"}
 
 
 @pytest.fixture(scope="module")
@@ -32,138 +36,156 @@ def page(tmp_path_factory, job):
 
 @pytest.fixture(scope="module")
 def browser():
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,1000"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_script_timeout(20)
-    yield driver
-    driver.quit()
+    window = Browser()
+    yield window
+    window.driver.quit()
 
 
 @pytest.fixture
 def opened(browser, page):
-    browser.get(page)
-    wait_for(browser, "return document.querySelectorAll('#timeline .barlayer .point').length > 0")
-    return browser
-
-
-def wait_for(browser, condition, timeout_s=20):
-    deadline = time.monotonic() + timeout_s
-    while not browser.execute_script(condition):
-        assert time.monotonic() < deadline, f"never came true: {condition}; {browser.get_log('browser')}"
-        time.sleep(0.02)
+    with browser.default_screen():
+        browser.open(page, ready=DRAWN)
+        yield browser
 
 
 def titles(browser):
-    return browser.execute_script(
-        "return document.getElementById('timeline').layout.annotations.map(a => a.text.replace(/<[^>]*>/g, ''))"
+    return browser.js("return document.getElementById('timeline').panels.map(p => p.title.join(': '))")
+
+
+def bars(browser, panel):
+    """Start, length and clock of the passes of a timeline."""
+    found = browser.js(
+        """return document.getElementById("timeline").panels[arguments[0]].bars
+             .filter(b => b.clock !== null).map(b => [b.start, b.end - b.start, b.clock])""",
+        panel,
+    )
+    assert len(found) == RANKS * MICRO_BATCHES * 2
+    return found
+
+
+def choose(browser, plan):
+    browser.js(
+        "const s = document.getElementById('plan'); s.value = arguments[0]; s.dispatchEvent(new Event('input'))", plan
+    )
+    browser.wait_for(
+        f"return document.getElementById('timeline').panels[1].title[0].startsWith('Plan {plan},')"
+        f" && document.querySelectorAll('#timeline .title')[1].textContent.startsWith('Plan {plan},')"
     )
 
 
-def complaints(browser):
-    return [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+def figure(value_j):
+    return f"{value_j:.1f} J"
 
 
-def click_on_plan(browser, number):
-    """Click where the plan's point is, as a person would."""
-    where = browser.execute_script(
+def test_it_draws_everything_without_a_complaint_or_a_request(browser, page, job):
+    with browser.default_screen():
+        browser.driver.get_log("performance")
+        browser.open(page, ready=DRAWN)
+        assert set(browser.js("return [...document.querySelectorAll('.plot')].map(p => p.id)")) == PLOTS
+        before, after, measured = titles(browser)
+        default, plan = job.frontier.baseline, job.frontier.plans[2]
+        highest = "Everything at the highest clock, predicted"
+        assert before == f"{highest}: {default.time_s:.3f} s, {figure(default.energy_j)}"
+        assert after == f"Plan 2, predicted: {plan.time_s:.3f} s, {figure(plan.energy_j)}"
+        assert measured.startswith("Measured: plan 2, iteration 8 of ")
+        assert f"{plan.time_s:.3f} s" in measured
+        assert requests(browser) <= {page, "data:,"}
+        assert browser.complaints() == []
+
+
+def requests(browser):
+    messages = [json.loads(entry["message"])["message"] for entry in browser.driver.get_log("performance")]
+    return {m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"}
+
+
+def test_a_click_on_a_plan_shows_its_timeline(opened, job):
+    last = len(job.frontier.plans) - 1
+    shown = bars(opened, 1)
+    x, y = opened.js(
         """
         const plot = document.getElementById("frontier");
         plot.scrollIntoView({ block: "center" });
         const trace = plot.data.find(t => t.meta === "plans"), { xaxis, yaxis } = plot._fullLayout;
         const box = plot.getBoundingClientRect(), plan = arguments[0];
-        const [x, y] = [trace.x, trace.y].map(values => Array.from(values._inputArray || values)[plan]);
-        return [box.left + xaxis._offset + xaxis.d2p(x), box.top + yaxis._offset + yaxis.d2p(y)];
+        const [x, y] = [xaxis._offset + xaxis.d2p(trace.x[plan]), yaxis._offset + yaxis.d2p(trace.y[plan])];
+        return [box.left + x, box.top + y];
         """,
-        number,
+        last,
     )
-    at = {"x": where[0], "y": where[1], "button": "left", "clickCount": 1}
     for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-        browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": kind, **at})
-
-
-def test_it_draws_everything_without_a_complaint(opened, job):
-    plots = opened.execute_script(
-        "return [...document.querySelectorAll('.plot')].map(p => [p.id, !!p.querySelector('svg')])"
-    )
-    assert {name for name, drawn in plots if drawn} == {
-        "frontier", "timeline", "history", "profile-time", "profile-energy", "profile-power"
-    }  # fmt: skip
-    before, after, measured = titles(opened)
-    default, plan = job.frontier.baseline, job.frontier.plans[2]
-    assert before == f"Everything at the highest clock, predicted: {default.time_s:.3f} s, {figure(default.energy_j)} J"
-    assert after == f"Plan 2, predicted: {plan.time_s:.3f} s, {figure(plan.energy_j)} J"
-    assert measured.startswith("Measured: plan 2, iteration 8 of ")
-    assert f"{plan.time_s:.3f} s" in measured
-    rows = opened.execute_script("return [...document.querySelectorAll('#slack tbody tr')].map(r => r.innerText)")
-    assert len(rows) == RANKS
-    assert all(re.search(r"\d+ %.*MHz", row) for row in rows)
-    assert complaints(opened) == []
-
-
-def test_a_click_on_a_plan_shows_its_timeline(opened, job):
-    last = len(job.frontier.plans) - 1
-    shown = bars(opened)
-    click_on_plan(opened, last)
-    wait_for(opened, f"return document.getElementById('timeline').layout.annotations[1].text.includes('Plan {last},')")
+        opened.cdp("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    opened.wait_for(f"return document.getElementById('timeline').panels[1].title[0].startsWith('Plan {last},')")
     assert f"{job.frontier.plans[-1].time_s:.3f} s" in titles(opened)[1]
-    assert opened.find_element("id", "plan").get_attribute("value") == str(last)
-    assert bars(opened) != shown
-    assert complaints(opened) == []
+    assert opened.js("return document.getElementById('plan').value") == str(last)
+    assert bars(opened, 1) != shown
+    assert opened.complaints() == []
 
 
 def test_what_the_page_works_out_is_what_the_profile_says_of_every_plan(opened, job):
-    ends = {}
+    ends, energies = {}, {}
     for number in range(len(job.frontier.plans)):
-        opened.execute_script(
-            "const s = document.getElementById('plan'); s.value = arguments[0]; s.dispatchEvent(new Event('input'))",
-            number,
-        )
-        wait_for(
-            opened, f"return document.getElementById('timeline').layout.annotations[1].text.includes('Plan {number},')"
-        )
-        ends[number] = max(base + length for base, length, _ in bars(opened, "y2"))
+        choose(opened, number)
+        ends[number] = max(start + length for start, length, _ in bars(opened, 1))
+        energies[number] = opened.js("return energyOf(document.getElementById('timeline').panels[1])")
     assert ends == pytest.approx({n: plan.time_s for n, plan in enumerate(job.frontier.plans)})
-
-
-def bars(browser, axis="y2"):
-    """Start, length and colour of the instructions on one of the timelines."""
-    found = browser.execute_script(
-        """
-        const plain = a => Array.from((a && a._inputArray) || a || []);
-        return JSON.stringify(document.getElementById("timeline").data
-          .filter(t => t.type === "bar" && t.yaxis === arguments[0] && Array.isArray(t.marker.color))
-          .flatMap(t => t.base.map((b, i) => [b, t.x[i], t.marker.color[i]])));
-        """,
-        axis,
-    )
-    found = json.loads(found)
-    assert len(found) == RANKS * MICRO_BATCHES * 2
-    return found
+    total_j = {n: sum(by_rank) for n, by_rank in energies.items()}
+    assert total_j == pytest.approx({n: plan.energy_j for n, plan in enumerate(job.frontier.plans)}, rel=1e-4)
+    rows = opened.js("return [...document.querySelectorAll('#slack tbody tr')].map(r => r.innerText)")
+    assert len(rows) == RANKS
+    assert all(re.search(r"\d+ %.* J.*MHz", row, re.S) for row in rows)
 
 
 def test_colour_tells_clock_or_power(opened, job):
-    clocks = {colour for _, _, colour in bars(opened)}
-    assert clocks == {clock for stream in job.frontier.plans[2].clocks_mhz for clock in stream}
-    opened.execute_script("document.querySelector('[name=colour][value=power]').click()")
-    wait_for(opened, "return document.getElementById('timeline').layout.coloraxis.colorbar.title.text.includes('[W]')")
-    rows = [job.profile.options(*key) for key in job.profile.keys]
-    powers = sorted(float(power) for row in rows for power in row.energy_j / row.time_s)
-    for _, _, colour in bars(opened):
-        assert min(abs(power - colour) for power in powers) < 0.01
+    plan = job.frontier.plans[2]
+    clocks = {clock for stream in plan.clocks_mhz for clock in stream}
+    assert {clock for _, _, clock in bars(opened, 1)} == clocks
+    fills = """
+        const shown = [...document.querySelectorAll(".panel")[1].querySelectorAll(".bar[fill]")];
+        return new Set(shown.map(bar => bar.getAttribute("fill"))).size;
+    """
+    assert opened.js(fills) == len(clocks)
+    assert "MHz" in opened.js("return document.getElementById('scale').textContent")
+    opened.js("document.querySelector('[name=colour][value=power]').click()")
+    opened.wait_for("return document.getElementById('scale').textContent.includes(' W')")
+    powers = {round(r.energy_j / r.time_s, 3) for i, r in rows_of(job, plan)}
+    assert opened.js(fills) == len(powers)
+
+
+def rows_of(job, plan: FrequencyPlan):
+    for stream, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True):
+        for instruction, clock in zip(stream, clocks, strict=True):
+            yield instruction, job.profile.at(instruction.stage, instruction.kind, clock)
+
+
+def test_the_pointer_is_told_what_is_below_it_and_zooming_shows_less_time(opened):
+    opened.js("document.getElementById('timeline').scrollIntoView({ block: 'center' })")
+    x, y = opened.js(
+        """
+        const box = document.getElementById("timeline").getBoundingClientRect(), g = view.geometry;
+        const bar = view.panels[1].bars.find(b => b.rank === 1 && b.clock !== null);
+        return [box.left + g.x((bar.start + bar.end) / 2), box.top + g.y(1, 1) + g.row / 2];
+        """
+    )
+    opened.cdp("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    opened.wait_for("return !document.getElementById('tip').hidden")
+    tip = opened.js("return document.getElementById('tip').innerText")
+    assert re.match(r"forward of micro-batch 0, stage 1\n.* ms, from .* s\n\d+ MHz, \d+ W, [\d.]+ J", tip)
+    whole = opened.js("return view.geometry.to - view.geometry.from")
+    opened.js("document.querySelector('[data-zoom=in]').click()")
+    assert opened.js("return view.geometry.to - view.geometry.from") == pytest.approx(whole / 2)
+    for kind, dx in (("mousePressed", 0), ("mouseMoved", 60), ("mouseReleased", 60)):
+        opened.cdp("Input.dispatchMouseEvent", type=kind, x=x + dx, y=y, button="left", buttons=1, clickCount=1)
+    assert opened.js("return view.geometry.to - view.geometry.from") < whole / 4
+    opened.js("document.querySelector('[data-zoom=all]').click()")
+    assert opened.js("return view.geometry.to - view.geometry.from") == pytest.approx(whole)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("gone", "drawn"),
     [
-        (["profile.csv", "profile.json"], ["frontier", "timeline", "history"]),
-        (["frontier.json"], ["timeline", "history", "profile-time", "profile-energy", "profile-power"]),
+        (["profile.csv", "profile.json"], ["frontier", "history"]),
+        (["frontier.json"], ["history", "profile-time", "profile-energy", "profile-power"]),
         (["timeline.json", "run.jsonl", "profile.csv", "profile.json"], ["frontier"]),
     ],
 )
@@ -172,29 +194,150 @@ def test_what_there_is_is_drawn(browser, tmp_path, job, gone, drawn):
     for name in gone:
         (tmp_path / name).unlink()
     assert main(["report", str(tmp_path)]) == 0
-    browser.get((tmp_path / "report.html").as_uri())
-    plots = "[...document.querySelectorAll('.plot')]"
-    wait_for(browser, f"return {plots}.length && {plots}.every(plot => plot.querySelector('svg'))")
-    assert browser.execute_script(f"return {plots}.map(plot => plot.id)") == drawn
-    if "timeline" in drawn:
+    browser.open((tmp_path / "report.html").as_uri(), ready=DRAWN)
+    assert browser.js("return [...document.querySelectorAll('.plot')].map(plot => plot.id)") == drawn
+    if "timeline.json" not in gone:
         assert titles(browser)[0].startswith("Measured: ")
-    assert complaints(browser) == []
+    assert browser.complaints() == []
 
 
-def test_it_fits_a_phone_and_paper(opened, page):
-    opened.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+HEIGHTS = """
+    const drawn = plot => plot.querySelector(".main-svg").getBoundingClientRect().height;
+    return Object.fromEntries([...document.querySelectorAll(".plot")].map(p => [p.id, [p.clientHeight, drawn(p)]]));
+"""
+# What a reader would have to scroll sideways for, or could not see at all.
+CUT_OFF = """
+    const scrolled = [...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth);
+    const wide = [...document.querySelectorAll("main *")].filter(e => e.getBoundingClientRect().right > innerWidth + 1);
+    return [...scrolled, ...wide.filter(e => !e.closest("svg"))].map(e => e.tagName + ": " + e.innerText.slice(0, 60));
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 844, 390])
+def test_it_fits_every_screen_in_light_and_dark(browser, page, width, scheme):
+    with browser.default_screen():
+        browser.prefer(scheme)
+        browser.resize(width)
+        browser.open(page, ready=DRAWN)
+        assert browser.js("return document.documentElement.scrollWidth") <= width
+        assert browser.js(CUT_OFF) == []
+        for name, (box, drawn) in browser.js(HEIGHTS).items():
+            assert box == drawn > 200, name
+        ink, surface = getattr(PALETTE["ink"], scheme), getattr(PALETTE["surface"], scheme)
+        assert browser.js("return document.getElementById('frontier')._fullLayout.paper_bgcolor") == surface
+        assert browser.js("return document.getElementById('frontier')._fullLayout.font.color") == ink
+        assert browser.js("return getComputedStyle(document.querySelector('#timeline .title')).fill") == rgb(ink)
+        assert browser.complaints() == []
+
+
+def rgb(colour):
+    return "rgb({}, {}, {})".format(*(int(colour[at : at + 2], 16) for at in (1, 3, 5)))
+
+
+def test_plots_keep_their_height_when_the_window_is_resized_turned_and_printed(opened):
+    opened.resize(1280)
+    before = opened.js(HEIGHTS)
+    opened.resize(1000)
+    opened.wait_for("return document.querySelector('#timeline svg').getBoundingClientRect().width < 960")
+    assert opened.js(HEIGHTS) == before
+    opened.pdf()
+    opened.settle()
+    assert opened.js(HEIGHTS) == before
+    for width, height in ((390, 844), (844, 390), (390, 844)):
+        opened.resize(width, height)
+        for name, (box, drawn) in opened.js(HEIGHTS).items():
+            assert box == drawn > 200, (name, width)
+        assert opened.js("return document.documentElement.scrollWidth") == width
+        assert opened.js("return document.querySelector('#timeline svg').getBoundingClientRect().right") <= width
+    opened.js(f"addEventListener('beforeprint', () => {{ window.seen = (() => {{ {HEIGHTS} }})() }})")
+    opened.pdf()
+    for name, (box, drawn) in opened.js("return window.seen").items():
+        assert 200 < box == drawn <= 340, f"{name} on paper"
+    assert opened.complaints() == []
+
+
+def test_a_change_of_scheme_is_followed_and_paper_is_light(opened):
+    background = "return document.getElementById('frontier')._fullLayout.paper_bgcolor"
+    opened.prefer("dark")
+    assert opened.js(background) == PALETTE["surface"].dark
+    opened.js(
+        "window.seen = []; addEventListener('beforeprint', () => window.seen.push("
+        "document.getElementById('frontier')._fullLayout.paper_bgcolor))"
     )
-    try:
-        opened.get(page)
-        wait_for(opened, "return document.querySelectorAll('#timeline .barlayer .point').length > 0")
-        assert opened.execute_script("return document.documentElement.scrollWidth") == 390
-    finally:
-        opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    pdf = opened.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True, "printBackground": True})
-    assert len(pdf["data"]) > 30_000
-    assert complaints(opened) == []
+    assert len(opened.pdf()) > 30_000
+    assert opened.js("return window.seen[0]") == PALETTE["surface"].light
+    opened.settle()
+    assert opened.js(background) == PALETTE["surface"].dark
+    opened.prefer("light")
+    assert opened.js(background) == PALETTE["surface"].light
 
 
-def figure(value):
-    return f"{value:,.0f}".replace(",", "\N{NARROW NO-BREAK SPACE}")
+def test_a_step_of_the_slider_draws_few_elements_and_only_the_timeline_that_changes(opened, job):
+    """Thousands of bars are a few paths: what a step costs hardly depends on how many bars there are."""
+    passes = sum(len(stream) for stream in job.frontier.instructions)
+    paths = "return [...document.querySelectorAll('.panel')].map(p => p.querySelectorAll('.bar').length)"
+    for number in range(len(job.frontier.plans)):
+        choose(opened, number)
+        clocks = {clock for stream in job.frontier.plans[number].clocks_mhz for clock in stream}
+        assert opened.js(paths)[1] <= 2 * len(clocks) + 1 < passes
+    choose(opened, 0)
+    opened.js("window.kept = document.querySelector('.panel').firstChild")
+    choose(opened, 1)
+    assert opened.js("return document.querySelector('.panel').firstChild === window.kept")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_that_keeps_anybody_from_reading_it(opened, scheme):
+    from axe_core_python.selenium import Axe
+
+    opened.prefer(scheme)
+    violations = Axe().run(opened.driver)["violations"]
+    assert [(v["id"], v["impact"], [node["html"][:100] for node in v["nodes"]]) for v in violations] == []
+
+
+def test_plans_can_be_chosen_by_keyboard(opened, job):
+    opened.js("document.getElementById('plan').focus()")
+    for kind in ("keyDown", "keyUp"):
+        opened.cdp("Input.dispatchKeyEvent", type=kind, key="End", code="End", windowsVirtualKeyCode=35)
+    last = len(job.frontier.plans) - 1
+    opened.wait_for(f"return document.getElementById('plan-number').textContent === '{last}'")
+    assert opened.js("return document.getElementById('plan').getAttribute('aria-valuetext')").startswith(
+        f"Plan {last}:"
+    )
+    assert opened.js("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+def test_a_long_run_shows_its_trend(browser, tmp_path, job):
+    job.frontier.save(tmp_path)
+    default = [record(n, "observe", 1.0, 100.0) for n in range(1, 5)]
+    ran = [record(n, "run", 1.0, 80.0 + n / 50, plan=n % 3) for n in range(5, 105)]
+    write_log(tmp_path, [{"event": "start", "mode": "run"}, *default, *ran])
+    assert main(["report", str(tmp_path)]) == 0
+    browser.open((tmp_path / "report.html").as_uri(), ready=DRAWN)
+    energy, time = browser.js("return document.getElementById('trend').data.map(t => Array.from(t.y))")
+    assert energy == sorted(energy)
+    assert time == [0.0] * len(energy)
+    assert browser.complaints() == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 844, 390])
+def test_a_comparison_fits_every_screen_and_is_accessible(browser, tmp_path, width, scheme):
+    from axe_core_python.selenium import Axe
+
+    for name, phase, energy_j, plan in (("default", "observe", 100.0, None), ("planned", "run", 85.0, 0)):
+        write_log(tmp_path / name, [{"event": "start"}, *(record(n, phase, 1.0, energy_j, plan=plan) for n in (1, 2))])
+    assert main(["compare", str(tmp_path / "default"), str(tmp_path / "planned"), f"out={tmp_path}"]) == 0
+    with browser.default_screen():
+        browser.prefer(scheme)
+        browser.resize(width)
+        browser.open((tmp_path / "comparison.html").as_uri(), ready=DRAWN)
+        assert browser.js("return document.documentElement.scrollWidth") <= width
+        assert browser.js(CUT_OFF) == []
+        assert browser.js("return document.getElementById('comparison').data.map(t => t.name)") == [
+            "default: default clocks",
+            "planned: plan 0",
+        ]
+        assert Axe().run(browser.driver)["violations"] == []
+        assert browser.complaints() == []

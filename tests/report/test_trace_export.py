@@ -8,6 +8,7 @@ import pytest
 from run_folders import MICRO_BATCHES, RANKS, make_job, measured, write_auto_run
 
 from perseus_ds.cli.main import main
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Transfer
 from perseus_ds.report.measured_timeline import measured_timeline
 from perseus_ds.report.timeline import timeline
@@ -91,11 +92,37 @@ def test_timelines_ranks_clocks_and_waits_are_named(trace, job):
     passes = [e for e in plan if e.get("cat") in ("forward", "backward")]
     assert len(passes) == 2 * RANKS * MICRO_BATCHES
     assert any(e["args"]["critical"] for e in passes)
-    assert any(e.get("cat") == "wait" and e["name"].startswith("waiting for grad") for e in plan)
+    waits = [e for e in plan if e.get("cat") == "wait"]
+    assert {e["name"] for e in waits} == {"wait"}
+    assert any(e["args"]["for"].startswith("grad of micro-batch") for e in waits)
     for rank, clocks in enumerate(job.frontier.plans[2].clocks_mhz):
         counted = [e["args"]["MHz"] for e in plan if e["ph"] == "C" and e["name"] == f"clock of rank {rank}"]
         assert counted == [c for i, c in enumerate(clocks) if i == 0 or c != clocks[i - 1]]
     assert trace["otherData"]["simulated"] is True
+
+
+def test_slices_have_short_names_and_say_clock_power_and_energy(trace, job):
+    passes = [e for e in trace["traceEvents"] if e["pid"] == 2 and e.get("cat") in ("forward", "backward")]
+    letters = {"forward": "F", "backward": "B"}
+    assert {e["name"] for e in passes} == {f"{letter}{m}" for letter in "FB" for m in range(MICRO_BATCHES)}
+    assert all(e["name"][0] == letters[e["cat"]] for e in passes)
+    slice_ = next(e for e in passes if e["args"]["what"] == "forward of micro-batch 0 on stage 1")
+    clock = job.frontier.plans[2].clocks_mhz[1][0]
+    row = job.profile.at(1, Kind.FORWARD, clock)
+    assert slice_["args"]["clock_mhz"] == clock
+    assert slice_["args"]["profile_energy_j"] == pytest.approx(row.energy_j, rel=1e-3)
+    assert slice_["args"]["profile_power_w"] == pytest.approx(row.energy_j / row.time_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(("command", "name"), [("trace", "trace.json"), ("report", "report.html")])
+def test_out_may_be_a_folder_and_what_cannot_be_written_is_named(tmp_path, job, command, name, capsys):
+    write_auto_run(tmp_path / "run", job)
+    (tmp_path / "there").mkdir()
+    assert main([command, str(tmp_path / "run"), f"out={tmp_path / 'there'}"]) == 0
+    assert (tmp_path / "there" / name).stat().st_size > 1000
+    (tmp_path / "file").write_text("in the way")
+    assert main([command, str(tmp_path / "run"), f"out={tmp_path / 'file' / 'deeper'}"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_any_plan_can_be_asked_for(tmp_path, job, capsys):

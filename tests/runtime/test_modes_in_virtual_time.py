@@ -9,7 +9,14 @@ from virtual_job import VirtualJob
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import Drifted, Failed, PlanChosen, ProfileWritten, read_records
+from perseus_ds.artifacts.run_records import (
+    Drifted,
+    Failed,
+    PlanChosen,
+    PlanJudged,
+    ProfileWritten,
+    read_records,
+)
 from perseus_ds.errors import GpuError
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.instruction import Kind
@@ -66,7 +73,7 @@ def in_order(phases):
 def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
     job = start(mode="auto", **SLOWER)
     phases = job.train_until("run")
-    assert in_order(phases) == ["warm-up", "profile", "plan"]
+    assert in_order(phases) == ["warm-up", "profile", "plan", "default"]
     assert phases.count("warm-up") == 3
     job.train(20)
     iterations = job.close()
@@ -74,7 +81,7 @@ def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         expected_s = job.work_s[kind] * job.gpu.model.slowdown(profile.at_highest_clock(0, kind).clock_mhz)
         assert profile.at_highest_clock(0, kind).time_s == pytest.approx(expected_s, rel=0.02)
-    default = [r for r in iterations if r.phase == "plan"]
+    default = [r for r in iterations if r.phase == "default"]
     planned = [r for r in iterations if r.phase == "run"][1:]
     assert len(planned) == 19
     energy_j = sum(r.energy_j for r in planned) / len(planned)
@@ -116,13 +123,16 @@ def test_a_clock_that_needs_more_iterations_gets_them_after_the_others(start):
 
 
 def test_instructions_that_drift_are_profiled_again_three_times_at_most(start):
-    job = start(mode="auto")
+    job = start(mode="auto", **SLOWER)
     for profiles in (1, 2, 3):
         job.train_until("run")
+        job.train(12)
         assert len(events_now(job, ProfileWritten)) == profiles
         for kind in job.work_s:
             job.work_s[kind] *= 1.3
-        job.train(25)
+        if profiles < 3:
+            job.train_until("profile")
+    job.train(80)
     assert job.runtime.next.phase == "run"
     job.close()
     assert [event.profiles_again for event in events(job, Drifted)] == [True, True, False]
@@ -162,7 +172,7 @@ def test_an_unexpected_error_in_a_decision_never_ends_training(start, monkeypatc
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.train(2)
-    monkeypatch.setattr("perseus_ds.runtime.running.drift_of_rank", lambda *_: 1 / 0)
+    monkeypatch.setattr("perseus_ds.runtime.plan_runner.drift_of_rank", lambda *_: 1 / 0)
     job.train(30)
     assert job.runtime.next.phase == "observe"
     assert caplog.text.count("division by zero") == 1
@@ -226,9 +236,13 @@ class Passes:
 
     instructions = ((0, Kind.FORWARD), (0, Kind.BACKWARD))
 
-    def __init__(self):
+    def __init__(self, problem=None):
         self.job = None
         self.inside = False
+        self._problem = problem
+
+    def obstacle(self, agree):
+        return agree(self._problem)
 
     def run(self, stage, kind):
         assert self.inside
@@ -260,3 +274,109 @@ def test_profile_mode_measures_outside_of_training_and_then_observes(start):
 
 def test_a_lone_communicator_is_enough_for_a_job(start):
     assert isinstance(start(mode="observe").runtime._communicator, LoneCommunicator)
+
+
+def test_where_passes_cannot_be_repeated_profile_mode_measures_while_training_goes_on(start, capsys):
+    job = start(mode="profile", passes=Passes("the optimizer runs inside backwards"))
+    phases = job.train_until("observe")
+    assert in_order(phases) == ["warm-up", "profile"]
+    assert "the optimizer runs inside backwards" in capsys.readouterr().out
+    assert StageProfile.load(job.folder).keys
+
+
+SHORT = {Kind.FORWARD: 0.011, Kind.BACKWARD: 0.022, Kind.TAIL: 0.001}
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 2.0])
+def test_iterations_shorter_than_a_refresh_of_the_counter_are_profiled_truly(start, factor):
+    """Iterations of 0.05 to 0.2 s with a counter that is refreshed every 100 ms."""
+    work_s = {kind: factor * time_s for kind, time_s in SHORT.items()}
+    job = start(mode="auto", work_s=work_s, **SLOWER)
+    job.train_until("plan", most=800)
+    profile = StageProfile.load(job.folder)
+    top_mhz = job.gpu.supported_clocks_mhz()[-1]
+    model = job.gpu.model
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        row = profile.at_highest_clock(0, kind)
+        assert row.clock_mhz == top_mhz
+        assert row.time_s == pytest.approx(work_s[kind] * model.slowdown(top_mhz), rel=0.02)
+        assert row.energy_j / row.time_s == pytest.approx(model.power_w(top_mhz), rel=0.06)
+
+
+def test_a_plan_that_wins_is_measured_against_default_clocks_of_this_job_and_kept(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(40)
+    records = job.close()
+    (judged,) = events(job, PlanJudged)
+    default = [r for r in records if r.phase == "default"]
+    planned = [r for r in records if r.phase == "run"]
+    assert judged.wins
+    assert judged.slowdown == pytest.approx(planned[-1].time_s / default[-1].time_s - 1, abs=0.005)
+    assert all(r.default_measured for r in planned)
+    assert planned[-1].default_time_s == pytest.approx(default[-1].time_s, rel=0.01)
+
+
+def test_a_plan_that_saves_nothing_leaves_and_says_so(start, capsys):
+    """One stage has no slack: without a slowdown there is nothing to gain."""
+    job = start(mode="auto")
+    job.train_until("run")
+    job.train_until("observe", most=200)
+    assert set(job.train(5)) == {"observe"}
+    job.close()
+    (judged,) = events(job, PlanJudged)
+    assert not judged.wins
+    assert "It does not win: training goes on at default clocks" in capsys.readouterr().out
+
+
+def late_under_plans(job, by_s=0.03):
+    """The GPU takes longer under plans than it did when it was profiled."""
+    work = job.work
+
+    def work_late(kind):
+        if job.runtime.next.phase == "run":
+            job.time.sleep(by_s)
+        work(kind)
+
+    job.work = work_late
+
+
+def test_a_plan_that_is_later_than_promised_leaves(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    late_under_plans(job)
+    job.train_until("observe", most=200)
+    job.close()
+    (judged,) = events(job, PlanJudged)
+    assert not judged.wins
+    assert judged.slowdown > judged.promised_slowdown + 0.05
+
+
+def test_a_plan_that_becomes_late_is_compared_again_with_default_clocks(start):
+    job = start(mode="auto", max_drift=10.0, **SLOWER)
+    job.train_until("run")
+    job.train(40)
+    for kind in job.work_s:
+        job.work_s[kind] *= 1.1  # at default clocks too
+    job.train_until("default")
+    job.train_until("run")
+    job.train(60)
+    assert job.runtime.next.phase == "run"
+    job.close()
+    assert [event.wins for event in events(job, PlanJudged)] == [True, True]
+
+
+def test_a_cached_plan_proves_itself_again_and_leaves_the_cache_if_it_does_not_win(start, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cached = {"mode": "auto", "cache": True, **SLOWER}
+    first = start("first", **cached)
+    first.train_until("run")
+    assert not list((tmp_path / "cache").rglob("frontier.json"))
+    first.train(40)
+    first.close()
+    assert list((tmp_path / "cache").rglob("frontier.json"))
+    second = start("second", **cached)
+    assert in_order(second.train_until("run")) == ["default"]
+    late_under_plans(second)
+    second.train_until("observe", most=200)
+    assert not list((tmp_path / "cache").rglob("frontier.json"))

@@ -94,6 +94,7 @@ def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(tmp_path):
     recorder.close()
     record = read_records(tmp_path)[1]
     assert (record.time_s, record.energy_j, record.energy_by_pipeline_j) == (4.0, 100.0, (30.0, 70.0))
+    assert record.energy_by_rank_j == (10.0, 20.0, 30.0, 40.0)
     assert (record.failed_ranks, record.clock_changes) == ((2,), 6)
 
 
@@ -147,9 +148,9 @@ def test_a_rank_tells_its_events_once_they_are_asked_for(tmp_path):
     recorder.event(Drifted(drift=0.1))
     recorder.own_event(ClockRefused(rank=1, clock_mhz=1400, reached_mhz=1200))
     assert recorder.events_to_report == 1
-    recorder.add(IterationContext(1, 8, "run"), reports_of({"events": 0}))
+    recorder.add(IterationContext(1, 8, "run"), reports_of({"events": 1}))
     assert communicator.told is None
-    recorder.add(IterationContext(2, 16, "run"), reports_of({"events": 1}))
+    recorder.gather_events()
     assert [event.clock_mhz for event in communicator.told] == [1400]
     assert recorder.events_to_report == 0
     recorder.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import runpy
@@ -16,16 +17,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
+
+from run_log import GIVE_UP_S
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["pipeline_job"])
 
 
 def run_ranks(
-    folder: Path, ranks: int, environment: dict[str, str], command: Sequence[str], timeout_s: float = 240.0
+    folder: Path,
+    ranks: int,
+    environment: dict[str, str],
+    command: Sequence[str],
+    until: Callable[[], bool] = lambda: False,
 ) -> tuple[int, str]:
     """Run a Python script on as many processes as ranks.
 
@@ -34,10 +41,11 @@ def run_ranks(
         ranks: Number of processes.
         environment: Variables to set.
         command: The script and its arguments.
-        timeout_s: After which the ranks are ended.
+        until: Asked every tenth of a second; once it is true the ranks are ended.
 
     Returns:
-        The first exit code that is not 0, else 0, and what the ranks printed.
+        The first exit code that is not 0, else 0, and what the ranks printed; 124 where they had to be ended because
+        they had hung.
     """
     # Not a file: a job may be out of disk space.
     log = Path(tempfile.mkdtemp()) / "output"
@@ -46,7 +54,7 @@ def run_ranks(
     writer = os.open(log, os.O_WRONLY)
     output: list[bytes] = []
     thread = threading.Thread(target=_read_all, args=(reader, output))
-    job = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+    job = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     processes = [
         _CONTEXT.Process(target=_rank, args=(folder, log, command, {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
         for rank in range(ranks)
@@ -56,12 +64,15 @@ def run_ranks(
             process.start()
     os.set_blocking(reader, True)
     thread.start()
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + GIVE_UP_S
+    stopped = hung = False
     while (alive := [p for p in processes if p.exitcode is None]) and not any(p.exitcode for p in processes):
-        if not wait([p.sentinel for p in alive], timeout=max(0.0, deadline_s - time.monotonic())):
+        wait([p.sentinel for p in alive], timeout=0.1)
+        stopped, hung = until(), time.monotonic() > deadline_s
+        if stopped or hung:
             break
     failed = [p.exitcode for p in processes if p.exitcode]
-    returncode = failed[0] if failed else 124 if alive else 0
+    returncode = failed[0] if failed else 124 if hung and not stopped else 0
     for process in alive:
         process.terminate()
     for process in processes:
@@ -86,6 +97,10 @@ def _rank(folder: Path, log: Path, command: Sequence[str], environment: dict[str
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.environ.update(environment)
+    for directory in environment.get("LD_LIBRARY_PATH", "").split(os.pathsep):
+        # The linker reads the variable when a program starts; later it finds a library that is already loaded.
+        for library in Path(directory).glob("libnvidia-ml.so.1") if directory else ():
+            ctypes.CDLL(str(library))
     os.chdir(folder)
     sys.argv = list(command)
     multiprocessing.set_start_method(
@@ -108,7 +123,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

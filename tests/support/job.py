@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import run_log
 from forked import run_ranks
+from run_log import Record
 
 SCRIPT = Path(__file__).with_name("pipeline_job.py")
 # Fast enough for a test, long enough for simulated instructions to dwarf what the CPU does.
@@ -35,9 +40,30 @@ class Finished:
         assert self.returncode == 0, self.output[-4000:]
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("rank*.json"))]
 
-    def records(self, name: str = "perseus") -> list[dict[str, Any]]:
-        lines = (self.folder / name / "run.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+    def records(self) -> list[Record]:
+        return run_log.records(self.folder / "perseus")
+
+    def iterations(self, *phases: str) -> list[Record]:
+        return run_log.iterations(self.records(), *phases)
+
+    def events(self, *names: str) -> list[Record]:
+        return run_log.events(self.records(), *names)
+
+
+@dataclass
+class Running:
+    """A job that runs until it is told to stop."""
+
+    folder: Path
+
+    def order(self, name: str, given: bool = True) -> None:
+        """Place one of the files that the job looks for, or take it away."""
+        file = self.folder / name
+        file.touch() if given else file.unlink()
+
+    def wait_for(self, condition: Callable[[list[Record]], Any]) -> Any:
+        """Wait until the job's records meet a condition, and return what the condition returned."""
+        return run_log.wait_for(self.folder / "perseus", condition)
 
 
 LAUNCHERS = {
@@ -61,16 +87,73 @@ def start(
     )
 
 
+def finish(process: subprocess.Popen[str], folder: Path) -> Finished:
+    """Wait until a job that was started ends."""
+    output, _ = process.communicate(timeout=run_log.GIVE_UP_S)
+    return Finished(folder, process.returncode, output)
+
+
+def launch(folder: Path, ranks: int, environment: dict[str, str] | None = None, **job: Any) -> Finished:
+    """Run a job to its end by torchrun."""
+    return finish(start(folder, ranks, environment, **job), folder)
+
+
 def run(folder: Path, ranks: int, environment: dict[str, str] | None = None, **job: Any) -> Finished:
-    """Run a job to its end."""
-    environment = environment or {}
-    if "LD_LIBRARY_PATH" in environment:  # read when a program starts, so too late for a forked one
-        process = start(folder, ranks, environment, **job)
-        output, _ = process.communicate(timeout=240)
-        return Finished(folder, process.returncode, output)
+    """Run a job to its end on forked ranks, which start sooner than those of a launcher."""
     _prepare(folder, ranks, job)
     command = [str(SCRIPT), str(folder)]
-    return Finished(folder, *run_ranks(folder, ranks, {**_environment(folder), **environment}, command))
+    return Finished(folder, *run_ranks(folder, ranks, {**_environment(folder), **(environment or {})}, command))
+
+
+def run_while(during: Callable[[Running], None], folder: Path, ranks: int, **job: Any) -> Finished:
+    """Run a job for as long as a function steers and watches it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    running = Running(folder)
+    with ThreadPoolExecutor() as pool:
+        result = pool.submit(run, folder, ranks, **{"steps": 1_000_000, **job})
+        try:
+            during(running)
+        finally:
+            running.order("stop")
+        return result.result()
+
+
+@dataclass
+class PlainRuns:
+    """Jobs without Perseus; each is run once for all tests that compare with it.
+
+    Attributes:
+        folder: Where they run.
+    """
+
+    folder: Path
+    _finished: dict[str, Finished] = field(default_factory=dict)
+
+    def run(self, ranks: int, **job: Any) -> Finished:
+        key = json.dumps({"ranks": ranks, **job}, sort_keys=True)
+        if key not in self._finished:
+            self._finished[key] = run(self.folder / str(len(self._finished)), ranks, **job)
+        return self._finished[key]
+
+    def assert_same(self, finished: Finished, ranks: int, **job: Any) -> None:
+        """Train without Perseus for as many steps; losses, weights and random numbers must be the same bits."""
+        steps = len(finished.ranks[0]["losses"]) - ("evaluate_after" in job)
+        assert_same_training(finished, self.run(ranks, **{**job, "steps": steps}))
+
+
+def assert_same_training(finished: Finished, without: Finished) -> None:
+    """Losses, weights and random numbers of two jobs are the same bits."""
+    for ours, theirs in zip(finished.ranks, without.ranks, strict=True):
+        assert repr(ours["losses"]) == repr(theirs["losses"])  # repr, since NaN is not equal to itself
+        assert ours["weights"] == theirs["weights"]
+        assert ours["random"] == theirs["random"]
+        assert ours["skipped_steps"] == theirs["skipped_steps"]
+
+
+def monitored(folder: Path, tag: str) -> list[float]:
+    """Return the values of a tag that DeepSpeed's CSV monitor has written."""
+    with (folder / (tag.replace("/", "_") + ".csv")).open() as file:
+        return [float(value) for _, value in list(csv.reader(file))[1:]]
 
 
 def _prepare(folder: Path, ranks: int, job: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""A training job of any user's: a small PipelineModule on real DeepSpeed ranks, described by a JSON file.
+"""A user's training job: a small PipelineModule on real DeepSpeed ranks, described by ``job.json`` in its folder.
 
-Started by torchrun with the file's path. Every rank writes ``rank<N>.json`` into the job's folder: losses by step,
-a hash of its weights, what Perseus says of itself.
+Started with the folder's path. Every rank writes ``rank<N>.json`` into the folder: losses by step, a hash of its
+weights, what Perseus says of itself. A test steers a running job by files in the folder: the job ends after the step
+during which ``stop`` appears, and the pipeline ``slow_pipeline`` is slow while ``slow`` is there.
 """
 
 from __future__ import annotations
@@ -140,27 +141,29 @@ def main() -> None:
 
 
 def train(engine, module, data, job: dict, folder: Path) -> dict:
-    """Train for the job's steps, with whatever is to happen meanwhile; return what to report."""
+    """Train until the job's last step, phase or order to stop; return what to report."""
     losses: list[float] = []
     resources: list[dict[str, int]] = []
-    phases: list[str] = []
-    finish_by = set_deadline(engine, job) if "finish_in_s" in job else None
+    last_phase, left_in_phase = job.get("until", (None, 0))
+    if "finish_in_s" in job:
+        set_deadline(engine, job)
     if "policy" in job:
         engine.perseus.set_policy(job["policy"])
     first = resume(engine, module, data, job) if "resume_from" in job else 0
-    seeded = bool({"save_after", "save_in_phase", "resume_from"} & job.keys())
-    slow = SlowPipeline(engine, job["slow_pipeline"]) if "slow_pipeline" in job else None
+    seeded = bool({"save_at_end", "resume_from"} & job.keys())
+    slow = SlowPipeline(engine, job["slow_pipeline"], folder / "slow") if "slow_pipeline" in job else None
     for step in range(first, first + job["steps"]):
         if seeded:
             torch.manual_seed(step)
         if slow:
-            slow.before(step)
+            slow.update()
         losses.append(float(engine.train_batch(data)))
-        phases.append(engine.perseus.phase if "save_in_phase" in job else "")
-        in_phase = phases.count(job.get("save_in_phase")) == 3
-        if step == job.get("save_after") or in_phase:
+        if last_phase is not None:
+            left_in_phase -= engine.perseus.phase == last_phase
+        stop = is_ordered(folder / "stop") or (last_phase is not None and left_in_phase == 0)
+        if job.get("save_at_end") and (stop or step == first + job["steps"] - 1):
             engine.save_checkpoint(str(folder / "checkpoint"))
-        if in_phase:
+        if stop:
             break
         if step == job.get("evaluate_after"):
             losses.append(float(engine.eval_batch(batches(3))))
@@ -168,15 +171,21 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
             resources.append(resources_of(engine))
         if step == job.get("end_after"):
             end(job["end_by"], torch.distributed.get_rank())
-    return {"losses": losses, "finish_by": finish_by, "resources": resources}
+    return {"losses": losses, "resources": resources}
 
 
-def set_deadline(engine, job: dict) -> float:
-    """Ask for the last step to be done so long after the first one begins; return when that is."""
+def is_ordered(file: Path) -> bool:
+    """Whether rank 0 sees a file, told to all ranks."""
+    seen = torch.tensor([file.exists()], dtype=torch.int32)
+    torch.distributed.broadcast(seen, 0)
+    return bool(seen)
+
+
+def set_deadline(engine, job: dict) -> None:
+    """Ask for the last step to be done so long after the first one begins."""
     finish_by = datetime.now(timezone.utc) + timedelta(seconds=job["finish_in_s"])
     policy = {"name": "deadline", "finish_by": finish_by.isoformat(), "total_steps": job["steps"]}
     engine.perseus.set_policy(policy)
-    return finish_by.timestamp()
 
 
 def resources_of(engine) -> dict[str, int]:
@@ -203,22 +212,20 @@ def resume(engine, module, data, job: dict) -> int:
 
 
 class SlowPipeline:
-    """Makes all instructions of one pipeline take longer for a while, as a throttled node would."""
+    """Makes all instructions of one pipeline take longer while a file is there, as a throttled node would."""
 
-    def __init__(self, engine, job: dict) -> None:
-        self.job = job
+    def __init__(self, engine, job: dict, file: Path) -> None:
+        self.factor = job["factor"]
+        self.file = file
         self.engine = engine
         self.affected = engine.grid.get_data_parallel_id() == job["pipeline"]
+        self.is_slow = False
 
-    def before(self, step: int) -> None:
-        if self.affected and step == self.job["first"]:
-            self.lengthen(self.job["factor"])
-        if self.affected and step == self.job["last"]:
-            self.lengthen(1 / self.job["factor"])
-
-    def lengthen(self, factor: float) -> None:
-        timers = self.engine.perseus.runtime._timers
-        timers.calibrate(timers._seconds_per_flop * factor)
+    def update(self) -> None:
+        if self.affected and self.file.exists() != self.is_slow:
+            self.is_slow = not self.is_slow
+            timers = self.engine.perseus.runtime._timers
+            timers.calibrate(timers._seconds_per_flop * (self.factor if self.is_slow else 1 / self.factor))
 
 
 def end(how: str, rank: int) -> None:

@@ -24,6 +24,7 @@ class VirtualJob:
         gpu: Simulated.
         work_s: Time of each kind at the top clock; a test may change it [s].
         wait_s: Time in which the GPU waits, after each pass [s].
+        shapes: What tells the shapes of the inputs from others; a test may change it.
         runtime: The real one.
     """
 
@@ -33,6 +34,7 @@ class VirtualJob:
         self.gpu = SimulatedGpu.named("a100-sxm", timebase=self.time, **settings)
         self.work_s = work_s or {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2, Kind.TAIL: 0.01}
         self.wait_s = wait_s
+        self.shapes = 1.0
         self.schedule = one_f_one_b(ranks=1, micro_batches=micro_batches)
         config = parse_block({"device": "simulated", "output_dir": str(folder), "cache": False, **block})
         info = ProfileInfo(simulated=True, gpu=self.gpu.name, stages=1, schedule="1f1b", micro_batches=micro_batches)
@@ -52,7 +54,7 @@ class VirtualJob:
         phases = []
         for _ in range(iterations):
             phases.append(self.runtime.next.phase)
-            with self.runtime.iteration():
+            with self.runtime.iteration(shapes=lambda: self.shapes):
                 for instruction in self.schedule.instructions[0]:
                     with self.runtime.instruction(instruction):
                         self.work(instruction.kind)

@@ -137,8 +137,9 @@ DEVICES = {
         blocking_power_w=85.0,
     ),
     # The same load and source: 161 W at 345 MHz, 303 W at 945 MHz, 529 W at 1350 MHz; power limit 600 W. The fit is
-    # within 3.4 % of nine clocks and 7 % off at 1200 MHz, where the board's power varies by 8 %. Assumed: blocking power
-    # (76 W when idle, plus what a loaded process adds on the H100), and the share of time that scales, from the A100.
+    # within 3.4 % of nine clocks and 7 % off at 1200 MHz, where the board's power varies by 8 %. Assumed: blocking
+    # power (76 W when idle, plus what a loaded process adds on the H100), and the share of time that scales, from the
+    # A100.
     "h200": DeviceModel(
         name="H200",
         lowest_clock_mhz=345,

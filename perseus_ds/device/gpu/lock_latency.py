@@ -40,8 +40,8 @@ class LatencyModel:
 LATENCIES = {
     # 10 to 20 ms, by the maintainer of Zeus (github.com/ml-energy/zeus, issue 29). Assumed: how it is spread.
     "a100": LatencyModel(0.013, 0.017, spread=0.12),
-    # Under a compute load 3.2 ms at the median towards low clocks, 6.0 ms towards high ones; over 18 950 calls 4.5 ms at
-    # the median, 9.2 ms at the 95th percentile, 11.5 ms at the 99th (github.com/thynics/gpu_ctl_probe, d577316).
+    # Under a compute load 3.2 ms at the median towards low clocks, 6.0 ms towards high ones; over 18 950 calls 4.5 ms
+    # at the median, 9.2 ms at the 95th percentile, 11.5 ms at the 99th (github.com/thynics/gpu_ctl_probe, d577316).
     "v100": LatencyModel(0.0032, 0.0060, spread=0.36),
     # Assumed, to see what a job bears: two calls of a hundred take ten times as long.
     "heavy-tail": LatencyModel(0.013, 0.017, spread=0.12, slow_share=0.02, slow_factor=10.0),

@@ -25,8 +25,7 @@ class Bounds:
 
     def add(self, relaxed: Relaxed) -> Tangent:
         """Keep a relaxed optimum's flow; return the bound that it proves at its deadline."""
-        edges, source = self.network.dag_flow(np.maximum(relaxed.flow_w, 0.0)[:, None])
-        edges_w, source_w = edges[:, 0], source[:, 0]
+        edges_w, source_w = self.network.dag_flow(np.maximum(relaxed.flow_w, 0.0))
         energy_j = self._verifier.bound_j(relaxed.deadline_s, edges_w, source_w)
         self._found.append((relaxed.deadline_s, energy_j, edges_w, source_w))
         return Tangent(relaxed.deadline_s, energy_j, float(source_w.sum()) - self.problem.waiting_energy_j(1.0))

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+from scipy.sparse import csr_array
 
 from perseus_ds.optimizer.exact.problem import Problem
 
@@ -126,30 +127,46 @@ class Network:
         """Return a flow over the arcs as one over the DAG: over its edges, and into nodes without predecessors.
 
         Args:
-            flow: Shape (arcs, n): n flows.
+            flow: Shape (arcs,).
 
         Returns:
-            Shape (edges, n), edges in the order of ``dag.predecessors``, and shape (nodes, n).
+            Shape (edges,), edges in the order of ``dag.predecessors``, and shape (nodes,).
         """
+        edges, source = self._dag_flow_matrices
+        return edges @ flow, source @ flow
+
+    @cached_property
+    def _dag_flow_matrices(self) -> tuple[csr_array, csr_array]:
+        """The sums of arcs that make up the flow over each edge, and into each node without predecessors."""
         before = self.problem.dag.predecessors
         first = np.concatenate(([0], np.cumsum([len(b) for b in before]))).tolist()
-        through = np.zeros((len(before), flow.shape[1]))
-        through[self.problem.node] = flow[: self.decisions]
-        others = self._other_work >= 0
-        through[self._other_work[others]] = flow[self.decisions :][others]
+        # The arcs whose flows pass through each node.
+        through: list[list[int]] = [[] for _ in before]
+        for decision, node in enumerate(self.problem.node.tolist()):
+            through[node] = [decision]
+        for number, node in enumerate(self._other_work.tolist(), self.decisions):
+            if node >= 0:
+                through[node] = [number]
         for node, arc in self._to_end.items():
-            through[node] = flow[arc]
-        edges = np.zeros((first[-1], flow.shape[1]))
-        instant = self._instant
+            through[node] = [arc]
+        edges: list[list[int]] = [[] for _ in range(first[-1])]
+        edge_arc = self.edge_arc.tolist()
         for node in range(len(before) - 1, -1, -1):
             for edge, other in enumerate(before[node], first[node]):
-                arc = self.edge_arc[edge]
+                arc = edge_arc[edge]
                 # Not carried by an arc: all of the node's flow comes this way, or all of the other's goes it.
-                edges[edge] = flow[arc] if arc >= 0 else through[node] if len(before[node]) == 1 else through[other]
-                if instant[other]:
-                    through[other] += edges[edge]
-        source = np.where(np.array([not b for b in before])[:, None], through, 0.0)
-        return edges, source
+                edges[edge] = [arc] if arc >= 0 else through[node] if len(before[node]) == 1 else through[other]
+                if self._instant[other]:
+                    through[other] = through[other] + edges[edge]
+        source = [[] if preceding else arcs for preceding, arcs in zip(before, through, strict=True)]
+        return _sums_of(edges, len(self.tail)), _sums_of(source, len(self.tail))
+
+
+def _sums_of(lists: list[list[int]], columns: int) -> csr_array:
+    """Return the matrix whose rows add up the listed columns."""
+    begins = np.concatenate(([0], np.cumsum([len(row) for row in lists])))
+    indices = np.array([column for row in lists for column in row], dtype=np.intp)
+    return csr_array((np.ones(len(indices)), indices, begins), shape=(len(lists), columns))
 
 
 class _Builder:

@@ -89,6 +89,10 @@ class Problem:
         return _padded([g.options.time_s for g in self.groups])
 
     @cached_property
+    def _clock_mhz(self) -> npt.NDArray[np.float64]:
+        return _padded([g.options.clock_mhz.astype(np.float64) for g in self.groups])
+
+    @cached_property
     def _cost_j(self) -> npt.NDArray[np.float64]:
         return _padded([g.cost_j for g in self.groups])
 
@@ -138,8 +142,7 @@ class Problem:
     def plan(self, choice: OptionIndices, lower_bound_j: float | None = None) -> FrequencyPlan:
         """Return the plan with these clocks, with its time and energy by the measured rows."""
         clock = np.zeros(len(self.dag.nodes), dtype=np.int64)
-        clocks = [g.options.clock_mhz for g in self.groups]
-        clock[self.node] = [clocks[g][c] for g, c in zip(self.group, choice, strict=True)]
+        clock[self.node] = self._clock_mhz[self.group, choice]
         time_s = self.time_s(choice)
         return FrequencyPlan(
             instructions=self.instructions,

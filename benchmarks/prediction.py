@@ -1,0 +1,193 @@
+"""How close real ranks come to what a profile and its plans say, and how much that varies from run to run.
+
+    python benchmarks/prediction.py                    # all cases, 3 runs each: about 15 minutes
+    python benchmarks/prediction.py --case rows tail --repeat 5
+
+DeepSpeed's engine runs on real ranks with SIMULATED GPUs whose truth is known. These GPUs live in real time, so another
+job on the machine shows in the figures: run it on an idle machine with two cores or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
+
+from frontiers import MODEL, save_true_frontier  # type: ignore[import-not-found]  # noqa: E402
+from job import QUICK_PROFILE, Running, run, run_while  # type: ignore[import-not-found]  # noqa: E402
+from run_log import events, iterations  # type: ignore[import-not-found]  # noqa: E402
+
+from perseus_ds.artifacts.frontier import Frontier, Provenance  # noqa: E402
+from perseus_ds.artifacts.profile import StageProfile  # noqa: E402
+from perseus_ds.optimizer import optimize  # noqa: E402
+from perseus_ds.optimizer.exact.problem import Problem  # noqa: E402
+from perseus_ds.pipeline.dag import Dag  # noqa: E402
+from perseus_ds.pipeline.instruction import Kind  # noqa: E402
+from perseus_ds.pipeline.schedule import read_schedule, schedule_class  # noqa: E402
+
+Figures = dict[str, float]
+"""Deviations as fractions, by their name."""
+
+STRAGGLER = 1.2
+LATER = 100_000
+
+
+def profiled(folder: Path, block: dict[str, Any], job: dict[str, Any]) -> StageProfile:
+    """Measure a profile on real ranks."""
+    run(folder / "profile", perseus={"mode": "profile", **block}, steps=LATER, until=["observe", 1], **job)
+    return StageProfile.load(folder / "profile" / "perseus")
+
+
+def trained(
+    folder: Path, frontier: Path, steps: int, block: dict[str, Any], job: dict[str, Any]
+) -> tuple[float, float]:
+    """Return the median time [s] and the mean energy [J] of iterations under a plan."""
+    block = {"mode": "run", "frontier": str(frontier), **block}
+    records = run(folder / "run", perseus=block, steps=steps, **job).iterations("run")
+    return statistics.median(r["time_s"] for r in records), statistics.mean(r["energy_j"] for r in records)
+
+
+def rows(folder: Path) -> Figures:
+    """Rows of a profile against the device model: how time and power change with the clock."""
+    job = {"ranks": 4, "stages": 2, "work": [4, 2, 2, 1]}
+    profile = profiled(folder, {"profile": QUICK_PROFILE}, job)
+    times, powers = [], []
+    for stage, kind in profile.keys:
+        if kind is Kind.TAIL:  # takes what it takes on this machine, on no simulated GPU
+            continue
+        options = profile.options(stage, kind)
+        top_s = options.time_s[-1] / MODEL.slowdown(int(options.clock_mhz[-1]))
+        for clock, time_s, energy_j in zip(options.clock_mhz, options.time_s, options.energy_j, strict=True):
+            times.append(abs(time_s / (top_s * MODEL.slowdown(int(clock))) - 1))
+            powers.append(abs(energy_j / time_s / MODEL.power_w(int(clock)) - 1))
+    blocking = (profile.info.blocking_power_w or 0.0) / MODEL.blocking_power_w - 1
+    return {"time, worst row": max(times), "power, worst row": max(powers), "blocking power": blocking}
+
+
+def mixed_plan(folder: Path, schedule: str, ranks: int, micro_batches: int) -> Figures:
+    """A plan with a random clock for every instruction, on unequal stages: predicted against measured."""
+    job = {"ranks": ranks, "work": [4, 2, 1, 3], "micro_batches": micro_batches, "dualpipev": schedule == "dualpipev"}
+    simulated = {"simulated": {"longest_instruction_s": 0.06}}
+    measured = {"min_clock_mhz": 900, "max_window_s": 0.5, "warm_up": 5}
+    profile = profiled(folder, {"profile": measured, **simulated}, job)
+    streams = read_schedule(schedule_class(schedule), ranks=ranks, micro_batches=micro_batches)
+    problem = Problem(Dag.build(streams), profile, profile.info.blocking_power_w or 0.0)
+    draw = random.Random(3)
+    plan = problem.evaluate(
+        tuple(
+            tuple(int(draw.choice(profile.options(i.stage, i.kind).clock_mhz)) for i in stream)
+            for stream in problem.instructions
+        )
+    )
+    provenance = Provenance(
+        schedule=schedule, micro_batches=micro_batches, stages=4, blocking_power_w=1, solver="none", simulated=True
+    )
+    Frontier((plan,), plan.time_s, plan, provenance).save(folder / "frontier")
+    time_s, energy_j = trained(folder, folder / "frontier", 13, simulated, job)
+    return {"time": plan.time_s / time_s - 1, "energy": plan.energy_j / energy_j - 1}
+
+
+def tail(folder: Path) -> Figures:
+    """Slow links and a heavy tail: the whole DAG, and forwards and backwards alone, against measured."""
+    block = {"simulated": {"longest_instruction_s": 0.06, "transfer_s": 0.012, "tail_s": 0.12}}
+    job = {"ranks": 2, "work": [4, 2, 3, 3], "micro_batches": 6}
+    measured = {"min_clock_mhz": 1050, "sampling": "stride", "clock_stride": 6, "max_window_s": 0.5, "warm_up": 5}
+    profile = profiled(folder, {**block, "profile": measured}, job)
+    streams = read_schedule(schedule_class("1f1b"), ranks=2, micro_batches=6)
+    frontier = optimize(streams, profile, plans=20)
+    plan = frontier.within(0.04)
+    frontier.save(folder / "frontier")
+    policy = {"policy": {"name": "slowdown", "max_slowdown": 0.04}}
+    time_s, _ = trained(folder, folder / "frontier", 16, {**block, **policy}, job)
+    passes = StageProfile([m for m in profile.measurements if m.kind is not Kind.TAIL])
+    clocks = tuple(
+        tuple(c for c, i in zip(clocks, stream, strict=True) if i.kind is not Kind.TAIL)
+        for clocks, stream in zip(plan.clocks_mhz, plan.instructions, strict=True)
+    )
+    alone_s = Problem(Dag.build(streams), passes, profile.info.blocking_power_w or 0.0).evaluate(clocks).time_s
+    return {"time": plan.time_s / time_s - 1, "time, forwards and backwards alone": alone_s / time_s - 1}
+
+
+def straggler(folder: Path) -> Figures:
+    """One of two pipelines takes 1.2 times as long for a while, and the other one follows it."""
+    save_true_frontier(folder / "frontier", forward_s=0.03)
+    numbers: dict[str, int] = {}
+
+    def during(job: Running) -> None:
+        def note(name: str, least: int) -> None:
+            job.wait_for(lambda records: len(iterations(records)) >= least)
+            numbers[name] = len(iterations(job.wait_for(lambda records: records)))
+
+        note("slow", 20)
+        job.order("slow")
+        job.wait_for(lambda records: [r for r in events(records, "plan") if r["straggler"] == 1])
+        note("followed", 0)
+        note("healthy", numbers["followed"] + 30)
+        job.order("slow", False)
+        job.wait_for(lambda records: events(records, "plan")[-1]["straggler"] is None)
+        note("back", 0)
+        note("end", numbers["back"] + 12)
+
+    simulated = {"longest_instruction_s": 0.06}
+    block = {"mode": "run", "frontier": str(folder / "frontier"), "simulated": simulated}
+    job = {"stages": 2, "work": [3] * 4, "slow_pipeline": {"pipeline": 1, "factor": STRAGGLER}}
+    records = run_while(during, folder / "job", 4, perseus=block, **job).iterations("run")
+
+    def typical(begin: int, end: int, value: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median(value(r) for r in records if begin < r["iteration"] <= end)
+
+    def healthy_j(record: dict[str, Any]) -> float:
+        return float(record["energy_by_pipeline_j"][0])
+
+    followed, healthy = numbers["followed"] + 3, numbers["healthy"]
+    before_s = typical(3, numbers["slow"], lambda r: r["time_s"])
+    return {
+        "time while following, over 1.2": typical(followed, healthy, lambda r: r["time_s"]) / before_s / STRAGGLER - 1,
+        "energy predicted while following": typical(
+            followed, healthy, lambda r: r["predicted_energy_j"] / r["energy_j"] - 1
+        ),
+        "energy of the healthy pipeline, following over not": typical(followed, healthy, healthy_j)
+        / typical(3, numbers["slow"], healthy_j)
+        - 1,
+        "time after it, over before": typical(numbers["back"] + 3, LATER, lambda r: r["time_s"]) / before_s - 1,
+        "iterations until it is followed": float(numbers["followed"] - numbers["slow"]),
+    }
+
+
+CASES: dict[str, Callable[[Path], Figures]] = {
+    "rows": rows,
+    "1f1b": lambda folder: mixed_plan(folder, "1f1b", ranks=4, micro_batches=8),
+    "dualpipev": lambda folder: mixed_plan(folder, "dualpipev", ranks=2, micro_batches=4),
+    "tail": tail,
+    "straggler": straggler,
+}
+
+
+def main() -> None:
+    """Run the cases and print each figure's median and range."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--repeat", type=int, default=3)
+    arguments = parser.parse_args()
+    print(f"Real ranks, SIMULATED GPUs; median (least to most) of {arguments.repeat} runs")
+    for name in arguments.case:
+        found: dict[str, list[float]] = {}
+        for _ in range(arguments.repeat):
+            with tempfile.TemporaryDirectory() as folder:
+                for what, value in CASES[name](Path(folder)).items():
+                    found.setdefault(what, []).append(value)
+        for what, values in found.items():
+            form = "{:.0f}" if what.startswith("iterations") else "{:+.2%}"
+            median, least, most = (form.format(f(values)) for f in (statistics.median, min, max))
+            print(f"  {name:10} {what:52} {median:>8} ({least} to {most})", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The operations of which an iteration of one rank consists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from perseus_ds.pipeline.instruction import Instruction
+
+Payload = Literal["activation", "grad"]
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run an instruction."""
+
+    instruction: Instruction
+
+    def __str__(self) -> str:
+        return str(self.instruction)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load the data of one micro-batch."""
+
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"load of micro-batch {self.micro_batch} on stage {self.stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """Run a command that perseus-ds does not know; it has no clock of its own.
+
+    Attributes:
+        command: Class name of the command.
+        stage: Stage.
+        number: How many of it the stage has run before in this iteration.
+    """
+
+    command: str
+    stage: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.command} {self.number} on stage {self.stage}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Transfer:
+    """One tensor exchange between neighbouring stages, as both of its sides know it.
+
+    The k-th send over a boundary in one direction meets the k-th receive there.
+    """
+
+    payload: Payload
+    source: int
+    """Sending stage."""
+    target: int
+    """Receiving stage."""
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.payload} of micro-batch {self.micro_batch} from stage {self.source} to stage {self.target}"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Launch the transfers together and wait until all of them are complete."""
+
+    sends: tuple[Transfer, ...] = ()
+    receives: tuple[Transfer, ...] = ()
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        return self.sends + self.receives
+
+    def __str__(self) -> str:
+        return ", ".join([f"send {t}" for t in self.sends] + [f"receive {t}" for t in self.receives])
+
+
+Operation: TypeAlias = Compute | Load | Other | Exchange

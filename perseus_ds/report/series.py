@@ -1,0 +1,174 @@
+"""Computes what charts show; matplotlib and plotly only draw it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.report.measured import MeasuredPoint
+from perseus_ds.report.palette import DASHES, MEASURED_SYMBOLS, SERIES, SYMBOLS
+
+QUANTITIES = {"time": "s", "energy": "J", "power": "W"}
+# Two stages whose rows differ by less are drawn as one curve: they could not be told apart.
+_SAME = 0.005
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one kind, as a line, as symbols or both.
+
+    Attributes:
+        name: For the legend.
+        x: Values, as many as ``y``.
+        y: Values.
+        colour: Its name in the palette.
+        dash: Of the line; None for symbols only.
+        symbol: None for a line only.
+        size: Of the symbol [px].
+        texts: What to say of each point, in HTML; empty for nothing.
+        role: What the page's script knows it by.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: str
+    dash: str | None = None
+    symbol: str | None = None
+    size: int = 6
+    texts: Sequence[str] = ()
+    role: str | None = None
+
+
+def frontier_series(
+    frontier: Frontier, *, in_use: int | None, in_use_label: str, measured: Sequence[MeasuredPoint]
+) -> list[Series]:
+    """Return the lower bound, all plans, and what to compare them with.
+
+    Args:
+        frontier: The plans.
+        in_use: The plan to single out; None for none.
+        in_use_label: Its name.
+        measured: Typical iterations of real runs.
+    """
+    plans, baseline = frontier.plans, frontier.baseline
+    times_s, energies_j = [plan.time_s for plan in plans], [plan.energy_j for plan in plans]
+    bounds_j = [plan.lower_bound_j for plan in plans if plan.lower_bound_j is not None]
+    found = []
+    if len(bounds_j) == len(plans):
+        found.append(Series("lower bound: no plan uses less", times_s, bounds_j, "soft", dash="dash"))
+    texts = [
+        f"<b>plan {number}</b><br>{plan.time_s:.4f} s ({plan.time_s / baseline.time_s - 1:+.2%})"
+        f"<br>{plan.energy_j:.1f} J ({plan.energy_j / baseline.energy_j - 1:+.2%})"
+        f"<br>above the bound: {'unknown' if plan.gap is None else f'{plan.gap:.2%}'}"
+        f"<br>clock changes: {plan.clock_changes}"
+        for number, plan in enumerate(plans)
+    ]
+    name = f"{len(plans)} plans (predicted)"
+    found.append(Series(name, times_s, energies_j, "blue", dash="solid", symbol="circle", texts=texts, role="plans"))
+    found.append(_point("all at the highest clock (predicted)", baseline.time_s, baseline.energy_j, "orange", "square"))
+    if in_use is not None:
+        plan = plans[in_use]
+        found.append(_point(in_use_label, plan.time_s, plan.energy_j, "blue", "star"))
+    for point, symbol in zip(measured, itertools.cycle(MEASURED_SYMBOLS), strict=False):
+        label = f"measured: {point.label} ({point.iterations} iterations)"
+        found.append(_point(label, point.time_s, point.energy_j, "purple", symbol))
+    return found
+
+
+def _point(name: str, time_s: float, energy_j: float, colour: str, symbol: str) -> Series:
+    size = 17 if symbol == "star" else 11
+    text = f"{name}<br>{time_s:.4f} s, {energy_j:.1f} J"
+    return Series(name, [time_s], [energy_j], colour, symbol=symbol, size=size, texts=[text])
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One kind of instruction of one stage, or of several that take the same.
+
+    Attributes:
+        stages: The stages.
+        kind: The kind.
+        colour: Its name in the palette.
+        dash: Of the line.
+        symbol: Of the points.
+    """
+
+    stages: tuple[int, ...]
+    kind: Kind
+    colour: str
+    dash: str
+    symbol: str
+
+    @property
+    def label(self) -> str:
+        """The stages in words."""
+        return stages_in_words(self.stages)
+
+
+def profile_curves(profile: StageProfile) -> list[Curve]:
+    """Return the curves worth drawing: one for each group of equal stages and each kind; of many groups, a few."""
+    groups = stage_groups(profile)
+    shown = [groups[round(i)] for i in np.linspace(0, len(groups) - 1, min(len(groups), len(SERIES)))]
+    return [
+        Curve(group, kind, colour, DASHES[kind], SYMBOLS[kind])
+        for group, colour in zip(shown, SERIES, strict=False)
+        for stage, kind in profile.keys
+        if stage == group[0]
+    ]
+
+
+def stage_groups(profile: StageProfile) -> list[tuple[int, ...]]:
+    """Return the stages, those that take the same time and energy at every clock together."""
+    groups: list[list[int]] = []
+    for stage in sorted({stage for stage, _ in profile.keys}):
+        group = next((group for group in groups if _same(profile, group[0], stage)), None)
+        if group is None:
+            groups.append([stage])
+        else:
+            group.append(stage)
+    return [tuple(group) for group in groups]
+
+
+def stages_in_words(stages: Sequence[int]) -> str:
+    """Return such as ``stages 1-3, 5``."""
+    runs: list[list[int]] = []
+    for stage in stages:
+        if runs and runs[-1][-1] == stage - 1:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    parts = [f"{run[0]}\N{EN DASH}{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return ("stage " if len(stages) == 1 else "stages ") + ", ".join(parts)
+
+
+def curve_values(profile: StageProfile, stage: int, kind: Kind, quantity: str) -> npt.NDArray[np.float64]:
+    """Return time [s], energy [J] or power [W] at each clock of ``profile.options``, in its order."""
+    options = profile.options(stage, kind)
+    match quantity:
+        case "time":
+            return options.time_s
+        case "energy":
+            return options.energy_j
+        case _:
+            return options.energy_j / options.time_s
+
+
+def _same(profile: StageProfile, one: int, other: int) -> bool:
+    kinds = [{kind for stage, kind in profile.keys if stage == wanted} for wanted in (one, other)]
+    if kinds[0] != kinds[1]:
+        return False
+    for kind in kinds[0]:
+        ours, theirs = profile.options(one, kind), profile.options(other, kind)
+        if not np.array_equal(ours.clock_mhz, theirs.clock_mhz):
+            return False
+        if not all(np.allclose(getattr(ours, v), getattr(theirs, v), rtol=_SAME) for v in ("time_s", "energy_j")):
+            return False
+    return True

@@ -1,0 +1,277 @@
+"""This rank under plans: what it wants of the next iteration, what it reports, and what all ranks have learnt."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from datetime import datetime, timezone
+
+import numpy as np
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.rank_report import RankReports
+from perseus_ds.artifacts.run_records import Drifted, PlanChosen, PolicyChanged
+from perseus_ds.device.rank_clocks import ClockPlan
+from perseus_ds.device.timers import Span
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.policy.assignment import Assignment, Forecast, PlanChoice
+from perseus_ds.policy.drift import DriftWatch, drift_of_rank, paces_of_rank
+from perseus_ds.policy.job_control import JobControl
+from perseus_ds.policy.plan_follower import PlanFollower
+from perseus_ds.policy.plan_proof import Comparison, IterationSample
+from perseus_ds.policy.policies import PolicyConfig
+from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed
+from perseus_ds.runtime.recorder import Recorder
+
+logger = logging.getLogger("perseus_ds")
+_DRIFT_EVERY = 10
+
+
+class PlanRunner:
+    """Follows the policy on a frontier, the same on all ranks.
+
+    Attributes:
+        wanted: The next iteration.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        rank: Rank,
+        recorder: Recorder,
+        control: JobControl,
+        *,
+        frontier: Frontier,
+        default: IterationSample | None = None,
+    ) -> None:
+        """Decide on the first plan; every rank must do so at once.
+
+        Args:
+            job: The job.
+            rank: This rank.
+            recorder: Of the job.
+            control: What the user asks for.
+            frontier: The plans.
+            default: Iterations of this job at default clocks; None where savings are told by the profile.
+        """
+        communicator = rank.communicator
+        topology = communicator.topology
+        self._topology = topology
+        self._communicator = communicator
+        self._recorder = recorder
+        self._control = control
+        self._frontier = frontier
+        gpus_per_rank = communicator.world_size // topology.pipeline_ranks
+        self._follower = PlanFollower(frontier, communicator.all_gather(topology.data_parallel_rank), gpus_per_rank)
+        self._drift = DriftWatch(job.config.max_drift)
+        self._has_announced_drift = False
+        self._policy: PolicyConfig = control.policy
+        self._has_complained = False
+        self._iterations = 0
+        self._ended_s: float | None = None
+        self._default = default
+        self._sample: IterationSample | None = None
+        # How many times as long iterations take as profiled, since their inputs have other shapes.
+        self._scale = 1.0
+        # The last iteration's assignment, of which the reports are on their way.
+        self._ran: Assignment | None = None
+        choice = communicator.from_first(self._choose)
+        self._assignment = self._follower.assign(choice)
+        self._planned = self._under(self._assignment)
+        self.wanted = self._with_report(choice)
+        recorder.event(PlanChosen.model_validate(self._assignment.status()))
+        recorder.say(f"running under plan {choice.plan} of the frontier's {len(frontier.plans)}")
+
+    def resume(self, checkpoint: Resumed) -> None:
+        """Go on where a checkpoint was saved; all ranks do so at once."""
+        self._ran = None
+        self._sample = None
+        plan = self._restored_plan(checkpoint)
+
+        def as_before() -> PlanChoice:
+            if plan is None:
+                return self._choose()
+            return PlanChoice(plan, self._control.paused, self._control.straggler())
+
+        choice = self._communicator.from_first(as_before)
+        self._change(choice)
+        self.wanted = self._with_report(choice)
+
+    def _restored_plan(self, checkpoint: Resumed) -> int | None:
+        """Return the plan that the policy asked for when the checkpoint was saved; None where it does not say."""
+        if not checkpoint.progress:
+            return None
+        try:
+            return self._follower.restore(checkpoint.progress)
+        except (KeyError, TypeError, ValueError) as error:  # saved by another version
+            logger.warning("perseus: the checkpoint's progress under plans cannot be read (%r); it is ignored.", error)
+            return None
+
+    def advance(self, seen: IterationMeasurement) -> None:
+        """Take in an iteration, and what all ranks have reported of the one before; decide on the next one."""
+        self._iterations += 1
+        if self._ended_s is not None:
+            self._follower.statistics.add_stop(seen.start_s - self._ended_s)
+        self._ended_s = seen.start_s + seen.time_s
+        ran, self._ran = self._ran, self._assignment
+        if seen.reports is not None:
+            if ran is not None:
+                self._follower.learn(seen.reports, ran)
+            self._add_to_sample(seen.reports, ran)
+            self._change(PlanChoice.from_report(seen.reports.of_rank_0))
+        choice = self._choose() if self._communicator.is_first else PlanChoice(0)
+        self.wanted = self._with_report(choice, seen)
+
+    def has_drifted(self, seen: IterationMeasurement, *, profiles_again: bool) -> bool:
+        """Return whether instructions take longer or shorter than profiled, by what all ranks have reported; once."""
+        if seen.reports is None or self._ran is None or math.isnan(seen.reports.of_rank_0.drift):
+            return False
+        pipelines = self._drift_by_pipeline(seen.reports)
+        if not self._drift.has_drifted(pipelines) or self._has_announced_drift:
+            return False
+        self._has_announced_drift = True
+        drift = max(pipelines)
+        self._recorder.event(Drifted(drift=round(drift, 4), profiles_again=profiles_again))
+        remedy = "profiling again" if profiles_again else "the plans no longer fit: profile the job as it is now"
+        self._recorder.say(f"instructions take {drift:.0%} longer or shorter than profiled; {remedy}")
+        return True
+
+    def _drift_by_pipeline(self, reports: RankReports) -> list[float]:
+        """Return how far the pipelines are from the profile.
+
+        Where inputs have other shapes than they had at default clocks, a factor that all instructions have in common
+        is not drift: plans stay as good as they were, and what they promise is scaled by it.
+        """
+        default = self._default
+        if default is None or not (default.varies_in_shape or default.has_other_shapes(reports)):
+            self._scale_forecast(1.0)
+            return self._follower.by_pipeline(reports.column("drift"))
+        low, high = reports.column("pace_low"), reports.column("pace_high")
+        known = low > 0
+        if not known.any():
+            return self._follower.by_pipeline(np.zeros_like(low))
+        common = float(np.median(np.sqrt(low[known] * high[known])))
+        self._scale_forecast(1.0 if default.varies_in_shape else common)
+        far = np.where(known, np.maximum(high / common - 1, 1 - low / common), 0.0)
+        return self._follower.by_pipeline(far)
+
+    def _scale_forecast(self, factor: float) -> None:
+        """Promise so many times the time and energy of the profile, from the next iteration on."""
+        if factor == self._scale:
+            return
+        self._scale = factor
+        self._planned = self._under(self._assignment)
+
+    def comparison(self, *, finished: bool = True) -> Comparison | None:
+        """Return how the iterations under the present plans compare with those at default clocks.
+
+        Args:
+            finished: Whether to begin with new iterations afterwards; otherwise those seen are added to.
+
+        Returns:
+            None while they are too few, and where no iterations at default clocks were measured.
+        """
+        sample = self._sample
+        if self._default is None or sample is None or not sample.is_enough or self._assignment.choice.paused:
+            return None
+        by_profile = self._assignment.forecast(self._frontier, self._topology.tensor_parallel)
+        comparison = Comparison.of(self._default, sample, by_profile.time_s / by_profile.default_time_s - 1)
+        if not (finished or comparison.is_late or comparison.is_sure or sample.is_most):
+            return None
+        self._sample = IterationSample(sample.counter_period_s)
+        return comparison
+
+    def _add_to_sample(self, reports: RankReports, ran: Assignment | None) -> None:
+        """Add an iteration to those that are compared with default clocks; all of them run alike, clocks settled."""
+        if self._default is None:
+            return
+        if self._default.has_other_shapes(reports):
+            return
+        if ran is None or ran != self._assignment or ran.choice.paused:
+            self._sample = None
+        elif self._sample is None:
+            self._sample = IterationSample(self._default.counter_period_s)
+        else:
+            self._sample.add_reports(reports)
+
+    def _choose(self) -> PlanChoice:
+        """Decide; on rank 0."""
+        control = self._control
+        if control.policy != self._policy:
+            self._policy, self._has_complained = control.policy, False
+            self._recorder.event(PolicyChanged(policy=control.policy.model_dump(mode="json")))
+        decision = self._follower.decide(self._policy, control.steps, datetime.now(timezone.utc))
+        if decision.problem and not self._has_complained:
+            self._has_complained = True
+            self._recorder.event(PolicyChanged(problem=decision.problem))
+            self._recorder.say(decision.problem)
+        return PlanChoice(decision.plan, control.paused, control.straggler())
+
+    def _change(self, choice: PlanChoice) -> None:
+        """Give every pipeline its plan, from the next iteration on."""
+        assignment = self._follower.assign(choice)
+        if assignment != self._assignment:
+            self._assignment = assignment
+            self._planned = self._under(assignment)
+            self._recorder.event(PlanChosen.model_validate(assignment.status()))
+
+    def _under(self, assignment: Assignment) -> NextIteration:
+        """Return an iteration under these plans."""
+        frontier = self._frontier
+        status = {**assignment.status(), "t_min_s": frontier.t_min_s, "t_star_s": frontier.t_star_s}
+        if assignment.choice.paused:
+            return NextIteration("pause", status=status, progress=self._follower.state)
+        number = assignment.plans[self._topology.data_parallel_rank]
+        return NextIteration(
+            "run",
+            ClockPlan.of_rank(frontier.plans[number], self._topology.pipeline_rank, frontier.instruction_times_s),
+            plan=number,
+            forecast=self._forecast(assignment),
+            status=status,
+            progress=self._follower.state,
+        )
+
+    def _forecast(self, assignment: Assignment) -> Forecast:
+        """Return what these plans take by the profile, and what default clocks took in this job, where measured."""
+        forecast = assignment.forecast(self._frontier, self._topology.tensor_parallel)
+        if self._default is None:
+            return forecast
+        return replace(
+            forecast,
+            time_s=self._scale * forecast.time_s,
+            energy_j=self._scale * forecast.energy_j,
+            default_time_s=self._scale * self._default.time_s,
+            default_energy_j=self._scale * self._default.energy_j,
+            default_measured=True,
+        )
+
+    def _with_report(self, choice: PlanChoice, seen: IterationMeasurement | None = None) -> NextIteration:
+        """Return the next iteration, with what this rank reports of the last one and rank 0 of its decision."""
+        times = self._own_times(seen) if seen is not None else {}
+        return replace(self._planned, reported={**choice.as_reported(), **times})
+
+    def _own_times(self, seen: IterationMeasurement) -> dict[str, float]:
+        """Return the times that this rank reports, where they are asked for."""
+        looks_for_drift = bool(self._frontier.instruction_times_s) and self._iterations % _DRIFT_EVERY == 0
+        if self._topology.data_parallel == 1 and not looks_for_drift:
+            return {}
+        spans = seen.spans()
+        computed_s, tail_s = _computed_and_tail_s(spans)
+        reported = {"computed_s": computed_s, "tail_s": tail_s}
+        if looks_for_drift:
+            known = not (seen.failed or self._ran is None or self._ran.choice.paused)  # else clocks are not the plan's
+            times = self._frontier.instruction_times_s
+            reported["drift"] = drift_of_rank(spans, seen.clock_mhz, times) if known else 0.0
+            if known:
+                reported["pace_low"], reported["pace_high"] = paces_of_rank(spans, seen.clock_mhz, times)
+        return reported
+
+
+def _computed_and_tail_s(spans: list[Span]) -> tuple[float, float]:
+    """Return when this rank had computed its last, and how long its tail was, waiting included [s]; 0 if not known."""
+    work = [(span.operation.instruction.kind, span.end_s) for span in spans if isinstance(span.operation, Compute)]
+    last_s = max((end_s for kind, end_s in work if kind is not Kind.TAIL), default=0.0)
+    return last_s, max(0.0, max((end_s for kind, end_s in work if kind is Kind.TAIL), default=last_s) - last_s)

@@ -1,0 +1,132 @@
+"""Commands that clients bring: a backward in two parts, commands nobody knows, commands that are registered."""
+
+import pytest
+from deepspeed.runtime.pipe import schedule as ds
+from pipelines import synthetic_profile
+
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.profile_metadata import OtherDuration
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.errors import ConfigError
+from perseus_ds.optimizer import optimize
+from perseus_ds.pipeline import commands
+from perseus_ds.pipeline.commands import register_command
+from perseus_ds.pipeline.dag import Dag, FixedDurations
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Other, read_schedule
+
+
+class BackwardOnlyPass(ds.BufferOpInstruction): ...
+
+
+class WeightPass(ds.BufferOpInstruction): ...
+
+
+class Compress(ds.BufferOpInstruction): ...
+
+
+class OwnForward(ds.ForwardPass): ...
+
+
+class SplitBackward(ds.TrainSchedule):
+    """As zero-bubble schedules: the last backward of each rank is whole, the others are split."""
+
+    def steps(self):
+        left = self.micro_batches
+        for step in super().steps():
+            found = []
+            for command in step:
+                if type(command) is ds.BackwardPass and left > 1:
+                    left -= 1
+                    found += [BackwardOnlyPass(command.buffer_id)]
+                elif type(command) is ds.ReduceTiedGrads:
+                    found += [WeightPass(0) for _ in range(self.micro_batches - 1)] + [command]
+                else:
+                    found.append(command)
+            yield found
+
+
+class WithUnknown(ds.TrainSchedule):
+    def steps(self):
+        for step in super().steps():
+            yield [x for command in step for x in ([Compress(0), command] if _sends(command) else [command])]
+
+
+def _sends(command):
+    return type(command) is ds.SendActivation
+
+
+class WithOwnForward(ds.TrainSchedule):
+    def steps(self):
+        for step in super().steps():
+            yield [OwnForward(c.buffer_id) if type(c) is ds.ForwardPass else c for c in step]
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(commands, "_REGISTERED", {})
+
+
+def test_a_split_backward_is_two_kinds_of_the_same_micro_batches():
+    schedule = read_schedule(SplitBackward, ranks=2, micro_batches=3)
+    for stage, instructions in enumerate(schedule.instructions):
+        by_kind = {kind: [i.micro_batch for i in instructions if i.kind is kind] for kind in Kind}
+        assert by_kind[Kind.BACKWARD_INPUT] == by_kind[Kind.BACKWARD_WEIGHT] == [0, 1]
+        assert by_kind[Kind.BACKWARD] == [2]
+        assert len(set(instructions)) == len(instructions)
+        assert {i.stage for i in instructions} == {stage}
+
+
+def test_a_split_backward_is_planned_with_clocks_of_its_own():
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    schedule = read_schedule(SplitBackward, ranks=2, micro_batches=4)
+    frontier = optimize(schedule, synthetic_profile(2, kinds=kinds, blocking_power_w=80.0), plans=5)
+    planned = {i.kind for stream in frontier.plans[0].instructions for i in stream}
+    assert set(kinds) <= planned
+
+
+def test_a_command_that_is_not_known_has_a_fixed_duration():
+    schedule = read_schedule(WithUnknown, ranks=2, micro_batches=3)
+    others = [[operation for operation in stream if isinstance(operation, Other)] for stream in schedule.ranks]
+    assert others == [[Other("Compress", 0, n) for n in range(3)], []]
+    dag = Dag.build(schedule)
+    durations_s = dag.fixed_durations_s(FixedDurations(other_s={("Compress", 0): 0.5}))
+    assert dag.makespan_s(durations_s) == pytest.approx(1.5)
+
+
+def test_plans_are_made_around_a_command_that_is_not_known():
+    schedule = read_schedule(WithUnknown, ranks=2, micro_batches=3)
+    plain = synthetic_profile(2, blocking_power_w=80.0)
+    others = [OtherDuration(command="Compress", stage=0, time_s=0.02)]
+    profile = StageProfile(plain.measurements, plain.info.model_copy(update={"others": others}))
+    known = optimize(read_schedule(ds.TrainSchedule, ranks=2, micro_batches=3), plain, plans=5)
+    assert optimize(schedule, profile, plans=5).t_min_s > known.t_min_s
+    assert optimize(schedule, plain, plans=5).t_min_s == pytest.approx(known.t_min_s)
+
+
+def test_streams_with_them_are_written_and_read_again():
+    for schedule_class in (WithUnknown, SplitBackward):
+        schedule = read_schedule(schedule_class, ranks=2, micro_batches=3)
+        text = ScheduleStreams.of(schedule).model_dump_json()
+        assert ScheduleStreams.model_validate_json(text).to_schedule() == schedule
+
+
+def test_a_registered_command_is_what_it_was_registered_as(registered):
+    register_command("Compress", "recompute")
+    schedule = read_schedule(WithUnknown, ranks=2, micro_batches=2)
+    assert [o for o in schedule.ranks[0] if isinstance(o, Compute) and o.instruction.kind is Kind.RECOMPUTE] == [
+        Compute(Instruction(0, Kind.RECOMPUTE, n)) for n in range(2)
+    ]
+    register_command("Compress", "nothing")
+    plain = read_schedule(ds.TrainSchedule, ranks=2, micro_batches=2)
+    assert read_schedule(WithUnknown, ranks=2, micro_batches=2).ranks == plain.ranks
+
+
+def test_a_kind_that_there_is_not_is_an_error(registered):
+    with pytest.raises(ConfigError, match=r"register_command: Compress as 'squeeze': expected one of forward"):
+        register_command("Compress", "squeeze")
+
+
+def test_a_command_derived_from_a_known_one_is_that_one():
+    ours = read_schedule(WithOwnForward, ranks=2, micro_batches=2)
+    assert ours.ranks == read_schedule(ds.TrainSchedule, ranks=2, micro_batches=2).ranks

@@ -1,0 +1,85 @@
+"""Runs side by side, with a baseline that is chosen and named."""
+
+import pytest
+from run_folders import record, write_log
+
+from perseus_ds.cli.main import main
+from perseus_ds.errors import ConfigError
+from perseus_ds.report.comparison import compare
+from perseus_ds.report.sources import find_sources
+
+
+def write_run(folder, phase, time_s, energy_j, *, job="ours", plan=None, events=()):
+    start = {"event": "start", "mode": "run" if phase == "run" else "observe", "job": job}
+    write_log(folder, [start, *events, *(record(n, phase, time_s, energy_j, plan=plan) for n in range(1, 6))])
+
+
+@pytest.fixture
+def runs(tmp_path):
+    capped = {"event": "refused", "rank": 0, "clock_mhz": None, "reached_mhz": 1200, "reasons": ["sw_power_cap"]}
+    write_run(tmp_path / "planned", "run", 1.01, 850.0, plan=4)
+    write_run(tmp_path / "capped", "observe", 1.1, 900.0, events=[capped])
+    write_run(tmp_path / "default", "observe", 1.0, 1000.0)
+    return tmp_path
+
+
+def compared(folder, *names, baseline=None):
+    return compare([find_sources(folder / name) for name in names], baseline)
+
+
+def test_the_first_run_at_default_clocks_without_a_power_limit_is_the_baseline(runs):
+    found = compared(runs, "planned", "capped", "default")
+    assert (found.baseline.name, found.why) == (
+        "default: default clocks",
+        "the first at default clocks without a power limit",
+    )
+    changes = {row.name: (found.time(row), found.energy(row)) for row in found.rows}
+    assert changes["planned: plan 4"] == pytest.approx((0.01, -0.15))
+    assert changes["capped: default clocks, at a power limit"] == pytest.approx((0.1, -0.1))
+    assert any("power limit" in note for note in found.notes)
+
+
+def test_the_baseline_can_be_chosen_by_its_run(runs):
+    found = compared(runs, "planned", "capped", baseline="capped")
+    assert (found.baseline.name, found.why) == ("capped: default clocks, at a power limit", "as asked for")
+    assert found.energy(found.rows[0]) == pytest.approx(850 / 900 - 1)
+    with pytest.raises(ConfigError, match=r"baseline=nobody: expected one of planned: plan 4, capped: default clocks"):
+        compared(runs, "planned", "capped", baseline="nobody")
+
+
+def test_another_job_is_compared_with_a_warning(runs):
+    write_run(runs / "larger", "run", 2.0, 2000.0, plan=0, job="theirs")
+    notes = compared(runs, "default", "larger").notes
+    assert any(note.startswith("larger: another job than default") for note in notes)
+    assert compared(runs, "default", "planned").notes == ()
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path):
+    for day in ("monday", "tuesday"):
+        write_run(tmp_path / day / "perseus", "run", 1.0, 100.0, plan=0)
+    found = compared(tmp_path, "monday/perseus", "tuesday/perseus")
+    assert [row.run for row in found.rows] == ["monday/perseus", "tuesday/perseus"]
+    assert found.why == "the first; none is at default clocks"
+
+
+def test_a_run_without_energies_is_named(runs):
+    write_log(runs / "blind", [{"event": "start", "mode": "observe"}, record(1, "observe", 1.0, None)])
+    assert any(note.startswith("blind: no iterations") for note in compared(runs, "default", "blind").notes)
+    with pytest.raises(ConfigError, match=r"Nothing to compare\. blind: no iterations"):
+        compared(runs, "blind")
+
+
+def test_the_command_prints_a_table_and_writes_the_page(runs, capsys):
+    folders = [str(runs / name) for name in ("default", "planned", "capped")]
+    assert main(["compare", *folders, f"out={runs}"]) == 0
+    lines = capsys.readouterr().out.replace("\N{NARROW NO-BREAK SPACE}", " ").splitlines()
+    assert lines[0].split() == ["run", "iterations", "time", "energy", "power", "a", "sample"]
+    assert lines[1].split()[:3] == ["default:", "default", "clocks"]
+    assert "baseline" in lines[1]
+    assert "+1.0 %" in lines[2]
+    assert "\N{MINUS SIGN}15.0 %" in lines[2]
+    assert any(line.startswith("SIMULATED: capped, default, planned.") for line in lines)
+    page = (runs / "comparison.html").read_text(encoding="utf-8")
+    assert "default: default clocks (baseline)" in page
+    assert "Simulated GPUs: no energy was really used or saved" in page
+    assert "default-src 'none'" in page

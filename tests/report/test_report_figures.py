@@ -1,0 +1,158 @@
+"""The figures a team lead asks for: what was saved, per plan, per sample, per rank, on the bill, over time."""
+
+import re
+
+import pytest
+from run_folders import make_job, record, write_auto_run, write_log
+
+from perseus_ds.artifacts.run_records import ProfileWritten
+from perseus_ds.cli.main import main
+from perseus_ds.report.alternatives import alternatives, one_percent_slower
+from perseus_ds.report.history import read_history
+from perseus_ds.report.jobs import jobs_of, main_job
+from perseus_ds.report.savings import Factors, Reference
+from perseus_ds.report.sources import find_sources
+from perseus_ds.report.tiles import tiles
+from perseus_ds.report.totals import JobSize, shares_of, totals_of
+from perseus_ds.report.trend import trend_of
+
+FACTORS = Factors(carbon_g_per_kwh=400, price_per_kwh=0.25, currency="EUR", pue=1.5, tokens_per_sample=1000)
+START = {"event": "start", "mode": "auto", "job": "ours", "time": 1000.0}
+
+
+@pytest.fixture(scope="module")
+def job():
+    return make_job()
+
+
+def three_plans(folder, job):
+    """A job at default clocks and then under three plans, each with a saving of its own."""
+    job.profile.save(folder / "profile.csv")
+    job.frontier.save(folder)
+    default = [record(n, "plan", 1.0, 100.0) for n in range(1, 6)]
+    ran = [(0, 1.0, 90.0)] * 2 + [(3, 1.1, 80.0)] * 4 + [(5, 1.2, 70.0)] * 3
+    write_log(folder, [START, *default, *(record(6 + n, "run", t, e, plan=p) for n, (p, t, e) in enumerate(ran))])
+    found = find_sources(folder)
+    return found, main_job(jobs_of(found))
+
+
+def test_figures_are_per_plan_or_say_that_they_are_of_all(tmp_path, job):
+    found, ran = three_plans(tmp_path, job)
+    assert {plan: row.saved for plan, row in ran.savings.by_plan.items()} == pytest.approx({0: 0.1, 3: 0.2, 5: 0.3})
+    assert [row.what for row in ran.savings.rows] == [
+        "under plan 0", "under plan 3", "under plan 5", "under all 3 plans", "in all, profiling counted",
+        "under all 3 plans, at that rate",
+    ]  # fmt: skip
+    shown = {tile.title: tile for tile in tiles(found, ran, FACTORS)}
+    assert "Energy under all 3 plans" in shown
+    assert "Iteration time under all 3 plans" in shown
+    plan = shown["Plan in use"]
+    assert plan.value.startswith("5 of ")
+    assert re.match(r"its 3 iterations alone: .30\.0.% energy, \+20\.0.% time", plan.note)
+
+
+def test_one_plan_is_named_in_its_figures(tmp_path, job):
+    write_auto_run(tmp_path, job)
+    found = find_sources(tmp_path)
+    titles = [tile.title for tile in tiles(found, main_job(jobs_of(found)), FACTORS)]
+    assert titles[:2] == ["Energy under plan 2", "Iteration time under plan 2"]
+
+
+def test_the_bill_counts_the_data_centre_and_the_cost_of_profiling(tmp_path):
+    spent = {"event": "profile", "spent_s": 30.0, "spent_j": 500.0}
+    records = [START, spent, *(record(n, "observe", 2.0, 100.0) for n in (1, 2)), record(3, "observe", 2.0, None)]
+    write_log(tmp_path, records)
+    history = read_history(tmp_path)
+    assert isinstance(history.occurrences[1].event, ProfileWritten)
+    totals = totals_of(history, JobSize(gpus=8, samples=5))
+    assert (totals.iterations, totals.time_s, totals.energy_j) == (3, 36.0, 700.0)
+    assert totals.without_energy == 1
+    assert totals.gpu_s == 8 * 36.0
+    assert FACTORS.price(3.6e6) == pytest.approx(1.5 * 0.25)
+    assert FACTORS.carbon_g(3.6e6) == pytest.approx(1.5 * 400)
+
+
+def test_energy_of_a_sample_and_of_a_token_need_the_size_of_the_job(tmp_path, job):
+    write_auto_run(tmp_path, job)
+    found = find_sources(tmp_path)
+    assert "Energy of a sample" not in [t.title for t in tiles(found, main_job(jobs_of(found)), FACTORS)]
+    sizes = {"micro_batch_size": 2, "pipeline_ranks": 3, "data_parallel": 2}
+    found.profile.info = found.profile.info.model_copy(update=sizes)
+    assert found.size == JobSize(gpus=6, samples=16)
+    ran = main_job(jobs_of(found))
+    tile = next(t for t in tiles(found, ran, FACTORS) if t.title == "Energy of a sample")
+    per_sample_j = ran.totals.energy_j / (ran.totals.iterations * 16)
+    assert tile.value == f"{per_sample_j:.2f} J"
+    assert f"{per_sample_j / 1000:.5f} J a token of 1000" in tile.note
+    gpu_time = next(t for t in tiles(found, ran, FACTORS) if t.title == "GPU time lost")
+    lost_s = ran.savings.everything.time_s - ran.savings.everything.default_s
+    assert gpu_time.value == f"{6 * lost_s:.3f} GPU-s"
+
+
+def test_energy_is_told_by_rank_else_by_pipeline(tmp_path):
+    by_pipeline = [record(n, "observe", 2.0, 100.0) | {"energy_by_pipeline_j": [40.0, 60.0]} for n in (1, 2)]
+    write_log(tmp_path, [START, *by_pipeline])
+    shares = shares_of(read_history(tmp_path))
+    assert [(share.name, share.energy_j, share.power_w) for share in shares] == [
+        ("pipeline 0", 80.0, 20.0),
+        ("pipeline 1", 120.0, 30.0),
+    ]
+    write_log(tmp_path, [START, *(line | {"energy_by_rank_j": [10.0, 30.0, 20.0, 40.0]} for line in by_pipeline)])
+    assert [share.energy_j for share in shares_of(read_history(tmp_path))] == [20.0, 60.0, 40.0, 80.0]
+    write_log(tmp_path, [START, record(1, "observe", 2.0, 100.0) | {"energy_by_pipeline_j": [100.0]}])
+    assert shares_of(read_history(tmp_path)) == []
+
+
+def test_the_trend_shows_a_saving_that_fades(tmp_path):
+    reference = Reference(1.0, 100.0, "measured", True)
+    ran = [record(n, "run", 1.0, 80.0 + n / 10, plan=0) | {"ended": 1000.0 + 36 * n} for n in range(101)]
+    write_log(tmp_path, [START, *ran])
+    trend = trend_of(read_history(tmp_path), reference)
+    assert len(trend.x) == len(trend.energy) == 20
+    assert trend.x_title == "hours since the start"
+    assert trend.x[-1] == pytest.approx(0.98, abs=0.01)
+    assert trend.energy[0] == pytest.approx(-0.197, abs=0.001)
+    assert trend.energy[-1] == pytest.approx(-0.102, abs=0.001)
+    assert trend.time == pytest.approx([0.0] * 20)
+    write_log(tmp_path, [START, *ran[:19]])
+    assert trend_of(read_history(tmp_path), reference) is None
+
+
+def test_other_plans_are_compared_with_the_one_in_use(job):
+    others = alternatives(job.frontier, 2)
+    assert [other.plan for other in others] == sorted({other.plan for other in others})
+    assert {0, 2, len(job.frontier.plans) - 1} <= {other.plan for other in others}
+    own = next(other for other in others if other.plan == 2)
+    assert (own.time, own.energy) == (0, 0)
+    fastest, frugal = others[0], others[-1]
+    assert fastest.energy == pytest.approx(job.frontier.plans[0].energy_j / job.frontier.plans[2].energy_j - 1)
+    assert fastest.energy > 0 > frugal.energy
+    assert frugal.saved == pytest.approx(1 - job.frontier.plans[-1].energy_j / job.frontier.baseline.energy_j)
+    more = one_percent_slower(job.frontier, 2)
+    assert more is None or (0 < more.time <= 0.01 and more.energy < 0)
+    assert one_percent_slower(job.frontier, len(job.frontier.plans) - 1) is None
+
+
+def test_the_terminal_shows_the_tiles_of_the_page(tmp_path, job, capsys):
+    write_auto_run(tmp_path, job)
+    assert main(["report", str(tmp_path)]) == 0
+    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+    found = find_sources(tmp_path)
+    default = Factors(carbon_g_per_kwh=436, price_per_kwh=0.1, currency="USD")
+    page = re.sub(r"\s+", " ", (tmp_path / "report.html").read_text(encoding="utf-8"))
+    for tile in tiles(found, main_job(jobs_of(found)), default):
+        for text in (tile.title, tile.value):
+            assert re.sub(r"\s", " ", text) in shown
+            assert re.sub(r"\s", " ", text) in page
+    assert "SIMULATED" in shown
+
+
+def test_the_page_says_what_its_files_are(tmp_path, job):
+    write_auto_run(tmp_path, job)
+    assert main(["report", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    files = page[page.index("Made from") :]
+    for name in ("run.jsonl", "timeline.json", "frontier.json", "profile.csv"):
+        assert f"{tmp_path / name}</code>" in files
+    assert "solver exact" in files
+    assert len(re.findall(r"<code>[0-9a-f]{12}…</code>", files)) == 4

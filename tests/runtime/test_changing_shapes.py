@@ -1,0 +1,98 @@
+"""Inputs of other shapes make iterations longer or shorter; plans are judged by how instructions compare."""
+
+import pytest
+from virtual_job import VirtualJob
+
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.run_records import Drifted, PlanJudged, ProfileWritten, read_records
+from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.worker import OptimizeResult
+
+SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
+
+
+class WorkerAtOnce:
+    """The optimiser's process, in no time and in this process."""
+
+    def __init__(self, request, log_path):
+        self._request = request
+
+    def poll(self):
+        schedule, profile = self._request.schedule.to_schedule(), StageProfile.load(self._request.profile)
+        frontier = optimize(schedule, profile, plans=20, switch_cost_j=self._request.switch_cost_j)
+        return OptimizeResult(ok=True, frontier=frontier.save(self._request.out))
+
+    def stop(self):
+        pass
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A job that runs under a plan."""
+    monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
+    job = VirtualJob(tmp_path / "perseus", mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(12)
+    yield job
+    job.runtime.close()
+
+
+def lengthen(job, factors, shapes=2.0):
+    """Make the inputs of the next iterations longer."""
+    job.shapes = shapes
+    for kind, factor in zip(job.work_s, factors, strict=True):
+        job.work_s[kind] *= factor
+
+
+def events(job, kind):
+    return [record for record in read_records(job.folder) if isinstance(record, kind)]
+
+
+def test_a_factor_common_to_all_instructions_is_not_drift(job):
+    lengthen(job, (1.5, 1.5, 1.0))
+    assert set(job.train(60)) == {"run"}
+    job.close()
+    assert events(job, Drifted) == []
+    assert len(events(job, ProfileWritten)) == 1
+
+
+def test_the_promise_is_scaled_by_it(job):
+    before = job.train(12)
+    lengthen(job, (1.5, 1.5, 1.0))
+    job.train(60)
+    last = job.close()[-1]
+    assert set(before) == {"run"}
+    assert last.predicted_time_s == pytest.approx(last.time_s, rel=0.03)
+    assert last.default_time_s < last.predicted_time_s
+
+
+def test_iterations_of_other_shapes_are_not_compared_with_those_at_default_clocks(job):
+    lengthen(job, (1.5, 1.5, 1.0))
+    job.train(100)
+    job.close()
+    assert len(events(job, PlanJudged)) == 1
+
+
+def test_instructions_that_change_in_proportion_are_drift(job):
+    lengthen(job, (1.0, 1.6, 1.0))
+    job.train_until("profile", most=60)
+    job.close()
+    (drifted,) = events(job, Drifted)
+    assert drifted.drift > 0.05
+
+
+def test_without_other_shapes_a_common_factor_is_drift(job):
+    lengthen(job, (1.5, 1.5, 1.0), shapes=job.shapes)
+    job.train_until("profile", most=60)
+    job.close()
+    assert len(events(job, Drifted)) == 1
+
+
+def test_going_back_to_the_shapes_of_the_profile_takes_the_promise_back(job):
+    lengthen(job, (1.5, 1.5, 1.0))
+    job.train(40)
+    lengthen(job, (1 / 1.5, 1 / 1.5, 1.0), shapes=1.0)
+    job.train(40)
+    last = job.close()[-1]
+    assert last.predicted_time_s == pytest.approx(last.time_s, rel=0.03)
+    assert events(job, Drifted) == []

@@ -1,0 +1,60 @@
+"""Frontiers for jobs of ``pipeline_job.py``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from perseus_ds.artifacts.frontier import Frontier, Provenance
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
+from perseus_ds.device.gpu.device_models import DEVICES
+from perseus_ds.optimizer import optimize
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import read_schedule, schedule_class
+
+MODEL = DEVICES["a100-sxm"]
+
+
+def save_random_plan(
+    folder: Path,
+    schedule: str = "1f1b",
+    *,
+    ranks: int = 2,
+    clocks_mhz: Sequence[int] = MODEL.clocks_mhz[40:],
+    simulated: bool = True,
+) -> FrequencyPlan:
+    """Save a frontier of one plan, for 4 micro-batches, with a random clock for every instruction."""
+    streams = read_schedule(schedule_class(schedule), ranks=ranks, micro_batches=4).instructions
+    instructions = tuple(tuple(i for i in stream if i.kind is not Kind.TAIL) for stream in streams)
+    draw = random.Random(0)
+    plan = FrequencyPlan(
+        instructions, tuple(tuple(draw.choice(clocks_mhz) for _ in s) for s in instructions), 1.0, 100.0
+    )
+    provenance = Provenance(
+        schedule=schedule, micro_batches=4, stages=2, blocking_power_w=80.0, solver="none", simulated=simulated
+    )
+    Frontier((plan,), 1.0, plan, provenance).save(folder)
+    return plan
+
+
+def save_true_frontier(
+    folder: Path, *, stages: int = 2, micro_batches: int = 4, forward_s: float = 0.01, linears: int = 6
+) -> Frontier:
+    """Save the frontier of a job's true profile on simulated A100s: stages of so many linear layers each.
+
+    A backward takes twice as long as a forward, except for the first layer, whose input needs no gradient.
+    """
+    rows = []
+    for stage in range(stages):
+        backward_s = forward_s * (2 - 1 / linears if stage == 0 else 2)
+        for kind, top_s in ((Kind.FORWARD, forward_s), (Kind.BACKWARD, backward_s)):
+            for clock in MODEL.clocks_mhz[40:]:
+                time_s = top_s * MODEL.slowdown(clock)
+                rows.append(Measurement(stage, kind, clock, time_s, time_s * MODEL.power_w(clock)))
+    profile = StageProfile(rows, ProfileInfo(simulated=True, blocking_power_w=MODEL.blocking_power_w))
+    schedule = read_schedule(schedule_class("1f1b"), ranks=stages, micro_batches=micro_batches)
+    found = optimize(schedule, profile, plans=40)
+    found.save(folder)
+    return found

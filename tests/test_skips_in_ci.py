@@ -1,0 +1,31 @@
+"""A run of CI fails if it skips a test that is not listed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).parent / "support"
+CONFTEST = """
+from fail_on_skip import FailOnSkip
+def pytest_configure(config):
+    config.pluginmanager.register(FailOnSkip({"test_some.py::test_listed": "needs a GPU"}))
+"""
+SKIPS = 'import pytest\n@pytest.mark.skip(reason="why not")\ndef test_{name}(): ...\ndef test_passes(): ...\n'
+MISSING = "import pytest\npytest.importorskip('no_such_package')\ndef test_passes(): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("tests", "fails"), [(SKIPS.format(name="listed"), False), (SKIPS.format(name="other"), True), (MISSING, True)]
+)
+def test_only_listed_tests_may_be_skipped(tmp_path, tests, fails):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_some.py").write_text(tests)
+    (tmp_path / "test_more.py").write_text("def test_passes(): ...\n")
+    command = [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == (1 if fails else 0), done.stdout + done.stderr
+    assert ("fails this run: test_some.py" in done.stdout) == fails
