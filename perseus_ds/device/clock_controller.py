@@ -220,6 +220,8 @@ class ClockController:
             return
         if request.clock_mhz != self._clock.clock_mhz:
             self._apply(request.clock_mhz)
+        else:
+            self._busy_since_s = None  # nothing that was requested is left undone
 
     def _apply(self, clock_mhz: int | None) -> None:
         while not self._stopping.is_set():

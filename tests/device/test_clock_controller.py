@@ -261,6 +261,17 @@ def test_a_driver_that_recovers_is_asked_for_the_newest_clock(clocks, gpu, error
     assert errors == []
 
 
+def test_a_busy_driver_is_no_longer_failing_once_default_clocks_are_requested(clocks, gpu, now):
+    clocks.set_and_wait(1200)
+    gpu.refusal = GpuBusyError("the driver did not answer in time")
+    clocks.request(1110)
+    now.sleep(3.1)
+    assert clocks.failing_s > 3.0
+    clocks.request(None)
+    now.sleep(A_WHILE_S)
+    assert clocks.failing_s == 0.0
+
+
 def test_a_driver_that_stays_busy_is_given_up_after_a_minute(clocks, gpu, errors, now):
     gpu.refusal = GpuBusyError("the driver did not answer in time")
     clocks.request(1110)

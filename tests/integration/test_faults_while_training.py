@@ -56,9 +56,6 @@ def without_guardian(stub):
     [
         (lost, ([1], "GPU is lost")),
         (forbidden, ([1], "CAP_SYS_ADMIN")),
-        (timed_out, ([1], "did not answer in time")),
-        (hung, ([1], "has not answered")),
-        (hung_reading, ([1], "has not answered")),
         (without_guardian, ([0, 1], "the guardian, which restores")),
     ],
 )
@@ -81,10 +78,37 @@ def test_training_goes_on_at_default_clocks(tmp_path, make_stub_nvml, fault, exp
     assert all(message in event["error"] for event in failures)
     assert finished.output.count("Training goes on at default clocks") == len(failed), "and one warning"
     assert finished.iterations()[0]["failed_ranks"] == []
-    for function in ("set_locked", "energy"):  # The driver answers again: nothing stays locked.
-        stub.gpus[1].hang(function, False)
-    if fault not in (lost, forbidden):
+    if fault is without_guardian:
         wait_until_restored(*stub.gpus)
+
+
+def answers_again(stub):
+    stub.gpus[1].fail("set_locked", "none")
+    for function in ("set_locked", "energy"):
+        stub.gpus[1].hang(function, False)
+
+
+@pytest.mark.parametrize("fault", [timed_out, hung, hung_reading])
+def test_a_driver_that_answers_again_runs_plans_again(tmp_path, make_stub_nvml, fault):
+    stub = make_stub_nvml(2)
+    save_random_plan(tmp_path / "frontier", simulated=False)
+    block = {"mode": "run", "frontier": str(tmp_path / "frontier"), "device": "nvml"}
+
+    def during(job):
+        wait_until(lambda: len(stub.gpus[1].changes_mhz()) >= 20, "20 changes of the clock")
+        fault(stub)
+        job.wait_for(lambda records: any(each["failed_ranks"] == [1] for each in iterations(records)))
+        answers_again(stub)
+        job.wait_for(lambda records: iterations(records)[-1]["failed_ranks"] == [])
+        changes = len(stub.gpus[1].changes_mhz())
+        wait_until(lambda: len(stub.gpus[1].changes_mhz()) >= changes + 20, "20 more changes of the clock")
+
+    finished = run_while(during, tmp_path / "job", 2, environment=stub.environment, perseus=block)
+    assert_same_losses(finished, tmp_path / "without")
+    assert finished.events("failure") == []
+    assert "This rank runs at default clocks until it does" in finished.output
+    assert "the driver answers again" in finished.output
+    wait_until_restored(*stub.gpus)
 
 
 @pytest.mark.parametrize("mode", ["profile", "auto"])
