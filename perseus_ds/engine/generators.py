@@ -89,9 +89,20 @@ def _as_generator(name: str, value: Any) -> Generator | None:
     if issubclass(kind, np.random.Generator):
         bits = value.bit_generator
         return Generator(name, lambda: bits.state, lambda state: setattr(bits, "state", state))
-    if callable(getattr(kind, "get_states", None)) and callable(getattr(kind, "set_states", None)):
+    if _is_tracker(value):
         return Generator(name, lambda: _copied(value.get_states()), lambda states: value.set_states(_copied(states)))
     return None
+
+
+def _is_tracker(value: Any) -> bool:
+    """Whether an object keeps states of generators by name, and lets them be set."""
+    kind = type(value)
+    if not (callable(getattr(kind, "get_states", None)) and callable(getattr(kind, "set_states", None))):
+        return False
+    try:
+        return isinstance(value.get_states(), Mapping)
+    except Exception:  # something else of the same name
+        return False
 
 
 def _copied(states: Any) -> Any:

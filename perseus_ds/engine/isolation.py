@@ -20,6 +20,7 @@ from perseus_ds.engine.generators import Generator, find_generators
 logger = logging.getLogger("perseus_ds")
 _ABSENT: Any = object()
 _GRADIENT_STORE = "WeightGradStore"
+_PART_BYTES = 1 << 26
 
 
 @contextmanager
@@ -168,10 +169,14 @@ def _drop_gradients(engine: Any) -> None:
 
 def _checksum(tensor: torch.Tensor) -> tuple[int, int]:
     """Return two sums over the bits of a tensor, the second of which changes when values swap places."""
+    plain, ordered = 0, 0
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    bits = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
-    order = torch.arange(1, len(bits) + 1, device=bits.device, dtype=torch.int64)
-    return int(bits.sum()), int((bits * order).sum())
+    for number, part in enumerate(bits.split(_PART_BYTES)):  # a flat partition of ZeRO may fill half of the GPU
+        words = torch.nn.functional.pad(part, (0, -len(part) % 8)).clone().view(torch.int64)
+        order = torch.arange(1, len(words) + 1, device=words.device)
+        plain += int(words.sum())
+        ordered += (number + 1) * int((words * order).sum())
+    return plain, ordered
 
 
 def _plain(state: Any) -> Any:

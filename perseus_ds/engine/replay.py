@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,7 +84,7 @@ class Replay:
         """Return why passes cannot be repeated without changing training; None if they can.
 
         A forward and a backward of each stage are run once. Parameters and optimizer state are compared and,
-        if they changed, put back.
+        if they changed, put back, for which the host's memory must have room.
 
         Args:
             agree: Returns the first reason of all ranks; every rank calls it at the same time.
@@ -98,7 +99,7 @@ class Replay:
 
     def _changed_by_passes(self) -> str | None:
         tensors = [*self._engine.module.parameters(), *optimizer_tensors(self._engine)]
-        kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors] if _fit_into_memory(tensors) else []
         before = weights_fingerprint(self._engine)
         with isolated(self._engine):
             for stage, kind in self.instructions:
@@ -107,7 +108,9 @@ class Replay:
             with torch.no_grad():
                 for tensor, value in zip(tensors if changed else (), kept, strict=False):
                     tensor.copy_(value)
-        return f"a repeated pass changes {changed[0]}" if changed else None
+        if not changed:
+            return None
+        return f"a repeated pass changes {changed[0]}" + ("" if kept else ", as it just did")
 
     def run(self, stage: int, kind: Kind) -> None:
         """Run a forward again, or the backward of the last forward run."""
@@ -129,6 +132,13 @@ class Replay:
     def isolated(self) -> AbstractContextManager[None]:
         """Leave the engine, gradients, module buffers and random number generators as they were."""
         return isolated(self._engine)
+
+
+def _fit_into_memory(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether the ranks of this node can keep copies of such tensors in half of the memory that is free."""
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, torch.cuda.device_count())))
+    return ranks * sum(tensor.numel() * tensor.element_size() for tensor in tensors) < free_bytes / 2
 
 
 def _foreign_hook(module: torch.nn.Module) -> str:

@@ -446,3 +446,21 @@ def test_checkpoints_go_from_jobs_with_perseus_to_jobs_without_and_back(make, bl
     assert client_state["mine"] == 5
     assert train(loading, 2, seed=1) == expected
     assert same(weights(loading), weights(saving))
+
+
+def loads_first(self):
+    """Steps as a client patches them: all micro-batches are loaded before the first forward."""
+    slots = range(self.micro_batches)
+    yield [schedule.LoadMicroBatch(slot) for slot in slots]
+    for slot in slots:
+        yield [schedule.ForwardPass(slot), schedule.BackwardPass(slot)]
+    yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
+
+
+def test_patched_steps_are_the_schedule_that_is_planned(make, block, monkeypatch):
+    """As diffusion-pipe does; the patch comes after the engine was made."""
+    engine = make(perseus=block)
+    monkeypatch.setattr(schedule.TrainSchedule, "steps", loads_first)
+    train(engine, 1)
+    (stream,) = engine.perseus.runtime._job.schedule.ranks
+    assert [type(operation).__name__ for operation in stream] == ["Load"] * 2 + ["Compute"] * 5

@@ -1,6 +1,7 @@
 """Passes of a real engine are repeated, and nothing of it remains."""
 
 import logging
+import os
 import queue
 import random
 import sys
@@ -15,6 +16,7 @@ from deepspeed.runtime.pipe import schedule
 from one_rank_engine import MICRO_BATCHES, Layer, batches, config, module, one_rank, same, weights
 from torch import nn
 
+from perseus_ds.engine import isolation
 from perseus_ds.engine.isolation import isolated
 from perseus_ds.engine.replay import Replay
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -333,3 +335,46 @@ def test_recording_keeps_no_reference_to_the_engines_own_tensors():
     kept = {id(value) for tape in replay._tapes.values() for value in tape.data.values()}
     assert not kept & {id(slot) for slots in engine.pipe_buffers.values() for slot in slots}
     assert len(kept) == MICRO_BATCHES  # inputs and labels
+
+
+def test_something_else_with_methods_of_a_trackers_names_is_left_alone():
+    class States:
+        def get_states(self, country):
+            raise AssertionError
+
+        def set_states(self, states):
+            raise AssertionError
+
+    engine, _ = make_engine()
+    engine.module.atlas = States()
+    with isolated(engine):
+        pass
+
+
+def test_a_checksum_tells_every_change_of_bits_and_of_places(monkeypatch):
+    monkeypatch.setattr(isolation, "_PART_BYTES", 64)
+    values = torch.arange(100, dtype=torch.bfloat16)[1:]  # not aligned, and in several parts
+    original = isolation._checksum(values)
+    assert isolation._checksum(values.clone()) == original
+    for first, second in ((0, 1), (3, 70)):
+        swapped = values.clone()
+        swapped[[first, second]] = values[[second, first]]
+        assert isolation._checksum(swapped) != original
+    changed = values.clone()
+    changed[98] += 1
+    assert isolation._checksum(changed) != original
+    assert isolation._checksum(torch.zeros(0)) == (0, 0)
+
+
+def test_without_memory_for_copies_a_pass_that_trains_is_still_found(monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: 1)
+    engine, data = make_engine()
+    replay = replay_of(engine, data)
+    parameter = next(engine.module.parameters())
+
+    def train(gradient):
+        with torch.no_grad():
+            parameter.sub_(0.1 * gradient)
+
+    parameter.register_hook(train)
+    assert replay.obstacle(agreed).endswith(", as it just did")

@@ -5,6 +5,7 @@ import pytest
 from frontiers import save_random_plan
 from job import QUICK_PROFILE, run, run_while
 from run_log import events, iterations, wait_until
+from stub_nvml.controller import STATE_VARIABLE
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
 
@@ -29,85 +30,92 @@ def forbidden(stub):
         stub.gpus[1].fail(function, "no_permission")
 
 
-def timed_out(stub):
-    stub.gpus[1].fail("set_locked", "timeout")
-    wait_until_restored(stub.gpus[1])  # while training goes on
-
-
-def hung(stub):
-    stub.gpus[1].hang("set_locked")
-
-
-def hung_reading(stub):
-    stub.gpus[1].hang("energy")
+def is_guardian_of(process, stub):
+    try:
+        is_guardian = "guardian_daemon" in " ".join(process.cmdline())
+        return is_guardian and process.environ().get(STATE_VARIABLE) == stub.environment[STATE_VARIABLE]
+    except psutil.Error:  # it has ended meanwhile
+        return False
 
 
 def without_guardian(stub):
-    guardians = [p for p in psutil.process_iter(["cmdline"]) if "guardian_daemon" in " ".join(p.info["cmdline"] or [])]
-    mine = [p for p in guardians if p.environ().get("PERSEUS_STUB_NVML") == stub.environment["PERSEUS_STUB_NVML"]]
-    assert mine
-    for guardian in mine:
+    guardians = [process for process in psutil.process_iter() if is_guardian_of(process, stub)]
+    assert guardians
+    for guardian in guardians:
         guardian.kill()
     wait_until_restored(*stub.gpus)  # by the ranks themselves
 
 
-@pytest.mark.parametrize(
-    ("fault", "expected"),
-    [
-        (lost, ([1], "GPU is lost")),
-        (forbidden, ([1], "CAP_SYS_ADMIN")),
-        (without_guardian, ([0, 1], "the guardian, which restores")),
-    ],
-)
-def test_training_goes_on_at_default_clocks(tmp_path, make_stub_nvml, fault, expected):
-    failed, message = expected
-    stub = make_stub_nvml(2)
-    save_random_plan(tmp_path / "frontier", simulated=False)
-    block = {"mode": "run", "frontier": str(tmp_path / "frontier"), "device": "nvml"}
+def run_under_a_plan(folder, stub, during):
+    """Run a job; ``during`` steers it after 20 clock changes."""
+    save_random_plan(folder / "frontier", simulated=False)
+    block = {"mode": "run", "frontier": str(folder / "frontier"), "device": "nvml"}
 
-    def during(job):
+    def later(job):
         wait_until(lambda: len(stub.gpus[1].changes_mhz()) >= 20, "20 changes of the clock")
         job.wait_for(lambda records: len(iterations(records)) >= 2)
-        fault(stub)
-        job.wait_for(lambda records: iterations(records)[-1]["failed_ranks"] == failed)
+        during(job)
 
-    finished = run_while(during, tmp_path / "job", 2, environment=stub.environment, perseus=block)
-    assert_same_losses(finished, tmp_path / "without")
+    finished = run_while(later, folder / "job", 2, environment=stub.environment, perseus=block)
+    assert_same_losses(finished, folder / "without")
+    assert finished.iterations()[0]["failed_ranks"] == []
+    return finished
+
+
+def failed_ranks(records):
+    return iterations(records)[-1]["failed_ranks"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "failed", "message"),
+    [
+        (lost, [1], "GPU is lost"),
+        (forbidden, [1], "CAP_SYS_ADMIN"),
+        (without_guardian, [0, 1], "the guardian, which restores"),
+    ],
+)
+def test_training_goes_on_at_default_clocks(tmp_path, make_stub_nvml, fault, failed, message):
+    stub = make_stub_nvml(2)
+
+    def during(job):
+        fault(stub)
+        job.wait_for(lambda records: failed_ranks(records) == failed)
+
+    finished = run_under_a_plan(tmp_path, stub, during)
     failures = finished.events("failure")
     assert sorted(event["rank"] for event in failures) == failed, "one recorded event for every rank that failed"
     assert all(message in event["error"] for event in failures)
     assert finished.output.count("Training goes on at default clocks") == len(failed), "and one warning"
-    assert finished.iterations()[0]["failed_ranks"] == []
     if fault is without_guardian:
         wait_until_restored(*stub.gpus)
 
 
-def answers_again(stub):
-    stub.gpus[1].fail("set_locked", "none")
-    for function in ("set_locked", "energy"):
-        stub.gpus[1].hang(function, False)
-
-
-@pytest.mark.parametrize("fault", [timed_out, hung, hung_reading])
-def test_a_driver_that_answers_again_runs_plans_again(tmp_path, make_stub_nvml, fault):
+@pytest.mark.parametrize("function", ["set_locked", "energy"])
+def test_a_rank_whose_driver_hangs_runs_at_default_clocks_until_it_answers(tmp_path, make_stub_nvml, function):
     stub = make_stub_nvml(2)
-    save_random_plan(tmp_path / "frontier", simulated=False)
-    block = {"mode": "run", "frontier": str(tmp_path / "frontier"), "device": "nvml"}
 
     def during(job):
-        wait_until(lambda: len(stub.gpus[1].changes_mhz()) >= 20, "20 changes of the clock")
-        fault(stub)
-        job.wait_for(lambda records: any(each["failed_ranks"] == [1] for each in iterations(records)))
-        answers_again(stub)
-        job.wait_for(lambda records: iterations(records)[-1]["failed_ranks"] == [])
-        changes = len(stub.gpus[1].changes_mhz())
-        wait_until(lambda: len(stub.gpus[1].changes_mhz()) >= changes + 20, "20 more changes of the clock")
+        stub.gpus[1].hang(function)
+        job.wait_for(lambda records: failed_ranks(records) == [1])
+        stub.gpus[1].hang(function, False)
+        job.wait_for(lambda records: failed_ranks(records) == [])
 
-    finished = run_while(during, tmp_path / "job", 2, environment=stub.environment, perseus=block)
-    assert_same_losses(finished, tmp_path / "without")
+    finished = run_under_a_plan(tmp_path, stub, during)
     assert finished.events("failure") == []
     assert "This rank runs at default clocks until it does" in finished.output
     assert "the driver answers again" in finished.output
+    wait_until_restored(*stub.gpus)
+
+
+def test_a_rank_whose_driver_is_busy_runs_at_default_clocks(tmp_path, make_stub_nvml):
+    stub = make_stub_nvml(2)
+
+    def during(job):
+        stub.gpus[1].fail("set_locked", "timeout")
+        wait_until_restored(stub.gpus[1])  # while training goes on
+        job.wait_for(lambda records: failed_ranks(records) == [1])
+
+    run_under_a_plan(tmp_path, stub, during)
     wait_until_restored(*stub.gpus)
 
 
