@@ -152,12 +152,10 @@ class ClockController:
         return self._clock.waiting_s if since_s is None else self._time.now_s() - since_s
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the worker and restore the default clock; harmless when called again.
+        """Stop the worker and restore the default clock; from any thread, and harmless when called again.
 
         It waits for a call of the driver that is under way, but not for the GPU.
         """
-        if self._stopping.is_set():
-            return
         end_s = self._time.now_s() + timeout_s
         self._stopping.set()
         with self._changed:
@@ -222,6 +220,8 @@ class ClockController:
             return
         if request.clock_mhz != self._clock.clock_mhz:
             self._apply(request.clock_mhz)
+        else:
+            self._busy_since_s = None  # nothing that was requested is left undone
 
     def _apply(self, clock_mhz: int | None) -> None:
         while not self._stopping.is_set():

@@ -10,9 +10,14 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from perseus_ds.device.signal_listener import SignalListener
+
 
 class ExitGuard:
     """Calls ``restore`` when the process ends: normally, by an exception, SIGINT or SIGTERM.
+
+    Upon a signal, ``reset_clock`` is called first and at once, on a thread of its own: the main thread may be in a call
+    that does not return before the job is killed.
 
     A signal handler that was installed before is called afterwards; without one the signal ends the process as it
     would have. A signal that is ignored, as SIGINT is under ``nohup … &``, stays ignored. Processes forked from this
@@ -20,8 +25,9 @@ class ExitGuard:
     the clock is the parent's.
     """
 
-    def __init__(self, restore: Callable[[], None]) -> None:
+    def __init__(self, restore: Callable[[], None], reset_clock: Callable[[], None]) -> None:
         self._restore = restore
+        self._listener: SignalListener | None = None
         self._pid = os.getpid()
         self._previous: dict[int, Any] = {}
         atexit.register(self._end)
@@ -29,6 +35,7 @@ class ExitGuard:
             for number in (signal.SIGTERM, signal.SIGINT):
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._handle)
+            self._listener = SignalListener(self._previous.keys(), reset_clock)
 
     @property
     def is_forked(self) -> bool:
@@ -38,6 +45,8 @@ class ExitGuard:
     def release(self) -> None:
         """Stop watching; the handlers that were installed before are put back."""
         atexit.unregister(self._end)
+        if self._listener is not None:
+            self._listener.close()
         for number, previous in self._previous.items():
             # A handler that was installed after this one stays.
             if signal.getsignal(number) == self._handle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,7 @@ class HeldClock:
         self._changed = timebase.condition()
         self._called_s: float | None = None
         self._is_released = False
+        self._releasing: threading.Thread | None = None
         self.clock_mhz: int | None = None
 
     @property
@@ -68,28 +70,39 @@ class HeldClock:
                 read()
 
     def release(self, timeout_s: float) -> None:
-        """Return the clock to the default unless it is, after the call under way; harmless when called again.
+        """Return the clock to the default unless it is, after the call under way.
 
         If that call does not return in time, the driver hangs and would hang this thread as well: nothing is done.
+        Called again, it waits for the first call.
 
         Args:
-            timeout_s: How long to wait for the call under way [s].
+            timeout_s: How long to wait [s].
 
         Raises:
             GpuError: The driver refused.
         """
-        end_s = self._time.now_s() + timeout_s
         with self._changed:
             if self._is_released:
+                is_interrupted = self._releasing is threading.current_thread()  # by a signal whose handler is here
+                if not is_interrupted:
+                    self._wait_until(lambda: self._releasing is None, timeout_s)
                 return
             self._is_released = True
-            while self._called_s is not None:
-                if (rest_s := end_s - self._time.now_s()) <= 0:
-                    return
-                self._changed.wait(rest_s)
-        if self.clock_mhz is not None:
-            self._gpu.reset_clock()
-            self.clock_mhz = None
+            self._releasing = threading.current_thread()
+            self._wait_until(lambda: self._called_s is None, timeout_s)
+        try:
+            if self._called_s is None and self.clock_mhz is not None:
+                self._gpu.reset_clock()
+                self.clock_mhz = None
+        finally:
+            with self._changed:
+                self._releasing = None
+                self._changed.notify_all()
+
+    def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        end_s = self._time.now_s() + timeout_s
+        while not condition() and (rest_s := end_s - self._time.now_s()) > 0:
+            self._changed.wait(rest_s)
 
     @contextmanager
     def _call(self) -> Iterator[bool]:

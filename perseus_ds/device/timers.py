@@ -6,7 +6,7 @@ is over) and on a simulated GPU (the host's clock; each instruction takes as lon
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from perseus_ds.device.gpu.device_models import MEMORY_BOUND
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.moments import CudaEvent, CudaMoment, CudaOrigin, Moment, PassedMoment
+from perseus_ds.device.stream_capture import relax_stream_capture
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Operation
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -45,7 +46,7 @@ class Execution(Protocol):
     """Told of the begin and the end of every operation of this rank."""
 
     def use_device(self) -> None:
-        """Let the calling thread use the device that operations run on."""
+        """Let the calling thread, beside the training thread, use the device that operations run on."""
 
     def start_iteration(self) -> None:
         """Drop earlier spans; times count from here."""
@@ -126,10 +127,18 @@ class CudaExecution:
         device: Where the rank's tensors live.
         cuda: Makes events and waits for them.
         timebase: The host's clock.
+        relax_capture: Lets the calling thread use CUDA while another one captures a graph.
     """
 
-    def __init__(self, device: torch.device, cuda: Cuda = torch.cuda, timebase: Timebase = REAL_TIME) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        cuda: Cuda = torch.cuda,
+        timebase: Timebase = REAL_TIME,
+        relax_capture: Callable[[], object] = relax_stream_capture,
+    ) -> None:
         self._cuda = cuda
+        self._relax_capture = relax_capture
         self._time = timebase
         self._device = cuda.current_device() if device.index is None else device.index
         self._marks: list[tuple[Operation, CudaEvent, CudaEvent]] = []
@@ -138,6 +147,7 @@ class CudaExecution:
 
     def use_device(self) -> None:
         self._cuda.set_device(self._device)
+        self._relax_capture()
 
     def start_iteration(self) -> None:
         self._marks = []

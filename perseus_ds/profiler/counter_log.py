@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise, starmap
 from types import TracebackType
@@ -13,6 +14,8 @@ from perseus_ds.errors import GpuError
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 
 _HANGS_S = 3.0
+_OFTEN_S = 0.002
+_SELDOM_S = 0.010
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,32 @@ class Power:
     clock_mhz: float
 
 
+class _RefreshTimes:
+    """Decides when to read the counter: often while a refresh is expected, and seldom otherwise.
+
+    Every reading is a call of the driver, which the ranks of a node share.
+    """
+
+    def __init__(self) -> None:
+        self._seen_s: deque[float] = deque(maxlen=6)
+
+    def add(self, seen_s: float) -> None:
+        """Note when a refresh was seen [s]."""
+        self._seen_s.append(seen_s)
+
+    def next_reading_in_s(self, now_s: float) -> float:
+        """Return how long to wait before the next reading [s]."""
+        if len(self._seen_s) < 3:
+            return _OFTEN_S
+        periods_s = [after - before for before, after in pairwise(self._seen_s)]
+        period_s = statistics.median(periods_s)
+        near_s = 2 * _OFTEN_S + max(abs(each_s - period_s) for each_s in periods_s)
+        expected_in_s = self._seen_s[-1] + period_s - now_s
+        if abs(expected_in_s) <= near_s:
+            return _OFTEN_S
+        return _SELDOM_S if expected_in_s < 0 else max(_OFTEN_S, min(_SELDOM_S, expected_in_s - near_s))
+
+
 class CounterLog:
     """Reads the energy counter on a thread and records when it was refreshed.
 
@@ -39,13 +68,12 @@ class CounterLog:
     Args:
         gpu: The GPU whose counter is read.
         timebase: The time that moments are given in.
-        poll_s: How often to read the counter [s].
     """
 
-    def __init__(self, gpu: Gpu, timebase: Timebase = REAL_TIME, poll_s: float = 0.002) -> None:
+    def __init__(self, gpu: Gpu, timebase: Timebase = REAL_TIME) -> None:
         self._gpu = gpu
         self._time = timebase
-        self._poll_s = poll_s
+        self._refreshes = _RefreshTimes()
         self._changes: list[tuple[float, float]] = []
         self._clocks: list[tuple[float, int]] = []
         self._last_j: float | None = None
@@ -118,13 +146,14 @@ class CounterLog:
         if self._last_j is not None and energy_j != self._last_j:
             now_s = self._time.now_s()
             self._changes.append((now_s, energy_j))
+            self._refreshes.add(now_s)
             self._clocks.append((now_s, self._gpu.clock_mhz()))
         self._last_j = energy_j
 
     def _read_until_stopped(self) -> None:
         try:
             self._read()
-            while not self._stop.wait(self._poll_s):
+            while not self._stop.wait(self._refreshes.next_reading_in_s(self._time.now_s())):
                 self._read()
         except Exception as error:
             self._error = error

@@ -56,6 +56,7 @@ def _open_bare_gpu(config: PerseusConfig, device: torch.device, rank: int, local
     return SimulatedGpu.named(
         settings.gpu,
         lock_latency_s=settings.lock_latency_s,
+        lock_latency=settings.lock_latency,
         counter_period_s=settings.counter_period_s,
         time_noise=settings.time_noise,
         power_noise=settings.power_noise,

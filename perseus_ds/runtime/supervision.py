@@ -42,7 +42,7 @@ class Supervision:
         self._driver_hung = False
         self._guardian = _start_guardian(job, rank)
         self._server = _listen(job, rank, recorder, control)
-        self._exit_guard = ExitGuard(restore)
+        self._exit_guard = ExitGuard(restore, reset_clock=rank.clocks.close)
 
     @property
     def is_forked(self) -> bool:

@@ -9,6 +9,7 @@ from virtual_time import VirtualTime
 
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.gpu.device_models import DEVICES
+from perseus_ds.device.gpu.lock_latency import LatencyModel
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.moments import PassedMoment
 from perseus_ds.errors import GpuBusyError, GpuError
@@ -120,7 +121,7 @@ def test_setting_and_waiting_returns_when_the_driver_has_accepted_the_clock(cloc
 
 
 def test_a_driver_that_does_not_answer_is_reported(clocks, gpu, now):
-    gpu._lock_latency_s = 100.0
+    gpu._lock_latency = LatencyModel(100.0, 100.0)
     with pytest.raises(TimeoutError, match=r"did not set the clock within 10\.0 s"):
         clocks.set_and_wait(1110)
     assert clocks.failing_s == pytest.approx(10.0)
@@ -187,7 +188,7 @@ def test_closing_restores_nothing_where_nothing_was_changed(clocks, gpu):
 
 
 def test_closing_does_not_wait_for_a_driver_that_hangs(clocks, gpu, now):
-    gpu._lock_latency_s = 100.0
+    gpu._lock_latency = LatencyModel(100.0, 100.0)
     clocks.request(1200)
     now.sleep(1.0)
     begin_s = now.now_s()
@@ -258,6 +259,17 @@ def test_a_driver_that_recovers_is_asked_for_the_newest_clock(clocks, gpu, error
     now.sleep(A_WHILE_S)
     assert [clock_mhz for clock_mhz in gpu.clocks_set if clock_mhz is not None] == [1005]
     assert errors == []
+
+
+def test_a_busy_driver_is_no_longer_failing_once_default_clocks_are_requested(clocks, gpu, now):
+    clocks.set_and_wait(1200)
+    gpu.refusal = GpuBusyError("the driver did not answer in time")
+    clocks.request(1110)
+    now.sleep(3.1)
+    assert clocks.failing_s > 3.0
+    clocks.request(None)
+    now.sleep(A_WHILE_S)
+    assert clocks.failing_s == 0.0
 
 
 def test_a_driver_that_stays_busy_is_given_up_after_a_minute(clocks, gpu, errors, now):

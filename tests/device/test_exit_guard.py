@@ -3,17 +3,18 @@
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, time
 from perseus_ds.device.exit_guard import ExitGuard
 {before}
 def restore():
     guard.release()  # as the runtime does when it closes
-    print("restored", flush=True)
-guard = ExitGuard(restore)
+    os.write(1, b"restored\\n")
+guard = ExitGuard(restore, {at_once})
 print("ready", flush=True)
 {end}
 """
@@ -24,7 +25,8 @@ reader, writer = os.pipe()
 worker = os.fork()
 if worker == 0:
     os.write(writer, b"1")
-    signal.pause()
+    while True:
+        time.sleep(0.01)
 os.read(reader, 1)
 os.kill(worker, signal.SIGTERM)
 print(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]), flush=True)
@@ -64,7 +66,61 @@ print("on", flush=True)
     ],
 )
 def test_the_exit_guard_acts_however_the_process_ends(before, end, returncode, printed):
-    program = PROGRAM.format(before=before, end=end)
+    program = PROGRAM.format(before=before, end=end, at_once="lambda: None")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == returncode, done.stderr
     assert done.stdout.split() == ["ready", *printed]
+
+
+# A call that no signal interrupts, as CUDA's are.
+STUCK = """
+import ctypes
+ctypes.CDLL(None).system(b"echo stuck; cat")
+"""
+PRINT = r"lambda: os.write(1, b'reset\n')"
+# Somebody who listens to signals in the same way, as asyncio does.
+LISTEN = """
+import socket
+reader, writer = socket.socketpair()
+writer.setblocking(False)
+signal.set_wakeup_fd(writer.fileno())
+"""
+
+
+def lines_of(before="", end="", signalled_at=None):
+    """Start a process, send it SIGTERM when it prints a line, and yield what it prints; it is killed at last."""
+    program = PROGRAM.format(before=before, end=end, at_once=PRINT)
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        killer = threading.Timer(60.0, process.kill)  # only ends a test that hangs
+        killer.start()
+        try:
+            for line in process.stdout:
+                if line.strip() == signalled_at:
+                    process.terminate()
+                yield line.strip()
+        finally:
+            killer.cancel()
+            process.kill()
+
+
+def test_the_clock_is_reset_at_once_while_the_main_thread_is_in_a_call_that_does_not_return():
+    lines = lines_of(end=STUCK, signalled_at="stuck")
+    assert [next(lines) for _ in range(3)] == ["ready", "stuck", "reset"]
+    lines.close()
+
+
+def test_a_signal_to_a_forked_process_leaves_the_clock_alone():
+    assert list(lines_of(end=WORKER)) == ["ready", str(-signal.SIGTERM), "restored"]
+
+
+def test_whoever_listened_to_signals_before_still_hears_them():
+    heard = "print(signal.Signals(reader.recv(1)[0]).name, flush=True); os._exit(0)"
+    theirs = "signal.signal(signal.SIGTERM, lambda *_: None)"
+    lines = list(lines_of(LISTEN + theirs, heard, signalled_at="ready"))
+    assert sorted(lines) == ["SIGTERM", "ready", "reset", "restored"]
+
+
+def test_after_its_release_the_guard_hears_nothing_and_the_listener_before_does():
+    end = "guard.release(); print(signal.set_wakeup_fd(-1) == writer.fileno(), flush=True)"
+    assert list(lines_of(LISTEN, end)) == ["ready", "True"]

@@ -70,3 +70,37 @@ def test_an_error_of_the_gpu_reaches_who_asks(now):
         now.sleep(0.02)
         with pytest.raises(GpuError, match="GPU is lost"):
             log.power_w(0.0, 1.0)
+
+
+class CountingGpu(SimulatedGpu):
+    """Counts the readings of its counter."""
+
+    readings = 0
+
+    def energy_j(self):
+        self.readings += 1
+        return super().energy_j()
+
+
+@pytest.mark.parametrize("period_s", [0.02, 0.1, 0.25])
+def test_the_counter_is_read_seldom_but_when_a_refresh_is_due(now, period_s):
+    gpu = CountingGpu(DEVICES["a100-sxm"], counter_period_s=period_s, timebase=now)
+    with CounterLog(gpu, now) as log:
+        now.sleep(10 * period_s)
+        begin_s, gpu.readings = now.now_s(), 0
+        now.sleep(10.0)
+    moments = [moment for moment, _ in log.readings(begin_s, now.now_s())]
+    assert len(moments) == pytest.approx(10.0 / period_s, abs=1)
+    assert max(moment % period_s for moment in moments) <= 0.00201, "each refresh is seen within 2 ms"
+    assert gpu.readings <= 10.0 / 0.010 + 4 * len(moments)
+
+
+def test_a_counter_whose_refreshes_become_irregular_is_read_often_enough(now):
+    gpu = CountingGpu(DEVICES["a100-sxm"], timebase=now)
+    with CounterLog(gpu, now) as log:
+        now.sleep(2.0)
+        gpu._counter_period_s = 0.083
+        now.sleep(1.0)
+        begin_s = now.now_s()
+        now.sleep(2.0)
+        assert log.power_w(begin_s, now.now_s()) == pytest.approx(83.64, rel=0.005)

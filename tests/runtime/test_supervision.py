@@ -10,7 +10,9 @@ from perseus_ds.runtime.supervision import Supervision
 
 @pytest.fixture
 def rank():
-    return SimpleNamespace(clocks=SimpleNamespace(failing_s=0.0), driver=SimpleNamespace(failing_s=0.0))
+    return SimpleNamespace(
+        clocks=SimpleNamespace(failing_s=0.0, close=lambda: None), driver=SimpleNamespace(failing_s=0.0)
+    )
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import math
 import random
 
 from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, DEVICES, DeviceModel, Workload
+from perseus_ds.device.gpu.lock_latency import LATENCIES, LatencyModel
 from perseus_ds.errors import ConfigError, GpuError, GpuPermissionError
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -20,6 +21,7 @@ class SimulatedGpu:
     Args:
         model: The kind of GPU.
         lock_latency_s: How long a clock-setting call takes before the clock is in effect [s].
+        lock_latency: Name of a distribution of that time in :data:`LATENCIES`, instead; None for a constant one.
         counter_period_s: How often the energy counter is refreshed [s].
         time_noise: Relative standard deviation of an instruction's time.
         power_noise: Relative standard deviation of an instruction's power.
@@ -37,6 +39,7 @@ class SimulatedGpu:
         model: DeviceModel,
         *,
         lock_latency_s: float = 0.015,
+        lock_latency: str | None = None,
         counter_period_s: float = 0.1,
         time_noise: float = 0.0,
         power_noise: float = 0.0,
@@ -47,7 +50,8 @@ class SimulatedGpu:
         self.model = model
         self.name = f"simulated {model.name}"
         self.driver: str | None = None
-        self._lock_latency_s = lock_latency_s
+        self._lock_latency = LATENCIES[lock_latency] if lock_latency else LatencyModel(lock_latency_s, lock_latency_s)
+        self._latency_random = random.Random(f"latency {seed}")  # so that other noise does not depend on clock changes
         self._counter_period_s = counter_period_s
         self._time_noise = time_noise
         self._power_noise = power_noise
@@ -65,7 +69,7 @@ class SimulatedGpu:
         self._counter_j = 0.0
 
     @classmethod
-    def named(cls, name: str, **settings: float | bool | int) -> SimulatedGpu:
+    def named(cls, name: str, **settings: float | bool | int | str | None) -> SimulatedGpu:
         """Make one of :data:`DEVICES`.
 
         Raises:
@@ -149,7 +153,9 @@ class SimulatedGpu:
 
     def _set_clock(self, clock_mhz: int) -> None:
         self.check_lock_permission()
-        self._time.sleep(self._lock_latency_s)
+        lowest_mhz, top_mhz = self.model.lowest_clock_mhz, self.model.top_clock_mhz
+        target = (clock_mhz - lowest_mhz) / (top_mhz - lowest_mhz)
+        self._time.sleep(self._lock_latency.sample_s(target, self._latency_random))
         with self._changed:
             self._advance()
             self._clock_mhz = clock_mhz
