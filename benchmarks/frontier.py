@@ -133,7 +133,7 @@ def lowtime_within(
     process.start()
     theirs.close()
     try:
-        # Importing is not its work, so the clock starts when it says so.
+        # Imports are not counted: the time starts at its message.
         ours.recv()
         return ours.recv() if ours.poll(limit_s) else None
     finally:
@@ -163,7 +163,7 @@ def last_stages(profile: StageProfile, count: int) -> StageProfile:
 
 
 def synthetic_profile(stages: int, seed: int) -> StageProfile:
-    """A made-up profile shaped like measured ones: stages unequal by a few percent, measurements noisy."""
+    """A synthetic profile similar to measured ones: stages unequal by a few percent, measurements noisy."""
     rng = np.random.default_rng(seed)
     rows = []
     for stage in range(stages):

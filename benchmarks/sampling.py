@@ -36,7 +36,7 @@ PLANS = 60
 
 @dataclass(frozen=True)
 class Judgement:
-    """What plans of one profile do on another one.
+    """Plans of one profile, evaluated with another one.
 
     Attributes:
         excess: Energy above that of plans made with the truth, mean over deadlines, with as much time.
@@ -48,7 +48,7 @@ class Judgement:
 
 
 class Judge:
-    """Judges profiles by what their plans do in truth."""
+    """Evaluates profiles by their plans, with the true rows."""
 
     def __init__(self, truth: StageProfile, schedule: Schedule, blocking_power_w: float) -> None:
         self._schedule = schedule
@@ -64,7 +64,7 @@ class Judge:
             deadline_s = self._best.t_min_s * (1 + slowdown)
             plan = frontier.lookup(max(deadline_s, frontier.plans[0].time_s))
             real = self._problem.evaluate(plan.clocks_mhz)
-            # A plan that comes late gets no credit for what that saves.
+            # Energy that a plan saves by being late does not count.
             best = self._best.lookup(max(deadline_s, real.time_s, self._best.plans[0].time_s))
             excess.append(real.energy_j / best.energy_j - 1)
             late.append(real.time_s / deadline_s - 1)
@@ -97,7 +97,7 @@ def interpolated(profile: StageProfile, clocks_mhz: Sequence[int]) -> StageProfi
 
 
 def sample(profile: StageProfile, blocking_power_w: float, budget: int) -> list[int]:
-    """Let the sampler ask for clocks until it is content."""
+    """Measure the clocks that the sampler chooses until it is finished."""
     sampler = AdaptiveSampler(clocks_of(profile), blocking_power_w=blocking_power_w, budget=budget)
     asked: list[int] = []
     while clocks := sampler.next_clocks():

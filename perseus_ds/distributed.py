@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other, on CPU groups of their own so that no GPU stream is touched."""
+"""Communication between the ranks of a job, on separate CPU groups so that no GPU stream is used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from perseus_ds.errors import PerseusError
 
 T = TypeVar("T")
-# A rank may be kept from its next iteration for as long as the job's own collectives allow; that is not ours to end.
+# A rank may be late for its next iteration by as much as the job's own collectives allow; Perseus does not end the job.
 _TIMEOUT = timedelta(days=7)
 _POLL_S = 0.002
 logger = logging.getLogger("perseus_ds")
@@ -23,7 +23,7 @@ logger = logging.getLogger("perseus_ds")
 
 @dataclass(frozen=True)
 class PipelineTopology:
-    """Where this rank stands.
+    """Position of this rank in the job.
 
     Attributes:
         rank: Global rank.
@@ -54,7 +54,7 @@ class PipelineTopology:
 
 
 class Pending:
-    """Numbers of all ranks on their way."""
+    """Numbers of all ranks that are being sent."""
 
     def __init__(self, work: Any, received: list[torch.Tensor]) -> None:
         self._work = work
@@ -91,7 +91,7 @@ class Communicator:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes files and speaks for all."""
+        """Whether this is rank 0, which writes files and prints for all."""
         return self.topology.rank == 0
 
     @property
@@ -112,10 +112,10 @@ class Communicator:
         return gathered
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Return what rank 0 makes, everywhere.
+        """Return, on all ranks, what rank 0 makes.
 
         Raises:
-            PerseusError: What rank 0 raised, everywhere, so that ranks stay together whatever it is.
+            PerseusError: What rank 0 raised, on all ranks, so that all of them continue alike.
             OSError: Likewise.
         """
         box: list[Any] = [None]
@@ -163,7 +163,7 @@ class Communicator:
         dist.barrier(group=self._group)
 
     def start_all_gather(self, values: list[float]) -> Pending:
-        """Begin to tell every rank's numbers to all, while training goes on."""
+        """Begin to send every rank's numbers to all, while training goes on."""
         ours = torch.tensor(values, dtype=torch.float64)
         received = [torch.empty_like(ours) for _ in range(self.world_size)]
         return Pending(dist.all_gather(received, ours, group=self._group, async_op=True), received)

@@ -10,7 +10,7 @@ class ConfigError(PerseusError, ValueError):
 
 
 class ProfileError(PerseusError, ValueError):
-    """A profile (``profile.csv``, ``profile.json``) cannot be used as it is."""
+    """A profile (``profile.csv``, ``profile.json``) cannot be used."""
 
 
 class ScheduleError(PerseusError, ValueError):
@@ -26,7 +26,7 @@ class PlanError(PerseusError, ValueError):
 
 
 class DeadlineError(PerseusError, ValueError):
-    """No plan is as fast as was asked."""
+    """No plan is as fast as requested."""
 
 
 class GpuError(PerseusError, RuntimeError):

@@ -1,7 +1,7 @@
-"""Time as a parameter: whatever waits, polls or measures is given the time it lives in.
+"""Time as a parameter: code that waits, polls or measures gets the timebase to use.
 
-A training job lives in :data:`REAL_TIME`. Tests and simulations pass a time of their own, in which minutes pass at
-once. Two threads that wait for each other must do so through conditions and threads of the same timebase.
+A training job uses :data:`REAL_TIME`. Tests and simulations pass a virtual one, in which minutes pass at once. Two
+threads that wait for each other must do so through conditions and threads of the same timebase.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Timebase(Protocol):
     """A clock to measure with, and the means to wait in it."""
 
     def now_s(self) -> float:
-        """Return the time since some moment in the past [s]; it never goes back."""
+        """Return the time since some moment in the past [s]; it never decreases."""
 
     def sleep(self, seconds: float) -> None: ...
 
@@ -24,11 +24,11 @@ class Timebase(Protocol):
         """Return a new condition whose time-outs pass in this time; its lock is reentrant."""
 
     def thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """Return a new daemon thread that lives in this time; not started yet."""
+        """Return a new daemon thread of this timebase; not started yet."""
 
 
 class RealTime:
-    """``time.perf_counter``'s."""
+    """The time of ``time.perf_counter``."""
 
     def now_s(self) -> float:
         return time.perf_counter()

@@ -1,9 +1,9 @@
-"""The main job in one go, on simulated GPUs: profile, optimise, train at default clocks and under the plan.
+"""The whole workflow on simulated GPUs: profile, optimise, train at default clocks and under the plan.
 
     python examples/gpt3/demo.py
 
 Four pipeline stages, each a process with DeepSpeed's real engine; the GPUs are simulated A100s.
-Everything is left in ``runs/demo``.
+All files are written to ``runs/demo``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _short(word: str) -> str:
 
 
 def run(title: str, command: list[str], log: Path) -> None:
-    """Run a command, show what Perseus says of it, and keep the rest in a log."""
+    """Run a command, print Perseus's messages, and write the rest to a log."""
     print(f"\n{title}\n  $ {' '.join(_short(word) for word in command)}", flush=True)
     began_s = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
@@ -53,7 +53,7 @@ def run(title: str, command: list[str], log: Path) -> None:
 
 
 def table(frontier: Frontier, default: MeasuredPoint, planned: MeasuredPoint) -> str:
-    """Return predicted and measured figures side by side, and whether they are what was promised."""
+    """Return predicted and measured figures side by side, and whether they meet the expectations."""
     plan = frontier.within(0.0)
     rows = [("default clocks", frontier.baseline, default), (f"plan 0 of {len(frontier.plans)}", plan, planned)]
     lines = [
@@ -83,7 +83,7 @@ def table(frontier: Frontier, default: MeasuredPoint, planned: MeasuredPoint) ->
 
 
 def main() -> None:
-    """Run all steps, then show what came of them."""
+    """Run all steps, then print the results."""
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
     profile, frontier_dir = OUT / "profile" / "profile.csv", OUT / "frontier"
@@ -94,7 +94,7 @@ def main() -> None:
         OUT / "profile.log",
     )
     run(
-        "2. Optimise: every frequency plan worth running",
+        "2. Optimise: compute the frontier of frequency plans",
         [perseus_ds, "optimize", f"profile={profile}", f"out={frontier_dir}", "switch_cost_j=0.5"],
         OUT / "optimize.log",
     )

@@ -50,7 +50,7 @@ class FrequencyPlan:
 def check_instructions(planned: Sequence[Sequence[Instruction]], expected: Sequence[Sequence[Instruction]]) -> None:
     """Check that a plan's instruction streams are those of a schedule.
 
-    A plan made from a profile without the tail of a stage has no clock for it; that is no misfit.
+    A plan made from a profile without the tail of a stage has no clock for it; that is not an error.
 
     Raises:
         PlanError: The message names rank, position and both instructions.

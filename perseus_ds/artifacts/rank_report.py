@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other of an iteration."""
+"""The report that each rank sends to all others about an iteration."""
 
 from __future__ import annotations
 

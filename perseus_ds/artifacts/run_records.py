@@ -22,7 +22,7 @@ FILE_NAME = "run.jsonl"
 
 
 class _Record(BaseModel):
-    # A later version may say more than this one knows.
+    # A later version may have more keys.
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     simulated: bool = False
@@ -84,7 +84,7 @@ class Started(Event):
     mode: str | None = None
     gpu: str | None = None
     frontier: str | None = None
-    job: str | None = Field(None, description="A fingerprint of the job, which tells it from others.")
+    job: str | None = Field(None, description="A fingerprint of the job, which distinguishes it from others.")
     policy: dict[str, Any] | None = None
     engines: list[str] | None = Field(None, description="Models of the process's engines; the first one trains.")
 
@@ -134,7 +134,7 @@ class PlanJudged(Event):
 
 
 class PolicyChanged(Event):
-    """Another policy is followed, or what it asks for cannot be had."""
+    """Another policy is followed, or its condition cannot be met."""
 
     event: Literal["policy"] = "policy"
     policy: dict[str, Any] | None = None
@@ -160,7 +160,7 @@ class ClockRefused(Event):
 
 
 class Failed(Event):
-    """A rank has fallen back to default clocks, or something beside training does not work."""
+    """A rank has fallen back to default clocks, or a part of Perseus outside training does not work."""
 
     event: Literal["failure", "cache", "control"] = "failure"
     rank: int = 0
@@ -216,7 +216,7 @@ def from_line(line: str) -> Record:
 
 
 def _with_default_energy(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Version 1 kept the saving instead of what it is a saving of."""
+    """Compute the energy at default clocks, instead of which version 1 stored the saving."""
     energy_j, saved = raw.get("energy_j"), raw.get("saved")
     if "default_energy_j" in raw or energy_j is None or saved is None or saved >= 1:
         return raw

@@ -97,7 +97,7 @@ def examine_gpus(*, lock: bool, timebase: Timebase = REAL_TIME) -> list[list[Fin
 
     Args:
         lock: Whether clocks may be changed, to try the permission and measure the latency.
-        timebase: The time the GPUs live in.
+        timebase: The GPUs' timebase.
 
     Returns:
         The findings of each GPU; one list with one failure where there is no NVML.

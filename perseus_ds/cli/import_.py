@@ -1,4 +1,4 @@
-"""``perseus-ds import``: plans of lowtime or Zeus, judged by a profile."""
+"""``perseus-ds import``: plans of lowtime or Zeus, evaluated with a profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``perseus-ds reset``: the last resort against clocks that stayed locked."""
+"""``perseus-ds reset``: returns GPUs whose clocks stayed locked to their default clocks."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class ClockController:
             on_refusal: Called there when the GPU does not reach a clock that the driver has accepted.
             on_start: Called there first: makes moments safe to query. (A thread that queries a CUDA event gets a
                 context on GPU 0, hundreds of MiB for every rank of the node, unless it has chosen its own GPU.)
-            timebase: The time it lives in.
+            timebase: Its timebase.
         """
         self._name = gpu.name
         self._clock = HeldClock(gpu, timebase)

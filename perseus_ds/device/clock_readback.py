@@ -56,7 +56,7 @@ class ClockReadback:
         Args:
             gpu: The GPU whose clock is read.
             on_refusal: Called once for each clock that the GPU, busy, stays below by more than 2 %.
-            timebase: The time it lives in.
+            timebase: Its timebase.
         """
         self._gpu = gpu
         self._on_refusal = on_refusal

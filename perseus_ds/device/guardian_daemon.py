@@ -149,7 +149,7 @@ def main() -> None:
         listener = local_socket.listen("\0" + sys.argv[1])
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return  # Another rank was faster.
+            return  # Another rank has started it already.
         raise
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         os.environ.pop(variable, None)  # Each rank may see another part of the node's GPUs.

@@ -201,7 +201,7 @@ class SimulatedExecution(HostExecution):
         gpu: The simulated GPU.
         transfer_s: Time of a transfer once both sides have arrived, in addition to the real one [s].
         tail_s: Time of gradient reduction and optimizer step at the top clock, in addition to the real one [s].
-        timebase: The time the GPU lives in.
+        timebase: The GPU's timebase.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class _PerseusEngine:
         return super().save_checkpoint(save_dir, tag, state, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint as the engine does, and go on under the plan it was saved under."""
+        """Load a checkpoint as the engine does, and continue under the plan with which it was saved."""
         engine: Any = self
         path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
         if path is not None:

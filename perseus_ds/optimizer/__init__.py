@@ -62,7 +62,7 @@ def optimize(
 
 
 def problem_for(schedule: Schedule, profile: StageProfile, blocking_power_w: float | None) -> Problem:
-    """Return what there is to decide for a schedule.
+    """Return the optimisation problem of a schedule.
 
     Raises:
         ConfigError: Blocking power is unknown.

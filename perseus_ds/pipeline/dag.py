@@ -1,6 +1,6 @@
 """The DAG of one iteration: its nodes, who waits for whom, makespan and critical path.
 
-Both sides of a transfer block until the other has arrived, so a transfer is a *meeting point*: a
+Both sides of a transfer block until the other side is ready, so a transfer is a *meeting point*: a
 node that starts when both ranks have reached it and that both wait for. A batch of transfers
 (DualPipeV's ``CommitP2P``) starts each transfer when both sides have launched, and lets a rank go
 on when all of its own are complete.

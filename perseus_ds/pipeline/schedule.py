@@ -1,6 +1,6 @@
 """A DeepSpeed ``PipeSchedule`` read as the instruction streams of all its ranks.
 
-The engine's schedule is the truth: it is instantiated for every rank and its ``steps()`` are
+The engine's own schedule is used: it is instantiated for every rank and its ``steps()`` are
 read; 1F1B is never derived again. Instructions are recognised by class name, so that schedules of
 other engines (Merak's) need not be importable.
 """

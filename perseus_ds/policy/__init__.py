@@ -1,1 +1,1 @@
-"""Which plan the next iteration runs."""
+"""Chooses the plan of the next iteration."""

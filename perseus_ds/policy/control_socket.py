@@ -1,6 +1,7 @@
 """Orders to a running job from outside, over a Unix socket that only its owner and root can use.
 
-One JSON object a line, answered by one: ``{"command": "status"}`` is answered by ``{"ok": true, "status": {...}}`` or
+One JSON object a line, with one as the answer: ``{"command": "status"}`` is answered by ``{"ok": true, "status":
+{...}}`` or
 ``{"ok": false, "error": "..."}``. Orders take effect at one of the next iteration boundaries, at the same one on all
 ranks.
 """

@@ -1,4 +1,4 @@
-"""Notices that instructions take longer or shorter than the profile says."""
+"""Detects that instructions take longer or shorter than in the profile."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class JobControl:
         return max(due, key=lambda straggler: straggler.slowdown, default=None)
 
     def set_straggler(self, pipeline: int, slowdown: float, after_iterations: int = 0) -> None:
-        """Take in the report of a straggler.
+        """Add the report of a straggler.
 
         Raises:
             ValueError: There is no such pipeline, or the slowdown is below 1.
@@ -105,7 +105,7 @@ class JobControl:
         }
 
     def restore(self, state: Mapping[str, Any], steps: int | None = None) -> bool:
-        """Take up what a checkpoint kept, if anything; a policy that the config has changed since is the config's.
+        """Restore what a checkpoint kept, if anything; a policy that the config has changed since is the config's.
 
         Args:
             state: What :meth:`state` returned; empty where the checkpoint was saved without Perseus.

@@ -1,4 +1,4 @@
-"""Follows a policy on a frontier: learns from the reports of all ranks, decides, and assigns plans to pipelines."""
+"""Follows a policy on a frontier: evaluates the reports of all ranks, decides, and assigns plans to pipelines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from perseus_ds.policy.stragglers import StragglerWatch
 
 
 class PlanFollower:
-    """The same on all ranks, which learn from the same reports; only rank 0's decisions count.
+    """The same on all ranks, which get the same reports; only rank 0's decisions count.
 
     Args:
         frontier: The plans.
@@ -53,7 +53,7 @@ class PlanFollower:
         return Assignment.of(self._frontier, choice, self._stragglers.stretch_factors)
 
     def learn(self, reports: RankReports, ran: Assignment) -> None:
-        """Learn from an iteration of all ranks.
+        """Evaluate an iteration of all ranks.
 
         Args:
             reports: Of all ranks.
@@ -94,7 +94,7 @@ class PlanFollower:
         }
 
     def restore(self, state: Mapping[str, Any]) -> int:
-        """Take up what a checkpoint kept; return the plan that the policy asked for then."""
+        """Restore what a checkpoint kept; return the plan that the policy asked for then."""
         self._plan = min(int(state["plan"]), len(self._frontier.plans) - 1)
         self.statistics.restore(state["pace"])
         if len(state["rooms"]) == self._pipelines:

@@ -1,4 +1,4 @@
-"""Which plan the next iteration runs: what a user wants, decided from the frontier and how the run goes."""
+"""Chooses the plan of the next iteration, by the user's policy, the frontier and the progress of the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SlowdownPolicy(_Policy):
 
 
 class DeadlinePolicy(_Policy):
-    """Finish by a time, on as little energy as that allows."""
+    """Finish by a time, with the least energy that allows it."""
 
     name: Literal["deadline"]
     finish_by: AwareDatetime = Field(description="When the last step must be done, such as 2026-11-22T08:00:00+00:00.")
@@ -63,13 +63,13 @@ _MARGIN = 0.005
 
 @dataclass(frozen=True)
 class Situation:
-    """How the run goes.
+    """The progress of the run.
 
     Attributes:
         step: Steps done, those before a checkpoint included.
         now: The time.
-        time_ratio: Measured over promised iteration time.
-        power_ratio: Measured over promised power.
+        time_ratio: Measured over predicted iteration time.
+        power_ratio: Measured over predicted power.
         stopped_s: Time between iterations [s].
         gpus_per_rank: GPUs of the job for each pipeline rank of a plan.
         running: The plan the policy asked for last; None at the start.
@@ -90,7 +90,7 @@ class Decision:
 
     Attributes:
         plan: Place on the frontier.
-        problem: What the policy asks for that cannot be had; empty if it can.
+        problem: The condition of the policy that cannot be met; empty if it is met.
     """
 
     plan: int
@@ -152,7 +152,7 @@ def _under_cap(policy: PowerCapPolicy, frontier: Frontier, situation: Situation)
 
 
 def _clamp(running: int, low: int, high: int) -> int:
-    """Return the plan of a range that changes least: what wavers by a little shall not change plans."""
+    """Return the plan of a range that changes least: small fluctuations do not change plans."""
     return min(max(running, low), high)
 
 

@@ -1,4 +1,4 @@
-"""How a run goes, relative to what its plans promise: what policies are decided again by."""
+"""Measured relative to predicted time and power of a run, from which policies decide again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REMEMBERED = 10
 
 
 class RunStatistics:
-    """Measured over promised, of the last iterations.
+    """Measured over predicted values of the last iterations.
 
     Attributes:
         stopped_s: What an iteration's end and the next one's beginning have between them, such as
@@ -35,7 +35,7 @@ class RunStatistics:
     ) -> None:
         """Take in an iteration: of the job [s, J], and of the plan that the policy asked for."""
         self._times.append(time_s / promised_time_s)
-        if math.isfinite(energy_j):  # a GPU whose counter cannot be read says NaN
+        if math.isfinite(energy_j):  # NaN: a GPU's counter cannot be read
             self._powers.append((energy_j / time_s, promised_energy_j / promised_time_s))
 
     @property
@@ -55,7 +55,7 @@ class RunStatistics:
         return {"stopped_s": self.stopped_s, "stops": self._stops, "times": [*self._times], "powers": [*self._powers]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what a checkpoint kept; what is measured from now on replaces it bit by bit."""
+        """Take up what a checkpoint kept; later measurements gradually replace it."""
         self.stopped_s, self._stops = float(state["stopped_s"]), int(state["stops"])
         self._times = deque(state["times"], maxlen=_REMEMBERED)
         self._powers = deque(state["powers"], maxlen=_REMEMBERED)

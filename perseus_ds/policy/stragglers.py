@@ -1,4 +1,4 @@
-"""How much longer each data-parallel pipeline may take because another one takes longer anyway."""
+"""Computes how much longer each data-parallel pipeline may take because another one is slower."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StragglerWatch:
         self._seen: deque[tuple[float, ...]] = deque(maxlen=_SURE_AFTER)
 
     def update(self, ratios: Sequence[float]) -> tuple[float, ...]:
-        """Take in an iteration and return the stretch factors.
+        """Add an iteration and return the stretch factors.
 
         Args:
             ratios: For each pipeline, its own time over that of the plan it ran, > 0.

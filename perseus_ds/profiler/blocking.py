@@ -22,7 +22,7 @@ def measure_blocking_power_w(
         topology: Position of this rank in its pipeline.
         device: Where the engine's tensors live.
         window_s: How long each rank waits [s]; several refreshes of the energy counter.
-        timebase: The time the GPU lives in.
+        timebase: The GPU's timebase.
 
     Returns:
         This rank's average power while it waited [W].

@@ -1,1 +1,1 @@
-"""What people look at: timelines and pictures of plans."""
+"""Reports, timelines and pictures for people."""

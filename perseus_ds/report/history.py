@@ -1,7 +1,7 @@
 """The history of a job, from its first iteration to its last, over all its starts, from ``run.jsonl``.
 
-A folder may have served several jobs. The iterations of one say nothing about another, so a history is that of
-the job that trained last.
+A folder may have served several jobs. Iterations of different jobs are not comparable, so a history is that of the job
+that trained last.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from perseus_ds.artifacts.run_records import Event, IterationRecord, ProfileWritten, Record, Started, read_records
 
-# This phase stretches nothing yet, so its times and energies mean nothing.
+# In this phase instructions are not yet stretched, so its times and energies are not valid.
 _NOT_TRAINING = "calibrate"
 _PLANNING = ("auto", "run")
 
@@ -24,7 +24,7 @@ class Step:
     Attributes:
         number: Position in the job's history over all starts, 1 first.
         record: What is known of it.
-        frontier: Tells the frontier that its plan belongs to from the job's earlier ones.
+        frontier: Distinguishes the frontier of its plan from the job's earlier ones.
         disturbed: Whether a rank has failed, or it is the first since a start, which allocates memory.
     """
 
@@ -96,7 +96,7 @@ class History:
 
     @property
     def under_plans(self) -> list[Step]:
-        """Iterations under a plan of the frontier last in use: a plan's number means nothing on another."""
+        """Iterations under a plan of the frontier last in use: a plan's number is only valid for its own frontier."""
         planned = [step for step in self.steps if step.record.phase == "run" and step.record.plan is not None]
         return [step for step in planned if step.frontier == planned[-1].frontier]
 

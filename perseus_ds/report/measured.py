@@ -1,6 +1,6 @@
 """Iteration time and energy as measured: at default clocks, and under each plan.
 
-The one place that says which iterations count. Reports, pictures, comparisons and examples all ask here.
+The one place that says which iterations count. Reports, pictures, comparisons and examples all use it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from perseus_ds.report.history import History, Step
 
-# The best first. In the warm-up, ranks wait for each other before the tail, which an ordinary iteration does not.
+# In order of preference. In the warm-up, ranks wait for each other before the tail, which an ordinary iteration does
+# not.
 _DEFAULT_CLOCKS = ("observe", "default", "plan", "warm-up")
 # Of a run with more plans, those that ran for longest are shown.
 _MOST_PLANS = 3

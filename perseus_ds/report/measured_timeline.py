@@ -1,4 +1,4 @@
-"""When every instruction of an iteration really ran, from ``timeline.json``."""
+"""The measured timeline of an iteration, from ``timeline.json``."""
 
 from __future__ import annotations
 

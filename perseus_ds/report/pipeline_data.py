@@ -1,7 +1,7 @@
 """A pipeline and all its plans, small enough for a page that works out their timelines itself.
 
-The timelines of a hundred plans of thousands of instructions would make a large file, so the page
-gets what they follow from: the DAG, the profile's rows, and each plan's clocks as 16-bit numbers.
+The timelines of a hundred plans of thousands of instructions would make a large file, so the page gets the data to
+compute them: the DAG, the profile's rows, and each plan's clocks as 16-bit numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KINDS = (*(kind.value for kind in Kind), "load", "other", "activation", "grad")
 
 
 def pipeline_data(dag: Dag, profile: StageProfile, frontier: Frontier) -> dict[str, Any]:
-    """Return the DAG's nodes in columns, in topological order, and what plans are judged by.
+    """Return the DAG's nodes in columns, in topological order, and the data to evaluate plans with.
 
     ``option`` says which of a plan's clocks is a node's, -1 for a node without; a plan's clocks are
     those of its ranks one after the other.

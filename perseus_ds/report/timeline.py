@@ -18,7 +18,7 @@ _INSTANT_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something a rank does.
+    """A span in which a rank is busy.
 
     Attributes:
         rank: Pipeline rank; a transfer has a bar for each of its two.

@@ -48,7 +48,7 @@ def _process(process: int, name: str, timeline: Timeline, profile: StageProfile 
         own += [wait for wait in timeline.waits if wait.rank == rank]
         lanes = [own, *_lanes([bar for bar in bars if isinstance(bar.work, Transfer)])]
         for lane, slices in enumerate(lanes):
-            # Perfetto takes threads of all processes for one another's where numbers are the same.
+            # Perfetto confuses threads of different processes that have the same number.
             thread = 10_000 * process + 10 * rank + lane
             label = f"rank {rank}" + (f" transfers{' (more)' if lane > 1 else ''}" if lane else "")
             events.append(_metadata("thread_name", process, name=label) | {"tid": thread})
@@ -75,7 +75,7 @@ def _lanes(bars: list[Bar]) -> list[list[Bar | Wait]]:
 
 def _slice(place: tuple[int, int], item: Bar | Wait, profile: StageProfile | None) -> Event:
     process, thread = place
-    # Rounded at both ends, so that slices that touch still touch.
+    # Rounded at both ends, so that adjacent slices stay adjacent.
     start_us, end_us = round(item.start_s * _US, 3), round(item.end_s * _US, 3)
     event: Event = {"ph": "X", "pid": process, "tid": thread, "ts": start_us, "dur": round(end_us - start_us, 3)}
     if isinstance(item, Wait):

@@ -1,4 +1,4 @@
-"""Events of a job in words."""
+"""Descriptions of a job's events."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def event_in_words(event: Event) -> str:
                 return f"rank {rank}'s GPU at default clocks is kept at {reached_mhz} MHz{why}"
             return f"rank {rank}'s GPU was asked for {clock_mhz} MHz and runs at {reached_mhz} MHz{why}"
         case Drifted(drift=drift, profiles_again=profiles_again):
-            # None: version 1 of the records does not say what came of it.
+            # None: version 1 of the records does not record what followed.
             then = {True: ": profiling again", False: "; the profile stays in use", None: ""}[profiles_again]
             return f"times drifted by {drift:.0%}{then}"
         case Failed(event="failure", rank=rank, error=error):

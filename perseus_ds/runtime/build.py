@@ -1,4 +1,4 @@
-"""Builds what the runtime of a rank is made of, for a training loop without an engine."""
+"""Builds the parts of a rank's runtime, for a training loop without an engine."""
 
 from __future__ import annotations
 

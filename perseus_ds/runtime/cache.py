@@ -39,7 +39,7 @@ class Cache:
         """Where it is.
 
         Raises:
-            OSError: This user has no home, as some containers' do not.
+            OSError: This user has no home folder, as in some containers.
         """
         try:
             return user_cache_path("perseus-ds") / self._key

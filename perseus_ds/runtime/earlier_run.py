@@ -44,7 +44,7 @@ def forget_for_later_runs(job: Job, rank: Rank) -> None:
 
 
 def keep_for_later_runs(job: Job, rank: Rank, recorder: Recorder) -> None:
-    """Leave profile and frontier for the next run of this job; every rank must do so at once."""
+    """Store profile and frontier for the next run of this job; every rank must call this together."""
     cache = Cache(job.profile_key(rank.communicator))
     if rank.communicator.is_first and job.config.cache:
         try:

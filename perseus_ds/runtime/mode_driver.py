@@ -23,10 +23,10 @@ _LAST_REPORTS_S = 2.0
 
 
 class ModeDriver:
-    """Sends a mode what was measured, and keeps what it wants of the next iteration.
+    """Sends a mode what was measured, and keeps its request for the next iteration.
 
     Attributes:
-        next: What the next iteration is like.
+        next: The request for the next iteration.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class ModeDriver:
             job: The job.
             rank: This rank.
             recorder: Of the job.
-            control: What the user asks for.
+            control: The user's policy, reported stragglers and pause.
             passes: This rank's passes, to be repeated; None where they cannot be.
-            on_error: Called when the mode fails; the job then observes for the rest of its life.
+            on_error: Called when the mode fails; the job then trains at default clocks until it ends.
 
         Raises:
             PerseusError: On all ranks, what is wrong on one.
@@ -102,7 +102,7 @@ class ModeDriver:
         self._advance(Resumed(progress))
 
     def observe(self) -> None:
-        """Leave the mode, and whatever it has running beside training, for default clocks."""
+        """End the mode and the processes it has started; return to default clocks."""
         self._mode.close()
         self._mode = observe()
         self.next = next(self._mode)
@@ -129,7 +129,7 @@ class ModeDriver:
             self._recorder.add(ended, reports)
 
     def _advance(self, received: IterationMeasurement | Resumed) -> None:
-        """Have the mode decide on the next iteration; what goes wrong in it never ends training."""
+        """Have the mode decide on the next iteration; errors in it never end training."""
         try:
             self.next = self._mode.send(received)
         except StopIteration:

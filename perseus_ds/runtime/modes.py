@@ -19,7 +19,7 @@ from perseus_ds.runtime.recorder import Recorder
 from perseus_ds.runtime.running import Outcome, load_frontier, measure_default, prove, run
 from perseus_ds.runtime.warm_up import counter_period_s, warm_up
 
-# Times that keep changing, as with sequences of any length, fit no profile; to go on measuring would only cost.
+# Times that keep changing, as with sequences of different lengths, fit no profile, so measuring again has no use.
 _MOST_PROFILES = 3
 
 
@@ -28,13 +28,13 @@ def mode_of(
 ) -> Phase[None]:
     """Return the phases of the job's mode.
 
-    What can be checked before training is checked before the first iteration is asked for.
+    What can be checked before training is checked before the first iteration.
 
     Args:
         job: The job.
         rank: This rank.
         recorder: Of the job.
-        control: What the user asks for.
+        control: The user's policy, reported stragglers and pause.
         passes: This rank's passes, to be repeated; None where they cannot be.
 
     Raises:
@@ -114,7 +114,7 @@ def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phas
 
 
 def _check_clocks(job: Job, rank: Rank, recorder: Recorder) -> None:
-    """Check that there are clocks to choose from, and say where the config leaves out the highest.
+    """Check that there are clocks to choose from, and print a note if the config excludes the highest.
 
     Raises:
         ConfigError: On all ranks, if one has none.
@@ -129,5 +129,5 @@ def _check_clocks(job: Job, rank: Rank, recorder: Recorder) -> None:
     if highest_mhz < gpu_mhz:
         recorder.say(
             f"perseus.profile.max_clock_mhz keeps all plans at or below {highest_mhz} MHz: savings and slowdowns are "
-            f"told against that, not against the GPU's own {gpu_mhz} MHz"
+            f"relative to that clock, not to the GPU's own {gpu_mhz} MHz"
         )

@@ -28,7 +28,8 @@ def profile_offline(
 ) -> Phase[None]:
     """Measure a profile and write it, after which training goes on at default clocks.
 
-    A tail that matters is measured first, while training goes on: it cannot be repeated without changing weights.
+    A tail that takes long enough is measured first, while training goes on: it cannot be repeated without changing
+    weights.
 
     Raises:
         PerseusError: On all ranks, if one could not measure.
@@ -49,7 +50,7 @@ def profile_offline(
 
 
 def _measure_tail(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline) -> Phase[list[MeasuredRow]]:
-    """Return the rows of the tail at a few clocks, while training goes on; none of a tail that does not matter."""
+    """Return the rows of the tail at a few clocks, while training goes on; none if the tail is too short."""
     tail_s = tails_s(span for spans in baseline.spans for span in spans)
     share = sum(tail_s.values()) / len(baseline.spans) / baseline.time_s
     if rank.communicator.all_max(share) < TAIL_MATTERS:
@@ -127,7 +128,7 @@ def _rows_or_error(profiler: OfflineProfiler, clock_mhz: int) -> Sequence[Measur
 
 
 def _energy_j(rank: Rank) -> float:
-    """Return the energy counter [J]; 0 if it fails or hangs, of which the measurement itself tells all ranks."""
+    """Return the energy counter [J]; 0 if it fails or hangs, which the measurement itself reports to all ranks."""
     try:
         return rank.driver.call(rank.gpu.energy_j)
     except GpuError:

@@ -31,13 +31,13 @@ _MOST_VISITS = 8
 
 
 class ClockSource(Protocol):
-    """Says which clocks to measure and takes the rows that were measured; all ranks at once."""
+    """Returns the clocks to measure and gets the measured rows; called on all ranks together."""
 
     def next_clocks(self) -> list[int]:
-        """Return the clocks to measure now [MHz]; none when enough is known."""
+        """Return the clocks to measure now [MHz]; none when the measurement is finished."""
 
     def add(self, rows: Sequence[MeasuredRow] | Exception) -> None:
-        """Take in this rank's rows of those clocks, or why it has none."""
+        """Add this rank's rows of those clocks, or the error that prevented them."""
 
 
 @dataclass(frozen=True)

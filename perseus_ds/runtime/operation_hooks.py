@@ -41,11 +41,11 @@ class OperationHooks:
         self._aligns_tail = False
 
     def prepare(self, plan: ClockPlan, *, aligns_tail: bool) -> None:
-        """Ask for the first clock of an iteration, and plan for the others.
+        """Request the first clock of an iteration, and plan the others.
 
         Args:
             plan: The clocks.
-            aligns_tail: Whether all ranks begin their tails together, so that no wait is taken for work.
+            aligns_tail: Whether all ranks begin their tails together, so that waiting is not counted as work.
         """
         self.plan = plan
         self._aligns_tail = aligns_tail
@@ -58,7 +58,7 @@ class OperationHooks:
         self._clocks.request(self.requested.first_mhz)
 
     def drop_plan(self) -> None:
-        """Go on at default clocks; from any thread."""
+        """Continue at default clocks; may be called from any thread."""
         self.plan, self.requested, self._transition = ClockPlan.none(), IterationClocks(), None
         self._clocks.request(None)
 

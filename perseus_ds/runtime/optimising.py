@@ -1,4 +1,4 @@
-"""Optimises in a process of its own while the job trains at default clocks."""
+"""Optimises in a separate process while the job trains at default clocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.phases import NextIteration, Phase, one_iteration
 from perseus_ds.runtime.running import SETTLED, load_frontier
 
-# A clock follows some 15 ms after it was asked for; meanwhile instructions run at another than planned.
+# A clock changes about 15 ms after its request; until then instructions run at another clock than planned.
 _SWITCH_COST_J = 0.5
 
 

@@ -1,8 +1,8 @@
-"""What a job does over its life is written as generators, one for each phase.
+"""The phases of a job as generators.
 
-A phase yields what the next iteration is to be like, and receives what this rank measured of it. All ranks go through
+A phase yields a description of the next iteration, and receives what this rank measured of it. All ranks go through
 the same phases at the same iterations: what a phase decides by is the same on all ranks, that is, the reports of the
-iteration before, or what rank 0 tells.
+iteration before, or rank 0's decision.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NextIteration:
-    """What a phase wants of the next iteration.
+    """A phase's request for the next iteration.
 
     Attributes:
         phase: As it is called in ``run.jsonl``.
         clocks: This rank's clocks.
         plan: This pipeline's plan, as a place on the frontier; None without one.
-        forecast: What the profile promises for the whole job; None without a plan.
+        forecast: Prediction for the whole job; None without a plan.
         keeps_passes: Whether what the passes work on is kept, to repeat them afterwards.
         aligns_tail: Whether all ranks begin the tail together, to tell it from waiting.
         reported: Fields of this rank's report of the iteration that has just ended.
@@ -86,7 +86,7 @@ Phase: TypeAlias = Generator[NextIteration, "IterationMeasurement | Resumed", T]
 
 
 def one_iteration(wanted: NextIteration) -> Phase[IterationMeasurement]:
-    """Run one iteration in a phase of which checkpoints keep nothing."""
+    """Run one iteration in a phase without state for checkpoints."""
     while True:
         received = yield wanted
         if isinstance(received, IterationMeasurement):

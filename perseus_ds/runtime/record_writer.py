@@ -31,7 +31,7 @@ class RecordWriter:
         self._waiting.put(record)
 
     def flush(self, timeout_s: float = 5.0) -> None:
-        """Wait until everything given so far is written, or the disk has not answered for some time [s]."""
+        """Wait until everything given so far is written, or writing takes longer than some time [s]."""
         written = threading.Event()
         self._waiting.put(written)
         written.wait(timeout_s)

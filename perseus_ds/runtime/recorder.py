@@ -1,4 +1,4 @@
-"""Makes the job's records of the ranks' reports, for ``run.jsonl``, DeepSpeed's monitor and the terminal."""
+"""Makes the job's records from the ranks' reports, for ``run.jsonl``, DeepSpeed's monitor and the terminal."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Recorder:
             self._before_start.append(event)
 
     def own_event(self, event: Event) -> None:
-        """Record an event of this rank, from any thread; on others than rank 0 once rank 0 has been told of it."""
+        """Record an event of this rank, from any thread; on other ranks once reported to rank 0."""
         if self._communicator.is_first:
             self.event(event)
         else:
@@ -127,7 +127,7 @@ class Recorder:
 
     @property
     def events_to_report(self) -> int:
-        """How many events of this rank rank 0 has not been told of."""
+        """How many events of this rank not yet reported to rank 0."""
         return len(self._own_events)
 
     def profile_written(self, path: Path, **figures: float) -> None:
@@ -163,7 +163,7 @@ class Recorder:
                 self.event(event)
 
     def close(self) -> None:
-        """Say in one line what the training took and saved, record it, and wait until all is written."""
+        """Print time, energy and saving of the training in one line, record them, and wait until all is written."""
         if self._writer is None:
             return
         if self._total.iterations > self._summarised:
@@ -241,7 +241,7 @@ class Recorder:
             self._monitor.write_events(events)
         except Exception as error:  # files, networks, services: whatever the user has chosen to write to
             self._monitor = None
-            logger.warning("perseus: DeepSpeed's monitor failed (%s); it is told no more by Perseus.", error)
+            logger.warning("perseus: DeepSpeed's monitor failed (%s); Perseus no longer writes to it.", error)
 
     def _print(self, record: IterationRecord) -> None:
         if not self._steps_per_print or record.iteration % self._steps_per_print:

@@ -1,4 +1,4 @@
-"""The one collective of an iteration: every rank's report, on its way while the next iteration runs."""
+"""The one collective of an iteration: every rank's report, sent while the next iteration runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ReportExchange:
     def received(self) -> RankReports | None:
         """Return the reports of all ranks that were sent last; None if there are none, or they were returned already.
 
-        All ranks have sent them an iteration ago, so that there is nothing to wait for.
+        All ranks sent them an iteration ago, so this does not wait.
         """
         pending, self._pending = self._pending, None
         return None if pending is None else RankReports(np.asarray(pending.result()))

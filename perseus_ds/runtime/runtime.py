@@ -41,7 +41,7 @@ _PROFILED = ("observe", "run", "pause")
 
 
 class PerseusRuntime:
-    """Perseus on one rank, driven by whoever executes the schedule.
+    """Perseus on one rank, called by the code that executes the schedule.
 
     ``iteration()`` surrounds a training iteration and ``operation()`` each of its operations. Between two iterations
     the clock is the next one's first; it is the default after 2 s, within ``paused()``, and from ``close()`` on.
@@ -81,7 +81,7 @@ class PerseusRuntime:
         self._communicator = communicator
         self._timers = timers
         self._in_iteration = False
-        # Ranks that have no tail to begin together must not be waited for.
+        # Ranks without a tail do not take part in its barrier.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
         self._closed = False
         self._failed = False
@@ -231,7 +231,7 @@ class PerseusRuntime:
         return {**self._control.state(), "progress": self.next.progress()}
 
     def restore(self, state: Mapping[str, Any], steps: int | None = None) -> None:
-        """Take up what a checkpoint kept, before the next iteration; every rank must do so at once.
+        """Restore what a checkpoint kept, before the next iteration; every rank must do so at once.
 
         Args:
             state: What :meth:`state` returned; empty where the checkpoint was saved without Perseus. A

@@ -1,4 +1,4 @@
-"""Everything around a job that must work whatever happens to it: guardian, control socket, exit guard."""
+"""Guardian, control socket and exit guard of a job: the parts that must work however the job ends."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Supervision:
         return max(self._rank.clocks.failing_s, self._rank.driver.failing_s)
 
     def release(self) -> None:
-        """Leave signals and the end of the process to whoever had them before."""
+        """Restore the earlier signal handlers."""
         self._exit_guard.release()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Keeps the operations of an iteration as they ran, for each plan a job trains under."""
+"""Records the operations of one iteration for each plan under which a job trains."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class TimelineLog:
     def keep(self, ran: Ran, execution: Execution) -> None:
         """Gather what all ranks of the first pipeline did; every rank must do so at the same time.
 
-        Ranks on different hosts have no clock in common, so each tells how long ago its iteration
-        began at moments that all share, the ends of barriers.
+        Ranks on different hosts have no clock in common, so each reports how long ago its iteration began at moments
+        common to all, the ends of barriers.
         """
         elapsed_s = []
         for _ in range(_BARRIERS):

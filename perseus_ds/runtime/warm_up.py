@@ -75,7 +75,7 @@ def warm_up(job: Job, rank: Rank, *, keeps_passes: bool = False) -> Phase[Baseli
         if len(spans) >= least and (not drifted_before or len(spans) >= _MOST_TIMES_AS_LONG * least):
             break
         drifts = len(times_s) < 2 or abs(times_s[-1] / times_s[-2] - 1) > _STEADY
-    # The first iteration allocates, and agrees on shapes.
+    # The first iteration allocates memory and exchanges shapes.
     return _baseline(job, rank, spans[1:], statistics.median(times_s[1:]), statistics.mean(energies_j[1:]))
 
 
@@ -101,7 +101,7 @@ def counter_period_s(rank: Rank) -> float:
     """Return how often the slowest energy counter of all ranks is refreshed [s]; every rank must ask at once.
 
     Raises:
-        GpuError: On all ranks, if it cannot be told on one.
+        GpuError: On all ranks, if it cannot be measured on one.
     """
     period_s, problem = _own_counter_period_s(rank)
     _raise_together(rank, problem)

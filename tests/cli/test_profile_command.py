@@ -43,7 +43,7 @@ def test_compare_says_by_how_much_rows_differ(run):
     assert "only in p" in out
 
 
-def test_validate_tells_a_usable_profile_from_one_that_is_not(run):
+def test_validate_distinguishes_usable_profiles_from_others(run):
     code, out, _ = run("validate", "profile=p")
     assert code == 0
     assert "Plans can be made of it" in out

@@ -88,7 +88,7 @@ def test_doctor_measures_how_often_the_counter_is_refreshed(stub_nvml_here: Stub
     assert findings_of(stub_time)["energy"] == ("ok", "counter refreshed every 50 ms")
 
 
-def test_doctor_warns_of_a_counter_that_stands_still(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
+def test_doctor_warns_of_a_counter_that_is_not_refreshed(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
     stub_nvml_here.gpus[3].counter_period_s = 1e6
     assert findings_of(stub_time)["energy"] == ("warn", "the counter did not change in 1 s")
 

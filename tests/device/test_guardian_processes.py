@@ -224,7 +224,7 @@ def test_jobs_do_not_share_a_guardian(node: Node, stub_nvml: StubNvml, tmp_path:
     theirs.communicate()
 
 
-def test_it_is_small_and_knows_no_framework(node: Node) -> None:
+def test_the_guardian_is_small_and_imports_no_framework(node: Node) -> None:
     guardian = psutil.Process(node.guardian_of(node.rank("wait", 0)))
     assert guardian.memory_info().rss < 60e6
     code = "import sys, perseus_ds.device.guardian_daemon, perseus_ds.device.gpu.nvml; print(*sys.modules)"

@@ -39,7 +39,7 @@ def test_a_deepspeed_that_is_too_old_is_named_before_it_is_imported(tmp_path):
     )
 
 
-def test_no_deepspeed_at_all_is_said_so(monkeypatch):
+def test_a_missing_deepspeed_is_reported(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 

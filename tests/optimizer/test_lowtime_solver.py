@@ -89,7 +89,7 @@ def test_it_plans_for_any_schedule_and_profile(schedule, profile):
     assert [len(c) for c in plans[0].clocks_mhz] == [len(i) for i in problem.instructions]
 
 
-def test_what_has_no_clock_takes_its_time_all_the_same():
+def test_operations_without_a_clock_take_their_time_too():
     profile = synthetic_profile(2, load_s={0: 0.01, 1: 0.01}, tail_s={0: 0.2, 1: 0.1})
     problem, plans = solve(one_f_one_b(2, 3), profile)
     without, plans_without = solve(one_f_one_b(2, 3), synthetic_profile(2))
@@ -99,7 +99,7 @@ def test_what_has_no_clock_takes_its_time_all_the_same():
     assert plans[-1].time_s - plans_without[-1].time_s == pytest.approx(problem.t_min_s - without.t_min_s, abs=0.02)
 
 
-def test_an_instruction_without_a_choice_worth_taking_is_left_at_its_best_clock():
+def test_an_instruction_without_useful_options_runs_at_its_best_clock():
     rows = [m for m in synthetic_profile(2).measurements if (m.stage, m.kind) != (0, Kind.FORWARD)]
     rows += [Measurement(0, Kind.FORWARD, 900, 0.06, 30.0), Measurement(0, Kind.FORWARD, 1410, 0.05, 20.0)]
     problem, plans = solve(one_f_one_b(2, 3), StageProfile(rows))

@@ -115,7 +115,7 @@ def test_a_request_that_cannot_be_read_is_a_result():
     assert "The request cannot be read" in answer["error"]
 
 
-def test_it_gives_way_to_training_and_imports_neither_torch_nor_deepspeed(tmp_path):
+def test_it_has_low_priority_and_imports_neither_torch_nor_deepspeed(tmp_path):
     script = (
         "import io, os, sys\n"
         "from perseus_ds.optimizer.worker import main\n"

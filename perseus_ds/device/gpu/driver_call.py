@@ -41,7 +41,7 @@ class DriverCall:
 
         Args:
             limit_s: How long to wait for an answer [s].
-            timebase: The time it lives in.
+            timebase: Its timebase.
         """
         self._limit_s = limit_s
         self._time = timebase

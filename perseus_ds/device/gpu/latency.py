@@ -20,7 +20,7 @@ def counter_period_s(gpu: Gpu, duration_s: float = 1.0, timebase: Timebase = REA
     Args:
         gpu: The GPU; while it draws power, its counter changes at every refresh.
         duration_s: How long to read the counter [s].
-        timebase: The time the GPU lives in.
+        timebase: The GPU's timebase.
 
     Raises:
         GpuError: The counter is missing, or the driver refused.

@@ -17,7 +17,7 @@ class PowerIntegrator:
     Args:
         gpu: A GPU before Volta, or a virtual one, that has no counter.
         period_s: How often power is read [s].
-        timebase: The time it lives in.
+        timebase: Its timebase.
     """
 
     has_energy_counter = True

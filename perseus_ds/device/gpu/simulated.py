@@ -27,7 +27,7 @@ class SimulatedGpu:
         power_noise: Relative standard deviation of an instruction's power.
         may_lock: Whether this process has the permission to set clocks.
         seed: Seed of the noise.
-        timebase: The time it lives in.
+        timebase: Its timebase.
     """
 
     simulated = True

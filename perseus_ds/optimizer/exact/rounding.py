@@ -1,4 +1,4 @@
-"""From the relaxed optimum to real clocks, for many deadlines at once.
+"""Chooses measured clocks from the relaxed optimum, for many deadlines at once.
 
 A set of plans is held as the times of all events, shape (events, plans): each instruction then runs
 at the slowest clock that fits between its events. Times that leave every arc its least duration are

@@ -1,4 +1,4 @@
-"""The frontier from the relaxed problem: proven bounds, and real clocks close to them."""
+"""Computes the frontier from the relaxed problem: proven bounds, and plans with energies close to them."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def solve_exact(problem: Problem, *, plans: int, switch_cost_j: float, progress:
     """Return about ``plans`` plans from ``T_min`` to ``T*``, none worse than another, with their bounds.
 
     Args:
-        problem: What there is to decide.
+        problem: The optimisation problem.
         plans: How many deadlines to plan for, at least 2.
         switch_cost_j: What a change of clock is taken to cost when clocks are chosen [J].
-        progress: Told how far the solver is.
+        progress: Called with the solver's progress.
     """
     network = Network(problem)
     relaxation = Relaxation(network)
@@ -94,7 +94,7 @@ def _between(values: Floats, known_s: Floats, wanted_s: Floats) -> Floats:
 
 
 def _round(network: Network, target_s: Floats, deadline_s: Floats, progress: Progress) -> Floats:
-    """Return event times of good plans with real clocks, shape (events, plans) [s]."""
+    """Return event times of good plans with measured clocks, shape (events, plans) [s]."""
     table = OptionTable(network.problem.groups)
     descent = Descent(network, table)
     best_s: Floats | None = None

@@ -19,7 +19,7 @@ def gpu(stub_nvml_here: StubNvml) -> NvmlGpu:
     return NvmlGpu(1)
 
 
-def test_it_knows_itself(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
+def test_name_uuid_and_driver_are_read(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
     assert (gpu.index, gpu.name, gpu.driver, gpu.simulated) == (
         1,
         "NVIDIA A100-SXM4-80GB (stub)",
@@ -206,7 +206,7 @@ def test_a_process_of_its_own_loads_the_stub_by_library_path(stub_nvml: StubNvml
     assert (done.returncode, done.stdout) == (0, "550.54.15-stub\n"), done.stderr
 
 
-def test_a_missing_library_is_told(stub_nvml: StubNvml, tmp_path: Path) -> None:
+def test_a_missing_library_is_reported(stub_nvml: StubNvml, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "libnvidia-ml.so.1").write_text("not a library")
@@ -223,13 +223,13 @@ def run_with_binding(stub_nvml: StubNvml, folder: Path, text: str) -> str:
     return done.stderr
 
 
-def test_a_foreign_pynvml_is_told(stub_nvml: StubNvml, tmp_path: Path) -> None:
+def test_a_foreign_pynvml_is_reported(stub_nvml: StubNvml, tmp_path: Path) -> None:
     codes = [f"{name} = {value}" for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")]
     text = "\n".join(["class NVMLError(Exception): pass", "def nvmlInit(): pass", *codes])
     assert "is not NVIDIA's binding. Run `pip uninstall pynvml`" in run_with_binding(stub_nvml, tmp_path, text)
 
 
-def test_an_old_binding_is_told(stub_nvml: StubNvml, tmp_path: Path) -> None:
+def test_an_old_binding_is_reported(stub_nvml: StubNvml, tmp_path: Path) -> None:
     text = Path(pynvml.__file__).read_text(encoding="utf-8")
     text = text.replace("def nvmlDeviceGetName(", "def nvmlDeviceGetNameLater(")
     assert "has no nvmlDeviceGetName. Run `pip install --upgrade" in run_with_binding(stub_nvml, tmp_path, text)

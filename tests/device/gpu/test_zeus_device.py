@@ -54,7 +54,7 @@ def test_a_missing_permission_points_to_zeusd(stub_nvml: StubNvml) -> None:
     assert "ZEUSD_SOCK_PATH" in done.stderr
 
 
-def test_a_silent_zeusd_is_told(stub_nvml: StubNvml, tmp_path: Path) -> None:
+def test_a_zeusd_that_does_not_answer_is_reported(stub_nvml: StubNvml, tmp_path: Path) -> None:
     done = stub_nvml.run("-c", USE, environment={**VISIBLE, "ZEUSD_SOCK_PATH": str(tmp_path / "none.sock")})
     assert "Cannot reach Zeusd" in done.stderr
     assert stub_nvml.locked_clocks_mhz() == [0, 0, 0, 0]
