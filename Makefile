@@ -13,7 +13,7 @@ demo: $(READY)  ## Profile, optimise and train GPT-3 (tiny) on four pipeline sta
 
 test: $(READY)  ## Unit tests, and integration tests that launch real DeepSpeed ranks.
 	$(BIN)/pytest -m "not integration and not extended" -n 2
-	$(BIN)/pytest -m "integration and not extended"
+	$(BIN)/pytest -m "integration and not extended" -n 2
 
 test-unit: $(READY)  ## Unit tests only.
 	$(BIN)/pytest -m "not integration and not extended" -n 2

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked import run_ranks
+from forked import free_port, run_ranks
 from job import ENVIRONMENT
 from run_log import GIVE_UP_S
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "examples" / "gpt3" / "train.py")
-DEEPSPEED = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--num_gpus"]
+DEEPSPEED = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--master_port"]
 PLAIN = ["model=tiny", "perseus.enabled=false", "log_every=1"]
 
 pytestmark = pytest.mark.integration
@@ -32,7 +32,7 @@ def losses(ranks, folder, *overrides):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_loss_falls_on_stages_started_by_deepspeed(ranks, tmp_path):
-    command = [*DEEPSPEED, str(ranks), TRAIN, *PLAIN, "steps=20"]
+    command = [*DEEPSPEED, str(free_port()), "--num_gpus", str(ranks), TRAIN, *PLAIN, "steps=20"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=GIVE_UP_S, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert not any(tmp_path.iterdir()), "the example left files behind"

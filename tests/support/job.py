@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import run_log
-from forked import run_ranks
+from forked import free_port, run_ranks
 from run_log import Record
 
 SCRIPT = Path(__file__).with_name("pipeline_job.py")
@@ -66,10 +66,14 @@ class Running:
         return run_log.wait_for(self.folder / "perseus", condition)
 
 
-LAUNCHERS = {
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"],
-    "deepspeed": [str(Path(sys.executable).with_name("deepspeed")), "--no_local_rank", "--num_gpus"],
-}
+DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
+
+
+def _launcher(name: str) -> list[str]:
+    """Return the launcher's words before the number of ranks; each job has a port of its own."""
+    if name == "deepspeed":
+        return [DEEPSPEED, "--no_local_rank", "--master_port", str(free_port()), "--num_gpus"]
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 
 def start(
@@ -78,7 +82,7 @@ def start(
     """Start a job by one of the launchers."""
     _prepare(folder, ranks, job)
     return subprocess.Popen(
-        [sys.executable, *LAUNCHERS[launcher], str(ranks), str(SCRIPT), str(folder)],
+        [sys.executable, *_launcher(launcher), str(ranks), str(SCRIPT), str(folder)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
