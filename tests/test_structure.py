@@ -115,3 +115,11 @@ def test_test_modules_import_no_test_modules():
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
             assert not [name for name in names if name.split(".")[-1].startswith("test_")], path
+
+
+def test_tests_mirror_the_rooms():
+    tests = Path(__file__).parent
+    others = {"clients", "data", "examples", "integration", "stub_nvml", "support", "__pycache__"}
+    folders = {path.name for path in tests.iterdir() if path.is_dir()} - others
+    assert folders <= {room.split("/")[0] for room in ROOMS}
+    assert {path.name for path in (tests / "device").iterdir() if path.is_dir()} - {"__pycache__"} == {"gpu"}
