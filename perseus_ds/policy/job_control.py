@@ -35,7 +35,7 @@ class JobControl:
         Args:
             policy: The configured one.
             pipelines: Number of data-parallel pipelines.
-            job_status: Returns what the job runs ``next`` and what the ``last`` iteration took; from any thread.
+            job_status: Returns the job's ``phase``, its ``next`` iteration and its ``last`` one; from any thread.
         """
         self.policy = policy
         self._configured = policy
@@ -77,20 +77,25 @@ class JobControl:
         Raises:
             ValueError: It cannot be done; nothing has changed.
         """
+        job = self._job_status()
         if isinstance(order, Status):
             asked = {"paused": self.paused, "policy": self.policy.model_dump(mode="json")}
-            return {"status": {**asked, **self._job_status()}}
+            return {"status": {**asked, **job}}
+        return {"done": self._done(order) + ("; but this job runs no plans any more" if _has_left_plans(job) else "")}
+
+    def _done(self, order: SetPolicy | SetStraggler | Pause | Resume) -> str:
         if isinstance(order, SetPolicy):
             self.policy = order.policy
-            return {"done": f"policy {order.policy.name} from the next iterations on"}
+            return f"policy {order.policy.name} from the next iterations on"
         if isinstance(order, SetStraggler):
             self.set_straggler(order.pipeline, order.slowdown, order.after_iterations)
-            return {"done": f"pipeline {order.pipeline} is expected to take {order.slowdown:g} times as long"}
+            return f"pipeline {order.pipeline} is expected to take {order.slowdown:g} times as long"
         self.paused = isinstance(order, Pause)
         if not self.paused:
-            return {"done": "plans again"}
-        runs_plans = bool(self._job_status().get("next"))
-        return {"done": "default clocks" if runs_plans else "default clocks, once the job has profiled itself"}
+            return "plans again"
+        job = self._job_status()
+        at_once = bool(job.get("next")) or _has_left_plans(job)
+        return "default clocks" if at_once else "default clocks, once the job has profiled itself"
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as plain values."""
@@ -136,3 +141,7 @@ class JobControl:
                 return False
             self.policy = policy
         return True
+
+
+def _has_left_plans(job: Mapping[str, Any]) -> bool:
+    return job.get("phase") == "observe"

@@ -269,8 +269,9 @@ class PerseusRuntime:
 
     def _status(self) -> dict[str, Any]:
         """Return what the job runs next, and what the last iteration took."""
-        last = self._recorder.last
-        return {"next": dict(self._driver.next.status), "last": last.model_dump() if last is not None else {}}
+        last, following = self._recorder.last, self._driver.next
+        taken = last.model_dump() if last is not None else {}
+        return {"phase": following.phase, "next": dict(following.status), "last": taken}
 
     def _refused(self, refusal: Refusal) -> None:
         """Record a clock that the GPU does not reach."""

@@ -20,6 +20,7 @@ from perseus_ds.artifacts.run_records import (
 from perseus_ds.errors import GpuError
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.policy.control_socket import parse_order
 
 SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
 
@@ -440,3 +441,12 @@ def test_a_closed_standard_output_ends_neither_plans_nor_the_end(start, monkeypa
     job.train(40)
     assert job.runtime.next.phase == "run"
     assert job.close()[-1].phase == "run"
+
+
+def test_orders_to_a_job_that_runs_no_plans_any_more_are_answered_so(start):
+    job = start(mode="auto")
+    job.train_until("run")
+    job.train_until("observe", most=200)
+    answer = job.runtime._control.carry_out(parse_order({"command": "pause"}))
+    assert answer == {"done": "default clocks; but this job runs no plans any more"}
+    assert job.runtime._status()["phase"] == "observe"
