@@ -22,7 +22,7 @@ test-busy: $(READY)  ## `make test` three times in a row while two processes kee
 	$(BIN)/python tests/support/while_busy.py $(MAKE) test
 
 test-extended: $(READY)  ## More integration tests: faults, odd jobs, the examples, a cluster's files, the wheel.
-	$(BIN)/pytest -m extended
+	$(BIN)/pytest -m extended -n 2 --dist loadfile
 
 # With a folder for compiled extensions of its own: what another DeepSpeed has compiled is of no use, or harmful.
 test-oldest: .deepspeed-$(OLDEST_DEEPSPEED)/.ready  ## The oldest DeepSpeed that is supported, which has no DualPipeV.
