@@ -9,7 +9,7 @@ from job import ENVIRONMENT, QUICK_PROFILE, SIMULATED
 
 SCRIPT = Path(__file__).parents[1] / "support" / "client_job.py"
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.extended]
 
 
 def run(folder, client, steps=None, ranks=2, **block):

@@ -41,6 +41,7 @@ def test_loss_falls_on_stages_started_by_deepspeed(ranks, tmp_path):
     assert history[-1] < history[0] - 1.5
 
 
+@pytest.mark.extended
 def test_two_pipelines_of_two_stages_train_as_one_rank_does(tmp_path):
     overrides = ("steps=5", "model.global_batch=16")
     together = losses(4, tmp_path / "together", "stages=2", *overrides)
