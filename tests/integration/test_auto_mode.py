@@ -23,7 +23,9 @@ def test_a_job_profiles_plans_and_runs_with_the_same_losses_and_the_next_one_use
     plain_runs.assert_same(finished, **JOB)
     assert all(rank["plan"] for rank in finished.ranks)
     records = finished.records()
-    assert phases(records) == ["calibrate", "warm-up", "profile", "plan", "default", "run"]
+    # Where planning takes long, its iterations are all that default clocks need to be measured.
+    gone_through = [phase for phase in phases(records) if phase != "default"]
+    assert gone_through == ["calibrate", "warm-up", "profile", "plan", "run"]
     names = [r["event"] for r in events(records, "start", "profile", "plan", "failure", "end")]
     assert names == ["start", "profile", "plan", "end"]
     assert "energy than default clocks" in finished.output
