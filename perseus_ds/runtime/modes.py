@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from perseus_ds.policy.job_control import JobControl
@@ -98,7 +99,7 @@ def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phas
             runner.compare_with(default)
         outcome = yield from prove(runner)
         if isinstance(outcome, Comparison):
-            kept = is_kept(outcome, control.policy)
+            kept = rank.communicator.from_first(partial(is_kept, outcome, control.policy))  # rank 0's policy counts
             recorder.plan_judged(runner.wanted.plan, outcome, kept=kept)
             if not kept:
                 if outcome.loses:
