@@ -15,7 +15,6 @@ ROOMS = [
     "engine",
     "runtime",
     "report",
-    "config",
     "policy",
     "profiler",
     "optimizer",

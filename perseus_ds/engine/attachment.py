@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 
-from perseus_ds.config import PerseusConfig
 from perseus_ds.device.timers import Execution, SimulatedExecution
 from perseus_ds.engine.engine_job import commands_of, make_runtime, model_name
 from perseus_ds.engine.replay import Replay, tensors_of
@@ -21,6 +20,7 @@ from perseus_ds.pipeline.commands import CommandReader, is_batched
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.policy.control_socket import parse_order
+from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.runtime import PerseusRuntime
 
 logger = logging.getLogger("perseus_ds")

@@ -10,11 +10,11 @@ import deepspeed
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from perseus_ds.config import PerseusConfig, parse_block
 from perseus_ds.engine.attachment import Attachment
 from perseus_ds.engine.deepspeed_contract import check_deepspeed, check_engine
 from perseus_ds.engine.settings import settings_of
 from perseus_ds.errors import ConfigError
+from perseus_ds.runtime.config import PerseusConfig, parse_block
 
 E = TypeVar("E")
 _CHECKPOINT_KEY = "perseus_ds"

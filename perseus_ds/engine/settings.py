@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from perseus_ds.config import PerseusConfig, parse_block
 from perseus_ds.errors import ConfigError
+from perseus_ds.runtime.config import PerseusConfig, parse_block
 
 VARIABLE = "PERSEUS"
 
