@@ -13,6 +13,7 @@ ROOMS = [
     "launch",
     "__init__",
     "engine",
+    "torch_pipelining",
     "runtime",
     "report",
     "policy",
