@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
 from perseus_ds.artifacts.rank_report import RankReports
 from perseus_ds.device.rank_clocks import ClockPlan
-from perseus_ds.device.timers import SimulatedExecution, Span
+from perseus_ds.device.timers import FinishedIteration, SimulatedExecution, Span
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.policy.assignment import Forecast
 from perseus_ds.runtime.job import Job, Rank
@@ -33,6 +34,7 @@ class NextIteration:
         keeps_passes: Whether what the passes work on is kept, to repeat them afterwards.
         aligns_tail: Whether all ranks begin the tail together, to tell it from waiting.
         reported: Fields of this rank's report of the iteration that has just ended.
+        reported_later: Returns more of them, once the device has done that iteration.
         status: What the next iteration runs, for ``perseus-ds control status``.
         progress: Returns what a checkpoint keeps of the phase, as plain values.
     """
@@ -44,31 +46,52 @@ class NextIteration:
     keeps_passes: bool = False
     aligns_tail: bool = False
     reported: Mapping[str, Any] = field(default_factory=dict)
+    reported_later: Callable[[], Mapping[str, Any]] = dict
     status: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[], dict[str, Any]] = dict
 
 
 @dataclass(frozen=True)
 class IterationMeasurement:
-    """What this rank measured of an iteration.
+    """This rank's measurement of an iteration, which the device may still be at: asking for a time waits for it.
 
     Attributes:
-        spans: Waits for the device and returns the operations.
-        start_s: When it began, in the rank's timebase [s].
-        time_s: How long it took [s].
-        energy_j: Of this rank's GPU [J].
+        finished: Its times.
+        used_j: Returns the energy of this rank's GPU [J]; NaN where it cannot be read.
+        is_known: Returns whether times and energy are there without waiting.
+        host_s: When it began and ended for the host, in the rank's timebase [s].
         clock_mhz: Clock that was asked for around each instruction; empty without a plan [MHz].
         failed: Whether this rank has fallen back to default clocks.
         reports: Of all ranks, of the iteration before; None where there was none, or it was cut off by a checkpoint.
     """
 
-    spans: Callable[[], list[Span]]
-    start_s: float
-    time_s: float
-    energy_j: float
+    finished: FinishedIteration
+    used_j: Callable[[], float]
+    is_known: Callable[[], bool]
+    host_s: tuple[float, float]
     clock_mhz: Mapping[Instruction, int]
     failed: bool
     reports: RankReports | None = None
+
+    @cached_property
+    def start_s(self) -> float:
+        """When it began, in the rank's timebase [s]."""
+        return self.finished.start_s()
+
+    @cached_property
+    def time_s(self) -> float:
+        """How long it took [s]."""
+        return self.finished.time_s()
+
+    @cached_property
+    def energy_j(self) -> float:
+        """Of this rank's GPU [J]."""
+        self.finished.end.synchronize()
+        return self.used_j()
+
+    def spans(self) -> list[Span]:
+        """Return the operations."""
+        return self.finished.spans()
 
 
 @dataclass(frozen=True)

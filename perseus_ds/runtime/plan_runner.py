@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -114,8 +115,8 @@ class PlanRunner:
         """Take in an iteration, and what all ranks have reported of the one before; decide on the next one."""
         self._iterations += 1
         if self._ended_s is not None:
-            self._follower.statistics.add_stop(seen.start_s - self._ended_s)
-        self._ended_s = seen.start_s + seen.time_s
+            self._follower.statistics.add_stop(seen.host_s[0] - self._ended_s)
+        self._ended_s = seen.host_s[1]
         ran, self._ran = self._ran, self._assignment
         if seen.reports is not None:
             if ran is not None:
@@ -267,19 +268,24 @@ class PlanRunner:
 
     def _with_report(self, choice: PlanChoice, seen: IterationMeasurement | None = None) -> NextIteration:
         """Return the next iteration, with what this rank reports of the last one and rank 0 of its decision."""
-        times = self._own_times(seen) if seen is not None else {}
-        return replace(self._planned, reported={**choice.as_reported(), **times})
+        later = partial(self._own_times, seen, self._ran, self._looks_for_drift) if seen is not None else dict
+        return replace(self._planned, reported=choice.as_reported(), reported_later=later)
 
-    def _own_times(self, seen: IterationMeasurement) -> dict[str, float]:
-        """Return the times that this rank reports, where they are asked for."""
-        looks_for_drift = bool(self._frontier.instruction_times_s) and self._iterations % _DRIFT_EVERY == 0
+    @property
+    def _looks_for_drift(self) -> bool:
+        return bool(self._frontier.instruction_times_s) and self._iterations % _DRIFT_EVERY == 0
+
+    def _own_times(
+        self, seen: IterationMeasurement, ran: Assignment | None, looks_for_drift: bool
+    ) -> Mapping[str, float]:
+        """Return the times that this rank reports of an iteration, where they are asked for."""
         if self._topology.data_parallel == 1 and not looks_for_drift:
             return {}
         spans = seen.spans()
         computed_s, tail_s = _computed_and_tail_s(spans)
         reported = {"computed_s": computed_s, "tail_s": tail_s}
         if looks_for_drift:
-            known = not (seen.failed or self._ran is None or self._ran.choice.paused)  # else clocks are not the plan's
+            known = not (seen.failed or ran is None or ran.choice.paused)  # else clocks are not the plan's
             times = self._frontier.instruction_times_s
             reported["drift"] = drift_of_rank(spans, seen.clock_mhz, times) if known else 0.0
             if known:

@@ -15,6 +15,7 @@ from perseus_ds.profiler.fixed_durations import (
     other_durations,
     tail_durations_s,
     transfer_durations,
+    typical_tails_s,
     without_gaps,
 )
 from perseus_ds.runtime.job import Job, Rank
@@ -81,16 +82,18 @@ def warm_up(job: Job, rank: Rank, *, keeps_passes: bool = False) -> Phase[Baseli
 
 def _baseline(job: Job, rank: Rank, spans: list[list[Span]], time_s: float, energy_j: float) -> Baseline:
     period_s, power_w = _counter_and_blocking_power(rank)
-    profile_key = job.profile_key(rank.communicator)
-    topology = rank.communicator.topology
-    reports = rank.communicator.gather((topology.data_parallel_rank, spans, power_w))
-    pipeline = [spans for data_parallel_rank, spans, _ in reports if data_parallel_rank == 0]
+    communicator = rank.communicator
+    profile_key = job.profile_key(communicator)
+    topology = communicator.topology
+    # Spans are many: those of one pipeline go to rank 0, and of all other ranks only the mean power and the tails.
+    pipeline = communicator.pipeline_gather(spans) if topology.is_shown else []
+    reports = communicator.gather((tail_durations_s([spans]), power_w))
     rest = {
         "load_s": load_durations_s(pipeline),
         "transfers": transfer_durations(pipeline),
         "others": other_durations(pipeline),
-        "tail_s": tail_durations_s([spans for _, spans, _ in reports]),
-        "blocking_power_w": statistics.mean(power_w for *_, power_w in reports) if reports else power_w,
+        "tail_s": typical_tails_s([tails for tails, _ in reports]),
+        "blocking_power_w": statistics.mean(power_w for _, power_w in reports) if reports else power_w,
         "job": profile_key,
     }
     info = job.info.model_copy(update={**rest, "rows": []} if reports else {"blocking_power_w": power_w})

@@ -25,14 +25,17 @@ from perseus_ds.policy.control_socket import parse_order
 SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
 
 
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    """A function that starts a job; its optimiser runs at once, in this process."""
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.extended)])
+def start(tmp_path, monkeypatch, request):
+    """A function that starts a job; its optimiser runs at once, in this process.
+
+    Passes are over when they return, or are only launched, on a stand-in for CUDA.
+    """
     monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
     jobs = []
 
     def start(folder="perseus", **block):
-        jobs.append(VirtualJob(tmp_path / folder, **block))
+        jobs.append(VirtualJob(tmp_path / folder, cuda=request.param == "cuda", **block))
         return jobs[-1]
 
     yield start
@@ -173,11 +176,23 @@ def test_an_unexpected_error_in_a_decision_never_ends_training(start, monkeypatc
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.train(2)
-    monkeypatch.setattr("perseus_ds.runtime.plan_runner.drift_of_rank", lambda *_: 1 / 0)
+    monkeypatch.setattr("perseus_ds.runtime.plan_runner.PlanChoice.from_report", lambda *_: 1 / 0)
     job.train(30)
     assert job.runtime.next.phase == "observe"
     assert caplog.text.count("division by zero") == 1
     assert job.close()[-1].plan is None
+
+
+def test_an_unexpected_error_in_a_report_never_ends_training(start, monkeypatch, caplog):
+    """The other ranks get the rest of it, and this one trains on at default clocks."""
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(2)
+    monkeypatch.setattr("perseus_ds.runtime.plan_runner.drift_of_rank", lambda *_: 1 / 0)
+    job.train(30)
+    assert caplog.text.count("division by zero") == 1
+    last = job.close()[-1]
+    assert (last.plan, last.failed_ranks) == (None, (0,))
 
 
 def test_a_changed_schedule_ends_plans_and_profiling_alike(start, caplog):
@@ -244,6 +259,9 @@ class Passes:
 
     def obstacle(self, agree):
         return agree(self._problem)
+
+    def prepare(self, stage, kind):
+        assert self.inside
 
     def run(self, stage, kind):
         assert self.inside
@@ -336,7 +354,7 @@ def late_under_plans(job, by_s=0.03):
 
     def work_late(kind):
         if job.runtime.next.phase == "run":
-            job.time.sleep(by_s)
+            job.idle(by_s)
         work(kind)
 
     job.work = work_late
