@@ -17,6 +17,7 @@ COMMANDS = (
     "emulate",
     "export",
     "import",
+    "watch",
     "control",
     "reset",
     "doctor",

@@ -15,16 +15,14 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.rank_report import RankReports
 from perseus_ds.artifacts.run_records import Drifted, PlanChosen, PolicyChanged
 from perseus_ds.device.rank_clocks import ClockPlan
-from perseus_ds.device.timers import Span
-from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.policy.assignment import Assignment, Forecast, PlanChoice
-from perseus_ds.policy.drift import DriftWatch, drift_of_rank, paces_of_rank
+from perseus_ds.policy.drift import DriftWatch, computed_and_tail_s, drift_of_rank, paces_of_rank
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.plan_follower import PlanFollower
 from perseus_ds.policy.plan_proof import Comparison, IterationSample
-from perseus_ds.policy.policies import PolicyConfig
+from perseus_ds.policy.policies import Decision, PolicyConfig
 from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.job_lines import promise
 from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed
 from perseus_ds.runtime.recorder import Recorder
 
@@ -88,8 +86,10 @@ class PlanRunner:
         self._assignment = self._follower.assign(choice)
         self._planned = self._under(self._assignment)
         self.wanted = self._with_report(choice)
+        control.problem_of = lambda policy: self._decide(policy).problem
         recorder.event(PlanChosen.model_validate(self._assignment.status()))
-        recorder.say(f"running under plan {choice.plan} of the frontier's {len(frontier.plans)}")
+        promised = f": {promise(self._planned.forecast)}" if self._planned.forecast else ""
+        recorder.say(f"running under plan {choice.plan} of the frontier's {len(frontier.plans)}{promised}")
 
     def resume(self, checkpoint: Resumed) -> None:
         """Go on where a checkpoint was saved; all ranks do so at once."""
@@ -178,6 +178,10 @@ class PlanRunner:
         self._planned = self._under(self._assignment)
         self.wanted = self._with_report(self._assignment.choice)
 
+    def verdict_in_s(self, iteration_s: float) -> float | None:
+        """Return about when iterations under the plans can be compared with others at default clocks [s]."""
+        return self._sample.remaining_s(iteration_s, 1) if self._sample is not None else None
+
     def comparison(self, *, until_sure: bool) -> Comparison | None:
         """Return how the iterations under the present plans compare with those at default clocks.
 
@@ -218,12 +222,15 @@ class PlanRunner:
         if control.policy != self._policy:
             self._policy, self._has_complained = control.policy, False
             self._recorder.event(PolicyChanged(policy=control.policy.model_dump(mode="json")))
-        decision = self._follower.decide(self._policy, control.steps, datetime.now(timezone.utc))
+        decision = self._decide(self._policy)
         if decision.problem and not self._has_complained:
             self._has_complained = True
             self._recorder.event(PolicyChanged(problem=decision.problem))
             self._recorder.say(decision.problem)
         return PlanChoice(decision.plan, control.paused, control.straggler())
+
+    def _decide(self, policy: PolicyConfig) -> Decision:
+        return self._follower.decide(policy, self._control.steps, datetime.now(timezone.utc))
 
     def _change(self, choice: PlanChoice) -> None:
         """Give every pipeline its plan, from the next iteration on."""
@@ -276,7 +283,7 @@ class PlanRunner:
         if self._topology.data_parallel == 1 and not looks_for_drift:
             return {}
         spans = seen.spans()
-        computed_s, tail_s = _computed_and_tail_s(spans)
+        computed_s, tail_s = computed_and_tail_s(spans)
         reported = {"computed_s": computed_s, "tail_s": tail_s}
         if looks_for_drift:
             known = not (seen.failed or self._ran is None or self._ran.choice.paused)  # else clocks are not the plan's
@@ -285,10 +292,3 @@ class PlanRunner:
             if known:
                 reported["pace_low"], reported["pace_high"] = paces_of_rank(spans, seen.clock_mhz, times)
         return reported
-
-
-def _computed_and_tail_s(spans: list[Span]) -> tuple[float, float]:
-    """Return when this rank had computed its last, and how long its tail was, waiting included [s]; 0 if not known."""
-    work = [(span.operation.instruction.kind, span.end_s) for span in spans if isinstance(span.operation, Compute)]
-    last_s = max((end_s for kind, end_s in work if kind is not Kind.TAIL), default=0.0)
-    return last_s, max(0.0, max((end_s for kind, end_s in work if kind is Kind.TAIL), default=last_s) - last_s)

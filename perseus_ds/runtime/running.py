@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.errors import ConfigError, PlanError
 from perseus_ds.policy.plan_proof import Comparison, IterationSample
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.phases import NextIteration, Phase, Resumed, one_iteration
+from perseus_ds.runtime.phases import NextIteration, Outlook, Phase, Resumed, one_iteration
 from perseus_ds.runtime.plan_runner import PlanRunner
 
 # The first iteration after a change of clocks begins at the clocks before.
@@ -70,9 +71,12 @@ def measure_default(default: IterationSample, *, settled: bool) -> Phase[None]:
         settled: Whether the iterations before this phase ran at default clocks too.
     """
     iterations = SETTLED if settled else 0
+    last_s: float | None = None
     while not default.is_enough:
-        seen = yield from one_iteration(NextIteration("default"))
-        iterations += 1
+        unsettled = max(0, SETTLED + 1 - iterations)
+        outlook = Outlook("run", default.remaining_s(last_s, unsettled) if last_s else None)
+        seen = yield from one_iteration(NextIteration("default", outlook=outlook))
+        iterations, last_s = iterations + 1, seen.time_s
         if iterations > SETTLED and seen.reports is not None:
             default.add_reports(seen.reports)
 
@@ -83,11 +87,13 @@ def prove(runner: PlanRunner) -> Phase[Comparison | Outcome]:
     Returns:
         The comparison; or why there is none, and something has to be measured again.
     """
+    in_s: float | None = None
     while True:
-        received = yield runner.wanted
+        received = yield replace(runner.wanted, outlook=Outlook("verdict", in_s))
         if isinstance(received, Resumed):
             runner.resume(received)
             continue
+        in_s = runner.verdict_in_s(received.time_s)
         if runner.has_drifted(received, profiles_again=True):
             return Outcome.DRIFTED
         runner.advance(received)
