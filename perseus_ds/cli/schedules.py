@@ -32,7 +32,9 @@ class Arguments:
     micro_batches: list[int] = argument(
         "micro-batches per iteration; by default what profile.json says", [], at_least=1
     )
-    ranks: int | None = argument("pipeline ranks; by default what profile.json says, else a rank a stage", None, at_least=1)
+    ranks: int | None = argument(
+        "pipeline ranks; by default what profile.json says, else a rank a stage", None, at_least=1
+    )
     stages_per_rank: int = argument("stages on each rank, for the interleaved schedules and looped_bfs", 2, at_least=2)
     weight_share: float = argument(
         "the part of a backward's time and energy that the gradients of the weights take, where it is split and was "

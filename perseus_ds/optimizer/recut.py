@@ -136,7 +136,7 @@ class _Recut:
         return result
 
     def _tail_rows(self, stage: int) -> list[Measurement]:
-        """Return the rows of a rank's tail, the sum of its stages' tails; none where it was not measured over clocks."""
+        """Return the rows of a rank's tail, the sum of its stages' tails; none if not measured over clocks."""
         sources = [(source, Kind.TAIL, share) for source, share in self._tail_shares(stage)]
         if any((source, Kind.TAIL) not in self.measured for source, _, _ in sources):
             return []
@@ -173,13 +173,18 @@ class _Recut:
         transfers = {t for op in operations if isinstance(op, (Exchange, Launch)) for t in op.transfers}
         boundaries = sorted({(t.payload, t.source, t.target) for t in transfers})
         return [
-            TransferDuration(payload=payload, source=source, target=target, time_s=self._transfer_s(payload, source, target))
+            TransferDuration(
+                payload=payload, source=source, target=target, time_s=self._transfer_s(payload, source, target)
+            )
             for payload, source, target in boundaries
         ]
 
     def _transfer_s(self, payload: Payload, source: int, target: int) -> float:
         """Return how long a transfer takes: as measured over that boundary, or the mean of all where there is none."""
-        ends = (self._sources(source)[-1 if source < target else 0], self._sources(target)[0 if source < target else -1])
+        ends = (
+            self._sources(source)[-1 if source < target else 0],
+            self._sources(target)[0 if source < target else -1],
+        )
         measured = self.fixed.transfer_s.get((payload, *ends))
         if measured is not None:
             return measured

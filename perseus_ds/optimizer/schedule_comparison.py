@@ -42,9 +42,7 @@ def compare_schedules(
             progress(name, (number + done) / len(schedules))
 
         fitted = recut(profile, schedule, weight_share=weight_share)
-        frontier = optimize(
-            schedule, fitted.profile, blocking_power_w=blocking_power_w, plans=plans, progress=report
-        )
+        frontier = optimize(schedule, fitted.profile, blocking_power_w=blocking_power_w, plans=plans, progress=report)
         gaps = [plan.gap for plan in frontier.plans if plan.gap is not None]
         result.append(
             ComparedSchedule(
@@ -76,9 +74,7 @@ def held_by_stage(schedule: Schedule) -> list[int]:
 
 def held_by_rank(schedule: Schedule) -> list[float]:
     """Return how many micro-batches each rank holds at a time at most; one of its n stages counts as 1/n."""
-    return [
-        max(map(sum, zip(*held.values(), strict=True))) / len(held) for held in map(_held, schedule.instructions)
-    ]
+    return [max(map(sum, zip(*held.values(), strict=True))) / len(held) for held in map(_held, schedule.instructions)]
 
 
 def _held(stream: tuple[Instruction, ...]) -> dict[int, list[int]]:
