@@ -22,7 +22,7 @@ from perseus_ds.policy.assignment import Assignment, Forecast, PlanChoice
 from perseus_ds.policy.drift import DriftWatch, drift_of_rank, paces_of_rank
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.plan_follower import PlanFollower
-from perseus_ds.policy.plan_proof import Comparison, IterationSample
+from perseus_ds.policy.plan_proof import Comparison, IterationSample, is_in_doubt, is_kept
 from perseus_ds.policy.policies import PolicyConfig
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed
@@ -197,6 +197,14 @@ class PlanRunner:
             return None
         self._sample, self._looks = IterationSample(sample.counter_period_s), 0
         return comparison
+
+    def is_kept(self, comparison: Comparison) -> bool:
+        """Return whether the plan is kept, by rank 0's policy; every rank must ask at once."""
+        return self._communicator.from_first(lambda: is_kept(comparison, self._control.policy))
+
+    def is_in_doubt(self, comparison: Comparison) -> bool:
+        """Return whether default clocks have to be measured again, by rank 0's policy; every rank must ask at once."""
+        return self._communicator.from_first(lambda: is_in_doubt(comparison, self._control.policy))
 
     def _add_to_sample(self, reports: RankReports, ran: Assignment | None) -> None:
         """Add an iteration to those that are compared with default clocks; all of them run alike, clocks settled."""
