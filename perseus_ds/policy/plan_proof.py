@@ -210,6 +210,6 @@ def is_kept(comparison: Comparison, policy: PolicyConfig) -> bool:
 
 
 def is_in_doubt(comparison: Comparison, policy: PolicyConfig) -> bool:
-    """Return whether default clocks have to be measured again: a plan that was kept no longer wins, or all is faster."""
+    """Return whether default clocks have to be measured again: a plan no longer wins, or all may be faster."""
     no_longer_wins = comparison.draws_more if isinstance(policy, PowerCapPolicy) else comparison.loses
     return no_longer_wins or comparison.is_faster
