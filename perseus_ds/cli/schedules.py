@@ -61,16 +61,18 @@ def run(arguments: Arguments) -> int:
     if not 0 < arguments.weight_share < 1:
         raise ConfigError(f"weight_share={arguments.weight_share}: expected a number above 0 and below 1, such as 0.5.")
     profile = StageProfile.load(arguments.profile)
-    counts = arguments.micro_batches or [profile.info.micro_batches]
-    if None in counts:
-        raise ConfigError(
-            "micro_batches is missing: the profile has no profile.json that holds it. Write micro_batches=[…]."
-        )
+    counts = arguments.micro_batches
+    if not counts:
+        if profile.info.micro_batches is None:
+            raise ConfigError(
+                "micro_batches is missing: the profile has no profile.json that holds it. Write micro_batches=[…]."
+            )
+        counts = [profile.info.micro_batches]
     ranks = arguments.ranks or profile.info.pipeline_ranks or profile.num_stages
     chosen = choose_schedules(
         profile,
         arguments.schedules,
-        micro_batches=[count for count in counts if count is not None],
+        micro_batches=counts,
         ranks=ranks,
         chunks=arguments.stages_per_rank,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import cycle, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -16,7 +16,7 @@ from perseus_ds.report.units import number, percent
 
 _DPI = 200
 _SYMBOLS = ("circle", "square", *MEASURED_SYMBOLS)
-_LINES = ("-", "--")
+_LINES: tuple[Literal["-", "--"], ...] = ("-", "--")
 _OPEN: dict[str, Any] = {"linestyle": "none", "markersize": 9, "markerfacecolor": "none"}
 
 

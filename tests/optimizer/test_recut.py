@@ -19,7 +19,8 @@ SPLIT = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 def split_schedule(stages: int, micro_batches: int = 1) -> Schedule:
     """Each stage on a rank of its own, backwards split, no transfers."""
     streams = [
-        [Compute(Instruction(stage, kind, m)) for m in range(micro_batches) for kind in SPLIT] for stage in range(stages)
+        [Compute(Instruction(stage, kind, m)) for m in range(micro_batches) for kind in SPLIT]
+        for stage in range(stages)
     ]
     return Schedule("split", micro_batches, tuple(map(tuple, streams)))
 
