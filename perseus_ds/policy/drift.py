@@ -78,10 +78,3 @@ class DriftWatch:
         """
         self._in_a_row = self._in_a_row + 1 if statistics.median_low(pipelines) > self._max_drift else 0
         return self._in_a_row == _TIMES_IN_A_ROW
-
-
-def computed_and_tail_s(spans: list[Span]) -> tuple[float, float]:
-    """Return when this rank had computed its last, and how long its tail was, waiting included [s]; 0 if not known."""
-    work = [(span.operation.instruction.kind, span.end_s) for span in spans if isinstance(span.operation, Compute)]
-    last_s = max((end_s for kind, end_s in work if kind is not Kind.TAIL), default=0.0)
-    return last_s, max(0.0, max((end_s for kind, end_s in work if kind is Kind.TAIL), default=last_s) - last_s)

@@ -28,6 +28,12 @@ def describe(total: Ended) -> str:
     return text
 
 
+def begin(plan: int, plans: int, forecast: Forecast | None) -> str:
+    """Return which plan a job begins with, of how many, and what it promises; without a forecast, nothing of that."""
+    text = f"running under plan {plan} of the frontier's {plans}"
+    return text if forecast is None else f"{text}, which promises {promise(forecast)}"
+
+
 def promise(forecast: Forecast) -> str:
     """Return what plans promise of time and energy, against default clocks."""
     known = "as measured in this job" if forecast.default_measured else "by the profile"

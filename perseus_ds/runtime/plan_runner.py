@@ -16,13 +16,14 @@ from perseus_ds.artifacts.rank_report import RankReports
 from perseus_ds.artifacts.run_records import Drifted, PlanChosen, PolicyChanged
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.policy.assignment import Assignment, Forecast, PlanChoice
-from perseus_ds.policy.drift import DriftWatch, computed_and_tail_s, drift_of_rank, paces_of_rank
+from perseus_ds.policy.drift import DriftWatch, drift_of_rank, paces_of_rank
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.plan_follower import PlanFollower
-from perseus_ds.policy.plan_proof import Comparison, IterationSample
+from perseus_ds.policy.plan_proof import Comparison, IterationSample, is_in_doubt, is_kept
 from perseus_ds.policy.policies import Decision, PolicyConfig
+from perseus_ds.policy.stragglers import computed_and_tail_s
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.job_lines import promise
+from perseus_ds.runtime.job_lines import begin
 from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed
 from perseus_ds.runtime.recorder import Recorder
 
@@ -88,13 +89,11 @@ class PlanRunner:
         self.wanted = self._with_report(choice)
         control.problem_of = lambda policy: self._decide(policy).problem
         recorder.event(PlanChosen.model_validate(self._assignment.status()))
-        promised = f": {promise(self._planned.forecast)}" if self._planned.forecast else ""
-        recorder.say(f"running under plan {choice.plan} of the frontier's {len(frontier.plans)}{promised}")
+        recorder.say(begin(choice.plan, len(frontier.plans), self._planned.forecast))
 
     def resume(self, checkpoint: Resumed) -> None:
         """Go on where a checkpoint was saved; all ranks do so at once."""
-        self._ran = None
-        self._sample = None
+        self._ran = self._sample = None
         choice = self._communicator.from_first(self._choice_of(checkpoint.progress))
         self._control.progress = {}
         self._change(choice)
@@ -202,6 +201,14 @@ class PlanRunner:
         self._sample, self._looks = IterationSample(sample.counter_period_s), 0
         return comparison
 
+    def is_kept(self, comparison: Comparison) -> bool:
+        """Return whether the plan is kept, by rank 0's policy; every rank must ask at once."""
+        return self._communicator.from_first(lambda: is_kept(comparison, self._control.policy))
+
+    def is_in_doubt(self, comparison: Comparison) -> bool:
+        """Return whether default clocks have to be measured again, by rank 0's policy; every rank must ask at once."""
+        return self._communicator.from_first(lambda: is_in_doubt(comparison, self._control.policy))
+
     def _add_to_sample(self, reports: RankReports, ran: Assignment | None) -> None:
         """Add an iteration to those that are compared with default clocks; all of them run alike, clocks settled."""
         if self._default is None:
@@ -283,8 +290,7 @@ class PlanRunner:
         if self._topology.data_parallel == 1 and not looks_for_drift:
             return {}
         spans = seen.spans()
-        computed_s, tail_s = computed_and_tail_s(spans)
-        reported = {"computed_s": computed_s, "tail_s": tail_s}
+        reported = computed_and_tail_s(spans)
         if looks_for_drift:
             known = not (seen.failed or self._ran is None or self._ran.choice.paused)  # else clocks are not the plan's
             times = self._frontier.instruction_times_s
