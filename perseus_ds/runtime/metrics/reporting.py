@@ -10,8 +10,8 @@ from pathlib import Path
 from prometheus_client import generate_latest
 
 from perseus_ds.artifacts.io import write_atomically
-from perseus_ds.config import MetricsConfig
 from perseus_ds.report.live.facts import JobFacts
+from perseus_ds.runtime.config import MetricsConfig
 from perseus_ds.runtime.metrics.endpoint import MetricsServer
 from perseus_ds.runtime.metrics.families import registry_of
 
