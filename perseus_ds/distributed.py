@@ -234,7 +234,7 @@ def _connect(ranks: Sequence[int] | None) -> Any:
     Raises:
         PerseusError: They cannot be connected.
     """
-    local = {} if ranks is None else {"ranks": list(ranks), "use_local_synchronization": True}
+    local: dict[str, Any] = {} if ranks is None else {"ranks": list(ranks), "use_local_synchronization": True}
     with _interface_of_nccl():
         try:
             group = dist.new_group(backend="gloo", timeout=_SETUP_TIMEOUT, **local)

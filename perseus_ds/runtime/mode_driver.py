@@ -97,7 +97,7 @@ class ModeDriver:
             self.observe()
         else:
             self._advance(replace(seen, reports=reports))
-        self._ended = ran
+        self._ended = replace(ran, outlook=self.next.outlook)
         self._unsent = partial(self._report, seen, own, self.next)
         self._is_known = seen.is_known
         if self.next.aligns_tail:  # ranks exchange something within the next iteration, all at the same place in it
@@ -118,12 +118,12 @@ class ModeDriver:
 
     def _report(self, seen: IterationMeasurement, own: RankReport, following: NextIteration) -> RankReport:
         try:
-            reported = {**following.reported, **following.reported_later()}
+            later = following.reported_later()
         except Exception as error:  # the other ranks wait for this report
             self._on_error(error)
-            reported = following.reported
+            later = {}
         own = replace(own, time_s=seen.time_s, energy_j=seen.energy_j, events=self._recorder.events_to_report)
-        return replace(own, closed=self._is_closed, **reported)
+        return replace(own, closed=self._is_closed, **{**following.reported, **later})
 
     def _received(self) -> RankReports | None:
         """Return the reports of all ranks of the iteration before; keep what it did where that is wanted."""
