@@ -19,8 +19,8 @@ from perseus_ds.engine.replay import Replay
 from perseus_ds.errors import PerseusError
 from perseus_ds.pipeline.commands import read_stream
 from perseus_ds.pipeline.schedule import Operation, Other, Schedule
+from perseus_ds.runtime.build import open_together
 from perseus_ds.runtime.config import PerseusConfig
-from perseus_ds.runtime.devices import execution_on, open_gpu
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
 
@@ -47,12 +47,7 @@ def make_runtime(
     """
     communicator = Communicator(_topology(engine.grid))
     schedule = _schedule_of_all_ranks(communicator, engine, pipe_schedule)
-    opened: list[Gpu] = []
-    communicator.together(
-        lambda: opened.append(open_gpu(config, engine.device, rank=engine.global_rank, local_rank=engine.local_rank))
-    )
-    gpu = opened[0]
-    timers = execution_on(gpu, engine.device, config)
+    gpu, timers = open_together(communicator, config, engine.device, local_rank=engine.local_rank)
     runtime = PerseusRuntime(
         Job(config, schedule, _info(engine, gpu, schedule), _fingerprint(engine), (model_name(engine), *others)),
         communicator=communicator,

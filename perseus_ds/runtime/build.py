@@ -1,4 +1,4 @@
-"""Builds the parts of a rank's runtime, for a training loop without an engine."""
+"""Builds the parts of a rank's runtime."""
 
 from __future__ import annotations
 
@@ -10,12 +10,37 @@ import torch
 import torch.distributed as dist
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
+from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator, PipelineTopology
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.runtime.config import parse_block
+from perseus_ds.runtime.config import PerseusConfig, parse_block
 from perseus_ds.runtime.devices import execution_on, open_gpu
 from perseus_ds.runtime.job import Job
+
+
+def open_together(
+    communicator: Communicator, config: PerseusConfig, device: torch.device, *, local_rank: int
+) -> tuple[Gpu, Execution]:
+    """Open the GPU of each rank; every rank must do so at once.
+
+    Args:
+        communicator: All ranks.
+        config: The ``perseus`` block.
+        device: Where the rank's tensors live.
+        local_rank: Rank on this node; names the GPU where the device does not.
+
+    Returns:
+        The GPU, and what times operations on it.
+
+    Raises:
+        PerseusError: On all ranks, what went wrong on one.
+    """
+    opened: list[Gpu] = []
+    rank = communicator.topology.rank
+    communicator.together(lambda: opened.append(open_gpu(config, device, rank=rank, local_rank=local_rank)))
+    return opened[0], execution_on(opened[0], device, config)
 
 
 def loop_parts(
