@@ -10,14 +10,26 @@ from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.limits import MOST_INSTRUCTIONS, MOST_STAGES, Index, MicroBatch, MicroBatchCount, Stage, Text
 from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Operation, Other, Payload, Schedule, Transfer
+from perseus_ds.pipeline.schedule import (
+    Compute,
+    Exchange,
+    Launch,
+    Load,
+    Operation,
+    Other,
+    Payload,
+    Schedule,
+    Transfer,
+    Wait,
+)
 
 _Transfer = tuple[Payload, Stage, Stage, MicroBatch]
 _Operation = (
     tuple[Literal["compute"], Stage, Kind, MicroBatch]
     | tuple[Literal["load"], Stage, MicroBatch]
     | tuple[Literal["other"], Text, Stage, Index]
-    | tuple[Literal["exchange"], tuple[_Transfer, ...], tuple[_Transfer, ...]]
+    | tuple[Literal["exchange", "launch"], tuple[_Transfer, ...], tuple[_Transfer, ...]]
+    | tuple[Literal["wait"], tuple[_Transfer, ...]]
 )
 
 
@@ -68,6 +80,10 @@ def _written(operation: Operation) -> _Operation:
             return ("other", command, stage, number)
         case Exchange(sends=sends, receives=receives):
             return ("exchange", _transfers(sends), _transfers(receives))
+        case Launch(sends=sends, receives=receives):
+            return ("launch", _transfers(sends), _transfers(receives))
+        case Wait(transfers=transfers):
+            return ("wait", _transfers(transfers))
 
 
 def _transfers(transfers: tuple[Transfer, ...]) -> tuple[_Transfer, ...]:
@@ -84,4 +100,8 @@ def _read(operation: _Operation) -> Operation:
             return Other(command, stage, number)
         case ("exchange", sends, receives):
             return Exchange(tuple(Transfer(*t) for t in sends), tuple(Transfer(*t) for t in receives))
+        case ("launch", sends, receives):
+            return Launch(tuple(Transfer(*t) for t in sends), tuple(Transfer(*t) for t in receives))
+        case ("wait", transfers):
+            return Wait(tuple(Transfer(*t) for t in transfers))
     raise AssertionError(f"unknown operation {operation!r}")

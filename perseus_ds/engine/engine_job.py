@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.config import PerseusConfig
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator, PipelineTopology
@@ -20,6 +19,7 @@ from perseus_ds.engine.replay import Replay
 from perseus_ds.errors import PerseusError
 from perseus_ds.pipeline.commands import read_stream
 from perseus_ds.pipeline.schedule import Operation, Other, Schedule
+from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.devices import execution_on, open_gpu
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.config import parse_block
 from perseus_ds.distributed import Communicator, PipelineTopology
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.devices import execution_on, open_gpu
 from perseus_ds.runtime.job import Job
 

@@ -15,15 +15,13 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.rank_report import RankReports
 from perseus_ds.artifacts.run_records import Drifted, PlanChosen, PolicyChanged
 from perseus_ds.device.rank_clocks import ClockPlan
-from perseus_ds.device.timers import Span
-from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.policy.assignment import Assignment, Forecast, PlanChoice
 from perseus_ds.policy.drift import DriftWatch, drift_of_rank, paces_of_rank
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.plan_follower import PlanFollower
-from perseus_ds.policy.plan_proof import Comparison, IterationSample
+from perseus_ds.policy.plan_proof import Comparison, IterationSample, is_in_doubt, is_kept
 from perseus_ds.policy.policies import PolicyConfig
+from perseus_ds.policy.stragglers import computed_and_tail_s
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed
 from perseus_ds.runtime.recorder import Recorder
@@ -198,6 +196,14 @@ class PlanRunner:
         self._sample, self._looks = IterationSample(sample.counter_period_s), 0
         return comparison
 
+    def is_kept(self, comparison: Comparison) -> bool:
+        """Return whether the plan is kept, by rank 0's policy; every rank must ask at once."""
+        return self._communicator.from_first(lambda: is_kept(comparison, self._control.policy))
+
+    def is_in_doubt(self, comparison: Comparison) -> bool:
+        """Return whether default clocks have to be measured again, by rank 0's policy; every rank must ask at once."""
+        return self._communicator.from_first(lambda: is_in_doubt(comparison, self._control.policy))
+
     def _add_to_sample(self, reports: RankReports, ran: Assignment | None) -> None:
         """Add an iteration to those that are compared with default clocks; all of them run alike, clocks settled."""
         if self._default is None:
@@ -276,8 +282,7 @@ class PlanRunner:
         if self._topology.data_parallel == 1 and not looks_for_drift:
             return {}
         spans = seen.spans()
-        computed_s, tail_s = _computed_and_tail_s(spans)
-        reported = {"computed_s": computed_s, "tail_s": tail_s}
+        reported = computed_and_tail_s(spans)
         if looks_for_drift:
             known = not (seen.failed or self._ran is None or self._ran.choice.paused)  # else clocks are not the plan's
             times = self._frontier.instruction_times_s
@@ -285,10 +290,3 @@ class PlanRunner:
             if known:
                 reported["pace_low"], reported["pace_high"] = paces_of_rank(spans, seen.clock_mhz, times)
         return reported
-
-
-def _computed_and_tail_s(spans: list[Span]) -> tuple[float, float]:
-    """Return when this rank had computed its last, and how long its tail was, waiting included [s]; 0 if not known."""
-    work = [(span.operation.instruction.kind, span.end_s) for span in spans if isinstance(span.operation, Compute)]
-    last_s = max((end_s for kind, end_s in work if kind is not Kind.TAIL), default=0.0)
-    return last_s, max(0.0, max((end_s for kind, end_s in work if kind is Kind.TAIL), default=last_s) - last_s)
