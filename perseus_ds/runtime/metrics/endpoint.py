@@ -33,6 +33,7 @@ class MetricsServer(TCPServer):
     """
 
     allow_reuse_address = True
+    request_queue_size = 128
     timeout = _PERIOD_S
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
