@@ -154,8 +154,7 @@ class PerseusRuntime:
         """Surround one training iteration, after which the job has seen so many samples; see RankReport.shapes."""
         clocks = self._rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
-        has_clocks = self._check()
-        plan = self.next.clocks if has_clocks else ClockPlan.none()
+        plan = self.next.clocks if (has_clocks := self._check()) else ClockPlan.none()
         self._hooks.prepare(plan, aligns_tail=self.next.aligns_tail and self._has_tail)
         energy_j = self._energy_j()
         self._timers.start_iteration()
@@ -193,6 +192,10 @@ class PerseusRuntime:
     def instruction(self, instruction: Instruction) -> AbstractContextManager[None]:
         """Surround one instruction of an iteration."""
         return self.operation(Compute(instruction))
+
+    def tail_begins(self) -> None:
+        """The tail goes on in the user's hands, who may take a while: its clock is kept for 2 s."""
+        self._rank.clocks.reset_when_idle(_IDLE_S)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -276,18 +279,16 @@ class PerseusRuntime:
 
     def _refused(self, refusal: Refusal) -> None:
         """Record a clock that the GPU does not reach."""
-        event = ClockRefused.model_validate({"rank": self._communicator.topology.rank, **asdict(refusal)})
-        self._recorder.own_event(event)
+        self._recorder.own_event(ClockRefused(rank=self._communicator.topology.rank, **asdict(refusal)))
 
     def _energy_j(self) -> float:
         if self._closed:
             return math.nan
         try:
             return self._rank.driver.call(self._rank.gpu.energy_j)
-        except GpuBusyError:  # for how long that is accepted, the supervision decides
-            return math.nan
         except GpuError as error:
-            self._fail(error)
+            if not isinstance(error, GpuBusyError):  # for how long that is accepted, the supervision decides
+                self._fail(error)
             return math.nan
 
     def _fail(self, error: Exception) -> None:
