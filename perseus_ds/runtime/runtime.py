@@ -153,6 +153,7 @@ class PerseusRuntime:
     @contextmanager
     def iteration(self, samples: int = 0, shapes: Callable[[], float] = float) -> Iterator[None]:
         """Surround one training iteration, after which the job has seen so many samples; see RankReport.shapes."""
+        self._driver.halt()
         clocks = self._rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
         has_clocks = self._check()
