@@ -29,6 +29,8 @@ class JobControl:
         progress: What a checkpoint kept of the progress under plans, until plans are run.
         signals: The signals of the policy; None but on rank 0.
         costs: What the job's energy has cost by a signal.
+        problem_of: Returns the condition of a policy that no plan meets now, empty if there is none; from any thread.
+            Nothing is known of it until plans are run.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class JobControl:
         self.progress: Mapping[str, Any] = {}
         self.signals: SignalWatch | None = None
         self.costs = CostAccount()
+        self.problem_of: Callable[[PolicyConfig], str] = lambda policy: ""
         self._pipelines = pipelines
         self._job_status = job_status
         self._lock = threading.Lock()
@@ -94,7 +97,8 @@ class JobControl:
             if self.signals is not None:
                 self.signals.follow(order.policy)
             self.policy = order.policy
-            return f"policy {order.policy.name} from the next iterations on"
+            problem = self.problem_of(order.policy)
+            return f"policy {order.policy.name} from the next iterations on" + (f"; but {problem}" if problem else "")
         if isinstance(order, SetStraggler):
             self.set_straggler(order.pipeline, order.slowdown, order.after_iterations)
             return f"pipeline {order.pipeline} is expected to take {order.slowdown:g} times as long"

@@ -37,7 +37,6 @@ class PlanFollower:
         self._stragglers = StragglerWatch(self._pipelines)
         self._idle_power_w = frontier.provenance.blocking_power_w * gpus_per_rank * len(frontier.instructions)
         self._plan: int | None = None
-        self._timetable: Timetable | None = None
         self.statistics = RunStatistics()
 
     def decide(
@@ -48,6 +47,7 @@ class PlanFollower:
         *,
         signals: Mapping[str, Signal] | None = None,
         iterations_ahead: int = 1,
+        timetable: Timetable | None = None,
     ) -> Decision:
         """Return the plan that a policy asks for now.
 
@@ -57,6 +57,7 @@ class PlanFollower:
             now: The time.
             signals: Values of the signals, by file.
             iterations_ahead: Iterations that will have run before the one that is decided on.
+            timetable: What a cheapest policy has decided before.
         """
         situation = Situation(
             step=step,
@@ -69,11 +70,9 @@ class PlanFollower:
             iterations_ahead=iterations_ahead,
             idle_power_w=self._idle_power_w,
             signals=signals or {},
-            timetable=self._timetable,
+            timetable=timetable,
         )
-        decision = decide(policy, self._frontier, situation)
-        self._timetable = decision.timetable
-        return decision
+        return decide(policy, self._frontier, situation)
 
     def expected(self, plan: int) -> tuple[float, float]:
         """Return time [s] and energy of all GPUs [J] of an iteration under a plan, by the profile and as measured."""

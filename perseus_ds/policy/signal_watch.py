@@ -70,7 +70,9 @@ class SignalWatch:
         found = {file: self._read_beside(file) for file in files}
         with self._changed:
             self._watched = [_File(file, signature) for file, (signature, _) in found.items()]
-            self.signals = {file: signal.continuing(self.signals.get(file)) for file, (_, signal) in found.items()}
+            # The policy from before may decide once more.
+            read = {file: signal.continuing(self.signals.get(file)) for file, (_, signal) in found.items()}
+            self.signals = {**self.signals, **read}
             begins = bool(files) and not self._is_watching and not self._is_closed
             self._is_watching = self._is_watching or begins
         if begins:

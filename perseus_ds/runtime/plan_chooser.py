@@ -15,6 +15,7 @@ from perseus_ds.policy.plan_follower import PlanFollower
 from perseus_ds.policy.policies import CheapestPolicy, PolicyConfig, SchedulePolicy, SimplePolicy, in_force
 from perseus_ds.policy.signal_values import Signal
 from perseus_ds.policy.signal_watch import SignalWatch
+from perseus_ds.policy.situation import Decision
 from perseus_ds.policy.timetable import Timetable
 from perseus_ds.runtime.halting import Waited
 from perseus_ds.runtime.job import Rank
@@ -83,8 +84,8 @@ class PlanChooser:
         Args:
             iterations_ahead: Iterations that will have run before it.
         """
-        control, now = self._control, self._rank.timebase.date()
-        decides = in_force(control.policy, now)
+        control = self._control
+        decides = in_force(control.policy, self._rank.timebase.date())
         if control.policy != self._policy:
             self._policy, self._window, self._complaint = control.policy, None, ""
             self._recorder.event(PolicyChanged(policy=control.policy.model_dump(mode="json")))
@@ -92,19 +93,31 @@ class PlanChooser:
             self._window, self._complaint = decides, ""
             self._recorder.event(PolicyChanged(policy=decides.model_dump(mode="json"), by_schedule=True))
         self.in_force = decides
-        signals = control.signals.signals if control.signals is not None else {}
-        decision = self._follower.decide(
-            decides, control.steps, now, signals=signals, iterations_ahead=iterations_ahead
-        )
+        decision = self._decide(decides, iterations_ahead)
         # Before the first colon a problem has no figures that change at every iteration.
         if decision.problem and decision.problem.partition(":")[0] != self._complaint.partition(":")[0]:
             self._complaint = decision.problem
             self._recorder.event(PolicyChanged(problem=decision.problem))
             self._recorder.say(decision.problem)
-        if decision.timetable is not None and decision.timetable is not self._timetable:
+        if decision.timetable is not self._timetable:
             self._take_up(decision.timetable)
         halts = decision.halts and not control.paused
         return PlanChoice(decision.plan, control.paused, control.straggler(), halts)
+
+    def problem_of(self, policy: PolicyConfig) -> str:
+        """Return the condition of a policy that no plan meets now, empty if there is none; from any thread."""
+        return self._decide(policy).problem
+
+    def _decide(self, policy: PolicyConfig, iterations_ahead: int = 1) -> Decision:
+        control = self._control
+        return self._follower.decide(
+            policy,
+            control.steps,
+            self._rank.timebase.date(),
+            signals=control.signals.signals if control.signals is not None else {},
+            iterations_ahead=iterations_ahead,
+            timetable=self._timetable,
+        )
 
     def learn(self, reports: RankReports | None, ran: Assignment | None) -> None:
         """Add the cost of the iteration before the one that has just ended."""
@@ -129,8 +142,10 @@ class PlanChooser:
             return None
         return self._control.signals.signals.get(self.in_force.signal)
 
-    def _take_up(self, timetable: Timetable) -> None:
+    def _take_up(self, timetable: Timetable | None) -> None:
         self._timetable = timetable
+        if timetable is None:
+            return
         costs = self._control.costs
         costs.bound = timetable.bound if costs.bound is None else costs.bound
         self._recorder.event(

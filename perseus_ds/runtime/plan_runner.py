@@ -22,6 +22,7 @@ from perseus_ds.policy.plan_proof import Comparison, IterationSample, is_in_doub
 from perseus_ds.policy.stragglers import computed_and_tail_s
 from perseus_ds.runtime.halting import Halt, Waited
 from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.job_lines import begin
 from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed
 from perseus_ds.runtime.plan_chooser import PlanChooser
 from perseus_ds.runtime.recorder import Recorder
@@ -85,13 +86,13 @@ class PlanRunner:
         self._assignment = self._follower.assign(choice)
         self._planned = self._under(self._assignment)
         self.wanted = self._with_report(choice)
+        control.problem_of = self._chooser.problem_of
         recorder.event(PlanChosen.model_validate(self._assignment.status()))
-        recorder.say(f"running under plan {choice.plan} of the frontier's {len(frontier.plans)}")
+        recorder.say(begin(choice.plan, len(frontier.plans), self._planned.forecast))
 
     def resume(self, checkpoint: Resumed) -> None:
         """Go on where a checkpoint was saved; all ranks do so at once."""
-        self._ran = None
-        self._sample = None
+        self._ran = self._sample = None
         choice = self._communicator.from_first(self._choice_of(checkpoint.progress))
         self._control.progress = {}
         self._change(choice)
@@ -179,6 +180,10 @@ class PlanRunner:
         self._looks = self._incomparable = 0
         self._planned = self._under(self._assignment)
         self.wanted = self._with_report(self._assignment.choice)
+
+    def verdict_in_s(self, iteration_s: float) -> float | None:
+        """Return about when iterations under the plans can be compared with others at default clocks [s]."""
+        return self._sample.remaining_s(iteration_s, 1) if self._sample is not None else None
 
     def comparison(self, *, until_sure: bool) -> Comparison | None:
         """Return how the iterations under the present plans compare with those at default clocks.
