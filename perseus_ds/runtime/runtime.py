@@ -152,6 +152,7 @@ class PerseusRuntime:
     @contextmanager
     def iteration(self, samples: int = 0, shapes: Callable[[], float] = float) -> Iterator[None]:
         """Surround one training iteration, after which the job has seen so many samples; see RankReport.shapes."""
+        self._driver.halt()
         clocks = self._rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
         plan = self.next.clocks if (has_clocks := self._check()) else ClockPlan.none()
@@ -178,11 +179,9 @@ class PerseusRuntime:
             not has_clocks or self._failed or self._closed,
         )
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
-        failed = seen.failed and not self._closed
+        failed, (asked_mhz, reached_mhz) = seen.failed and not self._closed, clocks.readback.reading
         own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, failed, shapes=shapes())
-        asked_mhz, reached_mhz = clocks.readback.reading
-        own = replace(own, asked_mhz=asked_mhz, reached_mhz=reached_mhz)
-        self._driver.end_iteration(seen, own, samples)
+        self._driver.end_iteration(seen, replace(own, asked_mhz=asked_mhz, reached_mhz=reached_mhz), samples)
         clocks.reset_when_idle(_IDLE_S)
 
     def operation(self, operation: Operation) -> AbstractContextManager[None]:
