@@ -34,7 +34,7 @@ class IterationRecord(_Record):
     iteration: int = Field(description="Training step, 1 first.")
     ended: float | None = Field(None, description="When it ended [Unix seconds].")
     phase: str = Field(description="What Perseus was doing.")
-    next_phase: str | None = Field(None, description="The phase after the one of the next iteration, where known.")
+    next_phase: str | None = Field(None, description="The phase after this one, where known.")
     next_in_s: float | None = Field(None, description="When it begins, counted from here, as estimated [s].")
     plan: int | None = Field(None, description="The plan of rank 0's pipeline: its place on the frontier.")
     time_s: float = Field(gt=0, description="Iteration time of the slowest rank [s].")
