@@ -36,6 +36,7 @@ class RankReport:
         events: Events of this rank that rank 0 has not been told of.
         plan: Rank 0's decision: what the policy asks for, as a place on the frontier.
         paused: Rank 0's decision: whether to run at default clocks.
+        halts: Rank 0's decision: whether all ranks wait before that iteration.
         straggler: Rank 0's decision: the pipeline reported to be a straggler; -1 for none.
         straggler_slowdown: How many times as long it takes.
         keeps_timeline: Rank 0's decision: whether the operations of the next iteration are to be kept.
@@ -59,6 +60,7 @@ class RankReport:
     events: int = 0
     plan: int = 0
     paused: bool = False
+    halts: bool = False
     straggler: int = -1
     straggler_slowdown: float = 1.0
     keeps_timeline: bool = False

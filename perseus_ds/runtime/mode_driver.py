@@ -11,6 +11,7 @@ from typing import Any
 from perseus_ds.artifacts.rank_report import RankReport, RankReports
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.profiler.offline import RepeatableInstructions
+from perseus_ds.runtime.halting import wait_together
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.modes import mode_of
 from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Outlook, Resumed, observe
@@ -64,6 +65,21 @@ class ModeDriver:
         self._is_closed = False
         self._mode = mode_of(job, rank, recorder, control, passes)
         self.next: NextIteration = next(self._mode)
+
+    def halt(self) -> None:
+        """Wait with all ranks before an iteration, for as long as the mode asks; errors never end training."""
+        if self.next.halt is None:
+            return
+        try:
+            waited = wait_together(self._rank, self.next.halt.is_over, lambda: self._is_closed)
+            if waited.closed:
+                self.observe()
+            elif waited.time_s > 0:
+                self.next.halt.waited(waited)
+        except Exception as error:  # such as the connection to a rank that is gone
+            logger.debug("perseus: waiting failed", exc_info=True)
+            self._on_error(error)
+            self.observe()
 
     def end_iteration(self, seen: IterationMeasurement, own: RankReport, samples: int) -> None:
         """Record the iteration before, of which all have reported; report this one; ask for the next one.
