@@ -10,15 +10,8 @@ from virtual_job import VirtualJob
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import (
-    Drifted,
-    Ended,
-    Failed,
-    PlanChosen,
-    PlanJudged,
-    ProfileWritten,
-    read_records,
-)
+from perseus_ds.artifacts.run_file import read_records
+from perseus_ds.artifacts.run_records import Drifted, Ended, Failed, PlanChosen, PlanJudged, ProfileWritten
 from perseus_ds.errors import GpuError
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.instruction import Kind
