@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from perseus_ds.artifacts.run_records import FILE_NAME, Record, from_line
+from perseus_ds.artifacts.run_file import FILE_NAME, from_line
+from perseus_ds.artifacts.run_records import Record
 
 _MOST_BYTES = 1 << 24
 """Read at once; a line that is longer is no record."""

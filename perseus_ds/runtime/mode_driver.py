@@ -14,7 +14,7 @@ from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.runtime.halting import wait_together
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.modes import mode_of
-from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed, observe
+from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Outlook, Resumed, observe
 from perseus_ds.runtime.recorder import IterationContext, Recorder
 from perseus_ds.runtime.report_exchange import ReportExchange
 from perseus_ds.runtime.timeline_log import Ran, TimelineLog
@@ -105,7 +105,8 @@ class ModeDriver:
         events = self._recorder.events_to_report
         own = replace(own, events=events, keeps_timeline=keeps_timeline, closed=self._is_closed)
         self._exchange.send(replace(own, **self.next.reported))
-        self._ended = replace(ran, outlook=self.next.outlook)
+        is_over = self.next.phase != ran.phase
+        self._ended = replace(ran, outlook=Outlook(self.next.phase, 0.0) if is_over else self.next.outlook)
 
     def resume(self, progress: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; every rank must do so at once.

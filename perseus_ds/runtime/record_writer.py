@@ -10,7 +10,8 @@ from pathlib import Path
 
 from perseus_ds.artifacts.io import open_without_links
 from perseus_ds.artifacts.record_follower import RecordFollower
-from perseus_ds.artifacts.run_records import FILE_NAME, Record, to_line
+from perseus_ds.artifacts.run_file import FILE_NAME, to_line
+from perseus_ds.artifacts.run_records import Record
 from perseus_ds.report.live.progress import JobLog
 
 logger = logging.getLogger("perseus_ds")

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -179,9 +179,10 @@ class PerseusRuntime:
             not has_clocks or self._failed or self._closed,
         )
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
-        failed, (asked_mhz, reached_mhz) = seen.failed and not self._closed, clocks.readback.reading
-        own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, failed, shapes=shapes())
-        self._driver.end_iteration(seen, replace(own, asked_mhz=asked_mhz, reached_mhz=reached_mhz), samples)
+        failed = seen.failed and not self._closed
+        counts = (clocks.changes - changes, skips, failed, *clocks.readback.reading)
+        own = RankReport(seen.time_s, seen.energy_j, *counts, shapes=shapes())
+        self._driver.end_iteration(seen, own, samples)
         clocks.reset_when_idle(_IDLE_S)
 
     def operation(self, operation: Operation) -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ import os
 from live_records import auto_job, default_iteration, started, write
 
 from perseus_ds.artifacts.record_follower import RecordFollower
-from perseus_ds.artifacts.run_records import read_records, to_line
+from perseus_ds.artifacts.run_file import read_records, to_line
 
 
 def append(folder, text):

@@ -216,5 +216,12 @@ def test_on_a_terminal_it_shows_what_is_new_until_the_job_ends(tmp_path, colour)
     assert ("\x1b[32m" in text or ";32m" in text) == (not colour)  # green
 
 
+def test_records_control_no_terminal():
+    hostile = "\x1b[2J\x07\r\u202e"
+    records = [started(gpu=hostile, policy={"name": hostile}), Failed(error=hostile), default_iteration(1, hostile)]
+    for view in (JobScreen(facts_of(records)), jobs_table([facts_of(records)])):
+        assert not {"\x1b", "\x07", "\r", "\u202e"} & set("".join(rendered(view)))
+
+
 def test_a_single_iteration_is_shown():
     assert rendered(JobScreen(facts_of([started(), default_iteration(1, "warm-up")])))

@@ -8,6 +8,7 @@ import pytest
 from frontiers import save_true_frontier
 from virtual_job import VirtualJob
 
+from perseus_ds.artifacts.run_file import read_records
 from perseus_ds.artifacts.run_records import (
     CostsSoFar,
     Failed,
@@ -16,7 +17,6 @@ from perseus_ds.artifacts.run_records import (
     PlanChosen,
     PolicyChanged,
     TimetableMade,
-    read_records,
 )
 from perseus_ds.errors import SignalError
 from perseus_ds.pipeline.instruction import Kind

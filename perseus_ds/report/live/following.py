@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from perseus_ds.artifacts.record_follower import RecordFollower
-from perseus_ds.artifacts.run_records import FILE_NAME
+from perseus_ds.artifacts.run_file import FILE_NAME
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.live.facts import JobFacts
 from perseus_ds.report.live.progress import JobLog
