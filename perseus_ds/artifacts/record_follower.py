@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from perseus_ds.artifacts.run_records import FILE_NAME, Record, record_or_none
+from perseus_ds.artifacts.run_records import FILE_NAME, Record, from_line
 
 _MOST_BYTES = 1 << 24
 """Read at once; a line that is longer is no record."""
@@ -62,6 +62,13 @@ class RecordFollower:
         return block if len(block) == _MOST_BYTES and not end else block[:end]
 
     def _records(self, lines: bytes) -> list[Record]:
-        found = [record_or_none(line.decode(errors="replace")) for line in lines.splitlines()]
+        found = [_record(line) for line in lines.splitlines()]
         self.unreadable += found.count(None)
         return [record for record in found if record is not None]
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        return from_line(line)
+    except ValueError:
+        return None

@@ -7,7 +7,7 @@ events. What can be computed from a record (a saving, a lateness) is a property 
 
 from __future__ import annotations
 
-import json
+import itertools
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +15,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from perseus_ds.artifacts.io import open_bounded, parse_json
+from perseus_ds.artifacts.limits import MOST_RECORD_BYTES, MOST_RECORD_LINE_BYTES
+from perseus_ds.artifacts.validation import check_numbers
 from perseus_ds.errors import ConfigError
 
 SCHEMA_VERSION = 2
@@ -273,15 +276,16 @@ def to_line(record: Record) -> str:
     return record.model_dump_json() + "\n"
 
 
-def from_line(line: str) -> Record:
+def from_line(line: str | bytes) -> Record:
     """Return the record of a line of ``run.jsonl``, written by this version or by version 1.
 
     Raises:
         ValueError: It is no record.
     """
-    raw = json.loads(line)
+    raw = parse_json(line)
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
+    check_numbers(raw)
     if "event" in raw:
         if raw["event"] == "start":
             raw.setdefault("schema_version", 1)  # which had no such key
@@ -292,7 +296,9 @@ def from_line(line: str) -> Record:
 def _with_default_energy(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Compute the energy at default clocks, instead of which version 1 stored the saving."""
     energy_j, saved = raw.get("energy_j"), raw.get("saved")
-    if "default_energy_j" in raw or energy_j is None or saved is None or saved >= 1:
+    if "default_energy_j" in raw or not isinstance(energy_j, float | int) or not isinstance(saved, float | int):
+        return raw
+    if not -1e6 < saved < 1:
         return raw
     return {**raw, "default_energy_j": energy_j / (1 - saved)}
 
@@ -304,22 +310,17 @@ def read_records(path: Path) -> list[Record]:
         ConfigError: The file is missing, or a line of it is no record.
     """
     path = path / FILE_NAME if path.is_dir() else path
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; expected the run.jsonl of a training run.") from None
-    records = [record_or_none(line) for line in lines]
-    if records and records[-1] is None:  # a job that was killed, or is still writing
-        records.pop()
-    for number, (line, record) in enumerate(zip(lines, records, strict=False), start=1):
-        if record is None:
-            raise ConfigError(f"{path}, line {number}: not a record of an iteration: {line[:80]!r}.")
-    return [record for record in records if record is not None]
-
-
-def record_or_none(line: str) -> Record | None:
-    """Return the record of a line, None where it is none."""
-    try:
-        return from_line(line)
-    except ValueError:
-        return None
+    records: list[Record] = []
+    cut_off: tuple[int, bytes] | None = None
+    with open_bounded(path, ConfigError, "run.jsonl of a training run", MOST_RECORD_BYTES) as file:
+        for number in itertools.count(1):
+            line = file.readline(MOST_RECORD_LINE_BYTES)
+            if cut_off is not None and line:
+                raise ConfigError(f"{path}, line {cut_off[0]}: not a record of an iteration: {cut_off[1][:80]!r}.")
+            if not line:  # a last line may be cut off: the job was killed, or is still writing
+                return records
+            try:
+                records.append(from_line(line))
+            except ValueError:
+                cut_off = number, line
+    raise AssertionError("the file has an end")

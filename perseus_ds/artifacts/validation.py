@@ -11,6 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 _MOST_PROBLEMS = 10
+_MOST = 1e18
 
 
 class StrictModel(BaseModel):
@@ -109,3 +110,17 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 def _tags(model: type[BaseModel]) -> set[Any]:
     return {tag for field in model.model_fields.values() for tag in get_args(field.annotation)}
+
+
+def check_numbers(value: Any) -> None:
+    """Check that no number is beyond what sums of it can hold.
+
+    Raises:
+        ValueError: One is.
+    """
+    if isinstance(value, float | int):
+        if not abs(value) <= _MOST:
+            raise ValueError(f"a number beyond {_MOST:g}")
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            check_numbers(part)

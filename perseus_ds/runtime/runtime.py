@@ -265,16 +265,15 @@ class PerseusRuntime:
 
     def _check(self) -> bool:
         """Return whether clocks can be set; fail if whatever they rely on is gone."""
-        problem = None if self._closed else self._supervision.problem()
-        if problem is not None:
+        if not self._closed and (problem := self._supervision.problem()) is not None:
             self._fail(problem)
         return not (self._failed or self._closed or self._supervision.driver_hangs())
 
     def _status(self) -> dict[str, Any]:
-        """Return the facts of the job, what it runs next, and what the last iteration took."""
-        facts, last, following = self._recorder.facts(), self._recorder.last, self._driver.next
+        """Return the facts of the job, what it runs next, and what its last iteration took."""
+        facts, last, following = self._recorder.facts().model_dump(mode="json"), self._recorder.last, self._driver.next
         now = {"phase": following.phase, "next": dict(following.status), "last": last.model_dump() if last else {}}
-        return {**facts.model_dump(mode="json"), **now}
+        return facts | now
 
     def _refused(self, refusal: Refusal) -> None:
         """Record a clock that the GPU does not reach."""
@@ -286,7 +285,7 @@ class PerseusRuntime:
         try:
             return self._rank.driver.call(self._rank.gpu.energy_j)
         except GpuError as error:
-            if not isinstance(error, GpuBusyError):  # for how long that is accepted, the supervision decides
+            if not isinstance(error, GpuBusyError):  # how long that is accepted, the supervision decides
                 self._fail(error)
             return math.nan
 

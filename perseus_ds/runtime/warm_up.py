@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.device.gpu.latency import counter_period_s as measured_period_s
 from perseus_ds.device.timers import Span
 from perseus_ds.errors import GpuError
@@ -98,6 +99,7 @@ def _baseline(job: Job, rank: Rank, spans: list[list[Span]], time_s: float, ener
         "tail_s": tail_durations_s([spans for _, spans, _ in reports]),
         "blocking_power_w": statistics.mean(power_w for *_, power_w in reports) if reports else power_w,
         "job": profile_key,
+        "streams": ScheduleStreams.of(job.schedule),
     }
     info = job.info.model_copy(update={**rest, "rows": []} if reports else {"blocking_power_w": power_w})
     return Baseline(spans, time_s, energy_j, period_s, info)

@@ -297,6 +297,9 @@ class Passes:
     def obstacle(self, agree):
         return agree(self._problem)
 
+    def prepare(self, stage, kind):
+        assert self.inside
+
     def run(self, stage, kind):
         assert self.inside
         self.job.work(kind)
