@@ -17,11 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from perseus_ds.artifacts.io import open_bounded, parse_json
 from perseus_ds.artifacts.limits import MOST_RECORD_BYTES, MOST_RECORD_LINE_BYTES
+from perseus_ds.artifacts.printable import bounded
 from perseus_ds.errors import ConfigError
 
 SCHEMA_VERSION = 2
 FILE_NAME = "run.jsonl"
-_MOST = 1e18
 
 
 class _Record(BaseModel):
@@ -37,6 +37,8 @@ class IterationRecord(_Record):
     iteration: int = Field(description="Training step, 1 first.")
     ended: float | None = Field(None, description="When it ended [Unix seconds].")
     phase: str = Field(description="What Perseus was doing.")
+    next_phase: str | None = Field(None, description="The phase after the one of the next iteration, where known.")
+    next_in_s: float | None = Field(None, description="When it begins, counted from here, as estimated [s].")
     plan: int | None = Field(None, description="The plan of rank 0's pipeline: its place on the frontier.")
     time_s: float = Field(gt=0, description="Iteration time of the slowest rank [s].")
     energy_j: float | None = Field(None, description="Energy of all GPUs of the job [J].")
@@ -51,6 +53,10 @@ class IterationRecord(_Record):
     clock_changes: int = Field(0, description="Clock changes of all GPUs.")
     clock_skips: int = Field(0, description="Clock changes left out.")
     failed_ranks: tuple[int, ...] = Field((), description="Ranks that have fallen back to default clocks.")
+    clocks_asked_mhz: tuple[int | None, ...] | None = Field(
+        None, description="By rank, the clock that its GPU was asked for when it was last read; null at default clocks."
+    )
+    clocks_reached_mhz: tuple[int | None, ...] | None = Field(None, description="By rank, the clock that was read.")
 
     @property
     def power_w(self) -> float | None:
@@ -90,6 +96,14 @@ class Started(Event):
     job: str | None = Field(None, description="A fingerprint of the job, which distinguishes it from others.")
     policy: dict[str, Any] | None = None
     engines: list[str] | None = Field(None, description="Models of the process's engines; the first one trains.")
+
+
+class ProfilingBegun(Event):
+    """Training stops for a while: passes are repeated to measure a profile."""
+
+    event: Literal["profiling"] = "profiling"
+    clocks: int = Field(0, description="How many clocks are measured, at most.")
+    longest_s: float | None = Field(None, description="How long it takes at most [s].")
 
 
 class ProfileWritten(Event):
@@ -165,9 +179,32 @@ class ClockRefused(Event):
 class Failed(Event):
     """A rank has fallen back to default clocks, or a part of Perseus outside training does not work."""
 
-    event: Literal["failure", "cache", "control"] = "failure"
+    event: Literal["failure", "cache", "control", "metrics"] = "failure"
     rank: int = 0
     error: str = ""
+
+
+class PlanTotals(BaseModel):
+    """Iterations under one plan, all of them together; those without a figure at default clocks are not counted."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    plan: int
+    iterations: int
+    time_s: float
+    energy_j: float
+    default_s: float = Field(description="What they take at default clocks [s].")
+    default_j: float = Field(description="What they take at default clocks [J].")
+
+    @property
+    def slowdown(self) -> float:
+        """As a fraction of the time at default clocks."""
+        return self.time_s / self.default_s - 1
+
+    @property
+    def saved(self) -> float:
+        """As a fraction of the energy at default clocks."""
+        return 1 - self.energy_j / self.default_j
 
 
 class Ended(Event):
@@ -183,7 +220,10 @@ class Ended(Event):
     planned: int = Field(0, description="Iterations under plans.")
     planned_j: float = Field(0.0, description="Their energy [J].")
     default_j: float = Field(0.0, description="What they take at default clocks [J].")
+    planned_s: float = Field(0.0, description="The time of the iterations under plans [s].")
+    default_s: float = Field(0.0, description="What they take at default clocks [s].")
     default_measured: bool = Field(False, description="Whether this job measured that; otherwise by the profile.")
+    plans: tuple[PlanTotals, ...] = Field((), description="The same by plan, in the order in which they ran.")
 
     @property
     def saved(self) -> float | None:
@@ -211,7 +251,7 @@ def from_line(line: str | bytes) -> Record:
     raw = parse_json(line)
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
-    _check_numbers(raw)
+    raw = bounded(raw)
     if "event" in raw:
         if raw["event"] == "start":
             raw.setdefault("schema_version", 1)  # which had no such key
@@ -252,15 +292,9 @@ def read_records(path: Path) -> list[Record]:
     raise AssertionError("the file has an end")
 
 
-def _check_numbers(value: Any) -> None:
-    """Check that no number is beyond what sums of it can hold.
-
-    Raises:
-        ValueError: One is.
-    """
-    if isinstance(value, float | int):
-        if not abs(value) <= _MOST:
-            raise ValueError(f"a number beyond {_MOST:g}")
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            _check_numbers(part)
+def record_or_none(line: str | bytes) -> Record | None:
+    """Return the record of a line, None where it is none."""
+    try:
+        return from_line(line)
+    except ValueError:
+        return None

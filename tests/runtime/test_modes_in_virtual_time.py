@@ -49,6 +49,9 @@ class WorkerAtOnce:
         self._request = request
         self.stopped = False
 
+    def remaining_s(self):
+        return None
+
     def poll(self):
         from perseus_ds.optimizer.worker import OptimizeResult
 
