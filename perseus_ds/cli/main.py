@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(overview())
         return 0 if words else 2
-    from perseus_ds.cli.printable import PrintableText, printable
+    from perseus_ds.artifacts.printable import printable
+    from perseus_ds.cli.printable import PrintableText
 
     try:
         with contextlib.redirect_stdout(PrintableText(sys.stdout)):
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, words: list[str]) -> int:
-    from perseus_ds.cli.printable import printable
+    from perseus_ds.artifacts.printable import printable
 
     for word in (command, *words):
         if printable(word) != word:
