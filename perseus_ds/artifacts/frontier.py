@@ -33,6 +33,7 @@ class Provenance(FileModel):
     micro_batches: int
     stages: int
     blocking_power_w: float
+    switch_cost_s: float = 0.0
     solver: str
     simulated: bool | None = None
     gpu: str | None = None

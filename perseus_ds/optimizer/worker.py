@@ -41,6 +41,8 @@ class OptimizeRequest(StrictModel):
         out: Folder for ``frontier.json`` and ``frontier.csv``.
         schedule: What every rank does in one iteration.
         switch_cost_j: What a change of clock is taken to cost [J].
+        switch_cost_s: By how much it is taken to delay the next instruction [s].
+        least_dwell_s: Shortest time at one clock [s].
         plans: For how many deadlines to plan.
     """
 
@@ -48,6 +50,8 @@ class OptimizeRequest(StrictModel):
     out: Path
     schedule: ScheduleStreams
     switch_cost_j: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    switch_cost_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    least_dwell_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     plans: int = Field(default=120, ge=2)
 
 
@@ -138,7 +142,12 @@ def _optimize(order: bytes) -> Path:
         raise PerseusError(f"The request cannot be read: {explain(error, OptimizeRequest, '')}") from None
     profile = StageProfile.load(request.profile)
     frontier = optimize(
-        request.schedule.to_schedule(), profile, plans=request.plans, switch_cost_j=request.switch_cost_j
+        request.schedule.to_schedule(),
+        profile,
+        plans=request.plans,
+        switch_cost_j=request.switch_cost_j,
+        switch_cost_s=request.switch_cost_s,
+        least_dwell_s=request.least_dwell_s,
     )
     provenance = frontier.provenance.model_copy(update={"profile": str(request.profile)})
     return replace(frontier, provenance=provenance).save(request.out)

@@ -157,7 +157,9 @@ class VirtualPipeline:
         taken: Of every iteration its phase, its time [s] and the energy that all GPUs really used [J].
     """
 
-    def __init__(self, folder, *, stages_s, tail_s=0.01, micro_batches=8, transfer_s=0.0, gpu=None, device="a100-sxm", **block):
+    def __init__(
+        self, folder, *, stages_s, tail_s=0.01, micro_batches=8, transfer_s=0.0, gpu=None, device="a100-sxm", **block
+    ):
         """Begin the job; its first iteration is run by :meth:`train`.
 
         Args:
