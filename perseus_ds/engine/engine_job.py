@@ -48,8 +48,15 @@ def make_runtime(
     communicator = Communicator(_topology(engine.grid))
     schedule = _schedule_of_all_ranks(communicator, engine, pipe_schedule)
     gpu, timers = open_together(communicator, config, engine.device, local_rank=engine.local_rank)
+    jobs: list[Job] = []
+
+    def describe() -> None:
+        models = (model_name(engine), *others)
+        jobs.append(Job(config, schedule, _info(engine, gpu, schedule), _fingerprint(engine), models))
+
+    communicator.together(describe)
     runtime = PerseusRuntime(
-        Job(config, schedule, _info(engine, gpu, schedule), _fingerprint(engine), (model_name(engine), *others)),
+        jobs[0],
         communicator=communicator,
         gpu=gpu,
         timers=timers,
@@ -81,10 +88,9 @@ def _schedule_of_all_ranks(communicator: Communicator, engine: Any, pipe_schedul
             raise type(error)(f"{schedule_name(pipe_schedule)}: {error}") from None
 
     communicator.together(read)
-    streams = communicator.all_gather(stream[0])
+    pipeline = tuple(communicator.pipeline_gather(stream[0]))
     if communicator.is_first:
-        _name_unknown_commands(streams)
-    pipeline = tuple(streams[rank] for rank in communicator.topology.pipeline)
+        _name_unknown_commands(pipeline)
     return Schedule(schedule_name(pipe_schedule), engine.micro_batches, pipeline)
 
 

@@ -37,10 +37,14 @@ def open_together(
     Raises:
         PerseusError: On all ranks, what went wrong on one.
     """
-    opened: list[Gpu] = []
-    rank = communicator.topology.rank
-    communicator.together(lambda: opened.append(open_gpu(config, device, rank=rank, local_rank=local_rank)))
-    return opened[0], execution_on(opened[0], device, config)
+    opened: list[tuple[Gpu, Execution]] = []
+
+    def open_one() -> None:
+        gpu = open_gpu(config, device, rank=communicator.topology.rank, local_rank=local_rank)
+        opened.append((gpu, execution_on(gpu, device, config)))
+
+    communicator.together(open_one)
+    return opened[0]
 
 
 def loop_parts(
@@ -64,7 +68,7 @@ def loop_parts(
 
     Raises:
         ConfigError: The block is wrong, or its mode needs an engine.
-        GpuError: The GPU cannot be opened.
+        PerseusError: On all ranks: the GPU of one cannot be opened.
     """
     config = parse_block(block)
     if config.mode == "profile":
@@ -73,21 +77,23 @@ def loop_parts(
             "trains."
         )
     rank, local_rank = dist.get_rank(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    gpu = open_gpu(config, device, rank=rank, local_rank=local_rank)
-    info = ProfileInfo(
-        simulated=gpu.simulated,
-        gpu=gpu.name,
-        driver=gpu.driver,
-        schedule=schedule.name,
-        stages=schedule.num_stages,
-        pipeline_ranks=len(pipeline),
-        data_parallel=data_parallel,
-        micro_batches=schedule.micro_batches,
-    )
-    return {
-        "job": Job(config, schedule, info),
-        "communicator": Communicator(PipelineTopology(rank, tuple(pipeline), data_parallel_rank, data_parallel)),
-        "gpu": gpu,
-        "timers": execution_on(gpu, device, config),
-        "device": device,
-    }
+    communicator = Communicator(PipelineTopology(rank, tuple(pipeline), data_parallel_rank, data_parallel))
+    opened: list[tuple[Gpu, Execution, Job]] = []
+
+    def open_all() -> None:
+        gpu = open_gpu(config, device, rank=rank, local_rank=local_rank)
+        info = ProfileInfo(
+            simulated=gpu.simulated,
+            gpu=gpu.name,
+            driver=gpu.driver,
+            schedule=schedule.name,
+            stages=schedule.num_stages,
+            pipeline_ranks=len(pipeline),
+            data_parallel=data_parallel,
+            micro_batches=schedule.micro_batches,
+        )
+        opened.append((gpu, execution_on(gpu, device, config), Job(config, schedule, info)))
+
+    communicator.together(open_all)
+    ((gpu, timers, job),) = opened
+    return {"job": job, "communicator": communicator, "gpu": gpu, "timers": timers, "device": device}

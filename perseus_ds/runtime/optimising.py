@@ -8,7 +8,7 @@ from perseus_ds.errors import PerseusError
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
 from perseus_ds.policy.plan_proof import IterationSample
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.phases import NextIteration, Phase, one_iteration
+from perseus_ds.runtime.phases import NextIteration, Outlook, Phase, one_iteration
 from perseus_ds.runtime.running import SETTLED, load_frontier
 
 # A clock changes about 15 ms after its request; until then instructions run at another clock than planned.
@@ -48,7 +48,8 @@ def optimise(job: Job, rank: Rank, default: IterationSample) -> Phase[Frontier]:
     try:
         finished, iterations = False, 0
         while True:
-            seen = yield from one_iteration(NextIteration("plan", reported={"vote": finished}))
+            outlook = Outlook("default", worker.remaining_s() if worker is not None else None)
+            seen = yield from one_iteration(NextIteration("plan", outlook=outlook, reported={"vote": finished}))
             iterations += 1
             if iterations > SETTLED and seen.reports is not None:
                 default.add_reports(seen.reports)

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
 _IDLE_S = 2.0
-_PROFILED = ("observe", "run", "pause")
 
 
 class PerseusRuntime:
@@ -148,7 +147,7 @@ class PerseusRuntime:
     @property
     def profiled(self) -> bool:
         """Whether there is nothing left to measure."""
-        return self.next.phase in _PROFILED
+        return self.next.phase in ("observe", "run", "pause")
 
     @contextmanager
     def iteration(self, samples: int = 0, shapes: Callable[[], float] = float) -> Iterator[None]:
@@ -181,6 +180,8 @@ class PerseusRuntime:
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
         failed = seen.failed and not self._closed
         own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, failed, shapes=shapes())
+        asked_mhz, reached_mhz = clocks.readback.reading
+        own = replace(own, asked_mhz=asked_mhz, reached_mhz=reached_mhz)
         self._driver.end_iteration(seen, own, samples)
         clocks.reset_when_idle(_IDLE_S)
 
@@ -271,10 +272,10 @@ class PerseusRuntime:
         return not (self._failed or self._closed or self._supervision.driver_hangs())
 
     def _status(self) -> dict[str, Any]:
-        """Return what the job runs next, and what the last iteration took."""
-        last, following = self._recorder.last, self._driver.next
-        taken = last.model_dump() if last is not None else {}
-        return {"phase": following.phase, "next": dict(following.status), "last": taken}
+        """Return the facts of the job, what it runs next, and what the last iteration took."""
+        facts, last, following = self._recorder.facts(), self._recorder.last, self._driver.next
+        now = {"phase": following.phase, "next": dict(following.status), "last": last.model_dump() if last else {}}
+        return {**facts.model_dump(mode="json"), **now}
 
     def _refused(self, refusal: Refusal) -> None:
         """Record a clock that the GPU does not reach."""

@@ -17,6 +17,9 @@ class WorkerAtOnce:
     def __init__(self, request, log_path):
         self._request = request
 
+    def remaining_s(self):
+        return None
+
     def poll(self):
         schedule, profile = self._request.schedule.to_schedule(), StageProfile.load(self._request.profile)
         frontier = optimize(schedule, profile, plans=20, switch_cost_j=self._request.switch_cost_j)
