@@ -11,7 +11,7 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.cli.run_arguments import RunArguments
 from perseus_ds.errors import ConfigError, PerseusError, ProfileError
-from perseus_ds.pipeline.schedule import Schedule, read_schedule, schedule_class, stages_per_rank
+from perseus_ds.pipeline.schedule import Schedule, is_of_torch, read_schedule, schedule_class, stages_per_rank
 from perseus_ds.report.sources import Sources, connect, find_sources
 
 
@@ -32,6 +32,12 @@ def schedule_for(
         )
     stages = stages or info.stages or profile.num_stages
     name, found = find_schedule(profile, schedule)
+    if is_of_torch(found):
+        from perseus_ds.torch_pipelining.order import read_class
+
+        # A rank of these may have any number of stages.
+        ranks = info.pipeline_ranks or stages
+        return read_class(found, ranks=ranks, stages_per_rank=stages // ranks, micro_batches=micro_batches)
     per_rank = stages_per_rank(found)
     if stages % per_rank:
         raise ConfigError(
