@@ -12,9 +12,10 @@ from typing import Any
 from perseus_ds.artifacts.rank_report import RankReport, RankReports
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.profiler.offline import RepeatableInstructions
+from perseus_ds.runtime.halting import wait_together
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.modes import mode_of
-from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed, observe
+from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Outlook, Resumed, observe
 from perseus_ds.runtime.recorder import IterationContext, Recorder
 from perseus_ds.runtime.report_exchange import ReportExchange
 from perseus_ds.runtime.timeline_log import Ran, TimelineLog
@@ -75,6 +76,22 @@ class ModeDriver:
         """Whether the report of the last iteration is still to be sent, once the device has done it."""
         return self._unsent is not None
 
+    def halt(self) -> None:
+        """Wait with all ranks before an iteration, for as long as the mode asks; errors never end training."""
+        if self.next.halt is None:
+            return
+        self.send_report()
+        try:
+            waited = wait_together(self._rank, self.next.halt.is_over, lambda: self._is_closed)
+            if waited.closed:
+                self.observe()
+            elif waited.time_s > 0:
+                self.next.halt.waited(waited)
+        except Exception as error:  # such as the connection to a rank that is gone
+            logger.debug("perseus: waiting failed", exc_info=True)
+            self._on_error(error)
+            self.observe()
+
     def end_iteration(self, seen: IterationMeasurement, own: RankReport, samples: int) -> None:
         """Record the iteration before, of which all have reported; ask for the next one.
 
@@ -97,7 +114,8 @@ class ModeDriver:
             self.observe()
         else:
             self._advance(replace(seen, reports=reports))
-        self._ended = replace(ran, outlook=self.next.outlook)
+        is_over = self.next.phase != ran.phase
+        self._ended = replace(ran, outlook=Outlook(self.next.phase, 0.0) if is_over else self.next.outlook)
         self._unsent = partial(self._report, seen, own, self.next)
         self._is_known = seen.is_known
         if self.next.aligns_tail:  # ranks exchange something within the next iteration, all at the same place in it

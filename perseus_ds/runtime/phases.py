@@ -17,6 +17,7 @@ from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.device.timers import FinishedIteration, SimulatedExecution, Span
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.policy.assignment import Forecast
+from perseus_ds.runtime.halting import Halt
 from perseus_ds.runtime.job import Job, Rank
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class NextIteration:
         reported_later: Returns more of them, once the device has done that iteration.
         status: What the next iteration runs, for ``perseus-ds control status``.
         progress: Returns what a checkpoint keeps of the phase, as plain values.
+        halt: What all ranks wait for before the iteration; None for nothing.
     """
 
     phase: str
@@ -64,6 +66,7 @@ class NextIteration:
     reported_later: Callable[[], Mapping[str, Any]] = dict
     status: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[], dict[str, Any]] = dict
+    halt: Halt | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -84,8 +84,7 @@ class PerseusRuntime:
         self._in_iteration = False
         # Ranks without a tail do not take part in its barrier.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
-        self._closed = False
-        self._failed = False
+        self._closed = self._failed = False
         if config.mode != "observe":
             communicator.together(gpu.check_lock_permission)
         clocks = ClockController(gpu, self._fail, self._refused, timers.use_device, timebase)
@@ -154,10 +153,10 @@ class PerseusRuntime:
     @contextmanager
     def iteration(self, samples: int = 0, shapes: Callable[[], float] = float) -> Iterator[None]:
         """Surround one training iteration, after which the job has seen so many samples; see RankReport.shapes."""
+        self._driver.halt()
         clocks = self._rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
-        has_clocks = self._check()
-        plan = self.next.clocks if has_clocks else ClockPlan.none()
+        plan = self.next.clocks if (has_clocks := self._check()) else ClockPlan.none()
         self._hooks.prepare(plan, aligns_tail=self.next.aligns_tail and self._has_tail)
         begun = self._energy_at(self._timers.start_iteration())
         start_s = self._rank.timebase.now_s()
@@ -182,9 +181,8 @@ class PerseusRuntime:
         )
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
         failed = seen.failed and not self._closed
-        own = RankReport(math.nan, math.nan, clocks.changes - changes, skips, failed, shapes=shapes())
-        asked_mhz, reached_mhz = clocks.readback.reading
-        own = replace(own, asked_mhz=asked_mhz, reached_mhz=reached_mhz)
+        counts = (clocks.changes - changes, skips, failed, *clocks.readback.reading)
+        own = RankReport(math.nan, math.nan, *counts, shapes=shapes())
         self._driver.end_iteration(seen, own, samples)
         clocks.reset_when_idle(_IDLE_S)
 
@@ -197,6 +195,10 @@ class PerseusRuntime:
     def instruction(self, instruction: Instruction) -> AbstractContextManager[None]:
         """Surround one instruction of an iteration."""
         return self.operation(Compute(instruction))
+
+    def tail_begins(self) -> None:
+        """The tail goes on in the user's hands, who may take a while: its clock is kept for 2 s."""
+        self._rank.clocks.reset_when_idle(_IDLE_S)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -267,21 +269,19 @@ class PerseusRuntime:
 
     def _check(self) -> bool:
         """Return whether clocks can be set; fail if whatever they rely on is gone."""
-        problem = None if self._closed else self._supervision.problem()
-        if problem is not None:
+        if not self._closed and (problem := self._supervision.problem()) is not None:
             self._fail(problem)
         return not (self._failed or self._closed or self._supervision.driver_hangs())
 
     def _status(self) -> dict[str, Any]:
-        """Return the facts of the job, what it runs next, and what the last iteration took."""
-        facts, last, following = self._recorder.facts(), self._recorder.last, self._driver.next
+        """Return the facts of the job, what it runs next, and what its last iteration took."""
+        facts, last, following = self._recorder.facts().model_dump(mode="json"), self._recorder.last, self._driver.next
         now = {"phase": following.phase, "next": dict(following.status), "last": last.model_dump() if last else {}}
-        return {**facts.model_dump(mode="json"), **now}
+        return facts | now
 
     def _refused(self, refusal: Refusal) -> None:
         """Record a clock that the GPU does not reach."""
-        event = ClockRefused.model_validate({"rank": self._communicator.topology.rank, **asdict(refusal)})
-        self._recorder.own_event(event)
+        self._recorder.own_event(ClockRefused(rank=self._communicator.topology.rank, **asdict(refusal)))
 
     def _energy_at(self, moment: Moment) -> Answer | None:
         """Have the energy counter read when the device passes a moment; None once this is closed."""

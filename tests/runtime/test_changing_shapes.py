@@ -4,7 +4,8 @@ import pytest
 from virtual_job import VirtualJob
 
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import Drifted, PlanJudged, ProfileWritten, read_records
+from perseus_ds.artifacts.run_file import read_records
+from perseus_ds.artifacts.run_records import Drifted, PlanJudged, ProfileWritten
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.worker import OptimizeResult
 
