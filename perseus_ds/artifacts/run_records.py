@@ -133,6 +133,20 @@ class PlanJudged(Event):
     saved_error: float = Field(0.0, description="Its standard error.")
 
 
+class Predicted(Event):
+    """Iterations at default clocks differ from what the profile predicts for them."""
+
+    event: Literal["prediction"] = "prediction"
+    time_s: float = Field(0.0, description="Iteration time, as measured [s].")
+    time_error: float = Field(0.0, description="Its relative standard error.")
+    energy_j: float = Field(0.0, description="Energy of all GPUs, as measured [J].")
+    energy_error: float = Field(0.0, description="Its relative standard error.")
+    predicted_time_s: float = Field(0.0, description="By the profile [s].")
+    predicted_energy_j: float = Field(0.0, description="By the profile [J].")
+    parts: dict[str, float] = Field({}, description="Parts that differ: how many times as long they take as profiled.")
+    corrected: bool = Field(False, description="Whether the profile was corrected and plans are made again.")
+
+
 class PolicyChanged(Event):
     """Another policy is followed, or its condition cannot be met."""
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.policy.plan_proof import IterationSample
 from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.profiler.search import clocks_to_choose_from
+from perseus_ds.runtime.default_clocks import DefaultIterations, measure_default
 from perseus_ds.runtime.earlier_run import forget_for_later_runs, frontier_of_an_earlier_run, keep_for_later_runs
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.offline_profiling import profile_offline
@@ -16,9 +16,10 @@ from perseus_ds.runtime.online_profiling import profile_online
 from perseus_ds.runtime.optimising import optimise
 from perseus_ds.runtime.phases import Phase, calibrate, observe
 from perseus_ds.runtime.plan_runner import PlanRunner
+from perseus_ds.runtime.prediction import Verdict, compare_prediction, is_predicted
 from perseus_ds.runtime.recorder import Recorder
-from perseus_ds.runtime.running import Outcome, load_frontier, measure_default, prove, run, try_out
-from perseus_ds.runtime.warm_up import counter_period_s, warm_up
+from perseus_ds.runtime.running import Outcome, load_frontier, prove, run, try_out
+from perseus_ds.runtime.warm_up import Baseline, counter_period_s, warm_up
 
 # Times that keep changing, as with sequences of different lengths, fit no profile, so measuring again has no use.
 _MOST_PROFILES = 3
@@ -62,10 +63,14 @@ def _run(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase
     yield from calibrate(job, rank)
     runner = PlanRunner(job, rank, recorder, control, frontier=frontier)
     yield from try_out(runner)
+    compared = False
     while True:
-        default = IterationSample(counter_period_s(rank))
-        yield from measure_default(default, settled=False)
-        runner.compare_with(default)
+        default = DefaultIterations(counter_period_s(rank))
+        yield from measure_default(default)
+        if not compared:
+            compare_prediction(job, rank, recorder, frontier, default)
+            compared = True
+        runner.compare_with(default.sample)
         outcome = yield from _under_plan(recorder, runner, profiles_again=False)
         if outcome is Outcome.LOST:
             yield from observe()
@@ -89,22 +94,25 @@ def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phas
     frontier = frontier_of_an_earlier_run(job, rank, recorder)
     yield from calibrate(job, rank)
     runner: PlanRunner | None = None
+    baseline: Baseline | None = None
     profiles = 0
     while True:
         if frontier is None:
             baseline = yield from warm_up(job, rank)
-            default = IterationSample(rank.communicator.all_max(baseline.counter_period_s))
+            default = DefaultIterations(rank.communicator.all_max(baseline.counter_period_s))
             yield from profile_online(job, rank, recorder, baseline)
             frontier = yield from optimise(job, rank, default)
             profiles += 1
-            yield from measure_default(default, settled=True)
         else:
-            default = IterationSample(counter_period_s(rank))
-            yield from measure_default(default, settled=False)
+            default = DefaultIterations(counter_period_s(rank))
+        yield from measure_default(default)
         if runner is None:
-            runner = PlanRunner(job, rank, recorder, control, frontier=frontier, default=default)
+            verdict = compare_prediction(job, rank, recorder, frontier, default, before=baseline)
+            if verdict is Verdict.CORRECTED:
+                frontier = yield from optimise(job, rank, default)
+            runner = PlanRunner(job, rank, recorder, control, frontier=frontier, default=default.sample)
         else:
-            runner.compare_with(default)
+            runner.compare_with(default.sample)
         outcome = yield from _under_plan(
             recorder,
             runner,
@@ -112,10 +120,12 @@ def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phas
             on_kept=lambda: keep_for_later_runs(job, rank, recorder),
         )
         if outcome is Outcome.LOST:
+            if is_predicted(rank, frontier, default.sample):  # plans of another policy may win
+                yield from observe()
             forget_for_later_runs(job, rank)
             if profiles:
                 yield from observe()
-        if outcome is not Outcome.IN_DOUBT:  # where a plan lost, an earlier run's profile may be out of date
+        if outcome is not Outcome.IN_DOUBT:  # where a plan lost, an earlier run's profile is out of date
             frontier = runner = None
 
 

@@ -9,13 +9,11 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.errors import ConfigError, PlanError
-from perseus_ds.policy.plan_proof import Comparison, IterationSample
+from perseus_ds.policy.plan_proof import Comparison
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Phase, one_iteration
+from perseus_ds.runtime.phases import IterationMeasurement, Phase
 from perseus_ds.runtime.plan_runner import PlanRunner
 
-# The first iteration after a change of clocks begins at the clocks before.
-SETTLED = 2
 # A plan from elsewhere runs for so long before it is compared; a job that ends earlier is too short for a comparison.
 _TRIAL_ITERATIONS = 8
 _TRIAL_S = 20.0
@@ -65,21 +63,6 @@ def load_frontier(job: Job, rank: Rank, path: Path) -> Frontier:
 
     rank.communicator.together(check)
     return frontier
-
-
-def measure_default(default: IterationSample, *, settled: bool) -> Phase[None]:
-    """Run iterations at default clocks until time and energy are known well enough to compare plans with.
-
-    Args:
-        default: Iterations measured so far; those of this phase are added.
-        settled: Whether the iterations before this phase ran at default clocks too.
-    """
-    iterations = SETTLED if settled else 0
-    while not default.is_enough:
-        seen = yield from one_iteration(NextIteration("default"))
-        iterations += 1
-        if iterations > SETTLED and seen.reports is not None:
-            default.add_reports(seen.reports)
 
 
 def try_out(runner: PlanRunner) -> Phase[None]:

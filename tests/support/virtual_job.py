@@ -5,15 +5,40 @@ from lone_communicator import LoneCommunicator
 from pipelines import one_f_one_b
 from virtual_time import VirtualTime
 
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
 from perseus_ds.artifacts.run_records import IterationRecord, read_records
 from perseus_ds.config import parse_block
 from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.timers import HostExecution
+from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.worker import OptimizeResult
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
+
+SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
+
+
+class WorkerAtOnce:
+    """The optimiser's process, in no time and in this process."""
+
+    problem = None
+
+    def __init__(self, request, log_path):
+        self._request = request
+        self.stopped = False
+
+    def poll(self):
+        if self.problem is not None:
+            return OptimizeResult(ok=False, error=self.problem)
+        schedule, profile = self._request.schedule.to_schedule(), StageProfile.load(self._request.profile)
+        frontier = optimize(schedule, profile, plans=20, switch_cost_j=self._request.switch_cost_j)
+        return OptimizeResult(ok=True, frontier=frontier.save(self._request.out))
+
+    def stop(self):
+        self.stopped = True
 
 
 class VirtualJob:
@@ -78,3 +103,25 @@ class VirtualJob:
         """End the job; return its iterations."""
         self.runtime.close()
         return [record for record in read_records(self.folder) if isinstance(record, IterationRecord)]
+
+
+def events(job, kind):
+    """The events of a kind in a job's records."""
+    return [record for record in read_records(job.folder) if isinstance(record, kind)]
+
+
+def in_order(phases):
+    """Phases without repetitions."""
+    return [phase for number, phase in enumerate(phases) if number == 0 or phases[number - 1] != phase]
+
+
+def late_under_plans(job, by_s=0.03):
+    """Make the GPU take longer under plans than it did when it was profiled."""
+    work = job.work
+
+    def work_late(kind):
+        if job.runtime.next.phase == "run":
+            job.time.sleep(by_s)
+        work(kind)
+
+    job.work = work_late
