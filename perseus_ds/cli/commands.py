@@ -15,6 +15,7 @@ COMMANDS = (
     "trace",
     "plot",
     "emulate",
+    "schedules",
     "export",
     "import",
     "control",
