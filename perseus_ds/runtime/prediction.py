@@ -162,7 +162,10 @@ def _tell(
     recorder: Recorder, sample: IterationSample, predicted: tuple[float, float], factors: dict[str, float], remedy: str
 ) -> None:
     time_s, energy_j = predicted
-    differences = f"{sample.time_s / time_s - 1:+.1%} time and {sample.energy_j / energy_j - 1:+.1%} energy"
+    longer, more = sample.time_s / time_s - 1, sample.energy_j / energy_j - 1
     parts = ", ".join(f"{name} {factor - 1:+.1%}" for name, factor in factors.items())
     explained = parts or "no instruction, transfer or tail differs in time"
-    recorder.say(f"iterations at default clocks differ from the profile by {differences} ({explained}): {remedy}")
+    recorder.say(
+        f"iterations at default clocks differ from the profile by {longer:+.1%} time and {more:+.1%} energy "
+        f"({explained}): {remedy}"
+    )
