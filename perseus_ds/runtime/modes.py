@@ -126,6 +126,7 @@ def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phas
             if profiles:
                 yield from observe()
         if outcome is not Outcome.IN_DOUBT:  # where a plan lost, an earlier run's profile is out of date
+            control.progress = runner.progress_for_other_plans()
             frontier = runner = None
 
 

@@ -98,6 +98,10 @@ class PlanRunner:
         self._change(choice)
         self.wanted = self._with_report(choice)
 
+    def progress_for_other_plans(self) -> dict[str, Any]:
+        """Return what stays true of the job when it leaves these plans for those of another profile."""
+        return self._follower.state_for_other_plans()
+
     def _choice_of(self, progress: Mapping[str, Any]) -> Callable[[], PlanChoice]:
         """Take up what a checkpoint kept, on all ranks; return what rank 0 decides by it."""
         plan = None

@@ -228,7 +228,7 @@ class PerseusRuntime:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of Perseus: policy, reported stragglers, steps done, the plan in use."""
-        return {**self._control.state(), "progress": self.next.progress()}
+        return {**self._control.state(), "progress": self.next.progress() or self._control.progress}
 
     def restore(self, state: Mapping[str, Any], steps: int | None = None) -> None:
         """Restore what a checkpoint kept, before the next iteration; every rank must do so at once.

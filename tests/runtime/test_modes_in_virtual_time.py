@@ -237,6 +237,9 @@ class Passes:
     def obstacle(self, agree):
         return agree(self._problem)
 
+    def prepare(self, stage, kind):
+        pass
+
     def run(self, stage, kind):
         assert self.inside
         self.job.work(kind)
@@ -413,12 +416,46 @@ def test_a_checkpoint_is_taken_up_by_a_job_that_measures_default_clocks_first(st
     first.train_until("run")
     first.train(40)
     state = json.loads(json.dumps(first.runtime.state()))
-    assert state["progress"]["pace"]["stops"] > 0
+    assert state["progress"]["statistics"]["stops"] > 0
     first.close()
     second = start("second", **cached)
     second.runtime.restore(state)
     second.train_until("run")
-    assert second.runtime.state()["progress"]["pace"]["stops"] == state["progress"]["pace"]["stops"]
+    assert second.runtime.state()["progress"]["statistics"]["stops"] == state["progress"]["statistics"]["stops"]
+
+
+def test_what_a_job_knows_of_its_stops_outlives_its_profile(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    for _ in range(12):
+        job.time.sleep(1.0)
+        job.train()
+    for kind in job.work_s:
+        job.work_s[kind] *= 1.3
+    job.train_until("profile")
+    kept = job.runtime.state()["progress"]
+    assert kept["plan"] is None
+    assert kept["statistics"]["stops"] > 12
+    assert kept["statistics"]["times"] == []
+    job.train_until("run")
+    after = job.runtime.state()["progress"]["statistics"]
+    assert (after["stops"], after["stopped_s"]) == (kept["statistics"]["stops"], kept["statistics"]["stopped_s"])
+
+
+def test_checkpoints_with_the_names_of_earlier_versions_are_taken_up(start, frontier, caplog):
+    first = start(mode="run", frontier=frontier, **SLOWER)
+    first.runtime.set_straggler(0, 1.2, after_iterations=100)
+    first.train(5)
+    state = json.loads(json.dumps(first.runtime.state()))
+    progress = state["progress"]
+    progress["rooms"], progress["pace"] = progress.pop("stretch_factors"), progress.pop("statistics")
+    state["told"] = state.pop("stragglers")
+    second = start("second", mode="run", frontier=frontier, **SLOWER)
+    second.runtime.restore(state)
+    taken_up = second.runtime.state()
+    assert taken_up["stragglers"] == {"0": [100, 1.2]}
+    assert taken_up["progress"]["statistics"] == progress["pace"]
+    assert "cannot be read" not in caplog.text
 
 
 def test_the_clock_returns_to_its_default_after_an_iteration_that_was_broken_off(start):
