@@ -18,6 +18,7 @@ COMMANDS = (
     "schedules",
     "export",
     "import",
+    "watch",
     "control",
     "reset",
     "doctor",

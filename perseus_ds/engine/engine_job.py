@@ -19,8 +19,8 @@ from perseus_ds.engine.replay import Replay
 from perseus_ds.errors import PerseusError
 from perseus_ds.pipeline.commands import read_stream
 from perseus_ds.pipeline.schedule import Operation, Other, Schedule
+from perseus_ds.runtime.build import open_together
 from perseus_ds.runtime.config import PerseusConfig
-from perseus_ds.runtime.devices import execution_on, open_gpu
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
 
@@ -47,18 +47,16 @@ def make_runtime(
     """
     communicator = Communicator(_topology(engine.grid))
     schedule = _schedule_of_all_ranks(communicator, engine, pipe_schedule)
-    opened: list[tuple[Gpu, Execution, Job]] = []
+    gpu, timers = open_together(communicator, config, engine.device, local_rank=engine.local_rank)
+    jobs: list[Job] = []
 
-    def open_all() -> None:
-        gpu = open_gpu(config, engine.device, rank=engine.global_rank, local_rank=engine.local_rank)
+    def describe() -> None:
         models = (model_name(engine), *others)
-        job = Job(config, schedule, _info(engine, gpu, schedule), _fingerprint(engine), models)
-        opened.append((gpu, execution_on(gpu, engine.device, config), job))
+        jobs.append(Job(config, schedule, _info(engine, gpu, schedule), _fingerprint(engine), models))
 
-    communicator.together(open_all)
-    ((gpu, timers, job),) = opened
+    communicator.together(describe)
     runtime = PerseusRuntime(
-        job,
+        jobs[0],
         communicator=communicator,
         gpu=gpu,
         timers=timers,

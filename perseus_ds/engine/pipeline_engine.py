@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -73,7 +74,7 @@ def _with_perseus(engine_class: type) -> type:
     return type(engine_class.__name__, (_PerseusEngine, engine_class), names)
 
 
-def attach(engine: E, block: dict[str, Any] | None = None) -> E:
+def attach(engine: E, block: Mapping[str, Any] | None = None) -> E:
     """Let an engine train under Perseus; every rank must do so at once.
 
     The engine stays the object it is, and becomes an instance of a subclass of its class.

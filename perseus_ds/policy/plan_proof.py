@@ -81,6 +81,17 @@ class IterationSample:
         """Whether more iterations are no longer worth waiting for."""
         return self.looks == len(_LOOKS)
 
+    def remaining_s(self, iteration_s: float, more: int = 0) -> float:
+        """Return about how long it takes until the next look [s].
+
+        Args:
+            iteration_s: A typical iteration time [s].
+            more: Iterations until the first one is added.
+        """
+        times = _LOOKS[min(self.looks, len(_LOOKS) - 1)]
+        iterations = max(0, times * _LEAST_ITERATIONS - len(self.times_s)) * iteration_s
+        return max(iterations, times * _REFRESHES * self.counter_period_s - self._total_s, 0.0) + more * iteration_s
+
     @property
     def time_s(self) -> float:
         """A typical iteration time [s]; a median, since single iterations may be held up."""

@@ -1,4 +1,4 @@
-"""Builds the parts of a rank's runtime, for a training loop without an engine."""
+"""Builds the parts of a rank's runtime."""
 
 from __future__ import annotations
 
@@ -15,9 +15,36 @@ from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator, PipelineTopology
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.runtime.config import parse_block
+from perseus_ds.runtime.config import PerseusConfig, parse_block
 from perseus_ds.runtime.devices import execution_on, open_gpu
 from perseus_ds.runtime.job import Job
+
+
+def open_together(
+    communicator: Communicator, config: PerseusConfig, device: torch.device, *, local_rank: int
+) -> tuple[Gpu, Execution]:
+    """Open the GPU of each rank; every rank must do so at once.
+
+    Args:
+        communicator: All ranks.
+        config: The ``perseus`` block.
+        device: Where the rank's tensors live.
+        local_rank: Rank on this node; names the GPU where the device does not.
+
+    Returns:
+        The GPU, and what times operations on it.
+
+    Raises:
+        PerseusError: On all ranks, what went wrong on one.
+    """
+    opened: list[tuple[Gpu, Execution]] = []
+
+    def open_one() -> None:
+        gpu = open_gpu(config, device, rank=communicator.topology.rank, local_rank=local_rank)
+        opened.append((gpu, execution_on(gpu, device, config)))
+
+    communicator.together(open_one)
+    return opened[0]
 
 
 def loop_parts(

@@ -45,7 +45,6 @@ def mode_of(
     if job.config.mode == "run":
         return _run(job, rank, recorder, control)
     if job.config.mode == "profile":
-        assert passes is not None, "profile mode needs passes to repeat"
         return _profile(job, rank, recorder, passes)
     if job.config.mode == "auto":
         return _auto(job, rank, recorder, control)
@@ -76,12 +75,14 @@ def _run(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase
             yield from observe()
 
 
-def _profile(job: Job, rank: Rank, recorder: Recorder, passes: RepeatableInstructions) -> Phase[None]:
+def _profile(job: Job, rank: Rank, recorder: Recorder, passes: RepeatableInstructions | None) -> Phase[None]:
     _check_clocks(job, rank, recorder)
     yield from calibrate(job, rank)
-    baseline = yield from warm_up(job, rank, keeps_passes=True)
-    obstacle = passes.obstacle(lambda reason: next(filter(None, rank.communicator.all_gather(reason)), None))
-    if obstacle is None:
+    baseline = yield from warm_up(job, rank, keeps_passes=passes is not None)
+    obstacle: str | None = "perseus-ds cannot do so for stages of torch"
+    if passes is not None:
+        obstacle = passes.obstacle(lambda reason: next(filter(None, rank.communicator.all_gather(reason)), None))
+    if passes is not None and obstacle is None:
         yield from profile_offline(job, rank, recorder, baseline, passes)
     else:
         recorder.say(f"passes cannot be repeated outside of training: {obstacle}. Measuring while training goes on")

@@ -8,7 +8,7 @@ from perseus_ds.errors import PerseusError
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
 from perseus_ds.runtime.default_clocks import DefaultIterations, run_at_default_clocks
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.phases import IterationMeasurement, Phase
+from perseus_ds.runtime.phases import IterationMeasurement, Outlook, Phase
 from perseus_ds.runtime.running import load_frontier
 
 # A clock changes about 15 ms after its request; until then instructions run at another clock than planned.
@@ -47,7 +47,11 @@ def optimise(job: Job, rank: Rank, default: DefaultIterations) -> Phase[Frontier
     rank.communicator.from_first(start)
     try:
         yield from run_at_default_clocks(
-            "plan", default, goes_on=_nobody_has_finished, vote=lambda: worker is not None and worker.poll() is not None
+            "plan",
+            default,
+            goes_on=_nobody_has_finished,
+            vote=lambda: worker is not None and worker.poll() is not None,
+            outlook=lambda: Outlook("default", worker.remaining_s() if worker is not None else None),
         )
         rank.communicator.from_first(check)
     finally:

@@ -20,9 +20,10 @@ from perseus_ds.policy.drift import DriftWatch, drift_of_rank, paces_of_rank
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.plan_follower import PlanFollower
 from perseus_ds.policy.plan_proof import Comparison, IterationSample, is_in_doubt, is_kept
-from perseus_ds.policy.policies import PolicyConfig
+from perseus_ds.policy.policies import Decision, PolicyConfig
 from perseus_ds.policy.stragglers import computed_and_tail_s
 from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.job_lines import begin
 from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed
 from perseus_ds.runtime.recorder import Recorder
 
@@ -86,13 +87,13 @@ class PlanRunner:
         self._assignment = self._follower.assign(choice)
         self._planned = self._under(self._assignment)
         self.wanted = self._with_report(choice)
+        control.problem_of = lambda policy: self._decide(policy).problem
         recorder.event(PlanChosen.model_validate(self._assignment.status()))
-        recorder.say(f"running under plan {choice.plan} of the frontier's {len(frontier.plans)}")
+        recorder.say(begin(choice.plan, len(frontier.plans), self._planned.forecast))
 
     def resume(self, checkpoint: Resumed) -> None:
         """Go on where a checkpoint was saved; all ranks do so at once."""
-        self._ran = None
-        self._sample = None
+        self._ran = self._sample = None
         choice = self._communicator.from_first(self._choice_of(checkpoint.progress))
         self._control.progress = {}
         self._change(choice)
@@ -180,6 +181,10 @@ class PlanRunner:
         self._planned = self._under(self._assignment)
         self.wanted = self._with_report(self._assignment.choice)
 
+    def verdict_in_s(self, iteration_s: float) -> float | None:
+        """Return about when iterations under the plans can be compared with others at default clocks [s]."""
+        return self._sample.remaining_s(iteration_s, 1) if self._sample is not None else None
+
     def comparison(self, *, until_sure: bool) -> Comparison | None:
         """Return how the iterations under the present plans compare with those at default clocks.
 
@@ -228,12 +233,15 @@ class PlanRunner:
         if control.policy != self._policy:
             self._policy, self._has_complained = control.policy, False
             self._recorder.event(PolicyChanged(policy=control.policy.model_dump(mode="json")))
-        decision = self._follower.decide(self._policy, control.steps, datetime.now(timezone.utc))
+        decision = self._decide(self._policy)
         if decision.problem and not self._has_complained:
             self._has_complained = True
             self._recorder.event(PolicyChanged(problem=decision.problem))
             self._recorder.say(decision.problem)
         return PlanChoice(decision.plan, control.paused, control.straggler())
+
+    def _decide(self, policy: PolicyConfig) -> Decision:
+        return self._follower.decide(policy, self._control.steps, datetime.now(timezone.utc))
 
     def _change(self, choice: PlanChoice) -> None:
         """Give every pipeline its plan, from the next iteration on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.errors import ConfigError, PlanError
 from perseus_ds.policy.plan_proof import Comparison
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.phases import IterationMeasurement, Phase
+from perseus_ds.runtime.phases import IterationMeasurement, Outlook, Phase
 from perseus_ds.runtime.plan_runner import PlanRunner
 
 # A plan from elsewhere runs for so long before it is compared; a job that ends earlier is too short for a comparison.
@@ -72,7 +73,9 @@ def try_out(runner: PlanRunner) -> Phase[None]:
     """
     iterations, time_s = 0, 0.0
     while iterations < _TRIAL_ITERATIONS or time_s < _TRIAL_S:
-        seen = yield from _one_under_plan(runner)
+        typical_s = time_s / iterations if iterations else 0.0
+        left_s = max(_TRIAL_S - time_s, (_TRIAL_ITERATIONS - iterations) * typical_s)
+        seen = yield from _one_under_plan(runner, Outlook("default", left_s))
         runner.has_drifted(seen, profiles_again=False)
         runner.advance(seen)
         if seen.reports is not None:
@@ -89,8 +92,10 @@ def prove(runner: PlanRunner, *, profiles_again: bool) -> Phase[Comparison | Out
     Returns:
         The comparison; or why there is none, and something has to be measured again.
     """
+    in_s: float | None = None
     while True:
-        seen = yield from _one_under_plan(runner)
+        seen = yield from _one_under_plan(runner, Outlook("verdict", in_s))
+        in_s = runner.verdict_in_s(seen.time_s)
         if runner.has_drifted(seen, profiles_again=profiles_again) and profiles_again:
             return Outcome.DRIFTED
         runner.advance(seen)
@@ -122,10 +127,10 @@ def run(runner: PlanRunner, *, profiles_again: bool) -> Phase[Outcome]:
             return Outcome.IN_DOUBT
 
 
-def _one_under_plan(runner: PlanRunner) -> Phase[IterationMeasurement]:
+def _one_under_plan(runner: PlanRunner, outlook: Outlook | None = None) -> Phase[IterationMeasurement]:
     """Run one iteration as the runner wants it; a checkpoint that is resumed before it may change what it wants."""
     while True:
-        received = yield runner.wanted
+        received = yield replace(runner.wanted, outlook=outlook)
         if isinstance(received, IterationMeasurement):
             return received
         runner.resume(received)

@@ -18,6 +18,7 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.operations import Compute, Exchange, Launch, Operation, Other, Transfer, Wait
 from perseus_ds.pipeline.schedule import Schedule
 
+_PASSES = ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B")
 REDUCE_GRAD = "perform_reduce_grad"
 """The command, as it is named in streams, that reduces and scales the gradients of a stage."""
 
@@ -35,6 +36,9 @@ def read_order(schedule: Any) -> Schedule:
     try:
         if not schedule._has_backward:
             raise ScheduleError("it has no loss_fn, so it trains nothing")
+        replaced = [kind.name for kind in getattr(schedule, "_comp_type_to_function_map", {}) if kind.name in _PASSES]
+        if replaced:
+            raise ScheduleError(f"register_custom_function has replaced how it runs {', '.join(replaced)}")
         rank_of_stage = _rank_of_stage(schedule)
         streams = [_stream_of(schedule, rank, rank_of_stage) for rank in range(1 + max(rank_of_stage.values()))]
         return Schedule(name=name, micro_batches=int(schedule._n_microbatches), ranks=tuple(streams))
@@ -77,6 +81,19 @@ def read_class(schedule_class: Callable[..., Any], *, ranks: int, stages_per_ran
     return read_order(schedule)
 
 
+def stages_of(schedule: Any) -> list[Any]:
+    """Return the stages of this rank, in the order in which the schedule holds them."""
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def computes_input_gradients(stage: Any) -> bool:
+    """Return whether a stage computes anything in the first part of a split backward.
+
+    Torch leaves the whole backward of the first stage to the second part, but for that of a ``dw_builder``.
+    """
+    return not stage.is_first or stage.dw_builder is not None
+
+
 def _no_loss(*_: Any) -> None:
     raise AssertionError("nothing is computed while an order is read")
 
@@ -92,7 +109,8 @@ def _stream_of(schedule: Any, rank: int, rank_of_stage: dict[int, int]) -> tuple
     """Run the schedule's code as a rank would, and return what it does."""
     recorder = _Recorder()
     indices = sorted(stage for stage, its_rank in rank_of_stage.items() if its_rank == rank)
-    stages = [_Stage(index, rank_of_stage, recorder) for index in indices]
+    own = {stage.stage_index: stage for stage in stages_of(schedule)}
+    stages = [_Stage(index, rank_of_stage, recorder, own.get(index)) for index in indices]
     micro_batches = schedule._n_microbatches
     execute = _rebound(type(schedule)._step_microbatches, _batch_p2p=recorder.launch)
     execute(_for_reading(schedule, rank, stages), [()] * micro_batches, [{}] * micro_batches)
@@ -104,8 +122,7 @@ def _for_reading(schedule: Any, rank: int, stages: list[_Stage]) -> Any:
     """Return a copy of a schedule that belongs to another rank, with that rank's stages and nothing in flight."""
     copied = copy.copy(schedule)
     copied._internal_losses = []
-    # Losses are not computed; whether there are backward passes has been decided before.
-    copied._loss_fn = None
+    copied._maybe_compute_loss = copied._maybe_get_loss = _nothing
     if not hasattr(schedule, "_stages"):
         copied._stage, copied._initialize_stage = stages[0], _nothing
         return copied
@@ -113,7 +130,7 @@ def _for_reading(schedule: Any, rank: int, stages: list[_Stage]) -> Any:
     copied.backward_counter = Counter()
     copied.fwd_recv_ops, copied.bwd_recv_ops = {}, {}
     copied.unshard_ops, copied.unsharded_stages = defaultdict(list), set()
-    # A function of the user's for an action runs the same passes; here, torch's own does.
+    # A function of the user's for sharding parameters or reducing gradients runs no passes.
     copied._comp_type_to_function_map = {}
     return copied
 
@@ -178,7 +195,11 @@ class _Stage:
     submod = None
     has_backward = True
 
-    def __init__(self, stage_index: int, rank_of_stage: dict[int, int], recorder: _Recorder) -> None:
+    def __init__(
+        self, stage_index: int, rank_of_stage: dict[int, int], recorder: _Recorder, original: Any = None
+    ) -> None:
+        # Only its own rank knows a stage.
+        self.dw_builder = getattr(original, "dw_builder", None)
         self.stage_index = stage_index
         self.num_stages = len(rank_of_stage)
         self.group_size = 1 + max(rank_of_stage.values())
@@ -192,7 +213,10 @@ class _Stage:
         self._compute(Kind.FORWARD, fwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **_: Any) -> None:
-        self._compute(Kind.BACKWARD if full_backward else Kind.BACKWARD_INPUT, bwd_chunk_id)
+        if full_backward:
+            self._compute(Kind.BACKWARD, bwd_chunk_id)
+        elif computes_input_gradients(self):
+            self._compute(Kind.BACKWARD_INPUT, bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
         self._compute(Kind.BACKWARD_WEIGHT, bwd_chunk_id)

@@ -30,6 +30,9 @@ class WorkerAtOnce:
         self._request = request
         self.stopped = False
 
+    def remaining_s(self):
+        return None
+
     def poll(self):
         if self.problem is not None:
             return OptimizeResult(ok=False, error=self.problem)
