@@ -149,4 +149,4 @@ class JobControl:
 
 
 def _has_left_plans(job: Mapping[str, Any]) -> bool:
-    return job.get("phase") == "observe"
+    return job.get("phase") == "observe" and not job.get("next")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.errors import ConfigError, PlanError
-from perseus_ds.policy.plan_proof import Comparison
+from perseus_ds.policy.plan_proof import Comparison, is_in_doubt
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.phases import IterationMeasurement, Outlook, Phase
 from perseus_ds.runtime.plan_runner import PlanRunner
@@ -123,7 +124,7 @@ def run(runner: PlanRunner, *, profiles_again: bool) -> Phase[Outcome]:
             return Outcome.DRIFTED
         runner.advance(seen)
         comparison = runner.comparison(until_sure=False)
-        if comparison is not None and runner.is_in_doubt(comparison):
+        if comparison is not None and runner.of_policy(partial(is_in_doubt, comparison)):
             return Outcome.IN_DOUBT
 
 

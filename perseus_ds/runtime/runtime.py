@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.runtime.build import loop_parts
+from perseus_ds.runtime.input_shapes import InputShapes
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.mode_driver import ModeDriver
 from perseus_ds.runtime.operation_hooks import OperationHooks, OperationScope
@@ -128,16 +130,8 @@ class PerseusRuntime:
             ConfigError: The block is wrong, or its mode needs an engine.
             PerseusError: On all ranks, what went wrong on one.
         """
-        return cls(
-            **loop_parts(
-                block,
-                schedule,
-                pipeline=pipeline,
-                data_parallel_rank=data_parallel_rank,
-                data_parallel=data_parallel,
-                device=torch.device(device),
-            )
-        )
+        parts = partial(loop_parts, block, schedule, pipeline=pipeline, data_parallel=data_parallel)
+        return cls(**parts(data_parallel_rank=data_parallel_rank, device=torch.device(device)))
 
     @property
     def next(self) -> NextIteration:
@@ -150,12 +144,14 @@ class PerseusRuntime:
         return self.next.phase in ("observe", "run", "pause")
 
     @contextmanager
-    def iteration(self, samples: int = 0, shapes: Callable[[], float] = float) -> Iterator[None]:
-        """Surround one training iteration, after which the job has seen so many samples; see RankReport.shapes."""
+    def iteration(self, samples: int = 0) -> Iterator[None]:
+        """Surround one training iteration, after which the job has seen so many samples."""
         clocks = self._rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
-        plan = self.next.clocks if (has_clocks := self._check()) else ClockPlan.none()
+        self._has_clocks = self._check()
+        plan = self.next.clocks if self._has_clocks else ClockPlan.none()
         self._hooks.prepare(plan, aligns_tail=self.next.aligns_tail and self._has_tail)
+        self._shapes = InputShapes()
         energy_j = self._energy_j()
         self._timers.start_iteration()
         start_s = self._rank.timebase.now_s()
@@ -175,11 +171,12 @@ class PerseusRuntime:
             self._rank.timebase.now_s() - start_s,
             self._energy_j() - energy_j,
             self._hooks.requested.clock,
-            not has_clocks or self._failed or self._closed,
+            not self._has_clocks or self._failed or self._closed,
+            shapes=(self._shapes.first, self._shapes.total),
         )
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
         failed = seen.failed and not self._closed
-        own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, failed, shapes=shapes())
+        own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, failed, shapes=self._shapes.total)
         asked_mhz, reached_mhz = clocks.readback.reading
         own = replace(own, asked_mhz=asked_mhz, reached_mhz=reached_mhz)
         self._driver.end_iteration(seen, own, samples)
@@ -188,6 +185,11 @@ class PerseusRuntime:
     def operation(self, operation: Operation) -> AbstractContextManager[None]:
         """Surround one operation of an iteration: the clock is set, and the time taken."""
         return OperationScope(self._hooks, operation) if self._in_iteration else nullcontext()
+
+    def inputs(self, shape: float) -> None:
+        """Take in the inputs of a forward that is about to begin: a number above 0 that tells their shapes."""
+        if self._shapes.add(shape) and self._driver.choose(shape) and self._has_clocks and not self._failed:
+            self._hooks.prepare(self.next.clocks, aligns_tail=False)
 
     def instruction(self, instruction: Instruction) -> AbstractContextManager[None]:
         """Surround one instruction of an iteration."""
@@ -255,12 +257,9 @@ class PerseusRuntime:
         unfinished = not self._closed and self._job.config.mode == "profile" and not self.profiled
         self._closed = True
         with ExitStack() as steps:  # all of them, whatever fails; the last one first
-            steps.callback(self._supervision.close)
-            steps.callback(self._recorder.close)
-            steps.callback(self._driver.close)
-            steps.callback(self._rank.driver.close)
-            steps.callback(self._rank.clocks.close)
-            steps.callback(self._supervision.release)
+            ends = self._supervision.close, self._recorder.close, self._driver.close, self._rank.driver.close
+            for end in (*ends, self._rank.clocks.close, self._supervision.release):
+                steps.callback(end)
         if unfinished and self._communicator.is_first:
             logger.warning("perseus: training ended before the profile was finished. Train for more steps.")
 

@@ -1,5 +1,7 @@
 """A training job of one rank in virtual time: the real runtime on a simulated GPU, without an engine."""
 
+import itertools
+
 import torch
 from lone_communicator import LoneCommunicator
 from pipelines import one_f_one_b
@@ -52,7 +54,7 @@ class VirtualJob:
         gpu: Simulated.
         work_s: Time of each kind at the top clock; a test may change it [s].
         wait_s: Time in which the GPU waits, after each pass [s].
-        shapes: What tells the shapes of the inputs from others; a test may change it.
+        shapes: What tells the shapes of the inputs from others, of all forwards or of each; a test may change it.
         runtime: The real one.
     """
 
@@ -79,15 +81,19 @@ class VirtualJob:
 
     def train(self, iterations=1):
         """Run iterations; return the phase of each."""
-        phases = []
-        for _ in range(iterations):
-            phases.append(self.runtime.next.phase)
-            with self.runtime.iteration(shapes=lambda: self.shapes):
-                for instruction in self.schedule.instructions[0]:
-                    with self.runtime.instruction(instruction):
-                        self.work(instruction.kind)
-                    self.time.sleep(self.wait_s if instruction.kind is not Kind.TAIL else 0.0)
-        return phases
+        return [self.train_one() for _ in range(iterations)]
+
+    def train_one(self):
+        """Run an iteration; return its phase, which is known when its inputs are."""
+        shapes = iter(self.shapes if isinstance(self.shapes, list) else itertools.repeat(self.shapes))
+        with self.runtime.iteration():
+            for instruction in self.schedule.instructions[0]:
+                if instruction.kind is Kind.FORWARD:
+                    self.runtime.inputs(next(shapes))
+                with self.runtime.instruction(instruction):
+                    self.work(instruction.kind)
+                self.time.sleep(self.wait_s if instruction.kind is not Kind.TAIL else 0.0)
+            return self.runtime.next.phase
 
     def train_until(self, phase, most=80):
         """Run iterations until the next one is of a phase; return the phases of those before."""
