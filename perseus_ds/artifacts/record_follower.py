@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from perseus_ds.artifacts.run_records import FILE_NAME, Record, record_or_none
+from perseus_ds.artifacts.run_file import FILE_NAME, from_line
+from perseus_ds.artifacts.run_records import Record
 
 _MOST_BYTES = 1 << 24
 """Read at once; a line that is longer is no record."""
@@ -40,7 +41,8 @@ class RecordFollower:
         Raises:
             OSError: It cannot be read.
         """
-        with self._path.open("rb") as file:
+        # A FIFO is read without waiting for who writes to it.
+        with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             head = file.read(_HEAD_BYTES)
             is_same = status.st_ino == self._inode and status.st_size >= self._offset and head.startswith(self._head)
@@ -62,6 +64,13 @@ class RecordFollower:
         return block if len(block) == _MOST_BYTES and not end else block[:end]
 
     def _records(self, lines: bytes) -> list[Record]:
-        found = [record_or_none(line.decode(errors="replace")) for line in lines.splitlines()]
+        found = [_record(line) for line in lines.splitlines()]
         self.unreadable += found.count(None)
         return [record for record in found if record is not None]
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        return from_line(line)
+    except ValueError:
+        return None

@@ -7,18 +7,11 @@ events. What can be computed from a record (a saving, a lateness) is a property 
 
 from __future__ import annotations
 
-import json
-import typing
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perseus_ds.errors import ConfigError
-
 SCHEMA_VERSION = 2
-FILE_NAME = "run.jsonl"
 
 
 class _Record(BaseModel):
@@ -34,7 +27,7 @@ class IterationRecord(_Record):
     iteration: int = Field(description="Training step, 1 first.")
     ended: float | None = Field(None, description="When it ended [Unix seconds].")
     phase: str = Field(description="What Perseus was doing.")
-    next_phase: str | None = Field(None, description="The phase after the one of the next iteration, where known.")
+    next_phase: str | None = Field(None, description="The phase after this one, where known.")
     next_in_s: float | None = Field(None, description="When it begins, counted from here, as estimated [s].")
     plan: int | None = Field(None, description="The plan of rank 0's pipeline: its place on the frontier.")
     shape: int | None = Field(None, description="Number of its inputs' shapes, where they have plans of their own.")
@@ -133,6 +126,7 @@ class PlanChosen(Event):
     straggler: int | None = None
     slowdown: float = 1.0
     paused: bool = False
+    halts: bool = Field(False, description="Whether all ranks wait before the next iteration.")
 
 
 class PlanJudged(Event):
@@ -175,7 +169,40 @@ class PolicyChanged(Event):
 
     event: Literal["policy"] = "policy"
     policy: dict[str, Any] | None = None
+    by_schedule: bool = Field(False, description="Whether it is that of a window of a schedule, or its default.")
     problem: str | None = None
+
+
+class TimetableMade(Event):
+    """A cheapest policy has decided which plan runs when; costs are values of its signal times kWh."""
+
+    event: Literal["timetable"] = "timetable"
+    cost: float = Field(0.0, description="Of all steps that are left.")
+    bound: float = Field(0.0, description="No assignment of plans to hours that ends in time costs less.")
+    fastest_cost: float = Field(0.0, description="Of the same steps under the plan of slowdown 0.")
+    unit: str = Field("", description="Of the signal.")
+    entries: tuple[tuple[float, int], ...] = Field((), description="When each plan begins [Unix seconds]; -1 is none.")
+    ends: float = Field(0.0, description="When the last step is done [Unix seconds].")
+    mean_from: float | None = Field(None, description="From when on the signal's mean is assumed [Unix seconds].")
+
+
+class CostsSoFar(Event):
+    """What the energy has cost since a cheapest policy began, in values of its signal times kWh."""
+
+    event: Literal["costs"] = "costs"
+    iterations: int = Field(0, description="Iterations that are counted.")
+    cost: float = 0.0
+    fastest_cost: float = Field(0.0, description="Of as many iterations under the plan of slowdown 0.")
+    bound: float | None = Field(None, description="Of all steps, as computed at the beginning.")
+    halted_s: float = Field(0.0, description="How long training stood still [s].")
+
+
+class Halted(Event):
+    """All ranks waited before an iteration."""
+
+    event: Literal["halt"] = "halt"
+    time_s: float = 0.0
+    energy_j: float | None = Field(None, description="Of all GPUs meanwhile [J]; null where it cannot be read.")
 
 
 class Drifted(Event):
@@ -199,7 +226,7 @@ class ClockRefused(Event):
 class Failed(Event):
     """A rank has fallen back to default clocks, or a part of Perseus outside training does not work."""
 
-    event: Literal["failure", "cache", "control", "metrics"] = "failure"
+    event: Literal["failure", "cache", "control", "metrics", "signal"] = "failure"
     rank: int = 0
     error: str = ""
 
@@ -252,63 +279,3 @@ class Ended(Event):
 
 
 Record = IterationRecord | Event
-_KNOWN: dict[str, type[Event]] = {
-    name: kind for kind in Event.__subclasses__() for name in typing.get_args(kind.model_fields["event"].annotation)
-}
-
-
-def to_line(record: Record) -> str:
-    """Return a record as its line of ``run.jsonl``."""
-    return record.model_dump_json() + "\n"
-
-
-def from_line(line: str) -> Record:
-    """Return the record of a line of ``run.jsonl``, written by this version or by version 1.
-
-    Raises:
-        ValueError: It is no record.
-    """
-    raw = json.loads(line)
-    if not isinstance(raw, dict):
-        raise ValueError("not a JSON object")
-    if "event" in raw:
-        if raw["event"] == "start":
-            raw.setdefault("schema_version", 1)  # which had no such key
-        return _KNOWN.get(str(raw["event"]), Event).model_validate(raw)
-    return IterationRecord.model_validate(_with_default_energy(raw))
-
-
-def _with_default_energy(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Compute the energy at default clocks, instead of which version 1 stored the saving."""
-    energy_j, saved = raw.get("energy_j"), raw.get("saved")
-    if "default_energy_j" in raw or energy_j is None or saved is None or saved >= 1:
-        return raw
-    return {**raw, "default_energy_j": energy_j / (1 - saved)}
-
-
-def read_records(path: Path) -> list[Record]:
-    """Return all records of a ``run.jsonl`` (or of the folder it is in), but for a last one that was cut off.
-
-    Raises:
-        ConfigError: The file is missing, or a line of it is no record.
-    """
-    path = path / FILE_NAME if path.is_dir() else path
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; expected the run.jsonl of a training run.") from None
-    records = [record_or_none(line) for line in lines]
-    if records and records[-1] is None:  # a job that was killed, or is still writing
-        records.pop()
-    for number, (line, record) in enumerate(zip(lines, records, strict=False), start=1):
-        if record is None:
-            raise ConfigError(f"{path}, line {number}: not a record of an iteration: {line[:80]!r}.")
-    return [record for record in records if record is not None]
-
-
-def record_or_none(line: str) -> Record | None:
-    """Return the record of a line, None where it is none."""
-    try:
-        return from_line(line)
-    except ValueError:
-        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -30,17 +31,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(overview())
         return 0 if words else 2
+    from perseus_ds.artifacts.printable import printable
+    from perseus_ds.cli.printable import PrintableText
+
     try:
-        return _run(words[0], words[1:])
+        with contextlib.redirect_stdout(PrintableText(sys.stdout)):
+            return _run(words[0], words[1:])
     except PerseusError as error:
-        print(f"perseus-ds {words[0]}: {error}", file=sys.stderr)
+        print(printable(f"perseus-ds {words[0]}: {error}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        print(f"perseus-ds {words[0]}: interrupted.", file=sys.stderr)
+        print(printable(f"perseus-ds {words[0]}: interrupted."), file=sys.stderr)
         return 130
 
 
 def _run(command: str, words: list[str]) -> int:
+    from perseus_ds.artifacts.printable import printable
+
+    for word in (command, *words):
+        if printable(word) != word:
+            raise ConfigError(f"{word!r}: expected text without control characters, in UTF-8.")
     if command not in COMMANDS:
         from perseus_ds.artifacts.validation import did_you_mean
 

@@ -80,18 +80,18 @@ class EngineAttachment(Attachment):
         operations = reader.read(command)
         if not operations:
             return _NOTHING
+        inputs = 0.0
         if isinstance(operations[0], Compute):
-            self._note_shapes(runtime, operations[0].instruction.kind, command.kwargs)
+            inputs = self._note_shapes(operations[0].instruction.kind, command.kwargs)
         if runtime.next.keeps_passes:
             self._replay.record(operations[0], command.kwargs)
-        return runtime.operation(operations[0])
+        return runtime.operation(operations[0], inputs)
 
-    def _note_shapes(self, runtime: PerseusRuntime, kind: Kind, arguments: Mapping[str, Any]) -> None:
-        """Take in the shapes of the inputs of an instruction, for the report of the iteration and simulated GPUs."""
+    def _note_shapes(self, kind: Kind, arguments: Mapping[str, Any]) -> float:
+        """Tell simulated GPUs the shapes of an instruction's inputs; return a number for those of a forward, else 0."""
         if isinstance(self._timers, SimulatedExecution):
             self._timers.input_shapes = self._input_shapes(arguments)
-        if kind is Kind.FORWARD:
-            runtime.inputs(float((hash(self._input_shapes(arguments)) & 0xFFFFFFFF) + 1))
+        return float((hash(self._input_shapes(arguments)) & 0xFFFFFFFF) + 1) if kind is Kind.FORWARD else 0.0
 
     def _input_shapes(self, arguments: Mapping[str, Any]) -> tuple[torch.Size, ...]:
         """Return the shapes of the inputs that a command works on; none where the engine keeps them in its own way."""

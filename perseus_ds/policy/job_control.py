@@ -10,7 +10,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from perseus_ds.policy.control_socket import Pause, Resume, SetPolicy, SetStraggler, Status
+from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.policies import PolicyConfig
+from perseus_ds.policy.signal_watch import SignalWatch
 from perseus_ds.policy.stragglers import Straggler
 
 logger = logging.getLogger("perseus_ds")
@@ -25,6 +27,8 @@ class JobControl:
         paused: Whether to run at default clocks.
         steps: Steps done, those before a checkpoint included.
         progress: What a checkpoint, or the plans before these, kept of the progress under plans, until plans are run.
+        signals: The signals of the policy; None but on rank 0.
+        costs: What the job's energy has cost by a signal.
         problem_of: Returns the condition of a policy that no plan meets now, empty if there is none; from any thread.
             Nothing is known of it until plans are run.
     """
@@ -44,6 +48,8 @@ class JobControl:
         self.paused = False
         self.steps = 0
         self.progress: Mapping[str, Any] = {}
+        self.signals: SignalWatch | None = None
+        self.costs = CostAccount()
         self.problem_of: Callable[[PolicyConfig], str] = lambda policy: ""
         self._pipelines = pipelines
         self._job_status = job_status
@@ -88,6 +94,8 @@ class JobControl:
 
     def _done(self, order: SetPolicy | SetStraggler | Pause | Resume) -> str:
         if isinstance(order, SetPolicy):
+            if self.signals is not None:
+                self.signals.follow(order.policy)
             self.policy = order.policy
             problem = self.problem_of(order.policy)
             return f"policy {order.policy.name} from the next iterations on" + (f"; but {problem}" if problem else "")
@@ -111,6 +119,7 @@ class JobControl:
             "paused": self.paused,
             "steps": self.steps,
             "stragglers": reported,
+            **({"costs": self.costs.state()} if self.costs.iterations else {}),
         }
 
     def restore(self, state: Mapping[str, Any], steps: int | None = None) -> bool:
@@ -145,6 +154,10 @@ class JobControl:
             if configured != self._configured:
                 return False
             self.policy = policy
+        if "costs" in state:
+            self.costs.restore(state["costs"])
+        if self.signals is not None:
+            self.signals.follow_if_possible(policy)
         return True
 
 

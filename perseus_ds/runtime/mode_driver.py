@@ -11,9 +11,10 @@ from typing import Any
 from perseus_ds.artifacts.rank_report import RankReport, RankReports
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.profiler.offline import RepeatableInstructions
+from perseus_ds.runtime.halting import wait_together
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.modes import mode_of
-from perseus_ds.runtime.phases import UNPLANNED, IterationMeasurement, NextIteration, Resumed, observe
+from perseus_ds.runtime.phases import UNPLANNED, IterationMeasurement, NextIteration, Outlook, Resumed, observe
 from perseus_ds.runtime.recorder import IterationContext, Recorder
 from perseus_ds.runtime.report_exchange import ReportExchange
 from perseus_ds.runtime.timeline_log import Ran, TimelineLog
@@ -66,6 +67,21 @@ class ModeDriver:
         self._mode = mode_of(job, rank, recorder, control, passes)
         self.next: NextIteration = next(self._mode)
 
+    def halt(self) -> None:
+        """Wait with all ranks before an iteration, for as long as the mode asks; errors never end training."""
+        if self.next.halt is None:
+            return
+        try:
+            waited = wait_together(self._rank, self.next.halt.is_over, lambda: self._is_closed)
+            if waited.closed:
+                self.observe()
+            elif waited.time_s > 0:
+                self.next.halt.waited(waited)
+        except Exception as error:  # such as the connection to a rank that is gone
+            logger.debug("perseus: waiting failed", exc_info=True)
+            self._on_error(error)
+            self.observe()
+
     def end_iteration(self, seen: IterationMeasurement, own: RankReport, samples: int) -> None:
         """Record the iteration before, of which all have reported; report this one; ask for the next one.
 
@@ -93,7 +109,8 @@ class ModeDriver:
         events = self._recorder.events_to_report
         own = replace(own, events=events, keeps_timeline=keeps_timeline, closed=self._is_closed)
         self._exchange.send(replace(own, **self.next.reported))
-        self._ended = replace(ran, outlook=self.next.outlook)
+        is_over = self.next.phase != ran.phase
+        self._ended = replace(ran, outlook=Outlook(self.next.phase, 0.0) if is_over else self.next.outlook)
 
     def choose(self, shape: float) -> bool:
         """Have the iteration that has begun run what its first inputs ask for; return whether shapes are told apart."""

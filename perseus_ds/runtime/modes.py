@@ -20,6 +20,7 @@ from perseus_ds.runtime.offline_profiling import profile_offline
 from perseus_ds.runtime.online_profiling import profile_online
 from perseus_ds.runtime.optimising import optimise
 from perseus_ds.runtime.phases import Phase, calibrate, observe
+from perseus_ds.runtime.plan_chooser import follow_signals
 from perseus_ds.runtime.plan_runner import PlanRunner
 from perseus_ds.runtime.prediction import Verdict, compare_prediction, is_predicted
 from perseus_ds.runtime.recorder import Recorder
@@ -48,6 +49,8 @@ def mode_of(
     Raises:
         PerseusError: On all ranks, what is wrong on one.
     """
+    if job.config.mode in ("run", "auto"):
+        follow_signals(rank, recorder, control)
     if job.config.mode == "run":
         return _run(job, rank, recorder, control)
     if job.config.mode == "profile":

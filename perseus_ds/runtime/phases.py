@@ -16,6 +16,7 @@ from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.device.timers import SimulatedExecution, Span
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.policy.assignment import Forecast
+from perseus_ds.runtime.halting import Halt
 from perseus_ds.runtime.job import Job, Rank
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class NextIteration:
         reported: Fields of this rank's report of the iteration that has just ended.
         status: What the next iteration runs, for ``perseus-ds control status``.
         progress: Returns what a checkpoint keeps of the phase, as plain values.
+        halt: What all ranks wait for before the iteration; None for nothing.
     """
 
     phase: str
@@ -66,6 +68,7 @@ class NextIteration:
     reported: Mapping[str, Any] = field(default_factory=dict)
     status: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[], dict[str, Any]] = dict
+    halt: Halt | None = None
 
 
 # At default clocks, in a job that runs plans in other iterations.

@@ -6,25 +6,26 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.rank_report import RankReports
-from perseus_ds.artifacts.run_records import Drifted, PlanChosen, PolicyChanged
+from perseus_ds.artifacts.run_records import Drifted, PlanChosen
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.policy.assignment import Assignment, Forecast, PlanChoice
 from perseus_ds.policy.drift import DriftWatch, drift_of_rank, paces_of_rank
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.plan_follower import PlanFollower
 from perseus_ds.policy.plan_proof import Comparison, IterationSample
-from perseus_ds.policy.policies import Decision, PolicyConfig
+from perseus_ds.policy.policies import PolicyConfig
 from perseus_ds.policy.stragglers import computed_and_tail_s
+from perseus_ds.runtime.halting import Halt, Waited
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.job_lines import begin
 from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed
+from perseus_ds.runtime.plan_chooser import PlanChooser
 from perseus_ds.runtime.recorder import Recorder
 
 logger = logging.getLogger("perseus_ds")
@@ -72,8 +73,7 @@ class PlanRunner:
         self._drift = DriftWatch(job.config.max_drift)
         self._has_announced_drift = False
         self.drifts_by_shape = False
-        self._policy: PolicyConfig = control.policy
-        self._has_complained = False
+        self._chooser = PlanChooser(rank, recorder, control, frontier, self._follower)
         self._iterations = 0
         self._default = default
         self._sample: IterationSample | None = None
@@ -88,7 +88,7 @@ class PlanRunner:
         self._assignment = self._follower.assign(choice)
         self._planned = self._under(self._assignment)
         self.wanted = self._with_report(choice)
-        control.problem_of = lambda policy: self._decide(policy).problem
+        control.problem_of = self._chooser.problem_of
         recorder.event(PlanChosen.model_validate(self._assignment.status()))
         recorder.say(begin(choice.plan, len(frontier.plans), self._planned.forecast))
 
@@ -112,7 +112,9 @@ class PlanRunner:
         except (KeyError, TypeError, ValueError) as error:  # saved by another version
             logger.warning("perseus: the checkpoint's progress under plans cannot be read (%r); it is ignored.", error)
         control = self._control
-        return lambda: self._choose() if plan is None else PlanChoice(plan, control.paused, control.straggler())
+        return lambda: (
+            self._chooser.choose(0) if plan is None else PlanChoice(plan, control.paused, control.straggler())
+        )
 
     def advance(self, seen: IterationMeasurement) -> None:
         """Take in an iteration, and what all ranks have reported of the one before; decide on the next one."""
@@ -125,7 +127,10 @@ class PlanRunner:
                 self._follower.learn(seen.reports, ran)
             self._add_to_sample(seen.reports, ran)
             self._change(PlanChoice.from_report(seen.reports.of_rank_0))
-        choice = self._choose() if self._communicator.is_first else PlanChoice(0)
+        choice = PlanChoice(0)
+        if self._communicator.is_first:
+            self._chooser.learn(seen.reports, ran)
+            choice = self._chooser.choose()
         self.wanted = self._with_report(choice, seen)
 
     def has_drifted(self, seen: IterationMeasurement, *, profiles_again: bool) -> bool:
@@ -207,7 +212,7 @@ class PlanRunner:
 
     def of_policy(self, decide: Callable[[PolicyConfig], bool]) -> bool:
         """Return what rank 0's policy decides; every rank must ask at once."""
-        return self._communicator.from_first(lambda: decide(self._control.policy))
+        return self._communicator.from_first(lambda: decide(self._chooser.in_force))
 
     def _add_to_sample(self, reports: RankReports, ran: Assignment | None) -> None:
         """Add an iteration to those that are compared with default clocks; all of them run alike, clocks settled."""
@@ -222,22 +227,6 @@ class PlanRunner:
             self._sample = IterationSample(self._default.counter_period_s)
         else:
             self._sample.add_reports(reports)
-
-    def _choose(self) -> PlanChoice:
-        """Decide; on rank 0."""
-        control = self._control
-        if control.policy != self._policy:
-            self._policy, self._has_complained = control.policy, False
-            self._recorder.event(PolicyChanged(policy=control.policy.model_dump(mode="json")))
-        decision = self._decide(self._policy)
-        if decision.problem and not self._has_complained:
-            self._has_complained = True
-            self._recorder.event(PolicyChanged(problem=decision.problem))
-            self._recorder.say(decision.problem)
-        return PlanChoice(decision.plan, control.paused, control.straggler())
-
-    def _decide(self, policy: PolicyConfig) -> Decision:
-        return self._follower.decide(policy, self._control.steps, datetime.now(timezone.utc))
 
     def _change(self, choice: PlanChoice) -> None:
         """Give every pipeline its plan, from the next iteration on."""
@@ -256,6 +245,7 @@ class PlanRunner:
         if assignment.choice.paused:
             return NextIteration("pause", status=status, progress=self._follower.state)
         number = assignment.plans[self._topology.data_parallel_rank]
+        halt = Halt(self._chooser.lets_go_on, self._add_halt) if assignment.choice.halts else None
         return NextIteration(
             "run",
             ClockPlan.of_rank(frontier.plans[number], self._topology.pipeline_rank, frontier.instruction_times_s),
@@ -263,7 +253,13 @@ class PlanRunner:
             forecast=self._forecast(assignment),
             status=status,
             progress=self._follower.state,
+            halt=halt,
         )
+
+    def _add_halt(self, waited: Waited) -> None:
+        self._ended_s = None  # what it took is no time between iterations
+        if self._communicator.is_first:
+            self._chooser.add_halt(waited)
 
     def _forecast(self, assignment: Assignment) -> Forecast:
         """Return what these plans take by the profile, and what default clocks took in this job, where measured."""

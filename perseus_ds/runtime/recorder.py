@@ -58,7 +58,7 @@ class IterationContext:
         plan: The plan of this rank's pipeline, as a place on the frontier; None without a plan.
         forecast: What the profile promised for the whole job; None without a plan.
         ended: When it ended [Unix seconds].
-        outlook: What follows the phase of the next iteration.
+        outlook: What follows its phase.
     """
 
     number: int

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -84,8 +84,7 @@ class PerseusRuntime:
         self._in_iteration = False
         # Ranks without a tail do not take part in its barrier.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
-        self._closed = False
-        self._failed = False
+        self._closed = self._failed = False
         if config.mode != "observe":
             communicator.together(gpu.check_lock_permission)
         clocks = ClockController(gpu, self._fail, self._refused, timers.use_device, timebase)
@@ -146,6 +145,7 @@ class PerseusRuntime:
     @contextmanager
     def iteration(self, samples: int = 0) -> Iterator[None]:
         """Surround one training iteration, after which the job has seen so many samples."""
+        self._driver.halt()
         clocks = self._rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
         self._has_clocks = self._check()
@@ -176,24 +176,22 @@ class PerseusRuntime:
         )
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
         failed = seen.failed and not self._closed
-        own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, failed, shapes=self._shapes.total)
-        asked_mhz, reached_mhz = clocks.readback.reading
-        own = replace(own, asked_mhz=asked_mhz, reached_mhz=reached_mhz)
+        counts = (clocks.changes - changes, skips, failed, *clocks.readback.reading)
+        own = RankReport(seen.time_s, seen.energy_j, *counts, shapes=self._shapes.total)
         self._driver.end_iteration(seen, own, samples)
         clocks.reset_when_idle(_IDLE_S)
 
-    def operation(self, operation: Operation) -> AbstractContextManager[None]:
-        """Surround one operation of an iteration: the clock is set, and the time taken."""
-        return OperationScope(self._hooks, operation) if self._in_iteration else nullcontext()
+    def operation(self, operation: Operation, inputs: float = 0.0) -> AbstractContextManager[None]:
+        """Surround one operation of an iteration; of a forward, ``inputs`` is a number above 0 for their shapes."""
+        if not self._in_iteration:
+            return nullcontext()
+        if inputs and self._shapes.add(inputs) and self._driver.choose(inputs) and self._has_clocks:
+            self._hooks.prepare(ClockPlan.none() if self._failed else self.next.clocks, aligns_tail=False)
+        return OperationScope(self._hooks, operation)
 
-    def inputs(self, shape: float) -> None:
-        """Take in the inputs of a forward that is about to begin: a number above 0 that tells their shapes."""
-        if self._shapes.add(shape) and self._driver.choose(shape) and self._has_clocks and not self._failed:
-            self._hooks.prepare(self.next.clocks, aligns_tail=False)
-
-    def instruction(self, instruction: Instruction) -> AbstractContextManager[None]:
-        """Surround one instruction of an iteration."""
-        return self.operation(Compute(instruction))
+    def instruction(self, instruction: Instruction, inputs: float = 0.0) -> AbstractContextManager[None]:
+        """Surround one instruction of an iteration, as :meth:`operation` does."""
+        return self.operation(Compute(instruction), inputs)
 
     def tail_begins(self) -> None:
         """The tail goes on in the user's hands, who may take a while: its clock is kept for 2 s."""
@@ -265,16 +263,15 @@ class PerseusRuntime:
 
     def _check(self) -> bool:
         """Return whether clocks can be set; fail if whatever they rely on is gone."""
-        problem = None if self._closed else self._supervision.problem()
-        if problem is not None:
+        if not self._closed and (problem := self._supervision.problem()) is not None:
             self._fail(problem)
         return not (self._failed or self._closed or self._supervision.driver_hangs())
 
     def _status(self) -> dict[str, Any]:
-        """Return the facts of the job, what it runs next, and what the last iteration took."""
-        facts, last, following = self._recorder.facts(), self._recorder.last, self._driver.next
+        """Return the facts of the job, what it runs next, and what its last iteration took."""
+        facts, last, following = self._recorder.facts().model_dump(mode="json"), self._recorder.last, self._driver.next
         now = {"phase": following.phase, "next": dict(following.status), "last": last.model_dump() if last else {}}
-        return {**facts.model_dump(mode="json"), **now}
+        return facts | now
 
     def _refused(self, refusal: Refusal) -> None:
         """Record a clock that the GPU does not reach."""
@@ -286,7 +283,7 @@ class PerseusRuntime:
         try:
             return self._rank.driver.call(self._rank.gpu.energy_j)
         except GpuError as error:
-            if not isinstance(error, GpuBusyError):  # for how long that is accepted, the supervision decides
+            if not isinstance(error, GpuBusyError):  # how long that is accepted, the supervision decides
                 self._fail(error)
             return math.nan
 

@@ -60,7 +60,7 @@ def test_orders_are_carried_out(folder, orders):
         ({"command": "explode"}, "command: expected 'status', "),
         ({"command": "straggler", "pipeline": 5, "slowdown": 2}, "no pipeline 5"),
         ({"command": "straggler", "pipeline": 1, "slowdown": 0.5}, "greater than or equal to 1"),
-        ({"command": "policy", "policy": {"name": "power_cap"}}, "policy.watts: missing"),
+        ({"command": "policy", "policy": {"name": "power_cap"}}, 'policy: expected either "watts" or "signal"'),
         ({"command": "pause", "now": True}, "now: unknown key"),
     ],
 )

@@ -1,6 +1,7 @@
 """Whole jobs of one rank, from the first iteration to the last, in virtual time."""
 
 import json
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -9,17 +10,11 @@ from virtual_job import SLOWER, WorkerAtOnce, events, in_order, late_under_plans
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import (
-    Drifted,
-    Failed,
-    PlanChosen,
-    PlanJudged,
-    Predicted,
-    ProfileWritten,
-)
+from perseus_ds.artifacts.run_records import Drifted, Ended, Failed, PlanChosen, PlanJudged, Predicted, ProfileWritten
 from perseus_ds.errors import GpuError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.control_socket import parse_order
+from perseus_ds.report.live.following import JobFollower
 
 
 def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
@@ -224,6 +219,72 @@ def test_status_tells_what_is_next_apart_from_what_was_last(start):
     assert status["next"]["t_min_s"] == Frontier.load(job.folder).t_min_s
 
 
+def test_each_phase_says_what_follows_and_about_when(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(60)
+    iterations = job.close()
+    follows = {record.phase: record.next_phase for record in iterations[:-1] if record.next_phase}
+    assert follows == {"warm-up": "profile", "profile": "plan", "plan": "default", "default": "run", "run": "verdict"}
+    assert iterations[-1].next_phase is None  # the verdict is known
+    for phase, most_off in (("profile", 0.6), ("default", 0.25), ("run", 0.25)):
+        of_phase = [record for record in iterations if record.phase == phase and record.next_in_s is not None]
+        first = of_phase[len(of_phase) // 4]
+        spent_s = sum(record.time_s for record in of_phase if record.iteration > first.iteration)
+        assert first.next_in_s == pytest.approx(spent_s, rel=most_off, abs=2.0)
+
+
+def test_clocks_asked_for_and_reached_are_recorded_while_there_are_any(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(5)
+    iterations = job.close()
+    assert {record.clocks_asked_mhz for record in iterations if record.phase == "warm-up"} == {None}
+    (asked,), (reached,) = iterations[-1].clocks_asked_mhz, iterations[-1].clocks_reached_mhz
+    assert asked == reached < job.gpu.supported_clocks_mhz()[-1]
+
+
+def test_the_first_and_the_last_line_about_plans_name_time_and_energy(start, capsys):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    first = re.search(r"running under plan (\d+) of .*", capsys.readouterr().out).group()
+    assert re.search(r"promises [\d.]+% less energy and [\d.]+% more time than at default clocks, as measured", first)
+    job.train(30)
+    job.runtime.set_policy({"name": "slowdown", "max_slowdown": 0.1})
+    job.train(30)
+    job.close()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"60 under plans, on [\d.]+% less energy and [\d.]+% more time than default clocks took", last)
+    assert len(re.findall(r"plan \d+: \d+ iterations, [\d.]+% less energy and [\d.]+% more time", last)) == 2
+    (end,) = events(job, Ended)
+    assert sum(plan.iterations for plan in end.plans) == end.planned == 60
+    assert sum(plan.energy_j for plan in end.plans) == pytest.approx(end.planned_j)
+
+
+def test_a_policy_that_no_plan_meets_is_said_to_be_so_in_the_answer(start):
+    job = start(mode="auto", **SLOWER)
+    order = {"command": "policy", "policy": {"name": "power_cap", "watts": 5.0}}
+    assert job.runtime._control.carry_out(parse_order(order))["done"] == "policy power_cap from the next iterations on"
+    job.train_until("run")
+    answer = job.runtime._control.carry_out(parse_order(order))["done"]
+    assert "; but a power cap of 5 W cannot be kept: the plan that draws least takes" in answer
+    possible = {"command": "policy", "policy": {"name": "power_cap", "watts": 5000.0}}
+    assert "cannot" not in job.runtime._control.carry_out(parse_order(possible))["done"]
+
+
+def test_status_and_the_records_give_the_same_facts(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(12)
+    job.runtime._recorder._writer.flush()
+    status = job.runtime._status()
+    followed = JobFollower(job.folder).facts(0.0).model_dump(mode="json")
+    by_time = {"silent_s", "next_in_s", "remaining_s", "phase"}
+    assert {key: status[key] for key in followed if key not in by_time} == {
+        key: value for key, value in followed.items() if key not in by_time
+    }
+
+
 class Passes:
     """Passes of a virtual job, run outside of its iterations."""
 
@@ -238,7 +299,7 @@ class Passes:
         return agree(self._problem)
 
     def prepare(self, stage, kind):
-        pass
+        assert self.inside
 
     def run(self, stage, kind):
         assert self.inside

@@ -9,7 +9,8 @@ from virtual_time import VirtualTime
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.artifacts.run_records import IterationRecord, read_records
+from perseus_ds.artifacts.run_file import read_records
+from perseus_ds.artifacts.run_records import IterationRecord
 from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.timers import HostExecution
@@ -88,9 +89,8 @@ class VirtualJob:
         shapes = iter(self.shapes if isinstance(self.shapes, list) else itertools.repeat(self.shapes))
         with self.runtime.iteration():
             for instruction in self.schedule.instructions[0]:
-                if instruction.kind is Kind.FORWARD:
-                    self.runtime.inputs(next(shapes))
-                with self.runtime.instruction(instruction):
+                inputs = next(shapes) if instruction.kind is Kind.FORWARD else 0.0
+                with self.runtime.instruction(instruction, inputs):
                     self.work(instruction.kind)
                 self.time.sleep(self.wait_s if instruction.kind is not Kind.TAIL else 0.0)
             return self.runtime.next.phase
