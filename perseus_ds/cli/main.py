@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -16,7 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0, or 1 where something went wrong, or 2 where the arguments are wrong.
+        0, or 1 where something went wrong, or 2 where the arguments are wrong; 130 or 141, as usual in shells, where it
+        was interrupted or nobody read its output any more.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words == ["--version"]:
@@ -39,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PerseusError as error:
         print(printable(f"perseus-ds {words[0]}: {error}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except BrokenPipeError:  # who read the output has gone, as in "| head"; nothing is left to be written at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print(printable(f"perseus-ds {words[0]}: interrupted."), file=sys.stderr)
         return 130

@@ -31,6 +31,11 @@ class PrintableText(io.TextIOBase):
         self._stream = stream
 
     @property
+    def stream(self) -> TextIO:
+        """The other stream, for those who write control characters of their own."""
+        return self._stream
+
+    @property
     def encoding(self) -> str:  # type: ignore[override]
         return self._stream.encoding
 

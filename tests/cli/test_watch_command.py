@@ -223,5 +223,12 @@ def test_records_control_no_terminal():
         assert not {"\x1b", "\x07", "\r", "\u202e"} & set("".join(rendered(view)))
 
 
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    write(tmp_path, auto_job())
+    command = f"{sys.executable} -m perseus_ds watch {tmp_path} --json | head -c 10"
+    ended = subprocess.run(command, shell=True, capture_output=True, text=True, check=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ('{"name":"t', "")
+
+
 def test_a_single_iteration_is_shown():
     assert rendered(JobScreen(facts_of([started(), default_iteration(1, "warm-up")])))
