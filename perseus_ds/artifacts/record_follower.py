@@ -44,7 +44,8 @@ class RecordFollower:
         Raises:
             OSError: It cannot be read.
         """
-        with self._path.open("rb") as file:
+        # A FIFO is read without waiting for who writes to it.
+        with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             head = file.read(_HEAD_BYTES)
             is_same = status.st_ino == self._inode and status.st_size >= self._offset and head.startswith(self._head)

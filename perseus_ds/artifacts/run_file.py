@@ -10,8 +10,8 @@ from typing import Any
 
 from perseus_ds.artifacts.io import open_bounded, parse_json
 from perseus_ds.artifacts.limits import MOST_RECORD_BYTES, MOST_RECORD_LINE_BYTES
+from perseus_ds.artifacts.printable import bounded
 from perseus_ds.artifacts.run_records import Event, IterationRecord, Record
-from perseus_ds.artifacts.validation import check_numbers
 from perseus_ds.errors import ConfigError
 
 FILE_NAME = "run.jsonl"
@@ -34,7 +34,7 @@ def from_line(line: str | bytes) -> Record:
     raw = parse_json(line)
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
-    check_numbers(raw)
+    raw = bounded(raw)
     if "event" in raw:
         if raw["event"] == "start":
             raw.setdefault("schema_version", 1)  # which had no such key

@@ -33,15 +33,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(overview())
         return 0 if words else 2
-    from perseus_ds.cli.printable import PrintableText, printable
+    from perseus_ds.artifacts.printable import printable
+    from perseus_ds.cli.printable import PrintableText
 
     try:
         with contextlib.redirect_stdout(PrintableText(sys.stdout)):
-            return _run(words[0], words[1:])
+            code = _run(words[0], words[1:])
+            sys.stdout.flush()
+            return code
     except PerseusError as error:
         print(printable(f"perseus-ds {words[0]}: {error}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    except BrokenPipeError:  # who read the output has gone, as in "| head"; nothing is left to be written at the exit
+    except BrokenPipeError:  # nobody reads the output any more, as with "| head"; the rest of it goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
@@ -50,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, words: list[str]) -> int:
-    from perseus_ds.cli.printable import printable
+    from perseus_ds.artifacts.printable import printable
 
     for word in (command, *words):
         if printable(word) != word:

@@ -28,9 +28,9 @@ def by_hours(policy: CheapestPolicy, frontier: Frontier, situation: Situation) -
         return Decision(len(frontier.plans) - 1)
     now_s = situation.now.timestamp()
     signal = situation.signals.get(policy.signal, _NO_SIGNAL)
-    options = options_of(policy, frontier, situation)
     timetable = situation.timetable
     if timetable is None or not _still_holds(timetable, policy, signal, situation):
+        options = options_of(policy, frontier, situation)
         timetable = make_timetable(policy, signal, options, situation)
     if timetable is None:
         needed_s, left_s = left / options[0].rate, max(0.0, policy.finish_by.timestamp() - now_s)
@@ -39,9 +39,8 @@ def by_hours(policy: CheapestPolicy, frontier: Frontier, situation: Situation) -
             f"the deadline {policy.finish_by.isoformat()} cannot be met: {left} steps take {needed_s:.0f} s at the "
             f"fastest, {left_s:.0f} s are left. Running the fastest plan",
         )
-    running = options[situation.running or 0]
     # The iteration that is decided on lasts from half an iteration before this moment to half of one after it.
-    decides_for_s = now_s + (situation.iterations_ahead + 0.5) / running.rate
+    decides_for_s = now_s + (situation.iterations_ahead + 0.5) / timetable.rates[situation.running or 0]
     return Decision(
         timetable.plan_at(decides_for_s),
         _assumption(policy, signal, timetable),

@@ -82,8 +82,7 @@ class PerseusRuntime:
         self._in_iteration = False
         # Ranks without a tail do not take part in its barrier.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
-        self._closed = False
-        self._failed = False
+        self._closed = self._failed = False
         if config.mode != "observe":
             communicator.together(gpu.check_lock_permission)
         clocks = ClockController(gpu, self._fail, self._refused, timers.use_device, timebase)
