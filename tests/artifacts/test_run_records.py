@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from perseus_ds.artifacts.record_base import Event
 from perseus_ds.artifacts.run_records import (
     Drifted,
     Ended,
-    Event,
     Failed,
     IterationRecord,
     PlanChosen,

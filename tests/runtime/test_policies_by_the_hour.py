@@ -8,16 +8,8 @@ import pytest
 from frontiers import save_true_frontier
 from virtual_job import VirtualJob
 
-from perseus_ds.artifacts.run_records import (
-    CostsSoFar,
-    Failed,
-    Halted,
-    IterationRecord,
-    PlanChosen,
-    PolicyChanged,
-    TimetableMade,
-    read_records,
-)
+from perseus_ds.artifacts.hour_records import CostsSoFar, Halted, TimetableMade
+from perseus_ds.artifacts.run_records import Failed, IterationRecord, PlanChosen, PolicyChanged, read_records
 from perseus_ds.errors import SignalError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.control_socket import parse_order
