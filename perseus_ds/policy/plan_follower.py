@@ -45,7 +45,10 @@ class PlanFollower:
             gpus_per_rank=self._gpus_per_rank,
             running=self._plan,
         )
-        return decide(policy, self._frontier, situation)
+        try:
+            return decide(policy, self._frontier, situation)
+        except Exception as error:  # whatever an order holds, training goes on
+            return Decision(0, f"the policy {policy.name} fails ({error!r}). Running at default clocks", failed=True)
 
     def assign(self, choice: PlanChoice) -> Assignment:
         """Return the plans of all pipelines by rank 0's decision."""

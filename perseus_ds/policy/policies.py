@@ -36,14 +36,16 @@ class DeadlinePolicy(_Policy):
 
     name: Literal["deadline"]
     finish_by: AwareDatetime = Field(description="When the last step must be done, such as 2026-11-22T08:00:00+00:00.")
-    total_steps: int = Field(gt=0, description="Steps of the whole training, those before a checkpoint included.")
+    total_steps: int = Field(
+        gt=0, le=10**12, description="Steps of the whole training, those before a checkpoint included."
+    )
 
 
 class PowerCapPolicy(_Policy):
     """Keep the average power of the job's GPUs under a budget."""
 
     name: Literal["power_cap"]
-    watts: float = Field(gt=0, allow_inf_nan=False, description="Of all GPUs of the job together [W].")
+    watts: float = Field(gt=0, le=1e12, allow_inf_nan=False, description="Of all GPUs of the job together [W].")
 
 
 class EnergyOptimalPolicy(_Policy):
@@ -91,10 +93,12 @@ class Decision:
     Attributes:
         plan: Place on the frontier.
         problem: The condition of the policy that cannot be met; empty if it is met.
+        failed: Whether nothing could be decided; then the job runs at default clocks.
     """
 
     plan: int
     problem: str = ""
+    failed: bool = False
 
 
 def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> Decision:

@@ -234,7 +234,7 @@ class PlanRunner:
             self._has_complained = True
             self._recorder.event(PolicyChanged(problem=decision.problem))
             self._recorder.say(decision.problem)
-        return PlanChoice(decision.plan, control.paused, control.straggler())
+        return PlanChoice(decision.plan, control.paused or decision.failed, control.straggler())
 
     def _decide(self, policy: PolicyConfig) -> Decision:
         return self._follower.decide(policy, self._control.steps, datetime.now(timezone.utc))

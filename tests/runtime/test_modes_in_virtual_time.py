@@ -14,6 +14,7 @@ from perseus_ds.artifacts.run_records import (
     Failed,
     PlanChosen,
     PlanJudged,
+    PolicyChanged,
     ProfileWritten,
     read_records,
 )
@@ -230,6 +231,22 @@ def test_an_unexpected_error_in_a_decision_never_ends_training(start, monkeypatc
     assert job.runtime.next.phase == "observe"
     assert caplog.text.count("division by zero") == 1
     assert job.close()[-1].plan is None
+
+
+def test_a_policy_that_fails_means_default_clocks_until_there_is_another(start, frontier, monkeypatch, capsys):
+    job = start(mode="run", frontier=frontier)
+    job.train_until("run")
+    job.runtime.set_policy({"name": "power_cap", "watts": 300.0})
+    monkeypatch.setattr("perseus_ds.policy.policies._under_cap", lambda *_: 1 / 0)
+    assert job.train(6)[-1] == "pause"
+    assert job.gpu.clock_mhz() == job.gpu.supported_clocks_mhz()[-1]
+    assert capsys.readouterr().out.count("the policy power_cap fails (ZeroDivisionError") == 1
+    job.runtime.set_policy({"name": "energy_optimal"})
+    assert job.train(4)[-1] == "run"
+    job.close()
+    problems = [r.problem for r in read_records(job.folder) if isinstance(r, PolicyChanged) and r.problem]
+    assert len(problems) == 1
+    assert problems[0].endswith("Running at default clocks")
 
 
 def test_a_changed_schedule_ends_plans_and_profiling_alike(start, caplog):
