@@ -116,10 +116,10 @@ def _runtime() -> tuple[Any, Any]:
     import torch.distributed as dist
 
     from perseus_ds.artifacts.profile_metadata import ProfileInfo
-    from perseus_ds.config import parse_block
     from perseus_ds.device.gpu.nvml import NvmlGpu
     from perseus_ds.device.timers import HostExecution
     from perseus_ds.distributed import Communicator, PipelineTopology
+    from perseus_ds.runtime.config import parse_block
     from perseus_ds.runtime.job import Job
     from perseus_ds.runtime.runtime import PerseusRuntime
 

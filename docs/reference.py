@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 from perseus_ds.cli.arguments import Argument, arguments_of
 from perseus_ds.cli.commands import COMMANDS, description_of, module_of
 from perseus_ds.cli.help import usage
-from perseus_ds.config import PerseusConfig
+from perseus_ds.runtime.config import PerseusConfig
 
 FOLDER = Path(__file__).parent
 NOTE = "<!-- Made by docs/reference.py (make docs) from the code: change it there. -->\n"

@@ -6,18 +6,20 @@ Importing this package is cheap: each name is imported when it is used, DeepSpee
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from perseus_ds.artifacts.frontier import Frontier
     from perseus_ds.artifacts.profile import StageProfile
-    from perseus_ds.engine.pipeline_engine import attach, detach, initialize
+    from perseus_ds.engine.pipeline_engine import initialize
     from perseus_ds.optimizer import optimize
     from perseus_ds.pipeline.commands import register_command
     from perseus_ds.pipeline.instruction import Instruction, Kind
     from perseus_ds.pipeline.schedule import read_schedule, schedule_class
     from perseus_ds.runtime.runtime import PerseusRuntime
 
+T = TypeVar("T")
 __all__ = [
     "Frontier",
     "Instruction",
@@ -44,16 +46,70 @@ _MODULES = {
     "register_command": "perseus_ds.pipeline.commands",
     "schedule_class": "perseus_ds.pipeline.schedule",
 }
-_OF_DEEPSPEED = ("attach", "detach", "initialize")
+
+
+def attach(target: T, config: Mapping[str, Any] | None = None, *, pipeline: Any = None, data_parallel: Any = None) -> T:
+    """Let an engine or schedule train under Perseus; every rank must do so at once.
+
+    Args:
+        target: An engine of any class derived from DeepSpeed's ``PipelineEngine``, or a schedule of
+            ``torch.distributed.pipelining``.
+        config: A ``perseus`` block. By default that of the engine's config and of the variable ``PERSEUS``, and
+            without these the default settings.
+        pipeline: For a schedule, process group or one-dimensional ``DeviceMesh`` of this rank's pipeline; by default
+            its stages' own.
+        data_parallel: For a schedule, the same of the ranks that train the same stages on other data; by default,
+            every pipeline trains on data of its own.
+
+    Returns:
+        The same object, now with ``target.perseus``; unchanged if the block is disabled.
+
+    Raises:
+        ConfigError: The block or a group is wrong, or the object is neither.
+        ScheduleError: The order of a schedule is not known.
+        VersionError: The installed DeepSpeed or torch is not one that Perseus works with.
+    """
+    if _is_schedule_of_torch(target):
+        from perseus_ds.torch_pipelining.attaching import attach as attach_to_schedule
+
+        return attach_to_schedule(target, config, pipeline=pipeline, data_parallel=data_parallel)
+    if pipeline is not None or data_parallel is not None:
+        from perseus_ds.errors import ConfigError
+
+        raise ConfigError(
+            f"perseus: {type(target).__name__} knows its own ranks. Leave out pipeline and data_parallel."
+        )
+    return _of_deepspeed("attach")(target, config)  # type: ignore[no-any-return]
+
+
+def detach(target: T) -> T:
+    """Leave an engine or schedule as it was before :func:`attach`; the clock is the default again.
+
+    The last iteration of a schedule ends here, so every rank must do so at once.
+    """
+    if _is_schedule_of_torch(target):
+        from perseus_ds.torch_pipelining.attaching import detach as detach_from_schedule
+
+        return detach_from_schedule(target)
+    return _of_deepspeed("detach")(target)  # type: ignore[no-any-return]
+
+
+def _is_schedule_of_torch(target: object) -> bool:
+    """Whether an object is a schedule of torch, which need not have been imported."""
+    return any(base.__module__.startswith("torch.distributed.pipelining.") for base in type(target).__mro__)
+
+
+def _of_deepspeed(name: str) -> Any:
+    from perseus_ds.engine.versions import require_deepspeed
+
+    require_deepspeed()
+    return getattr(importlib.import_module("perseus_ds.engine.pipeline_engine"), name)
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
-    if name in _OF_DEEPSPEED:
-        from perseus_ds.engine.versions import require_deepspeed
-
-        require_deepspeed()
+    if name == "initialize":
         # Now, not when it is called: by then deepspeed.initialize may have been replaced by this function.
-        return getattr(importlib.import_module("perseus_ds.engine.pipeline_engine"), name)
+        return _of_deepspeed(name)
     raise AttributeError(f"module 'perseus_ds' has no attribute {name!r}")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -17,7 +20,10 @@ from perseus_ds.errors import PerseusError
 T = TypeVar("T")
 # A rank may be late for its next iteration by as much as the job's own collectives allow; Perseus does not end the job.
 _TIMEOUT = timedelta(days=7)
+# To connect ranks that are all there, which the job's own collective has shown before.
+_SETUP_TIMEOUT = timedelta(minutes=3)
 _POLL_S = 0.002
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 logger = logging.getLogger("perseus_ds")
 
 
@@ -79,15 +85,30 @@ class Communicator:
     """Collectives among all ranks of the job; every rank must make it at the same time."""
 
     def __init__(self, topology: PipelineTopology) -> None:
+        """Connect this rank with all others, and with those of its pipeline and of its stage.
+
+        Args:
+            topology: Position of this rank.
+
+        Raises:
+            PerseusError: Ranks cannot be connected; the message says what to set.
+        """
         self.topology = topology
         self.world_size = dist.get_world_size()
-        self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        self._stage_group: Any = None
-        peers: list[tuple[int, ...]] = [()] * self.world_size
-        dist.all_gather_object(peers, topology.stage_peers, group=self._group)
-        if any(len(p) > 1 for p in peers):
-            groups = [list(p) for p in sorted(set(peers))]
-            self._stage_group, _ = dist.new_subgroups_by_enumeration(groups, timeout=_TIMEOUT, backend="gloo")
+        _wait_for_all_ranks()
+        self._group: Any = _connect(None)
+        places = self.all_gather(topology.pipeline_rank)
+        # All ranks make their pipeline's group before their stage's, so that none waits for another in a circle.
+        self._pipeline_group: Any = self._among(topology.pipeline)
+        self._stage_group: Any = self._among(
+            [rank for rank, place in enumerate(places) if place == places[topology.rank]]
+        )
+
+    def _among(self, ranks: Sequence[int]) -> Any:
+        """Return the group of some ranks, this one included; None if there is no other."""
+        if len(ranks) == self.world_size:
+            return self._group
+        return _connect(sorted(ranks)) if len(ranks) > 1 else None
 
     @property
     def is_first(self) -> bool:
@@ -155,8 +176,22 @@ class Communicator:
         return _max(value, self._group)
 
     def stage_max(self, value: float) -> float:
-        """Return the largest value among the ranks that share this rank's stage."""
+        """Return the largest value among the ranks that have this rank's stage, in all pipelines."""
         return value if self._stage_group is None else _max(value, self._stage_group)
+
+    def pipeline_gather(self, value: T) -> list[T]:
+        """Return the value of every rank of this rank's pipeline, first stage first."""
+        if self._pipeline_group is None:
+            return [value]
+        gathered: list[Any] = [None] * self.topology.pipeline_ranks
+        dist.all_gather_object(gathered, value, group=self._pipeline_group)
+        by_rank = dict(zip(sorted(self.topology.pipeline), gathered, strict=True))
+        return [by_rank[rank] for rank in self.topology.pipeline]
+
+    def pipeline_barrier(self) -> None:
+        """Wait for the ranks of this rank's pipeline."""
+        if self._pipeline_group is not None:
+            dist.barrier(group=self._pipeline_group)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -180,3 +215,78 @@ def _max(value: float, group: Any) -> float:
     tensor = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
     return float(tensor)
+
+
+def _wait_for_all_ranks() -> None:
+    """Wait for all ranks as long as the job's own collectives may take: some begin to train minutes after others."""
+    devices = [torch.cuda.current_device()] if "nccl" in dist.get_backend() else None
+    dist.barrier(device_ids=devices)
+
+
+def _connect(ranks: Sequence[int] | None) -> Any:
+    """Return a group of some ranks on gloo, None for all; only its members make it, and no NCCL communicator is split.
+
+    Raises:
+        PerseusError: They cannot be connected.
+    """
+    local: dict[str, Any] = {} if ranks is None else {"ranks": list(ranks), "use_local_synchronization": True}
+    with _interface_of_nccl():
+        try:
+            group = dist.new_group(backend="gloo", timeout=_SETUP_TIMEOUT, **local)
+        except (RuntimeError, OSError) as error:
+            used = os.environ.get(_GLOO) or "the one that this host's name resolves to"
+            raise PerseusError(
+                f"rank {dist.get_rank()} cannot be connected with the others by gloo, over the network interface "
+                f"{used}: {str(error).splitlines()[0]}. Set {_GLOO}, on every node, to the interface by which nodes "
+                "reach each other; `ip -brief address` lists them."
+            ) from error
+    dist.distributed_c10d._set_pg_timeout(_TIMEOUT, group)
+    return group
+
+
+@contextmanager
+def _interface_of_nccl() -> Iterator[None]:
+    """Let gloo use the interface that NCCL was told to use, unless gloo was told one of its own."""
+    wanted = os.environ.get(_NCCL, "")
+    if os.environ.get(_GLOO) or not wanted:
+        yield
+        return
+    chosen = gloo_interface(wanted, _interfaces())
+    if chosen is None:
+        yield
+        return
+    os.environ[_GLOO] = chosen
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO]
+
+
+def _interfaces() -> list[str]:
+    """Return the network interfaces of this host that have an address and are up, the local one last."""
+    states = psutil.net_if_stats()
+    names = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in states and states[name].isup and any(a.family.name.startswith("AF_INET") for a in addresses)
+    ]
+    return sorted(names, key=lambda name: name == "lo")
+
+
+def gloo_interface(nccl_socket_ifname: str, interfaces: Sequence[str]) -> str | None:
+    """Return the first interface that a value of ``NCCL_SOCKET_IFNAME`` permits; None if none is permitted.
+
+    Args:
+        nccl_socket_ifname: Prefixes of names, separated by commas; after ``=`` whole names, after ``^`` what is not
+            permitted.
+        interfaces: Names.
+    """
+    excludes = nccl_socket_ifname.startswith("^")
+    rest = nccl_socket_ifname.removeprefix("^")
+    whole = rest.startswith("=")
+    names = [name.split(":")[0] for name in rest.removeprefix("=").split(",") if name]
+    for interface in interfaces:
+        named = any(interface == name if whole else interface.startswith(name) for name in names)
+        if named != excludes:
+            return interface
+    return None

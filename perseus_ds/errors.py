@@ -25,6 +25,10 @@ class PlanError(PerseusError, ValueError):
     """A frequency plan does not fit the schedule or the GPU it is meant for."""
 
 
+class SignalError(PerseusError, ValueError):
+    """The file of a signal (a price, a carbon intensity, a power cap over time) cannot be used."""
+
+
 class DeadlineError(PerseusError, ValueError):
     """No plan is as fast as requested."""
 

@@ -28,6 +28,8 @@ class RankReport:
         pace_low: Time of its instructions divided by the time that the profile says, of the kind with the lowest ratio;
             NaN where that was not looked at.
         pace_high: The same of the kind with the highest ratio.
+        asked_mhz: Clock that its GPU was asked for when it was last read back; NaN at default clocks [MHz].
+        reached_mhz: Clock that was read then [MHz].
         shapes: A number that differs when the shapes of the inputs of this rank's forwards differ.
         closed: Whether this rank has been closed, so that all leave the mode.
         vote: Whether this rank asks for something that the phase decides together, such as one more iteration.
@@ -49,6 +51,8 @@ class RankReport:
     drift: float = math.nan
     pace_low: float = math.nan
     pace_high: float = math.nan
+    asked_mhz: float = math.nan
+    reached_mhz: float = math.nan
     shapes: float = 0.0
     closed: bool = False
     vote: bool = False

@@ -34,6 +34,8 @@ class IterationRecord(_Record):
     iteration: int = Field(description="Training step, 1 first.")
     ended: float | None = Field(None, description="When it ended [Unix seconds].")
     phase: str = Field(description="What Perseus was doing.")
+    next_phase: str | None = Field(None, description="The phase after the one of the next iteration, where known.")
+    next_in_s: float | None = Field(None, description="When it begins, counted from here, as estimated [s].")
     plan: int | None = Field(None, description="The plan of rank 0's pipeline: its place on the frontier.")
     time_s: float = Field(gt=0, description="Iteration time of the slowest rank [s].")
     energy_j: float | None = Field(None, description="Energy of all GPUs of the job [J].")
@@ -48,6 +50,10 @@ class IterationRecord(_Record):
     clock_changes: int = Field(0, description="Clock changes of all GPUs.")
     clock_skips: int = Field(0, description="Clock changes left out.")
     failed_ranks: tuple[int, ...] = Field((), description="Ranks that have fallen back to default clocks.")
+    clocks_asked_mhz: tuple[int | None, ...] | None = Field(
+        None, description="By rank, the clock that its GPU was asked for when it was last read; null at default clocks."
+    )
+    clocks_reached_mhz: tuple[int | None, ...] | None = Field(None, description="By rank, the clock that was read.")
 
     @property
     def power_w(self) -> float | None:
@@ -87,6 +93,14 @@ class Started(Event):
     job: str | None = Field(None, description="A fingerprint of the job, which distinguishes it from others.")
     policy: dict[str, Any] | None = None
     engines: list[str] | None = Field(None, description="Models of the process's engines; the first one trains.")
+
+
+class ProfilingBegun(Event):
+    """Training stops for a while: passes are repeated to measure a profile."""
+
+    event: Literal["profiling"] = "profiling"
+    clocks: int = Field(0, description="How many clocks are measured, at most.")
+    longest_s: float | None = Field(None, description="How long it takes at most [s].")
 
 
 class ProfileWritten(Event):
@@ -162,9 +176,32 @@ class ClockRefused(Event):
 class Failed(Event):
     """A rank has fallen back to default clocks, or a part of Perseus outside training does not work."""
 
-    event: Literal["failure", "cache", "control"] = "failure"
+    event: Literal["failure", "cache", "control", "metrics"] = "failure"
     rank: int = 0
     error: str = ""
+
+
+class PlanTotals(BaseModel):
+    """Iterations under one plan, all of them together; those without a figure at default clocks are not counted."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    plan: int
+    iterations: int
+    time_s: float
+    energy_j: float
+    default_s: float = Field(description="What they take at default clocks [s].")
+    default_j: float = Field(description="What they take at default clocks [J].")
+
+    @property
+    def slowdown(self) -> float:
+        """As a fraction of the time at default clocks."""
+        return self.time_s / self.default_s - 1
+
+    @property
+    def saved(self) -> float:
+        """As a fraction of the energy at default clocks."""
+        return 1 - self.energy_j / self.default_j
 
 
 class Ended(Event):
@@ -180,7 +217,10 @@ class Ended(Event):
     planned: int = Field(0, description="Iterations under plans.")
     planned_j: float = Field(0.0, description="Their energy [J].")
     default_j: float = Field(0.0, description="What they take at default clocks [J].")
+    planned_s: float = Field(0.0, description="The time of the iterations under plans [s].")
+    default_s: float = Field(0.0, description="What they take at default clocks [s].")
     default_measured: bool = Field(False, description="Whether this job measured that; otherwise by the profile.")
+    plans: tuple[PlanTotals, ...] = Field((), description="The same by plan, in the order in which they ran.")
 
     @property
     def saved(self) -> float | None:
@@ -234,7 +274,7 @@ def read_records(path: Path) -> list[Record]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; expected the run.jsonl of a training run.") from None
-    records = [_record_or_none(line) for line in lines]
+    records = [record_or_none(line) for line in lines]
     if records and records[-1] is None:  # a job that was killed, or is still writing
         records.pop()
     for number, (line, record) in enumerate(zip(lines, records, strict=False), start=1):
@@ -243,7 +283,8 @@ def read_records(path: Path) -> list[Record]:
     return [record for record in records if record is not None]
 
 
-def _record_or_none(line: str) -> Record | None:
+def record_or_none(line: str) -> Record | None:
+    """Return the record of a line, None where it is none."""
     try:
         return from_line(line)
     except ValueError:

@@ -9,7 +9,18 @@ from pydantic import Field
 from perseus_ds.artifacts.validation import StrictModel
 from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Operation, Other, Payload, Schedule, Transfer
+from perseus_ds.pipeline.schedule import (
+    Compute,
+    Exchange,
+    Launch,
+    Load,
+    Operation,
+    Other,
+    Payload,
+    Schedule,
+    Transfer,
+    Wait,
+)
 
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 _Transfer = tuple[Payload, Index, Index, Index]
@@ -17,7 +28,8 @@ _Operation = (
     tuple[Literal["compute"], Index, Kind, Index]
     | tuple[Literal["load"], Index, Index]
     | tuple[Literal["other"], str, Index, Index]
-    | tuple[Literal["exchange"], tuple[_Transfer, ...], tuple[_Transfer, ...]]
+    | tuple[Literal["exchange", "launch"], tuple[_Transfer, ...], tuple[_Transfer, ...]]
+    | tuple[Literal["wait"], tuple[_Transfer, ...]]
 )
 
 
@@ -63,6 +75,10 @@ def _written(operation: Operation) -> _Operation:
             return ("other", command, stage, number)
         case Exchange(sends=sends, receives=receives):
             return ("exchange", _transfers(sends), _transfers(receives))
+        case Launch(sends=sends, receives=receives):
+            return ("launch", _transfers(sends), _transfers(receives))
+        case Wait(transfers=transfers):
+            return ("wait", _transfers(transfers))
 
 
 def _transfers(transfers: tuple[Transfer, ...]) -> tuple[_Transfer, ...]:
@@ -79,4 +95,8 @@ def _read(operation: _Operation) -> Operation:
             return Other(command, stage, number)
         case ("exchange", sends, receives):
             return Exchange(tuple(Transfer(*t) for t in sends), tuple(Transfer(*t) for t in receives))
+        case ("launch", sends, receives):
+            return Launch(tuple(Transfer(*t) for t in sends), tuple(Transfer(*t) for t in receives))
+        case ("wait", transfers):
+            return Wait(tuple(Transfer(*t) for t in transfers))
     raise AssertionError(f"unknown operation {operation!r}")

@@ -62,7 +62,7 @@ def _assignments(command: str, known: dict[str, Argument], words: Sequence[str])
     """Return each argument given, with what follows its name before the ``=``, and the text after it."""
     found, loose, problems = [], [], []
     for word in words:
-        match = _ASSIGNMENT.fullmatch(word)
+        match = _ASSIGNMENT.fullmatch(_without_dashes(word, known))
         if not match:
             loose.append(word)
         elif match[1] not in known or (match[2] and dict not in known[match[1]].types):
@@ -83,6 +83,12 @@ def _assignments(command: str, known: dict[str, Argument], words: Sequence[str])
     for name, values in words_of.items():
         found.append((known[name], "", f"[{','.join(values)}]" if known[name].is_list else values[0]))
     return found
+
+
+def _without_dashes(word: str, known: dict[str, Argument]) -> str:
+    """Return ``name=true`` for ``--name`` if that is an argument that is true or false; other words as they are."""
+    argument = known.get(word.removeprefix("--")) if word.startswith("--") else None
+    return f"{argument.name}=true" if argument is not None and argument.types == (bool,) else word
 
 
 def _place(words: list[str], free: list[Argument]) -> list[tuple[Argument | None, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -27,6 +26,7 @@ class Arguments:
 
     examples: ClassVar = (
         "perseus-ds control status perseus",
+        "perseus-ds control status perseus json=true",
         "perseus-ds control policy perseus policy.name=slowdown policy.max_slowdown=0.05",
         "perseus-ds control straggler perseus pipeline=1 slowdown=1.2",
     )
@@ -43,6 +43,7 @@ class Arguments:
         "straggler: how many times as long its iterations take; 1 when it has recovered", None, at_least=1
     )
     after_iterations: int = argument("straggler: number of iterations until then", 0, at_least=0)
+    json: bool = argument("status: print it as a JSON object", False)
 
 
 _KEYS = {Command.policy: ("policy",), Command.straggler: ("pipeline", "slowdown", "after_iterations")}
@@ -50,6 +51,7 @@ _KEYS = {Command.policy: ("policy",), Command.straggler: ("pipeline", "slowdown"
 
 def run(arguments: Arguments) -> int:
     """Send one order and print the answer."""
+    from perseus_ds.cli.output import for_any_terminal
     from perseus_ds.policy.control_socket import parse_order, send_order
 
     keys = _KEYS.get(arguments.command, ())
@@ -57,19 +59,27 @@ def run(arguments: Arguments) -> int:
     order = {"command": arguments.command.name, **{key: getattr(arguments, key) for key in keys}}
     parse_order(order)
     answer = send_order(arguments.run, order)
-    for line in _lines(answer.get("status", {})):
-        print(line)
+    if "status" in answer:
+        for_any_terminal()
+        print(_status(answer["status"], as_json=arguments.json))
     if "done" in answer:
         print(answer["done"])
     return 0
 
 
-def _lines(status: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each fact; those about the last and the next iteration below a heading."""
-    for key, value in status.items():
-        if not isinstance(value, dict):
-            yield f"{key:22} {value}"
-    for key, facts in status.items():
-        if isinstance(facts, dict) and facts:
-            yield f"{key}:"
-            yield from (f"  {line}" for line in _lines(facts))
+def _status(status: dict[str, Any], *, as_json: bool) -> str:
+    import json
+
+    from pydantic import ValidationError
+
+    from perseus_ds.errors import ConfigError
+    from perseus_ds.report.live.facts import JobFacts
+    from perseus_ds.report.live.phrases import sentences
+
+    if as_json:
+        return json.dumps(status)
+    try:
+        facts = JobFacts.model_validate(status)
+    except ValidationError:
+        raise ConfigError("the job runs another version of Perseus; write json=true for its answer.") from None
+    return "\n".join(sentences(facts, status))

@@ -45,6 +45,7 @@ class ClockController:
     Attributes:
         changes: Clock changes made.
         overtaken: Requests skipped because a later one was already due.
+        readback: What was read of the clock.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class ClockController:
         self._on_error = on_error
         self._on_start = on_start
         self._time = timebase
-        self._readback = ClockReadback(gpu, on_refusal, timebase)
+        self.readback = ClockReadback(gpu, on_refusal, timebase)
         # Others append, the worker alone removes.
         self._pending: deque[_Item] = deque()
         # Notified when an item is pending, or the worker is to stop.
@@ -82,8 +83,7 @@ class ClockController:
         self._is_idle = False
         self._refusals = 0
         self._busy_since_s: float | None = None
-        self.changes = 0
-        self.overtaken = 0
+        self.changes = self.overtaken = 0
         self._worker = timebase.thread(self._work, "perseus-clocks")
         self._worker.start()
 
@@ -133,17 +133,17 @@ class ClockController:
 
         It is read back for up to a second; an idle GPU may lower its clock, so let it work meanwhile.
         """
-        return self._readback.has_settled
+        return self.readback.has_settled
 
     def watch_default_clocks(self) -> None:
         """Report, like a clock that is not reached, a limit that keeps the GPU down at default clocks."""
-        self._readback.watch_default_clocks()
+        self.readback.watch_default_clocks()
         self._put(Flag(self._time))  # so that the worker looks when the next reading is due
 
     @property
     def latency_s(self) -> float:
         """How late a clock follows its request [s]; 0 as long as it is not known."""
-        return self._readback.latency_s
+        return self.readback.latency_s
 
     @property
     def failing_s(self) -> float:
@@ -184,7 +184,7 @@ class ClockController:
         try:
             item = self._next()
             if isinstance(item, Flag):
-                self._readback.watch()
+                self.readback.watch()
                 item.set()
             elif not self._failed:
                 self._handle(item)
@@ -196,9 +196,9 @@ class ClockController:
         while not self._pending:
             if self._stopping.is_set():
                 return self._stopping
-            due_in_s = self._readback.due_in_s()
+            due_in_s = self.readback.due_in_s()
             if due_in_s == 0.0:
-                self._clock.read(self._readback.read)
+                self._clock.read(self.readback.read)
             else:
                 self._wait_for_more_than(0, due_in_s)
         return self._pending.popleft()
@@ -237,7 +237,7 @@ class ClockController:
                 continue
             self._refusals, self._busy_since_s = 0, None
             if took_s is not None:
-                self._readback.changed(clock_mhz, took_s)
+                self.readback.changed(clock_mhz, took_s)
                 self.changes += 1
             return
 
@@ -245,7 +245,7 @@ class ClockController:
         """Return the clock to the default, if the driver does that, and wait a while, the longer the more often."""
         if self._busy_since_s is None:
             self._busy_since_s = self._time.now_s()
-        self._readback.changed(None, 0.0)
+        self.readback.changed(None, 0.0)
         self._clock.reset()
         self._stopping.wait(_TRY_AGAIN_AFTER_S[self._refusals])
         self._refusals += 1
@@ -259,13 +259,13 @@ class ClockController:
             if moment.query():
                 moment.passed_s()  # the sooner it is asked, the better the moments after it are known
                 return True
-            due_in_s = self._readback.due_in_s()
+            due_in_s = self.readback.due_in_s()
             if due_in_s is None or due_in_s > 50 * _POLL_S:
                 moment.synchronize()
             elif due_in_s > 0:
                 self._time.sleep(min(due_in_s, _POLL_S))
             else:
-                self._clock.read(self._readback.read)
+                self._clock.read(self.readback.read)
         return False
 
     def _sleep_until(self, until_s: float) -> bool:
@@ -292,7 +292,7 @@ class ClockController:
     def _fail(self, error: Exception) -> None:
         """Give up, and return the clock to the default if the driver permits."""
         self._failed = True
-        self._readback.changed(None, 0.0)
+        self.readback.changed(None, 0.0)
         self._on_error(error)
         for again_s in _RESET_AGAIN_AFTER_S:
             if self._clock.reset():

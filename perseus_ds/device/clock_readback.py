@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.errors import GpuError
 from perseus_ds.timebase import REAL_TIME, Timebase
 
+_NO_READING = (math.nan, math.nan)
 _REMEMBERED = 15
 _ENOUGH = 3
 _TOLERANCE = 0.02
@@ -48,6 +50,7 @@ class ClockReadback:
     Attributes:
         latency_s: Time from a request until the clock has changed: the median time of the driver's calls plus the
             median time of the changes after them [s]; 0 as long as too few were seen.
+        reading: The clock requested and the clock read when it had had time to follow [MHz]; NaN at default clocks.
     """
 
     def __init__(self, gpu: Gpu, on_refusal: Callable[[Refusal], None], timebase: Timebase = REAL_TIME) -> None:
@@ -62,6 +65,7 @@ class ClockReadback:
         self._on_refusal = on_refusal
         self._time = timebase
         self.latency_s = 0.0
+        self.reading: tuple[float, float] = _NO_READING
         self._calls_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._settling_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._changes = 0
@@ -90,6 +94,8 @@ class ClockReadback:
         """Note that the driver has accepted a clock, None for the default, in a call that took some time [s]."""
         self._called_s = self._time.now_s()
         self._clock_mhz = clock_mhz
+        if clock_mhz is None:
+            self.reading = _NO_READING
         self._changes += 1
         self._calls_s.append(took_s)
         self._is_awaited = False
@@ -131,6 +137,8 @@ class ClockReadback:
             self._refuse(requested_mhz, reached_mhz)
         if is_over:
             self._is_settling = False
+        if not self._is_settling:
+            self.reading = requested_mhz, reached_mhz
 
     def _read_default_clocks(self) -> None:
         self._read_s = self._time.now_s()

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.config import PerseusConfig
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator, PipelineTopology
@@ -20,7 +19,8 @@ from perseus_ds.engine.replay import Replay
 from perseus_ds.errors import PerseusError
 from perseus_ds.pipeline.commands import read_stream
 from perseus_ds.pipeline.schedule import Operation, Other, Schedule
-from perseus_ds.runtime.devices import execution_on, open_gpu
+from perseus_ds.runtime.build import open_together
+from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
 
@@ -47,14 +47,16 @@ def make_runtime(
     """
     communicator = Communicator(_topology(engine.grid))
     schedule = _schedule_of_all_ranks(communicator, engine, pipe_schedule)
-    opened: list[Gpu] = []
-    communicator.together(
-        lambda: opened.append(open_gpu(config, engine.device, rank=engine.global_rank, local_rank=engine.local_rank))
-    )
-    gpu = opened[0]
-    timers = execution_on(gpu, engine.device, config)
+    gpu, timers = open_together(communicator, config, engine.device, local_rank=engine.local_rank)
+    jobs: list[Job] = []
+
+    def describe() -> None:
+        models = (model_name(engine), *others)
+        jobs.append(Job(config, schedule, _info(engine, gpu, schedule), _fingerprint(engine), models))
+
+    communicator.together(describe)
     runtime = PerseusRuntime(
-        Job(config, schedule, _info(engine, gpu, schedule), _fingerprint(engine), (model_name(engine), *others)),
+        jobs[0],
         communicator=communicator,
         gpu=gpu,
         timers=timers,
@@ -86,10 +88,9 @@ def _schedule_of_all_ranks(communicator: Communicator, engine: Any, pipe_schedul
             raise type(error)(f"{schedule_name(pipe_schedule)}: {error}") from None
 
     communicator.together(read)
-    streams = communicator.all_gather(stream[0])
+    pipeline = tuple(communicator.pipeline_gather(stream[0]))
     if communicator.is_first:
-        _name_unknown_commands(streams)
-    pipeline = tuple(streams[rank] for rank in communicator.topology.pipeline)
+        _name_unknown_commands(pipeline)
     return Schedule(schedule_name(pipe_schedule), engine.micro_batches, pipeline)
 
 

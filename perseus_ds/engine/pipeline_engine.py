@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -10,11 +11,11 @@ import deepspeed
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from perseus_ds.config import PerseusConfig, parse_block
-from perseus_ds.engine.attachment import Attachment
+from perseus_ds.engine.attachment import EngineAttachment
 from perseus_ds.engine.deepspeed_contract import check_deepspeed, check_engine
-from perseus_ds.engine.settings import settings_of
 from perseus_ds.errors import ConfigError
+from perseus_ds.runtime.config import PerseusConfig, parse_block
+from perseus_ds.runtime.settings import settings_of
 
 E = TypeVar("E")
 _CHECKPOINT_KEY = "perseus_ds"
@@ -28,7 +29,7 @@ class _PerseusEngine:
         perseus: Perseus on this engine.
     """
 
-    perseus: Attachment
+    perseus: EngineAttachment
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Train one batch as the engine does, under Perseus's plan."""
@@ -73,7 +74,7 @@ def _with_perseus(engine_class: type) -> type:
     return type(engine_class.__name__, (_PerseusEngine, engine_class), names)
 
 
-def attach(engine: E, block: dict[str, Any] | None = None) -> E:
+def attach(engine: E, block: Mapping[str, Any] | None = None) -> E:
     """Let an engine train under Perseus; every rank must do so at once.
 
     The engine stays the object it is, and becomes an instance of a subclass of its class.
@@ -92,9 +93,14 @@ def attach(engine: E, block: dict[str, Any] | None = None) -> E:
     """
     if isinstance(engine, _PerseusEngine):
         return engine
-    settings = settings_of(engine) if block is None else parse_block(block)
+    settings = settings_of(_block_of(engine)) if block is None else parse_block(block)
     _attach(engine, settings or PerseusConfig.model_validate({}))
     return engine
+
+
+def _block_of(engine: Any) -> Any:
+    """Return the ``perseus`` block of a DeepSpeed config, as DeepSpeed has read it from a dict, a file or base64."""
+    return engine._config._param_dict.get("perseus")
 
 
 def _attach(engine: Any, settings: PerseusConfig) -> None:
@@ -107,7 +113,7 @@ def _attach(engine: Any, settings: PerseusConfig) -> None:
             '"perseus": {"enabled": false}.'
         )
     check_engine(engine)
-    engine.perseus = Attachment(engine, settings)
+    engine.perseus = EngineAttachment(engine, settings)
     engine.__class__ = _with_perseus(engine.__class__)
 
 
@@ -141,7 +147,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
     finally:
         _initializing.reset(token)
-    settings = settings_of(made[0])
+    settings = settings_of(_block_of(made[0]))
     if settings is not None and not isinstance(made[0], _PerseusEngine):
         _attach(made[0], settings)
     return made
@@ -158,7 +164,7 @@ def attach_to_engines_as_they_are_made(pipeline_engine: Any) -> None:
     @functools.wraps(construct)
     def construct_and_attach(engine: Any, *args: Any, **kwargs: Any) -> None:
         construct(engine, *args, **kwargs)
-        settings = settings_of(engine)
+        settings = settings_of(_block_of(engine))
         if settings is not None and not isinstance(engine, _PerseusEngine):
             _attach(engine, settings)
 

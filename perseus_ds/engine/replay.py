@@ -14,6 +14,17 @@ from perseus_ds.engine.isolation import differences, isolated, optimizer_tensors
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Operation
 
+_OUTPUTS = ("outputs", "output_tensors")
+_LOSSES = ("loss", "outputs", "total_loss", "total_additional_losses")
+
+
+def spare_cuda_bytes() -> float | None:
+    """Return the memory of the GPU that training has left free at its peak; None without a GPU."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    free_bytes, _ = torch.cuda.mem_get_info()
+    return free_bytes + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+
 
 @dataclass
 class _Tape:
@@ -25,6 +36,13 @@ class _Tape:
     received: dict[tuple[str, int], Any] = field(default_factory=dict)
     output_grad: Any = None
     input_grads: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
+    # Inputs of the next forward, copied before its time is taken.
+    next_data: dict[tuple[str, int], Any] = field(default_factory=dict)
+
+    def kept(self) -> list[torch.Tensor]:
+        """Return the tensors that are kept beside those of training."""
+        values = [*self.data.values(), *self.received.values(), *self.input_grads.values(), self.output_grad]
+        return [tensor for value in values for tensor in tensors_of(value)]
 
 
 class Replay:
@@ -36,13 +54,22 @@ class Replay:
     Args:
         engine: A DeepSpeed ``PipelineEngine``.
         execute: Runs one instruction: called with kind and the arguments of the engine's command.
+        spare_bytes: Returns how much memory of the device training has left free at its peak; None where it has no
+            limit of its own.
     """
 
-    def __init__(self, engine: Any, execute: Callable[[Kind, dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        execute: Callable[[Kind, dict[str, Any]], None],
+        spare_bytes: Callable[[], float | None] = spare_cuda_bytes,
+    ) -> None:
         self._engine = engine
         self._execute = execute
+        self._spare_bytes = spare_bytes
         self._tapes: dict[int, _Tape] = {}
         self._unknown: set[Kind] = set()
+        self._no_memory = ""
 
     @property
     def instructions(self) -> tuple[tuple[int, Kind], ...]:
@@ -58,10 +85,18 @@ class Replay:
         """Drop what was recorded: the engine goes on with another schedule."""
         self._tapes.clear()
         self._unknown.clear()
+        self._no_memory = ""
 
     def record(self, operation: Operation, arguments: dict[str, Any]) -> None:
         """Keep the inputs of an instruction that is about to run, if it is the first of its stage and kind."""
-        if not isinstance(operation, Compute) or operation.instruction.micro_batch != 0:
+        try:
+            self._record(operation, arguments)
+        except torch.cuda.OutOfMemoryError:  # training must go on
+            self._tapes.clear()
+            self._no_memory = "the GPU has no memory left for copies of their inputs"
+
+    def _record(self, operation: Operation, arguments: dict[str, Any]) -> None:
+        if self._no_memory or not isinstance(operation, Compute) or operation.instruction.micro_batch != 0:
             return
         stage, kind = operation.instruction.stage, operation.instruction.kind
         buffers = self._engine.pipe_buffers
@@ -83,8 +118,8 @@ class Replay:
     def obstacle(self, agree: Callable[[str | None], str | None]) -> str | None:
         """Return why passes cannot be repeated without changing training; None if they can.
 
-        A forward and a backward of each stage are run once. Parameters and optimizer state are compared and,
-        if they changed, put back, for which the host's memory must have room.
+        A forward and a backward of each stage are run once, where all ranks have the memory for that. Parameters and
+        optimizer state are compared and, if they changed, put back, for which the host's memory must have room.
 
         Args:
             agree: Returns the first reason of all ranks; every rank calls it at the same time.
@@ -98,10 +133,26 @@ class Replay:
             return f"they cannot be run again ({type(error).__name__}: {error})"
 
     def _known_obstacle(self) -> str | None:
+        if self._no_memory:
+            return self._no_memory
         if self._unknown:
             return f"the schedule has {', '.join(sorted(self._unknown))}, which cannot be run again alone"
         hook = _foreign_hook(self._engine.module)
-        return f"{hook} runs inside the backward and may train the model" if hook else None
+        return f"{hook} runs inside the backward and may train the model" if hook else self._lack_of_memory()
+
+    def _lack_of_memory(self) -> str | None:
+        """Return why the GPU may have too little memory; ranks that compute together would wait for one that stops."""
+        spare_bytes = self._spare_bytes()
+        if spare_bytes is None:
+            return None
+        kept = [*self._engine.module.buffers(), *(t for tape in self._tapes.values() for t in tape.kept())]
+        needed_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        if spare_bytes >= needed_bytes:
+            return None
+        return (
+            f"training leaves {spare_bytes / 2**20:.0f} MiB of a GPU free, and copies of what passes work on need "
+            f"{needed_bytes / 2**20:.0f} MiB"
+        )
 
     def _changed_by_passes(self) -> str | None:
         tensors = [*self._engine.module.parameters(), *optimizer_tensors(self._engine)]
@@ -109,6 +160,7 @@ class Replay:
         before = weights_fingerprint(self._engine)
         with isolated(self._engine):
             for stage, kind in self.instructions:
+                self.prepare(stage, kind)
                 self.run(stage, kind)
             changed = differences(before, weights_fingerprint(self._engine))
             with torch.no_grad():
@@ -118,13 +170,21 @@ class Replay:
             return None
         return f"a repeated pass changes {changed[0]}" + ("" if kept else ", as it just did")
 
+    def prepare(self, stage: int, kind: Kind) -> None:
+        """Copy what the next forward works on, and let go of the last one: a pass of training begins without them."""
+        if kind is Kind.FORWARD:
+            self._drop_last_forward()
+            tape = self._tapes[stage]
+            tape.next_data = {key: _copy(value) for key, value in tape.data.items()}
+
     def run(self, stage: int, kind: Kind) -> None:
-        """Run a forward again, or the backward of the last forward run."""
+        """Run a forward again, or the backward of the last forward run, each after :meth:`prepare`."""
         tape = self._tapes[stage]
         buffers = self._engine.pipe_buffers
         if kind is Kind.FORWARD:
-            for (key, slot), value in tape.data.items():
-                buffers[key][slot] = _copy(value)
+            data, tape.next_data = tape.next_data, {}
+            for (key, slot), value in data.items():
+                buffers[key][slot] = value
             self._execute(kind, tape.forward_arguments)
             return
         self._engine.grad_layer = tape.output_grad
@@ -134,6 +194,17 @@ class Replay:
             for tensor, grad in zip(tensors_of(buffers["inputs"][slot]), grads, strict=False):
                 tensor.grad = grad
         self._execute(kind, tape.backward_arguments)
+
+    def _drop_last_forward(self) -> None:
+        """Drop outputs and losses, whose graph holds the activations of a whole micro-batch."""
+        engine = self._engine
+        for key in _OUTPUTS:
+            if key in engine.pipe_buffers:
+                engine.pipe_buffers[key] = [None] * len(engine.pipe_buffers[key])
+        for name in _LOSSES:
+            if name in vars(engine):
+                setattr(engine, name, None)
+        engine.fwd_outputs = []
 
     def isolated(self) -> AbstractContextManager[None]:
         """Leave the engine, gradients, module buffers and random number generators as they were."""

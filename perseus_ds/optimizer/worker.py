@@ -1,4 +1,6 @@
-"""Optimising in a process of its own: a request as JSON on its stdin, the result as JSON on its stdout.
+"""Optimising in a process of its own: a request as JSON on its stdin, the result as JSON on its stdout's last line.
+
+The lines before it say how far it is.
 
 A job that trains starts the process with :class:`OptimizeWorker` and asks from time to time whether it has ended.
 The request holds the schedule's instruction streams, so the process imports no class that a file names, and it runs
@@ -12,8 +14,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO, TypeAlias
 
 from pydantic import Field, ValidationError
 
@@ -31,6 +36,11 @@ _START = (
     "from perseus_ds.optimizer.worker import main\n"
     "sys.exit(main())"
 )
+
+
+_SECTIONS = ("bounds", "clocks")
+_MOST_PROGRESS = 1 << 16
+Progress: TypeAlias = Callable[[str, float], None]
 
 
 class OptimizeRequest(StrictModel):
@@ -84,6 +94,7 @@ class OptimizeWorker:
         """
         self._log_path = log_path
         self._result: OptimizeResult | None = None
+        self._begin_s = time.monotonic()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
         # Files, not pipes: a pipe would block the training thread until the process has read a long request.
         with tempfile.TemporaryFile() as order, log_path.open("wb") as log:
@@ -101,6 +112,17 @@ class OptimizeWorker:
             self._output.close()
         return self._result
 
+    def remaining_s(self) -> float | None:
+        """Return about how long it takes until there is a result [s]; None while that is not known."""
+        if self._result is not None:
+            return 0.0
+        lines = os.pread(self._output.fileno(), _MOST_PROGRESS, 0).split(b"\n")[:-1]
+        try:
+            done = float(lines[-1])
+        except (IndexError, ValueError):  # not begun, or finished
+            return None
+        return (time.monotonic() - self._begin_s) * (1 - done) / done if done > 0 else None
+
     def stop(self) -> None:
         """End the process; nothing happens where it has ended."""
         self._process.kill()
@@ -109,7 +131,7 @@ class OptimizeWorker:
 
     def _read(self, output: bytes, code: int) -> OptimizeResult:
         try:
-            return OptimizeResult.model_validate_json(output)
+            return OptimizeResult.model_validate_json(output.splitlines()[-1] if output else b"")
         except ValidationError:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             error = f"the optimiser's process ended by {how} without a result, see {self._log_path}"
@@ -125,14 +147,23 @@ def main() -> int:
     os.nice(_NICENESS)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            result = OptimizeResult(ok=True, frontier=_optimize(sys.stdin.buffer.read()))
+            result = OptimizeResult(ok=True, frontier=_optimize(sys.stdin.buffer.read(), _progress_to(sys.__stdout__)))
     except (PerseusError, OSError) as error:
         result = OptimizeResult(ok=False, error=str(error))
     print(result.model_dump_json(exclude_none=True))
     return 0 if result.ok else 1
 
 
-def _optimize(order: bytes) -> Path:
+def _progress_to(stdout: TextIO | None) -> Progress:
+    """Return a function that writes how much is done, 0 to 1, as a line."""
+
+    def progress(section: str, done: float) -> None:
+        print(f"{(_SECTIONS.index(section) + done) / len(_SECTIONS):.3f}", file=stdout, flush=True)
+
+    return progress
+
+
+def _optimize(order: bytes, progress: Progress) -> Path:
     from perseus_ds.artifacts.profile import StageProfile
     from perseus_ds.optimizer import optimize
 
@@ -148,6 +179,7 @@ def _optimize(order: bytes) -> Path:
         switch_cost_j=request.switch_cost_j,
         switch_cost_s=request.switch_cost_s,
         least_dwell_s=request.least_dwell_s,
+        progress=progress,
     )
     provenance = frontier.provenance.model_copy(update={"profile": str(request.profile)})
     return replace(frontier, provenance=provenance).save(request.out)

@@ -1,9 +1,9 @@
 """The DAG of one iteration: its nodes, who waits for whom, makespan and critical path.
 
-Both sides of a transfer block until the other side is ready, so a transfer is a *meeting point*: a
-node that starts when both ranks have reached it and that both wait for. A batch of transfers
-(DualPipeV's ``CommitP2P``) starts each transfer when both sides have launched, and lets a rank go
-on when all of its own are complete.
+A transfer is a *meeting point*: a node that starts when both ranks have launched it. In an exchange, a rank
+launches transfers and goes on when all of them are complete: alone (DeepSpeed's 1F1B) or as a batch (DualPipeV's
+``CommitP2P``). Where a schedule launches transfers and goes on at once (PyTorch's), its rank waits for them where the
+schedule does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ import numpy.typing as npt
 
 from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.instruction import Instruction
-from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Operation, Other, Payload, Schedule, Transfer
+from perseus_ds.pipeline.schedule import (
+    Compute,
+    Exchange,
+    Launch,
+    Load,
+    Operation,
+    Other,
+    Payload,
+    Schedule,
+    Transfer,
+    Wait,
+)
 
 Seconds = npt.NDArray[np.float64]
 
@@ -218,6 +229,11 @@ class _Builder:
         if isinstance(operation, Exchange):
             if not self._exchange(rank, operation):
                 return False
+        elif isinstance(operation, Launch):
+            self._launch_all(rank, operation)
+        elif isinstance(operation, Wait):
+            if not self._complete(rank, operation.transfers):
+                return False
         elif isinstance(operation, Compute):
             self._add(Node(operation.instruction, (rank,), self.computed[rank]), self.waits_for[rank])
             self.computed[rank] += 1
@@ -229,14 +245,25 @@ class _Builder:
     def _exchange(self, rank: int, exchange: Exchange) -> bool:
         if rank not in self.launched:
             self.launched.add(rank)
-            for transfer in exchange.transfers:
-                self._launch(rank, transfer, transfer in exchange.sends)
-        if any(transfer not in self.met for transfer in exchange.transfers):
+            self._launch_all(rank, exchange)
+        if not self._complete(rank, exchange.transfers):
             return False
         self.launched.discard(rank)
-        if exchange.transfers:
-            self.waits_for[rank] = tuple(self.met[t] for t in exchange.transfers)
         return True
+
+    def _complete(self, rank: int, transfers: tuple[Transfer, ...]) -> bool:
+        """Let a rank go on after transfers, if both sides have launched them all."""
+        if any(transfer not in self.met for transfer in transfers):
+            return False
+        met = tuple(self.met[t] for t in transfers)
+        # What a transfer itself waits for need not be waited for again.
+        implied = {before for node in met for before in self.predecessors[node]}
+        self.waits_for[rank] = (*(node for node in self.waits_for[rank] if node not in implied), *met)
+        return True
+
+    def _launch_all(self, rank: int, batch: Exchange | Launch) -> None:
+        for transfer in batch.transfers:
+            self._launch(rank, transfer, transfer in batch.sends)
 
     def _launch(self, rank: int, transfer: Transfer, sends: bool) -> None:
         if transfer not in self.pending:
@@ -262,7 +289,7 @@ class _Builder:
         self.receiver: dict[Transfer, int] = {}
         for rank, stream in enumerate(self.schedule.ranks):
             for operation in stream:
-                if isinstance(operation, Exchange):
+                if isinstance(operation, Exchange | Launch):
                     sender.update(dict.fromkeys(operation.sends, rank))
                     self.receiver.update(dict.fromkeys(operation.receives, rank))
         for transfer in sorted(sender.keys() ^ self.receiver.keys()):

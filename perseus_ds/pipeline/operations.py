@@ -82,4 +82,29 @@ class Exchange:
         return ", ".join([f"send {t}" for t in self.sends] + [f"receive {t}" for t in self.receives])
 
 
-Operation: TypeAlias = Compute | Load | Other | Exchange
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Launch transfers and go on; a later ``Wait`` waits for them."""
+
+    sends: tuple[Transfer, ...] = ()
+    receives: tuple[Transfer, ...] = ()
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        return self.sends + self.receives
+
+    def __str__(self) -> str:
+        return f"launch {Exchange(self.sends, self.receives)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait until transfers that were launched before are complete."""
+
+    transfers: tuple[Transfer, ...]
+
+    def __str__(self) -> str:
+        return "wait for " + ", ".join(map(str, self.transfers))
+
+
+Operation: TypeAlias = Compute | Load | Other | Exchange | Launch | Wait

@@ -15,17 +15,19 @@ from typing import Any
 from perseus_ds.errors import ConfigError, ScheduleError
 from perseus_ds.pipeline.commands import read_stream
 from perseus_ds.pipeline.instruction import Instruction
-from perseus_ds.pipeline.operations import Compute, Exchange, Load, Operation, Other, Payload, Transfer
+from perseus_ds.pipeline.operations import Compute, Exchange, Launch, Load, Operation, Other, Payload, Transfer, Wait
 
 __all__ = [
     "Compute",
     "Exchange",
+    "Launch",
     "Load",
     "Operation",
     "Other",
     "Payload",
     "Schedule",
     "Transfer",
+    "Wait",
     "read_schedule",
     "schedule_class",
     "stages_per_rank",

@@ -25,6 +25,8 @@ class JobControl:
         paused: Whether to run at default clocks.
         steps: Steps done, those before a checkpoint included.
         progress: What a checkpoint kept of the progress under plans, until plans are run.
+        problem_of: Returns the condition of a policy that no plan meets now, empty if there is none; from any thread.
+            Nothing is known of it until plans are run.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class JobControl:
         self.paused = False
         self.steps = 0
         self.progress: Mapping[str, Any] = {}
+        self.problem_of: Callable[[PolicyConfig], str] = lambda policy: ""
         self._pipelines = pipelines
         self._job_status = job_status
         self._lock = threading.Lock()
@@ -86,7 +89,8 @@ class JobControl:
     def _done(self, order: SetPolicy | SetStraggler | Pause | Resume) -> str:
         if isinstance(order, SetPolicy):
             self.policy = order.policy
-            return f"policy {order.policy.name} from the next iterations on"
+            problem = self.problem_of(order.policy)
+            return f"policy {order.policy.name} from the next iterations on" + (f"; but {problem}" if problem else "")
         if isinstance(order, SetStraggler):
             self.set_straggler(order.pipeline, order.slowdown, order.after_iterations)
             return f"pipeline {order.pipeline} is expected to take {order.slowdown:g} times as long"

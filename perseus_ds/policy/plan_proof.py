@@ -81,6 +81,17 @@ class IterationSample:
         """Whether more iterations are no longer worth waiting for."""
         return self.looks == len(_LOOKS)
 
+    def remaining_s(self, iteration_s: float, more: int = 0) -> float:
+        """Return about how long it takes until the next look [s].
+
+        Args:
+            iteration_s: A typical iteration time [s].
+            more: Iterations until the first one is added.
+        """
+        times = _LOOKS[min(self.looks, len(_LOOKS) - 1)]
+        iterations = max(0, times * _LEAST_ITERATIONS - len(self.times_s)) * iteration_s
+        return max(iterations, times * _REFRESHES * self.counter_period_s - self._total_s, 0.0) + more * iteration_s
+
     @property
     def time_s(self) -> float:
         """A typical iteration time [s]; a median, since single iterations may be held up."""
@@ -182,8 +193,20 @@ class Comparison:
     @property
     def draws_less(self) -> bool:
         """Whether mean power is lower than at default clocks, beyond doubt."""
-        ratio = (1 - self.saved) / (1 + self.slowdown)
-        return ratio < 1 - _SURE * math.hypot(self.saved_error, self.slowdown_error)
+        return self._power_ratio < 1 - self._power_doubt
+
+    @property
+    def draws_more(self) -> bool:
+        """Whether mean power is higher than at default clocks, beyond doubt."""
+        return self._power_ratio > 1 + self._power_doubt
+
+    @property
+    def _power_ratio(self) -> float:
+        return (1 - self.saved) / (1 + self.slowdown)
+
+    @property
+    def _power_doubt(self) -> float:
+        return _SURE * math.hypot(self.saved_error, self.slowdown_error)
 
     def __str__(self) -> str:
         return (
@@ -195,3 +218,9 @@ class Comparison:
 def is_kept(comparison: Comparison, policy: PolicyConfig) -> bool:
     """Return whether a plan is kept: it saves energy in time, or keeps power down under a policy that asks for it."""
     return comparison.draws_less if isinstance(policy, PowerCapPolicy) else comparison.wins
+
+
+def is_in_doubt(comparison: Comparison, policy: PolicyConfig) -> bool:
+    """Return whether default clocks have to be measured again: a plan no longer wins, or all may be faster."""
+    no_longer_wins = comparison.draws_more if isinstance(policy, PowerCapPolicy) else comparison.loses
+    return no_longer_wins or comparison.is_faster

@@ -41,14 +41,16 @@ class RunStatistics:
     @property
     def time_ratio(self) -> float:
         """Iteration time, 1 where it is not known; a median, since single iterations may be held up."""
-        return statistics.median(self._times) if self._times else 1.0
+        times = [*self._times]  # a copy: other threads ask, too
+        return statistics.median(times) if times else 1.0
 
     @property
     def power_ratio(self) -> float:
         """Power, 1 where it is not known; of sums, since counters are refreshed more rarely than iterations end."""
-        if not self._powers:
+        powers = [*self._powers]
+        if not powers:
             return 1.0
-        return sum(measured_w for measured_w, _ in self._powers) / sum(promised_w for _, promised_w in self._powers)
+        return sum(measured_w for measured_w, _ in powers) / sum(promised_w for _, promised_w in powers)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as plain values."""

@@ -7,6 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from perseus_ds.device.timers import Span
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Compute
+
 _APART = 1.06
 _TOGETHER = 1.03
 _IN_A_ROW = 2
@@ -97,3 +101,18 @@ def straggler_of(stretch_factors: Sequence[float]) -> Straggler | None:
     """Return the pipeline all others wait for, if they do."""
     largest = max(stretch_factors)
     return None if largest == 1 else Straggler(stretch_factors.index(min(stretch_factors)), largest)
+
+
+def computed_and_tail_s(spans: Iterable[Span]) -> dict[str, float]:
+    """Return the times of a rank that tell stragglers, as fields of its report; 0 where they are not known.
+
+    Args:
+        spans: One iteration.
+
+    Returns:
+        When the rank had computed its last, and how long its tail was, waiting included [s].
+    """
+    work = [(span.operation.instruction.kind, span.end_s) for span in spans if isinstance(span.operation, Compute)]
+    last_s = max((end_s for kind, end_s in work if kind is not Kind.TAIL), default=0.0)
+    tail_s = max((end_s for kind, end_s in work if kind is Kind.TAIL), default=last_s) - last_s
+    return {"computed_s": last_s, "tail_s": max(0.0, tail_s)}

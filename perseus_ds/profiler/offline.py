@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from perseus_ds.artifacts.profile import Measurement
 from perseus_ds.artifacts.profile_metadata import RowQuality
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.device.timers import Execution, Span
-from perseus_ds.errors import GpuError, ProfileError
+from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.counter_log import CounterLog
@@ -30,8 +30,8 @@ _LONGEST_TO_SETTLE_S = 1.0
 # A clock was not reached if the clock read back is lower than this fraction of it.
 _NOT_REACHED = 0.985
 # Answers that ranks sharing a stage exchange; the largest one applies to all.
-_DONE, _GO_ON, _GIVE_UP = 0.0, 1.0, 2.0
-_PEER_FAILED = "a rank that shares this rank's stage could not measure it; see its own message"
+_DONE, _GO_ON, _GIVE_UP = 0.0, 1.0, math.inf
+_PEER_FAILED = "a rank that has this rank's stage could not measure it; see its own message"
 
 
 class RepeatableInstructions(Protocol):
@@ -51,12 +51,19 @@ class RepeatableInstructions(Protocol):
     def instructions(self) -> tuple[tuple[int, Kind], ...]:
         """The (stage, kind) pairs that can be run, a forward before its backward."""
 
+    def prepare(self, stage: int, kind: Kind) -> None:
+        """Make ready for the next run, which training does not do within the pass; not timed."""
+
     def run(self, stage: int, kind: Kind) -> None:
-        """Run a forward, or the backward of the last forward run."""
+        """Run a forward, or the backward of the last forward run, each after :meth:`prepare`."""
 
 
 class StagePeers(Protocol):
-    """Ranks that share a stage. They compute together, so they must repeat instructions equally often."""
+    """Ranks that have the same stage, in this pipeline or another.
+
+    Their passes may exchange tensors (tensor and sequence parallelism, experts, batch norms over all ranks), so they
+    must repeat instructions equally often.
+    """
 
     def stage_max(self, value: float) -> float:
         """Return the largest value of all of them."""
@@ -158,13 +165,9 @@ class OfflineProfiler:
         return rows
 
     def _lock(self, clock_mhz: int) -> None:
-        problem: Exception | None = None
-        try:
+        with self._together():
             self._clocks.set_and_wait(clock_mhz)
-        except (GpuError, TimeoutError) as error:
-            problem = error
-        if self._peers.stage_max(float(problem is not None)):
-            raise problem or ProfileError(_PEER_FAILED)
+        self._agree(_DONE)
 
     def _row(
         self, stage: int, kind: Kind, clock_mhz: int, repeated: RepetitionResult, forward: RepetitionResult
@@ -197,12 +200,13 @@ class OfflineProfiler:
         """Repeat until times are steady and the clock is read back as locked: caches and clock have settled."""
         begin_s, before_s = self._time.now_s(), math.inf
         for runs in itertools.count(1):
-            time_s = sum(span.time_s for span in self._run(stage, cycle))
-            is_steady = abs(time_s / before_s - 1) < _SETTLED or runs >= _MOST_TO_SETTLE
-            # Equal times alone may be those at the clock before.
-            has_clock = self._clocks.has_settled() or self._time.now_s() - begin_s > _LONGEST_TO_SETTLE_S
+            with self._together():
+                time_s = sum(span.time_s for span in self._run(stage, cycle))
+                is_steady = abs(time_s / before_s - 1) < _SETTLED or runs >= _MOST_TO_SETTLE
+                # Equal times alone may be those at the clock before.
+                has_clock = self._clocks.has_settled() or self._time.now_s() - begin_s > _LONGEST_TO_SETTLE_S
             before_s = time_s
-            if self._peers.stage_max(_DONE if is_steady and has_clock else _GO_ON) != _GO_ON:
+            if self._agree(_DONE if is_steady and has_clock else _GO_ON) == _DONE:
                 break
 
     def _repeat(self, stage: int, cycle: Sequence[Kind]) -> RepetitionResult:
@@ -215,19 +219,33 @@ class OfflineProfiler:
                 count += self._repeat_for(self._portion_s, lambda: spans.extend(self._run(stage, cycle)))
                 end_s = self._time.now_s()
                 times_s = [span.time_s for span in spans if _kind(span) is cycle[-1]]
-                try:
+                with self._together():
                     found = self._evaluate(log, begin_s, end_s, count, spans)
-                except GpuError as error:
-                    self._peers.stage_max(_GIVE_UP)
-                    raise error
                 unknown = found is None or max(found.energy_error, typical(times_s)[1]) > self._config.relative_error
                 go_on = (unknown and end_s - begin_s < self._config.max_window_s) or count < _FEWEST_CYCLES
-                verdict = self._peers.stage_max(_GO_ON if go_on or found is None else _DONE)
-                if verdict == _GIVE_UP:
-                    raise ProfileError(_PEER_FAILED)
-                if verdict == _DONE:
+                if self._agree(_GO_ON if go_on or found is None else _DONE) == _DONE:
                     assert found is not None
                     return found
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Surround what may fail, between two exchanges: the other ranks of the stage give up with this one."""
+        try:
+            yield
+        except Exception:
+            self._peers.stage_max(_GIVE_UP)
+            raise
+
+    def _agree(self, value: float) -> float:
+        """Return the largest value of the stage's ranks.
+
+        Raises:
+            ProfileError: One of them has given up.
+        """
+        largest = self._peers.stage_max(value)
+        if largest == _GIVE_UP:
+            raise ProfileError(_PEER_FAILED)
+        return largest
 
     def _evaluate(
         self, log: CounterLog, begin_s: float, end_s: float, count: int, spans: Sequence[Span]
@@ -249,17 +267,20 @@ class OfflineProfiler:
     def _repeat_for(self, portion_s: float, run: Callable[[], object]) -> int:
         """Run for about this time, as often as the peers of the stage; return how often."""
         begin_s = self._time.now_s()
-        run()
-        once_s = max(self._time.now_s() - begin_s, 1e-6)
-        count = int(self._peers.stage_max(math.ceil(portion_s / once_s)))
-        for _ in range(count - 1):
+        with self._together():
             run()
+        once_s = max(self._time.now_s() - begin_s, 1e-6)
+        count = int(self._agree(math.ceil(portion_s / once_s)))
+        with self._together():
+            for _ in range(count - 1):
+                run()
         return count
 
     def _run(self, stage: int, cycle: Sequence[Kind]) -> list[Span]:
         self._execution.start_iteration()
         for kind in cycle:
             operation = Compute(Instruction(stage, kind, 0))
+            self._work.prepare(stage, kind)
             self._execution.begin(operation)
             self._work.run(stage, kind)
             self._execution.end(operation)

@@ -120,11 +120,12 @@ def read_history(folder: Path, name: str | None = None) -> History:
         steps=tuple(_steps(records)),
         occurrences=tuple(_occurrences(records)),
         simulated=any(record.simulated for record in records),
-        left_out=sum(map(_trains, everything)) - sum(map(_trains, records)),
+        left_out=sum(map(trains, everything)) - sum(map(trains, records)),
     )
 
 
-def _trains(record: Record) -> bool:
+def trains(record: Record) -> bool:
+    """Return whether a record is of an iteration whose time and energy are valid."""
     return isinstance(record, IterationRecord) and record.phase != _NOT_TRAINING
 
 
@@ -135,7 +136,7 @@ def _of_last_job(records: Sequence[Record]) -> list[Record]:
             starts.append([])
         starts[-1].append(record)
     jobs = [start[0].job if start and isinstance(start[0], Started) else None for start in starts]
-    trained = [job for job, start in zip(jobs, starts, strict=True) if any(map(_trains, start))]
+    trained = [job for job, start in zip(jobs, starts, strict=True) if any(map(trains, start))]
     last = (trained or jobs)[-1]
     return [record for job, start in zip(jobs, starts, strict=True) if job == last for record in start]
 
@@ -147,7 +148,7 @@ def _steps(records: Sequence[Record]) -> Iterator[Step]:
             frontier, is_first = record.frontier, True
         elif isinstance(record, ProfileWritten):
             profiles += 1
-        elif isinstance(record, IterationRecord) and _trains(record):
+        elif isinstance(record, IterationRecord) and trains(record):
             number += 1
             yield Step(number, record, (frontier, profiles), disturbed=is_first or bool(record.failed_ranks))
             is_first = False
@@ -159,4 +160,4 @@ def _occurrences(records: Sequence[Record]) -> Iterator[Occurrence]:
         if isinstance(record, Event):
             yield Occurrence(steps, record)
         else:
-            steps += _trains(record)
+            steps += trains(record)

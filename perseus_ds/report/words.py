@@ -14,6 +14,7 @@ from perseus_ds.artifacts.run_records import (
     PlanJudged,
     PolicyChanged,
     ProfileWritten,
+    ProfilingBegun,
     Started,
     against_default_clocks,
 )
@@ -24,7 +25,9 @@ def event_in_words(event: Event) -> str:
     """Return one line about an event."""
     match event:
         case Started(mode=mode, policy=policy):
-            return f"start in {mode} mode" + (f", {_policy(policy)}" if policy and mode in ("auto", "run") else "")
+            return f"start in {mode} mode" + (
+                f", {policy_in_words(policy)}" if policy and mode in ("auto", "run") else ""
+            )
         case PlanChosen(paused=True):
             return "paused"
         case PlanChosen(plan=plan, plans=plans, straggler=straggler, slowdown=slowdown):
@@ -41,14 +44,13 @@ def event_in_words(event: Event) -> str:
             )
             return f"plan {plan} against default clocks of this job: {changes}; {'kept' if wins else 'given up'}"
         case PolicyChanged(policy=policy, problem=problem):
-            return _policy(policy) if policy else f"policy: {problem}"
+            return policy_in_words(policy) if policy else f"policy: {problem}"
+        case ProfilingBegun(clocks=clocks):
+            return f"measuring a profile at up to {clocks} clocks, while training stops"
         case ProfileWritten():
             return _profile(event)
-        case ClockRefused(rank=rank, clock_mhz=clock_mhz, reached_mhz=reached_mhz, reasons=reasons):
-            why = f" ({', '.join(reasons)})" if reasons else ""
-            if clock_mhz is None:
-                return f"rank {rank}'s GPU at default clocks is kept at {reached_mhz} MHz{why}"
-            return f"rank {rank}'s GPU was asked for {clock_mhz} MHz and runs at {reached_mhz} MHz{why}"
+        case ClockRefused():
+            return _refused(event)
         case Drifted(drift=drift, profiles_again=profiles_again):
             # None: version 1 of the records does not record what followed.
             then = {True: ": profiling again", False: "; the profile stays in use", None: ""}[profiles_again]
@@ -61,6 +63,13 @@ def event_in_words(event: Event) -> str:
             return event.event
 
 
+def _refused(event: ClockRefused) -> str:
+    why = f" ({', '.join(event.reasons)})" if event.reasons else ""
+    if event.clock_mhz is None:
+        return f"rank {event.rank}'s GPU at default clocks is kept at {event.reached_mhz} MHz{why}"
+    return f"rank {event.rank}'s GPU was asked for {event.clock_mhz} MHz and runs at {event.reached_mhz} MHz{why}"
+
+
 def _profile(event: ProfileWritten) -> str:
     if event.lost_s is not None and event.lost_j is not None:
         return f"profile written; its iterations took {against_default_clocks(event.lost_s, event.lost_j)}"
@@ -69,6 +78,7 @@ def _profile(event: ProfileWritten) -> str:
     return "profile written" + (f"; measuring took {took}" if took else "")
 
 
-def _policy(policy: Mapping[str, Any]) -> str:
+def policy_in_words(policy: Mapping[str, Any]) -> str:
+    """Return a policy and its settings."""
     settings = ", ".join(f"{key} {value}" for key, value in policy.items() if key != "name")
     return f"policy {policy.get('name')}" + (f": {settings}" if settings else "")

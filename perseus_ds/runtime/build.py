@@ -1,4 +1,4 @@
-"""Builds the parts of a rank's runtime, for a training loop without an engine."""
+"""Builds the parts of a rank's runtime."""
 
 from __future__ import annotations
 
@@ -10,12 +10,41 @@ import torch
 import torch.distributed as dist
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.config import parse_block
+from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator, PipelineTopology
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.runtime.config import PerseusConfig, parse_block
 from perseus_ds.runtime.devices import execution_on, open_gpu
 from perseus_ds.runtime.job import Job
+
+
+def open_together(
+    communicator: Communicator, config: PerseusConfig, device: torch.device, *, local_rank: int
+) -> tuple[Gpu, Execution]:
+    """Open the GPU of each rank; every rank must do so at once.
+
+    Args:
+        communicator: All ranks.
+        config: The ``perseus`` block.
+        device: Where the rank's tensors live.
+        local_rank: Rank on this node; names the GPU where the device does not.
+
+    Returns:
+        The GPU, and what times operations on it.
+
+    Raises:
+        PerseusError: On all ranks, what went wrong on one.
+    """
+    opened: list[tuple[Gpu, Execution]] = []
+
+    def open_one() -> None:
+        gpu = open_gpu(config, device, rank=communicator.topology.rank, local_rank=local_rank)
+        opened.append((gpu, execution_on(gpu, device, config)))
+
+    communicator.together(open_one)
+    return opened[0]
 
 
 def loop_parts(
@@ -39,7 +68,7 @@ def loop_parts(
 
     Raises:
         ConfigError: The block is wrong, or its mode needs an engine.
-        GpuError: The GPU cannot be opened.
+        PerseusError: On all ranks: the GPU of one cannot be opened.
     """
     config = parse_block(block)
     if config.mode == "profile":
@@ -48,21 +77,23 @@ def loop_parts(
             "trains."
         )
     rank, local_rank = dist.get_rank(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    gpu = open_gpu(config, device, rank=rank, local_rank=local_rank)
-    info = ProfileInfo(
-        simulated=gpu.simulated,
-        gpu=gpu.name,
-        driver=gpu.driver,
-        schedule=schedule.name,
-        stages=schedule.num_stages,
-        pipeline_ranks=len(pipeline),
-        data_parallel=data_parallel,
-        micro_batches=schedule.micro_batches,
-    )
-    return {
-        "job": Job(config, schedule, info),
-        "communicator": Communicator(PipelineTopology(rank, tuple(pipeline), data_parallel_rank, data_parallel)),
-        "gpu": gpu,
-        "timers": execution_on(gpu, device, config),
-        "device": device,
-    }
+    communicator = Communicator(PipelineTopology(rank, tuple(pipeline), data_parallel_rank, data_parallel))
+    opened: list[tuple[Gpu, Execution, Job]] = []
+
+    def open_all() -> None:
+        gpu = open_gpu(config, device, rank=rank, local_rank=local_rank)
+        info = ProfileInfo(
+            simulated=gpu.simulated,
+            gpu=gpu.name,
+            driver=gpu.driver,
+            schedule=schedule.name,
+            stages=schedule.num_stages,
+            pipeline_ranks=len(pipeline),
+            data_parallel=data_parallel,
+            micro_batches=schedule.micro_batches,
+        )
+        opened.append((gpu, execution_on(gpu, device, config), Job(config, schedule, info)))
+
+    communicator.together(open_all)
+    ((gpu, timers, job),) = opened
+    return {"job": job, "communicator": communicator, "gpu": gpu, "timers": timers, "device": device}

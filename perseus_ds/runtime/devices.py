@@ -6,7 +6,6 @@ import logging
 
 import torch
 
-from perseus_ds.config import PerseusConfig
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.device.gpu.nvml import NvmlGpu
 from perseus_ds.device.gpu.nvml_lookup import index_of_cuda_device
@@ -14,6 +13,7 @@ from perseus_ds.device.gpu.power_integrator import with_energy
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.gpu.simulated_conditions import OneAtATimeOnNode
 from perseus_ds.device.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
+from perseus_ds.runtime.config import PerseusConfig
 
 logger = logging.getLogger("perseus_ds")
 

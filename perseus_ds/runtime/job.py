@@ -10,7 +10,6 @@ import torch
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
 from perseus_ds.artifacts.run_records import Started
-from perseus_ds.config import PerseusConfig
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.device.gpu.driver_call import DriverCall
@@ -18,6 +17,7 @@ from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.runtime.cache import cache_key
+from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 

@@ -89,7 +89,7 @@ class ModeDriver:
         events = self._recorder.events_to_report
         own = replace(own, events=events, keeps_timeline=keeps_timeline, closed=self._is_closed)
         self._exchange.send(replace(own, **self.next.reported))
-        self._ended = ran
+        self._ended = replace(ran, outlook=self.next.outlook)
 
     def resume(self, progress: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; every rank must do so at once.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.policy.plan_proof import Comparison, IterationSample, is_kept
+from perseus_ds.policy.plan_proof import Comparison, IterationSample
+from perseus_ds.policy.switch_price import SwitchPrice
 from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.profiler.search import clocks_to_choose_from
 from perseus_ds.runtime.earlier_run import forget_for_later_runs, frontier_of_an_earlier_run, keep_for_later_runs
@@ -17,7 +19,7 @@ from perseus_ds.runtime.optimising import optimise
 from perseus_ds.runtime.phases import Phase, calibrate, observe
 from perseus_ds.runtime.plan_runner import PlanRunner
 from perseus_ds.runtime.recorder import Recorder
-from perseus_ds.runtime.running import Outcome, load_frontier, measure_default, prove, run
+from perseus_ds.runtime.running import Outcome, load_frontier, measure_default, prove, run, try_out
 from perseus_ds.runtime.warm_up import counter_period_s, warm_up
 
 # Times that keep changing, as with sequences of different lengths, fit no profile, so measuring again has no use.
@@ -44,7 +46,6 @@ def mode_of(
     if job.config.mode == "run":
         return _run(job, rank, recorder, control)
     if job.config.mode == "profile":
-        assert passes is not None, "profile mode needs passes to repeat"
         return _profile(job, rank, recorder, passes)
     if job.config.mode == "auto":
         return _auto(job, rank, recorder, control)
@@ -60,15 +61,25 @@ def _observe(job: Job, rank: Rank) -> Phase[None]:
 def _run(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase[None]:
     frontier = load_frontier(job, rank, Path(str(job.config.frontier)))
     yield from calibrate(job, rank)
-    yield from run(PlanRunner(job, rank, recorder, control, frontier=frontier), profiles_again=False)
+    runner = PlanRunner(job, rank, recorder, control, frontier=frontier)
+    yield from try_out(runner)
+    while True:
+        default = IterationSample(counter_period_s(rank))
+        yield from measure_default(default, settled=False)
+        runner.compare_with(default)
+        outcome = yield from _under_plan(recorder, runner, profiles_again=False)
+        if outcome is Outcome.LOST:
+            yield from observe()
 
 
-def _profile(job: Job, rank: Rank, recorder: Recorder, passes: RepeatableInstructions) -> Phase[None]:
+def _profile(job: Job, rank: Rank, recorder: Recorder, passes: RepeatableInstructions | None) -> Phase[None]:
     _check_clocks(job, rank, recorder)
     yield from calibrate(job, rank)
-    baseline = yield from warm_up(job, rank, keeps_passes=True)
-    obstacle = passes.obstacle(lambda reason: next(filter(None, rank.communicator.all_gather(reason)), None))
-    if obstacle is None:
+    baseline = yield from warm_up(job, rank, keeps_passes=passes is not None)
+    obstacle: str | None = "perseus-ds cannot do so for stages of torch"
+    if passes is not None:
+        obstacle = passes.obstacle(lambda reason: next(filter(None, rank.communicator.all_gather(reason)), None))
+    if passes is not None and obstacle is None:
         yield from profile_offline(job, rank, recorder, baseline, passes)
     else:
         recorder.say(f"passes cannot be repeated outside of training: {obstacle}. Measuring while training goes on")
@@ -82,12 +93,13 @@ def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phas
     yield from calibrate(job, rank)
     runner: PlanRunner | None = None
     profiles = 0
+    price = SwitchPrice()
     while True:
         if frontier is None:
             baseline = yield from warm_up(job, rank)
             default = IterationSample(rank.communicator.all_max(baseline.counter_period_s))
             yield from profile_online(job, rank, recorder, baseline)
-            frontier = yield from optimise(job, rank, default)
+            frontier = yield from optimise(job, rank, default, price.time_s)
             profiles += 1
             yield from measure_default(default, settled=True)
         else:
@@ -97,21 +109,58 @@ def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phas
             runner = PlanRunner(job, rank, recorder, control, frontier=frontier, default=default)
         else:
             runner.compare_with(default)
-        outcome = yield from prove(runner)
-        if isinstance(outcome, Comparison):
-            kept = rank.communicator.from_first(partial(is_kept, outcome, control.policy))  # rank 0's policy counts
-            recorder.plan_judged(runner.wanted.plan, outcome, kept=kept)
-            if not kept:
-                if outcome.loses:
-                    forget_for_later_runs(job, rank)
-                if profiles == 0:  # an earlier run's profile may be out of date
-                    frontier = runner = None
-                    continue
+        outcome = yield from _under_plan(
+            recorder,
+            runner,
+            profiles_again=profiles < _MOST_PROFILES,
+            on_kept=lambda: keep_for_later_runs(job, rank, recorder),
+            learn=partial(_learn_price, price, rank, runner, default) if profiles else _nothing_learnt,
+        )
+        if outcome is Outcome.REPRICED:
+            recorder.say(f"a clock change delays this job by {price.time_s * 1e3:.2g} ms; planning again with that")
+            frontier = yield from optimise(job, rank, default, price.time_s)
+            runner = None
+            continue
+        if outcome is Outcome.LOST:
+            forget_for_later_runs(job, rank)
+            if profiles:
                 yield from observe()
-            keep_for_later_runs(job, rank, recorder)
-            outcome = yield from run(runner, profiles_again=profiles < _MOST_PROFILES)
-        if outcome is Outcome.DRIFTED:
+        if outcome is not Outcome.IN_DOUBT:  # where a plan lost, an earlier run's profile may be out of date
             frontier = runner = None
+
+
+def _learn_price(
+    price: SwitchPrice, rank: Rank, runner: PlanRunner, default: IterationSample, comparison: Comparison
+) -> bool:
+    """Take in what a comparison tells of the price of a clock change; return whether to plan again with it."""
+    plan = runner.wanted.clocks.plan
+    return rank.communicator.from_first(lambda: plan is not None and price.learn(plan, comparison, default.time_s))
+
+
+def _nothing_learnt(comparison: Comparison) -> bool:
+    return False
+
+
+def _under_plan(
+    recorder: Recorder,
+    runner: PlanRunner,
+    *,
+    profiles_again: bool,
+    on_kept: Callable[[], None] = lambda: None,
+    learn: Callable[[Comparison], bool] = _nothing_learnt,
+) -> Phase[Outcome]:
+    """Train under the policy's plan for as long as it wins against default clocks, which have just been measured."""
+    outcome = yield from prove(runner, profiles_again=profiles_again)
+    if isinstance(outcome, Outcome):
+        return outcome
+    kept = runner.is_kept(outcome)
+    recorder.plan_judged(runner.wanted.plan, outcome, kept=kept)
+    if learn(outcome):
+        return Outcome.REPRICED
+    if not kept:
+        return Outcome.LOST
+    on_kept()
+    return (yield from run(runner, profiles_again=profiles_again))
 
 
 def _check_clocks(job: Job, rank: Rank, recorder: Recorder) -> None:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 from tqdm import tqdm
 
+from perseus_ds.artifacts.run_records import ProfilingBegun
 from perseus_ds.errors import GpuError, PerseusError, ProfileError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.fixed_durations import tails_s
@@ -59,7 +60,7 @@ def _measure_tail(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline) 
     even = [clocks[round(i * (len(clocks) - 1) / (_TAIL_CLOCKS - 1))] for i in range(_TAIL_CLOCKS)]
     tail = _TailRows(sorted({c for c in even if c >= clocks[-1] / 2}, reverse=True))
     recorder.say(f"the tail takes {share:.0%} of an iteration: measuring it at {len(tail.left)} clocks while training")
-    yield from measure_clocks(rank, baseline, tail)
+    yield from measure_clocks(rank, baseline, tail, most=len(tail.left), following="profile")
     return tail.rows
 
 
@@ -107,6 +108,7 @@ def _measure(
         f"measuring up to {most} clocks, at most {longest_s:.0f} s; the energy counter moves every "
         f"{baseline.counter_period_s * 1e3:.0f} ms"
     )
+    recorder.event(ProfilingBegun(clocks=most, longest_s=round(longest_s, 3)))
     chosen = search.next_clocks()
     if search.resumed:
         recorder.say(f"{search.resumed} clocks were already measured by an interrupted run of this job")

@@ -17,7 +17,7 @@ from perseus_ds.profiler.online import OnlineProfiler
 from perseus_ds.profiler.rows import MeasuredRow
 from perseus_ds.profiler.search import clocks_to_choose_from, most_clocks
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Phase, one_iteration
+from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Outlook, Phase, one_iteration
 from perseus_ds.runtime.profile_files import clock_search, save_profile
 from perseus_ds.runtime.recorder import Recorder
 from perseus_ds.runtime.warm_up import Baseline
@@ -75,7 +75,8 @@ def profile_online(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline)
         f"profiling while training goes on: about {most} clocks, an iteration or more at each; iterations take "
         f"{baseline.time_s:.2f} s at default clocks, up to {clocks[-1] / clocks[0]:.1f} times that at the lowest"
     )
-    cost = yield from measure_clocks(rank, baseline, search)
+    following = "plan" if job.config.mode == "auto" else "observe"
+    cost = yield from measure_clocks(rank, baseline, search, most=most, following=following)
     rank.communicator.from_first(lambda: save_profile(job, search, baseline))
     recorder.profile_written(
         job.profile_path,
@@ -90,8 +91,17 @@ def profile_online(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline)
     )
 
 
-def measure_clocks(rank: Rank, baseline: Baseline, source: ClockSource) -> Phase[ProfilingCost]:
+def measure_clocks(
+    rank: Rank, baseline: Baseline, source: ClockSource, *, most: int, following: str
+) -> Phase[ProfilingCost]:
     """Run ordinary iterations at the clocks that a source asks for, and give it their rows.
+
+    Args:
+        rank: This rank.
+        baseline: Iterations before any clock was changed.
+        source: Of the clocks.
+        most: About how many clocks it asks for.
+        following: The phase that follows.
 
     Raises:
         PerseusError: On all ranks, if one could not measure.
@@ -102,12 +112,22 @@ def measure_clocks(rank: Rank, baseline: Baseline, source: ClockSource) -> Phase
     with measurement.log as log:
         rank.beside_training.callback(log.close)
         while clocks := source.next_clocks():
-            yield from _measure_batch(measurement, clocks, iterations)
+            yield from _measure_batch(measurement, clocks, iterations, _Ahead(most * iterations, following))
             source.add(measurement.rows_of(clocks))
     return measurement.cost()
 
 
-def _measure_batch(measurement: _OnlineMeasurement, clocks: Sequence[int], iterations: int) -> Phase[None]:
+@dataclass(frozen=True)
+class _Ahead:
+    """How many iterations are expected in all, and the phase that follows them."""
+
+    iterations: int
+    phase: str
+
+
+def _measure_batch(
+    measurement: _OnlineMeasurement, clocks: Sequence[int], iterations: int, ahead: _Ahead
+) -> Phase[None]:
     """Visit some clocks until no rank asks for another visit of any of them.
 
     A rank asks with its report of a visit's last iteration, which is known after the next iteration. So a clock that
@@ -117,12 +137,14 @@ def _measure_batch(measurement: _OnlineMeasurement, clocks: Sequence[int], itera
         measurement: Of this rank.
         clocks: The clocks.
         iterations: Iterations of a visit: as many as several refreshes of the energy counter take.
+        ahead: What is expected.
     """
     waiting = deque(clocks)
     before: int | None = None
     clock, needs_more = waiting.popleft(), False
     while True:
-        visit = yield from _visit(clock, iterations, needs_more=needs_more)
+        outlook = Outlook(ahead.phase, measurement.remaining_s(ahead.iterations))
+        visit = yield from _visit(clock, iterations, outlook, needs_more=needs_more)
         needs_more = measurement.add(clock, visit)
         reports = visit.seen[0].reports
         # Reports that a checkpoint has cut off may have asked.
@@ -154,9 +176,9 @@ class _Visit:
         self.spans.append([Span(s.operation, s.start_s + seen.start_s, s.end_s + seen.start_s) for s in seen.spans()])
 
 
-def _visit(clock_mhz: int, iterations: int, *, needs_more: bool) -> Phase[_Visit]:
+def _visit(clock_mhz: int, iterations: int, outlook: Outlook, *, needs_more: bool) -> Phase[_Visit]:
     """Run iterations at one clock, and report whether the visit before needs another one."""
-    wanted = NextIteration("profile", ClockPlan.constant(clock_mhz), aligns_tail=True)
+    wanted = NextIteration("profile", ClockPlan.constant(clock_mhz), aligns_tail=True, outlook=outlook)
     visit = _Visit([], [])
     for number in range(iterations):
         reported = {"vote": needs_more} if number == 0 else {}
@@ -221,6 +243,11 @@ class _OnlineMeasurement:
                 f'was refreshed {self._refreshes[missing[0]]} times. Use "mode": "profile", which measures longer.'
             )
         return rows
+
+    def remaining_s(self, iterations: int) -> float:
+        """Return about how long it takes until so many iterations are measured, one more at least [s]."""
+        lost_s = self._lost_s / self._iterations if self._iterations else 0.0
+        return max(1, iterations - self._iterations) * (self._baseline.time_s + lost_s)
 
     def cost(self) -> ProfilingCost:
         """Return the cost of all visits; every rank must ask at the same time."""

@@ -22,6 +22,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Outlook:
+    """What follows a phase.
+
+    Attributes:
+        phase: As in ``run.jsonl``.
+        in_s: How long until then, this iteration included, as estimated on rank 0 [s]; None where nobody can say.
+    """
+
+    phase: str
+    in_s: float | None = None
+
+
+@dataclass(frozen=True)
 class NextIteration:
     """A phase's request for the next iteration.
 
@@ -32,6 +45,7 @@ class NextIteration:
         forecast: Prediction for the whole job; None without a plan.
         keeps_passes: Whether what the passes work on is kept, to repeat them afterwards.
         aligns_tail: Whether all ranks begin the tail together, to tell it from waiting.
+        outlook: What follows; None where the job trains on like this.
         reported: Fields of this rank's report of the iteration that has just ended.
         status: What the next iteration runs, for ``perseus-ds control status``.
         progress: Returns what a checkpoint keeps of the phase, as plain values.
@@ -43,6 +57,7 @@ class NextIteration:
     forecast: Forecast | None = None
     keeps_passes: bool = False
     aligns_tail: bool = False
+    outlook: Outlook | None = None
     reported: Mapping[str, Any] = field(default_factory=dict)
     status: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[], dict[str, Any]] = dict
@@ -103,7 +118,8 @@ def calibrate(job: Job, rank: Rank) -> Phase[None]:
     """On simulated GPUs, run one iteration, after which each rank knows how much work its instructions are."""
     if not isinstance(rank.timers, SimulatedExecution):
         return
-    yield from one_iteration(NextIteration("calibrate"))
+    following = job.config.mode if job.config.mode in ("observe", "run") else "warm-up"
+    yield from one_iteration(NextIteration("calibrate", outlook=Outlook(following)))
     largest = rank.communicator.all_max(rank.timers.largest_flops)
     if largest:
         rank.timers.calibrate(job.config.simulated.longest_instruction_s / largest)

@@ -15,16 +15,15 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.rank_report import RankReports
 from perseus_ds.artifacts.run_records import Drifted, PlanChosen, PolicyChanged
 from perseus_ds.device.rank_clocks import ClockPlan
-from perseus_ds.device.timers import Span
-from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.policy.assignment import Assignment, Forecast, PlanChoice
 from perseus_ds.policy.drift import DriftWatch, drift_of_rank, paces_of_rank
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.plan_follower import PlanFollower
-from perseus_ds.policy.plan_proof import Comparison, IterationSample
-from perseus_ds.policy.policies import PolicyConfig
+from perseus_ds.policy.plan_proof import Comparison, IterationSample, is_in_doubt, is_kept
+from perseus_ds.policy.policies import Decision, PolicyConfig
+from perseus_ds.policy.stragglers import computed_and_tail_s
 from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.job_lines import begin
 from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed
 from perseus_ds.runtime.recorder import Recorder
 
@@ -88,13 +87,13 @@ class PlanRunner:
         self._assignment = self._follower.assign(choice)
         self._planned = self._under(self._assignment)
         self.wanted = self._with_report(choice)
+        control.problem_of = lambda policy: self._decide(policy).problem
         recorder.event(PlanChosen.model_validate(self._assignment.status()))
-        recorder.say(f"running under plan {choice.plan} of the frontier's {len(frontier.plans)}")
+        recorder.say(begin(choice.plan, len(frontier.plans), self._planned.forecast))
 
     def resume(self, checkpoint: Resumed) -> None:
         """Go on where a checkpoint was saved; all ranks do so at once."""
-        self._ran = None
-        self._sample = None
+        self._ran = self._sample = None
         choice = self._communicator.from_first(self._choice_of(checkpoint.progress))
         self._control.progress = {}
         self._change(choice)
@@ -178,6 +177,10 @@ class PlanRunner:
         self._planned = self._under(self._assignment)
         self.wanted = self._with_report(self._assignment.choice)
 
+    def verdict_in_s(self, iteration_s: float) -> float | None:
+        """Return about when iterations under the plans can be compared with others at default clocks [s]."""
+        return self._sample.remaining_s(iteration_s, 1) if self._sample is not None else None
+
     def comparison(self, *, until_sure: bool) -> Comparison | None:
         """Return how the iterations under the present plans compare with those at default clocks.
 
@@ -197,6 +200,14 @@ class PlanRunner:
             return None
         self._sample, self._looks = IterationSample(sample.counter_period_s), 0
         return comparison
+
+    def is_kept(self, comparison: Comparison) -> bool:
+        """Return whether the plan is kept, by rank 0's policy; every rank must ask at once."""
+        return self._communicator.from_first(lambda: is_kept(comparison, self._control.policy))
+
+    def is_in_doubt(self, comparison: Comparison) -> bool:
+        """Return whether default clocks have to be measured again, by rank 0's policy; every rank must ask at once."""
+        return self._communicator.from_first(lambda: is_in_doubt(comparison, self._control.policy))
 
     def _add_to_sample(self, reports: RankReports, ran: Assignment | None) -> None:
         """Add an iteration to those that are compared with default clocks; all of them run alike, clocks settled."""
@@ -218,12 +229,15 @@ class PlanRunner:
         if control.policy != self._policy:
             self._policy, self._has_complained = control.policy, False
             self._recorder.event(PolicyChanged(policy=control.policy.model_dump(mode="json")))
-        decision = self._follower.decide(self._policy, control.steps, datetime.now(timezone.utc))
+        decision = self._decide(self._policy)
         if decision.problem and not self._has_complained:
             self._has_complained = True
             self._recorder.event(PolicyChanged(problem=decision.problem))
             self._recorder.say(decision.problem)
         return PlanChoice(decision.plan, control.paused, control.straggler())
+
+    def _decide(self, policy: PolicyConfig) -> Decision:
+        return self._follower.decide(policy, self._control.steps, datetime.now(timezone.utc))
 
     def _change(self, choice: PlanChoice) -> None:
         """Give every pipeline its plan, from the next iteration on."""
@@ -276,8 +290,7 @@ class PlanRunner:
         if self._topology.data_parallel == 1 and not looks_for_drift:
             return {}
         spans = seen.spans()
-        computed_s, tail_s = _computed_and_tail_s(spans)
-        reported = {"computed_s": computed_s, "tail_s": tail_s}
+        reported = computed_and_tail_s(spans)
         if looks_for_drift:
             known = not (seen.failed or self._ran is None or self._ran.choice.paused)  # else clocks are not the plan's
             times = self._frontier.instruction_times_s
@@ -285,10 +298,3 @@ class PlanRunner:
             if known:
                 reported["pace_low"], reported["pace_high"] = paces_of_rank(spans, seen.clock_mhz, times)
         return reported
-
-
-def _computed_and_tail_s(spans: list[Span]) -> tuple[float, float]:
-    """Return when this rank had computed its last, and how long its tail was, waiting included [s]; 0 if not known."""
-    work = [(span.operation.instruction.kind, span.end_s) for span in spans if isinstance(span.operation, Compute)]
-    last_s = max((end_s for kind, end_s in work if kind is not Kind.TAIL), default=0.0)
-    return last_s, max(0.0, max((end_s for kind, end_s in work if kind is Kind.TAIL), default=last_s) - last_s)

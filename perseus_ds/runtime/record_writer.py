@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 from pathlib import Path
 
+from perseus_ds.artifacts.record_follower import RecordFollower
 from perseus_ds.artifacts.run_records import FILE_NAME, Record, to_line
+from perseus_ds.report.live.progress import JobLog
 
 logger = logging.getLogger("perseus_ds")
 
@@ -17,10 +20,12 @@ class RecordWriter:
 
     Args:
         directory: The job's output folder.
+        log: Gets all records, those of earlier starts first.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, log: JobLog) -> None:
         self._path = directory / FILE_NAME
+        self._log = log
         self._waiting: queue.SimpleQueue[Record | threading.Event] = queue.SimpleQueue()
         self._works = True
         self._thread = threading.Thread(target=self._write_all, name="perseus-records", daemon=True)
@@ -37,11 +42,15 @@ class RecordWriter:
         written.wait(timeout_s)
 
     def _write_all(self) -> None:
+        with contextlib.suppress(OSError):  # there is no earlier start, or nobody can read of it
+            self._log.add(RecordFollower(self._path.parent).read()[1])
         while True:
             record = self._waiting.get()
             if isinstance(record, threading.Event):
                 record.set()
-            elif self._works:
+                continue
+            self._log.add([record])
+            if self._works:
                 self._append(record)
 
     def _append(self, record: Record) -> None:

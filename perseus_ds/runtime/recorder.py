@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from perseus_ds.artifacts.rank_report import RankReports
 from perseus_ds.artifacts.run_records import Ended, Event, IterationRecord, PlanJudged, ProfileWritten, Started
 from perseus_ds.distributed import Communicator
 from perseus_ds.policy.assignment import Forecast
 from perseus_ds.policy.plan_proof import Comparison
+from perseus_ds.report.live.facts import JobFacts
+from perseus_ds.report.live.progress import JobLog, JobProgress
+from perseus_ds.runtime.job_lines import describe
+from perseus_ds.runtime.phases import Outlook
 from perseus_ds.runtime.record_writer import RecordWriter
 
 logger = logging.getLogger("perseus_ds")
@@ -52,6 +57,7 @@ class IterationContext:
         plan: The plan of this rank's pipeline, as a place on the frontier; None without a plan.
         forecast: What the profile promised for the whole job; None without a plan.
         ended: When it ended [Unix seconds].
+        outlook: What follows the phase of the next iteration.
     """
 
     number: int
@@ -60,6 +66,7 @@ class IterationContext:
     plan: int | None = None
     forecast: Forecast | None = None
     ended: float = 0.0
+    outlook: Outlook | None = None
 
 
 class Recorder:
@@ -92,11 +99,12 @@ class Recorder:
         self._simulated = simulated
         self._monitor = monitor if getattr(monitor, "enabled", True) else None
         self._steps_per_print = steps_per_print
-        self._writer = RecordWriter(directory) if communicator.is_first else None
+        self._log = JobLog(directory.resolve().name)
+        self._writer = RecordWriter(directory, self._log) if communicator.is_first else None
         self._before_start: list[Event] = []
         self._has_started = False
         self._own_events: deque[Event] = deque()
-        self._total = Ended(simulated=simulated)
+        self._progress = JobProgress()
         self._summarised = 0
         self._drift: float | None = None
         self._pipeline_of_rank = np.array(communicator.all_gather(communicator.topology.data_parallel_rank))
@@ -113,6 +121,7 @@ class Recorder:
         if self._writer is None:
             return
         event = event.model_copy(update={"time": event.time or time.time(), "simulated": self._simulated})
+        self._progress.add(event)
         if self._has_started:
             self._writer.write(event)
         else:
@@ -151,7 +160,7 @@ class Recorder:
             return
         self.last = record = self._of_job(iteration, reports)
         self._writer.write(record)
-        self._add_to_total(record)
+        self._progress.add(record)
         self._tell_monitor(record, iteration.samples)
         self._print(record)
 
@@ -166,11 +175,16 @@ class Recorder:
         """Print time, energy and saving of the training in one line, record them, and wait until all is written."""
         if self._writer is None:
             return
-        if self._total.iterations > self._summarised:
-            self._summarised = self._total.iterations
-            self.say(describe(self._total))
-            self.event(self._total)
+        if self._progress.total.iterations > self._summarised:
+            self._summarised = self._progress.total.iterations
+            ended = Ended(simulated=self._simulated, plans=self._progress.plans, **asdict(self._progress.total))
+            self.say(describe(ended))
+            self.event(ended)
         self._writer.flush()
+
+    def facts(self) -> JobFacts:
+        """Return the facts of the job, over all its starts; on rank 0, from any thread."""
+        return self._log.facts(time.time())
 
     def say(self, text: str) -> None:
         """Print something for the whole job; on rank 0 only."""
@@ -210,26 +224,11 @@ class Recorder:
             clock_changes=int(reports.column("clock_changes").sum()),
             clock_skips=int(reports.column("clock_skips").sum()),
             failed_ranks=tuple(np.flatnonzero(reports.column("failed")).tolist()),
+            next_phase=iteration.outlook.phase if iteration.outlook else None,
+            next_in_s=_seconds(iteration.outlook.in_s) if iteration.outlook else None,
+            clocks_asked_mhz=_clocks(reports.column("asked_mhz")),
+            clocks_reached_mhz=_clocks(reports.column("reached_mhz")),
         )
-
-    def _add_to_total(self, record: IterationRecord) -> None:
-        total = self._total
-        update = {
-            "iterations": total.iterations + 1,
-            "time_s": total.time_s + record.time_s,
-            "clock_changes": total.clock_changes + record.clock_changes,
-            "clock_skips": total.clock_skips + record.clock_skips,
-        }
-        if record.energy_j is None:
-            update["without_energy"] = total.without_energy + 1
-        else:
-            update["energy_j"] = total.energy_j + record.energy_j
-            if record.default_energy_j is not None:
-                update["planned"] = total.planned + 1
-                update["planned_j"] = total.planned_j + record.energy_j
-                update["default_j"] = total.default_j + record.default_energy_j
-                update["default_measured"] = record.default_measured
-        self._total = total.model_copy(update=update)
 
     def _tell_monitor(self, record: IterationRecord, samples: int) -> None:
         if self._monitor is None or not self._communicator.is_connected:  # DeepSpeed's asks for its rank
@@ -253,17 +252,15 @@ class Recorder:
         self.say(text)
 
 
-def describe(total: Ended) -> str:
-    """Return the totals of a job in one line."""
-    text = f"{total.iterations} iterations, {total.time_s:.0f} s, {total.energy_j / 3.6e6:.4g} kWh"
-    if total.without_energy:
-        text += f" (not counting {total.without_energy} iterations whose energy could not be read)"
-    text += f", {total.clock_changes} clock changes, {total.clock_skips} skipped"
-    if total.saved is not None:
-        compared = f"{abs(total.saved):.1%} {'more' if total.saved < 0 else 'less'} energy"
-        known = "took in this job" if total.default_measured else "take by the profile"
-        text += f"; {total.planned} under plans, on {compared} than default clocks {known}"
-    return text
+def _clocks(clocks_mhz: npt.NDArray[np.float64]) -> tuple[int | None, ...] | None:
+    """Return clocks by rank, None for those not known; None if no clock is."""
+    if np.isnan(clocks_mhz).all():
+        return None
+    return tuple(None if math.isnan(clock) else int(clock) for clock in clocks_mhz)
+
+
+def _seconds(value_s: float | None) -> float | None:
+    return None if value_s is None else round(value_s, 3)
 
 
 def _rounded(value: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
@@ -11,11 +12,14 @@ from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.errors import ConfigError, PlanError
 from perseus_ds.policy.plan_proof import Comparison, IterationSample
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.phases import NextIteration, Phase, Resumed, one_iteration
+from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Outlook, Phase, one_iteration
 from perseus_ds.runtime.plan_runner import PlanRunner
 
 # The first iteration after a change of clocks begins at the clocks before.
 SETTLED = 2
+# A plan from elsewhere runs for so long before it is compared; a job that ends earlier is too short for a comparison.
+_TRIAL_ITERATIONS = 8
+_TRIAL_S = 20.0
 
 
 class Outcome(Enum):
@@ -24,10 +28,14 @@ class Outcome(Enum):
     Attributes:
         DRIFTED: Instructions take longer or shorter than profiled.
         IN_DOUBT: What was measured at default clocks may no longer hold, or the plan no longer wins.
+        LOST: The plan does not win against default clocks.
+        REPRICED: Changes of the clock delay this job more than its plans allow for.
     """
 
     DRIFTED = "drifted"
     IN_DOUBT = "in doubt"
+    LOST = "lost"
+    REPRICED = "repriced"
 
 
 def load_frontier(job: Job, rank: Rank, path: Path) -> Frontier:
@@ -70,27 +78,49 @@ def measure_default(default: IterationSample, *, settled: bool) -> Phase[None]:
         settled: Whether the iterations before this phase ran at default clocks too.
     """
     iterations = SETTLED if settled else 0
+    last_s: float | None = None
     while not default.is_enough:
-        seen = yield from one_iteration(NextIteration("default"))
-        iterations += 1
+        unsettled = max(0, SETTLED + 1 - iterations)
+        outlook = Outlook("run", default.remaining_s(last_s, unsettled) if last_s else None)
+        seen = yield from one_iteration(NextIteration("default", outlook=outlook))
+        iterations, last_s = iterations + 1, seen.time_s
         if iterations > SETTLED and seen.reports is not None:
             default.add_reports(seen.reports)
 
 
-def prove(runner: PlanRunner) -> Phase[Comparison | Outcome]:
-    """Train under the first plan until it is known how it compares with default clocks.
+def try_out(runner: PlanRunner) -> Phase[None]:
+    """Train under a plan from elsewhere for about as long as a comparison with default clocks takes.
+
+    The first iterations of a job are slower than those after them, so no comparison may use them.
+    """
+    iterations, time_s = 0, 0.0
+    while iterations < _TRIAL_ITERATIONS or time_s < _TRIAL_S:
+        typical_s = time_s / iterations if iterations else 0.0
+        left_s = max(_TRIAL_S - time_s, (_TRIAL_ITERATIONS - iterations) * typical_s)
+        seen = yield from _one_under_plan(runner, Outlook("default", left_s))
+        runner.has_drifted(seen, profiles_again=False)
+        runner.advance(seen)
+        if seen.reports is not None:
+            iterations, time_s = iterations + 1, time_s + float(seen.reports.column("time_s").max())
+
+
+def prove(runner: PlanRunner, *, profiles_again: bool) -> Phase[Comparison | Outcome]:
+    """Train under the policy's plan until it is known how it compares with default clocks.
+
+    Args:
+        runner: Follows the policy.
+        profiles_again: Whether to return where instructions take longer or shorter than profiled.
 
     Returns:
         The comparison; or why there is none, and something has to be measured again.
     """
+    in_s: float | None = None
     while True:
-        received = yield runner.wanted
-        if isinstance(received, Resumed):
-            runner.resume(received)
-            continue
-        if runner.has_drifted(received, profiles_again=True):
+        seen = yield from _one_under_plan(runner, Outlook("verdict", in_s))
+        in_s = runner.verdict_in_s(seen.time_s)
+        if runner.has_drifted(seen, profiles_again=profiles_again) and profiles_again:
             return Outcome.DRIFTED
-        runner.advance(received)
+        runner.advance(seen)
         comparison = runner.comparison(until_sure=True)
         if comparison is not None:
             return comparison
@@ -110,13 +140,19 @@ def run(runner: PlanRunner, *, profiles_again: bool) -> Phase[Outcome]:
             otherwise the job trains on and only says so.
     """
     while True:
-        received = yield runner.wanted
-        if isinstance(received, Resumed):
-            runner.resume(received)
-            continue
-        if runner.has_drifted(received, profiles_again=profiles_again) and profiles_again:
+        seen = yield from _one_under_plan(runner)
+        if runner.has_drifted(seen, profiles_again=profiles_again) and profiles_again:
             return Outcome.DRIFTED
-        runner.advance(received)
+        runner.advance(seen)
         comparison = runner.comparison(until_sure=False)
-        if comparison is not None and (comparison.loses or comparison.is_faster):
+        if comparison is not None and runner.is_in_doubt(comparison):
             return Outcome.IN_DOUBT
+
+
+def _one_under_plan(runner: PlanRunner, outlook: Outlook | None = None) -> Phase[IterationMeasurement]:
+    """Run one iteration as the runner wants it; a checkpoint that is resumed before it may change what it wants."""
+    while True:
+        received = yield replace(runner.wanted, outlook=outlook)
+        if isinstance(received, IterationMeasurement):
+            return received
+        runner.resume(received)

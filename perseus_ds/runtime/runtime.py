@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
 _IDLE_S = 2.0
-_PROFILED = ("observe", "run", "pause")
 
 
 class PerseusRuntime:
@@ -148,15 +147,14 @@ class PerseusRuntime:
     @property
     def profiled(self) -> bool:
         """Whether there is nothing left to measure."""
-        return self.next.phase in _PROFILED
+        return self.next.phase in ("observe", "run", "pause")
 
     @contextmanager
     def iteration(self, samples: int = 0, shapes: Callable[[], float] = float) -> Iterator[None]:
         """Surround one training iteration, after which the job has seen so many samples; see RankReport.shapes."""
         clocks = self._rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
-        has_clocks = self._check()
-        plan = self.next.clocks if has_clocks else ClockPlan.none()
+        plan = self.next.clocks if (has_clocks := self._check()) else ClockPlan.none()
         self._hooks.prepare(plan, aligns_tail=self.next.aligns_tail and self._has_tail)
         energy_j = self._energy_j()
         self._timers.start_iteration()
@@ -182,6 +180,8 @@ class PerseusRuntime:
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
         failed = seen.failed and not self._closed
         own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, failed, shapes=shapes())
+        asked_mhz, reached_mhz = clocks.readback.reading
+        own = replace(own, asked_mhz=asked_mhz, reached_mhz=reached_mhz)
         self._driver.end_iteration(seen, own, samples)
         clocks.reset_when_idle(_IDLE_S)
 
@@ -192,6 +192,10 @@ class PerseusRuntime:
     def instruction(self, instruction: Instruction) -> AbstractContextManager[None]:
         """Surround one instruction of an iteration."""
         return self.operation(Compute(instruction))
+
+    def tail_begins(self) -> None:
+        """The tail goes on in the user's hands, who may take a while: its clock is kept for 2 s."""
+        self._rank.clocks.reset_when_idle(_IDLE_S)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -268,25 +272,23 @@ class PerseusRuntime:
         return not (self._failed or self._closed or self._supervision.driver_hangs())
 
     def _status(self) -> dict[str, Any]:
-        """Return what the job runs next, and what the last iteration took."""
-        last, following = self._recorder.last, self._driver.next
-        taken = last.model_dump() if last is not None else {}
-        return {"phase": following.phase, "next": dict(following.status), "last": taken}
+        """Return the facts of the job, what it runs next, and what the last iteration took."""
+        facts, last, following = self._recorder.facts(), self._recorder.last, self._driver.next
+        now = {"phase": following.phase, "next": dict(following.status), "last": last.model_dump() if last else {}}
+        return {**facts.model_dump(mode="json"), **now}
 
     def _refused(self, refusal: Refusal) -> None:
         """Record a clock that the GPU does not reach."""
-        event = ClockRefused.model_validate({"rank": self._communicator.topology.rank, **asdict(refusal)})
-        self._recorder.own_event(event)
+        self._recorder.own_event(ClockRefused(rank=self._communicator.topology.rank, **asdict(refusal)))
 
     def _energy_j(self) -> float:
         if self._closed:
             return math.nan
         try:
             return self._rank.driver.call(self._rank.gpu.energy_j)
-        except GpuBusyError:  # for how long that is accepted, the supervision decides
-            return math.nan
         except GpuError as error:
-            self._fail(error)
+            if not isinstance(error, GpuBusyError):  # for how long that is accepted, the supervision decides
+                self._fail(error)
             return math.nan
 
     def _fail(self, error: Exception) -> None:

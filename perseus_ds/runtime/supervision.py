@@ -1,4 +1,4 @@
-"""Guardian, control socket and exit guard of a job: the parts that must work however the job ends."""
+"""Guardian, control socket, metrics and exit guard of a job: the parts that must end however the job ends."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from perseus_ds.errors import GpuError
 from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.metrics.reporting import MetricsReporter
 from perseus_ds.runtime.recorder import Recorder
 
 logger = logging.getLogger("perseus_ds")
@@ -42,6 +43,7 @@ class Supervision:
         self._driver_hung = False
         self._guardian = _start_guardian(job, rank)
         self._server = _listen(job, rank, recorder, control)
+        self._metrics = _report_metrics(job, rank, recorder)
         self._exit_guard = ExitGuard(restore, reset_clock=rank.clocks.close)
 
     @property
@@ -76,7 +78,9 @@ class Supervision:
         self._exit_guard.release()
 
     def close(self) -> None:
-        """End the control socket, and the guardian's watch over this rank; harmless when called again."""
+        """End control socket, metrics, and the guardian's watch over this rank; harmless when called again."""
+        if self._metrics is not None:
+            self._metrics.close()
         if self._server is not None:
             self._server.close()
         if self._guardian is not None:
@@ -100,3 +104,13 @@ def _listen(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Co
         logger.warning("perseus: `perseus-ds control` will not reach this job: %s.", error)
         recorder.event(Failed(event="control", error=str(error)))
         return None
+
+
+def _report_metrics(job: Job, rank: Rank, recorder: Recorder) -> MetricsReporter | None:
+    """Give figures to Prometheus, on rank 0 where they are asked for."""
+    config = job.config.metrics
+    if config is None or not rank.communicator.is_first:
+        return None
+    return MetricsReporter(
+        config, recorder.facts, lambda problem: recorder.event(Failed(event="metrics", error=problem))
+    )

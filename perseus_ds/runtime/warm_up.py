@@ -18,7 +18,7 @@ from perseus_ds.profiler.fixed_durations import (
     without_gaps,
 )
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.phases import NextIteration, Phase, one_iteration
+from perseus_ds.runtime.phases import NextIteration, Outlook, Phase, one_iteration
 
 _STEADY = 0.02
 _BLOCKING_WINDOW_S = 0.45
@@ -66,7 +66,13 @@ def warm_up(job: Job, rank: Rank, *, keeps_passes: bool = False) -> Phase[Baseli
     while True:
         keeps = keeps_passes and len(spans) >= least - 1
         seen = yield from one_iteration(
-            NextIteration("warm-up", keeps_passes=keeps, aligns_tail=True, reported={"vote": drifts})
+            NextIteration(
+                "warm-up",
+                keeps_passes=keeps,
+                aligns_tail=True,
+                outlook=Outlook("profile", times_s[-1] * max(1, least - len(spans)) if times_s else None),
+                reported={"vote": drifts},
+            )
         )
         spans.append(without_gaps(seen.spans(), seen.time_s))
         times_s.append(seen.time_s)

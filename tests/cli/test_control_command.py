@@ -1,9 +1,12 @@
 """``perseus-ds control``: the order that it sends, and the answer that it prints."""
 
+import json
+
 import pytest
 
 from perseus_ds.cli.main import main
 from perseus_ds.policy.control_socket import ControlServer
+from perseus_ds.report.live.progress import JobProgress
 
 
 @pytest.fixture
@@ -14,7 +17,7 @@ def job(tmp_path):
     def handle(order):
         orders.append(order)
         if order.command == "status":
-            return {"status": {"next": {"plan": 3, "plans": [3, 7]}, "paused": False, "last": {"plan": 2}}}
+            return {"status": {**JobProgress().facts("gpt3", 0.0).model_dump(mode="json"), "paused": True}}
         return {"done": "as you say"}
 
     server = ControlServer(tmp_path, handle)
@@ -22,11 +25,21 @@ def job(tmp_path):
     server.close()
 
 
-def test_status_tells_the_last_iteration_from_the_next_one(job, capsys):
+def test_status_is_told_in_sentences(job, capsys):
     folder, _ = job
     assert main(["control", "status", str(folder)]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines == ["paused False", "next:", "plan 3", "plans [3, 7]", "last:", "plan 2"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "gpt3; no step yet."
+    assert "Policy: none; paused." in lines
+    assert "Saved so far: nothing yet: no iteration under a plan." in lines
+
+
+@pytest.mark.parametrize("word", ["json=true", "--json"])
+def test_status_is_an_object_for_programs(job, capsys, word):
+    folder, _ = job
+    assert main(["control", "status", str(folder), word]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["name"], status["paused"], status["saved_j"]) == ("gpt3", True, 0.0)
 
 
 def test_a_policy_is_sent_as_it_was_given(job, capsys):

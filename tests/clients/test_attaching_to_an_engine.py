@@ -13,8 +13,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from one_rank_engine import batches, config, module, one_rank, same, weights
 
 import perseus_ds
-from perseus_ds.engine import attachment
 from perseus_ds.errors import ConfigError
+from perseus_ds.runtime import attachment
 
 LONGEST_S = 0.001
 

@@ -1,11 +1,13 @@
 """Passes of a real engine are repeated, and nothing of it remains."""
 
 import logging
+import math
 import os
 import queue
 import random
 import sys
 import types
+import weakref
 
 import deepspeed
 import numpy as np
@@ -69,6 +71,7 @@ def replay_of(engine, data):
 def repeat(replay, times=3):
     for _ in range(times):
         for stage, kind in replay.instructions:
+            replay.prepare(stage, kind)
             replay.run(stage, kind)
 
 
@@ -95,12 +98,14 @@ def test_what_is_repeated_is_the_pass_that_was_recorded():
     assert replay.instructions == ((0, Kind.FORWARD), (0, Kind.BACKWARD))
     with replay.isolated():
         torch.manual_seed(1)
+        replay.prepare(0, Kind.FORWARD)
         replay.run(0, Kind.FORWARD)
         first = engine.loss.item()
         replay.run(0, Kind.BACKWARD)
         gradient = next(engine.module.parameters()).grad.clone()
         assert gradient.abs().sum() > 0
         torch.manual_seed(1)
+        replay.prepare(0, Kind.FORWARD)
         replay.run(0, Kind.FORWARD)
         replay.run(0, Kind.BACKWARD)
         assert engine.loss.item() == first
@@ -378,3 +383,75 @@ def test_without_memory_for_copies_a_pass_that_trains_is_still_found(monkeypatch
 
     parameter.register_hook(train)
     assert replay.obstacle(agreed).endswith(", as it just did")
+
+
+def test_nothing_of_a_repeated_forward_is_left_when_the_next_one_begins():
+    """Its graph holds the activations of a micro-batch, for which a full GPU has no room beside the next one's."""
+    engine, data = make_engine()
+    replay = replay_of(engine, data)
+    execute, graphs, left = replay._execute, [], []
+
+    def watched(kind, arguments):
+        left.append([graph() for graph in graphs if graph() is not None])
+        execute(kind, arguments)
+        if kind is Kind.FORWARD:
+            graphs.append(weakref.ref(engine.pipe_buffers["outputs"][arguments["buffer_id"]]))
+            graphs.append(weakref.ref(engine.loss))
+
+    replay._execute = watched
+    with replay.isolated():
+        for _ in range(3):
+            replay.prepare(0, Kind.FORWARD)
+            replay.run(0, Kind.FORWARD)
+    assert len(graphs) == 6
+    assert left == [[], [], []]
+
+
+def trained_on(engine, data, attempt):
+    """Train, try to repeat passes, and train on; return losses, weights, and why passes cannot be repeated."""
+    losses = []
+    engine_batch = engine.train_batch
+    engine.train_batch = lambda batch: losses.append(engine_batch(batch).item())
+    replay = replay_of(engine, data)
+    reason = attempt(engine, replay)
+    for _ in range(3):
+        engine.train_batch(data)
+    return losses, weights(engine), reason
+
+
+def out_of_memory(*_):
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize("keys", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("where", ["keeping", "forward", "backward"])
+def test_a_gpu_without_memory_for_a_repeated_pass_trains_as_if_none_had_been_tried(monkeypatch, keys, where):
+    losses, bits, _ = trained_on(*make_engine(keys), lambda engine, replay: None)
+
+    def attempt(engine, replay):
+        execute = replay._execute
+
+        def fails(kind, arguments):
+            if kind.value == where:
+                out_of_memory()
+            execute(kind, arguments)
+
+        replay._execute = fails
+        return replay.obstacle(agreed)
+
+    if where == "keeping":
+        monkeypatch.setattr("perseus_ds.engine.replay._copy", out_of_memory)
+    after_losses, after_bits, reason = trained_on(*make_engine(keys), attempt)
+    assert "memory" in reason
+    assert losses == after_losses
+    assert same(bits, after_bits)
+
+
+def test_passes_are_repeated_only_where_every_rank_has_the_memory_for_it():
+    engine, data = make_engine()
+    replay = replay_of(engine, data)
+    replay._execute = pytest.fail
+    replay._spare_bytes = lambda: 0.0
+    assert "training leaves 0 MiB" in replay.obstacle(agreed)
+    replay._spare_bytes = lambda: math.inf
+    assert replay.obstacle(lambda reason: "rank 3 has no memory") == "rank 3 has no memory"

@@ -5,7 +5,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from perseus_ds.config import PerseusConfig, parse_block
+from perseus_ds.runtime.config import PerseusConfig, parse_block
 
 # Published by Merak-Zeus, in millions; the head shares the token embedding's weights.
 PUBLISHED_MILLIONS = {

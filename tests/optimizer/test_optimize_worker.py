@@ -45,6 +45,17 @@ def test_it_writes_the_frontier_that_optimize_returns(tmp_path):
     assert frontier.provenance.simulated
 
 
+def test_it_says_how_long_it_will_take(tmp_path):
+    worker = OptimizeWorker(request(tmp_path, one_f_one_b(4, 32), plans=60), tmp_path / "optimize.log")
+    estimates = []
+    while worker.poll() is None:
+        estimates.append(worker.remaining_s())
+        time.sleep(0.002)
+    assert estimates[0] is None
+    assert any(remaining_s is not None and remaining_s > 0 for remaining_s in estimates)
+    assert worker.remaining_s() == 0
+
+
 def test_a_failure_is_a_result_with_its_reason(tmp_path):
     order = request(tmp_path, profile=tmp_path / "nowhere.csv")
     result = result_of(OptimizeWorker(order, tmp_path / "optimize.log"))
@@ -102,7 +113,11 @@ def test_it_can_be_run_as_a_module(tmp_path):
     command = [sys.executable, "-P", "-m", "perseus_ds.optimizer.worker"]
     order = request(tmp_path).model_dump_json()
     ended = subprocess.run(command, input=order, capture_output=True, text=True, check=True)
-    assert json.loads(ended.stdout) == {"ok": True, "frontier": str(tmp_path / "f" / "frontier.json")}
+    *progress, answer = ended.stdout.splitlines()
+    assert json.loads(answer) == {"ok": True, "frontier": str(tmp_path / "f" / "frontier.json")}
+    done = [float(line) for line in progress]
+    assert done == sorted(done)
+    assert done[-1] == 1
 
 
 def test_a_request_that_cannot_be_read_is_a_result():

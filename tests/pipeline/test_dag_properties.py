@@ -13,7 +13,7 @@ from pipelines import EarlyRecomputation, GPipe, MergedTransfers, dual_pipe_v, o
 from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.dag import Dag, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Schedule, Transfer, read_schedule
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Schedule, Transfer, Wait, read_schedule
 
 fast = settings(deadline=None, max_examples=40)
 SCHEDULES = [
@@ -251,3 +251,28 @@ def test_a_transfer_without_a_partner_names_the_rank(ranks, message):
 def test_loads_come_before_what_follows_them():
     dag = Dag.build(Schedule("test:Load", 1, (stream(Load(0, 0), forward(0)),)))
     assert dag.predecessors == ((), (0,))
+
+
+def test_a_rank_that_launches_a_send_goes_on_before_the_receiver_is_there_and_waits_where_its_schedule_does():
+    second = Compute(Instruction(0, Kind.FORWARD, 1))
+    busy = Compute(Instruction(1, Kind.FORWARD, 1))
+    after = Compute(Instruction(0, Kind.BACKWARD, 0))
+    schedule = Schedule(
+        "test:Launched",
+        2,
+        (
+            stream(forward(0), Launch(sends=(DOWN,)), second, Wait((DOWN,)), after),
+            stream(busy, Exchange(receives=(DOWN,)), forward(1)),
+        ),
+    )
+    dag = Dag.build(schedule)
+    lasts = {forward(0): 1.0, second: 2.0, busy: 10.0, forward(1): 1.0, after: 4.0}
+    durations = durations_of(dag, lambda i: lasts[Compute(i)])
+    begins = {dag.nodes[n].work: dag.finish_s(durations)[n] - durations[n] for n in range(len(dag.nodes))}
+    assert begins[second.instruction] == 1.0
+    assert begins[DOWN] == begins[after.instruction] == 10.0
+
+
+def test_a_wait_for_a_transfer_that_was_never_launched_deadlocks():
+    with pytest.raises(ScheduleError, match="rank 0, operation 0: wait for grad of micro-batch 0"):
+        Dag.build(Schedule("test:Forgotten", 1, (stream(Wait((UP,)), forward(0)),)))

@@ -84,8 +84,8 @@ def test_the_command_gives_orders(folder, orders, capsys):
     assert main(["control", "pause", f"run={folder}"]) == 0
     assert orders.paused
     assert "once the job has profiled itself" in capsys.readouterr().out
-    assert main(["control", "status", f"run={folder}"]) == 0
-    assert "paused" in capsys.readouterr().out
+    assert main(["control", "status", f"run={folder}", "json=true"]) == 0
+    assert json.loads(capsys.readouterr().out)["paused"] is True
     assert main(["control", "straggler", f"run={folder}", "slowdown=1.2"]) == 2
     assert "pipeline is missing" in capsys.readouterr().err
 

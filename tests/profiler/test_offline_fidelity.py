@@ -1,5 +1,7 @@
 """Offline rows compared with the model of simulated GPUs, in virtual time: noise, slow counter, limits, outliers."""
 
+import math
+
 import pytest
 from virtual_time import VirtualTime
 
@@ -27,14 +29,21 @@ class Rank:
         self.gap_s = gap_s
         self.runs = 0
         self.stutter_every = 0
+        self.prepare_s = 0.0
+        self.fails_at = 0
         self._spans = []
 
     @property
     def instructions(self):
         return tuple(self.work_s)
 
+    def prepare(self, stage, kind):
+        self.now.sleep(self.prepare_s)
+
     def run(self, stage, kind):
         self.runs += 1
+        if self.fails_at == self.runs:
+            raise RuntimeError("out of memory")
         self.gpu.begin_work()
         self.gpu.finish_work(self.work_s[stage, kind])
         if self.stutter_every and self.runs % self.stutter_every == 0:
@@ -166,10 +175,10 @@ def test_a_rank_stops_when_a_peer_of_its_stage_gives_up(answer):
     def stage_max(value):
         asked.append(value)
         gives_up = len(asked) >= answer and value in (0.0, 1.0)
-        return 2.0 if gives_up else value
+        return math.inf if gives_up else value
 
     rank.stage_max = stage_max
-    with pytest.raises(ProfileError, match="shares this rank's stage"):
+    with pytest.raises(ProfileError, match="has this rank's stage"):
         measure(rank, CLOCKS[:1])
 
 
@@ -179,4 +188,24 @@ def test_a_rank_that_gives_up_informs_its_peers_first():
     rank.stage_max = lambda value: answers.append(value) or value
     with pytest.raises(GpuError, match="refreshed only"):
         measure(rank, CLOCKS[:1], max_window_s=0.1)
-    assert answers[-1] == 2.0
+    assert answers[-1] == math.inf
+
+
+@pytest.mark.parametrize("run", [1, 3, 4, 12])
+def test_a_pass_that_fails_ends_the_measurement_on_all_ranks_of_the_stage(run):
+    """At whichever repetition: while settling, at the first one that is counted, and after it."""
+    rank = Rank({(0, Kind.FORWARD): 0.02})
+    rank.fails_at = run
+    answers = []
+    rank.stage_max = lambda value: answers.append(value) or value
+    with pytest.raises(RuntimeError, match="out of memory"):
+        measure(rank, CLOCKS[:1])
+    assert answers[-1] == math.inf
+    assert math.inf not in answers[:-1]
+
+
+def test_copies_of_the_inputs_are_not_part_of_a_pass():
+    rank = Rank({(0, Kind.FORWARD): 0.1})
+    rank.prepare_s = 0.05
+    (row,) = measure(rank, CLOCKS[:1])
+    assert row.measurement.time_s == pytest.approx(0.1 * rank.gpu.model.slowdown(CLOCKS[0]), rel=1e-6)

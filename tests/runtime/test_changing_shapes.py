@@ -2,28 +2,11 @@
 
 import pytest
 from virtual_job import VirtualJob
+from worker_at_once import WorkerAtOnce
 
-from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Drifted, PlanJudged, ProfileWritten, read_records
-from perseus_ds.optimizer import optimize
-from perseus_ds.optimizer.worker import OptimizeResult
 
 SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
-
-
-class WorkerAtOnce:
-    """The optimiser's process, in no time and in this process."""
-
-    def __init__(self, request, log_path):
-        self._request = request
-
-    def poll(self):
-        schedule, profile = self._request.schedule.to_schedule(), StageProfile.load(self._request.profile)
-        frontier = optimize(schedule, profile, plans=20, switch_cost_j=self._request.switch_cost_j)
-        return OptimizeResult(ok=True, frontier=frontier.save(self._request.out))
-
-    def stop(self):
-        pass
 
 
 @pytest.fixture

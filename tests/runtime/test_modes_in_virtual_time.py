@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 from lone_communicator import LoneCommunicator
 from virtual_job import VirtualJob
+from worker_at_once import WorkerAtOnce
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
@@ -18,7 +19,6 @@ from perseus_ds.artifacts.run_records import (
     read_records,
 )
 from perseus_ds.errors import GpuError
-from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.control_socket import parse_order
 
@@ -38,28 +38,6 @@ def start(tmp_path, monkeypatch):
     yield start
     for job in jobs:
         job.runtime.close()
-
-
-class WorkerAtOnce:
-    """The optimiser's process, in no time and in this process."""
-
-    problem = None
-
-    def __init__(self, request, log_path):
-        self._request = request
-        self.stopped = False
-
-    def poll(self):
-        from perseus_ds.optimizer.worker import OptimizeResult
-
-        if self.problem is not None:
-            return OptimizeResult(ok=False, error=self.problem)
-        schedule, profile = self._request.schedule.to_schedule(), StageProfile.load(self._request.profile)
-        frontier = optimize(schedule, profile, plans=20, switch_cost_j=self._request.switch_cost_j)
-        return OptimizeResult(ok=True, frontier=frontier.save(self._request.out))
-
-    def stop(self):
-        self.stopped = True
 
 
 def events(job, kind):
@@ -112,6 +90,55 @@ def test_run_mode_trains_under_the_frontier_that_it_is_given(start):
     second = start("second", mode="run", frontier=str(first.folder / "frontier.json"), **SLOWER)
     second.train(3)
     assert {record.plan for record in second.close()} == {events(first, PlanChosen)[0].plan}
+
+
+@pytest.fixture
+def frontier(start):
+    """The frontier that another job made."""
+    job = start("other", mode="auto", **SLOWER)
+    job.train_until("run")
+    return str(job.folder / "frontier.json")
+
+
+def test_run_mode_keeps_a_plan_that_wins_against_default_clocks_of_this_job(start, frontier):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    phases = job.train(150)
+    records = job.close()
+    assert in_order(phases) == ["run", "default", "run"]
+    (judged,) = events(job, PlanJudged)
+    assert judged.wins
+    default = [r for r in records if r.phase == "default"]
+    assert judged.slowdown == pytest.approx(records[-1].time_s / default[-1].time_s - 1, abs=0.005)
+    assert (records[0].default_measured, records[-1].default_measured) == (False, True)
+
+
+def test_run_mode_goes_back_to_default_clocks_where_a_plan_does_not_win_and_says_so_once(start, frontier, capsys):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    late_under_plans(job)
+    assert in_order(job.train(150)) == ["run", "default", "run", "observe"]
+    job.close()
+    (judged,) = events(job, PlanJudged)
+    assert not judged.wins
+    assert capsys.readouterr().out.count("It does not win: training goes on at default clocks") == 1
+
+
+def test_run_mode_compares_again_when_a_plan_no_longer_wins(start, frontier):
+    job = start(mode="run", frontier=frontier, max_drift=10.0, **SLOWER)
+    job.train(150)
+    late_under_plans(job)
+    job.train_until("observe", most=200)
+    job.close()
+    assert [event.wins for event in events(job, PlanJudged)] == [True, False]
+
+
+def test_under_a_power_cap_a_plan_that_is_late_is_compared_once_as_long_as_it_draws_less(start, frontier):
+    job = start(mode="run", frontier=frontier, policy={"name": "power_cap", "watts": 300.0})
+    late_under_plans(job)
+    assert in_order(job.train(300)) == ["run", "default", "run"]
+    job.close()
+    (judged,) = events(job, PlanJudged)
+    assert judged.wins
+    assert judged.slowdown > judged.promised_slowdown + 0.05
 
 
 def test_a_clock_that_needs_more_iterations_gets_them_after_the_others(start):

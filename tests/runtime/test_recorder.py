@@ -118,7 +118,7 @@ def test_plans_that_use_more_than_the_profile_says_are_not_called_a_saving(tmp_p
     recorder.start(Started())
     recorder.add(under_plan(1), reports(energy_j=110.0))
     recorder.close()
-    assert "10.0% more energy than default clocks" in capsys.readouterr().out
+    assert "10.0% more energy and 10.0% more time than default clocks take by the profile" in capsys.readouterr().out
     assert read_records(tmp_path)[-1].saved == pytest.approx(-0.1)
 
 

@@ -15,12 +15,12 @@ from pipelines import one_f_one_b
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.config import parse_block
 from perseus_ds.device.gpu.nvml import NvmlGpu
 from perseus_ds.device.timers import HostExecution
 from perseus_ds.distributed import Communicator, PipelineTopology
 from perseus_ds.errors import ConfigError, FrontierError
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
 

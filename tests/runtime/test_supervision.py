@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from perseus_ds.config import parse_block
+from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.supervision import Supervision
 
 

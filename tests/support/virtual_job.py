@@ -7,11 +7,11 @@ from virtual_time import VirtualTime
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
 from perseus_ds.artifacts.run_records import IterationRecord, read_records
-from perseus_ds.config import parse_block
 from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.timers import HostExecution
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from perseus_ds.config import parse_block
 from perseus_ds.errors import ConfigError
+from perseus_ds.runtime.config import parse_block
 
 
 def test_enabled_alone_is_a_complete_block():

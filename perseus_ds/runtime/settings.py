@@ -1,4 +1,4 @@
-"""The ``perseus`` block of an engine: of its DeepSpeed config, and of the environment variable ``PERSEUS``."""
+"""The ``perseus`` block of a job: of its config, and of the environment variable ``PERSEUS``."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from perseus_ds.config import PerseusConfig, parse_block
 from perseus_ds.errors import ConfigError
+from perseus_ds.runtime.config import PerseusConfig, parse_block
 
 VARIABLE = "PERSEUS"
 
 
-def settings_of(engine: Any) -> PerseusConfig | None:
-    """Return the settings of a DeepSpeed engine; None if neither its config nor the environment has any.
+def settings_of(block: Any) -> PerseusConfig | None:
+    """Return the settings of a job; None if neither its own config nor the environment has any.
 
-    The config is the one that DeepSpeed has read, from a dict, a file or base64. A key of the variable
-    ``PERSEUS`` (JSON, or the path of a JSON file) replaces the same key of the block.
+    Args:
+        block: The ``perseus`` block of the job's config; None without one. A key of the variable ``PERSEUS`` (JSON, or
+            the path of a JSON file) replaces the same key of the block.
 
     Raises:
         ConfigError: The message names the key and says what to write instead.
     """
-    block = engine._config._param_dict.get("perseus")
     variable = from_environment()
     if variable is None:
         return None if block is None else parse_block(block)

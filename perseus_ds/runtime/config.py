@@ -15,6 +15,24 @@ from perseus_ds.policy.policies import PolicyConfig, SlowdownPolicy
 from perseus_ds.profiler.profile_config import ProfileConfig
 
 
+class MetricsConfig(StrictModel):
+    """Figures of the job for Prometheus, from rank 0."""
+
+    port: int | None = Field(None, ge=1, le=65535, description="Serve them over HTTP (OpenMetrics) at this port.")
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen at; 0.0.0.0 for all of the node's.")
+    textfile: str | None = Field(
+        None, pattern=r"\.prom$", description="Write them to this file, *.prom, for node_exporter's textfile collector."
+    )
+
+    @model_validator(mode="after")
+    def _goes_somewhere(self) -> Self:
+        if self.port is None and self.textfile is None:
+            raise ValueError(
+                'expected "port", such as 9400, or "textfile", such as "/var/lib/node_exporter/perseus.prom"'
+            )
+        return self
+
+
 class PerseusConfig(StrictModel):
     """The settings of Perseus for a training run."""
 
@@ -44,6 +62,10 @@ class PerseusConfig(StrictModel):
         gt=0,
         description="Largest deviation of instruction times from the profile, as a fraction; beyond it auto mode "
         "profiles again and run mode prints a warning.",
+    )
+    metrics: MetricsConfig | None = Field(
+        None,
+        description='Figures for Prometheus: {"port": 9400} serves them, {"textfile": "…/perseus.prom"} writes them.',
     )
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)

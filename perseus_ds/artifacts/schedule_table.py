@@ -1,0 +1,78 @@
+"""``schedules.json``: the predicted frontiers of several schedules, from one profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from perseus_ds.artifacts.io import FileModel, write_atomically
+
+SCHEMA_VERSION = 1
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class ComparedSchedule(FileModel):
+    """One schedule with one number of micro-batches.
+
+    Attributes:
+        name: As it was asked for.
+        micro_batches: Micro-batches per iteration.
+        ranks: Pipeline ranks.
+        stages: Stages on all of them.
+        held_by_stage: For how many micro-batches each stage holds activations at most.
+        held_by_rank: The most that each rank holds at a time, in micro-batches of all of its layers.
+        t_min_s: Iteration time with every instruction at its fastest measured clock [s].
+        baseline_time_s: Iteration time with every instruction at the highest measured clock [s].
+        baseline_energy_j: Its energy, of one pipeline with one GPU per rank [J].
+        plans: Time [s] and energy [J] of every plan, the fastest first.
+        worst_gap: The most that a plan's energy may be above the optimum, as a fraction.
+        assumptions: What is taken for granted and no measurement shows.
+    """
+
+    name: str
+    micro_batches: Count
+    ranks: Count
+    stages: Count
+    held_by_stage: list[Count]
+    held_by_rank: list[Positive]
+    t_min_s: Positive
+    baseline_time_s: Positive
+    baseline_energy_j: Positive
+    plans: Annotated[list[tuple[Positive, Positive]], Field(min_length=1)]
+    worst_gap: float
+    assumptions: list[str]
+
+    @property
+    def t_star_s(self) -> float:
+        """Iteration time of the plan of least energy [s]."""
+        return self.plans[-1][0]
+
+    @property
+    def label(self) -> str:
+        """Name and number of micro-batches."""
+        return f"{self.name}, {self.micro_batches} micro-batches"
+
+
+class ScheduleTable(FileModel):
+    """Several schedules, side by side.
+
+    Attributes:
+        profile: Path of the profile.
+        simulated: Whether the profile is of simulated GPUs.
+        gpu: The device that was measured.
+        schedules: In the order in which they were asked for.
+    """
+
+    format: Literal["perseus-ds schedules"] = "perseus-ds schedules"
+    schema_version: int = SCHEMA_VERSION
+    profile: str
+    simulated: bool | None
+    gpu: str | None
+    schedules: Annotated[list[ComparedSchedule], Field(min_length=1)]
+
+    def save(self, path: Path) -> None:
+        """Write the file completely or not at all."""
+        write_atomically(path, self.model_dump_json(indent=2) + "\n")

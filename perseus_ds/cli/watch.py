@@ -1,0 +1,44 @@
+"""``perseus-ds watch``: what a job does and saves, while it runs or after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from perseus_ds.cli.arguments import argument
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Show how a job goes, anywhere where its folder can be read; the jobs of a folder in a line each.
+
+    It ends with the job. In a terminal, p pauses the plans, r resumes them and o asks for another policy, where the
+    job can be reached: on the node of rank 0, by its owner. q leaves.
+    """
+
+    examples: ClassVar = ("perseus-ds watch perseus", "perseus-ds watch runs --once", "perseus-ds watch perseus --json")
+
+    run: Path = argument("the job's output folder, or a folder of several", word=True)
+    once: bool = argument("print how it goes now and leave; so does output that is no terminal's", False)
+    json: bool = argument("print a JSON object for each job in a line, at each change", False)
+
+
+def run(arguments: Arguments) -> int:
+    """Follow the jobs until all have ended."""
+    import sys
+
+    from perseus_ds.cli.output import for_any_terminal
+    from perseus_ds.cli.watching import print_json, print_once, watch
+    from perseus_ds.report.live.following import Jobs
+
+    for_any_terminal()
+    jobs = Jobs(arguments.run)
+    jobs.followers()
+    if arguments.json:
+        print_json(jobs, once=arguments.once)
+    elif arguments.once or not sys.stdout.isatty():
+        print_once(jobs)
+    else:
+        watch(jobs)
+    return 0

@@ -1,0 +1,1 @@
+"""Perseus for the schedules of ``torch.distributed.pipelining``; the only room that knows them."""
