@@ -14,11 +14,8 @@ def start(tmp_path, monkeypatch):
     jobs = []
 
     def start(conditions, **block):
-        jobs.append(
-            VirtualPipeline(
-                tmp_path, stages_s=(0.04, 0.06), gpu={"conditions": conditions}, **{"mode": "auto", **block}
-            )
-        )
+        gpu = {"conditions": conditions}
+        jobs.append(VirtualPipeline(tmp_path, stages_s=(0.036, 0.034, 0.034, 0.05), gpu=gpu, mode="auto", **block))
         return jobs[-1]
 
     yield start
@@ -33,6 +30,7 @@ def typical(job, phase):
     return statistics.median(times_s), statistics.mean(energies_j)
 
 
+@pytest.mark.extended
 def test_where_clock_changes_delay_transfers_plans_change_clocks_less_and_are_in_time(start, capsys):
     job = start(["slow-transfers"])
     job.train(70)
