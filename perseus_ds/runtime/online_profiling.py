@@ -109,10 +109,12 @@ def measure_clocks(
     measurement = _OnlineMeasurement(rank, baseline)
     window_s = _SETTLE_S + _REFRESHES_A_VISIT * baseline.counter_period_s
     iterations = math.ceil(rank.communicator.all_max(window_s / baseline.time_s))
+    refreshes = (iterations * baseline.time_s - _SETTLE_S) / baseline.counter_period_s
+    ahead = _Ahead(most * iterations * math.ceil(_REFRESHES / refreshes), following)
     with measurement.log as log:
         rank.beside_training.callback(log.close)
         while clocks := source.next_clocks():
-            yield from _measure_batch(measurement, clocks, iterations, _Ahead(most * iterations, following))
+            yield from _measure_batch(measurement, clocks, iterations, ahead)
             source.add(measurement.rows_of(clocks))
     return measurement.cost()
 

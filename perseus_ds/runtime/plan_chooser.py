@@ -6,8 +6,9 @@ import logging
 import math
 
 from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.hour_records import CostsSoFar, Halted, TimetableMade
 from perseus_ds.artifacts.rank_report import RankReports
-from perseus_ds.artifacts.run_records import CostsSoFar, Failed, Halted, PolicyChanged, TimetableMade
+from perseus_ds.artifacts.run_records import Failed, PolicyChanged
 from perseus_ds.policy.assignment import Assignment, PlanChoice
 from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.job_control import JobControl
@@ -102,7 +103,7 @@ class PlanChooser:
         if decision.timetable is not self._timetable:
             self._take_up(decision.timetable)
         halts = decision.halts and not control.paused
-        return PlanChoice(decision.plan, control.paused, control.straggler(), halts)
+        return PlanChoice(decision.plan, control.paused or decision.failed, control.straggler(), halts)
 
     def problem_of(self, policy: PolicyConfig) -> str:
         """Return the condition of a policy that no plan meets now, empty if there is none; from any thread."""

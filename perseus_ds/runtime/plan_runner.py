@@ -188,7 +188,7 @@ class PlanRunner:
 
     def verdict_in_s(self, iteration_s: float) -> float | None:
         """Return about when iterations under the plans can be compared with others at default clocks [s]."""
-        return self._sample.remaining_s(iteration_s, 1) if self._sample is not None else None
+        return self._sample.remaining_s(iteration_s) if self._sample is not None else None
 
     def comparison(self, *, until_sure: bool) -> Comparison | None:
         """Return how the iterations under the present plans compare with those at default clocks.

@@ -45,7 +45,8 @@ class RecordWriter:
 
     def _write_all(self) -> None:
         with contextlib.suppress(OSError):  # there is no earlier start, or nobody can read of it
-            self._log.add(RecordFollower(self._path.parent).read()[1])
+            for _, records in RecordFollower(self._path.parent).read():
+                self._log.add(records)
         while True:
             record = self._waiting.get()
             if isinstance(record, threading.Event):

@@ -96,10 +96,10 @@ def prove(runner: PlanRunner, *, profiles_again: bool) -> Phase[Comparison | Out
     in_s: float | None = None
     while True:
         seen = yield from _one_under_plan(runner, Outlook("verdict", in_s))
-        in_s = runner.verdict_in_s(seen.time_s)
         if runner.has_drifted(seen, profiles_again=profiles_again) and profiles_again:
             return Outcome.DRIFTED
         runner.advance(seen)
+        in_s = runner.verdict_in_s(seen.time_s)
         comparison = runner.comparison(until_sure=True)
         if comparison is not None:
             return comparison

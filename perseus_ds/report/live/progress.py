@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from perseus_ds.artifacts.record_base import Event
 from perseus_ds.artifacts.run_records import (
     Ended,
-    Event,
     IterationRecord,
     PlanChosen,
     PlanTotals,
