@@ -227,7 +227,7 @@ class VirtualPipeline:
         phase = runtime.next.phase
         begin_s = self.time.now_s()
         begin_j = sum(g.true_energy_j() for g in self.gpus) if rank == 0 else 0.0
-        with runtime.iteration(shapes=lambda: 1.0):
+        with runtime.iteration():
             number = runtime._control.steps
             for operation in self.schedule.ranks[rank]:
                 with runtime.operation(operation):
