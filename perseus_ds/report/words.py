@@ -7,18 +7,21 @@ from typing import Any
 
 from perseus_ds.artifacts.run_records import (
     ClockRefused,
+    CostsSoFar,
     Drifted,
     Event,
     Failed,
+    Halted,
     PlanChosen,
     PlanJudged,
     PolicyChanged,
     ProfileWritten,
     ProfilingBegun,
     Started,
+    TimetableMade,
     against_default_clocks,
 )
-from perseus_ds.report.units import percent
+from perseus_ds.report.units import duration, joules, percent
 
 
 def event_in_words(event: Event) -> str:
@@ -55,12 +58,25 @@ def event_in_words(event: Event) -> str:
             # None: version 1 of the records does not record what followed.
             then = {True: ": profiling again", False: "; the profile stays in use", None: ""}[profiles_again]
             return f"times drifted by {drift:.0%}{then}"
-        case Failed(event="failure", rank=rank, error=error):
-            return f"failure on rank {rank}: {error}"
-        case Failed(event=name, error=error):
-            return f"{name}: {error}"
+        case Failed(event=name, rank=rank, error=error):
+            return f"failure on rank {rank}: {error}" if name == "failure" else f"{name}: {error}"
+        case TimetableMade() | CostsSoFar() | Halted():
+            return _by_the_hour(event)
         case _:
             return event.event
+
+
+def _by_the_hour(event: TimetableMade | CostsSoFar | Halted) -> str:
+    if isinstance(event, Halted):
+        used = "" if event.energy_j is None else f", in which GPUs took {joules(event.energy_j)}"
+        return f"training stood still for {duration(event.time_s)}{used}"
+    # A bound of zero, or prices that add up to none, compare with nothing.
+    saved = 1 - event.cost / event.fastest_cost if event.fastest_cost else None
+    compared = "" if saved is None else f": {percent(-saved)} cost against the plan of slowdown 0 throughout"
+    if isinstance(event, CostsSoFar):
+        return f"costs of {event.iterations} iterations{compared}"
+    plans = len({plan for _, plan in event.entries if plan >= 0})
+    return f"timetable of {plans} plans{compared}"
 
 
 def _refused(event: ClockRefused) -> str:
@@ -80,5 +96,11 @@ def _profile(event: ProfileWritten) -> str:
 
 def policy_in_words(policy: Mapping[str, Any]) -> str:
     """Return a policy and its settings."""
+    if policy.get("name") == "schedule":
+        windows = ", ".join(
+            f"{window.get('begin')} to {window.get('end')} {policy_in_words(window.get('policy') or {})}"
+            for window in policy.get("windows") or ()
+        )
+        return f"policy schedule: {windows}, else {policy_in_words(policy.get('default') or {})}"
     settings = ", ".join(f"{key} {value}" for key, value in policy.items() if key != "name")
     return f"policy {policy.get('name')}" + (f": {settings}" if settings else "")

@@ -20,6 +20,7 @@ from perseus_ds.artifacts.run_records import (
     ProfilingBegun,
     Record,
     Started,
+    TimetableMade,
 )
 from perseus_ds.report.history import trains
 from perseus_ds.report.live.facts import Happened, JobFacts, PipelineFacts, PlanFacts, totals_of
@@ -50,6 +51,7 @@ class JobProgress:
         self._starts = 0
         self._policy: dict[str, Any] | None = None
         self._chosen: PlanChosen | None = None
+        self._timetable: TimetableMade | None = None
         self._profiling: ProfilingBegun | None = None
         self._profiling_s = self._profiling_j = 0.0
         self._last: IterationRecord | None = None
@@ -82,7 +84,7 @@ class JobProgress:
             if self._start is not None and self._start.frontier != event.frontier:
                 self._by_plan.clear()
             self._start, self._policy, self._alike = event, event.policy, 0
-            self._chosen = self._profiling = self._last = None
+            self._chosen = self._profiling = self._last = self._timetable = None
             self._typical.clear()
         elif isinstance(event, ProfilingBegun):
             self._profiling = event
@@ -93,8 +95,10 @@ class JobProgress:
             self._profiling_j += (event.lost_j or 0.0) + (event.spent_j or 0.0)
         elif isinstance(event, PlanChosen):
             self._chosen = event
+        elif isinstance(event, TimetableMade):
+            self._timetable = event
         elif isinstance(event, PolicyChanged) and event.policy:
-            self._policy = event.policy
+            self._policy, self._timetable = event.policy, None
         if not isinstance(event, Ended):
             self._events.append(event)
 
@@ -151,7 +155,7 @@ class JobProgress:
             **self._phase(now),
             step=last.iteration if last else None,
             total_steps=total_steps,
-            remaining_s=self._remaining_s(total_steps, silent_s or 0.0),
+            remaining_s=self._remaining_s(total_steps, now, silent_s or 0.0),
             **totals_of(self.total),
             profiling_s=self._profiling_s,
             profiling_j=self._profiling_j,
@@ -180,16 +184,20 @@ class JobProgress:
             return {"phase": "profile", "next_phase": "observe", "next_in_s": left_s}
         if last is None:
             return {"phase": None, "next_phase": None, "next_in_s": None}
+        if self._chosen is not None and self._chosen.halts:
+            return {"phase": "halt", "next_phase": "run", "next_in_s": None}
         in_s = last.next_in_s
         if in_s is not None and last.ended is not None:
             in_s = max(0.0, last.ended + in_s - now)
         return {"phase": last.phase, "next_phase": last.next_phase, "next_in_s": in_s}
 
-    def _remaining_s(self, total_steps: int | None, silent_s: float) -> float | None:
+    def _remaining_s(self, total_steps: int | None, now: float, silent_s: float) -> float | None:
         if total_steps is None or self._last is None or not self._recent:
             return None
         if self._ended:
             return 0.0 if self._last.iteration >= total_steps else None
+        if self._timetable is not None:
+            return max(0.0, self._timetable.ends - now)
         # From end to end: evaluations and checkpoints between iterations take time, too.
         ends = [record.ended for record in self._recent if record.ended is not None]
         between_s = [later - earlier for earlier, later in itertools.pairwise(ends)]
