@@ -30,6 +30,7 @@ class IterationRecord(_Record):
     next_phase: str | None = Field(None, description="The phase after this one, where known.")
     next_in_s: float | None = Field(None, description="When it begins, counted from here, as estimated [s].")
     plan: int | None = Field(None, description="The plan of rank 0's pipeline: its place on the frontier.")
+    shape: int | None = Field(None, description="Number of its inputs' shapes, where they have plans of their own.")
     time_s: float = Field(gt=0, description="Iteration time of the slowest rank [s].")
     energy_j: float | None = Field(None, description="Energy of all GPUs of the job [J].")
     energy_by_pipeline_j: tuple[float, ...] | None = Field(None, description="The same by data-parallel pipeline [J].")
@@ -139,6 +140,28 @@ class PlanJudged(Event):
     promised_slowdown: float = Field(0.0, description="By the profile.")
     saved: float = Field(0.0, description="As a fraction of the energy at default clocks.")
     saved_error: float = Field(0.0, description="Its standard error.")
+
+
+class Predicted(Event):
+    """Iterations at default clocks differ from what the profile predicts for them."""
+
+    event: Literal["prediction"] = "prediction"
+    time_s: float = Field(0.0, description="Iteration time, as measured [s].")
+    time_error: float = Field(0.0, description="Its relative standard error.")
+    energy_j: float = Field(0.0, description="Energy of all GPUs, as measured [J].")
+    energy_error: float = Field(0.0, description="Its relative standard error.")
+    predicted_time_s: float = Field(0.0, description="By the profile [s].")
+    predicted_energy_j: float = Field(0.0, description="By the profile [J].")
+    parts: dict[str, float] = Field({}, description="Parts that differ: how many times as long they take as profiled.")
+    corrected: bool = Field(False, description="Whether the profile was corrected and plans are made again.")
+
+
+class ShapePlanned(Event):
+    """Inputs of a shape that comes often get a profile and plans of their own, or lose them."""
+
+    event: Literal["shape"] = "shape"
+    shape: int = 0
+    given_up: str | None = Field(None, description="Why it runs at default clocks from now on.")
 
 
 class PolicyChanged(Event):

@@ -98,7 +98,11 @@ class History:
     @property
     def under_plans(self) -> list[Step]:
         """Iterations under a plan of the frontier last in use: a plan's number is only valid for its own frontier."""
-        planned = [step for step in self.steps if step.record.phase == "run" and step.record.plan is not None]
+        planned = [
+            step
+            for step in self.steps
+            if step.record.phase == "run" and step.record.plan is not None and not step.record.shape
+        ]
         return [step for step in planned if step.frontier == planned[-1].frontier]
 
 
