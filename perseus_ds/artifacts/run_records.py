@@ -11,17 +11,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from perseus_ds.artifacts.record_base import Event, RunRecord
+
 SCHEMA_VERSION = 2
 
 
-class _Record(BaseModel):
-    # A later version may have more keys.
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    simulated: bool = False
-
-
-class IterationRecord(_Record):
+class IterationRecord(RunRecord):
     """One iteration of the whole job."""
 
     iteration: int = Field(description="Training step, 1 first.")
@@ -65,15 +60,6 @@ class IterationRecord(_Record):
     def late(self) -> float | None:
         """How much longer than predicted it took, as a fraction."""
         return None if self.predicted_time_s is None else self.time_s / self.predicted_time_s - 1
-
-
-class Event(_Record):
-    """Something that happened between iterations; kinds that this version does not know are read as such."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    event: str
-    time: float = Field(0.0, description="When [Unix seconds].")
 
 
 class Started(Event):
@@ -171,38 +157,6 @@ class PolicyChanged(Event):
     policy: dict[str, Any] | None = None
     by_schedule: bool = Field(False, description="Whether it is that of a window of a schedule, or its default.")
     problem: str | None = None
-
-
-class TimetableMade(Event):
-    """A cheapest policy has decided which plan runs when; costs are values of its signal times kWh."""
-
-    event: Literal["timetable"] = "timetable"
-    cost: float = Field(0.0, description="Of all steps that are left.")
-    bound: float = Field(0.0, description="No assignment of plans to hours that ends in time costs less.")
-    fastest_cost: float = Field(0.0, description="Of the same steps under the plan of slowdown 0.")
-    unit: str = Field("", description="Of the signal.")
-    entries: tuple[tuple[float, int], ...] = Field((), description="When each plan begins [Unix seconds]; -1 is none.")
-    ends: float = Field(0.0, description="When the last step is done [Unix seconds].")
-    mean_from: float | None = Field(None, description="From when on the signal's mean is assumed [Unix seconds].")
-
-
-class CostsSoFar(Event):
-    """What the energy has cost since a cheapest policy began, in values of its signal times kWh."""
-
-    event: Literal["costs"] = "costs"
-    iterations: int = Field(0, description="Iterations that are counted.")
-    cost: float = 0.0
-    fastest_cost: float = Field(0.0, description="Of as many iterations under the plan of slowdown 0.")
-    bound: float | None = Field(None, description="Of all steps, as computed at the beginning.")
-    halted_s: float = Field(0.0, description="How long training stood still [s].")
-
-
-class Halted(Event):
-    """All ranks waited before an iteration."""
-
-    event: Literal["halt"] = "halt"
-    time_s: float = 0.0
-    energy_j: float | None = Field(None, description="Of all GPUs meanwhile [J]; null where it cannot be read.")
 
 
 class Drifted(Event):

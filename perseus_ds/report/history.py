@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from perseus_ds.artifacts.record_base import Event
 from perseus_ds.artifacts.run_file import read_records
-from perseus_ds.artifacts.run_records import Event, IterationRecord, ProfileWritten, Record, Started
+from perseus_ds.artifacts.run_records import IterationRecord, ProfileWritten, Record, Started
 
 # In this phase instructions are not yet stretched, so its times and energies are not valid.
 _NOT_TRAINING = "calibrate"

@@ -6,8 +6,9 @@ import logging
 import math
 
 from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.hour_records import CostsSoFar, Halted, TimetableMade
 from perseus_ds.artifacts.rank_report import RankReports
-from perseus_ds.artifacts.run_records import CostsSoFar, Failed, Halted, PolicyChanged, TimetableMade
+from perseus_ds.artifacts.run_records import Failed, PolicyChanged
 from perseus_ds.policy.assignment import Assignment, PlanChoice
 from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.job_control import JobControl

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.rank_report import RankReports
-from perseus_ds.artifacts.run_records import Ended, Event, IterationRecord, PlanJudged, ProfileWritten, Started
+from perseus_ds.artifacts.record_base import Event
+from perseus_ds.artifacts.run_records import Ended, IterationRecord, PlanJudged, ProfileWritten, Started
 from perseus_ds.distributed import Communicator
 from perseus_ds.policy.assignment import Forecast
 from perseus_ds.policy.plan_proof import Comparison

@@ -98,25 +98,9 @@ def test_several_jobs_take_a_line_each():
     lines = rendered(JobsTable([facts_of(auto_job()), long, facts_of([])]))
     assert max(map(len, lines)) <= 80
     assert lines[0].split() == ["job", "step", "iter.", "power", "time", "energy", "saved", "end", "in", "phase"]
-    assert lines[1].split() == [
-        "gpt3*",
-        "26",
-        "1.020",
-        "s",
-        "83.46",
-        "W",
-        "+2.0",
-        "%",
-        "-20.0",
-        "%",
-        "400.0",
-        "J",
-        "-",
-        "plan",
-        "3",
-    ]
+    assert " ".join(lines[1].split()) == "gpt3 26 1.020 s 83.46 W +2.0 % -20.0 % 400.0 J - plan 3*"
     assert lines[2].startswith("a-job-with-a-name-t")
-    assert lines[2].endswith("ended")
+    assert lines[2].endswith("ended*")
     assert lines[4] == "* GPUs are SIMULATED"
     assert len(rendered(JobsTable([facts_of(auto_job())] * 50, height=24))) == 24
 

@@ -5,7 +5,8 @@ import json
 import pytest
 from live_records import BEGIN, auto_job, default_iteration, planned_iteration, started, write
 
-from perseus_ds.artifacts.run_records import Ended, PlanChosen, PolicyChanged, ProfilingBegun, TimetableMade
+from perseus_ds.artifacts.hour_records import TimetableMade
+from perseus_ds.artifacts.run_records import Ended, PlanChosen, PolicyChanged, ProfilingBegun
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.live.facts import JobFacts
 from perseus_ds.report.live.following import JobFollower, Jobs
@@ -105,7 +106,7 @@ def test_a_timetable_says_when_the_job_ends_and_that_it_stands_still():
     assert (facts.phase, facts.next_phase, facts.is_silent) == ("halt", "run", False)
     assert facts.remaining_s == pytest.approx(3000.0)
     text = "\n".join(event.text for event in facts.events)
-    assert "timetable of 1 plans: \N{MINUS SIGN}20.0\N{NARROW NO-BREAK SPACE}% cost against" in text
+    assert "timetable: \N{MINUS SIGN}20.0\N{NARROW NO-BREAK SPACE}% cost against the plan of slowdown 0" in text
 
 
 def test_clocks_and_stragglers_are_those_of_now():

@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from perseus_ds.artifacts.hour_records import TimetableMade
+from perseus_ds.artifacts.record_base import Event
 from perseus_ds.artifacts.run_records import (
     Ended,
-    Event,
     IterationRecord,
     PlanChosen,
     PlanTotals,
@@ -20,7 +21,6 @@ from perseus_ds.artifacts.run_records import (
     ProfilingBegun,
     Record,
     Started,
-    TimetableMade,
 )
 from perseus_ds.report.history import trains
 from perseus_ds.report.live.facts import Happened, JobFacts, PipelineFacts, PlanFacts, totals_of
