@@ -104,7 +104,7 @@ class JobProgress:
 
     def _add_iteration(self, record: IterationRecord) -> None:
         last, self._last, self._profiling = self._last, record, None
-        if last is None or (last.phase, last.plan) != (record.phase, record.plan):
+        if last is None or _kind(last) != _kind(record):
             self._alike = 0
             self._typical.clear()
         self._alike += 1
@@ -235,6 +235,15 @@ class _Pipeline:
         return PipelineFacts(
             pipeline=number, energy_j=self.energy_j, planned_j=self.planned_j, default_j=self.default_j
         )
+
+
+def _kind(record: IterationRecord) -> tuple[str, int | None, bool]:
+    """Return what iterations have in common that are compared with default clocks together.
+
+    Each shape of inputs has plans of its own, which alternate, and default clocks of its own to compare with.
+    """
+    has_shape = bool(record.shape)
+    return record.phase, None if has_shape else record.plan, has_shape
 
 
 def _change(value: float | None, default: float | None) -> float | None:
