@@ -25,6 +25,7 @@ from perseus_ds.artifacts.run_records import (
 from perseus_ds.report.history import trains
 from perseus_ds.report.live.facts import Happened, JobFacts, PipelineFacts, PlanFacts, totals_of
 from perseus_ds.report.live.tally import Tally
+from perseus_ds.report.live.typical import change, kind_of, mean_power_w, saving_of, typical_changes
 from perseus_ds.report.words import event_in_words
 
 _RECENT = 60
@@ -104,7 +105,7 @@ class JobProgress:
 
     def _add_iteration(self, record: IterationRecord) -> None:
         last, self._last, self._profiling = self._last, record, None
-        if last is None or _kind(last) != _kind(record):
+        if last is None or kind_of(last) != kind_of(record):
             self._alike = 0
             self._typical.clear()
         self._alike += 1
@@ -161,7 +162,7 @@ class JobProgress:
             profiling_s=self._profiling_s,
             profiling_j=self._profiling_j,
             iteration_s=statistics.median(record.time_s for record in recent) if recent else None,
-            power_w=_mean_power_w(recent),
+            power_w=mean_power_w(recent),
             plan=self._plan(),
             plans=self.plans,
             pipelines=tuple(pipeline.facts(number) for number, pipeline in enumerate(self._pipelines)),
@@ -209,13 +210,13 @@ class JobProgress:
         last = self._last
         if last is None or last.plan is None or last.phase != "run":
             return None
-        slowdown, saving = _typical(self._typical)
+        slowdown, saving = typical_changes(self._typical)
         return PlanFacts(
             plan=last.plan,
             plans=self._chosen.plans if self._chosen else (),
             iterations=len(self._typical),
-            promised_slowdown=_change(last.predicted_time_s, last.default_time_s),
-            promised_saving=_saving(last.predicted_energy_j, last.default_energy_j),
+            promised_slowdown=change(last.predicted_time_s, last.default_time_s),
+            promised_saving=saving_of(last.predicted_energy_j, last.default_energy_j),
             slowdown=slowdown,
             saving=saving,
         )
@@ -235,49 +236,6 @@ class _Pipeline:
         return PipelineFacts(
             pipeline=number, energy_j=self.energy_j, planned_j=self.planned_j, default_j=self.default_j
         )
-
-
-def _kind(record: IterationRecord) -> tuple[str, int | None, bool]:
-    """Return what iterations have in common that are compared with default clocks together.
-
-    Each shape of inputs has plans of its own, which alternate, and default clocks of its own to compare with.
-    """
-    has_shape = bool(record.shape)
-    return record.phase, None if has_shape else record.plan, has_shape
-
-
-def _change(value: float | None, default: float | None) -> float | None:
-    return value / default - 1 if value is not None and default else None
-
-
-def _saving(value: float | None, default: float | None) -> float | None:
-    return 1 - value / default if value is not None and default else None
-
-
-def _mean_power_w(records: Iterable[IterationRecord]) -> float | None:
-    known = [(record.energy_j, record.time_s) for record in records if record.energy_j is not None]
-    return sum(energy_j for energy_j, _ in known) / sum(time_s for _, time_s in known) if known else None
-
-
-def _typical(records: Iterable[IterationRecord]) -> tuple[float | None, float | None]:
-    """Return slowdown and saving of a typical iteration against default clocks.
-
-    The time is a median, since single iterations may be held up. The energy is the mean power times that: a counter is
-    refreshed so rarely that single short iterations read too much or nothing.
-    """
-    timed = [record for record in records if record.default_time_s]
-    if not timed:
-        return None, None
-    ratio = statistics.median(record.time_s / (record.default_time_s or 1.0) for record in timed)
-    known = [
-        (record.energy_j, record.time_s, record.default_energy_j, record.default_time_s)
-        for record in timed
-        if record.energy_j is not None and record.default_energy_j and record.default_time_s
-    ]
-    if not known:
-        return ratio - 1, None
-    energy_j, time_s, default_j, default_s = (sum(column) for column in zip(*known, strict=True))
-    return ratio - 1, 1 - ratio * (energy_j / time_s) / (default_j / default_s)
 
 
 class JobLog:
