@@ -36,14 +36,18 @@ class DeadlinePolicy(_Policy):
 
     name: Literal["deadline"]
     finish_by: AwareDatetime = Field(description="When the last step must be done, such as 2026-11-22T08:00:00+00:00.")
-    total_steps: int = Field(gt=0, description="Steps of the whole training, those before a checkpoint included.")
+    total_steps: int = Field(
+        gt=0, le=10**12, description="Steps of the whole training, those before a checkpoint included."
+    )
 
 
 class PowerCapPolicy(_Policy):
     """Keep the average power of the job's GPUs under a budget, by `watts` or by `signal`."""
 
     name: Literal["power_cap"]
-    watts: float | None = Field(None, gt=0, allow_inf_nan=False, description="Of all GPUs of the job together [W].")
+    watts: float | None = Field(
+        None, gt=0, le=1e12, allow_inf_nan=False, description="Of all GPUs of the job together [W]."
+    )
     signal: str | None = Field(
         None, description="File with the same over time, or with one number; read again when it changes."
     )
@@ -127,7 +131,9 @@ class CheapestPolicy(_Policy):
 
     name: Literal["cheapest"]
     finish_by: AwareDatetime = Field(description="When the last step must be done, such as 2026-11-22T08:00:00+00:00.")
-    total_steps: int = Field(gt=0, description="Steps of the whole training, those before a checkpoint included.")
+    total_steps: int = Field(
+        gt=0, le=10**12, description="Steps of the whole training, those before a checkpoint included."
+    )
     signal: str = Field(
         description="File with the price or carbon intensity over time, CSV or JSON; read again when it changes."
     )

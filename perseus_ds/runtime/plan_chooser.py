@@ -103,7 +103,7 @@ class PlanChooser:
         if decision.timetable is not self._timetable:
             self._take_up(decision.timetable)
         halts = decision.halts and not control.paused
-        return PlanChoice(decision.plan, control.paused, control.straggler(), halts)
+        return PlanChoice(decision.plan, control.paused or decision.failed, control.straggler(), halts)
 
     def problem_of(self, policy: PolicyConfig) -> str:
         """Return the condition of a policy that no plan meets now, empty if there is none; from any thread."""
