@@ -98,5 +98,11 @@ def _profile(event: ProfileWritten) -> str:
 
 def policy_in_words(policy: Mapping[str, Any]) -> str:
     """Return a policy and its settings."""
+    if policy.get("name") == "schedule":
+        windows = ", ".join(
+            f"{window.get('begin')} to {window.get('end')} {policy_in_words(window.get('policy') or {})}"
+            for window in policy.get("windows") or ()
+        )
+        return f"policy schedule: {windows}, else {policy_in_words(policy.get('default') or {})}"
     settings = ", ".join(f"{key} {value}" for key, value in policy.items() if key != "name")
     return f"policy {policy.get('name')}" + (f": {settings}" if settings else "")
