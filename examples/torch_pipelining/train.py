@@ -41,7 +41,8 @@ class Block(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         rows, length, width = hidden.shape
         heads = self.qkv(self.norms[0](hidden)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(*heads.unbind(), is_causal=True)
+        query, key, value = heads.unbind()
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         return hidden + self.mlp(self.norms[1](hidden))
 

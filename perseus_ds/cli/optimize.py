@@ -37,13 +37,18 @@ class Arguments:
         "power of a GPU that waits for its neighbour [W]; by default what profile.json says", None, at_least=0
     )
     schedule: str | None = argument(
-        "1f1b, dualpipev or package.module:Class; by default what profile.json says, else 1f1b", None
+        "1f1b, dualpipev or package.module:Class, which is imported; by default what profile.json holds, else 1f1b",
+        None,
     )
     solver: SolverChoice = argument("which solver computes the plans", SolverChoice.exact)
     plans: int = argument("number of deadlines, from T_min to T*, for which exact computes a plan", 120, at_least=2)
     switch_cost_j: float = argument(
         "energy that exact assumes for a change of clock when it chooses clocks [J]", 0.0, at_least=0
     )
+    switch_cost_s: float = argument(
+        "delay that exact assumes for the instruction after a change of clock [s]", 0.0, at_least=0
+    )
+    least_dwell_s: float = argument("shortest time at one clock in plans of exact [s]", 0.0, at_least=0)
     certificates: bool = argument(
         "true: write certificates.npz too, the proofs of the lower bounds, for perseus-ds verify", False
     )
@@ -69,6 +74,8 @@ def run(arguments: Arguments) -> int:
             blocking_power_w=arguments.blocking_power_w,
             plans=arguments.plans,
             switch_cost_j=arguments.switch_cost_j,
+            switch_cost_s=arguments.switch_cost_s,
+            least_dwell_s=arguments.least_dwell_s,
             progress=progress,
             solver=cast("Solver", arguments.solver.name),
         )

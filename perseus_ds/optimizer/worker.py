@@ -22,6 +22,7 @@ from typing import TextIO, TypeAlias
 
 from pydantic import Field, ValidationError
 
+from perseus_ds.artifacts.io import open_without_links
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.artifacts.validation import StrictModel, explain
 from perseus_ds.errors import PerseusError
@@ -51,6 +52,8 @@ class OptimizeRequest(StrictModel):
         out: Folder for ``frontier.json`` and ``frontier.csv``.
         schedule: What every rank does in one iteration.
         switch_cost_j: What a change of clock is taken to cost [J].
+        switch_cost_s: By how much it is taken to delay the next instruction [s].
+        least_dwell_s: Shortest time at one clock [s].
         plans: For how many deadlines to plan.
     """
 
@@ -58,6 +61,8 @@ class OptimizeRequest(StrictModel):
     out: Path
     schedule: ScheduleStreams
     switch_cost_j: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    switch_cost_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    least_dwell_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     plans: int = Field(default=120, ge=2)
 
 
@@ -93,7 +98,7 @@ class OptimizeWorker:
         self._begin_s = time.monotonic()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
         # Files, not pipes: a pipe would block the training thread until the process has read a long request.
-        with tempfile.TemporaryFile() as order, log_path.open("wb") as log:
+        with tempfile.TemporaryFile() as order, open_without_links(log_path, append=False) as log:
             order.write(request.model_dump_json().encode())
             order.seek(0)
             self._process = subprocess.Popen(
@@ -173,6 +178,8 @@ def _optimize(order: bytes, progress: Progress) -> Path:
         profile,
         plans=request.plans,
         switch_cost_j=request.switch_cost_j,
+        switch_cost_s=request.switch_cost_s,
+        least_dwell_s=request.least_dwell_s,
         progress=progress,
     )
     provenance = frontier.provenance.model_copy(update={"profile": str(request.profile)})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.profile_metadata import ProfileInfo, TransferDuration
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.device.gpu.latency import counter_period_s as measured_period_s
 from perseus_ds.device.timers import Span
 from perseus_ds.errors import GpuError
@@ -41,6 +43,7 @@ class Baseline:
         energy_j: Of this rank's GPU in a typical iteration [J].
         counter_period_s: How often the energy counter is refreshed [s].
         info: The job, and the durations of what has no clock to choose; complete on rank 0.
+        tails_of: On rank 0, the profile whose tails are used, since these were not measured; None where they were.
     """
 
     spans: list[list[Span]]
@@ -48,6 +51,14 @@ class Baseline:
     energy_j: float
     counter_period_s: float
     info: ProfileInfo
+    tails_of: StageProfile | None = None
+
+    def with_tails_of(self, profile: StageProfile | None) -> Baseline:
+        """Return it with the tails of a profile, which are the same for inputs of other shapes."""
+        if profile is None:
+            return self
+        info = self.info.model_copy(update={"tail_s": profile.info.tail_s})
+        return replace(self, info=info, tails_of=profile)
 
 
 def warm_up(job: Job, rank: Rank, *, keeps_passes: bool = False) -> Phase[Baseline]:
@@ -108,6 +119,7 @@ def _info(job: Job, rank: Rank, spans: list[list[Span]], begins_s: list[float], 
         "tail_s": tail_durations_s([spans for _, spans, *_ in reports]),
         "blocking_power_w": statistics.mean(power_w for *_, power_w in reports) if reports else power_w,
         "job": profile_key,
+        "streams": ScheduleStreams.of(job.schedule),
     }
     return job.info.model_copy(update={**rest, "rows": []} if reports else {"blocking_power_w": power_w})
 
