@@ -96,11 +96,11 @@ def _start_guardian(job: Job, rank: Rank) -> Guardian | None:
     """Have the clocks restored should all ranks be killed; a job that changes none needs no guardian."""
     if job.config.mode == "observe" or rank.gpu.address is None:
         return None
-    _reset_left_clocks()
+    reset_left_clocks()
     return Guardian.start([rank.gpu.address])
 
 
-def _reset_left_clocks() -> None:
+def reset_left_clocks() -> None:
     """Reset the clocks of GPUs of this node that processes of this user held locked when they died."""
     for left in left_locks():
         problem = None
