@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import sys
 import termios
@@ -23,7 +24,7 @@ from perseus_ds.report.live.screen import JobScreen, jobs_table
 
 _PERIOD_S = 1.0
 _KEYS = "[p] pause  [r] resume  [o] policy  [q] leave"
-_ENTER, _ERASE, _ESCAPE = "\r\n", "\x7f\b", "\x1b"
+_ENTER, _ERASE, _ESCAPE, _LEAVE = "\r\n", "\x7f\b", "\x1b", "q"
 
 
 def print_json(jobs: Jobs, *, once: bool) -> None:
@@ -66,9 +67,7 @@ def watch(jobs: Jobs) -> None:
             if all(each.ended for each in facts):
                 break
             with contextlib.suppress(KeyboardInterrupt):
-                if not _was_pressed(_PERIOD_S):
-                    continue
-                if keys.press(sys.stdin.read(1)):
+                if all(keys.press(key) for key in _pressed(_PERIOD_S)):
                     continue
             break
     print_once(jobs)
@@ -99,7 +98,7 @@ class Keys:
         """Carry out a key; return whether to go on."""
         if self.policy is not None:
             self._type(key)
-        elif key in ("q", ""):
+        elif key == _LEAVE:
             return False
         elif self.folder is not None:
             self.message = ""
@@ -179,9 +178,12 @@ def _single_characters() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _was_pressed(timeout_s: float) -> bool:
-    """Wait for a key; without a keyboard, only wait."""
+def _pressed(timeout_s: float) -> str:
+    """Wait for keys and return them; without a keyboard, only wait."""
     if not sys.stdin.isatty():
         time.sleep(timeout_s)
-        return False
-    return bool(select.select([sys.stdin], [], [], timeout_s)[0])
+        return ""
+    if not select.select([sys.stdin], [], [], timeout_s)[0]:
+        return ""
+    # Not by sys.stdin, which would keep further keys where select cannot see them.
+    return os.read(sys.stdin.fileno(), 1024).decode(errors="replace") or _LEAVE

@@ -12,7 +12,7 @@ from perseus_ds.artifacts import io as artifact_io
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.io import open_without_links, read_json, read_text, write_atomically
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import read_records
+from perseus_ds.artifacts.run_file import read_records
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.artifacts.zeus_plans import read_zeus
 from perseus_ds.cli.main import main

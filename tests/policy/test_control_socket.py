@@ -62,7 +62,7 @@ def test_orders_are_carried_out(folder, orders):
         ({"command": "explode"}, "command: expected 'status', "),
         ({"command": "straggler", "pipeline": 5, "slowdown": 2}, "no pipeline 5"),
         ({"command": "straggler", "pipeline": 1, "slowdown": 0.5}, "greater than or equal to 1"),
-        ({"command": "policy", "policy": {"name": "power_cap"}}, "policy.watts: missing"),
+        ({"command": "policy", "policy": {"name": "power_cap"}}, 'policy: expected either "watts" or "signal"'),
         ({"command": "pause", "now": True}, "now: unknown key"),
     ],
 )
@@ -105,7 +105,7 @@ def test_state_survives_a_checkpoint_but_for_a_policy_changed_in_the_config(orde
     assert (changed.steps, changed.straggler().slowdown) == (70, 1.4)
 
 
-@pytest.mark.parametrize("key", ["policy", "told", "steps"])
+@pytest.mark.parametrize("key", ["policy", "stragglers", "steps"])
 def test_a_checkpoint_of_another_version_changes_nothing_but_the_steps(orders, caplog, key):
     orders.paused = True
     state = {k: value for k, value in orders.state().items() if k != key}
