@@ -18,7 +18,18 @@ from pydantic import Field
 from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
 from perseus_ds.artifacts.certificates import Certificates
 from perseus_ds.artifacts.io import FileModel, read_json, validated, write_atomically
-from perseus_ds.artifacts.limits import Clock, Energy, MicroBatch, MicroBatchCount, Power, Stage, StageCount, Text, Time
+from perseus_ds.artifacts.limits import (
+    Clock,
+    Duration,
+    Energy,
+    MicroBatch,
+    MicroBatchCount,
+    Power,
+    Stage,
+    StageCount,
+    Text,
+    Time,
+)
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import DeadlineError, FrontierError, ScheduleError
@@ -37,6 +48,7 @@ class Provenance(FileModel):
     micro_batches: MicroBatchCount
     stages: StageCount
     blocking_power_w: Power
+    switch_cost_s: Duration = 0.0
     solver: Text
     simulated: bool | None = None
     gpu: Text | None = None

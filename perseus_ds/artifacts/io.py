@@ -88,12 +88,13 @@ def open_bounded(path: Path, error_class: type[PerseusError], what: str, most_by
         raise error_class(f"{path}: no such file; expected a {what}.") from None
     except (OSError, ValueError) as error:
         raise error_class(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
-    with os.fdopen(handle, "rb") as file:
-        found = os.fstat(handle)
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
+        os.close(handle)
         if not stat.S_ISREG(found.st_mode):
             raise error_class(f"{path}: expected a {what}, found no regular file.")
-        if found.st_size > most_bytes:
-            raise error_class(f"{path}: {found.st_size} bytes, at most {most_bytes} are read of a {what}.")
+        raise error_class(f"{path}: {found.st_size} bytes, at most {most_bytes} are read of a {what}.")
+    with os.fdopen(handle, "rb") as file:
         try:
             yield file
         except OSError as error:

@@ -7,23 +7,13 @@ events. What can be computed from a record (a saving, a lateness) is a property 
 
 from __future__ import annotations
 
-import itertools
-import typing
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perseus_ds.artifacts import hour_records as _hour_records  # noqa: F401  # whose kinds of events are known
-from perseus_ds.artifacts.io import open_bounded, parse_json
-from perseus_ds.artifacts.limits import MOST_RECORD_BYTES, MOST_RECORD_LINE_BYTES
 from perseus_ds.artifacts.record_base import Event, RunRecord
-from perseus_ds.artifacts.validation import check_numbers
-from perseus_ds.errors import ConfigError
 
 SCHEMA_VERSION = 2
-FILE_NAME = "run.jsonl"
 
 
 class IterationRecord(RunRecord):
@@ -32,9 +22,10 @@ class IterationRecord(RunRecord):
     iteration: int = Field(description="Training step, 1 first.")
     ended: float | None = Field(None, description="When it ended [Unix seconds].")
     phase: str = Field(description="What Perseus was doing.")
-    next_phase: str | None = Field(None, description="The phase after the one of the next iteration, where known.")
+    next_phase: str | None = Field(None, description="The phase after this one, where known.")
     next_in_s: float | None = Field(None, description="When it begins, counted from here, as estimated [s].")
     plan: int | None = Field(None, description="The plan of rank 0's pipeline: its place on the frontier.")
+    shape: int | None = Field(None, description="Number of its inputs' shapes, where they have plans of their own.")
     time_s: float = Field(gt=0, description="Iteration time of the slowest rank [s].")
     energy_j: float | None = Field(None, description="Energy of all GPUs of the job [J].")
     energy_by_pipeline_j: tuple[float, ...] | None = Field(None, description="The same by data-parallel pipeline [J].")
@@ -137,6 +128,28 @@ class PlanJudged(Event):
     saved_error: float = Field(0.0, description="Its standard error.")
 
 
+class Predicted(Event):
+    """Iterations at default clocks differ from what the profile predicts for them."""
+
+    event: Literal["prediction"] = "prediction"
+    time_s: float = Field(0.0, description="Iteration time, as measured [s].")
+    time_error: float = Field(0.0, description="Its relative standard error.")
+    energy_j: float = Field(0.0, description="Energy of all GPUs, as measured [J].")
+    energy_error: float = Field(0.0, description="Its relative standard error.")
+    predicted_time_s: float = Field(0.0, description="By the profile [s].")
+    predicted_energy_j: float = Field(0.0, description="By the profile [J].")
+    parts: dict[str, float] = Field({}, description="Parts that differ: how many times as long they take as profiled.")
+    corrected: bool = Field(False, description="Whether the profile was corrected and plans are made again.")
+
+
+class ShapePlanned(Event):
+    """Inputs of a shape that comes often get a profile and plans of their own, or lose them."""
+
+    event: Literal["shape"] = "shape"
+    shape: int = 0
+    given_up: str | None = Field(None, description="Why it runs at default clocks from now on.")
+
+
 class PolicyChanged(Event):
     """Another policy is followed, or its condition cannot be met."""
 
@@ -220,61 +233,3 @@ class Ended(Event):
 
 
 Record = IterationRecord | Event
-_KNOWN: dict[str, type[Event]] = {
-    name: kind for kind in Event.__subclasses__() for name in typing.get_args(kind.model_fields["event"].annotation)
-}
-
-
-def to_line(record: Record) -> str:
-    """Return a record as its line of ``run.jsonl``."""
-    return record.model_dump_json() + "\n"
-
-
-def from_line(line: str | bytes) -> Record:
-    """Return the record of a line of ``run.jsonl``, written by this version or by version 1.
-
-    Raises:
-        ValueError: It is no record.
-    """
-    raw = parse_json(line)
-    if not isinstance(raw, dict):
-        raise ValueError("not a JSON object")
-    check_numbers(raw)
-    if "event" in raw:
-        if raw["event"] == "start":
-            raw.setdefault("schema_version", 1)  # which had no such key
-        return _KNOWN.get(str(raw["event"]), Event).model_validate(raw)
-    return IterationRecord.model_validate(_with_default_energy(raw))
-
-
-def _with_default_energy(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Compute the energy at default clocks, instead of which version 1 stored the saving."""
-    energy_j, saved = raw.get("energy_j"), raw.get("saved")
-    if "default_energy_j" in raw or not isinstance(energy_j, float | int) or not isinstance(saved, float | int):
-        return raw
-    if not -1e6 < saved < 1:
-        return raw
-    return {**raw, "default_energy_j": energy_j / (1 - saved)}
-
-
-def read_records(path: Path) -> list[Record]:
-    """Return all records of a ``run.jsonl`` (or of the folder it is in), but for a last one that was cut off.
-
-    Raises:
-        ConfigError: The file is missing, or a line of it is no record.
-    """
-    path = path / FILE_NAME if path.is_dir() else path
-    records: list[Record] = []
-    cut_off: tuple[int, bytes] | None = None
-    with open_bounded(path, ConfigError, "run.jsonl of a training run", MOST_RECORD_BYTES) as file:
-        for number in itertools.count(1):
-            line = file.readline(MOST_RECORD_LINE_BYTES)
-            if cut_off is not None and line:
-                raise ConfigError(f"{path}, line {cut_off[0]}: not a record of an iteration: {cut_off[1][:80]!r}.")
-            if not line:  # a last line may be cut off: the job was killed, or is still writing
-                return records
-            try:
-                records.append(from_line(line))
-            except ValueError:
-                cut_off = number, line
-    raise AssertionError("the file has an end")

@@ -48,7 +48,7 @@ def read_curve(path: Path) -> Curve:
             raise FrontierError(f"{path}: column {missing[0]!r} is missing; found {','.join(found)[:200]}.")
         rows = [[float(record[column]) for column in columns] for record in itertools.islice(reader, MOST_CSV_ROWS)]
     except (TypeError, ValueError, csv.Error) as error:
-        raise FrontierError(f"{path}, line {reader.line_num}: expected numbers ({error}).") from None
+        raise FrontierError(f"{path}, line {reader.line_num}: expected numbers ({str(error)[:200]}).") from None
     times_s, energies_j = np.array(rows).reshape(-1, 2).T
     try:
         return Curve(times_s, energies_j)

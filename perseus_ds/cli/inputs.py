@@ -14,7 +14,7 @@ from perseus_ds.artifacts.zeus_plans import Pairs
 from perseus_ds.cli.run_arguments import RunArguments
 from perseus_ds.errors import ConfigError, PerseusError, ProfileError
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import KNOWN, Schedule, read_schedule, schedule_class, stages_per_rank
+from perseus_ds.pipeline.schedule import KNOWN, Schedule, is_of_torch, read_schedule, schedule_class, stages_per_rank
 from perseus_ds.report.sources import Sources, connect, find_sources
 
 
@@ -45,6 +45,12 @@ def schedule_for(
     stages = stages or info.stages or profile.num_stages
     check_size(stages, micro_batches)
     name, found = find_schedule(info.schedule, schedule)
+    if is_of_torch(found):
+        from perseus_ds.torch_pipelining.order import read_class
+
+        # A rank of these may have any number of stages.
+        ranks = info.pipeline_ranks or stages
+        return read_class(found, ranks=ranks, stages_per_rank=stages // ranks, micro_batches=micro_batches)
     per_rank = stages_per_rank(found)
     if stages % per_rank:
         raise ConfigError(

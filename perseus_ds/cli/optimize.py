@@ -45,6 +45,10 @@ class Arguments:
     switch_cost_j: float = argument(
         "energy that exact assumes for a change of clock when it chooses clocks [J]", 0.0, at_least=0
     )
+    switch_cost_s: float = argument(
+        "delay that exact assumes for the instruction after a change of clock [s]", 0.0, at_least=0
+    )
+    least_dwell_s: float = argument("shortest time at one clock in plans of exact [s]", 0.0, at_least=0)
     certificates: bool = argument(
         "true: write certificates.npz too, the proofs of the lower bounds, for perseus-ds verify", False
     )
@@ -70,6 +74,8 @@ def run(arguments: Arguments) -> int:
             blocking_power_w=arguments.blocking_power_w,
             plans=arguments.plans,
             switch_cost_j=arguments.switch_cost_j,
+            switch_cost_s=arguments.switch_cost_s,
+            least_dwell_s=arguments.least_dwell_s,
             progress=progress,
             solver=cast("Solver", arguments.solver.name),
         )

@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 import io
+import sys
 from typing import TextIO
 
-
-def printable(text: str) -> str:
-    """Return a text in which each control character, and each lone half of a surrogate pair, is written as its escape.
-
-    Terminals take sequences of control characters for commands. The ends of lines and tabs stay.
-    """
-    return "".join(c.encode("unicode_escape").decode() if _is_control(c) else c for c in text)
-
-
-def _is_control(character: str) -> bool:
-    if character in "\n\t":
-        return False
-    return character < " " or "\x7f" <= character <= "\x9f" or "\ud800" <= character <= "\udfff" or character in _BIDI
-
-
-# These change the order in which a terminal shows what follows.
-_BIDI = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+from perseus_ds.artifacts.printable import printable
 
 
 class PrintableText(io.TextIOBase):
@@ -29,6 +14,11 @@ class PrintableText(io.TextIOBase):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+
+    @property
+    def terminal(self) -> TextIO:
+        """The stream behind, for what draws on a screen; it must write printable text only."""
+        return self._stream
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -49,3 +39,8 @@ class PrintableText(io.TextIOBase):
 
     def fileno(self) -> int:
         return self._stream.fileno()
+
+
+def terminal() -> TextIO:
+    """Return the standard output for what draws on a screen; it must write printable text only."""
+    return sys.stdout.terminal if isinstance(sys.stdout, PrintableText) else sys.stdout

@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from perseus_ds.cli.printable import terminal
 from perseus_ds.errors import ConfigError
 from perseus_ds.policy.control_socket import ADDRESS_FILE, parse_order, send_order
 from perseus_ds.report.live.facts import JobFacts
@@ -46,7 +47,7 @@ def print_json(jobs: Jobs, *, once: bool) -> None:
 
 def print_once(jobs: Jobs) -> None:
     """Print how the jobs go now."""
-    console = Console()
+    console = Console(file=terminal())
     followers = jobs.followers()
     facts = [follower.facts(time.time()) for follower in followers]
     console.print(JobScreen(facts[0]) if len(facts) == 1 else jobs_table(facts))
@@ -57,7 +58,7 @@ def print_once(jobs: Jobs) -> None:
 def watch(jobs: Jobs) -> None:
     """Show how the jobs go until all have ended, or somebody leaves; then print it once more."""
     keys = Keys()
-    with _single_characters(), Live(console=Console(), screen=True, auto_refresh=False) as live:
+    with _single_characters(), Live(console=Console(file=terminal()), screen=True, auto_refresh=False) as live:
         while True:
             followers = jobs.followers()
             facts = [follower.facts(time.time()) for follower in followers]

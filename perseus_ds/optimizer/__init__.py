@@ -12,6 +12,7 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError, ProfileError
 from perseus_ds.optimizer.exact.problem import Problem
 from perseus_ds.optimizer.exact.solver import solve_exact
+from perseus_ds.optimizer.exact.switches import SwitchCosts
 from perseus_ds.optimizer.lowtime import solve_lowtime
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.schedule import Schedule
@@ -29,6 +30,8 @@ def optimize(
     solver: Solver = "exact",
     plans: int = 120,
     switch_cost_j: float = 0.0,
+    switch_cost_s: float = 0.0,
+    least_dwell_s: float = 0.0,
     progress: Progress | None = None,
 ) -> Frontier:
     """Return the frontier of frequency plans from ``T_min`` to ``T*``.
@@ -40,6 +43,8 @@ def optimize(
         solver: ``exact`` plans against a proven bound; ``lowtime`` is the published solver.
         plans: For how many deadlines ``exact`` plans; about so many plans come back.
         switch_cost_j: What a change of clock is taken to cost when ``exact`` chooses between clocks [J].
+        switch_cost_s: By how much it is then taken to delay the next instruction [s].
+        least_dwell_s: The shortest time at one clock in plans of ``exact`` [s].
         progress: Told how far the solver is.
 
     Returns:
@@ -51,17 +56,25 @@ def optimize(
     """
     if plans < 2:
         raise ConfigError(f"plans={plans}: a frontier needs at least 2, one for T_min and one for T*.")
-    if not 0 <= switch_cost_j < float("inf"):
-        raise ConfigError(f"switch_cost_j={switch_cost_j}: expected a number of joules >= 0.")
-    problem = problem_for(schedule, profile, blocking_power_w)
+    for name, value, unit in (
+        ("switch_cost_j", switch_cost_j, "joules"),
+        ("switch_cost_s", switch_cost_s, "seconds"),
+        ("least_dwell_s", least_dwell_s, "seconds"),
+    ):
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"{name}={value}: expected a number of {unit} >= 0.")
+    problem = problem_for(schedule, profile, blocking_power_w, switch_cost_s)
     report = progress or (lambda what, done: None)
     if solver == "lowtime":
         return frontier_of(problem, solve_lowtime(problem, report), solver)
-    found = solve_exact(problem, plans=plans, switch_cost_j=switch_cost_j, progress=report)
+    switches = SwitchCosts(switch_cost_j, switch_cost_s, least_dwell_s)
+    found = solve_exact(problem, plans=plans, switches=switches, progress=report)
     return replace(frontier_of(problem, found.plans, solver), certificates=found.certificates)
 
 
-def problem_for(schedule: Schedule, profile: StageProfile, blocking_power_w: float | None) -> Problem:
+def problem_for(
+    schedule: Schedule, profile: StageProfile, blocking_power_w: float | None, switch_cost_s: float = 0.0
+) -> Problem:
     """Return the optimisation problem of a schedule.
 
     Raises:
@@ -81,7 +94,7 @@ def problem_for(schedule: Schedule, profile: StageProfile, blocking_power_w: flo
             f"The schedule has {schedule.num_stages} stages, the profile {profile.num_stages}. "
             f"Profile the model with {schedule.num_stages} stages, or give fewer."
         )
-    return Problem(Dag.build(schedule), profile, power_w)
+    return Problem(Dag.build(schedule), profile, power_w, switch_cost_s=switch_cost_s)
 
 
 def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -> Frontier:
@@ -96,6 +109,7 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
             micro_batches=schedule.micro_batches,
             stages=schedule.num_stages,
             blocking_power_w=problem.blocking_power_w,
+            switch_cost_s=problem.switch_cost_s,
             solver=solver,
             simulated=info.simulated,
             gpu=info.gpu,

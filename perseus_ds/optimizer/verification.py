@@ -44,7 +44,8 @@ def verify(frontier: Frontier, certificates: Certificates, profile: StageProfile
         ProfileError: The profile does not cover the schedule.
         ScheduleError: The certificates' schedule is not possible.
     """
-    problem = problem_for(certificates.schedule, profile, frontier.provenance.blocking_power_w)
+    origin = frontier.provenance
+    problem = problem_for(certificates.schedule, profile, origin.blocking_power_w, origin.switch_cost_s)
     _check_inputs(frontier, certificates, problem)
     _check_plan("the baseline", frontier.baseline, problem)
     verifier = Verifier(problem)

@@ -52,6 +52,8 @@ class OptimizeRequest(StrictModel):
         out: Folder for ``frontier.json`` and ``frontier.csv``.
         schedule: What every rank does in one iteration.
         switch_cost_j: What a change of clock is taken to cost [J].
+        switch_cost_s: By how much it is taken to delay the next instruction [s].
+        least_dwell_s: Shortest time at one clock [s].
         plans: For how many deadlines to plan.
     """
 
@@ -59,6 +61,8 @@ class OptimizeRequest(StrictModel):
     out: Path
     schedule: ScheduleStreams
     switch_cost_j: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    switch_cost_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    least_dwell_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     plans: int = Field(default=120, ge=2)
 
 
@@ -174,6 +178,8 @@ def _optimize(order: bytes, progress: Progress) -> Path:
         profile,
         plans=request.plans,
         switch_cost_j=request.switch_cost_j,
+        switch_cost_s=request.switch_cost_s,
+        least_dwell_s=request.least_dwell_s,
         progress=progress,
     )
     provenance = frontier.provenance.model_copy(update={"profile": str(request.profile)})

@@ -28,6 +28,7 @@ __all__ = [
     "Schedule",
     "Transfer",
     "Wait",
+    "is_of_torch",
     "read_schedule",
     "schedule_class",
     "stages_per_rank",
@@ -127,9 +128,15 @@ def schedule_class(name: str) -> type:
             f"schedule={name}: not found ({error}). Write 1f1b, dualpipev, or package.module:Class of a class "
             "that can be imported here."
         ) from error
-    if not hasattr(found, "steps"):
+    if not hasattr(found, "steps") and not is_of_torch(found):
         raise ConfigError(f"schedule={name}: not a PipeSchedule, it has no steps().")
     return found  # type: ignore[no-any-return]
+
+
+def is_of_torch(schedule_class: type) -> bool:
+    """Return whether a schedule class is one of ``torch.distributed.pipelining``, or derived from one."""
+    bases = getattr(schedule_class, "__mro__", ())
+    return any(base.__module__ == "torch.distributed.pipelining.schedules" for base in bases)
 
 
 def stages_per_rank(schedule_class: type) -> int:

@@ -26,7 +26,7 @@ class JobControl:
         policy: Decides which plan to run.
         paused: Whether to run at default clocks.
         steps: Steps done, those before a checkpoint included.
-        progress: What a checkpoint kept of the progress under plans, until plans are run.
+        progress: What a checkpoint, or the plans before these, kept of the progress under plans, until plans are run.
         signals: The signals of the policy; None but on rank 0.
         costs: What the job's energy has cost by a signal.
         problem_of: Returns the condition of a policy that no plan meets now, empty if there is none; from any thread.
@@ -118,7 +118,7 @@ class JobControl:
             "configured": self._configured.model_dump(mode="json"),
             "paused": self.paused,
             "steps": self.steps,
-            "told": reported,
+            "stragglers": reported,
             **({"costs": self.costs.state()} if self.costs.iterations else {}),
         }
 
@@ -145,7 +145,8 @@ class JobControl:
 
     def _take_up(self, state: Mapping[str, Any]) -> bool:
         policy, configured = (_POLICY.validate_python(state[key]) for key in ("policy", "configured"))
-        reported = {int(p): (int(step), float(s)) for p, (step, s) in state["told"].items()}
+        entries = state["stragglers"] if "stragglers" in state else state["told"]  # as earlier versions called it
+        reported = {int(p): (int(step), float(s)) for p, (step, s) in entries.items()}
         paused, steps = bool(state["paused"]), int(state["steps"])
         with self._lock:
             self._reported = {p: entry for p, entry in reported.items() if p < self._pipelines}
@@ -161,4 +162,4 @@ class JobControl:
 
 
 def _has_left_plans(job: Mapping[str, Any]) -> bool:
-    return job.get("phase") == "observe"
+    return job.get("phase") == "observe" and not job.get("next")

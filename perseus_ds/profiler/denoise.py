@@ -15,7 +15,8 @@ import numpy as np
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.artifacts.profile_metadata import RowQuality
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.profiler.clock_model import Series, estimate_powers, estimate_times
+from perseus_ds.profiler.clock_model import estimate
+from perseus_ds.profiler.physical_model import Series
 
 _FEWEST_CLOCKS = 3
 # A clock that was not measured gets no row if the relative error of its energy exceeds both this and twice the median
@@ -84,11 +85,9 @@ def _estimate_kind(
     known: dict[tuple[int, Kind, int], RowQuality],
 ) -> list[tuple[Measurement, RowQuality]]:
     asked = np.array(sorted({*clocks_mhz, *(int(c) for s in stages for c in profile.options(s, kind).clock_mhz)}))
-    times, powers = _series(profile, kind, stages, known)
+    estimates = estimate(*_series(profile, kind, stages, known), asked.astype(float))
     result = []
-    for stage, time, power in zip(
-        stages, estimate_times(times, asked.astype(float)), estimate_powers(powers, asked.astype(float)), strict=True
-    ):
+    for stage, time, power in zip(stages, *estimates, strict=True):
         measured = set(profile.options(stage, kind).clock_mhz.tolist())
         energy_error = np.hypot(time.error, power.error)
         for number, clock_mhz in enumerate(asked.tolist()):

@@ -11,6 +11,7 @@ from perseus_ds.device.gpu.nvml import NvmlGpu
 from perseus_ds.device.gpu.nvml_lookup import index_of_cuda_device
 from perseus_ds.device.gpu.power_integrator import with_energy
 from perseus_ds.device.gpu.simulated import SimulatedGpu
+from perseus_ds.device.gpu.simulated_conditions import OneAtATimeOnNode
 from perseus_ds.device.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
 from perseus_ds.runtime.config import PerseusConfig
 
@@ -60,6 +61,8 @@ def _open_bare_gpu(config: PerseusConfig, device: torch.device, rank: int, local
         counter_period_s=settings.counter_period_s,
         time_noise=settings.time_noise,
         power_noise=settings.power_noise,
+        conditions=settings.conditions,
+        driver_queue=OneAtATimeOnNode() if "lock-contention" in settings.conditions else None,
         may_lock=settings.may_lock,
         seed=rank,
     )

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from perseus_ds.artifacts.io import open_without_links
 from perseus_ds.artifacts.record_follower import RecordFollower
-from perseus_ds.artifacts.run_records import FILE_NAME, Record, to_line
+from perseus_ds.artifacts.run_file import FILE_NAME, to_line
+from perseus_ds.artifacts.run_records import Record
 from perseus_ds.report.live.progress import JobLog
 
 logger = logging.getLogger("perseus_ds")
@@ -44,7 +45,8 @@ class RecordWriter:
 
     def _write_all(self) -> None:
         with contextlib.suppress(OSError):  # there is no earlier start, or nobody can read of it
-            self._log.add(RecordFollower(self._path.parent).read()[1])
+            for _, records in RecordFollower(self._path.parent).read():
+                self._log.add(records)
         while True:
             record = self._waiting.get()
             if isinstance(record, threading.Event):

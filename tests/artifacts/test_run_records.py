@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from perseus_ds.artifacts.record_base import Event
+from perseus_ds.artifacts.run_file import from_line, read_records, to_line
 from perseus_ds.artifacts.run_records import (
     Drifted,
     Ended,
@@ -15,9 +16,6 @@ from perseus_ds.artifacts.run_records import (
     PlanChosen,
     Started,
     against_default_clocks,
-    from_line,
-    read_records,
-    to_line,
 )
 from perseus_ds.errors import ConfigError
 

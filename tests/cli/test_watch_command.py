@@ -216,5 +216,22 @@ def test_on_a_terminal_it_shows_what_is_new_until_the_job_ends(tmp_path, colour)
     assert ("\x1b[32m" in text or ";32m" in text) == (not colour)  # green
 
 
+def test_records_control_no_terminal():
+    hostile = "\x1b[2J\x07\r\u202e"
+    records = [started(gpu=hostile, policy={"name": hostile}), Failed(error=hostile), default_iteration(1, hostile)]
+    for view in (JobScreen(facts_of(records)), jobs_table([facts_of(records)])):
+        assert not {"\x1b", "\x07", "\r", "\u202e"} & set("".join(rendered(view)))
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    write(tmp_path, auto_job())
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "perseus_ds", "watch", str(tmp_path), "--once", "--json"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
 def test_a_single_iteration_is_shown():
     assert rendered(JobScreen(facts_of([started(), default_iteration(1, "warm-up")])))

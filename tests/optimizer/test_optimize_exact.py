@@ -16,6 +16,7 @@ from perseus_ds.optimizer.exact.certificate import Verifier
 from perseus_ds.optimizer.exact.parallel_paths import find_path_pairs
 from perseus_ds.optimizer.exact.problem import Problem
 from perseus_ds.optimizer.exact.solver import solve_exact
+from perseus_ds.optimizer.exact.switches import SwitchCosts
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import read_schedule
@@ -43,8 +44,8 @@ def noisy_profile(stages, clocks, seed, **info):
     )
 
 
-def solve(problem, plans=12, switch_cost_j=0.0):
-    return solve_exact(problem, plans=plans, switch_cost_j=switch_cost_j, progress=lambda what, done: None)
+def solve(problem, plans=12, **costs):
+    return solve_exact(problem, plans=plans, switches=SwitchCosts(**costs), progress=lambda what, done: None)
 
 
 SCHEDULES = {
@@ -148,11 +149,45 @@ def test_recomputation_and_a_profiled_tail_are_decided_too():
 
 def test_expensive_clock_changes_make_plans_change_less():
     problem = Problem(Dag.build(one_f_one_b(4, 8)), noisy_profile(4, 12, 3), POWER_W)
-    free, expensive = solve(problem).plans, solve(problem, switch_cost_j=50.0).plans
+    free, expensive = solve(problem).plans, solve(problem, energy_j=50.0).plans
     changes = [sum(plan.clock_changes for plan in plans) / len(plans) for plans in (free, expensive)]
     assert changes[1] < 0.7 * changes[0]
     assert expensive[0].time_s == pytest.approx(problem.t_min_s, rel=1e-9)
     assert all(plan.energy_j >= plan.lower_bound_j for plan in expensive)
+
+
+def slowed_by_changes(plan, problem, change_s):
+    """The time of a plan if each change of clock delays the next instruction, by the rows of the profile."""
+    delayed = Problem(problem.dag, problem.profile, problem.blocking_power_w, switch_cost_s=change_s)
+    return delayed.evaluate(plan.clocks_mhz).time_s
+
+
+def test_plans_leave_room_for_the_delay_of_a_clock_change():
+    change_s = 0.004
+    free = Problem(Dag.build(one_f_one_b(4, 8)), synthetic_profile(4), POWER_W)
+    priced = Problem(free.dag, free.profile, POWER_W, switch_cost_s=change_s)
+    careless, careful = solve(free).plans, solve(priced, time_s=change_s).plans
+    assert slowed_by_changes(careless[0], free, change_s) > 1.01 * free.t_min_s
+    assert careful[0].time_s == slowed_by_changes(careful[0], free, change_s) <= 1.0001 * free.t_min_s
+    assert careful[0].energy_j < priced.baseline().energy_j
+    assert all(plan.energy_j >= plan.lower_bound_j for plan in careful)
+
+
+def runs_s(plan, problem, rank):
+    """How long each run at one clock is, but for the first and the last of the iteration [s]."""
+    times_s = {(m.stage, m.kind, m.clock_mhz): m.time_s for m in problem.profile.measurements}
+    pairs = list(zip(plan.instructions[rank], plan.clocks_mhz[rank], strict=True))
+    runs = [list(run) for _, run in itertools.groupby(pairs, key=lambda pair: pair[1])]
+    return [sum(times_s[i.stage, i.kind, clock] for i, clock in run) for run in runs[1:-1]]
+
+
+def test_no_clock_is_held_for_less_than_the_least_dwell_time():
+    problem = Problem(Dag.build(one_f_one_b(4, 8)), synthetic_profile(4), POWER_W)
+    least_s = 3.5 * problem.t_min_s / 33
+    plans = solve(problem).plans, solve(problem, least_dwell_s=least_s).plans
+    shortest_s = [min(s for plan in each for rank in range(4) for s in runs_s(plan, problem, rank)) for each in plans]
+    assert shortest_s[0] < least_s <= shortest_s[1]
+    assert plans[1][0].time_s == pytest.approx(problem.t_min_s, rel=1e-9)
 
 
 def test_where_waiting_costs_nothing_the_slowest_clocks_are_the_last_plan():

@@ -103,7 +103,7 @@ def test_state_survives_a_checkpoint_but_for_a_policy_changed_in_the_config(orde
     assert (changed.steps, changed.straggler().slowdown) == (70, 1.4)
 
 
-@pytest.mark.parametrize("key", ["policy", "told", "steps"])
+@pytest.mark.parametrize("key", ["policy", "stragglers", "steps"])
 def test_a_checkpoint_of_another_version_changes_nothing_but_the_steps(orders, caplog, key):
     orders.paused = True
     state = {k: value for k, value in orders.state().items() if k != key}

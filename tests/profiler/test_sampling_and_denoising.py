@@ -9,7 +9,7 @@ from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality
 from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.profiler.denoise import denoise
+from perseus_ds.profiler.denoise import denoise, estimate_all
 from perseus_ds.profiler.sampling import AdaptiveSampler, make_sampler
 
 WORK_S = {(0, Kind.FORWARD): 0.1, (0, Kind.BACKWARD): 0.21, (1, Kind.FORWARD): 0.12, (1, Kind.BACKWARD): 0.23}
@@ -131,3 +131,31 @@ def test_a_sweep_stops_when_energy_keeps_rising():
         asked = run(make_sampler(sampling, model.clocks_mhz, stride=stride, blocking_power_w=80.0, budget=1), profile)
         assert asked == list(model.clocks_mhz[::-1][::stride][: len(asked)])
         assert 5 < len(asked) < len(model.clocks_mhz[::stride])
+
+
+def with_a_power_limit(clocks, limit_w=400.0):
+    """An A100 under matrix products: voltage constant up to 980 MHz, then rising linearly; a limit at about 1365 MHz.
+
+    At the limit the board draws 8 % more than one that is locked at the clock it reaches.
+    """
+    rows = []
+    for clock in clocks:
+        power_w = 54 + 0.134 * clock * (1 + 0.00097 * max(0, clock - 980)) ** 2
+        reached, drawn_w = (1290, limit_w) if power_w > 0.98 * limit_w else (clock, power_w)
+        rows.append(Measurement(0, Kind.FORWARD, clock, 80.0 / reached, 80.0 / reached * drawn_w))
+    return StageProfile(rows)
+
+
+def test_a_third_of_the_clocks_is_enough_to_predict_the_rest_of_a_sweep_with_a_power_limit():
+    clocks = list(range(210, 1411, 75))
+    found = estimate_all(with_a_power_limit(clocks[::3] + clocks[-1:]), clocks)
+    off = np.abs(errors(found, with_a_power_limit(clocks)))
+    assert off.mean() < 0.015
+    assert off.max() < 0.06
+
+
+def test_where_rows_do_not_tell_the_voltage_error_bars_say_so():
+    clocks = [210, 360, 660, 1365]
+    found = estimate_all(with_a_power_limit(clocks, limit_w=600.0), range(210, 1366, 15))
+    error = {row.clock_mhz: row.energy_relative_error for row in found.info.rows}
+    assert error[450] < 0.03 < error[1110]

@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from run_log import wait_until
 from virtual_job import VirtualJob
 
-from perseus_ds.artifacts.run_records import Ended, Failed, read_records
+from perseus_ds.artifacts.run_file import read_records
+from perseus_ds.artifacts.run_records import Ended, Failed
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.live.progress import JobLog
 from perseus_ds.runtime.config import MetricsConfig, parse_block

@@ -62,18 +62,16 @@ class DeviceModel:
 
     @cached_property
     def _limited_clocks_mhz(self) -> dict[Workload, float]:
-        return {workload: self._limited_clock_mhz(workload) for workload in (COMPUTE_BOUND, MEMORY_BOUND)}
+        return {w: self.highest_clock_mhz(self.power_limit_w, w) for w in (COMPUTE_BOUND, MEMORY_BOUND)}
 
-    def _limited_clock_mhz(self, workload: Workload) -> float:
-        """Return the highest clock that the board can sustain under its power limit [MHz]."""
+    def highest_clock_mhz(self, power_w: float, workload: Workload) -> float:
+        """Return the highest clock at which the board draws no more than some power [MHz]."""
         low, high = float(self.lowest_clock_mhz), float(self.top_clock_mhz)
-        if self.unlimited_power_w(high, workload) <= self.power_limit_w:
+        if self.unlimited_power_w(high, workload) <= power_w:
             return high
         for _ in range(50):
             middle = (low + high) / 2
-            low, high = (
-                (middle, high) if self.unlimited_power_w(middle, workload) <= self.power_limit_w else (low, middle)
-            )
+            low, high = (middle, high) if self.unlimited_power_w(middle, workload) <= power_w else (low, middle)
         return low
 
     def reached_clock_mhz(self, clock_mhz: float, workload: Workload = COMPUTE_BOUND) -> float:

@@ -8,11 +8,24 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
+from collections.abc import Collection
+from typing import Any
 
 from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, DEVICES, DeviceModel, Workload
 from perseus_ds.device.gpu.lock_latency import LATENCIES, LatencyModel
+from perseus_ds.device.gpu.simulated_conditions import (
+    Board,
+    Condition,
+    DriverQueue,
+    UnlimitedDriver,
+    counted_s,
+    transfer_delay_s,
+)
 from perseus_ds.errors import ConfigError, GpuError, GpuPermissionError
 from perseus_ds.timebase import REAL_TIME, Timebase
+
+_STEP_S = 0.02
 
 
 class SimulatedGpu:
@@ -25,6 +38,8 @@ class SimulatedGpu:
         counter_period_s: How often the energy counter is refreshed [s].
         time_noise: Relative standard deviation of an instruction's time.
         power_noise: Relative standard deviation of an instruction's power.
+        conditions: See :data:`CONDITIONS`.
+        driver_queue: Serves the clock-setting calls of this node.
         may_lock: Whether this process has the permission to set clocks.
         seed: Seed of the noise.
         timebase: Its timebase.
@@ -43,6 +58,8 @@ class SimulatedGpu:
         counter_period_s: float = 0.1,
         time_noise: float = 0.0,
         power_noise: float = 0.0,
+        conditions: Collection[Condition] = (),
+        driver_queue: DriverQueue | None = None,
         may_lock: bool = True,
         seed: int = 0,
         timebase: Timebase = REAL_TIME,
@@ -55,21 +72,27 @@ class SimulatedGpu:
         self._counter_period_s = counter_period_s
         self._time_noise = time_noise
         self._power_noise = power_noise
+        self._conditions = frozenset(conditions)
+        self._driver_queue = driver_queue or UnlimitedDriver()
+        self._changes_s: deque[float] = deque(maxlen=16)
         self._may_lock = may_lock
         self._random = random.Random(seed)
         self._time = timebase
         self._changed = timebase.condition()
         self._clock_mhz = model.top_clock_mhz
+        self._board = Board(model.blocking_power_w)
+        self._reached_mhz = float(model.top_clock_mhz)
         self._power_w = model.blocking_power_w
         self._power_factor = 1.0
         self._workload: Workload | None = None
         self._progress_s = 0.0
         self._last_s = self._time.now_s()
         self._energy_j = 0.0
+        self._counted_j = 0.0
         self._counter_j = 0.0
 
     @classmethod
-    def named(cls, name: str, **settings: float | bool | int | str | None) -> SimulatedGpu:
+    def named(cls, name: str, **settings: Any) -> SimulatedGpu:
         """Make one of :data:`DEVICES`.
 
         Raises:
@@ -77,7 +100,7 @@ class SimulatedGpu:
         """
         if name not in DEVICES:
             raise ConfigError(f"perseus.simulated.gpu is {name!r}; expected one of {', '.join(sorted(DEVICES))}.")
-        return cls(DEVICES[name], **settings)  # type: ignore[arg-type]
+        return cls(DEVICES[name], **settings)
 
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         return self.model.clocks_mhz
@@ -102,19 +125,39 @@ class SimulatedGpu:
             self._advance()
             if self._workload is None:
                 return self._clock_mhz
-            return round(self.model.reached_clock_mhz(self._clock_mhz, self._workload))
+            return round(self._reached_mhz)
 
     def throttle_reasons(self) -> tuple[str, ...]:
         with self._changed:
             if self._workload is None:
                 return ("idle",)
-            is_limited = self.model.reached_clock_mhz(self._clock_mhz, self._workload) < self._clock_mhz
-            return ("sw_power_cap",) if is_limited else ()
+            return ("sw_power_cap",) if self._reached_mhz < self._clock_mhz else ()
 
     def energy_j(self) -> float:
         with self._changed:
             self._advance()
             return math.floor(self._counter_j * 1000) / 1000
+
+    def true_energy_j(self) -> float:
+        """Return the energy used up to now, whatever the counter shows [J]."""
+        with self._changed:
+            self._advance()
+            return self._energy_j
+
+    def temperature_c(self) -> float:
+        with self._changed:
+            self._advance()
+            return round(self._board.temperature_c)
+
+    def power_state(self) -> str:
+        return "P0"
+
+    def transfer_delay_s(self) -> float:
+        """Return how much longer than usual a transfer takes that begins now [s]."""
+        if "slow-transfers" not in self._conditions:
+            return 0.0
+        with self._changed:
+            return transfer_delay_s(self._time.now_s(), self._changes_s)
 
     def power_w(self) -> float:
         with self._changed:
@@ -144,10 +187,10 @@ class SimulatedGpu:
             while True:
                 self._advance()
                 assert self._workload is not None
-                remaining_s = (work_s - self._progress_s) * self.model.slowdown(self._clock_mhz, self._workload)
+                remaining_s = (work_s - self._progress_s) * self.model.slowdown(self._reached_mhz, self._workload)
                 if remaining_s <= 1e-9:  # rounding errors of the sum of times
                     break
-                self._changed.wait(remaining_s)
+                self._changed.wait(min(remaining_s, _STEP_S) if "duty-limit" in self._conditions else remaining_s)
             self._workload = None
             self._update_power()
 
@@ -155,26 +198,47 @@ class SimulatedGpu:
         self.check_lock_permission()
         lowest_mhz, top_mhz = self.model.lowest_clock_mhz, self.model.top_clock_mhz
         target = (clock_mhz - lowest_mhz) / (top_mhz - lowest_mhz)
-        self._time.sleep(self._lock_latency.sample_s(target, self._latency_random))
+        with self._driver_queue.turn():
+            self._time.sleep(self._lock_latency.sample_s(target, self._latency_random))
         with self._changed:
             self._advance()
             self._clock_mhz = clock_mhz
+            self._changes_s.append(self._time.now_s())
             self._update_power()
             self._changed.notify_all()
 
     def _update_power(self) -> None:
-        if self._workload:
-            self._power_w = self.model.power_w(self._clock_mhz, self._workload) * self._power_factor
+        """Set power and clock to those that hold from now on."""
+        model, workload = self.model, self._workload
+        self._reached_mhz = float(self._clock_mhz)
+        if workload is None:
+            self._power_w = model.blocking_power_w
+            if "low-clock-waiting" in self._conditions:
+                self._power_w *= 0.5 + 0.5 * self._clock_mhz / model.top_clock_mhz
         else:
-            self._power_w = self.model.blocking_power_w
+            self._reached_mhz = model.reached_clock_mhz(self._clock_mhz, workload)
+            if "duty-limit" in self._conditions:
+                allowed_w = self._board.allowed_w(model.power_limit_w)
+                self._reached_mhz = min(self._reached_mhz, model.highest_clock_mhz(allowed_w, workload))
+            self._power_w = model.power_w(self._reached_mhz, workload) * self._power_factor
+        if "warming" in self._conditions:
+            self._power_w *= self._board.power_factor
 
     def _advance(self) -> None:
         """Account for the time since the last change, at the power and speed that held."""
-        now_s = self._time.now_s()
+        now_s, last_s = self._time.now_s(), self._last_s
         refreshed_s = math.floor(now_s / self._counter_period_s) * self._counter_period_s
-        if refreshed_s > self._last_s:
-            self._counter_j = self._energy_j + self._power_w * (refreshed_s - self._last_s)
-        self._energy_j += self._power_w * (now_s - self._last_s)
+        if refreshed_s > last_s:
+            self._counter_j = self._counted_j + self._power_w * self._counted_s(last_s, refreshed_s)
+        self._counted_j += self._power_w * self._counted_s(last_s, now_s)
+        self._energy_j += self._power_w * (now_s - last_s)
+        self._board.spend(self._power_w, now_s - last_s)
         if self._workload:
-            self._progress_s += (now_s - self._last_s) / self.model.slowdown(self._clock_mhz, self._workload)
+            self._progress_s += (now_s - last_s) / self.model.slowdown(self._reached_mhz, self._workload)
         self._last_s = now_s
+        if self._conditions and now_s > last_s:
+            self._update_power()
+
+    def _counted_s(self, from_s: float, until_s: float) -> float:
+        period_s, sampled = self._counter_period_s, "sampled-counter" in self._conditions
+        return counted_s(until_s, period_s, sampled=sampled) - counted_s(from_s, period_s, sampled=sampled)

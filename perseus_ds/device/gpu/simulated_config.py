@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from perseus_ds.artifacts.validation import StrictModel
+from perseus_ds.device.gpu.simulated_conditions import CONDITIONS, Condition
 
 
 class SimulatedConfig(StrictModel):
@@ -28,4 +29,10 @@ class SimulatedConfig(StrictModel):
     counter_period_s: float = Field(0.1, gt=0, description="Refresh period of the energy counter [s].")
     time_noise: float = Field(0.0, ge=0, lt=0.5, description="Relative standard deviation of instruction times.")
     power_noise: float = Field(0.0, ge=0, lt=0.5, description="Relative standard deviation of power.")
+    conditions: list[Condition] = Field(
+        [],
+        description="Conditions to simulate that make things harder: "
+        + "; ".join(f"{name}: {text}" for name, text in CONDITIONS.items())
+        + ".",
+    )
     may_lock: bool = Field(True, description="Whether setting clocks is permitted.")

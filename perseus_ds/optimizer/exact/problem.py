@@ -52,8 +52,14 @@ class Problem:
         fixed_s: Shape (nodes of the DAG,): duration of what has no clock to choose, else 0 [s].
     """
 
-    def __init__(self, dag: Dag, profile: StageProfile, blocking_power_w: float) -> None:
+    def __init__(self, dag: Dag, profile: StageProfile, blocking_power_w: float, *, switch_cost_s: float = 0.0) -> None:
         """Set up the problem.
+
+        Args:
+            dag: The iteration.
+            profile: Measured rows.
+            blocking_power_w: What a waiting GPU draws [W].
+            switch_cost_s: By how much a change of clock delays the instruction after it, in plans [s].
 
         Raises:
             ProfileError: The profile lacks a (stage, kind), has one clock only, or its energies
@@ -62,6 +68,7 @@ class Problem:
         self.dag = dag
         self.profile = profile
         self.blocking_power_w = blocking_power_w
+        self.switch_cost_s = switch_cost_s
         self.fixed_s = dag.fixed_durations_s(profile.info.fixed_durations)
         measured = set(profile.keys)
         index: dict[tuple[int, Kind], int] = {}
@@ -143,10 +150,11 @@ class Problem:
         """Return the plan with these clocks, with its time and energy by the measured rows."""
         clock = np.zeros(len(self.dag.nodes), dtype=np.int64)
         clock[self.node] = self._clock_mhz[self.group, choice]
-        time_s = self.time_s(choice)
+        clocks_mhz = tuple(tuple(clock[nodes].tolist()) for nodes in self._rank_nodes)
+        time_s = self.dag.makespan_s(self.durations_s(choice) + self._delays_s(clocks_mhz))
         return FrequencyPlan(
             instructions=self.instructions,
-            clocks_mhz=tuple(tuple(clock[nodes].tolist()) for nodes in self._rank_nodes),
+            clocks_mhz=clocks_mhz,
             time_s=time_s,
             energy_j=self.energy_j(choice, time_s),
             lower_bound_j=lower_bound_j,
@@ -167,8 +175,16 @@ class Problem:
                 row = self.profile.at(work.stage, work.kind, clock)
                 durations[number] = row.time_s
                 cost_j += row.energy_j - self.blocking_power_w * row.time_s
-        time_s = self.dag.makespan_s(durations)
+        time_s = self.dag.makespan_s(durations + self._delays_s(clocks_mhz))
         return FrequencyPlan(self.instructions, clocks_mhz, time_s, self.waiting_energy_j(time_s) + cost_j)
+
+    def _delays_s(self, clocks_mhz: tuple[tuple[int, ...], ...]) -> Seconds:
+        """Return by how much changes of clock within the iteration delay every node of the DAG [s]."""
+        delays_s = np.zeros(len(self.dag.nodes))
+        for nodes, clocks in zip(self._rank_nodes, clocks_mhz, strict=True):
+            changed = np.diff(np.asarray(clocks)) != 0
+            delays_s[np.asarray(nodes, dtype=np.intp)[1:][changed]] = self.switch_cost_s
+        return delays_s
 
     def baseline(self) -> FrequencyPlan:
         """Return the plan with every instruction at the highest measured clock."""

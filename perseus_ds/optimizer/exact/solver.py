@@ -19,8 +19,9 @@ from perseus_ds.optimizer.exact.network import Network
 from perseus_ds.optimizer.exact.option_table import OptionTable
 from perseus_ds.optimizer.exact.problem import OptionIndices, Problem
 from perseus_ds.optimizer.exact.relaxation import Relaxation, Relaxed
+from perseus_ds.optimizer.exact.rhythm import Rhythms
 from perseus_ds.optimizer.exact.rounding import durations_at, options_at, round_late, splice
-from perseus_ds.optimizer.exact.switches import settle
+from perseus_ds.optimizer.exact.switches import SwitchCosts, settle
 
 Floats = npt.NDArray[np.float64]
 Progress = Callable[[str, float], None]
@@ -38,13 +39,13 @@ class ProvenPlans:
     certificates: Certificates
 
 
-def solve_exact(problem: Problem, *, plans: int, switch_cost_j: float, progress: Progress) -> ProvenPlans:
+def solve_exact(problem: Problem, *, plans: int, switches: SwitchCosts, progress: Progress) -> ProvenPlans:
     """Return about ``plans`` plans from ``T_min`` to ``T*``, none worse than another, with their bounds.
 
     Args:
         problem: The optimisation problem.
         plans: How many deadlines to plan for, at least 2.
-        switch_cost_j: What a change of clock is taken to cost when clocks are chosen [J].
+        switches: What a change of clock is taken to cost when clocks are chosen.
         progress: Called with the solver's progress.
     """
     network = Network(problem)
@@ -57,7 +58,7 @@ def solve_exact(problem: Problem, *, plans: int, switch_cost_j: float, progress:
     target_s = _between(np.stack([r.event_s for r in solved], axis=1), time_s, deadline_s)
     event_s = _round(network, target_s, deadline_s, progress)
     table = OptionTable(problem.groups)
-    options = settle(network, table, event_s, switch_cost_j)
+    options = settle(network, table, event_s, switches)
     choices = options - table.begin[problem.group][:, None]
     return _proven(problem, bounds, choices)
 
@@ -103,6 +104,8 @@ def _round(network: Network, target_s: Floats, deadline_s: Floats, progress: Pro
         start_s = round_late(network, OptionTable(network.problem.groups, hull_only=hull_only), target_s, deadline_s)
         best_s = _better(descent, descent.run(start_s, _FIRST_SWEEPS), best_s)
     assert best_s is not None
+    mixed_s = Rhythms(network, table).mixed_into(best_s, deadline_s)
+    best_s = _better(descent, descent.run(mixed_s, _LATER_SWEEPS), best_s)
     for number, slow_first in enumerate((True, False)):
         progress("clocks", 0.5 + number / 4)
         cost_j = descent.cost_j(best_s) + network.problem.waiting_energy_j(1.0) * deadline_s

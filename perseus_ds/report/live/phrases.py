@@ -34,8 +34,8 @@ _UNITS = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"))
 
 
 def plain(text: str) -> str:
-    """Return a text in ASCII, as far as it is made of figures and plain words."""
-    return text.translate(_ASCII)
+    """Return a text in ASCII, as far as it is made of figures and plain words, without control characters."""
+    return "".join(character if character.isprintable() else " " for character in text.translate(_ASCII))
 
 
 def title(facts: JobFacts) -> str:
@@ -43,7 +43,7 @@ def title(facts: JobFacts) -> str:
     parts = [facts.gpu or "", f"{facts.mode} mode" if facts.mode else "", _starts(facts)]
     if facts.simulated and "simulated" not in (facts.gpu or ""):
         parts.append("SIMULATED")
-    return ": ".join(part for part in (facts.name, ", ".join(filter(None, parts))) if part)
+    return plain(": ".join(part for part in (facts.name, ", ".join(filter(None, parts))) if part))
 
 
 def state(facts: JobFacts) -> str:
@@ -63,12 +63,12 @@ def phase(facts: JobFacts) -> str:
     """Return what the job does, and what comes next."""
     if facts.phase is None:
         return "ended" if facts.ended else "starting"
-    text = _PHASES.get(facts.phase, facts.phase)
+    text = _PHASES.get(facts.phase) or plain(facts.phase)
     if facts.phase == "run" and facts.plan is not None:
         text = f"running under plan {facts.plan.plan}"
     if facts.next_phase is None:
         return text
-    following = _PHASES.get(facts.next_phase, facts.next_phase)
+    following = _PHASES.get(facts.next_phase) or plain(facts.next_phase)
     when = "" if facts.next_in_s is None else f" in about {about(facts.next_in_s)}" if facts.next_in_s >= 1 else " soon"
     return f"{text}; then{when}: {following}"
 
