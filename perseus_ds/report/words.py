@@ -69,7 +69,7 @@ def _by_the_hour(event: TimetableMade | CostsSoFar | Halted) -> str:
         return f"training stood still for {duration(event.time_s)}"
     cost = _against(event.cost, event.fastest_cost)
     if isinstance(event, CostsSoFar):
-        return f"{event.iterations} iterations by the hour, {cost}"
+        return f"{event.iterations} iterations by the hour" + (f", {cost}" if event.done else ", not done yet")
     above = f", {percent(event.cost / event.bound - 1)} above the bound" if event.bound > 0 else ""
     return f"timetable: {cost} for the steps left{above}"
 
