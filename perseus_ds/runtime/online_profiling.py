@@ -24,8 +24,10 @@ from perseus_ds.runtime.warm_up import Baseline
 
 # The clock follows a little after an iteration has begun [s].
 _SETTLE_S = 0.05
-# A counter that was refreshed this often tells power; some clocks are visited more than once for that.
+# A counter that was refreshed this often, and whose power has no larger relative error than this, tells power; some
+# clocks are visited more than once for that.
 _REFRESHES = 10
+_KNOWN = 0.05
 _REFRESHES_A_VISIT = 5
 _MOST_VISITS = 8
 
@@ -225,8 +227,8 @@ class _OnlineMeasurement:
         self._iterations += len(visit.seen)
         self._lost_s += sum(seen.time_s - self._baseline.time_s for seen in visit.seen)
         self._lost_j += sum(seen.energy_j - self._baseline.energy_j for seen in visit.seen)
-        few = self._refreshes[clock_mhz] < _REFRESHES and self._visits[clock_mhz] < _MOST_VISITS
-        return few and self._error is None
+        few = self._refreshes[clock_mhz] < _REFRESHES or self._profiler.power_error(clock_mhz) > _KNOWN
+        return few and self._visits[clock_mhz] < _MOST_VISITS and self._error is None
 
     def rows_of(self, clocks: Sequence[int]) -> Sequence[MeasuredRow] | Exception:
         """Return the rows of some clocks, each of which has one at least; or why there are none."""
