@@ -43,6 +43,8 @@ class RowQuality(FileModel):
         time_relative_error: Standard error; None where unknown.
         energy_relative_error: Standard error; None where unknown.
         reached_mhz: The clock at which the GPU ran, where a limit kept it lower.
+        temperature_c: Of the GPU, when the measurement ended; None where unknown.
+        power_state: The same of its performance state, such as ``P0``.
     """
 
     stage: int
@@ -52,6 +54,8 @@ class RowQuality(FileModel):
     time_relative_error: float | None = None
     energy_relative_error: float | None = None
     reached_mhz: int | None = None
+    temperature_c: float | None = None
+    power_state: str | None = None
 
 
 class ProfileInfo(FileModel):

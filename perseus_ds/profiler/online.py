@@ -23,6 +23,7 @@ from perseus_ds.artifacts.profile_metadata import RowQuality
 from perseus_ds.device.timers import Span
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.profiler.counter_log import GpuState
 from perseus_ds.profiler.fixed_durations import tails_s
 from perseus_ds.profiler.rows import MeasuredRow
 
@@ -87,12 +88,17 @@ class OnlineProfiler:
     def __init__(self, blocking_power_w: float) -> None:
         self._blocking_power_w = blocking_power_w
         self._keys: list[Key] = []
+        self._state: dict[int, GpuState] = {}
         self._times_s: dict[tuple[int, Key], list[float]] = defaultdict(list)
         # By clock, and for each call of add: spans, and moment and value of the counter's refreshes.
         self._seen: dict[int, list[tuple[list[tuple[Span, Key]], Floats, Floats]]] = defaultdict(list)
 
     def add(
-        self, clock_mhz: int, iterations: Sequence[Sequence[Span]], readings: Sequence[tuple[float, float]]
+        self,
+        clock_mhz: int,
+        iterations: Sequence[Sequence[Span]],
+        readings: Sequence[tuple[float, float]],
+        state: GpuState = GpuState(),  # noqa: B008  # immutable
     ) -> None:
         """Add iterations that ran at one clock, one right after the other.
 
@@ -100,7 +106,9 @@ class OnlineProfiler:
             clock_mhz: The clock.
             iterations: The operations of each, on the same time axis as the readings.
             readings: Moment [s] and value [J] of the energy counter whenever it was refreshed meanwhile.
+            state: Of the GPU at the end.
         """
+        self._state[clock_mhz] = state
         computed = [
             (span, (span.operation.instruction.stage, span.operation.instruction.kind))
             for spans in iterations
@@ -150,6 +158,8 @@ class OnlineProfiler:
             clock_mhz=clock_mhz,
             samples=len(times_s),
             time_relative_error=error,
+            temperature_c=self._state[clock_mhz].temperature_c,
+            power_state=self._state[clock_mhz].power_state,
             energy_relative_error=math.hypot(error or 0.0, _LEAST_ERROR, beyond * self.power_error(clock_mhz)),
         )
         return MeasuredRow(Measurement(*key, clock_mhz, time_s, power_w * time_s), quality)

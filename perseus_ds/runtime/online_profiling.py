@@ -219,7 +219,7 @@ class _OnlineMeasurement:
             self._error = GpuError("the clock could not be set")
         self.log.forget()
         try:
-            self._profiler.add(clock_mhz, visit.spans, readings)
+            self._profiler.add(clock_mhz, visit.spans, readings, self.log.state)
         except Exception as error:
             self._error = ProfileError(f"{type(error).__name__}: {error}")
         self._visits[clock_mhz] += 1
