@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+from perseus_ds.artifacts.limits import MOST_RECORD_LINE_BYTES
 from perseus_ds.artifacts.run_file import FILE_NAME, from_line
 from perseus_ds.artifacts.run_records import Record
 
-_MOST_BYTES = 1 << 24
+_MOST_BYTES = MOST_RECORD_LINE_BYTES
 """Read at once; a line that is longer is no record."""
 _HEAD_BYTES = 256
 
@@ -33,10 +35,11 @@ class RecordFollower:
         self._head = b""
         self.unreadable = 0
 
-    def read(self) -> tuple[bool, list[Record]]:
-        """Return whether the file is another one than before, or was cut, and its new records.
+    def read(self) -> Iterator[tuple[bool, list[Record]]]:
+        """Yield the new records, those of some megabytes at a time, each time with whether the file has changed.
 
-        If it is, they are all of its records, and those returned before are no longer valid.
+        It has if it is another one than before, or was cut: then its records are all new, and those before are no
+        longer valid.
 
         Raises:
             OSError: It cannot be read.
@@ -51,12 +54,11 @@ class RecordFollower:
                 self._offset = self.unreadable = 0
             self._inode, self._head = status.st_ino, head
             file.seek(self._offset)
-            records: list[Record] = []
             while block := self._complete_lines(file.read(_MOST_BYTES)):
                 self._offset += len(block)
-                records += self._records(block)
+                yield is_new, self._records(block)
+                is_new = False
                 file.seek(self._offset)
-        return is_new, records
 
     @staticmethod
     def _complete_lines(block: bytes) -> bytes:

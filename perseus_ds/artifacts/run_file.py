@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from perseus_ds.artifacts import hour_records as _hour_records  # noqa: F401  # whose kinds of events are known
 from perseus_ds.artifacts.io import open_bounded, parse_json
 from perseus_ds.artifacts.limits import MOST_RECORD_BYTES, MOST_RECORD_LINE_BYTES
 from perseus_ds.artifacts.printable import bounded
-from perseus_ds.artifacts.run_records import Event, IterationRecord, Record
+from perseus_ds.artifacts.record_base import Event
+from perseus_ds.artifacts.run_records import IterationRecord, Record
 from perseus_ds.errors import ConfigError
 
 FILE_NAME = "run.jsonl"

@@ -11,17 +11,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from perseus_ds.artifacts.record_base import Event, RunRecord
+
 SCHEMA_VERSION = 2
 
 
-class _Record(BaseModel):
-    # A later version may have more keys.
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    simulated: bool = False
-
-
-class IterationRecord(_Record):
+class IterationRecord(RunRecord):
     """One iteration of the whole job."""
 
     iteration: int = Field(description="Training step, 1 first.")
@@ -30,6 +25,7 @@ class IterationRecord(_Record):
     next_phase: str | None = Field(None, description="The phase after this one, where known.")
     next_in_s: float | None = Field(None, description="When it begins, counted from here, as estimated [s].")
     plan: int | None = Field(None, description="The plan of rank 0's pipeline: its place on the frontier.")
+    shape: int | None = Field(None, description="Number of its inputs' shapes, where they have plans of their own.")
     time_s: float = Field(gt=0, description="Iteration time of the slowest rank [s].")
     energy_j: float | None = Field(None, description="Energy of all GPUs of the job [J].")
     energy_by_pipeline_j: tuple[float, ...] | None = Field(None, description="The same by data-parallel pipeline [J].")
@@ -64,15 +60,6 @@ class IterationRecord(_Record):
     def late(self) -> float | None:
         """How much longer than predicted it took, as a fraction."""
         return None if self.predicted_time_s is None else self.time_s / self.predicted_time_s - 1
-
-
-class Event(_Record):
-    """Something that happened between iterations; kinds that this version does not know are read as such."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    event: str
-    time: float = Field(0.0, description="When [Unix seconds].")
 
 
 class Started(Event):
@@ -141,6 +128,28 @@ class PlanJudged(Event):
     saved_error: float = Field(0.0, description="Its standard error.")
 
 
+class Predicted(Event):
+    """Iterations at default clocks differ from what the profile predicts for them."""
+
+    event: Literal["prediction"] = "prediction"
+    time_s: float = Field(0.0, description="Iteration time, as measured [s].")
+    time_error: float = Field(0.0, description="Its relative standard error.")
+    energy_j: float = Field(0.0, description="Energy of all GPUs, as measured [J].")
+    energy_error: float = Field(0.0, description="Its relative standard error.")
+    predicted_time_s: float = Field(0.0, description="By the profile [s].")
+    predicted_energy_j: float = Field(0.0, description="By the profile [J].")
+    parts: dict[str, float] = Field({}, description="Parts that differ: how many times as long they take as profiled.")
+    corrected: bool = Field(False, description="Whether the profile was corrected and plans are made again.")
+
+
+class ShapePlanned(Event):
+    """Inputs of a shape that comes often get a profile and plans of their own, or lose them."""
+
+    event: Literal["shape"] = "shape"
+    shape: int = 0
+    given_up: str | None = Field(None, description="Why it runs at default clocks from now on.")
+
+
 class PolicyChanged(Event):
     """Another policy is followed, or its condition cannot be met."""
 
@@ -148,38 +157,6 @@ class PolicyChanged(Event):
     policy: dict[str, Any] | None = None
     by_schedule: bool = Field(False, description="Whether it is that of a window of a schedule, or its default.")
     problem: str | None = None
-
-
-class TimetableMade(Event):
-    """A cheapest policy has decided which plan runs when; costs are values of its signal times kWh."""
-
-    event: Literal["timetable"] = "timetable"
-    cost: float = Field(0.0, description="Of all steps that are left.")
-    bound: float = Field(0.0, description="No assignment of plans to hours that ends in time costs less.")
-    fastest_cost: float = Field(0.0, description="Of the same steps under the plan of slowdown 0.")
-    unit: str = Field("", description="Of the signal.")
-    entries: tuple[tuple[float, int], ...] = Field((), description="When each plan begins [Unix seconds]; -1 is none.")
-    ends: float = Field(0.0, description="When the last step is done [Unix seconds].")
-    mean_from: float | None = Field(None, description="From when on the signal's mean is assumed [Unix seconds].")
-
-
-class CostsSoFar(Event):
-    """What the energy has cost since a cheapest policy began, in values of its signal times kWh."""
-
-    event: Literal["costs"] = "costs"
-    iterations: int = Field(0, description="Iterations that are counted.")
-    cost: float = 0.0
-    fastest_cost: float = Field(0.0, description="Of as many iterations under the plan of slowdown 0.")
-    bound: float | None = Field(None, description="Of all steps, as computed at the beginning.")
-    halted_s: float = Field(0.0, description="How long training stood still [s].")
-
-
-class Halted(Event):
-    """All ranks waited before an iteration."""
-
-    event: Literal["halt"] = "halt"
-    time_s: float = 0.0
-    energy_j: float | None = Field(None, description="Of all GPUs meanwhile [J]; null where it cannot be read.")
 
 
 class Drifted(Event):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,7 +27,7 @@ class JobControl:
         policy: Decides which plan to run.
         paused: Whether to run at default clocks.
         steps: Steps done, those before a checkpoint included.
-        progress: What a checkpoint kept of the progress under plans, until plans are run.
+        progress: What a checkpoint, or the plans before these, kept of the progress under plans, until plans are run.
         signals: The signals of the policy; None but on rank 0.
         costs: What the job's energy has cost by a signal.
         problem_of: Returns the condition of a policy that no plan meets now, empty if there is none; from any thread.
@@ -72,7 +73,7 @@ class JobControl:
             raise ValueError(
                 f"pipeline: there is no pipeline {pipeline}; they are numbered 0 to {self._pipelines - 1}."
             )
-        if not slowdown >= 1:
+        if not 1 <= slowdown < math.inf:
             raise ValueError(f"slowdown: expected at least 1 (1 ends it), got {slowdown}.")
         with self._lock:
             if slowdown == 1:
@@ -118,7 +119,7 @@ class JobControl:
             "configured": self._configured.model_dump(mode="json"),
             "paused": self.paused,
             "steps": self.steps,
-            "told": reported,
+            "stragglers": reported,
             **({"costs": self.costs.state()} if self.costs.iterations else {}),
         }
 
@@ -145,7 +146,8 @@ class JobControl:
 
     def _take_up(self, state: Mapping[str, Any]) -> bool:
         policy, configured = (_POLICY.validate_python(state[key]) for key in ("policy", "configured"))
-        reported = {int(p): (int(step), float(s)) for p, (step, s) in state["told"].items()}
+        entries = state["stragglers"] if "stragglers" in state else state["told"]  # as earlier versions called it
+        reported = {int(p): (int(step), float(s)) for p, (step, s) in entries.items()}
         paused, steps = bool(state["paused"]), int(state["steps"])
         with self._lock:
             self._reported = {p: entry for p, entry in reported.items() if p < self._pipelines}
@@ -161,4 +163,4 @@ class JobControl:
 
 
 def _has_left_plans(job: Mapping[str, Any]) -> bool:
-    return job.get("phase") == "observe"
+    return job.get("phase") == "observe" and not job.get("next")

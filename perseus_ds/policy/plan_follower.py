@@ -19,6 +19,9 @@ from perseus_ds.policy.situation import Decision, Situation
 from perseus_ds.policy.stragglers import StragglerWatch
 from perseus_ds.policy.timetable import Timetable
 
+# As checkpoints of earlier versions have them.
+_OLD_KEYS = {"rooms": "stretch_factors", "pace": "statistics"}
+
 
 class PlanFollower:
     """The same on all ranks, which get the same reports; only rank 0's decisions count.
@@ -72,7 +75,10 @@ class PlanFollower:
             signals=signals or {},
             timetable=timetable,
         )
-        return decide(policy, self._frontier, situation)
+        try:
+            return decide(policy, self._frontier, situation)
+        except Exception as error:  # whatever an order holds, training goes on
+            return Decision(0, f"the policy {policy.name} fails ({error!r}). Running at default clocks", failed=True)
 
     def expected(self, plan: int) -> tuple[float, float]:
         """Return time [s] and energy of all GPUs [J] of an iteration under a plan, by the profile and as measured."""
@@ -122,14 +128,19 @@ class PlanFollower:
         """Return what a checkpoint keeps, as plain values."""
         return {
             "plan": self._plan,
-            "rooms": list(self._stragglers.stretch_factors),
-            "pace": self.statistics.state(),
+            "stretch_factors": list(self._stragglers.stretch_factors),
+            "statistics": self.statistics.state(),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> int:
-        """Restore what a checkpoint kept; return the plan that the policy asked for then."""
-        self._plan = min(int(state["plan"]), len(self._frontier.plans) - 1)
-        self.statistics.restore(state["pace"])
-        if len(state["rooms"]) == self._pipelines:
-            self._stragglers.stretch_factors = tuple(state["rooms"])
+    def state_for_other_plans(self) -> dict[str, Any]:
+        """Return the part of :meth:`state` that is as true of the plans of another profile."""
+        return {**self.state(), "plan": None, "statistics": self.statistics.state_of_stops()}
+
+    def restore(self, state: Mapping[str, Any]) -> int | None:
+        """Restore what :meth:`state` returned; return the plan that the policy asked for then, if it is known."""
+        state = {_OLD_KEYS.get(key, key): value for key, value in state.items()}
+        self._plan = None if state["plan"] is None else min(int(state["plan"]), len(self._frontier.plans) - 1)
+        self.statistics.restore(state["statistics"])
+        if len(state["stretch_factors"]) == self._pipelines:
+            self._stragglers.stretch_factors = tuple(state["stretch_factors"])
         return self._plan

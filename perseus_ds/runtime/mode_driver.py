@@ -15,7 +15,7 @@ from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.runtime.halting import wait_together
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.modes import mode_of
-from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Outlook, Resumed, observe
+from perseus_ds.runtime.phases import UNPLANNED, IterationMeasurement, NextIteration, Outlook, Resumed, observe
 from perseus_ds.runtime.recorder import IterationContext, Recorder
 from perseus_ds.runtime.report_exchange import ReportExchange
 from perseus_ds.runtime.timeline_log import Ran, TimelineLog
@@ -64,12 +64,14 @@ class ModeDriver:
             rank.communicator, job.output_dir, gpu=rank.gpu.name, simulated=rank.gpu.simulated, timebase=rank.timebase
         )
         self._ended: IterationContext | None = None
+        self._ended_s: float | None = None
         self._unsent: Callable[[], RankReport] | None = None
         self._is_known: Callable[[], bool] = bool
         self._keep: Callable[[], None] | None = None
         self._is_closed = False
         self._mode = mode_of(job, rank, recorder, control, passes)
         self.next: NextIteration = next(self._mode)
+        self._by_shape = bool(self.next.by_shape)
 
     @property
     def holds_report(self) -> bool:
@@ -105,17 +107,22 @@ class ModeDriver:
         reports = self._received()
         self._record(reports)
         self._control.steps += 1
-        ran = IterationContext(self._control.steps, samples, self.next.phase, ended=time.time())
+        ran = IterationContext(self._control.steps, samples, self.next.phase, self.next.shape, ended=time.time())
+        begun_s, ended_s = seen.host_s
+        stopped_s = 0.0 if self._ended_s is None else begun_s - self._ended_s
+        self._ended_s = ended_s
+        seen = replace(seen, number=self._control.steps, stopped_s=stopped_s, reports=reports)
         if not seen.failed:
             ran = replace(ran, plan=self.next.plan, forecast=self.next.forecast)
-        if self._timelines.wants(self.next.phase, self.next.plan):
+        if not self._by_shape and self._timelines.wants(self.next.phase, self.next.plan):
             self._keep = partial(self._timelines.keep, Ran(ran.number, ran.phase, ran.plan, seen.clock_mhz), seen)
         if reports is not None and reports.column("closed").any():
             self.observe()
         else:
-            self._advance(replace(seen, reports=reports))
+            self._advance(seen)
         is_over = self.next.phase != ran.phase
         self._ended = replace(ran, outlook=Outlook(self.next.phase, 0.0) if is_over else self.next.outlook)
+        self._by_shape = bool(self.next.by_shape)
         self._unsent = partial(self._report, seen, own, self.next)
         self._is_known = seen.is_known
         if self.next.aligns_tail:  # ranks exchange something within the next iteration, all at the same place in it
@@ -150,6 +157,13 @@ class ModeDriver:
         if keep is not None:
             keep()
         return self._exchange.received()
+
+    def choose(self, shape: float) -> bool:
+        """Have the iteration that has begun run what its first inputs ask for; return whether shapes are told apart."""
+        choices = self.next.by_shape
+        if choices:
+            self.next = choices.get(shape, UNPLANNED)
+        return bool(choices)
 
     def resume(self, progress: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; every rank must do so at once.

@@ -47,6 +47,9 @@ class NextIteration:
         forecast: Prediction for the whole job; None without a plan.
         keeps_passes: Whether what the passes work on is kept, to repeat them afterwards.
         aligns_tail: Whether all ranks begin the tail together, to tell it from waiting.
+        shape: Number of the shape of its inputs, where shapes have plans of their own.
+        by_shape: What to run instead, by the number of the shape of the first inputs; an iteration with others runs at
+            default clocks. Empty where all shapes run alike.
         outlook: What follows; None where the job trains on like this.
         reported: Fields of this rank's report of the iteration that has just ended.
         reported_later: Returns more of them, once the device has done that iteration.
@@ -61,12 +64,18 @@ class NextIteration:
     forecast: Forecast | None = None
     keeps_passes: bool = False
     aligns_tail: bool = False
+    shape: int | None = None
+    by_shape: Mapping[float, NextIteration] = field(default_factory=dict)
     outlook: Outlook | None = None
     reported: Mapping[str, Any] = field(default_factory=dict)
     reported_later: Callable[[], Mapping[str, Any]] = dict
     status: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[], dict[str, Any]] = dict
     halt: Halt | None = None
+
+
+# At default clocks, in a job that runs plans in other iterations.
+UNPLANNED = NextIteration("observe", status={"plan": None})
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,9 @@ class IterationMeasurement:
         host_s: When it began and ended for the host, in the rank's timebase [s].
         clock_mhz: Clock that was asked for around each instruction; empty without a plan [MHz].
         failed: Whether this rank has fallen back to default clocks.
+        shapes: Numbers that tell the inputs' shapes from others: of the first forward, and of all; 0 if not known.
+        number: Of the iteration in the job.
+        stopped_s: How long before it began the one before had ended; 0 if there was none [s].
         reports: Of all ranks, of the iteration before; None where there was none, or it was cut off by a checkpoint.
     """
 
@@ -90,6 +102,9 @@ class IterationMeasurement:
     clock_mhz: Mapping[Instruction, int]
     failed: bool
     reports: RankReports | None = None
+    shapes: tuple[float, float] = (0.0, 0.0)
+    number: int = 0
+    stopped_s: float = 0.0
 
     @cached_property
     def start_s(self) -> float:

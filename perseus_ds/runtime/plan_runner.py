@@ -19,7 +19,8 @@ from perseus_ds.policy.assignment import Assignment, Forecast, PlanChoice
 from perseus_ds.policy.drift import DriftWatch, reported_drift
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.plan_follower import PlanFollower
-from perseus_ds.policy.plan_proof import Comparison, IterationSample, is_in_doubt, is_kept
+from perseus_ds.policy.plan_proof import Comparison, IterationSample
+from perseus_ds.policy.policies import PolicyConfig
 from perseus_ds.policy.stragglers import computed_and_tail_s
 from perseus_ds.runtime.halting import Halt, Waited
 from perseus_ds.runtime.job import Job, Rank
@@ -38,6 +39,7 @@ class PlanRunner:
 
     Attributes:
         wanted: The next iteration.
+        drifts_by_shape: Whether instructions have drifted because inputs have other shapes.
     """
 
     def __init__(
@@ -71,9 +73,9 @@ class PlanRunner:
         self._follower = PlanFollower(frontier, communicator.all_gather(topology.data_parallel_rank), gpus_per_rank)
         self._drift = DriftWatch(job.config.max_drift)
         self._has_announced_drift = False
+        self.drifts_by_shape = False
         self._chooser = PlanChooser(rank, recorder, control, frontier, self._follower)
         self._iterations = 0
-        self._ended_s: float | None = None
         self._default = default
         self._sample: IterationSample | None = None
         self._looks = 0
@@ -99,6 +101,10 @@ class PlanRunner:
         self._change(choice)
         self.wanted = self._with_report(choice)
 
+    def progress_for_other_plans(self) -> dict[str, Any]:
+        """Return what stays true of the job when it leaves these plans for those of another profile."""
+        return self._follower.state_for_other_plans()
+
     def _choice_of(self, progress: Mapping[str, Any]) -> Callable[[], PlanChoice]:
         """Take up what a checkpoint kept, on all ranks; return what rank 0 decides by it."""
         plan = None
@@ -114,10 +120,9 @@ class PlanRunner:
     def advance(self, seen: IterationMeasurement) -> None:
         """Take in an iteration, and what all ranks have reported of the one before; decide on the next one."""
         self._iterations += 1
-        if self._ended_s is not None:
-            self._follower.statistics.add_stop(seen.host_s[0] - self._ended_s)
-        self._ended_s = seen.host_s[1]
         ran, self._ran = self._ran, self._assignment
+        if ran is not None:
+            self._follower.statistics.add_stop(seen.stopped_s)
         if seen.reports is not None:
             if ran is not None:
                 self._follower.learn(seen.reports, ran)
@@ -137,6 +142,7 @@ class PlanRunner:
         if not self._drift.has_drifted(pipelines) or self._has_announced_drift:
             return False
         self._has_announced_drift = True
+        self.drifts_by_shape = self._default is not None and self._default.has_shapes_beside(seen.reports)
         drift = max(pipelines)
         self._recorder.event(Drifted(drift=round(drift, 4), profiles_again=profiles_again))
         remedy = "profiling again" if profiles_again else "the plans no longer fit: profile the job as it is now"
@@ -150,7 +156,7 @@ class PlanRunner:
         is not drift: plans stay as good as they were, and what they promise is scaled by it.
         """
         default = self._default
-        if default is None or not (default.varies_in_shape or default.has_other_shapes(reports)):
+        if default is None or not default.has_shapes_beside(reports):
             self._scale_forecast(1.0)
             return self._follower.by_pipeline(reports.column("drift"))
         low, high = reports.column("pace_low"), reports.column("pace_high")
@@ -164,10 +170,9 @@ class PlanRunner:
 
     def _scale_forecast(self, factor: float) -> None:
         """Promise so many times the time and energy of the profile, from the next iteration on."""
-        if factor == self._scale:
-            return
-        self._scale = factor
-        self._planned = self._under(self._assignment)
+        if factor != self._scale:
+            self._scale = factor
+            self._planned = self._under(self._assignment)
 
     @property
     def is_incomparable(self) -> bool:
@@ -177,14 +182,14 @@ class PlanRunner:
     def compare_with(self, default: IterationSample) -> None:
         """Compare iterations from now on with others at default clocks, which have just been measured."""
         self._default = default
-        self._sample = self._ran = self._ended_s = None
+        self._sample = self._ran = None
         self._looks = self._incomparable = 0
         self._planned = self._under(self._assignment)
         self.wanted = self._with_report(self._assignment.choice)
 
     def verdict_in_s(self, iteration_s: float) -> float | None:
         """Return about when iterations under the plans can be compared with others at default clocks [s]."""
-        return self._sample.remaining_s(iteration_s, 1) if self._sample is not None else None
+        return self._sample.remaining_s(iteration_s) if self._sample is not None else None
 
     def comparison(self, *, until_sure: bool) -> Comparison | None:
         """Return how the iterations under the present plans compare with those at default clocks.
@@ -206,13 +211,9 @@ class PlanRunner:
         self._sample, self._looks = IterationSample(sample.counter_period_s), 0
         return comparison
 
-    def is_kept(self, comparison: Comparison) -> bool:
-        """Return whether the plan is kept, by rank 0's policy; every rank must ask at once."""
-        return self._communicator.from_first(lambda: is_kept(comparison, self._chooser.in_force))
-
-    def is_in_doubt(self, comparison: Comparison) -> bool:
-        """Return whether default clocks have to be measured again, by rank 0's policy; every rank must ask at once."""
-        return self._communicator.from_first(lambda: is_in_doubt(comparison, self._chooser.in_force))
+    def of_policy(self, decide: Callable[[PolicyConfig], bool]) -> bool:
+        """Return what rank 0's policy decides; every rank must ask at once."""
+        return self._communicator.from_first(lambda: decide(self._chooser.in_force))
 
     def _add_to_sample(self, reports: RankReports, ran: Assignment | None) -> None:
         """Add an iteration to those that are compared with default clocks; all of them run alike, clocks settled."""

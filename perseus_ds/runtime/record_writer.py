@@ -48,7 +48,8 @@ class RecordWriter:
 
     def _write_all(self) -> None:
         with contextlib.suppress(OSError):  # there is no earlier start, or nobody can read of it
-            self._log.add(RecordFollower(self._path.parent).read()[1])
+            for _, records in RecordFollower(self._path.parent).read():
+                self._log.add(records)
         while True:
             waiting = self._waiting.get()
             if isinstance(waiting, threading.Event):

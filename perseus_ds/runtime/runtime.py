@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from perseus_ds.policy.job_control import JobControl
 from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.runtime.build import loop_parts
 from perseus_ds.runtime.energy_use import EnergyUse, energy_at
+from perseus_ds.runtime.input_shapes import InputShapes
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.mode_driver import ModeDriver
 from perseus_ds.runtime.operation_hooks import OperationHooks, OperationScope
@@ -129,16 +131,8 @@ class PerseusRuntime:
             ConfigError: The block is wrong, or its mode needs an engine.
             PerseusError: On all ranks, what went wrong on one.
         """
-        return cls(
-            **loop_parts(
-                block,
-                schedule,
-                pipeline=pipeline,
-                data_parallel_rank=data_parallel_rank,
-                data_parallel=data_parallel,
-                device=torch.device(device),
-            )
-        )
+        parts = partial(loop_parts, block, schedule, pipeline=pipeline, data_parallel=data_parallel)
+        return cls(**parts(data_parallel_rank=data_parallel_rank, device=torch.device(device)))
 
     @property
     def next(self) -> NextIteration:
@@ -151,13 +145,15 @@ class PerseusRuntime:
         return self.next.phase in ("observe", "run", "pause")
 
     @contextmanager
-    def iteration(self, samples: int = 0, shapes: Callable[[], float] = float) -> Iterator[None]:
-        """Surround one training iteration, after which the job has seen so many samples; see RankReport.shapes."""
+    def iteration(self, samples: int = 0) -> Iterator[None]:
+        """Surround one training iteration, after which the job has seen so many samples."""
         self._driver.halt()
         clocks = self._rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
-        plan = self.next.clocks if (has_clocks := self._check()) else ClockPlan.none()
+        self._has_clocks = self._check()
+        plan = self.next.clocks if self._has_clocks else ClockPlan.none()
         self._hooks.prepare(plan, aligns_tail=self.next.aligns_tail and self._has_tail)
+        self._shapes = InputShapes()
         begun = self._energy_at(self._timers.start_iteration())
         start_s = self._rank.timebase.now_s()
         self._in_iteration = True
@@ -177,24 +173,29 @@ class PerseusRuntime:
             lambda: finished.is_over() and energy.is_known(),
             (start_s, self._rank.timebase.now_s()),
             self._hooks.requested.clock,
-            not has_clocks or self._failed or self._closed,
+            not self._has_clocks or self._failed or self._closed,
+            shapes=(self._shapes.first, self._shapes.total),
         )
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
         failed = seen.failed and not self._closed
         counts = (clocks.changes - changes, skips, failed, *clocks.readback.reading)
-        own = RankReport(math.nan, math.nan, *counts, shapes=shapes())
+        own = RankReport(math.nan, math.nan, *counts, shapes=self._shapes.total)
         self._driver.end_iteration(seen, own, samples)
         clocks.reset_when_idle(_IDLE_S)
 
-    def operation(self, operation: Operation) -> AbstractContextManager[None]:
-        """Surround one operation of an iteration: the clock is set, and the time taken."""
-        if self._driver.holds_report and self._in_iteration:
+    def operation(self, operation: Operation, inputs: float = 0.0) -> AbstractContextManager[None]:
+        """Surround one operation of an iteration; of a forward, ``inputs`` is a number above 0 for their shapes."""
+        if not self._in_iteration:
+            return nullcontext()
+        if self._driver.holds_report:
             self._driver.send_report_if_known()
-        return OperationScope(self._hooks, operation) if self._in_iteration else nullcontext()
+        if inputs and self._shapes.add(inputs) and self._driver.choose(inputs) and self._has_clocks:
+            self._hooks.prepare(ClockPlan.none() if self._failed else self.next.clocks, aligns_tail=False)
+        return OperationScope(self._hooks, operation)
 
-    def instruction(self, instruction: Instruction) -> AbstractContextManager[None]:
-        """Surround one instruction of an iteration."""
-        return self.operation(Compute(instruction))
+    def instruction(self, instruction: Instruction, inputs: float = 0.0) -> AbstractContextManager[None]:
+        """Surround one instruction of an iteration, as :meth:`operation` does."""
+        return self.operation(Compute(instruction), inputs)
 
     def tail_begins(self) -> None:
         """The tail goes on in the user's hands, who may take a while: its clock is kept for 2 s."""
@@ -235,7 +236,7 @@ class PerseusRuntime:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of Perseus: policy, reported stragglers, steps done, the plan in use."""
-        return {**self._control.state(), "progress": self.next.progress()}
+        return {**self._control.state(), "progress": self.next.progress() or self._control.progress}
 
     def restore(self, state: Mapping[str, Any], steps: int | None = None) -> None:
         """Restore what a checkpoint kept, before the next iteration; every rank must do so at once.
@@ -258,12 +259,9 @@ class PerseusRuntime:
         unfinished = not self._closed and self._job.config.mode == "profile" and not self.profiled
         self._closed = True
         with ExitStack() as steps:  # all of them, whatever fails; the last one first
-            steps.callback(self._supervision.close)
-            steps.callback(self._recorder.close)
-            steps.callback(self._driver.close)
-            steps.callback(self._rank.driver.close)
-            steps.callback(self._rank.clocks.close)
-            steps.callback(self._supervision.release)
+            ends = self._supervision.close, self._recorder.close, self._driver.close, self._rank.driver.close
+            for end in (*ends, self._rank.clocks.close, self._supervision.release):
+                steps.callback(end)
         if unfinished and self._communicator.is_first:
             logger.warning("perseus: training ended before the profile was finished. Train for more steps.")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.profile_metadata import ProfileInfo, TransferDuration
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.device.gpu.latency import counter_period_s as measured_period_s
@@ -43,6 +44,7 @@ class Baseline:
         energy_j: Of this rank's GPU in a typical iteration [J].
         counter_period_s: How often the energy counter is refreshed [s].
         info: The job, and the durations of what has no clock to choose; complete on rank 0.
+        tails_of: On rank 0, the profile whose tails are used, since these were not measured; None where they were.
     """
 
     spans: list[list[Span]]
@@ -50,6 +52,14 @@ class Baseline:
     energy_j: float
     counter_period_s: float
     info: ProfileInfo
+    tails_of: StageProfile | None = None
+
+    def with_tails_of(self, profile: StageProfile | None) -> Baseline:
+        """Return it with the tails of a profile, which are the same for inputs of other shapes."""
+        if profile is None:
+            return self
+        info = self.info.model_copy(update={"tail_s": profile.info.tail_s})
+        return replace(self, info=info, tails_of=profile)
 
 
 def warm_up(job: Job, rank: Rank, *, keeps_passes: bool = False) -> Phase[Baseline]:

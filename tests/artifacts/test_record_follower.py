@@ -13,54 +13,60 @@ def append(folder, text):
         file.write(text)
 
 
+def read(follower):
+    """Return whether it is another file, and all new records."""
+    batches = [*follower.read()]
+    return any(is_another for is_another, _ in batches), [record for _, records in batches for record in records]
+
+
 def test_each_record_is_returned_once(tmp_path):
     write(tmp_path, auto_job())
     follower = RecordFollower(tmp_path)
-    assert follower.read() == (False, read_records(tmp_path))
-    assert follower.read() == (False, [])
+    assert read(follower) == (False, read_records(tmp_path))
+    assert read(follower) == (False, [])
     append(tmp_path, to_line(default_iteration(90)))
-    assert follower.read() == (False, [default_iteration(90)])
+    assert read(follower) == (False, [default_iteration(90)])
 
 
 def test_a_line_is_read_once_it_is_complete(tmp_path):
     write(tmp_path, [started()])
     follower = RecordFollower(tmp_path)
-    follower.read()
+    read(follower)
     line = to_line(default_iteration(1))
     append(tmp_path, line[:40])
-    assert follower.read() == (False, [])
+    assert read(follower) == (False, [])
     append(tmp_path, line[40:-1])
-    assert follower.read() == (False, [])
+    assert read(follower) == (False, [])
     append(tmp_path, "\n")
-    assert follower.read() == (False, [default_iteration(1)])
+    assert read(follower) == (False, [default_iteration(1)])
     assert follower.unreadable == 0
 
 
 def test_another_file_is_read_from_its_begin(tmp_path):
     write(tmp_path, auto_job())
     follower = RecordFollower(tmp_path)
-    follower.read()
+    read(follower)
     other = [started(job="b"), default_iteration(1)]
     write(tmp_path / "new", other)
     os.replace(tmp_path / "new" / "run.jsonl", tmp_path / "run.jsonl")
-    assert follower.read() == (True, other)
-    assert follower.read() == (False, [])
+    assert read(follower) == (True, other)
+    assert read(follower) == (False, [])
 
 
 def test_a_file_that_was_written_anew_in_place_is_read_from_its_begin(tmp_path):
     write(tmp_path, [started()])
     follower = RecordFollower(tmp_path)
-    follower.read()
+    read(follower)
     longer = [started(job="another"), *auto_job()]
     write(tmp_path, longer)
-    assert follower.read() == (True, longer)
+    assert read(follower) == (True, longer)
 
 
 def test_lines_that_are_no_records_are_counted_and_left_out(tmp_path):
     write(tmp_path, [started()])
     append(tmp_path, 'rubbish\n{"iteration": "x"}\n' + "\x00" * 50 + "\n" + to_line(default_iteration(1)))
     follower = RecordFollower(tmp_path)
-    assert follower.read()[1] == [started(), default_iteration(1)]
+    assert read(follower)[1] == [started(), default_iteration(1)]
     assert follower.unreadable == 3
 
 
@@ -69,5 +75,5 @@ def test_a_line_without_end_uses_no_more_memory_than_its_limit(tmp_path, monkeyp
     write(tmp_path, [started()])
     append(tmp_path, "x" * 2500 + "\n" + to_line(default_iteration(1)))
     follower = RecordFollower(tmp_path)
-    assert follower.read()[1] == [started(), default_iteration(1)]
+    assert read(follower)[1] == [started(), default_iteration(1)]
     assert follower.unreadable > 0

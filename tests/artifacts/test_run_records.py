@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from perseus_ds.artifacts.record_base import Event
 from perseus_ds.artifacts.run_file import from_line, read_records, to_line
 from perseus_ds.artifacts.run_records import (
     Drifted,
     Ended,
-    Event,
     Failed,
     IterationRecord,
     PlanChosen,

@@ -68,7 +68,7 @@ def test_every_mode_leaves_losses_weights_and_random_numbers_as_they_are(tmp_pat
         "run": {"steps": 7, "perseus": block("run", frontier=str(tmp_path / "frontier"))},
         "profile": {"steps": STEPS, "until": ["observe", 2], "perseus": block("profile")},
         "auto": {"steps": STEPS, "until": ["run", 2], "perseus": block("auto", policy={"name": "energy_optimal"})},
-        "disabled": {"steps": 3, "perseus": {"enabled": False}},
+        "disabled": {"steps": 5, "perseus": {"enabled": False}},
         "without": {"steps": STEPS},
     }
     for ranks in run(tmp_path / "jobs", [{**base, **job} for job in jobs.values()]).ranks:

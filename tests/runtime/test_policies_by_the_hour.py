@@ -8,16 +8,9 @@ import pytest
 from frontiers import save_true_frontier
 from virtual_job import VirtualJob
 
+from perseus_ds.artifacts.hour_records import CostsSoFar, Halted, TimetableMade
 from perseus_ds.artifacts.run_file import read_records
-from perseus_ds.artifacts.run_records import (
-    CostsSoFar,
-    Failed,
-    Halted,
-    IterationRecord,
-    PlanChosen,
-    PolicyChanged,
-    TimetableMade,
-)
+from perseus_ds.artifacts.run_records import Failed, IterationRecord, PlanChosen, PolicyChanged
 from perseus_ds.errors import SignalError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.control_socket import parse_order
@@ -181,7 +174,7 @@ def test_a_changed_signal_is_taken_up_and_a_bad_one_is_not(start, tmp_path, capl
     assert caplog.text.count("The last good values stay in use") == 1
     path.unlink()
     job.train(10)
-    assert "No such file" in events(job, Failed)[-1].error
+    assert "no such file" in events(job, Failed)[-1].error
     write_signal(path, 90, 20, 90, 10, 90, 10)
     made = len(events(job, TimetableMade))
     job.train(5)
@@ -189,7 +182,7 @@ def test_a_changed_signal_is_taken_up_and_a_bad_one_is_not(start, tmp_path, capl
 
 
 def test_a_signal_that_cannot_be_used_is_an_error_before_training(start, tmp_path):
-    with pytest.raises(SignalError, match=r"prices.csv: the signal cannot be read: No such file"):
+    with pytest.raises(SignalError, match=r"prices.csv: no such file"):
         start(**cheapest(tmp_path / "prices.csv", 4, 200))
     write_signal(tmp_path / "prices.csv", 1, 2, begin_s=-7200)
     with pytest.raises(SignalError, match=r"prices.csv: all its values are of the past"):
@@ -199,7 +192,7 @@ def test_a_signal_that_cannot_be_used_is_an_error_before_training(start, tmp_pat
 def test_an_order_with_a_bad_signal_is_refused_and_changes_nothing(start, tmp_path):
     job = start(name="slowdown")
     job.train(2)
-    with pytest.raises(SignalError, match="No such file"):
+    with pytest.raises(SignalError, match="no such file"):
         job.runtime.set_policy(cheapest(tmp_path / "prices.csv", 4, 200))
     assert job.runtime.state()["policy"]["name"] == "slowdown"
     job.runtime.set_policy(cheapest(write_signal(tmp_path / "prices.csv", 1, 2, 3, 4, 5), 3, 100))

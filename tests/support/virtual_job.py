@@ -1,5 +1,7 @@
 """A training job of one rank in virtual time: the real runtime on a simulated GPU, without an engine."""
 
+import itertools
+
 import torch
 from lone_communicator import LoneCommunicator
 from pipelines import one_f_one_b
@@ -17,6 +19,8 @@ from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
 
+SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
+
 
 class VirtualJob:
     """Iterations of one stage, each pass of which takes a given time at the top clock.
@@ -27,7 +31,7 @@ class VirtualJob:
         work_s: Time of each kind at the top clock; a test may change it [s].
         wait_s: Time in which the GPU waits, after each pass [s].
         cuda: The stand-in for CUDA, on which passes are only launched; None where they are over when they return.
-        shapes: What tells the shapes of the inputs from others; a test may change it.
+        shapes: What tells the shapes of the inputs from others, of all forwards or of each; a test may change it.
         runtime: The real one.
     """
 
@@ -55,16 +59,18 @@ class VirtualJob:
 
     def train(self, iterations=1):
         """Run iterations; return the phase of each."""
-        phases = []
-        for _ in range(iterations):
-            phases.append(self.runtime.next.phase)
-            with self.runtime.iteration(shapes=lambda: self.shapes):
-                for instruction in self.schedule.instructions[0]:
-                    with self.runtime.instruction(instruction):
-                        self.work(instruction.kind)
-                    if instruction.kind is not Kind.TAIL:
-                        self.idle(self.wait_s)
-        return phases
+        return [self.train_one() for _ in range(iterations)]
+
+    def train_one(self):
+        """Run an iteration; return its phase, which is known when its inputs are."""
+        shapes = iter(self.shapes if isinstance(self.shapes, list) else itertools.repeat(self.shapes))
+        with self.runtime.iteration():
+            for instruction in self.schedule.instructions[0]:
+                inputs = next(shapes) if instruction.kind is Kind.FORWARD else 0.0
+                with self.runtime.instruction(instruction, inputs):
+                    self.work(instruction.kind)
+                self.idle(self.wait_s if instruction.kind is not Kind.TAIL else 0.0)
+            return self.runtime.next.phase
 
     def train_until(self, phase, most=80):
         """Run iterations until the next one is of a phase; return the phases of those before."""
@@ -101,3 +107,25 @@ class VirtualJob:
             self.cuda.synchronize()
         self.runtime.close()
         return [record for record in read_records(self.folder) if isinstance(record, IterationRecord)]
+
+
+def events(job, kind):
+    """The events of a kind in a job's records."""
+    return [record for record in read_records(job.folder) if isinstance(record, kind)]
+
+
+def in_order(phases):
+    """Phases without repetitions."""
+    return [phase for number, phase in enumerate(phases) if number == 0 or phases[number - 1] != phase]
+
+
+def late_under_plans(job, by_s=0.03):
+    """Make the GPU take longer under plans than it did when it was profiled."""
+    work = job.work
+
+    def work_late(kind):
+        if job.runtime.next.phase == "run":
+            job.idle(by_s)
+        work(kind)
+
+    job.work = work_late

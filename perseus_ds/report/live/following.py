@@ -40,14 +40,14 @@ class JobFollower:
         Args:
             now: The time [Unix seconds].
         """
+        self.problem = ""
         try:
-            is_new_file, records = self._records.read()
-            self.problem = ""
+            for is_another_file, records in self._records.read():
+                if is_another_file:
+                    self._log = JobLog(printable(self.folder.resolve().name))
+                self._log.add(records)
         except OSError as error:  # a shared disk that does not answer, a file that is being replaced
-            is_new_file, records, self.problem = False, [], str(error)
-        if is_new_file:
-            self._log = JobLog(printable(self.folder.resolve().name))
-        self._log.add(records)
+            self.problem = str(error)
         return self._log.facts(now)
 
 
