@@ -27,8 +27,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MICRO_BATCHES, ITERATIONS = 64, 60
-# Instructions of 1.5 and of some 10 ms, in iterations that take about as long; those of large models take 20 to 300 ms.
-ENGINES = {"short": (64, 64), "long": (512, 10)}
+# Rows of a micro-batch, micro-batches and iterations: instructions of 1.5 and of some 10 ms in iterations of 200 ms, and
+# iterations of 2 s; instructions of large models take 20 to 300 ms.
+ENGINES = {"short": (64, 64, 30), "long": (512, 10, 30), "2 s": (512, 100, 10)}
+MODES = ("observe", "run")
 CLOCKS_MHZ = (1410, 1200)
 INSTRUCTION_S = 0.05
 LATENCY_S = 0.015
@@ -55,10 +57,10 @@ def main() -> None:
                 if (value := run(name, Path(folder), stub.environment)) is not None:
                     found[name].append(value)
     per = {name: [statistics.median(v) for v in zip(*runs, strict=True)] for name, runs in found.items() if runs}
-    report(per["perseus"][0], per["zeus"][0] if "zeus" in per else None, [per[name] for name in ENGINES])
+    report(per["perseus"][0], per["zeus"][0] if "zeus" in per else None, per)
 
 
-def report(ours_s: float, zeus_s: float | None, engines: list[list[float]]) -> None:
+def report(ours_s: float, zeus_s: float | None, engines: dict[str, list[float]]) -> None:
     """Print seconds per instruction, and per iteration of DeepSpeed, as ratios."""
     print("Training thread, per instruction (begin and end, the clock changes every time):")
     print(f"  perseus-ds  {ours_s * 1e6:6.1f} µs, without the CUDA events it records on a GPU")
@@ -66,12 +68,14 @@ def report(ours_s: float, zeus_s: float | None, engines: list[list[float]]) -> N
         print("  zeus        skipped: its pipeline optimizer cannot be imported (pip install zeus[pfo])")
     else:
         print(f"  zeus        {zeus_s * 1e6:6.1f} µs, without its synchronize\n  ratio       {ours_s / zeus_s:6.2f}")
-    print("Iteration of DeepSpeed's pipeline engine, one stage, clocks as planned:")
-    for (_, micro_batches), (plain_s, ratio, again) in zip(ENGINES.values(), engines, strict=True):
-        instruction_s = plain_s / micro_batches / 2
-        print(f"  plain       {plain_s * 1e3:6.2f} ms, a clock change every {instruction_s * 1e3:.1f} ms")
-        print(f"  ratio       {ratio:.4f}, with perseus-ds to plain")
-        print(f"  noise       {again:.4f}, a second plain engine to the first")
+    print("Iteration of DeepSpeed's pipeline engine, one stage; in run mode a clock change at every instruction:")
+    for name, (_, micro_batches, _) in ENGINES.items():
+        for mode in MODES:
+            plain_s, ratio, again, cpu, cpu_again = engines[f"{mode} {name}"]
+            instruction_s = plain_s / micro_batches / 2
+            print(f"  {mode}, plain {plain_s * 1e3:.1f} ms of instructions that take {instruction_s * 1e3:.1f} ms")
+            print(f"    time      {ratio:.4f} with perseus-ds to plain, {again:.4f} a second plain engine to the first")
+            print(f"    processor {cpu:.4f} and {cpu_again:.4f}, of the training thread: also on a busy machine")
 
 
 def run(name: str, folder: Path, environment: dict[str, str]) -> list[float] | None:
@@ -187,8 +191,10 @@ def _repeat(iteration: Callable[[], None]) -> None:
         time.sleep(0.02)
 
 
-def engines(rows: int, micro_batches: int) -> list[float]:
+def engines(mode: str, rows: int, micro_batches: int, iterations: int) -> list[float]:
     """Return seconds per iteration of DeepSpeed alone; relative to that, with Perseus, and alone once more.
+
+    Then the same two ratios of the training thread's processor time.
 
     The engines live in one process and train in turns, so that a machine which is busy with something else now and
     then slows all: ratios are medians over neighbouring iterations, and the last one says how far they can be trusted.
@@ -196,21 +202,24 @@ def engines(rows: int, micro_batches: int) -> list[float]:
     import torch
 
     _, frontier = _plan(micro_batches=micro_batches)
-    block = {"mode": "run", "device": "nvml", "frontier": frontier, "output_dir": tempfile.mkdtemp()}
+    block = {"mode": mode, "device": "nvml", "output_dir": tempfile.mkdtemp()}
+    if mode == "run":
+        block["frontier"] = frontier
     plain, ours, again = (_engine(b, rows, micro_batches) for b in (None, block, None))
     data = iter(lambda: (torch.zeros(rows, 384), torch.zeros(rows, 384)), None)
-    times_s = [[_timed(engine, data) for engine in (plain, ours, again)] for _ in range(ITERATIONS // 2)][5:]
+    turns = [[_timed(engine, data) for engine in (plain, ours, again)] for _ in range(iterations)][3:]
     ours.destroy()
     return [
-        statistics.median(t[0] for t in times_s),
-        *(statistics.median(t[n] / t[0] for t in times_s) for n in (1, 2)),
+        statistics.median(turn[0][0] for turn in turns),
+        *(statistics.median(turn[n][kind] / turn[0][kind] for turn in turns) for kind in (0, 1) for n in (1, 2)),
     ]
 
 
-def _timed(engine: Any, data: Any) -> float:
-    began_s = time.perf_counter()
+def _timed(engine: Any, data: Any) -> tuple[float, float]:
+    """Return time and processor time of this thread of one iteration [s]."""
+    began_s, began_cpu_s = time.perf_counter(), time.thread_time()
     engine.train_batch(data)
-    return time.perf_counter() - began_s
+    return time.perf_counter() - began_s, time.thread_time() - began_cpu_s
 
 
 def _engine(block: dict[str, Any] | None, rows: int, micro_batches: int) -> Any:
@@ -240,7 +249,7 @@ def _engine(block: dict[str, Any] | None, rows: int, micro_batches: int) -> Any:
 CHILDREN: dict[str, Callable[[], list[float]]] = {
     "perseus": perseus,
     "zeus": zeus,
-    **{name: partial(engines, *size) for name, size in ENGINES.items()},
+    **{f"{mode} {name}": partial(engines, mode, *size) for name, size in ENGINES.items() for mode in MODES},
 }
 
 

@@ -133,6 +133,7 @@ def _examine_gpu(index: int, lock: bool, timebase: Timebase) -> Iterator[Finding
     try:
         yield Finding("ok", f"GPU {index}", f"{gpu.name}, {gpu.uuid}, driver {gpu.driver}")
         yield _try("clocks", _clocks, gpu)
+        yield from _settings(gpu)
         yield _try("power", _power, gpu)
         yield _try("energy", partial(_energy, timebase=timebase), gpu)
         yield _try("lock", partial(_lock, timebase=timebase), gpu) if lock else _capability()
@@ -150,6 +151,16 @@ def _try(what: str, examine: Callable[[NvmlGpu], Finding], gpu: NvmlGpu) -> Find
 def _clocks(gpu: NvmlGpu) -> Finding:
     clocks = gpu.supported_clocks_mhz()
     return Finding("ok", "clocks", f"{len(clocks)} from {clocks[0]} to {clocks[-1]} MHz, now {gpu.clock_mhz()} MHz")
+
+
+def _settings(gpu: NvmlGpu) -> Iterator[Finding]:
+    """Find what somebody has set that changes what default clocks are."""
+    try:
+        for setting in gpu.settings_of_administrator():
+            text, _, remedy = setting.partition(". ")
+            yield Finding("warn", "default", text, remedy)
+    except GpuError as error:
+        yield _failure("default", error)
 
 
 def _power(gpu: NvmlGpu) -> Finding:

@@ -30,7 +30,11 @@ def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_ra
     Raises:
         GpuError: There is no such GPU, or its driver is missing.
     """
-    return with_energy(_open_bare_gpu(config, device, rank, local_rank))
+    gpu = _open_bare_gpu(config, device, rank, local_rank)
+    if isinstance(gpu, NvmlGpu):
+        for setting in gpu.settings_of_administrator():
+            logger.warning("perseus: rank %d, %s: %s", rank, gpu, setting)
+    return with_energy(gpu)
 
 
 def execution_on(gpu: Gpu, device: torch.device, config: PerseusConfig) -> Execution:

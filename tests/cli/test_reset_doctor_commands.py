@@ -194,3 +194,21 @@ def test_doctor_finds_zeusd(
         listener.listen()
         main(["doctor"])
     assert "answers" in lines_of(capsys)["zeusd"][1]
+
+
+def test_doctor_finds_what_an_administrator_has_set(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
+    stub_nvml_here.gpus[1].application_clock_mhz = 1200
+    stub_nvml_here.gpus[2].power_limit_w = 300.0
+    for name in ("application_clock", "power_limit"):
+        stub_nvml_here.gpus[3].fail(name, "not_supported")
+    found = [
+        [(f.level, f.text, f.remedy) for f in findings if f.what == "default"]
+        for findings in examine_gpus(lock=False, timebase=stub_time)
+    ]
+    (clock,), (power,) = found[1], found[2]
+    assert clock[0] == power[0] == "warn"
+    assert "its application clock is 1200 MHz of 1410: default clocks stay below that" in clock[1]
+    assert "nvidia-smi -i 1 -rac" in clock[2]
+    assert "its power limit is 300 W of 400 W" in power[1]
+    assert "nvidia-smi -i 2 -pl 400" in power[2]
+    assert found[0] == found[3] == []

@@ -21,7 +21,7 @@ A100_CLOCKS_MHZ = tuple(range(1410, 209, -15))
 FUNCTIONS = (
     "init", "shutdown", "driver_version", "count", "by_index", "by_uuid", "by_pci", "uuid", "name", "pci_info",
     "memory_clocks", "graphics_clocks", "set_locked", "reset_locked", "clock_info", "energy", "power", "reasons",
-    "mig_mode",
+    "mig_mode", "application_clock", "power_limit", "default_power_limit",
 )  # fmt: skip
 ERRORS = {
     "none": 0, "not_supported": 3, "no_permission": 4, "driver_not_loaded": 9, "timeout": 10, "function_not_found": 13,
@@ -42,9 +42,11 @@ class StubGpu(ctypes.Structure):
         ("memory_clock_count", ctypes.c_uint32), ("memory_clocks_mhz", ctypes.c_uint32 * 4),
         ("locked_clock_mhz", ctypes.c_uint32), ("previous_clock_mhz", ctypes.c_uint32),
         ("limit_clock_mhz", ctypes.c_uint32), ("has_energy_counter", ctypes.c_uint32),
-        ("mig_enabled", ctypes.c_uint32), ("reserved", ctypes.c_uint32), ("throttle_reasons", ctypes.c_uint64),
+        ("mig_enabled", ctypes.c_uint32), ("application_clock_mhz", ctypes.c_uint32),
+        ("throttle_reasons", ctypes.c_uint64),
         ("locked_at_s", ctypes.c_double), ("settle_s", ctypes.c_double), ("lock_latency_s", ctypes.c_double),
-        ("counter_period_s", ctypes.c_double), ("power_w", ctypes.c_double),
+        ("counter_period_s", ctypes.c_double), ("power_w", ctypes.c_double), ("power_limit_w", ctypes.c_double),
+        ("default_power_limit_w", ctypes.c_double),
         ("_calls", ctypes.c_uint32 * len(FUNCTIONS)), ("_errors", ctypes.c_int32 * len(FUNCTIONS)),
         ("_hang", ctypes.c_uint32 * len(FUNCTIONS)), ("change_count", ctypes.c_uint32),
         ("_changes", _Change * HISTORY),
@@ -169,3 +171,5 @@ def _fill(gpu: StubGpu, index: int, clocks_mhz: Sequence[int]) -> None:
     gpu.has_energy_counter = 1
     gpu.counter_period_s = 0.1
     gpu.power_w = 250.0
+    gpu.application_clock_mhz = max(clocks_mhz)
+    gpu.power_limit_w = gpu.default_power_limit_w = 400.0

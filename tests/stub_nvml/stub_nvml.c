@@ -22,7 +22,8 @@ enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, 
        DRIVER_NOT_LOADED = 9 };
 
 enum function { INIT, SHUTDOWN, DRIVER_VERSION, COUNT, BY_INDEX, BY_UUID, BY_PCI, UUID, NAME, PCI_INFO, MEMORY_CLOCKS,
-                GRAPHICS_CLOCKS, SET_LOCKED, RESET_LOCKED, CLOCK_INFO, ENERGY, POWER, REASONS, MIG_MODE, FUNCTIONS };
+                GRAPHICS_CLOCKS, SET_LOCKED, RESET_LOCKED, CLOCK_INFO, ENERGY, POWER, REASONS, MIG_MODE,
+                APPLICATION_CLOCK, POWER_LIMIT, DEFAULT_POWER_LIMIT, FUNCTIONS };
 
 struct change {
     double at_s; /* CLOCK_MONOTONIC, or virtual */
@@ -37,9 +38,9 @@ struct gpu {
     uint32_t locked_clock_mhz; /* 0: not locked */
     uint32_t previous_clock_mhz; /* in effect until settled */
     uint32_t limit_clock_mhz; /* the clock stays below this one, as at a power limit; 0: no limit */
-    uint32_t has_energy_counter, mig_enabled, reserved;
+    uint32_t has_energy_counter, mig_enabled, application_clock_mhz;
     uint64_t throttle_reasons;
-    double locked_at_s, settle_s, lock_latency_s, counter_period_s, power_w;
+    double locked_at_s, settle_s, lock_latency_s, counter_period_s, power_w, power_limit_w, default_power_limit_w;
     uint32_t calls[FUNCTIONS];
     int32_t errors[FUNCTIONS]; /* nvmlReturn_t to answer with, 0: none */
     uint32_t hang[FUNCTIONS]; /* does not return until this is 0 again */
@@ -276,6 +277,24 @@ int nvmlDeviceGetTotalEnergyConsumption(struct gpu *gpu, unsigned long long *mil
 int nvmlDeviceGetPowerUsage(struct gpu *gpu, unsigned *milliwatts) {
     int error = call(gpu, POWER);
     if (!error) *milliwatts = (unsigned)(gpu->power_w * 1e3);
+    return error;
+}
+
+int nvmlDeviceGetApplicationsClock(struct gpu *gpu, int type, unsigned *mhz) {
+    int error = call(gpu, APPLICATION_CLOCK);
+    if (!error) *mhz = type == 2 ? gpu->memory_clocks_mhz[0] : gpu->application_clock_mhz;
+    return error;
+}
+
+int nvmlDeviceGetPowerManagementLimit(struct gpu *gpu, unsigned *milliwatts) {
+    int error = call(gpu, POWER_LIMIT);
+    if (!error) *milliwatts = (unsigned)(gpu->power_limit_w * 1e3);
+    return error;
+}
+
+int nvmlDeviceGetPowerManagementDefaultLimit(struct gpu *gpu, unsigned *milliwatts) {
+    int error = call(gpu, DEFAULT_POWER_LIMIT);
+    if (!error) *milliwatts = (unsigned)(gpu->default_power_limit_w * 1e3);
     return error;
 }
 

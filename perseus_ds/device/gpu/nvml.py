@@ -187,6 +187,38 @@ class NvmlGpu:
             return f"P{int(self._ask('Reading the performance state', 'nvmlDeviceGetPerformanceState'))}"
         return None
 
+    def settings_of_administrator(self) -> list[str]:
+        """Return what somebody has set that keeps default clocks below the GPU's own, a sentence each.
+
+        A clock that somebody has locked cannot be asked for: it is seen under load only, where the clock stays below
+        the highest and nothing limits it.
+        """
+        found = []
+        top_mhz = self._clocks_mhz[-1]
+        application_mhz = self._optional(
+            "Reading the application clock", "nvmlDeviceGetApplicationsClock", pynvml.NVML_CLOCK_SM
+        )
+        if application_mhz is not None and application_mhz < top_mhz:
+            found.append(
+                f"its application clock is {application_mhz} MHz of {top_mhz}: default clocks stay below that, and a "
+                f"lock by Perseus does not. `nvidia-smi -i {self.index} -rac` resets it."
+            )
+        limit_mw = self._optional("Reading the power limit", "nvmlDeviceGetPowerManagementLimit")
+        default_mw = self._optional("Reading the default power limit", "nvmlDeviceGetPowerManagementDefaultLimit")
+        if limit_mw is not None and default_mw is not None and limit_mw < default_mw:
+            found.append(
+                f"its power limit is {limit_mw / 1e3:.0f} W of {default_mw / 1e3:.0f} W: plans are made for that limit "
+                f"and hold as long as it stays. `nvidia-smi -i {self.index} -pl {default_mw / 1e3:.0f}` resets it."
+            )
+        return found
+
+    def _optional(self, what: str, function: str, *arguments: int) -> int | None:
+        """Return a setting; None where the GPU or its driver does not have it."""
+        try:
+            return int(self._ask(what, function, *arguments))
+        except GpuError:
+            return None
+
     def close(self) -> None:
         """Release the driver. The clock stays as it is."""
         if self._open:
