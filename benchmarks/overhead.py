@@ -27,8 +27,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MICRO_BATCHES, ITERATIONS = 64, 60
-# Rows of a micro-batch, micro-batches and iterations: instructions of 1.5 and of some 10 ms in iterations of 200 ms, and
-# iterations of 2 s; instructions of large models take 20 to 300 ms.
+# Rows of a micro-batch, micro-batches and iterations: instructions of 1.5 and of some 10 ms in iterations of 200 ms,
+# and iterations of 2 s; instructions of large models take 20 to 300 ms.
 ENGINES = {"short": (64, 64, 30), "long": (512, 10, 30), "2 s": (512, 100, 10)}
 MODES = ("observe", "run")
 CLOCKS_MHZ = (1410, 1200)

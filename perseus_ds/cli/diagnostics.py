@@ -156,7 +156,7 @@ def _clocks(gpu: NvmlGpu) -> Finding:
 def _settings(gpu: NvmlGpu) -> Iterator[Finding]:
     """Find what somebody has set that changes what default clocks are."""
     try:
-        for setting in gpu.settings_of_administrator():
+        for setting in gpu.administrator_settings:
             text, _, remedy = setting.partition(". ")
             yield Finding("warn", "default", text, remedy)
     except GpuError as error:

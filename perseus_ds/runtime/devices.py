@@ -32,7 +32,7 @@ def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_ra
     """
     gpu = _open_bare_gpu(config, device, rank, local_rank)
     if isinstance(gpu, NvmlGpu):
-        for setting in gpu.settings_of_administrator():
+        for setting in gpu.administrator_settings:
             logger.warning("perseus: rank %d, %s: %s", rank, gpu, setting)
     return with_energy(gpu)
 

@@ -187,8 +187,9 @@ class NvmlGpu:
             return f"P{int(self._ask('Reading the performance state', 'nvmlDeviceGetPerformanceState'))}"
         return None
 
-    def settings_of_administrator(self) -> list[str]:
-        """Return what somebody has set that keeps default clocks below the GPU's own, a sentence each.
+    @property
+    def administrator_settings(self) -> list[str]:
+        """What somebody has set that keeps default clocks below the GPU's own, a sentence each.
 
         A clock that somebody has locked cannot be asked for: it is seen under load only, where the clock stays below
         the highest and nothing limits it.
