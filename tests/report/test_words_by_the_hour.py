@@ -3,6 +3,7 @@
 from perseus_ds.artifacts.hour_records import CostsSoFar, Halted, TimetableMade
 from perseus_ds.artifacts.run_file import from_line, to_line
 from perseus_ds.artifacts.run_records import PlanChosen
+from perseus_ds.report.tiles import by_the_hour
 from perseus_ds.report.words import event_in_words
 
 
