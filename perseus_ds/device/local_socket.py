@@ -9,8 +9,10 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-_LONGEST_LINE = 65536
+LONGEST_LINE = 65536
 """Bytes; a longer line is no message of ours, and must not fill the memory."""
+_LONGEST_ANSWER = 64 * LONGEST_LINE
+"""Bytes; the status of a job has figures of every rank."""
 
 
 class LocalSocketError(OSError):
@@ -42,7 +44,7 @@ def listen(address: str) -> socket.socket:
         listener.bind(address)
         if not address.startswith("\0"):
             os.chmod(address, 0o600)
-        listener.listen(128)
+        listener.listen(1024)
     except OSError:
         listener.close()
         raise
@@ -57,8 +59,11 @@ def connect(address: str, timeout_s: float) -> socket.socket:
     """
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.settimeout(timeout_s)
+        # A connect with Python's time-out fails at once where the listener's queue is full; this one waits.
+        wait = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
         connection.connect(address)
+        connection.settimeout(timeout_s)
     except OSError:
         connection.close()
         raise
@@ -74,8 +79,8 @@ def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def receive(connection: socket.socket) -> dict[str, Any]:
-    """Return the object that the other end sends next.
+def receive(connection: socket.socket, most_bytes: int = LONGEST_LINE) -> dict[str, Any]:
+    """Return the object that the other end sends next, in a line that is no longer than so many bytes.
 
     Raises:
         LocalSocketError: It sent something else, or closed the connection before the end of the line.
@@ -83,13 +88,22 @@ def receive(connection: socket.socket) -> dict[str, Any]:
     """
     line = b""
     while not line.endswith(b"\n"):
-        received = connection.recv(4096)
+        received = connection.recv(65536)
         line += received
-        if not received or len(line) > _LONGEST_LINE:
+        if not received or len(line) > most_bytes:
             raise LocalSocketError(f"expected a line with a JSON object, got {len(line)} bytes without its end")
+    return parse(line)
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """Return the object of a line.
+
+    Raises:
+        LocalSocketError: It is not a JSON object, or its lists and objects are too deep.
+    """
     try:
         message = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LocalSocketError(f"expected a JSON object, got {line[:80]!r}: {error}") from None
     if not isinstance(message, dict):
         raise LocalSocketError(f"expected a JSON object, got {line[:80]!r}")
@@ -103,4 +117,4 @@ def exchange(connection: socket.socket, message: Mapping[str, Any]) -> dict[str,
         OSError: As :func:`send` and :func:`receive`.
     """
     send(connection, message)
-    return receive(connection)
+    return receive(connection, _LONGEST_ANSWER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -72,7 +73,7 @@ class JobControl:
             raise ValueError(
                 f"pipeline: there is no pipeline {pipeline}; they are numbered 0 to {self._pipelines - 1}."
             )
-        if not slowdown >= 1:
+        if not 1 <= slowdown < math.inf:
             raise ValueError(f"slowdown: expected at least 1 (1 ends it), got {slowdown}.")
         with self._lock:
             if slowdown == 1:

@@ -75,7 +75,10 @@ class PlanFollower:
             signals=signals or {},
             timetable=timetable,
         )
-        return decide(policy, self._frontier, situation)
+        try:
+            return decide(policy, self._frontier, situation)
+        except Exception as error:  # whatever an order holds, training goes on
+            return Decision(0, f"the policy {policy.name} fails ({error!r}). Running at default clocks", failed=True)
 
     def expected(self, plan: int) -> tuple[float, float]:
         """Return time [s] and energy of all GPUs [J] of an iteration under a plan, by the profile and as measured."""

@@ -51,11 +51,13 @@ class Decision:
     Attributes:
         plan: Place on the frontier.
         problem: The condition of the policy that cannot be met; empty if it is met.
+        failed: Whether nothing could be decided; then the job runs at default clocks.
         halts: Whether training stands still before it.
         timetable: What a cheapest policy has decided for the time until the job ends.
     """
 
     plan: int
     problem: str = ""
+    failed: bool = False
     halts: bool = False
     timetable: Timetable | None = None

@@ -6,11 +6,21 @@ from contextlib import contextmanager
 
 import pytest
 from lone_communicator import LoneCommunicator
-from virtual_job import SLOWER, WorkerAtOnce, events, in_order, late_under_plans
+from virtual_job import SLOWER, events, in_order, late_under_plans
+from worker_at_once import WorkerAtOnce
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import Drifted, Ended, Failed, PlanChosen, PlanJudged, Predicted, ProfileWritten
+from perseus_ds.artifacts.run_records import (
+    Drifted,
+    Ended,
+    Failed,
+    PlanChosen,
+    PlanJudged,
+    PolicyChanged,
+    Predicted,
+    ProfileWritten,
+)
 from perseus_ds.errors import GpuError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.control_socket import parse_order
@@ -165,6 +175,22 @@ def test_an_unexpected_error_in_a_decision_never_ends_training(start, monkeypatc
     assert job.runtime.next.phase == "observe"
     assert caplog.text.count("division by zero") == 1
     assert job.close()[-1].plan is None
+
+
+def test_a_policy_that_fails_means_default_clocks_until_there_is_another(start, frontier, monkeypatch, capsys):
+    job = start(mode="run", frontier=frontier)
+    job.train_until("run")
+    job.runtime.set_policy({"name": "power_cap", "watts": 300.0})
+    monkeypatch.setattr("perseus_ds.policy.decisions._under_cap", lambda *_: 1 / 0)
+    assert job.train(6)[-1] == "pause"
+    assert job.gpu.clock_mhz() == job.gpu.supported_clocks_mhz()[-1]
+    assert capsys.readouterr().out.count("the policy power_cap fails (ZeroDivisionError") == 1
+    job.runtime.set_policy({"name": "energy_optimal"})
+    assert job.train(4)[-1] == "run"
+    job.close()
+    problems = [record.problem for record in events(job, PolicyChanged) if record.problem]
+    assert len(problems) == 1
+    assert problems[0].endswith("Running at default clocks")
 
 
 def test_a_changed_schedule_ends_plans_and_profiling_alike(start, caplog):
