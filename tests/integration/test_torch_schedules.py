@@ -1,22 +1,19 @@
 """Training by torch's schedules under Perseus is, bit for bit, training without it; plans are kept."""
 
 import json
-import random
 import re
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 from forked import run_ranks
+from frontiers import save_random_plan
 from run_log import iterations, records
 from schedule_runs import STAGES_PER_RANK, run
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from perseus_ds.artifacts.frontier import Frontier, Provenance
-from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.timeline import TimelineFile
-from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.torch_pipelining.order import read_class
 
@@ -37,23 +34,6 @@ def order_of(name):
     return read_class(
         get_schedule_class(name), ranks=2, stages_per_rank=STAGES_PER_RANK[name], micro_batches=MICRO_BATCHES
     )
-
-
-def save_random_plan(folder, order):
-    instructions = tuple(tuple(i for i in stream if i.kind is not Kind.TAIL) for stream in order.instructions)
-    draw = random.Random(0)
-    clocks = tuple(tuple(draw.choice(DEVICES["a100-sxm"].clocks_mhz[40:]) for _ in s) for s in instructions)
-    plan = FrequencyPlan(instructions, clocks, 1.0, 100.0)
-    provenance = Provenance(
-        schedule=order.name,
-        micro_batches=MICRO_BATCHES,
-        stages=order.num_stages,
-        blocking_power_w=80.0,
-        solver="none",
-        simulated=True,
-    )
-    Frontier((plan,), 1.0, plan, provenance).save(folder)
-    return plan
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
