@@ -55,6 +55,8 @@ class RowQuality(FileModel):
         time_relative_error: Standard error; None where unknown.
         energy_relative_error: Standard error; None where unknown.
         reached_mhz: The clock at which the GPU ran, where a limit kept it lower.
+        temperature_c: Of the GPU, when the measurement ended; None where unknown.
+        power_state: The same of its performance state, such as ``P0``.
     """
 
     stage: Stage
@@ -64,6 +66,8 @@ class RowQuality(FileModel):
     time_relative_error: RelativeError | None = None
     energy_relative_error: RelativeError | None = None
     reached_mhz: Index | None = None
+    temperature_c: Annotated[float, Field(ge=-300, le=1e4)] | None = None
+    power_state: Text | None = None
 
 
 class ProfileInfo(FileModel):

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from perseus_ds.device.gpu.base import counts_whole_module
 from perseus_ds.device.gpu.latency import counter_period_s, lock_latency
 from perseus_ds.device.gpu.nvml import NvmlGpu
 from perseus_ds.device.gpu.nvml_lookup import gpu_count
@@ -172,7 +173,11 @@ def _energy(gpu: NvmlGpu, timebase: Timebase) -> Finding:
         return Finding(
             "warn", "energy", "the counter did not change in 1 s", "Check nvidia-smi; energies would be wrong."
         )
-    return Finding("ok", "energy", f"counter refreshed every {period_s * 1e3:.0f} ms")
+    refreshed = f"counter refreshed every {period_s * 1e3:.0f} ms"
+    if counts_whole_module(gpu.name):
+        remedy = "Savings are parts of the module's energy: what its CPU uses does not follow the GPU's clock."
+        return Finding("warn", "energy", f"{refreshed}; it covers the whole Grace-Hopper module", remedy)
+    return Finding("ok", "energy", refreshed)
 
 
 def _lock(gpu: NvmlGpu, timebase: Timebase) -> Finding:

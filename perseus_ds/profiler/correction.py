@@ -107,7 +107,7 @@ def difference(profile: StageProfile, now: PartTimes, before: Mapping[Key, float
         if name in now_s and profiled_s and _differs(now_s[name], profiled_s, each_s)
     }
     if of_fixed:
-        info = info.model_copy(update={name: getattr(now.fixed, name) for name in ("load_s", "transfers", "others")})
+        info = _with_fixed(info, now.fixed)
     tails = [key for key in profile.keys if key[1] is Kind.TAIL]
     tail_s = min([profile.at_highest_clock(*key).time_s for key in tails] or [*info.tail_s.values()] or [0.0])
     if tail_s and _differs(now.tail_s, tail_s, time_s):
@@ -142,6 +142,19 @@ def with_power(profile: StageProfile, factor: float) -> StageProfile:
 def named(factors: Mapping[Key, float]) -> dict[str, float]:
     """Return the factors of instructions by their names."""
     return {f"{kind} of stage {stage}": factor for (stage, kind), factor in factors.items()}
+
+
+def _with_fixed(info: ProfileInfo, now: ProfileInfo) -> ProfileInfo:
+    """Return metadata with the loads, transfers and other commands of now, as far as they are known."""
+    transfers = {(t.payload, t.source, t.target): t for t in (*info.transfers, *now.transfers)}
+    others = {(other.command, other.stage): other for other in (*info.others, *now.others)}
+    return info.model_copy(
+        update={
+            "load_s": {**info.load_s, **now.load_s},
+            "transfers": list(transfers.values()),
+            "others": list(others.values()),
+        }
+    )
 
 
 def _fixed_s(info: ProfileInfo) -> dict[str, float]:

@@ -33,6 +33,19 @@ class Power:
     clock_mhz: float
 
 
+@dataclass(frozen=True)
+class GpuState:
+    """The state of a GPU while it was measured.
+
+    Attributes:
+        temperature_c: None where the driver does not tell.
+        power_state: Such as ``P0``; None where the driver does not tell.
+    """
+
+    temperature_c: float | None = None
+    power_state: str | None = None
+
+
 class _RefreshTimes:
     """Decides when to read the counter: often while a refresh is expected, and seldom otherwise.
 
@@ -68,6 +81,9 @@ class CounterLog:
     Args:
         gpu: The GPU whose counter is read.
         timebase: The time that moments are given in.
+
+    Attributes:
+        state: Of the GPU, when the counter was last refreshed.
     """
 
     def __init__(self, gpu: Gpu, timebase: Timebase = REAL_TIME) -> None:
@@ -76,6 +92,7 @@ class CounterLog:
         self._refreshes = _RefreshTimes()
         self._changes: list[tuple[float, float]] = []
         self._clocks: list[tuple[float, int]] = []
+        self.state = GpuState()
         self._last_j: float | None = None
         self._stop = Flag(timebase)
         self._error: Exception | None = None
@@ -148,6 +165,7 @@ class CounterLog:
             self._changes.append((now_s, energy_j))
             self._refreshes.add(now_s)
             self._clocks.append((now_s, self._gpu.clock_mhz()))
+            self.state = GpuState(self._gpu.temperature_c(), self._gpu.power_state())
         self._last_j = energy_j
 
     def _read_until_stopped(self) -> None:

@@ -101,6 +101,8 @@ def _estimate_kind(
                 samples=before.samples if before else int(clock_mhz in measured),
                 time_relative_error=float(time.error[number]),
                 energy_relative_error=float(energy_error[number]),
+                temperature_c=before.temperature_c if before else None,
+                power_state=before.power_state if before else None,
             )
             time_s = float(time.value[number])
             result.append((Measurement(stage, kind, clock_mhz, time_s, time_s * float(power.value[number])), quality))

@@ -17,7 +17,7 @@ from perseus_ds.device.timers import Execution, Span
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.profiler.counter_log import CounterLog
+from perseus_ds.profiler.counter_log import CounterLog, GpuState
 from perseus_ds.profiler.profile_config import ProfileConfig
 from perseus_ds.profiler.rows import MeasuredRow
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -88,12 +88,14 @@ class RepetitionResult:
         energy_j: Mean energy of one cycle.
         energy_error: Relative standard error of ``energy_j``.
         clock_mhz: Median clock at which the GPU ran.
+        state: Of the GPU at the end.
     """
 
     times_s: list[float]
     energy_j: float
     energy_error: float
     clock_mhz: float
+    state: GpuState
 
 
 class OfflineProfiler:
@@ -193,6 +195,8 @@ class OfflineProfiler:
                 time_relative_error=time_error,
                 energy_relative_error=error_j / energy_j,
                 reached_mhz=int(repeated.clock_mhz) if held else None,
+                temperature_c=repeated.state.temperature_c,
+                power_state=repeated.state.power_state,
             ),
         )
 
@@ -256,13 +260,9 @@ class OfflineProfiler:
         power = log.power(begin_s, end_s, at_least_s=(end_s - begin_s) / count)
         cycle_s = (end_s - begin_s) / count
         gap_s = cycle_s - sum(span.time_s for span in spans) / count
-        last = _kind(spans[-1])
-        return RepetitionResult(
-            times_s=[span.time_s for span in spans if _kind(span) is last],
-            energy_j=power.watts * cycle_s - self._blocking_power_w * gap_s,
-            energy_error=power.relative_error,
-            clock_mhz=power.clock_mhz,
-        )
+        times_s = [span.time_s for span in spans if _kind(span) is _kind(spans[-1])]
+        energy_j = power.watts * cycle_s - self._blocking_power_w * gap_s
+        return RepetitionResult(times_s, energy_j, power.relative_error, power.clock_mhz, log.state)
 
     def _repeat_for(self, portion_s: float, run: Callable[[], object]) -> int:
         """Run for about this time, as often as the peers of the stage; return how often."""

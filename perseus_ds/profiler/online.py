@@ -23,18 +23,25 @@ from perseus_ds.artifacts.profile_metadata import RowQuality
 from perseus_ds.device.timers import Span
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.profiler.counter_log import GpuState
 from perseus_ds.profiler.fixed_durations import tails_s
 from perseus_ds.profiler.rows import MeasuredRow
 
 Key = tuple[int, Kind]
 Floats = npt.NDArray[np.float64]
 
-# Typical delay until a refresh of the counter is seen [s]; relative variation of power from instruction to instruction.
+# Typical delay until a refresh of the counter is seen [s]; relative variation of power from instruction to instruction,
+# at least. A counter that looks at power during a part of the time only varies by more, which the residuals show.
 _DELAY_S = 0.001
 _POWER_VARIATION = 0.02
+# Relative variance of power among kinds, which is not the counter's.
+_KIND_VARIATION = 0.1**2
+# Dividing the energy among kinds adds an error of about this size.
+_LEAST_ERROR = 0.01
 # Prior knowledge of power, as relative standard deviations: of waiting from blocking power; of the kinds from each
 # other, common to all clocks; and of a kind at one clock from its ratio common to all clocks.
 _WAITING_SPREAD = 0.1
+_WAITING_SPREAD_AT_LOW_CLOCKS = 0.5
 _KIND_SPREAD = {kind: 0.5 if kind is Kind.TAIL else 0.1 for kind in Kind}
 _KIND_SPREAD_AT_A_CLOCK = {kind: 0.2 if kind is Kind.TAIL else 0.02 for kind in Kind}
 
@@ -58,10 +65,17 @@ class _System:
         values = np.concatenate([self.beyond_j / scale, expected_w / spread_w])
         return np.asarray(np.linalg.lstsq(matrix, values, rcond=None)[0])
 
-    def common_w(self, ratio: Floats) -> float:
-        """Return the power beyond blocking power of a kind whose ratio is 1 [W]."""
+    def common_w(self, ratio: Floats, waiting_spread_w: float) -> float:
+        """Return the power beyond blocking power of a kind whose ratio is 1 [W].
+
+        Args:
+            ratio: Of the power beyond blocking power of each kind to the others'.
+            waiting_spread_w: Standard deviation of the power outside of all kinds from blocking power [W].
+        """
         seconds = self.spent_s[:, :-1] @ ratio
-        return float(seconds @ self.beyond_j / (seconds @ seconds))
+        scale = abs(float(seconds @ self.beyond_j / (seconds @ seconds))) + 1e-9
+        matrix = np.vstack([np.column_stack([seconds, self.spent_s[:, -1]]) / scale, [[0.0, 1 / waiting_spread_w]]])
+        return float(np.linalg.lstsq(matrix, np.append(self.beyond_j / scale, 0.0), rcond=None)[0][0])
 
 
 class OnlineProfiler:
@@ -74,12 +88,17 @@ class OnlineProfiler:
     def __init__(self, blocking_power_w: float) -> None:
         self._blocking_power_w = blocking_power_w
         self._keys: list[Key] = []
+        self._state: dict[int, GpuState] = {}
         self._times_s: dict[tuple[int, Key], list[float]] = defaultdict(list)
         # By clock, and for each call of add: spans, and moment and value of the counter's refreshes.
         self._seen: dict[int, list[tuple[list[tuple[Span, Key]], Floats, Floats]]] = defaultdict(list)
 
     def add(
-        self, clock_mhz: int, iterations: Sequence[Sequence[Span]], readings: Sequence[tuple[float, float]]
+        self,
+        clock_mhz: int,
+        iterations: Sequence[Sequence[Span]],
+        readings: Sequence[tuple[float, float]],
+        state: GpuState = GpuState(),  # noqa: B008  # immutable
     ) -> None:
         """Add iterations that ran at one clock, one right after the other.
 
@@ -87,7 +106,9 @@ class OnlineProfiler:
             clock_mhz: The clock.
             iterations: The operations of each, on the same time axis as the readings.
             readings: Moment [s] and value [J] of the energy counter whenever it was refreshed meanwhile.
+            state: Of the GPU at the end.
         """
+        self._state[clock_mhz] = state
         computed = [
             (span, (span.operation.instruction.stage, span.operation.instruction.kind))
             for spans in iterations
@@ -105,6 +126,16 @@ class OnlineProfiler:
             moments, energy_j = np.array(readings).T
             self._seen[clock_mhz].append((computed, moments, energy_j))
 
+    def power_error(self, clock_mhz: int) -> float:
+        """Return the relative error of the mean power beyond blocking power at a clock, by the counter's residuals."""
+        passed_s = sum(float(moments[-1] - moments[0]) for _, moments, _ in self._seen[clock_mhz])
+        computed_s = sum(
+            float(np.clip(span.end_s, moments[0], moments[-1]) - np.clip(span.start_s, moments[0], moments[-1]))
+            for computed, moments, _ in self._seen[clock_mhz]
+            for span, _ in computed
+        )
+        return math.sqrt(self._variation(clock_mhz) * passed_s) / computed_s if computed_s else math.inf
+
     def rows(self) -> list[MeasuredRow]:
         """Return one row for every kind and clock whose power could be estimated, by clock."""
         powers_w = self._powers_w()
@@ -120,10 +151,18 @@ class OnlineProfiler:
         time_s = statistics.median(times_s)
         # The standard error of a median is 1.25 times that of a mean.
         error = 1.25 * statistics.stdev(times_s) / math.sqrt(len(times_s)) / time_s if len(times_s) > 1 else None
-        return MeasuredRow(
-            Measurement(*key, clock_mhz, time_s, power_w * time_s),
-            RowQuality(stage=key[0], kind=key[1], clock_mhz=clock_mhz, samples=len(times_s), time_relative_error=error),
+        beyond = 1 - min(1.0, self._blocking_power_w / power_w)
+        quality = RowQuality(
+            stage=key[0],
+            kind=key[1],
+            clock_mhz=clock_mhz,
+            samples=len(times_s),
+            time_relative_error=error,
+            temperature_c=self._state[clock_mhz].temperature_c,
+            power_state=self._state[clock_mhz].power_state,
+            energy_relative_error=math.hypot(error or 0.0, _LEAST_ERROR, beyond * self.power_error(clock_mhz)),
         )
+        return MeasuredRow(Measurement(*key, clock_mhz, time_s, power_w * time_s), quality)
 
     def _powers_w(self) -> dict[int, Floats]:
         """Return, by clock, the power in each kind [W].
@@ -136,11 +175,16 @@ class OnlineProfiler:
         ratio = np.ones(len(self._keys))
         common_w: dict[int, float] = {}
         for _ in range(3):
-            common_w = {c: w for c, s in systems.items() if (w := s.common_w(ratio)) > 0}
+            common_w = {c: w for c, s in systems.items() if (w := s.common_w(ratio, self._waiting_spread_w(c))) > 0}
             if not common_w:
                 return {}
             ratio = self._ratio({c: systems[c] for c in common_w}, common_w)
-        return {c: self._at_clock(systems[c], ratio, w) for c, w in common_w.items()}
+        return {c: self._at_clock(systems[c], ratio, w, self._waiting_spread_w(c)) for c, w in common_w.items()}
+
+    def _waiting_spread_w(self, clock_mhz: int) -> float:
+        """Return how far power while waiting may be from blocking power, which was measured at default clocks [W]."""
+        below_top = 1 - clock_mhz / max(self._seen)
+        return max(1.0, self._blocking_power_w) * (_WAITING_SPREAD + _WAITING_SPREAD_AT_LOW_CLOCKS * below_top)
 
     def _ratio(self, systems: dict[int, _System], common_w: dict[int, float]) -> Floats:
         """Return the power beyond blocking power of each kind relative to the others, common to all clocks."""
@@ -149,12 +193,12 @@ class OnlineProfiler:
         values = [system.beyond_j / common_w[clock] for clock, system in systems.items()]
         return np.asarray(nnls(np.vstack([*matrix, np.diag(1 / spread)]), np.concatenate([*values, 1 / spread]))[0])
 
-    def _at_clock(self, system: _System, ratio: Floats, common_w: float) -> Floats:
+    def _at_clock(self, system: _System, ratio: Floats, common_w: float, waiting_spread_w: float) -> Floats:
         expected_w = ratio * common_w
         spread = np.array([_KIND_SPREAD_AT_A_CLOCK[kind] for _, kind in self._keys])
         power_w = system.solve(
             np.append(expected_w, 0.0),
-            np.append(spread * np.maximum(expected_w, 1.0), _WAITING_SPREAD * self._blocking_power_w),
+            np.append(spread * np.maximum(expected_w, 1.0), waiting_spread_w),
         )
         return self._blocking_power_w + np.maximum(power_w[:-1], 0.0)
 
@@ -166,19 +210,43 @@ class OnlineProfiler:
             for span, key in computed:
                 seconds[:, self._keys.index(key)] += np.clip(moments - span.start_s, 0.0, span.time_s)
             seconds[:, -1] = moments - seconds.sum(axis=1)
-            weight = _weights(moments, statistics.mean(span.time_s for span, _ in computed))
+            weight = _weights(moments, self._variation(clock_mhz))
             spent.append(weight @ seconds)
             beyond.append(weight @ (energy_j - self._blocking_power_w * moments))
         return _System(np.concatenate(spent), np.concatenate(beyond)) if spent else None
 
+    def _variation(self, clock_mhz: int) -> float:
+        """Return the variance that the energy counted gains in a second, relative to the power beyond blocking [s].
 
-def _weights(moments_s: Floats, instruction_s: float) -> Floats:
+        It is that of the residuals from refresh to refresh, if all kinds had the same power, and at least that of
+        powers that vary from instruction to instruction.
+        """
+        computed_s, used_j, passed_s, times_s = [], [], [], []
+        for computed, moments, energy_j in self._seen[clock_mhz]:
+            done_s = sum(np.clip(moments - span.start_s, 0.0, span.time_s) for span, _ in computed)
+            computed_s.append(np.diff(done_s))
+            used_j.append(np.diff(energy_j - self._blocking_power_w * moments))
+            passed_s.append(np.diff(moments))
+            times_s += [span.time_s for span, _ in computed]
+        seconds, joules = np.concatenate(computed_s), np.concatenate(used_j)
+        least = _POWER_VARIATION**2 * statistics.mean(times_s)
+        passed = np.concatenate(passed_s)
+        columns = np.column_stack([seconds, passed - seconds])
+        power_w = np.linalg.lstsq(columns, joules, rcond=None)[0]
+        if power_w[0] <= 0:
+            return least
+        residual_s = (joules - columns @ power_w) / power_w[0]
+        excess = np.mean(residual_s**2) - 2 * _DELAY_S**2 - _KIND_VARIATION * np.mean(seconds**2)
+        return max(least, float(excess / np.mean(passed)))
+
+
+def _weights(moments_s: Floats, variation_s: float) -> Floats:
     """Return the matrix after which errors of readings are independent, of size 1, and free of a common offset.
 
     A refresh is seen with a random delay. Power varies from instruction to instruction, and the
     resulting deviation of the energy accumulates, so later readings share that of earlier ones.
     """
-    accumulated = _POWER_VARIATION**2 * instruction_s * (np.minimum.outer(moments_s, moments_s) - moments_s[0])
+    accumulated = variation_s * (np.minimum.outer(moments_s, moments_s) - moments_s[0])
     factor = np.linalg.cholesky(accumulated + _DELAY_S**2 * np.eye(len(moments_s)))
     weights = np.linalg.inv(factor)
     begin = weights.sum(axis=1)

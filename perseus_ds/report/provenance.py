@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from perseus_ds.device.gpu.base import counts_whole_module
 from perseus_ds.report.sources import Sources
 
 
@@ -72,5 +73,6 @@ def _facts(path: Path, found: Sources) -> list[str | None]:
     if path.name == "profile.csv" and found.profile is not None:
         info = found.profile.info
         versions = [f"{name} {version}" for name, version in info.versions.items()]
-        return [info.gpu, f"driver {info.driver}" if info.driver else None, info.model, *versions]
+        module = "its energy counter covers the whole module" if counts_whole_module(info.gpu or "") else None
+        return [info.gpu, module, f"driver {info.driver}" if info.driver else None, info.model, *versions]
     return []

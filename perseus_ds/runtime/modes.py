@@ -10,7 +10,8 @@ from typing import Any
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.policy.plan_proof import is_kept
+from perseus_ds.policy.plan_proof import Comparison, is_kept
+from perseus_ds.policy.switch_price import SwitchPrice
 from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.profiler.search import clocks_to_choose_from
 from perseus_ds.runtime.default_clocks import DefaultIterations, measure_default
@@ -150,13 +151,14 @@ def _profile_and_run(
     runner: PlanRunner | None = None
     baseline: Baseline | None = None
     profiles = 0
+    price = SwitchPrice()
     while True:
         if frontier is None:
             warm = yield from warm_up(job, rank)
             baseline = warm.with_tails_of(tails_of)
             default = DefaultIterations(rank.communicator.all_max(baseline.counter_period_s))
             yield from profile_online(job, rank, recorder, baseline)
-            frontier = yield from optimise(job, rank, default)
+            frontier = yield from optimise(job, rank, default, price.time_s)
             profiles += 1
         else:
             default = DefaultIterations(counter_period_s(rank))
@@ -166,7 +168,7 @@ def _profile_and_run(
         if runner is None:
             verdict = compare_prediction(job, rank, recorder, frontier, default, before=baseline)
             if verdict is Verdict.CORRECTED:
-                frontier = yield from optimise(job, rank, default)
+                frontier = yield from optimise(job, rank, default, price.time_s)
             runner = PlanRunner(job, rank, recorder, control, frontier=frontier, default=default.sample)
         else:
             runner.compare_with(default.sample)
@@ -175,13 +177,15 @@ def _profile_and_run(
             runner,
             profiles_again=profiles < _MOST_PROFILES,
             on_kept=lambda: keep_for_later_runs(job, rank, recorder),
+            learn=partial(_learn_price, price, rank, runner, default) if profiles else _nothing_learnt,
         )
+        if outcome is Outcome.REPRICED:
+            recorder.say(f"a clock change delays this job by {price.time_s * 1e3:.2g} ms; planning again with that")
+            frontier = yield from optimise(job, rank, default, price.time_s)
+            runner = None
+            continue
         if outcome is Outcome.LOST:
-            if is_predicted(rank, frontier, default.sample):  # plans of another policy may win
-                yield from observe()
-            forget_for_later_runs(job, rank)
-            if profiles:
-                yield from observe()
+            yield from _give_up(job, rank, frontier, default, is_new=profiles > 0)
         if outcome is not Outcome.IN_DOUBT:  # where a plan lost, an earlier run's profile is out of date
             control.progress = runner.progress_for_other_plans()
             if runner.drifts_by_shape:
@@ -189,8 +193,36 @@ def _profile_and_run(
             frontier = runner = None
 
 
+def _give_up(job: Job, rank: Rank, frontier: Frontier, default: DefaultIterations, *, is_new: bool) -> Phase[None]:
+    """Observe for the rest of the job, after a plan has lost; return where an earlier run's profile is to blame."""
+    if is_predicted(rank, frontier, default.sample):  # plans of another policy may win
+        yield from observe()
+    forget_for_later_runs(job, rank)
+    if is_new:
+        yield from observe()
+
+
+def _learn_price(
+    price: SwitchPrice, rank: Rank, runner: PlanRunner, default: DefaultIterations, comparison: Comparison
+) -> bool:
+    """Take in what a comparison tells of the price of a clock change; return whether to plan again with it."""
+    plan = runner.wanted.clocks.plan
+    return rank.communicator.from_first(
+        lambda: plan is not None and price.learn(plan, comparison, default.sample.time_s)
+    )
+
+
+def _nothing_learnt(comparison: Comparison) -> bool:
+    return False
+
+
 def _under_plan(
-    recorder: Recorder, runner: PlanRunner, *, profiles_again: bool, on_kept: Callable[[], None] = lambda: None
+    recorder: Recorder,
+    runner: PlanRunner,
+    *,
+    profiles_again: bool,
+    on_kept: Callable[[], None] = lambda: None,
+    learn: Callable[[Comparison], bool] = _nothing_learnt,
 ) -> Phase[Outcome]:
     """Train under the policy's plan for as long as it wins against default clocks, which have just been measured."""
     outcome = yield from prove(runner, profiles_again=profiles_again)
@@ -198,6 +230,8 @@ def _under_plan(
         return outcome
     kept = runner.of_policy(partial(is_kept, outcome))
     recorder.plan_judged(runner.wanted.plan, outcome, kept=kept)
+    if learn(outcome):
+        return Outcome.REPRICED
     if not kept:
         return Outcome.LOST
     on_kept()

@@ -24,8 +24,10 @@ from perseus_ds.runtime.warm_up import Baseline
 
 # The clock follows a little after an iteration has begun [s].
 _SETTLE_S = 0.05
-# A counter that was refreshed this often tells power; some clocks are visited more than once for that.
+# A counter that was refreshed this often, and whose power has no larger relative error than this, tells power; some
+# clocks are visited more than once for that.
 _REFRESHES = 10
+_KNOWN = 0.05
 _REFRESHES_A_VISIT = 5
 _MOST_VISITS = 8
 
@@ -223,7 +225,7 @@ class _OnlineMeasurement:
             for part in visit.runs():
                 first, last = part.seen[0], part.seen[-1]
                 readings = self.log.readings(first.start_s + _SETTLE_S, last.start_s + last.time_s)
-                self._profiler.add(clock_mhz, part.spans, readings)
+                self._profiler.add(clock_mhz, part.spans, readings, self.log.state)
                 self._refreshes[clock_mhz] += len(readings)
         except GpuError as error:  # the other ranks are told with the rows
             self._error = error
@@ -236,8 +238,8 @@ class _OnlineMeasurement:
         self._iterations += len(visit.seen)
         self._lost_s += sum(seen.time_s - self._baseline.time_s for seen in visit.seen)
         self._lost_j += sum(seen.energy_j - self._baseline.energy_j for seen in visit.seen)
-        few = self._refreshes[clock_mhz] < _REFRESHES and self._visits[clock_mhz] < _MOST_VISITS
-        return few and self._error is None
+        few = self._refreshes[clock_mhz] < _REFRESHES or self._profiler.power_error(clock_mhz) > _KNOWN
+        return few and self._visits[clock_mhz] < _MOST_VISITS and self._error is None
 
     def rows_of(self, clocks: Sequence[int]) -> Sequence[MeasuredRow] | Exception:
         """Return the rows of some clocks, each of which has one at least; or why there are none."""

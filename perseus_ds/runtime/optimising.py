@@ -15,13 +15,14 @@ from perseus_ds.runtime.running import load_frontier
 _SWITCH_COST_J = 0.5
 
 
-def optimise(job: Job, rank: Rank, default: DefaultIterations) -> Phase[Frontier]:
+def optimise(job: Job, rank: Rank, default: DefaultIterations, switch_cost_s: float) -> Phase[Frontier]:
     """Make the frontier of the job's profile; rank 0's node does it, with low priority.
 
     Args:
         job: The job.
         rank: This rank.
         default: The iterations meanwhile are added, which run at default clocks.
+        switch_cost_s: By how much a change of clock delays the instruction after it [s].
 
     Raises:
         PerseusError: On all ranks: it cannot be made, or does not fit this job.
@@ -35,6 +36,7 @@ def optimise(job: Job, rank: Rank, default: DefaultIterations) -> Phase[Frontier
             out=job.output_dir,
             schedule=ScheduleStreams.of(job.schedule),
             switch_cost_j=_SWITCH_COST_J,
+            switch_cost_s=switch_cost_s,
         )
         worker = OptimizeWorker(request, job.output_dir / "optimize.log")
         rank.beside_training.callback(worker.stop)

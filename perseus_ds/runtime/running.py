@@ -28,11 +28,13 @@ class Outcome(Enum):
         DRIFTED: Instructions take longer or shorter than profiled.
         IN_DOUBT: What was measured at default clocks may no longer hold, or the plan no longer wins.
         LOST: The plan does not win against default clocks.
+        REPRICED: Changes of the clock delay this job more than its plans allow for.
     """
 
     DRIFTED = "drifted"
     IN_DOUBT = "in doubt"
     LOST = "lost"
+    REPRICED = "repriced"
 
 
 def load_frontier(job: Job, rank: Rank, path: Path) -> Frontier:

@@ -84,6 +84,13 @@ def run_by_shape(
         first: The totals of the shape that has number 0, if there is one: it begins when it comes.
     """
     shapes = _Shapes(rank, recorder, start, first)
+    try:
+        yield from _run(shapes)
+    finally:
+        shapes.close()
+
+
+def _run(shapes: _Shapes) -> Phase[None]:
     ran: _Planned | None = None
     reported: Mapping[str, Any] = {}
     while True:
@@ -174,6 +181,12 @@ class _Shapes:
             planned.reports = None
             if planned.phases:
                 self.advance(planned, received)
+
+    def close(self) -> None:
+        """End the phases of all shapes, and what they have running beside training."""
+        for planned in self._planned.values():
+            if planned.phases:
+                planned.phases.close()
 
     def _deserves_plans(self, shape: Shape) -> bool:
         """Whether a shape comes often, can be told from others, and there is room for it."""

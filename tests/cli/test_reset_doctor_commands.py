@@ -88,6 +88,14 @@ def test_doctor_measures_how_often_the_counter_is_refreshed(stub_nvml_here: Stub
     assert findings_of(stub_time)["energy"] == ("ok", "counter refreshed every 50 ms")
 
 
+def test_doctor_says_where_the_counter_covers_more_than_the_gpu(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
+    for gpu in stub_nvml_here.gpus:
+        gpu.name = b"NVIDIA GH200 480GB"
+    level, text = findings_of(stub_time)["energy"]
+    assert level == "warn"
+    assert "the whole Grace-Hopper module" in text
+
+
 def test_doctor_warns_of_a_counter_that_is_not_refreshed(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
     stub_nvml_here.gpus[3].counter_period_s = 1e6
     assert findings_of(stub_time)["energy"] == ("warn", "the counter did not change in 1 s")

@@ -109,6 +109,13 @@ def test_rows_agree_with_the_simulated_gpu(forward_s):
         assert row.energy_j == pytest.approx(time_s * model.power_w(row.clock_mhz), rel=0.025)
 
 
+def test_rows_tell_temperature_and_power_state():
+    rows = measure(Rank({(0, Kind.FORWARD): 0.1}, conditions=["warming"]), CLOCKS[:2], relative_error=1e-9)
+    first, second = (row.quality for row in rows)
+    assert second.temperature_c > first.temperature_c > 35
+    assert first.power_state == "P0"
+
+
 class LateGpu(SimulatedGpu):
     """A GPU whose clock follows 0.8 s after the driver has accepted it."""
 

@@ -46,3 +46,48 @@ def test_iterations_without_two_refreshes_yield_no_row():
     profiler = OnlineProfiler(blocking_power_w=80.0)
     profiler.add(1200, [spans], [(0.1, 5.0)])
     assert profiler.rows() == []
+
+
+def test_power_while_waiting_may_be_lower_at_low_clocks():
+    rng = np.random.default_rng(7)
+    profiler = OnlineProfiler(blocking_power_w=80.0)
+    for clock_mhz, waiting_w, computing_w in ((1410, 80.0, 400.0), (600, 50.0, 180.0)):
+        for start_s in (10.0, 20.0, 30.0, 40.0):
+            spans, pieces, end_s = iteration(rng, start_s)
+            moments = np.arange(start_s + 0.05, end_s, 0.1)
+            watts = [waiting_w if kind is None else computing_w for *_, kind in pieces]
+            used_j = [
+                sum(w * max(0.0, min(moment, b) - a) for w, (a, b, _) in zip(watts, pieces, strict=True))
+                for moment in moments
+            ]
+            profiler.add(clock_mhz, [spans], list(zip(moments, used_j, strict=True)))
+    for row in profiler.rows():
+        watts = row.measurement.energy_j / row.measurement.time_s
+        assert watts == pytest.approx(400.0 if row.measurement.clock_mhz == 1410 else 180.0, rel=0.045)
+
+
+def sampled(pieces, moment, period_s=0.1, share=0.25):
+    """Energy by a counter that looks at power in the last quarter of each period [J]."""
+    begins = np.arange(round(pieces[0][0] / period_s), round(moment / period_s)) * period_s + (1 - share) * period_s
+    return sum(
+        POWER_W[kind] / share * max(0.0, min(begin + share * period_s, b) - max(begin, a))
+        for begin in begins
+        for a, b, kind in pieces
+    )
+
+
+def test_the_error_of_power_says_that_a_counter_looks_a_quarter_of_the_time_only():
+    exact, quarter = OnlineProfiler(blocking_power_w=80.0), OnlineProfiler(blocking_power_w=80.0)
+    rng = np.random.default_rng(3)
+    for number in range(12):
+        spans, pieces, end_s = iteration(rng, 10.0 * number)
+        moments = np.arange(10.0 * number + 0.1, end_s, 0.1)
+        exact.add(1200, [spans], [(m, sum(POWER_W[k] * max(0, min(m, b) - a) for a, b, k in pieces)) for m in moments])
+        quarter.add(1200, [spans], [(m, sampled(pieces, m)) for m in moments])
+        if number == 0:
+            assert quarter.power_error(1200) > 0.05
+    assert exact.power_error(1200) < 0.02
+    assert quarter.power_error(1200) > 3 * exact.power_error(1200)
+    backward, forward = (row.measurement.energy_j for row in quarter.rows())
+    assert backward + forward == pytest.approx(0.03 * 300.0 + 0.07 * 400.0, rel=3 * quarter.power_error(1200))
+    assert min(row.quality.energy_relative_error for row in quarter.rows()) > 0.015

@@ -1,7 +1,8 @@
 """Jobs of one rank in virtual time."""
 
 import pytest
-from virtual_job import SLOWER, VirtualJob, WorkerAtOnce
+from virtual_job import SLOWER, VirtualJob
+from worker_at_once import WorkerAtOnce
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 from lone_communicator import LoneCommunicator
-from virtual_job import SLOWER, WorkerAtOnce, events, in_order, late_under_plans
+from virtual_job import SLOWER, events, in_order, late_under_plans
+from worker_at_once import WorkerAtOnce
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from virtual_job import SLOWER, WorkerAtOnce, events, in_order
+from virtual_job import SLOWER, events, in_order
+from worker_at_once import WorkerAtOnce
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, PlanJudged, ProfileWritten, ShapePlanned

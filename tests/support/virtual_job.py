@@ -7,44 +7,18 @@ from lone_communicator import LoneCommunicator
 from pipelines import one_f_one_b
 from virtual_time import VirtualTime
 
-from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
 from perseus_ds.artifacts.run_file import read_records
 from perseus_ds.artifacts.run_records import IterationRecord
 from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.timers import HostExecution
-from perseus_ds.optimizer import optimize
-from perseus_ds.optimizer.worker import OptimizeResult
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
 
 SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
-
-
-class WorkerAtOnce:
-    """The optimiser's process, in no time and in this process."""
-
-    problem = None
-
-    def __init__(self, request, log_path):
-        self._request = request
-        self.stopped = False
-
-    def remaining_s(self):
-        return None
-
-    def poll(self):
-        if self.problem is not None:
-            return OptimizeResult(ok=False, error=self.problem)
-        schedule, profile = self._request.schedule.to_schedule(), StageProfile.load(self._request.profile)
-        frontier = optimize(schedule, profile, plans=20, switch_cost_j=self._request.switch_cost_j)
-        return OptimizeResult(ok=True, frontier=frontier.save(self._request.out))
-
-    def stop(self):
-        self.stopped = True
 
 
 class VirtualJob:

@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from perseus_ds.config import parse_block
 from pipelines import one_f_one_b
 from virtual_time import VirtualTime
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.artifacts.run_records import IterationRecord, read_records
+from perseus_ds.artifacts.run_file import read_records
+from perseus_ds.artifacts.run_records import IterationRecord
 from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.gpu.simulated_conditions import OneAtATime
@@ -23,6 +23,7 @@ from perseus_ds.distributed import PipelineTopology
 from perseus_ds.errors import PerseusError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.operations import Compute, Exchange
+from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
 
@@ -226,7 +227,7 @@ class VirtualPipeline:
         phase = runtime.next.phase
         begin_s = self.time.now_s()
         begin_j = sum(g.true_energy_j() for g in self.gpus) if rank == 0 else 0.0
-        with runtime.iteration(shapes=lambda: 1.0):
+        with runtime.iteration():
             number = runtime._control.steps
             for operation in self.schedule.ranks[rank]:
                 with runtime.operation(operation):

@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 
+def counts_whole_module(name: str) -> bool:
+    """Return whether the energy counter of this product covers more than the GPU: on Grace-Hopper, the CPU too."""
+    return "GH200" in name
+
+
 class Gpu(Protocol):
     """One GPU, the one this process computes on.
 
@@ -63,6 +68,12 @@ class Gpu(Protocol):
 
     def power_w(self) -> float:
         """Return the power drawn now [W]."""
+
+    def temperature_c(self) -> float | None:
+        """Return the GPU's temperature [degrees Celsius]; None where the driver does not tell."""
+
+    def power_state(self) -> str | None:
+        """Return the performance state, such as ``P0``; None where the driver does not tell."""
 
     def close(self) -> None:
         """Release the driver. The clock stays as it is."""

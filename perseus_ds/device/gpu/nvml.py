@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -173,6 +174,18 @@ class NvmlGpu:
         except GpuError:  # Drivers before 535 have it under its old name.
             mask = self._ask(what, "nvmlDeviceGetCurrentClocksThrottleReasons")
         return tuple(name for bit, name in _THROTTLE_REASONS.items() if mask & bit)
+
+    def temperature_c(self) -> float | None:
+        """Return the GPU's temperature [degrees Celsius]; None where the driver does not tell."""
+        with suppress(GpuError):
+            return float(self._ask("Reading the temperature", "nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU))
+        return None
+
+    def power_state(self) -> str | None:
+        """Return the performance state, such as ``P0``; None where the driver does not tell."""
+        with suppress(GpuError):
+            return f"P{int(self._ask('Reading the performance state', 'nvmlDeviceGetPerformanceState'))}"
+        return None
 
     def close(self) -> None:
         """Release the driver. The clock stays as it is."""

@@ -22,7 +22,7 @@ Condition = Literal[
 
 CONDITIONS: dict[Condition, str] = {
     "lock-contention": "the node's driver serves the clock-setting calls of its GPUs one after the other",
-    "slow-transfers": "a transfer takes 5 ms longer for each change of the GPU's clock in the last 50 ms",
+    "slow-transfers": "a transfer takes 10 ms longer for each change of the GPU's clock in the last 50 ms",
     "sampled-counter": "the energy counter looks at power during a quarter of the time",
     "warming": "power rises by 0.1 % per kelvin while the GPU warms up, for minutes",
     "duty-limit": "the board holds its mean power over a second at 85 % of its limit",
@@ -30,7 +30,7 @@ CONDITIONS: dict[Condition, str] = {
 }
 
 # NVIDIA/nccl#1551 reports that collectives were delayed when clocks were locked about every 50 ms, not by how much.
-_DISTURBED_S, _DELAY_S = 0.05, 0.005
+_DISTURBED_S, _DELAY_S = 0.05, 0.01
 # The A100's and H100's power readings cover 25 ms of 100 ms (arXiv 2312.02741).
 _SAMPLED = 0.25
 _COLD_C, _C_PER_W, _WARMS_IN_S = 30.0, 0.1, 60.0

@@ -191,5 +191,11 @@ class ZeusAmdGpu:
         with _zeus_errors(f"Reading the power of {self}"):
             return float(self._zeus.get_instant_power_usage()) / 1e3
 
+    def temperature_c(self) -> None:
+        """Zeus does not tell it."""
+
+    def power_state(self) -> None:
+        """Zeus does not tell it."""
+
     def close(self) -> None:
         """Nothing to release. The clock stays as it is."""

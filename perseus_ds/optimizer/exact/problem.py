@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,10 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 
 OptionIndices = npt.NDArray[np.intp]
 """For every decision, in the order of ``Problem.node``: an index into its group's options, 0 the fastest."""
+
+
+_AS_FAST = 1.002
+"""A clock is as fast as another one if instructions take at most so many times as long."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class Problem:
         self.switch_cost_s = switch_cost_s
         self.fixed_s = dag.fixed_durations_s(profile.info.fixed_durations)
         measured = set(profile.keys)
+        fastest_mhz = _shared_fastest_mhz(profile) if switch_cost_s else None
         index: dict[tuple[int, Kind], int] = {}
         groups: list[InstructionGroup] = []
         node, group = [], []
@@ -83,7 +89,7 @@ class Problem:
                 continue
             if key not in index:
                 index[key] = len(groups)
-                groups.append(_group(profile, *key, blocking_power_w))
+                groups.append(_group(profile, *key, blocking_power_w, fastest_mhz))
             node.append(number)
             group.append(index[key])
             self.fixed_s[number] = 0.0
@@ -196,7 +202,24 @@ class Problem:
         )
 
 
-def _group(profile: StageProfile, stage: int, kind: Kind, blocking_power_w: float) -> InstructionGroup:
+def _shared_fastest_mhz(profile: StageProfile) -> int | None:
+    """Return the lowest clock at which every instruction is nearly as fast as it can be; None if there is none.
+
+    Above a power limit many clocks are equally fast, and it is noise which of them is the fastest for an instruction.
+    Plans in which a change of clock takes time need one that all instructions share.
+    """
+    slowest: dict[int, list[float]] = defaultdict(list)
+    for stage, kind in profile.keys:
+        options = profile.options(stage, kind)
+        for clock_mhz, time_s in zip(options.clock_mhz.tolist(), options.time_s.tolist(), strict=True):
+            slowest[clock_mhz].append(time_s / float(options.time_s.min()))
+    shared = [c for c, ratios in slowest.items() if len(ratios) == len(profile.keys) and max(ratios) <= _AS_FAST]
+    return min(shared, default=None)
+
+
+def _group(
+    profile: StageProfile, stage: int, kind: Kind, blocking_power_w: float, fastest_mhz: int | None
+) -> InstructionGroup:
     measured = profile.options(stage, kind)
     where = f"stage {stage}, {kind}"
     if len(measured.clock_mhz) < 2:
@@ -212,6 +235,10 @@ def _group(profile: StageProfile, stage: int, kind: Kind, blocking_power_w: floa
             f"is {measured.energy_j[row] / measured.time_s[row]:.1f} W, not above the blocking power of "
             f"{blocking_power_w:.1f} W. Check blocking_power_w, and that energies are in joules per GPU."
         )
+    if fastest_mhz is not None:
+        is_fastest = measured.clock_mhz == fastest_mhz
+        kept = is_fastest | (measured.time_s > measured.time_s[is_fastest])
+        measured = ClockOptions(measured.clock_mhz[kept], measured.time_s[kept], measured.energy_j[kept])
     options = measured.pareto(blocking_power_w)
     return InstructionGroup(stage, kind, options, options.effective_energy_j(blocking_power_w))
 

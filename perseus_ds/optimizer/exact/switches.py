@@ -18,7 +18,7 @@ Indices = npt.NDArray[np.intp]
 _NEARLY_EQUAL = 3e-5
 """A clock change must save this fraction of a mean instruction's energy even where changes cost nothing."""
 _LATE = 1e3
-"""What an instruction that ends late costs, in energies of a mean instruction: beyond what changes save."""
+"""Price of an instruction that ends late, in energies of a mean instruction: more than changes of the clock save."""
 
 
 @dataclass(frozen=True)

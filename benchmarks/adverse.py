@@ -1,0 +1,130 @@
+"""Auto mode on SIMULATED GPUs that are as unpleasant as real ones may be, with and without what is done about it.
+
+    python benchmarks/adverse.py
+    python benchmarks/adverse.py --condition slow-transfers sampled-counter
+
+A job like the demo's, four unequal stages and eight micro-batches, in virtual time: every rank is a thread, passes only
+take time, and the real runtime profiles, plans, proves its plan and runs under it. Iterations under the plan at the end
+of the job are compared with iterations at default clocks of the same job; energies are the true ones of the simulated
+GPUs, not those of their counters.
+
+Without countermeasures: clocks are requested without regard to how late they follow, the counter's noise is not
+estimated, and late plans do not teach the price of a clock change. Whether a plan is kept is decided in both cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from perseus_ds.device.gpu.simulated_conditions import CONDITIONS
+from perseus_ds.device.rank_clocks import ClockPlan
+from perseus_ds.profiler import online
+from perseus_ds.runtime import modes, online_profiling, optimising
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
+
+from virtual_pipeline import VirtualPipeline  # type: ignore[import-not-found]  # noqa: E402
+from worker_at_once import WorkerAtOnce  # type: ignore[import-not-found]  # noqa: E402
+
+STAGES_S = (0.036, 0.034, 0.034, 0.05)
+COMPARED = 20
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a job against its iterations at default clocks.
+
+    Attributes:
+        phase: Of its last iterations: "run" under a plan, "observe" where it has gone back to default clocks.
+        late: How much longer an iteration takes, as a fraction.
+        saved: How much less energy it uses, as a fraction.
+        changes: Clock changes in an iteration, of all GPUs.
+    """
+
+    phase: str
+    late: float
+    saved: float
+    changes: float
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the job is at most 1 % late and uses no more energy, or has gone back to default clocks."""
+        return self.phase == "observe" or (self.late <= 0.01 and self.saved >= 0)
+
+    def __str__(self) -> str:
+        if self.phase == "observe":
+            return f"{'default clocks again':34}"
+        return f"{self.late:+7.2%} {-self.saved:+7.1%} {self.changes:6.1f} changes"
+
+
+def settings_of(condition: str) -> dict[str, Any]:
+    """Return the simulated GPUs' settings for a condition."""
+    if condition == "heavy-tail":
+        return {"lock_latency": "heavy-tail"}
+    if condition == "all":
+        return {"lock_latency": "heavy-tail", "conditions": list(CONDITIONS), "time_noise": 0.005, "power_noise": 0.01}
+    return {"conditions": [] if condition == "none" else [condition]}
+
+
+def train(condition: str, iterations: int) -> Result:
+    """Run a job in auto mode."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        job = VirtualPipeline(Path(folder), stages_s=STAGES_S, gpu=settings_of(condition), mode="auto")
+        job.train(iterations)
+        records = job.close()
+    # The first iterations after a change of phase begin at other clocks.
+    default = [
+        taken for before, taken in zip(job.taken, job.taken[1:], strict=False) if before[0] == taken[0] == "default"
+    ]
+    last = job.taken[-COMPARED:]
+    default_s, default_j = (statistics.mean(values) for values in list(zip(*default, strict=True))[1:])
+    time_s, energy_j = (statistics.mean(values) for values in list(zip(*last, strict=True))[1:])
+    changes = statistics.mean(record.clock_changes for record in records[-COMPARED:])
+    return Result(last[-1][0], time_s / default_s - 1, 1 - energy_j / default_j, changes)
+
+
+@contextlib.contextmanager
+def without_countermeasures() -> Any:
+    """Turn off what is done about late clocks, noisy counters and delays by clock changes."""
+    transitions = ClockPlan.transitions
+    with (
+        patch.object(ClockPlan, "transitions", lambda plan, latency_s: transitions(plan, 0.0)),
+        patch.object(online.OnlineProfiler, "_variation", lambda profiler, clock_mhz: 2e-5),
+        patch.object(online_profiling, "_KNOWN", math.inf),
+        patch.object(modes, "_learn_price", lambda *_: False),
+    ):
+        yield
+
+
+def main() -> None:
+    """Print a line for each condition."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    conditions = ["none", "heavy-tail", *CONDITIONS, "all"]
+    parser.add_argument("--condition", nargs="+", choices=conditions, default=conditions)
+    parser.add_argument("--iterations", type=int, default=160)
+    arguments = parser.parse_args()
+    print("SIMULATED A100s; time and energy of an iteration under the plan against default clocks of the same job")
+    print(f"{'condition':18} {'without countermeasures':34} with countermeasures")
+    bad = []
+    with patch.object(optimising, "OptimizeWorker", WorkerAtOnce):
+        for condition in arguments.condition:
+            with without_countermeasures():
+                without = train(condition, arguments.iterations)
+            result = train(condition, arguments.iterations)
+            print(f"{condition:18} {without!s:34} {result}", flush=True)
+            bad += [] if result.is_good else [condition]
+    print(f"NOT MET: {', '.join(bad)}" if bad else "At most 1 % late and no more energy, or default clocks, everywhere")
+
+
+if __name__ == "__main__":
+    main()
