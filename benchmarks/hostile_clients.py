@@ -55,20 +55,25 @@ def main() -> None:
             shares: list[float] = []
             for _ in range(_ROUNDS):
                 for target in times:
-                    attacker = subprocess.Popen([sys.executable, __file__, "attack", attack, target, str(2 * seconds)])
-                    time.sleep(0.5)  # Python has started
-                    used_s = served_s(process)
+                    attacker = subprocess.Popen(
+                        [sys.executable, __file__, "attack", attack, target, str(2 * seconds + 60)],
+                        stdout=subprocess.PIPE,
+                        text=True,
+                    )
+                    assert attacker.stdout is not None
+                    attacker.stdout.readline()  # it attacks from now on
+                    used_s = served_s()
                     times[target] += train(seconds / _ROUNDS)
                     if target == address:
-                        shares.append((served_s(process) - used_s) / (seconds / _ROUNDS))
+                        shares.append((served_s() - used_s) / (seconds / _ROUNDS))
                         began_s = time.perf_counter()
                         send_order(Path(folder), {"command": "status"})
                         answer_s = time.perf_counter() - began_s
                     attacker.kill()
-                    attacker.wait()
+                    attacker.communicate()
             print(
                 f"{attack:12} {summary(times[address], times[elsewhere])}; "
-                f"server's thread {max(shares):.2%} of a processor; status after {answer_s:.1f} s",
+                f"server's thread {statistics.mean(shares):.2%} of a processor; status after {answer_s:.1f} s",
                 flush=True,
             )
         other.kill()
@@ -79,9 +84,9 @@ def main() -> None:
         server.close()
 
 
-def served_s(process: psutil.Process) -> float:
-    """Return the processor time of all threads but the one that trains [s]."""
-    return float(sum(t.user_time + t.system_time for t in process.threads() if t.id != process.pid))
+def served_s() -> float:
+    """Return the processor time of all threads but the one that trains, which calls this [s]."""
+    return time.process_time() - time.thread_time()
 
 
 def train(seconds: float) -> list[float]:
@@ -113,6 +118,7 @@ def summary(attacked: list[float], spared: list[float]) -> str:
 def attack(kind: str, address: str, seconds: float) -> None:
     """Attack until it is ended, or for so long."""
     threading.Timer(seconds, os._exit, [0]).start()
+    print(flush=True)
     if kind == "half-open":
         kept = [connected(address, b'{"command":') for _ in range(_HALF_OPEN)]
         time.sleep(seconds)
