@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OLDEST_DEEPSPEED := 0.14.4
 DOCS := .venv-docs
 
-.PHONY: demo test test-unit test-busy test-extended test-oldest lint docs clean
+.PHONY: demo test test-unit test-busy test-extended test-oldest fuzz lint docs clean
 
 demo: $(READY)  ## Profile, optimise and train GPT-3 (tiny) on four pipeline stages with simulated GPUs.
 	$(BIN)/python examples/gpt3/demo.py
@@ -34,6 +34,9 @@ test-oldest: .deepspeed-$(OLDEST_DEEPSPEED)/.ready  ## The oldest DeepSpeed that
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 		--upgrade --target $(@D) deepspeed==$(OLDEST_DEEPSPEED)
 	touch $@
+
+fuzz: $(READY)  ## Damaged files on every command that reads them, for hours; always new ones.
+	FUZZ_EXAMPLES=20000 $(BIN)/pytest tests/fuzz -x -n 2
 
 lint: $(READY)  ## Style and types.
 	$(BIN)/ruff check .

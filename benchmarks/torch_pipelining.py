@@ -41,7 +41,7 @@ from perseus_ds.pipeline.instruction import Kind  # noqa: E402
 from perseus_ds.pipeline.schedule import Schedule  # noqa: E402
 from perseus_ds.torch_pipelining.order import read_class  # noqa: E402
 
-SIMULATED = {"longest_instruction_s": 0.06, "counter_period_s": 0.02, "lock_latency_s": 0.002}
+SIMULATED = {"longest_instruction_s": 0.1, "counter_period_s": 0.02, "lock_latency_s": 0.002}
 MEASURED = {"min_clock_mhz": 900, "sampling": "stride", "clock_stride": 8, "warm_up": 5}
 MICRO_BATCHES = 6
 A100_BLOCKING_POWER_W = 83.64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from datetime import time
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -31,7 +32,11 @@ def configuration() -> str:
         "## `perseus`\n",
         *_table(PerseusConfig),
     ]
+    explained = set()
     for key, model in _blocks(PerseusConfig, "perseus"):
+        if model in explained:
+            continue
+        explained.add(model)
         lines += [f"\n## `{key}`\n", f"{(model.__doc__ or '').strip()}\n", *_table(model)]
     return "\n".join(lines) + "\n"
 
@@ -80,7 +85,8 @@ def _blocks(model: type[BaseModel], key: str) -> Iterator[tuple[str, type[BaseMo
 
 
 def _models(field: FieldInfo) -> list[type[BaseModel]]:
-    parts = get_args(field.annotation) if _is_union(field.annotation) else (field.annotation,)
+    is_composed = _is_union(field.annotation) or get_origin(field.annotation) in (list, tuple)
+    parts = get_args(field.annotation) if is_composed else (field.annotation,)
     return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
 
 
@@ -106,7 +112,7 @@ def _rows(what: str, rows: list[list[str]]) -> list[str]:
 
 def _type(field: FieldInfo) -> str:
     if _models(field):
-        return "object, see below"
+        return "objects, see below" if get_origin(field.annotation) is tuple else "object, see below"
     limits = [
         f"{sign} {getattr(limit, name):g}"
         for limit in field.metadata
@@ -121,7 +127,9 @@ def _name(annotation: Any) -> str:
         return ", ".join(f"`{value!r}`".replace("'", '"') for value in get_args(annotation))
     if _is_union(annotation):
         return " or ".join(_name(part) for part in get_args(annotation) if part is not type(None))
-    names = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text"}
+    if get_origin(annotation) is tuple:
+        return f"list of {_name(get_args(annotation)[0])}"
+    names = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text", time: "time of day"}
     return names.get(annotation, "time with a time zone")
 
 
@@ -130,6 +138,8 @@ def _default(field: FieldInfo) -> str:
         return "" if field.default_factory is None else "see below"
     if field.default is None:
         return ""
+    if isinstance(field.default, tuple):
+        return "all"
     text = str(field.default).lower() if isinstance(field.default, bool) else repr(field.default).replace("'", '"')
     return f"`{text}`"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime, timezone
 from typing import Protocol
 
 
@@ -17,6 +18,9 @@ class Timebase(Protocol):
 
     def now_s(self) -> float:
         """Return the time since some moment in the past [s]; it never decreases."""
+
+    def date(self) -> datetime:
+        """Return date and time, which may be set while a job runs."""
 
     def sleep(self, seconds: float) -> None: ...
 
@@ -32,6 +36,9 @@ class RealTime:
 
     def now_s(self) -> float:
         return time.perf_counter()
+
+    def date(self) -> datetime:
+        return datetime.now(timezone.utc)
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)

@@ -13,6 +13,7 @@ from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile_csv import COLUMNS
 from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality, TransferDuration
+from perseus_ds.pipeline.instruction import Instruction, Kind
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(page for folder in (".", "docs", "benchmarks", "examples/*") for page in ROOT.glob(f"{folder}/*.md"))
@@ -103,7 +104,7 @@ def test_reference_pages_are_those_of_the_code(name):
 def test_keys_of_our_files_are_documented(tmp_path):
     page = (ROOT / "docs/file-formats.md").read_text()
     keys = [key for model in (ProfileInfo, RowQuality, TransferDuration, Provenance) for key in model.model_fields]
-    plan = FrequencyPlan(((), ()), ((), ()), 1.0, 2.0, 1.9)
+    plan = FrequencyPlan(((Instruction(0, Kind.FORWARD, 0),),), ((1410,),), 1.0, 2.0, 1.9)
     provenance = Provenance(schedule="s", micro_batches=1, stages=2, blocking_power_w=1.0, solver="exact")
     file = json.loads(Frontier((plan,), 1.0, plan, provenance).save(tmp_path).read_text())
     columns = (tmp_path / "frontier.csv").read_text().splitlines()[0].split(",")

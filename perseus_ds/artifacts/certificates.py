@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from perseus_ds.artifacts.io import write_atomically
+from perseus_ds.artifacts.io import open_bounded, write_atomically
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import FrontierError
@@ -88,10 +88,13 @@ class Certificates:
             FrontierError: It is missing, cut off, damaged, too large, or of another version.
         """
         path = path / FILE_NAME if path.is_dir() else path
-        if not path.is_file():
+        if not path.exists():
             raise FrontierError(f"{path}: no such file; it holds the proofs of the lower bounds. {_REMEDY}")
         try:
-            with zipfile.ZipFile(path) as archive:
+            with (
+                open_bounded(path, FrontierError, FILE_NAME, _MOST_BYTES) as file,
+                zipfile.ZipFile(file) as archive,
+            ):
                 arrays = _read(archive)
             version = int(arrays["schema_version"])
             if version != SCHEMA_VERSION:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -17,9 +18,23 @@ from pydantic import Field
 from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
 from perseus_ds.artifacts.certificates import Certificates
 from perseus_ds.artifacts.io import FileModel, read_json, validated, write_atomically
+from perseus_ds.artifacts.limits import (
+    Clock,
+    Duration,
+    Energy,
+    MicroBatch,
+    MicroBatchCount,
+    Power,
+    Stage,
+    StageCount,
+    Text,
+    Time,
+)
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams
-from perseus_ds.errors import DeadlineError, FrontierError
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.errors import DeadlineError, FrontierError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Schedule
 
 SCHEMA_VERSION = 1
 # Deadlines come from arithmetic on measured times; a plan that is late only by rounding is in time.
@@ -29,15 +44,15 @@ _TOLERANCE = 1e-9
 class Provenance(FileModel):
     """The inputs that a frontier was computed from."""
 
-    schedule: str
-    micro_batches: int
-    stages: int
-    blocking_power_w: float
-    switch_cost_s: float = 0.0
-    solver: str
+    schedule: Text
+    micro_batches: MicroBatchCount
+    stages: StageCount
+    blocking_power_w: Power
+    switch_cost_s: Duration = 0.0
+    solver: Text
     simulated: bool | None = None
-    gpu: str | None = None
-    profile: str | None = None
+    gpu: Text | None = None
+    profile: Text | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,7 @@ class Frontier:
         baseline: The plan with everything at the highest measured clock: the cost of running without Perseus.
         provenance: The inputs that it was computed from.
         instruction_times_s: The profile's duration of an instruction, by stage, kind and clock [s].
+        schedule: The schedule that the plans are for; None in files that do not hold it.
         certificates: The proofs of the plans' lower bounds, where they were just computed; not part of the files
             that ``save`` writes.
     """
@@ -59,6 +75,7 @@ class Frontier:
     baseline: FrequencyPlan
     provenance: Provenance
     instruction_times_s: ClockTimes = field(default_factory=dict)
+    schedule: Schedule | None = field(default=None, repr=False)
     certificates: Certificates | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -135,12 +152,13 @@ class Frontier:
         if raw.get("format") != _FORMAT or raw.get("schema_version") != SCHEMA_VERSION:
             raise FrontierError(
                 f"{path}: expected format {_FORMAT!r} with schema_version {SCHEMA_VERSION}, found "
-                f'{raw.get("format")!r} with {raw.get("schema_version")!r}. Run "perseus-ds optimize" again.'
+                f"{shortened(raw.get('format'))} with {shortened(raw.get('schema_version'))}. "
+                'Run "perseus-ds optimize" again.'
             )
         file = validated(raw, _FrontierFile, path, FrontierError, 'Run "perseus-ds optimize" again.')
         try:
             return file.to_frontier()
-        except FrontierError as error:
+        except (FrontierError, ScheduleError) as error:
             raise FrontierError(f"{path}: {error}") from None
 
     def _csv(self) -> str:
@@ -162,18 +180,18 @@ class Frontier:
             baseline=_PlanFile.of(self.baseline),
             plans=[_PlanFile.of(plan) for plan in self.plans],
             instruction_times_s=[(*key, time_s) for key, time_s in self.instruction_times_s.items()],
+            streams=None if self.schedule is None else ScheduleStreams.of(self.schedule),
         )
 
 
 _FORMAT: Literal["perseus-ds frontier"] = "perseus-ds frontier"
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _PlanFile(FileModel):
-    time_s: Positive
-    energy_j: Positive
-    lower_bound_j: Positive | None = None
-    clocks_mhz: list[list[Annotated[int, Field(gt=0)]]]
+    time_s: Time
+    energy_j: Energy
+    lower_bound_j: Energy | None = None
+    clocks_mhz: list[list[Clock]]
 
     @classmethod
     def of(cls, plan: FrequencyPlan) -> _PlanFile:
@@ -191,23 +209,28 @@ class _PlanFile(FileModel):
         return FrequencyPlan(instructions, clocks, self.time_s, self.energy_j, self.lower_bound_j)
 
 
+_Stream = Annotated[list[tuple[Stage, Kind, MicroBatch]], Field(min_length=1)]
+
+
 class _FrontierFile(FileModel):
     format: Literal["perseus-ds frontier"] = _FORMAT
     schema_version: int = SCHEMA_VERSION
     provenance: Provenance
-    t_min_s: Positive
-    t_star_s: Positive
-    instructions: list[list[tuple[int, Kind, int]]]
+    t_min_s: Time
+    t_star_s: Time
+    instructions: list[_Stream] = Field(min_length=1)
     baseline: _PlanFile
     plans: list[_PlanFile] = Field(min_length=1)
-    instruction_times_s: list[tuple[int, Kind, int, Positive]] = Field(default_factory=list)
+    instruction_times_s: list[tuple[Stage, Kind, Clock, Time]] = Field(default_factory=list)
+    streams: ScheduleStreams | None = None
 
     def to_frontier(self) -> Frontier:
         instructions = tuple(tuple(Instruction(*entry) for entry in stream) for stream in self.instructions)
         plans = tuple(plan.to_plan(instructions) for plan in self.plans)
         _check_order(plans)
         times_s = {(stage, kind, clock): time_s for stage, kind, clock, time_s in self.instruction_times_s}
-        return Frontier(plans, self.t_min_s, self.baseline.to_plan(instructions), self.provenance, times_s)
+        schedule = None if self.streams is None else self.streams.to_schedule()
+        return Frontier(plans, self.t_min_s, self.baseline.to_plan(instructions), self.provenance, times_s, schedule)
 
 
 def _check_order(plans: Sequence[FrequencyPlan]) -> None:

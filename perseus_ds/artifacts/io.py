@@ -1,58 +1,154 @@
-"""Writing files completely or not at all, and reading JSON files with checks."""
+"""Writing files completely or not at all, and reading files with checks and limits."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import tempfile
+import secrets
+import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
+import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from perseus_ds.artifacts.limits import MOST_JSON_BYTES, MOST_JSON_VALUES
 from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import PerseusError
 
 
 class FileModel(BaseModel):
-    """The contents of a JSON file, or a part of them: unknown keys are errors."""
+    """The contents of a JSON file, or a part of them: unknown keys and numbers that are not finite are errors."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file completely or not at all.
+    """Write a file completely or not at all, with the permissions that the umask allows.
+
+    A link at its place is replaced by the file; the file that it leads to is unharmed.
 
     Raises:
         OSError: The disk is full or the folder is not writable; a file already there is unharmed.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def open_without_links(path: Path, *, append: bool) -> BinaryIO:
+    """Open a file to be written little by little; the caller closes it.
+
+    Args:
+        path: The file.
+        append: Whether to keep what is in it.
+
+    Raises:
+        OSError: It cannot be written, is no regular file, or a link, which somebody else may have made.
+    """
+    how = os.O_APPEND if append else 0
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how, 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(f"{path} is no regular file")
+    if not append:
+        os.ftruncate(handle, 0)
+    return os.fdopen(handle, "wb")
+
+
+@contextlib.contextmanager
+def open_bounded(path: Path, error_class: type[PerseusError], what: str, most_bytes: int) -> Iterator[BinaryIO]:
+    """Open a regular file that is not too large, for reading.
+
+    Args:
+        path: The file, or a link to it.
+        error_class: What to raise.
+        what: What it is expected to be, for messages.
+        most_bytes: How large it may be.
+
+    Raises:
+        PerseusError: As ``error_class``: it is missing, no regular file, too large, or cannot be read.
+    """
+    try:
+        # A FIFO without a writer would block for ever.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise error_class(f"{path}: no such file; expected a {what}.") from None
+    except (OSError, ValueError) as error:
+        raise error_class(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
+        os.close(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise error_class(f"{path}: expected a {what}, found no regular file.")
+        raise error_class(f"{path}: {found.st_size} bytes, at most {most_bytes} are read of a {what}.")
+    with os.fdopen(handle, "rb") as file:
+        try:
+            yield file
+        except OSError as error:
+            raise error_class(f"{path}: cannot be read ({error.strerror}).") from None
+
+
+def read_bytes(path: Path, error_class: type[PerseusError], what: str, most_bytes: int) -> bytes:
+    """Return the contents of a file.
+
+    Raises:
+        PerseusError: As :func:`open_bounded`; or it has grown too large meanwhile.
+    """
+    with open_bounded(path, error_class, what, most_bytes) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise error_class(f"{path}: more than {most_bytes} bytes, which are the most that are read of a {what}.")
+    return data
+
+
+def read_text(path: Path, error_class: type[PerseusError], what: str, most_bytes: int) -> str:
+    """Return the contents of a text file, without a byte order mark.
+
+    Raises:
+        PerseusError: As :func:`read_bytes`; or it is not UTF-8.
+    """
+    try:
+        return read_bytes(path, error_class, what, most_bytes).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise error_class(f"{path}: not a {what}, because it is not UTF-8 ({error}).") from None
+
+
+def parse_json(data: str | bytes) -> Any:
+    """Return the value of a JSON text; lists and objects are at most 200 deep, integers have at most 4300 digits.
+
+    Raises:
+        ValueError: It is not JSON, or beyond the limits.
+    """
+    data = data.encode() if isinstance(data, str) else data
+    values = sum(data.count(separator) for separator in (b",", b"[", b"{"))
+    if values > MOST_JSON_VALUES:
+        raise ValueError(f"{values} values, at most {MOST_JSON_VALUES} are read")
+    return pydantic_core.from_json(data)
 
 
 def read_json(path: Path, error_class: type[PerseusError], what: str) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        PerseusError: As ``error_class``, when the file is missing, cut off or not an object.
+        PerseusError: As ``error_class``, when the file is missing, too large, cut off or not an object.
     """
+    data = read_bytes(path, error_class, what, MOST_JSON_BYTES)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise error_class(f"{path}: no such file; expected a {what}.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raw = parse_json(data)
+    except ValueError as error:
         raise error_class(f"{path}: not a complete JSON file ({error}). Write it again.") from None
     if not isinstance(raw, dict):
         raise error_class(f"{path}: expected a {what} (a JSON object), found a {type(raw).__name__}.")

@@ -103,10 +103,10 @@ class StageProfile:
         path = Path(path)
         if path.is_dir():
             path = path / "profile.csv"
-        if not path.is_file():
+        if not path.exists():
             raise ProfileError(f'{path}: no such profile. Measure one with "mode": "profile", or give its path.')
         info_path = path.with_suffix(".json")
-        info = load_info(info_path) if info_path.is_file() else ProfileInfo()
+        info = load_info(info_path) if info_path.exists() else ProfileInfo()
         try:
             profile = cls(read_rows(path), info)
         except ProfileError as error:

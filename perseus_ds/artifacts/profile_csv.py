@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import csv
-import math
+import io
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from perseus_ds.artifacts.io import read_text
+from perseus_ds.artifacts.limits import (
+    LEAST,
+    MOST_CLOCK_MHZ,
+    MOST_CSV_BYTES,
+    MOST_CSV_ROWS,
+    MOST_JOULES,
+    MOST_SECONDS,
+    MOST_STAGES,
+)
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Kind
 
@@ -36,14 +46,21 @@ def check(row: Measurement) -> None:
     """Check that a measurement is possible.
 
     Raises:
-        ProfileError: A value is not a finite positive number.
+        ProfileError: A value is not a positive number within the limits.
     """
     where = f"stage {row.stage}, {row.kind}, {row.clock_mhz} MHz"
-    for name, value, unit in (("time", row.time_s, "s"), ("energy", row.energy_j, "J")):
-        if not (math.isfinite(value) and value > 0):
-            raise ProfileError(f"{where}: {name} must be a positive number of {unit}, got {value}. Measure it again.")
-    if row.stage < 0 or row.clock_mhz <= 0:
-        raise ProfileError(f"{where}: stage must be >= 0 and the clock > 0 MHz.")
+    limits = (("time", row.time_s, "s", MOST_SECONDS), ("energy", row.energy_j, "J", MOST_JOULES))
+    for name, value, unit, most in limits:
+        if not LEAST <= value <= most:
+            raise ProfileError(
+                f"{where}: {name} must be a positive number of {unit}, got {value} (allowed: {LEAST:g} to {most:g}). "
+                "Measure it again."
+            )
+    if not (0 <= row.stage < MOST_STAGES and 0 < row.clock_mhz <= MOST_CLOCK_MHZ):
+        raise ProfileError(
+            f"{where}: stage must be >= 0 and the clock > 0 MHz, stage below {MOST_STAGES} and the clock at most "
+            f"{MOST_CLOCK_MHZ} MHz."
+        )
 
 
 def read_rows(path: Path) -> list[Measurement]:
@@ -54,21 +71,23 @@ def read_rows(path: Path) -> list[Measurement]:
     """
     try:
         return _read_table(path)
-    except (UnicodeDecodeError, csv.Error) as error:
+    except csv.Error as error:
         raise ProfileError(f"{path}: not a CSV file ({error}).") from None
 
 
 def _read_table(path: Path) -> list[Measurement]:
     combined: dict[tuple[int, Kind, int], list[tuple[tuple[str, ...], Measurement]]] = defaultdict(list)
-    with path.open(newline="", encoding="utf-8-sig") as file:
+    with io.StringIO(read_text(path, ProfileError, "profile.csv", MOST_CSV_BYTES), newline="") as file:
         reader = csv.DictReader(file, skipinitialspace=True)
         missing = [c for c in COLUMNS if c not in (reader.fieldnames or ())]
         if missing:
             raise ProfileError(
                 f"{path}: column {missing[0]!r} is missing. Expected the columns {','.join(COLUMNS)}, "
-                f"found {','.join(reader.fieldnames or ()) or 'an empty file'}."
+                f"found {','.join(reader.fieldnames or ())[:200] or 'an empty file'}."
             )
-        for record in reader:
+        for number, record in enumerate(reader):
+            if number == MOST_CSV_ROWS:
+                raise ProfileError(f"{path}: more than {MOST_CSV_ROWS} rows, which are the most that are read.")
             row = _parse(path, reader.line_num, record)
             rank = tuple(record.get(c) or "" for c in ("rank", "dp_rank", "tp_rank"))
             combined[row.stage, row.kind, row.clock_mhz].append((rank, row))
@@ -96,12 +115,12 @@ def _parse(path: Path, line: int, record: dict[str | None, str | None]) -> Measu
         try:
             return float(cell(column))
         except ValueError:
-            raise ProfileError(f"{path}, line {line}: {column} is {cell(column)!r}, expected a number.") from None
+            raise ProfileError(f"{path}, line {line}: {column} is {cell(column)!r:.80}, expected a number.") from None
 
     def whole(column: str) -> int:
         value = number(column)
-        if not value.is_integer():
-            raise ProfileError(f"{path}, line {line}: {column} is {cell(column)!r}, expected a whole number.")
+        if not (value.is_integer() and abs(value) < 2**31):
+            raise ProfileError(f"{path}, line {line}: {column} is {cell(column)!r:.80}, expected a whole number.")
         return int(value)
 
     if None in record:
@@ -111,7 +130,7 @@ def _parse(path: Path, line: int, record: dict[str | None, str | None]) -> Measu
     except ValueError:
         expected = ", ".join(k.value for k in Kind)
         raise ProfileError(
-            f"{path}, line {line}: instruction is {cell('instruction')!r}, expected one of {expected}."
+            f"{path}, line {line}: instruction is {cell('instruction')!r:.80}, expected one of {expected}."
         ) from None
     row = Measurement(whole("stage"), kind, whole("frequency"), number("time"), number("energy"))
     try:

@@ -3,35 +3,47 @@
 from __future__ import annotations
 
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Annotated
 
 from pydantic import Field
 
 from perseus_ds.artifacts.io import FileModel, read_json, validated
+from perseus_ds.artifacts.limits import (
+    Clock,
+    Count,
+    Duration,
+    Index,
+    MicroBatchCount,
+    Power,
+    Stage,
+    StageCount,
+    Text,
+)
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Payload
 
 SCHEMA_VERSION = 1
-Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+RelativeError = Annotated[float, Field(ge=0, le=1e9)]
 
 
 class TransferDuration(FileModel):
     """How long a transfer over one boundary takes, without waiting for the other rank."""
 
     payload: Payload
-    source: int
-    target: int
+    source: Stage
+    target: Stage
     time_s: Duration
 
 
 class OtherDuration(FileModel):
     """How long a command that perseus-ds does not know takes on one stage."""
 
-    command: str
-    stage: int
+    command: Text
+    stage: Stage
     time_s: Duration
 
 
@@ -47,15 +59,15 @@ class RowQuality(FileModel):
         power_state: The same of its performance state, such as ``P0``.
     """
 
-    stage: int
+    stage: Stage
     kind: Kind
-    clock_mhz: int
-    samples: int
-    time_relative_error: float | None = None
-    energy_relative_error: float | None = None
-    reached_mhz: int | None = None
-    temperature_c: float | None = None
-    power_state: str | None = None
+    clock_mhz: Clock
+    samples: Index
+    time_relative_error: RelativeError | None = None
+    energy_relative_error: RelativeError | None = None
+    reached_mhz: Index | None = None
+    temperature_c: Annotated[float, Field(ge=-100, le=300)] | None = None
+    power_state: Text | None = None
 
 
 class ProfileInfo(FileModel):
@@ -63,22 +75,23 @@ class ProfileInfo(FileModel):
 
     schema_version: int = SCHEMA_VERSION
     simulated: bool | None = None
-    gpu: str | None = None
-    driver: str | None = None
-    blocking_power_w: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    default_clock_mhz: int | None = None
-    schedule: str | None = None
-    stages: Count | None = None
-    pipeline_ranks: Count | None = None
+    gpu: Text | None = None
+    driver: Text | None = None
+    blocking_power_w: Power | None = None
+    default_clock_mhz: Clock | None = None
+    schedule: Text | None = None
+    streams: ScheduleStreams | None = None
+    stages: StageCount | None = None
+    pipeline_ranks: StageCount | None = None
     data_parallel: Count | None = None
     tensor_parallel: Count | None = None
-    micro_batches: Count | None = None
+    micro_batches: MicroBatchCount | None = None
     micro_batch_size: Count | None = None
-    model: str | None = None
-    job: str | None = None
-    versions: dict[str, str] = Field(default_factory=dict)
-    load_s: dict[int, Duration] = Field(default_factory=dict)
-    tail_s: dict[int, Duration] = Field(default_factory=dict)
+    model: Text | None = None
+    job: Text | None = None
+    versions: dict[Text, Text] = Field(default_factory=dict)
+    load_s: dict[Stage, Duration] = Field(default_factory=dict)
+    tail_s: dict[Stage, Duration] = Field(default_factory=dict)
     transfers: list[TransferDuration] = Field(default_factory=list)
     others: list[OtherDuration] = Field(default_factory=list)
     rows: list[RowQuality] = Field(default_factory=list)
@@ -103,7 +116,7 @@ def load_info(path: Path) -> ProfileInfo:
     raw = read_json(path, ProfileError, "profile.json")
     if raw.get("schema_version") != SCHEMA_VERSION:
         raise ProfileError(
-            f"{path}: schema_version is {raw.get('schema_version')!r}, this perseus-ds reads {SCHEMA_VERSION}. "
-            "Measure the profile again, or remove the file to use the rows alone."
+            f"{path}: schema_version is {shortened(raw.get('schema_version'))}, this perseus-ds reads "
+            f"{SCHEMA_VERSION}. Measure the profile again, or remove the file to use the rows alone."
         )
     return validated(raw, ProfileInfo, path, ProfileError)

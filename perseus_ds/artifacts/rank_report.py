@@ -22,20 +22,21 @@ class RankReport:
         clock_changes: Clock changes of this rank's GPU.
         clock_skips: Clock changes that were left out: too short to be worth it, or a later one was already due.
         failed: Whether this rank has fallen back to default clocks.
+        asked_mhz: Clock that its GPU was asked for when it was last read back; NaN at default clocks [MHz].
+        reached_mhz: Clock that was read then [MHz].
         computed_s: When this rank had computed its last pass, from the iteration's start; 0 where not known [s].
         tail_s: How long its tail took, waiting included; 0 where not known [s].
         drift: How far its instructions are from the profile, as a fraction; NaN where that was not looked at.
         pace_low: Time of its instructions divided by the time that the profile says, of the kind with the lowest ratio;
             NaN where that was not looked at.
         pace_high: The same of the kind with the highest ratio.
-        asked_mhz: Clock that its GPU was asked for when it was last read back; NaN at default clocks [MHz].
-        reached_mhz: Clock that was read then [MHz].
         shapes: A number that differs when the shapes of the inputs of this rank's forwards differ.
         closed: Whether this rank has been closed, so that all leave the mode.
         vote: Whether this rank asks for something that the phase decides together, such as one more iteration.
         events: Events of this rank that rank 0 has not been told of.
         plan: Rank 0's decision: what the policy asks for, as a place on the frontier.
         paused: Rank 0's decision: whether to run at default clocks.
+        halts: Rank 0's decision: whether all ranks wait before that iteration.
         straggler: Rank 0's decision: the pipeline reported to be a straggler; -1 for none.
         straggler_slowdown: How many times as long it takes.
         keeps_timeline: Rank 0's decision: whether the operations of the next iteration are to be kept.
@@ -46,19 +47,20 @@ class RankReport:
     clock_changes: int = 0
     clock_skips: int = 0
     failed: bool = False
+    asked_mhz: float = math.nan
+    reached_mhz: float = math.nan
     computed_s: float = 0.0
     tail_s: float = 0.0
     drift: float = math.nan
     pace_low: float = math.nan
     pace_high: float = math.nan
-    asked_mhz: float = math.nan
-    reached_mhz: float = math.nan
     shapes: float = 0.0
     closed: bool = False
     vote: bool = False
     events: int = 0
     plan: int = 0
     paused: bool = False
+    halts: bool = False
     straggler: int = -1
     straggler_slowdown: float = 1.0
     keeps_timeline: bool = False

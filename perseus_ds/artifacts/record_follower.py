@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from perseus_ds.artifacts.run_records import FILE_NAME, Record, record_or_none
+from perseus_ds.artifacts.limits import MOST_RECORD_LINE_BYTES
+from perseus_ds.artifacts.run_file import FILE_NAME, from_line
+from perseus_ds.artifacts.run_records import Record
 
-_MOST_BYTES = 1 << 24
+_MOST_BYTES = MOST_RECORD_LINE_BYTES
 """Read at once; a line that is longer is no record."""
 _HEAD_BYTES = 256
 
@@ -32,15 +35,17 @@ class RecordFollower:
         self._head = b""
         self.unreadable = 0
 
-    def read(self) -> tuple[bool, list[Record]]:
-        """Return whether the file is another one than before, or was cut, and its new records.
+    def read(self) -> Iterator[tuple[bool, list[Record]]]:
+        """Yield the new records, those of some megabytes at a time, each time with whether the file has changed.
 
-        If it is, they are all of its records, and those returned before are no longer valid.
+        It has if it is another one than before, or was cut: then its records are all new, and those before are no
+        longer valid.
 
         Raises:
             OSError: It cannot be read.
         """
-        with self._path.open("rb") as file:
+        # A FIFO is read without waiting for who writes to it.
+        with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             head = file.read(_HEAD_BYTES)
             is_same = status.st_ino == self._inode and status.st_size >= self._offset and head.startswith(self._head)
@@ -49,12 +54,11 @@ class RecordFollower:
                 self._offset = self.unreadable = 0
             self._inode, self._head = status.st_ino, head
             file.seek(self._offset)
-            records: list[Record] = []
             while block := self._complete_lines(file.read(_MOST_BYTES)):
                 self._offset += len(block)
-                records += self._records(block)
+                yield is_new, self._records(block)
+                is_new = False
                 file.seek(self._offset)
-        return is_new, records
 
     @staticmethod
     def _complete_lines(block: bytes) -> bytes:
@@ -62,6 +66,13 @@ class RecordFollower:
         return block if len(block) == _MOST_BYTES and not end else block[:end]
 
     def _records(self, lines: bytes) -> list[Record]:
-        found = [record_or_none(line.decode(errors="replace")) for line in lines.splitlines()]
+        found = [_record(line) for line in lines.splitlines()]
         self.unreadable += found.count(None)
         return [record for record in found if record is not None]
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        return from_line(line)
+    except ValueError:
+        return None

@@ -7,36 +7,25 @@ events. What can be computed from a record (a saving, a lateness) is a property 
 
 from __future__ import annotations
 
-import json
-import typing
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perseus_ds.errors import ConfigError
+from perseus_ds.artifacts.record_base import Event, RunRecord
 
 SCHEMA_VERSION = 2
-FILE_NAME = "run.jsonl"
 
 
-class _Record(BaseModel):
-    # A later version may have more keys.
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    simulated: bool = False
-
-
-class IterationRecord(_Record):
+class IterationRecord(RunRecord):
     """One iteration of the whole job."""
 
     iteration: int = Field(description="Training step, 1 first.")
     ended: float | None = Field(None, description="When it ended [Unix seconds].")
     phase: str = Field(description="What Perseus was doing.")
-    next_phase: str | None = Field(None, description="The phase after the one of the next iteration, where known.")
+    next_phase: str | None = Field(None, description="The phase after this one, where known.")
     next_in_s: float | None = Field(None, description="When it begins, counted from here, as estimated [s].")
     plan: int | None = Field(None, description="The plan of rank 0's pipeline: its place on the frontier.")
+    shape: int | None = Field(None, description="Number of its inputs' shapes, where they have plans of their own.")
     time_s: float = Field(gt=0, description="Iteration time of the slowest rank [s].")
     energy_j: float | None = Field(None, description="Energy of all GPUs of the job [J].")
     energy_by_pipeline_j: tuple[float, ...] | None = Field(None, description="The same by data-parallel pipeline [J].")
@@ -71,15 +60,6 @@ class IterationRecord(_Record):
     def late(self) -> float | None:
         """How much longer than predicted it took, as a fraction."""
         return None if self.predicted_time_s is None else self.time_s / self.predicted_time_s - 1
-
-
-class Event(_Record):
-    """Something that happened between iterations; kinds that this version does not know are read as such."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    event: str
-    time: float = Field(0.0, description="When [Unix seconds].")
 
 
 class Started(Event):
@@ -132,6 +112,7 @@ class PlanChosen(Event):
     straggler: int | None = None
     slowdown: float = 1.0
     paused: bool = False
+    halts: bool = Field(False, description="Whether all ranks wait before the next iteration.")
 
 
 class PlanJudged(Event):
@@ -147,11 +128,34 @@ class PlanJudged(Event):
     saved_error: float = Field(0.0, description="Its standard error.")
 
 
+class Predicted(Event):
+    """Iterations at default clocks differ from what the profile predicts for them."""
+
+    event: Literal["prediction"] = "prediction"
+    time_s: float = Field(0.0, description="Iteration time, as measured [s].")
+    time_error: float = Field(0.0, description="Its relative standard error.")
+    energy_j: float = Field(0.0, description="Energy of all GPUs, as measured [J].")
+    energy_error: float = Field(0.0, description="Its relative standard error.")
+    predicted_time_s: float = Field(0.0, description="By the profile [s].")
+    predicted_energy_j: float = Field(0.0, description="By the profile [J].")
+    parts: dict[str, float] = Field({}, description="Parts that differ: how many times as long they take as profiled.")
+    corrected: bool = Field(False, description="Whether the profile was corrected and plans are made again.")
+
+
+class ShapePlanned(Event):
+    """Inputs of a shape that comes often get a profile and plans of their own, or lose them."""
+
+    event: Literal["shape"] = "shape"
+    shape: int = 0
+    given_up: str | None = Field(None, description="Why it runs at default clocks from now on.")
+
+
 class PolicyChanged(Event):
     """Another policy is followed, or its condition cannot be met."""
 
     event: Literal["policy"] = "policy"
     policy: dict[str, Any] | None = None
+    by_schedule: bool = Field(False, description="Whether it is that of a window of a schedule, or its default.")
     problem: str | None = None
 
 
@@ -176,7 +180,7 @@ class ClockRefused(Event):
 class Failed(Event):
     """A rank has fallen back to default clocks, or a part of Perseus outside training does not work."""
 
-    event: Literal["failure", "cache", "control", "metrics"] = "failure"
+    event: Literal["failure", "cache", "control", "metrics", "signal"] = "failure"
     rank: int = 0
     error: str = ""
 
@@ -229,63 +233,3 @@ class Ended(Event):
 
 
 Record = IterationRecord | Event
-_KNOWN: dict[str, type[Event]] = {
-    name: kind for kind in Event.__subclasses__() for name in typing.get_args(kind.model_fields["event"].annotation)
-}
-
-
-def to_line(record: Record) -> str:
-    """Return a record as its line of ``run.jsonl``."""
-    return record.model_dump_json() + "\n"
-
-
-def from_line(line: str) -> Record:
-    """Return the record of a line of ``run.jsonl``, written by this version or by version 1.
-
-    Raises:
-        ValueError: It is no record.
-    """
-    raw = json.loads(line)
-    if not isinstance(raw, dict):
-        raise ValueError("not a JSON object")
-    if "event" in raw:
-        if raw["event"] == "start":
-            raw.setdefault("schema_version", 1)  # which had no such key
-        return _KNOWN.get(str(raw["event"]), Event).model_validate(raw)
-    return IterationRecord.model_validate(_with_default_energy(raw))
-
-
-def _with_default_energy(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Compute the energy at default clocks, instead of which version 1 stored the saving."""
-    energy_j, saved = raw.get("energy_j"), raw.get("saved")
-    if "default_energy_j" in raw or energy_j is None or saved is None or saved >= 1:
-        return raw
-    return {**raw, "default_energy_j": energy_j / (1 - saved)}
-
-
-def read_records(path: Path) -> list[Record]:
-    """Return all records of a ``run.jsonl`` (or of the folder it is in), but for a last one that was cut off.
-
-    Raises:
-        ConfigError: The file is missing, or a line of it is no record.
-    """
-    path = path / FILE_NAME if path.is_dir() else path
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; expected the run.jsonl of a training run.") from None
-    records = [record_or_none(line) for line in lines]
-    if records and records[-1] is None:  # a job that was killed, or is still writing
-        records.pop()
-    for number, (line, record) in enumerate(zip(lines, records, strict=False), start=1):
-        if record is None:
-            raise ConfigError(f"{path}, line {number}: not a record of an iteration: {line[:80]!r}.")
-    return [record for record in records if record is not None]
-
-
-def record_or_none(line: str) -> Record | None:
-    """Return the record of a line, None where it is none."""
-    try:
-        return from_line(line)
-    except ValueError:
-        return None

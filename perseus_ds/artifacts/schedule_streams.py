@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from perseus_ds.artifacts.validation import StrictModel
+from perseus_ds.artifacts.io import FileModel
+from perseus_ds.artifacts.limits import MOST_INSTRUCTIONS, MOST_STAGES, Index, MicroBatch, MicroBatchCount, Stage, Text
 from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import (
@@ -22,18 +23,17 @@ from perseus_ds.pipeline.schedule import (
     Wait,
 )
 
-Index = Annotated[int, Field(ge=0, lt=2**31)]
-_Transfer = tuple[Payload, Index, Index, Index]
+_Transfer = tuple[Payload, Stage, Stage, MicroBatch]
 _Operation = (
-    tuple[Literal["compute"], Index, Kind, Index]
-    | tuple[Literal["load"], Index, Index]
-    | tuple[Literal["other"], str, Index, Index]
+    tuple[Literal["compute"], Stage, Kind, MicroBatch]
+    | tuple[Literal["load"], Stage, MicroBatch]
+    | tuple[Literal["other"], Text, Stage, Index]
     | tuple[Literal["exchange", "launch"], tuple[_Transfer, ...], tuple[_Transfer, ...]]
     | tuple[Literal["wait"], tuple[_Transfer, ...]]
 )
 
 
-class ScheduleStreams(StrictModel):
+class ScheduleStreams(FileModel):
     """A schedule as it is written: ``["compute", stage, kind, micro-batch]`` and the like, one list a rank.
 
     Attributes:
@@ -42,9 +42,9 @@ class ScheduleStreams(StrictModel):
         ranks: Operations of every pipeline rank, in program order.
     """
 
-    name: str
-    micro_batches: Annotated[int, Field(ge=1, lt=2**31)]
-    ranks: Annotated[tuple[tuple[_Operation, ...], ...], Field(min_length=1)]
+    name: Text
+    micro_batches: MicroBatchCount
+    ranks: Annotated[tuple[tuple[_Operation, ...], ...], Field(min_length=1, max_length=MOST_STAGES)]
 
     @classmethod
     def of(cls, schedule: Schedule) -> ScheduleStreams:
@@ -56,8 +56,13 @@ class ScheduleStreams(StrictModel):
         """Return the schedule.
 
         Raises:
-            ScheduleError: No rank computes anything.
+            ScheduleError: No rank computes anything, or there is too much to compute.
         """
+        if self.micro_batches * len(self.ranks) > MOST_INSTRUCTIONS:
+            raise ScheduleError(
+                f"{self.name}: {len(self.ranks)} ranks and {self.micro_batches} micro-batches; ranks times "
+                f"micro-batches may be {MOST_INSTRUCTIONS} at most."
+            )
         ranks = tuple(tuple(_read(operation) for operation in stream) for stream in self.ranks)
         schedule = Schedule(self.name, self.micro_batches, ranks)
         if not any(schedule.instructions):

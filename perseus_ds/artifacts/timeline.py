@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from perseus_ds.artifacts.io import FileModel, read_json, validated
+from perseus_ds.artifacts.limits import MOST_SECONDS, Clock, Index, MicroBatch, Stage, Text
 from perseus_ds.errors import ConfigError
 
 _FORMAT: Literal["perseus-ds timeline"] = "perseus-ds timeline"
+Moment = Annotated[float, Field(ge=-MOST_SECONDS, le=MOST_SECONDS)]
 
 
 class MeasuredOperation(FileModel):
@@ -38,13 +40,13 @@ class MeasuredOperation(FileModel):
         "activation",
         "grad",
     ]
-    stage: int
-    micro_batch: int
-    start_s: float
-    end_s: float
-    target: int | None = None
-    command: str | None = None
-    clock_mhz: int | None = None
+    stage: Stage
+    micro_batch: MicroBatch
+    start_s: Moment
+    end_s: Moment
+    target: Stage | None = None
+    command: Text | None = None
+    clock_mhz: Clock | None = None
 
 
 class MeasuredIteration(FileModel):
@@ -57,10 +59,10 @@ class MeasuredIteration(FileModel):
         plan: The plan's index in the frontier; None at default clocks.
     """
 
-    iteration: int
-    phase: str
-    ranks: list[list[MeasuredOperation]]
-    plan: int | None = None
+    iteration: Index
+    phase: Text
+    ranks: Annotated[list[list[MeasuredOperation]], Field(min_length=1)]
+    plan: Index | None = None
 
 
 class TimelineFile(FileModel):
@@ -69,7 +71,7 @@ class TimelineFile(FileModel):
     format: Literal["perseus-ds timeline"] = _FORMAT
     schema_version: Literal[1] = 1
     simulated: bool
-    gpu: str
+    gpu: Text
     iterations: list[MeasuredIteration] = Field(default_factory=list)
 
     @classmethod

@@ -11,6 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 _MOST_PROBLEMS = 10
+_LONGEST_KEY = 80
 
 
 class StrictModel(BaseModel):
@@ -53,7 +54,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def _explain(problem: Any, owner: Any, prefix: str) -> str:
-    keys, known = _walk(owner, [str(part) for part in problem["loc"]])
+    keys, known = _walk(owner, [str(part)[:_LONGEST_KEY] for part in problem["loc"]])
     found, context, message = problem["input"], problem.get("ctx", {}), problem["msg"]
     if "discriminator" in context:  # the key that says which member of a union is meant
         keys.append(context["discriminator"].strip("'"))

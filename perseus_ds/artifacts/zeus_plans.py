@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from reprlib import repr as shortened
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.io import write_atomically
+from perseus_ds.artifacts.io import read_text, write_atomically
+from perseus_ds.artifacts.limits import MOST_CLOCK_MHZ, MOST_PLAN_BYTES, MOST_PLAN_FILES, MOST_PLANS_BYTES, MOST_STAGES
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.errors import FrontierError
 from perseus_ds.pipeline.instruction import Kind
@@ -51,26 +53,25 @@ def read_zeus(path: Path) -> Pairs:
     Raises:
         FrontierError: The file is not a literal of this form; the message names rank and position.
     """
+    text = read_text(path, FrontierError, "file of a plan", MOST_PLAN_BYTES)
     try:
-        value = ast.literal_eval(path.read_text(encoding="utf-8"))
+        value = ast.literal_eval(text)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
         raise FrontierError(
-            f"{path}: not a Python literal ({error}). Expected one list per rank of (instruction, MHz)."
+            f"{path}: not a Python literal ({str(error)[:200]}). Expected one list per rank of (instruction, MHz)."
         ) from None
-    except OSError as error:
-        raise FrontierError(f"{path}: cannot be read ({error.strerror}).") from None
-    if not isinstance(value, list) or not value:
-        raise FrontierError(f"{path}: expected one list per rank, found {value!r:.60}.")
+    if not isinstance(value, list) or not 0 < len(value) <= MOST_STAGES:
+        raise FrontierError(f"{path}: expected one list per rank, at most {MOST_STAGES}, found {shortened(value)}.")
     for rank, entries in enumerate(value):
         if not isinstance(entries, list):
-            raise FrontierError(f"{path}: rank {rank}: expected a list, found {entries!r:.60}.")
+            raise FrontierError(f"{path}: rank {rank}: expected a list, found {shortened(entries)}.")
         for position, entry in enumerate(entries):
             match entry:
-                case (str(), int(clock)) if clock > 0 and clock is not True:
+                case (str(), int(clock)) if 0 < clock <= MOST_CLOCK_MHZ and clock is not True:
                     continue
             raise FrontierError(
                 f"{path}: rank {rank}, instruction {position}: expected (instruction, MHz) such as "
-                f"('forward', 1410), found {entry!r:.60}."
+                f"('forward', 1410), found {shortened(entry)}."
             )
     return value
 
@@ -84,4 +85,10 @@ def read_plans(directory: Path) -> dict[Path, Pairs]:
     paths = sorted(directory.glob("freqs_pipeline_*.py"))
     if not paths:
         raise FrontierError(f"{directory}: no freqs_pipeline_*.py in it. Give the folder that lowtime wrote.")
+    total = sum(path.stat().st_size for path in paths if path.is_file())
+    if len(paths) > MOST_PLAN_FILES or total > MOST_PLANS_BYTES:
+        raise FrontierError(
+            f"{directory}: {len(paths)} plan files with {total} bytes, at most {MOST_PLAN_FILES} with "
+            f"{MOST_PLANS_BYTES} bytes are read."
+        )
     return {path: read_zeus(path) for path in paths}

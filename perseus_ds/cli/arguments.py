@@ -66,6 +66,11 @@ class Argument:
         return bool(self.default == REQUIRED)
 
     @property
+    def is_switch(self) -> bool:
+        """Whether it is true or false, and false where it is left out: ``--name`` makes it true."""
+        return self.types == (bool,) and self.default is False
+
+    @property
     def choices(self) -> dict[str, str]:
         """The values allowed, each with its meaning; empty where the type alone decides."""
         if issubclass(self.types[0], Enum):

@@ -85,7 +85,7 @@ def _words() -> Iterator[str]:
     for command in COMMANDS:
         declared = arguments_of(module_of(command).Arguments).values()
         words = [choice for each in declared if each.word for choice in each.choices]
-        words += [f"{each.name}=" for each in declared]
+        words += [f"--{each.name}" if each.is_switch else f"{each.name}=" for each in declared]
         yield f'        {command}) words="{" ".join(words)} --help" ;;'
 
 

@@ -86,9 +86,9 @@ def _assignments(command: str, known: dict[str, Argument], words: Sequence[str])
 
 
 def _without_dashes(word: str, known: dict[str, Argument]) -> str:
-    """Return ``name=true`` for ``--name`` if that is an argument that is true or false; other words as they are."""
+    """Return ``name=true`` for ``--name`` if that is a switch; other words as they are."""
     argument = known.get(word.removeprefix("--")) if word.startswith("--") else None
-    return f"{argument.name}=true" if argument is not None and argument.types == (bool,) else word
+    return f"{argument.name}=true" if argument is not None and argument.is_switch else word
 
 
 def _place(words: list[str], free: list[Argument]) -> list[tuple[Argument | None, str]]:

@@ -51,7 +51,6 @@ _KEYS = {Command.policy: ("policy",), Command.straggler: ("pipeline", "slowdown"
 
 def run(arguments: Arguments) -> int:
     """Send one order and print the answer."""
-    from perseus_ds.cli.output import for_any_terminal
     from perseus_ds.policy.control_socket import parse_order, send_order
 
     keys = _KEYS.get(arguments.command, ())
@@ -60,7 +59,6 @@ def run(arguments: Arguments) -> int:
     parse_order(order)
     answer = send_order(arguments.run, order)
     if "status" in answer:
-        for_any_terminal()
         print(_status(answer["status"], as_json=arguments.json))
     if "done" in answer:
         print(answer["done"])

@@ -175,9 +175,7 @@ def _energy(gpu: NvmlGpu, timebase: Timebase) -> Finding:
         )
     refreshed = f"counter refreshed every {period_s * 1e3:.0f} ms"
     if counts_whole_module(gpu.name):
-        remedy = (
-            "Savings are parts of the module's energy: what its CPU uses does not follow the GPU's clock."
-        )
+        remedy = "Savings are parts of the module's energy: what its CPU uses does not follow the GPU's clock."
         return Finding("warn", "energy", f"{refreshed}; it covers the whole Grace-Hopper module", remedy)
     return Finding("ok", "energy", refreshed)
 

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import csv
+import io
+import itertools
 from pathlib import Path
 
 import numpy as np
 
+from perseus_ds.artifacts.io import read_text
+from perseus_ds.artifacts.limits import MOST_CSV_BYTES, MOST_CSV_ROWS
 from perseus_ds.artifacts.plan import InstructionStreams
 from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.cli.inputs import check_size
 from perseus_ds.errors import FrontierError
 from perseus_ds.optimizer.emulation import Curve, Emulation
 from perseus_ds.pipeline.instruction import Instruction, Kind
 
 
 def streams_1f1b(profile: StageProfile, micro_batches: int) -> InstructionStreams:
-    """Return what each rank computes, in no particular order: enough to sum it up."""
+    """Return what each rank computes, in no particular order: enough to sum it up.
+
+    Raises:
+        ConfigError: That is too much.
+    """
+    check_size(profile.num_stages, micro_batches)
     return tuple(
         tuple(Instruction(stage, kind, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in range(micro_batches))
         for stage in range(profile.num_stages)
@@ -23,23 +33,27 @@ def streams_1f1b(profile: StageProfile, micro_batches: int) -> InstructionStream
 
 
 def read_curve(path: Path) -> Curve:
-    """Read a CSV with columns time and energy (lowtime's), or time_s and energy_j (ours)."""
+    """Read a CSV with columns time and energy (lowtime's), or time_s and energy_j (ours).
+
+    Raises:
+        FrontierError: It cannot be read, or holds no plan; the message names file and line.
+    """
+    reader = csv.DictReader(
+        io.StringIO(read_text(path, FrontierError, "CSV of a frontier", MOST_CSV_BYTES), newline="")
+    )
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            found = reader.fieldnames or ()
-            columns = ("time_s", "energy_j") if "time_s" in found else ("time", "energy")
-            if missing := [column for column in columns if column not in found]:
-                raise FrontierError(f"{path}: column {missing[0]!r} is missing; found {','.join(found)}.")
-            rows = [[float(record[column]) for column in columns] for record in reader]
-        times_s, energies_j = np.array(rows).reshape(-1, 2).T
+        found = reader.fieldnames or ()
+        columns = ("time_s", "energy_j") if "time_s" in found else ("time", "energy")
+        if missing := [column for column in columns if column not in found]:
+            raise FrontierError(f"{path}: column {missing[0]!r} is missing; found {','.join(found)[:200]}.")
+        rows = [[float(record[column]) for column in columns] for record in itertools.islice(reader, MOST_CSV_ROWS)]
+    except (TypeError, ValueError, csv.Error) as error:
+        raise FrontierError(f"{path}, line {reader.line_num}: expected numbers ({str(error)[:200]}).") from None
+    times_s, energies_j = np.array(rows).reshape(-1, 2).T
+    try:
         return Curve(times_s, energies_j)
-    except OSError as error:
-        raise FrontierError(f"{path}: cannot be read ({error.strerror}).") from None
-    except (TypeError, ValueError) as error:
-        if isinstance(error, FrontierError):
-            raise error if str(error).startswith(str(path)) else FrontierError(f"{path}: {error}") from None
-        raise FrontierError(f"{path}, line {reader.line_num}: expected numbers ({error}).") from None
+    except FrontierError as error:
+        raise FrontierError(f"{path}: {error}") from None
 
 
 def table(names: list[str], head: str, results: list[Emulation]) -> str:

@@ -53,7 +53,8 @@ def details(argument: Argument) -> str:
     """Return the values that an argument may have, and its default or that it is required."""
     if argument.required:
         return f"{argument.kind}; required"
-    return f"{argument.kind}; default: {argument.default_text}" if argument.default_text else argument.kind
+    kind = f"{argument.kind}, or --{argument.name}" if argument.is_switch else argument.kind
+    return f"{kind}; default: {argument.default_text}" if argument.default_text else kind
 
 
 def _entry(name: str, text: str, *, indent: int = _INDENT) -> list[str]:

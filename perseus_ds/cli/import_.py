@@ -25,7 +25,8 @@ class Arguments:
         "power of a GPU that waits for its neighbour [W]; by default what profile.json says", None, at_least=0
     )
     schedule: str | None = argument(
-        "1f1b, dualpipev or package.module:Class; by default what profile.json says, else 1f1b", None
+        "1f1b, dualpipev or package.module:Class, which is imported; by default what profile.json holds, else 1f1b",
+        None,
     )
 
 
@@ -33,21 +34,14 @@ def run(arguments: Arguments) -> int:
     """Write the frontier and print what it saves."""
     from perseus_ds.artifacts.profile import StageProfile
     from perseus_ds.artifacts.zeus_plans import read_plans
-    from perseus_ds.cli.inputs import find_schedule, naming
+    from perseus_ds.cli.inputs import naming, schedule_of_plans
     from perseus_ds.cli.output import save_and_summarise
     from perseus_ds.optimizer import problem_for
     from perseus_ds.optimizer.imported_plans import judge
-    from perseus_ds.pipeline.instruction import Kind
-    from perseus_ds.pipeline.schedule import read_schedule, stages_per_rank
 
     profile = StageProfile.load(arguments.profile)
     plans = read_plans(arguments.plans)
-    ranks = next(iter(plans.values()))
-    _, schedule_class = find_schedule(profile, arguments.schedule)
-    forwards = sum(kind == Kind.FORWARD.value for kind, _ in ranks[0])
-    schedule = read_schedule(
-        schedule_class, ranks=len(ranks), micro_batches=forwards // stages_per_rank(schedule_class)
-    )
+    schedule = schedule_of_plans(next(iter(plans.values())), profile, arguments.schedule)
     with naming(arguments.profile):
         problem = problem_for(schedule, profile, arguments.blocking_power_w)
     print(save_and_summarise(judge(plans, problem), arguments.profile, arguments.out))

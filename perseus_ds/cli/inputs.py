@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.limits import MOST_INSTRUCTIONS, MOST_STAGES
 from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.zeus_plans import Pairs
 from perseus_ds.cli.run_arguments import RunArguments
 from perseus_ds.errors import ConfigError, PerseusError, ProfileError
-from perseus_ds.pipeline.schedule import Schedule, read_schedule, schedule_class, stages_per_rank
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import KNOWN, Schedule, is_of_torch, read_schedule, schedule_class, stages_per_rank
 from perseus_ds.report.sources import Sources, connect, find_sources
 
 
@@ -19,6 +22,12 @@ def schedule_for(
     profile: StageProfile, *, schedule: str | None, stages: int | None, micro_batches: int | None
 ) -> Schedule:
     """Return the schedule that the arguments name; what they leave out is the profile's.
+
+    Args:
+        profile: Its ``profile.json`` may hold the schedule's streams. A class that it names is not imported.
+        schedule: As the user gave it; a class of that name is imported.
+        stages: As the user gave it.
+        micro_batches: As the user gave it.
 
     Raises:
         ConfigError: Neither says how many micro-batches there are, or the stages do not fit the schedule.
@@ -30,8 +39,18 @@ def schedule_for(
         raise ConfigError(
             "micro_batches is missing: the profile has no profile.json that holds it. Write micro_batches=…."
         )
+    written = None if schedule or info.streams is None else info.streams.to_schedule()
+    if written and written.micro_batches == micro_batches and stages in (None, written.num_stages):
+        return written
     stages = stages or info.stages or profile.num_stages
-    name, found = find_schedule(profile, schedule)
+    check_size(stages, micro_batches)
+    name, found = find_schedule(info.schedule, schedule)
+    if is_of_torch(found):
+        from perseus_ds.torch_pipelining.order import read_class
+
+        # A rank of these may have any number of stages.
+        ranks = info.pipeline_ranks or stages
+        return read_class(found, ranks=ranks, stages_per_rank=stages // ranks, micro_batches=micro_batches)
     per_rank = stages_per_rank(found)
     if stages % per_rank:
         raise ConfigError(
@@ -40,15 +59,90 @@ def schedule_for(
     return read_schedule(found, ranks=stages // per_rank, micro_batches=micro_batches)
 
 
-def find_schedule(profile: StageProfile, schedule: str | None) -> tuple[str, type]:
-    """Return name and class of the schedule that the argument names, else the profile, else 1F1B.
+def schedule_of(frontier: Frontier, profile: StageProfile) -> Schedule:
+    """Return the schedule of a frontier's plans: as the frontier holds it, or else by its name and the profile.
 
     Raises:
-        ConfigError: There is no such schedule.
+        ConfigError: Neither file holds it, and its name is not one that perseus-ds knows.
+        ScheduleError: It cannot be read.
     """
-    name = schedule or profile.info.schedule or "1f1b"
+    if frontier.schedule is not None:
+        return frontier.schedule
+    origin = frontier.provenance
+    own = profile.info.model_copy(update={"schedule": origin.schedule})
+    return schedule_for(
+        StageProfile(profile.measurements, own),
+        schedule=None,
+        stages=origin.stages,
+        micro_batches=origin.micro_batches,
+    )
+
+
+def schedule_of_plans(pairs: Pairs, profile: StageProfile, schedule: str | None) -> Schedule:
+    """Return the schedule of plans made elsewhere, by how many ranks and forwards they have.
+
+    Args:
+        pairs: One of the plans.
+        profile: Its ``profile.json`` may hold the schedule's streams.
+        schedule: Its name as the user gave it.
+
+    Raises:
+        ConfigError: There is no such schedule, or its class is named by a file only.
+        ScheduleError: It cannot be read.
+    """
+    info = profile.info
+    written = None if schedule or info.streams is None else info.streams.to_schedule()
+    if written and [_forwards(kinds) for kinds in _kinds(pairs)] == [
+        _forwards([i.kind.value for i in stream]) for stream in written.instructions
+    ]:
+        return written
+    _, found = find_schedule(info.schedule, schedule)
+    per_rank = stages_per_rank(found)
+    micro_batches = _forwards(_kinds(pairs)[0]) // per_rank
+    check_size(len(pairs) * per_rank, micro_batches)
+    return read_schedule(found, ranks=len(pairs), micro_batches=micro_batches)
+
+
+def _kinds(pairs: Pairs) -> list[list[str]]:
+    return [[kind for kind, _ in entries] for entries in pairs]
+
+
+def _forwards(kinds: list[str]) -> int:
+    return kinds.count(Kind.FORWARD.value)
+
+
+def find_schedule(label: str | None, schedule: str | None) -> tuple[str, type]:
+    """Return name and class of a schedule.
+
+    Args:
+        label: Its name in a file; only known names are taken.
+        schedule: Its name as the user gave it, which comes first.
+
+    Raises:
+        ConfigError: There is no such schedule, or its class is named by a file only.
+    """
+    name = schedule or label or "1f1b"
+    if schedule is None and name not in KNOWN:
+        raise ConfigError(
+            f"The file names the schedule {name!r}, and holds no instructions of it for these stages and "
+            f"micro-batches. Classes that files name are not imported; if you trust it, write schedule={name} with "
+            '"perseus-ds optimize".'
+        )
     with _no_warnings():
         return name, schedule_class(name)
+
+
+def check_size(stages: int, micro_batches: int) -> None:
+    """Check that an iteration is small enough to be planned.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if stages * micro_batches > MOST_INSTRUCTIONS or stages > MOST_STAGES:
+        raise ConfigError(
+            f"stages={stages} and micro_batches={micro_batches}: at most {MOST_STAGES} stages, and {MOST_INSTRUCTIONS} "
+            "stages times micro-batches."
+        )
 
 
 @contextmanager
@@ -98,14 +192,8 @@ def sources_for(arguments: RunArguments) -> Sources:
     """
     found = find_sources(arguments.run, frontier=arguments.frontier, profile=arguments.profile, runs=arguments.runs)
     if found.frontier is not None and found.profile is not None:
-        provenance = found.frontier.provenance
         try:
-            schedule = schedule_for(
-                found.profile,
-                schedule=provenance.schedule,
-                stages=provenance.stages,
-                micro_batches=provenance.micro_batches,
-            )
+            schedule = schedule_of(found.frontier, found.profile)
         except PerseusError as error:
             found.missing.append(f"Timelines of the plans: their schedule cannot be read ({error})")
         else:

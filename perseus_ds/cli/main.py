@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0, or 1 where something went wrong, or 2 where the arguments are wrong.
+        0, or 1 where something went wrong, or 2 where the arguments are wrong; 130 or 141, as usual in shells, where it
+        was interrupted or nobody read its output any more.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words == ["--version"]:
@@ -30,17 +33,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(overview())
         return 0 if words else 2
+    from perseus_ds.artifacts.printable import printable
+    from perseus_ds.cli.printable import PrintableText
+
     try:
-        return _run(words[0], words[1:])
+        with contextlib.redirect_stdout(PrintableText(sys.stdout)):
+            code = _run(words[0], words[1:])
+            sys.stdout.flush()
+            return code
     except PerseusError as error:
-        print(f"perseus-ds {words[0]}: {error}", file=sys.stderr)
+        print(printable(f"perseus-ds {words[0]}: {error}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except BrokenPipeError:  # nobody reads the output any more, as with "| head"; the rest of it goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
-        print(f"perseus-ds {words[0]}: interrupted.", file=sys.stderr)
+        print(printable(f"perseus-ds {words[0]}: interrupted."), file=sys.stderr)
         return 130
 
 
 def _run(command: str, words: list[str]) -> int:
+    from perseus_ds.artifacts.printable import printable
+
+    for word in (command, *words):
+        if printable(word) != word:
+            raise ConfigError(f"{word!r}: expected text without control characters, in UTF-8.")
     if command not in COMMANDS:
         from perseus_ds.artifacts.validation import did_you_mean
 

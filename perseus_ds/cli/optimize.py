@@ -37,7 +37,8 @@ class Arguments:
         "power of a GPU that waits for its neighbour [W]; by default what profile.json says", None, at_least=0
     )
     schedule: str | None = argument(
-        "1f1b, dualpipev or package.module:Class; by default what profile.json says, else 1f1b", None
+        "1f1b, dualpipev or package.module:Class, which is imported; by default what profile.json holds, else 1f1b",
+        None,
     )
     solver: SolverChoice = argument("which solver computes the plans", SolverChoice.exact)
     plans: int = argument("number of deadlines, from T_min to T*, for which exact computes a plan", 120, at_least=2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,13 +40,6 @@ def frontier_summary(frontier: Frontier) -> str:
     if provenance.simulated:
         lines.append("  The profile is SIMULATED: no GPU was measured.")
     return "\n".join(lines)
-
-
-def for_any_terminal() -> None:
-    """Have characters that the output cannot show replaced, instead of an error."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 @contextmanager

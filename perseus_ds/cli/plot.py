@@ -33,7 +33,7 @@ class Arguments:
 def run(arguments: Arguments) -> int:
     """Write ``frontier.png`` and ``timeline.png``."""
     from perseus_ds.artifacts.plan import check_instructions
-    from perseus_ds.cli.inputs import frontier_and_profile, naming, schedule_for
+    from perseus_ds.cli.inputs import frontier_and_profile, naming, schedule_of
     from perseus_ds.pipeline.dag import Dag
     from perseus_ds.report.history import read_history
     from perseus_ds.report.measured import measured_points
@@ -43,9 +43,7 @@ def run(arguments: Arguments) -> int:
     folder = arguments.frontier if arguments.frontier.is_dir() else arguments.frontier.parent
     frontier, profile = frontier_and_profile(arguments.frontier, arguments.profile)
     provenance = frontier.provenance
-    schedule = schedule_for(
-        profile, schedule=provenance.schedule, stages=provenance.stages, micro_batches=provenance.micro_batches
-    )
+    schedule = schedule_of(frontier, profile)
     try:
         check_instructions(frontier.instructions, schedule.instructions)
     except PlanError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.validation import did_you_mean
 from perseus_ds.cli.inputs import find_schedule
 from perseus_ds.errors import ConfigError
@@ -24,12 +23,11 @@ _OF_DEEPSPEED = {"deepspeed_1f1b": "1f1b", "deepspeed_dualpipev": "dualpipev"}
 
 
 def choose_schedules(
-    profile: StageProfile, names: Sequence[str], *, micro_batches: Sequence[int], ranks: int, chunks: int
+    names: Sequence[str], *, micro_batches: Sequence[int], ranks: int, chunks: int
 ) -> list[tuple[str, Schedule]]:
     """Return the schedules with their names, each with every number of micro-batches.
 
     Args:
-        profile: Of the job.
         names: As the user wrote them.
         micro_batches: Per iteration.
         ranks: Pipeline ranks.
@@ -44,10 +42,10 @@ def choose_schedules(
             known = (*_OF_TORCH, *_OF_DEEPSPEED)
             hint = did_you_mean(name, known) or f"known are {', '.join(known)}, and package.module:Class."
             raise ConfigError(f"schedules: no schedule is called {name!r}; {hint}")
-    return [(name, _schedule(profile, name, count, ranks, chunks)) for name in names for count in micro_batches]
+    return [(name, _schedule(name, count, ranks, chunks)) for name in names for count in micro_batches]
 
 
-def _schedule(profile: StageProfile, name: str, micro_batches: int, ranks: int, chunks: int) -> Schedule:
+def _schedule(name: str, micro_batches: int, ranks: int, chunks: int) -> Schedule:
     if name in _OF_TORCH:
         from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -57,5 +55,5 @@ def _schedule(profile: StageProfile, name: str, micro_batches: int, ranks: int, 
         return read_class(
             get_schedule_class(of_torch), ranks=ranks, stages_per_rank=stages or chunks, micro_batches=micro_batches
         )
-    _, found = find_schedule(profile, _OF_DEEPSPEED.get(name, name))
+    _, found = find_schedule(None, _OF_DEEPSPEED.get(name, name))
     return read_schedule(found, ranks=ranks, micro_batches=micro_batches)

@@ -70,7 +70,6 @@ def run(arguments: Arguments) -> int:
         counts = [profile.info.micro_batches]
     ranks = arguments.ranks or profile.info.pipeline_ranks or profile.num_stages
     chosen = choose_schedules(
-        profile,
         arguments.schedules,
         micro_batches=counts,
         ranks=ranks,

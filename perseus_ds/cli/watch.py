@@ -28,11 +28,9 @@ def run(arguments: Arguments) -> int:
     """Follow the jobs until all have ended."""
     import sys
 
-    from perseus_ds.cli.output import for_any_terminal
     from perseus_ds.cli.watching import print_json, print_once, watch
     from perseus_ds.report.live.following import Jobs
 
-    for_any_terminal()
     jobs = Jobs(arguments.run)
     jobs.followers()
     if arguments.json:

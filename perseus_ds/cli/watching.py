@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import sys
 import termios
@@ -14,6 +15,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from perseus_ds.cli.printable import terminal
 from perseus_ds.errors import ConfigError
 from perseus_ds.policy.control_socket import ADDRESS_FILE, parse_order, send_order
 from perseus_ds.report.live.facts import JobFacts
@@ -22,7 +24,7 @@ from perseus_ds.report.live.screen import JobScreen, jobs_table
 
 _PERIOD_S = 1.0
 _KEYS = "[p] pause  [r] resume  [o] policy  [q] leave"
-_ENTER, _ERASE, _ESCAPE = "\r\n", "\x7f\b", "\x1b"
+_ENTER, _ERASE, _ESCAPE, _LEAVE = "\r\n", "\x7f\b", "\x1b", "q"
 
 
 def print_json(jobs: Jobs, *, once: bool) -> None:
@@ -45,7 +47,7 @@ def print_json(jobs: Jobs, *, once: bool) -> None:
 
 def print_once(jobs: Jobs) -> None:
     """Print how the jobs go now."""
-    console = Console()
+    console = Console(file=terminal())
     followers = jobs.followers()
     facts = [follower.facts(time.time()) for follower in followers]
     console.print(JobScreen(facts[0]) if len(facts) == 1 else jobs_table(facts))
@@ -56,7 +58,7 @@ def print_once(jobs: Jobs) -> None:
 def watch(jobs: Jobs) -> None:
     """Show how the jobs go until all have ended, or somebody leaves; then print it once more."""
     keys = Keys()
-    with _single_characters(), Live(console=Console(), screen=True, auto_refresh=False) as live:
+    with _single_characters(), Live(console=Console(file=terminal()), screen=True, auto_refresh=False) as live:
         while True:
             followers = jobs.followers()
             facts = [follower.facts(time.time()) for follower in followers]
@@ -65,9 +67,7 @@ def watch(jobs: Jobs) -> None:
             if all(each.ended for each in facts):
                 break
             with contextlib.suppress(KeyboardInterrupt):
-                if not _was_pressed(_PERIOD_S):
-                    continue
-                if keys.press(sys.stdin.read(1)):
+                if all(keys.press(key) for key in _pressed(_PERIOD_S)):
                     continue
             break
     print_once(jobs)
@@ -98,7 +98,7 @@ class Keys:
         """Carry out a key; return whether to go on."""
         if self.policy is not None:
             self._type(key)
-        elif key in ("q", ""):
+        elif key == _LEAVE:
             return False
         elif self.folder is not None:
             self.message = ""
@@ -178,9 +178,12 @@ def _single_characters() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _was_pressed(timeout_s: float) -> bool:
-    """Wait for a key; without a keyboard, only wait."""
+def _pressed(timeout_s: float) -> str:
+    """Wait for keys and return them; without a keyboard, only wait."""
     if not sys.stdin.isatty():
         time.sleep(timeout_s)
-        return False
-    return bool(select.select([sys.stdin], [], [], timeout_s)[0])
+        return ""
+    if not select.select([sys.stdin], [], [], timeout_s)[0]:
+        return ""
+    # Not by sys.stdin, which would keep further keys where select cannot see them.
+    return os.read(sys.stdin.fileno(), 1024).decode(errors="replace") or _LEAVE

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-_LONGEST_LINE = 65536
+LONGEST_LINE = 65536
 """Bytes; a longer line is no message of ours, and must not fill the memory."""
 
 
@@ -42,7 +42,7 @@ def listen(address: str) -> socket.socket:
         listener.bind(address)
         if not address.startswith("\0"):
             os.chmod(address, 0o600)
-        listener.listen(128)
+        listener.listen(1024)
     except OSError:
         listener.close()
         raise
@@ -57,8 +57,11 @@ def connect(address: str, timeout_s: float) -> socket.socket:
     """
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.settimeout(timeout_s)
+        # A connect with Python's time-out fails at once where the listener's queue is full; this one waits.
+        wait = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
         connection.connect(address)
+        connection.settimeout(timeout_s)
     except OSError:
         connection.close()
         raise
@@ -85,11 +88,20 @@ def receive(connection: socket.socket) -> dict[str, Any]:
     while not line.endswith(b"\n"):
         received = connection.recv(4096)
         line += received
-        if not received or len(line) > _LONGEST_LINE:
+        if not received or len(line) > LONGEST_LINE:
             raise LocalSocketError(f"expected a line with a JSON object, got {len(line)} bytes without its end")
+    return parse(line)
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """Return the object of a line.
+
+    Raises:
+        LocalSocketError: It is not a JSON object, or its lists and objects are too deep.
+    """
     try:
         message = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LocalSocketError(f"expected a JSON object, got {line[:80]!r}: {error}") from None
     if not isinstance(message, dict):
         raise LocalSocketError(f"expected a JSON object, got {line[:80]!r}")

@@ -32,8 +32,6 @@ class EngineAttachment(Attachment):
         self._engine = engine
         self._replay = Replay(engine, self._execute_again)
         self._batched = False
-        # Of the forwards of an iteration, whatever their order.
-        self._shapes = 0
         self._timers: Execution | None = None
         self._batch: ExitStack | None = None
 
@@ -63,8 +61,7 @@ class EngineAttachment(Attachment):
             samples = self._engine.global_samples + self._engine.train_batch_size()
             stack.callback(self._end_iteration)
             self._in_iteration = True
-            self._shapes = 0
-            stack.enter_context(runtime.iteration(samples, lambda: float(self._shapes)))
+            stack.enter_context(runtime.iteration(samples))
             reader = CommandReader(self._engine.stage_id, self._engine.num_stages, self._batched)
             own.enter_context(watched(pipe_schedule, lambda command: self._surround(runtime, reader, command)))
             yield
@@ -83,18 +80,18 @@ class EngineAttachment(Attachment):
         operations = reader.read(command)
         if not operations:
             return _NOTHING
+        inputs = 0.0
         if isinstance(operations[0], Compute):
-            self._note_shapes(operations[0].instruction.kind, command.kwargs)
+            inputs = self._note_shapes(operations[0].instruction.kind, command.kwargs)
         if runtime.next.keeps_passes:
             self._replay.record(operations[0], command.kwargs)
-        return runtime.operation(operations[0])
+        return runtime.operation(operations[0], inputs)
 
-    def _note_shapes(self, kind: Kind, arguments: Mapping[str, Any]) -> None:
-        """Take in the shapes of the inputs of an instruction, for the report of the iteration and simulated GPUs."""
+    def _note_shapes(self, kind: Kind, arguments: Mapping[str, Any]) -> float:
+        """Tell simulated GPUs the shapes of an instruction's inputs; return a number for those of a forward, else 0."""
         if isinstance(self._timers, SimulatedExecution):
             self._timers.input_shapes = self._input_shapes(arguments)
-        if kind is Kind.FORWARD:
-            self._shapes += hash(self._input_shapes(arguments)) & 0xFFFFFFFF
+        return float((hash(self._input_shapes(arguments)) & 0xFFFFFFFF) + 1) if kind is Kind.FORWARD else 0.0
 
     def _input_shapes(self, arguments: Mapping[str, Any]) -> tuple[torch.Size, ...]:
         """Return the shapes of the inputs that a command works on; none where the engine keeps them in its own way."""

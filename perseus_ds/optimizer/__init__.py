@@ -115,4 +115,5 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
             gpu=info.gpu,
         ),
         instruction_times_s={(m.stage, m.kind, m.clock_mhz): m.time_s for m in problem.profile.measurements},
+        schedule=schedule,
     )

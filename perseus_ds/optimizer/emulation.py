@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from perseus_ds.artifacts.limits import LEAST, MOST_JOULES
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError, FrontierError
 from perseus_ds.pipeline.instruction import Instruction
@@ -34,8 +35,12 @@ class Curve:
 
     def __post_init__(self) -> None:
         values = np.concatenate([self.time_s, self.energy_j])
-        if self.time_s.size == 0 or not (np.isfinite(values).all() and (values > 0).all()):
-            raise FrontierError("a frontier needs at least one plan, with positive times and energies.")
+        # NaN is within no range.
+        if self.time_s.size == 0 or not ((values >= LEAST) & (values <= MOST_JOULES)).all():
+            raise FrontierError(
+                f"a frontier needs at least one plan, with positive times and energies, from {LEAST:g} to "
+                f"{MOST_JOULES:g}."
+            )
 
     def cheapest(self, deadline_s: float) -> tuple[float, float]:
         """Return time [s] and energy [J] of the plan of least energy that meets a deadline."""

@@ -22,6 +22,7 @@ from typing import TextIO, TypeAlias
 
 from pydantic import Field, ValidationError
 
+from perseus_ds.artifacts.io import open_without_links
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.artifacts.validation import StrictModel, explain
 from perseus_ds.errors import PerseusError
@@ -97,7 +98,7 @@ class OptimizeWorker:
         self._begin_s = time.monotonic()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
         # Files, not pipes: a pipe would block the training thread until the process has read a long request.
-        with tempfile.TemporaryFile() as order, log_path.open("wb") as log:
+        with tempfile.TemporaryFile() as order, open_without_links(log_path, append=False) as log:
             order.write(request.model_dump_json().encode())
             order.seek(0)
             self._process = subprocess.Popen(

@@ -28,6 +28,7 @@ __all__ = [
     "Schedule",
     "Transfer",
     "Wait",
+    "is_of_torch",
     "read_schedule",
     "schedule_class",
     "stages_per_rank",
@@ -39,7 +40,7 @@ class Schedule:
     """The operations of every rank of a pipeline in one iteration, in program order.
 
     Attributes:
-        name: Class of the schedule, as ``package.module:Class``.
+        name: Class of the schedule, as ``package.module:Class``. A label for people; nothing imports it.
         micro_batches: Micro-batches per iteration.
         ranks: One stream of operations per pipeline rank.
     """
@@ -92,34 +93,50 @@ def read_schedule(schedule_class: Callable[..., Any], *, ranks: int, micro_batch
     return Schedule(name=name, micro_batches=micro_batches, ranks=tuple(streams))
 
 
+_MODULE = "deepspeed.runtime.pipe.schedule"
+KNOWN = {
+    "1f1b": "TrainSchedule",
+    "dualpipev": "DualPipeVSchedule",
+    f"{_MODULE}:TrainSchedule": "TrainSchedule",
+    f"{_MODULE}:DualPipeVSchedule": "DualPipeVSchedule",
+}
+"""Schedules of DeepSpeed, by the names that files may have for them: no other name in a file is imported."""
+
+
 def schedule_class(name: str) -> type:
     """Return the schedule class for ``1f1b``, ``dualpipev`` or ``package.module:Class``.
+
+    The module is imported, so the name must come from a user and not from a file, unless it is one of :data:`KNOWN`.
 
     Raises:
         ConfigError: There is no such schedule.
     """
-    if name in ("1f1b", "dualpipev"):
+    if name in KNOWN:
         from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 
-        found = getattr(deepspeed_schedule, "TrainSchedule" if name == "1f1b" else "DualPipeVSchedule", None)
+        found = getattr(deepspeed_schedule, KNOWN[name], None)
         if found is None:
-            raise ConfigError(
-                "schedule=dualpipev: the installed DeepSpeed has no DualPipeVSchedule. Upgrade DeepSpeed."
-            )
+            raise ConfigError(f"schedule={name}: the installed DeepSpeed has no {KNOWN[name]}. Upgrade DeepSpeed.")
         return found  # type: ignore[no-any-return]
     module_name, colon, class_name = name.partition(":")
     try:
         if not colon:
             raise ImportError("no colon in the name")
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"schedule={name}: not found ({error}). Write 1f1b, dualpipev, or package.module:Class of a class "
             "that can be imported here."
         ) from error
-    if not hasattr(found, "steps"):
+    if not hasattr(found, "steps") and not is_of_torch(found):
         raise ConfigError(f"schedule={name}: not a PipeSchedule, it has no steps().")
     return found  # type: ignore[no-any-return]
+
+
+def is_of_torch(schedule_class: type) -> bool:
+    """Return whether a schedule class is one of ``torch.distributed.pipelining``, or derived from one."""
+    bases = getattr(schedule_class, "__mro__", ())
+    return any(base.__module__ == "torch.distributed.pipelining.schedules" for base in bases)
 
 
 def stages_per_rank(schedule_class: type) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.rank_report import RankReport
-from perseus_ds.policy.policies import stretched_plan
+from perseus_ds.policy.decisions import stretched_plan
 from perseus_ds.policy.stragglers import Straggler, straggler_of, with_reported
 
 _NO_PIPELINE = -1
@@ -42,11 +42,13 @@ class PlanChoice:
         plan: The plan that the policy asks for, as a place on the frontier.
         paused: Whether to run at default clocks.
         reported: A straggler that a user has reported.
+        halts: Whether training stands still before the iteration.
     """
 
     plan: int
     paused: bool = False
     reported: Straggler | None = None
+    halts: bool = False
 
     def as_reported(self) -> dict[str, Any]:
         """Return the fields of rank 0's report that carry it."""
@@ -54,6 +56,7 @@ class PlanChoice:
         return {
             "plan": self.plan,
             "paused": self.paused,
+            "halts": self.halts,
             "straggler": straggler.pipeline,
             "straggler_slowdown": straggler.slowdown,
         }
@@ -62,7 +65,7 @@ class PlanChoice:
     def from_report(cls, report: RankReport) -> PlanChoice:
         """Return the decision that rank 0 has reported."""
         reported = Straggler(report.straggler, report.straggler_slowdown)
-        return cls(report.plan, report.paused, None if report.straggler == _NO_PIPELINE else reported)
+        return cls(report.plan, report.paused, None if report.straggler == _NO_PIPELINE else reported, report.halts)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class Assignment:
             "straggler": straggler.pipeline if straggler else None,
             "slowdown": round(straggler.slowdown, 3) if straggler else 1.0,
             "paused": self.choice.paused,
+            "halts": self.choice.halts,
         }
 
     def forecast(self, frontier: Frontier, gpus_per_stage: int) -> Forecast:

@@ -12,9 +12,7 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +23,7 @@ from perseus_ds.artifacts.io import read_json, write_atomically
 from perseus_ds.artifacts.validation import explain
 from perseus_ds.device import local_socket
 from perseus_ds.errors import ConfigError, PerseusError
+from perseus_ds.policy.line_server import LineServer
 from perseus_ds.policy.policies import PolicyConfig
 
 ADDRESS_FILE = "control.json"
@@ -52,9 +51,9 @@ class SetStraggler(_Order):
     """Expect a pipeline to take this many times as long; 1 says that it has recovered."""
 
     command: Literal["straggler"]
-    pipeline: int = Field(ge=0)
-    slowdown: float = Field(ge=1, allow_inf_nan=False)
-    after_iterations: int = Field(0, ge=0)
+    pipeline: int = Field(ge=0, lt=2**31)
+    slowdown: float = Field(ge=1, le=1e6, allow_inf_nan=False)
+    after_iterations: int = Field(0, ge=0, le=10**12)
 
 
 class Pause(_Order):
@@ -104,44 +103,29 @@ class ControlServer:
         # Paths of sockets must be short, so they cannot lie in just any folder; this one is made with mode 0700.
         self._folder = Path(tempfile.mkdtemp(prefix="perseus-"))
         path = self._folder / "control.sock"
-        self._socket: socket.socket | None = None
+        self._server: LineServer | None = None
         try:
-            self._socket = local_socket.listen(str(path))
+            self._server = LineServer(local_socket.listen(str(path)), self._answer)
             directory.mkdir(parents=True, exist_ok=True)
             write_atomically(self._address_file, json.dumps({"socket": str(path), "pid": os.getpid()}) + "\n")
         except OSError:
             self.close()
             raise
-        threading.Thread(target=self._serve, args=[self._socket], name="perseus-control", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening and remove the socket and its address; harmless when called again."""
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            self._socket.close()
+        if self._server is not None:
+            self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads(self._address_file.read_text(encoding="utf-8")).get("pid") == os.getpid():
+        with contextlib.suppress(OSError, PerseusError):
+            if read_json(self._address_file, ConfigError, ADDRESS_FILE).get("pid") == os.getpid():
                 self._address_file.unlink()
 
-    def _serve(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:  # closed
-                return
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(_TIMEOUT_S)
-                _, uid = local_socket.peer(connection)
-                if uid in (os.getuid(), 0):
-                    local_socket.send(connection, self._answer(connection))
-
-    def _answer(self, connection: socket.socket) -> dict[str, Any]:
+    def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            return {"ok": True, **self._handle(parse_order(local_socket.receive(connection)))}
-        except (ValueError, PerseusError, local_socket.LocalSocketError) as error:
-            return {"ok": False, "error": str(error)}
+            return {"ok": True, **self._handle(parse_order(local_socket.parse(line)))}
+        except Exception as error:  # whatever is wrong with an order, the job goes on
+            return {"ok": False, "error": str(error) or type(error).__name__}
 
 
 def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:

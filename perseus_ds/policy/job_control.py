@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from perseus_ds.policy.control_socket import Pause, Resume, SetPolicy, SetStraggler, Status
+from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.policies import PolicyConfig
+from perseus_ds.policy.signal_watch import SignalWatch
 from perseus_ds.policy.stragglers import Straggler
 
 logger = logging.getLogger("perseus_ds")
@@ -24,7 +27,9 @@ class JobControl:
         policy: Decides which plan to run.
         paused: Whether to run at default clocks.
         steps: Steps done, those before a checkpoint included.
-        progress: What a checkpoint kept of the progress under plans, until plans are run.
+        progress: What a checkpoint, or the plans before these, kept of the progress under plans, until plans are run.
+        signals: The signals of the policy; None but on rank 0.
+        costs: What the job's energy has cost by a signal.
         problem_of: Returns the condition of a policy that no plan meets now, empty if there is none; from any thread.
             Nothing is known of it until plans are run.
     """
@@ -44,6 +49,8 @@ class JobControl:
         self.paused = False
         self.steps = 0
         self.progress: Mapping[str, Any] = {}
+        self.signals: SignalWatch | None = None
+        self.costs = CostAccount()
         self.problem_of: Callable[[PolicyConfig], str] = lambda policy: ""
         self._pipelines = pipelines
         self._job_status = job_status
@@ -66,7 +73,7 @@ class JobControl:
             raise ValueError(
                 f"pipeline: there is no pipeline {pipeline}; they are numbered 0 to {self._pipelines - 1}."
             )
-        if not slowdown >= 1:
+        if not 1 <= slowdown < math.inf:
             raise ValueError(f"slowdown: expected at least 1 (1 ends it), got {slowdown}.")
         with self._lock:
             if slowdown == 1:
@@ -88,6 +95,8 @@ class JobControl:
 
     def _done(self, order: SetPolicy | SetStraggler | Pause | Resume) -> str:
         if isinstance(order, SetPolicy):
+            if self.signals is not None:
+                self.signals.follow(order.policy)
             self.policy = order.policy
             problem = self.problem_of(order.policy)
             return f"policy {order.policy.name} from the next iterations on" + (f"; but {problem}" if problem else "")
@@ -110,7 +119,8 @@ class JobControl:
             "configured": self._configured.model_dump(mode="json"),
             "paused": self.paused,
             "steps": self.steps,
-            "told": reported,
+            "stragglers": reported,
+            **({"costs": self.costs.state()} if self.costs.iterations else {}),
         }
 
     def restore(self, state: Mapping[str, Any], steps: int | None = None) -> bool:
@@ -136,7 +146,8 @@ class JobControl:
 
     def _take_up(self, state: Mapping[str, Any]) -> bool:
         policy, configured = (_POLICY.validate_python(state[key]) for key in ("policy", "configured"))
-        reported = {int(p): (int(step), float(s)) for p, (step, s) in state["told"].items()}
+        entries = state["stragglers"] if "stragglers" in state else state["told"]  # as earlier versions called it
+        reported = {int(p): (int(step), float(s)) for p, (step, s) in entries.items()}
         paused, steps = bool(state["paused"]), int(state["steps"])
         with self._lock:
             self._reported = {p: entry for p, entry in reported.items() if p < self._pipelines}
@@ -144,8 +155,12 @@ class JobControl:
             if configured != self._configured:
                 return False
             self.policy = policy
+        if "costs" in state:
+            self.costs.restore(state["costs"])
+        if self.signals is not None:
+            self.signals.follow_if_possible(policy)
         return True
 
 
 def _has_left_plans(job: Mapping[str, Any]) -> bool:
-    return job.get("phase") == "observe"
+    return job.get("phase") == "observe" and not job.get("next")

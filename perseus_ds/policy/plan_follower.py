@@ -11,9 +11,16 @@ import numpy as np
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.rank_report import RankReports
 from perseus_ds.policy.assignment import Assignment, PlanChoice
-from perseus_ds.policy.policies import Decision, PolicyConfig, Situation, decide
+from perseus_ds.policy.decisions import decide
+from perseus_ds.policy.policies import PolicyConfig
 from perseus_ds.policy.run_statistics import RunStatistics
+from perseus_ds.policy.signal_values import Signal
+from perseus_ds.policy.situation import Decision, Situation
 from perseus_ds.policy.stragglers import StragglerWatch
+from perseus_ds.policy.timetable import Timetable
+
+# As checkpoints of earlier versions have them.
+_OLD_KEYS = {"rooms": "stretch_factors", "pace": "statistics"}
 
 
 class PlanFollower:
@@ -31,11 +38,30 @@ class PlanFollower:
         self._pipelines = int(self._pipeline_of_rank.max()) + 1
         self._gpus_per_rank = gpus_per_rank
         self._stragglers = StragglerWatch(self._pipelines)
+        self._idle_power_w = frontier.provenance.blocking_power_w * gpus_per_rank * len(frontier.instructions)
         self._plan: int | None = None
         self.statistics = RunStatistics()
 
-    def decide(self, policy: PolicyConfig, step: int, now: datetime) -> Decision:
-        """Return the plan that a policy asks for now."""
+    def decide(
+        self,
+        policy: PolicyConfig,
+        step: int,
+        now: datetime,
+        *,
+        signals: Mapping[str, Signal] | None = None,
+        iterations_ahead: int = 1,
+        timetable: Timetable | None = None,
+    ) -> Decision:
+        """Return the plan that a policy asks for now.
+
+        Args:
+            policy: The user's.
+            step: Steps done.
+            now: The time.
+            signals: Values of the signals, by file.
+            iterations_ahead: Iterations that will have run before the one that is decided on.
+            timetable: What a cheapest policy has decided before.
+        """
         situation = Situation(
             step=step,
             now=now,
@@ -44,8 +70,21 @@ class PlanFollower:
             stopped_s=self.statistics.stopped_s,
             gpus_per_rank=self._gpus_per_rank,
             running=self._plan,
+            iterations_ahead=iterations_ahead,
+            idle_power_w=self._idle_power_w,
+            signals=signals or {},
+            timetable=timetable,
         )
-        return decide(policy, self._frontier, situation)
+        try:
+            return decide(policy, self._frontier, situation)
+        except Exception as error:  # whatever an order holds, training goes on
+            return Decision(0, f"the policy {policy.name} fails ({error!r}). Running at default clocks", failed=True)
+
+    def expected(self, plan: int) -> tuple[float, float]:
+        """Return time [s] and energy of all GPUs [J] of an iteration under a plan, by the profile and as measured."""
+        known, by_profile = self.statistics, self._frontier.plans[plan]
+        time_s = by_profile.time_s * known.time_ratio
+        return time_s, by_profile.energy_j / by_profile.time_s * time_s * known.power_ratio * self._gpus_per_rank
 
     def assign(self, choice: PlanChoice) -> Assignment:
         """Return the plans of all pipelines by rank 0's decision."""
@@ -89,14 +128,19 @@ class PlanFollower:
         """Return what a checkpoint keeps, as plain values."""
         return {
             "plan": self._plan,
-            "rooms": list(self._stragglers.stretch_factors),
-            "pace": self.statistics.state(),
+            "stretch_factors": list(self._stragglers.stretch_factors),
+            "statistics": self.statistics.state(),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> int:
-        """Restore what a checkpoint kept; return the plan that the policy asked for then."""
-        self._plan = min(int(state["plan"]), len(self._frontier.plans) - 1)
-        self.statistics.restore(state["pace"])
-        if len(state["rooms"]) == self._pipelines:
-            self._stragglers.stretch_factors = tuple(state["rooms"])
+    def state_for_other_plans(self) -> dict[str, Any]:
+        """Return the part of :meth:`state` that is as true of the plans of another profile."""
+        return {**self.state(), "plan": None, "statistics": self.statistics.state_of_stops()}
+
+    def restore(self, state: Mapping[str, Any]) -> int | None:
+        """Restore what :meth:`state` returned; return the plan that the policy asked for then, if it is known."""
+        state = {_OLD_KEYS.get(key, key): value for key, value in state.items()}
+        self._plan = None if state["plan"] is None else min(int(state["plan"]), len(self._frontier.plans) - 1)
+        self.statistics.restore(state["statistics"])
+        if len(state["stretch_factors"]) == self._pipelines:
+            self._stragglers.stretch_factors = tuple(state["stretch_factors"])
         return self._plan

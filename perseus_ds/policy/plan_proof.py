@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import Counter
 from dataclasses import dataclass, field
 
 from perseus_ds.artifacts.rank_report import RankReports
-from perseus_ds.policy.policies import PolicyConfig, PowerCapPolicy
+from perseus_ds.policy.policies import CheapestPolicy, PowerCapPolicy, SimplePolicy
 
 # Windows of the energy counter below some seconds are noisy: this many refreshes, and at least so many iterations.
 _REFRESHES = 60
@@ -25,6 +26,7 @@ _TIME_TOLERANCE = 0.01
 # Default clocks are measured again only for a clear gain of time.
 _FASTER = 0.03
 _WELL_KNOWN = 0.01
+_COMES_AGAIN = 3
 
 
 @dataclass
@@ -35,13 +37,13 @@ class IterationSample:
         counter_period_s: How often energy counters are refreshed [s].
         times_s: Iteration times [s].
         energies_j: Energies of all GPUs [J].
-        shapes: What tells the shapes of their inputs from those of others.
+        shapes: How often they had which inputs, by what tells their shapes from others.
     """
 
     counter_period_s: float
     times_s: list[float] = field(default_factory=list)
     energies_j: list[float] = field(default_factory=list)
-    shapes: set[tuple[float, ...]] = field(default_factory=set)
+    shapes: Counter[tuple[float, ...]] = field(default_factory=Counter)
     _total_s: float = 0.0
 
     def add(self, time_s: float, energy_j: float) -> None:
@@ -54,12 +56,21 @@ class IterationSample:
         """Add an iteration that all ranks have reported, unless a rank had fallen back or could not read its energy."""
         energy_j = float(reports.column("energy_j").sum())
         if math.isfinite(energy_j) and not reports.column("failed").any():
-            self.shapes.add(reports.shapes)
+            self.shapes[reports.shapes] += 1
             self.add(float(reports.column("time_s").max()), energy_j)
 
     def has_other_shapes(self, reports: RankReports) -> bool:
         """Whether an iteration cannot be compared with these, its inputs being of other shapes."""
         return len(self.shapes) == 1 and reports.shapes not in self.shapes
+
+    def has_shapes_beside(self, reports: RankReports) -> bool:
+        """Whether the inputs of these and an iteration are not all of one shape."""
+        return self.varies_in_shape or self.has_other_shapes(reports)
+
+    @property
+    def mixes_shapes(self) -> bool:
+        """Whether they have inputs of several shapes, at least one of which comes again and again."""
+        return self.varies_in_shape and max(self.shapes.values()) >= max(_COMES_AGAIN, len(self.times_s) / 10)
 
     @property
     def varies_in_shape(self) -> bool:
@@ -215,12 +226,12 @@ class Comparison:
         )
 
 
-def is_kept(comparison: Comparison, policy: PolicyConfig) -> bool:
+def is_kept(comparison: Comparison, policy: SimplePolicy | CheapestPolicy) -> bool:
     """Return whether a plan is kept: it saves energy in time, or keeps power down under a policy that asks for it."""
     return comparison.draws_less if isinstance(policy, PowerCapPolicy) else comparison.wins
 
 
-def is_in_doubt(comparison: Comparison, policy: PolicyConfig) -> bool:
+def is_in_doubt(comparison: Comparison, policy: SimplePolicy | CheapestPolicy) -> bool:
     """Return whether default clocks have to be measured again: a plan no longer wins, or all may be faster."""
     no_longer_wins = comparison.draws_more if isinstance(policy, PowerCapPolicy) else comparison.loses
     return no_longer_wins or comparison.is_faster

@@ -1,14 +1,14 @@
-"""Chooses the plan of the next iteration, by the user's policy, the frontier and the progress of the run."""
+"""The policies that a user may ask for: the rules that choose a plan."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, time
+from functools import cached_property
 from typing import Annotated, Literal
+from zoneinfo import ZoneInfo
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator
-
-from perseus_ds.artifacts.frontier import Frontier
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator, model_validator
+from typing_extensions import Self
 
 
 class _Policy(BaseModel):
@@ -36,14 +36,27 @@ class DeadlinePolicy(_Policy):
 
     name: Literal["deadline"]
     finish_by: AwareDatetime = Field(description="When the last step must be done, such as 2026-11-22T08:00:00+00:00.")
-    total_steps: int = Field(gt=0, description="Steps of the whole training, those before a checkpoint included.")
+    total_steps: int = Field(
+        gt=0, le=10**12, description="Steps of the whole training, those before a checkpoint included."
+    )
 
 
 class PowerCapPolicy(_Policy):
-    """Keep the average power of the job's GPUs under a budget."""
+    """Keep the average power of the job's GPUs under a budget, by `watts` or by `signal`."""
 
     name: Literal["power_cap"]
-    watts: float = Field(gt=0, allow_inf_nan=False, description="Of all GPUs of the job together [W].")
+    watts: float | None = Field(
+        None, gt=0, le=1e12, allow_inf_nan=False, description="Of all GPUs of the job together [W]."
+    )
+    signal: str | None = Field(
+        None, description="File with the same over time, or with one number; read again when it changes."
+    )
+
+    @model_validator(mode="after")
+    def _has_one_cap(self) -> Self:
+        if (self.watts is None) == (self.signal is None):
+            raise ValueError('expected either "watts" or "signal", the file of a cap that changes')
+        return self
 
 
 class EnergyOptimalPolicy(_Policy):
@@ -52,109 +65,96 @@ class EnergyOptimalPolicy(_Policy):
     name: Literal["energy_optimal"]
 
 
-PolicyConfig = Annotated[
+SimplePolicy = Annotated[
     SlowdownPolicy | DeadlinePolicy | PowerCapPolicy | EnergyOptimalPolicy, Field(discriminator="name")
+]
+Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
+_DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+
+
+class Window(_Policy):
+    """A time of day, on some days of the week, with a policy of its own."""
+
+    begin: time = Field(description="Local time, such as 17:00.")
+    end: time = Field(
+        description="Local time. One that is not after begin is of the next day: 22:00 to 06:00; 00:00 to 00:00 is a "
+        "whole day."
+    )
+    days: tuple[Day, ...] = Field(_DAYS, min_length=1, description="The days on which it begins.")
+    policy: SimplePolicy = Field(description="As above: slowdown, deadline, power_cap or energy_optimal.")
+
+    @field_validator("begin", "end")
+    @classmethod
+    def _is_local(cls, value: time) -> time:
+        if value.tzinfo is not None:
+            raise ValueError('expected a time without zone, such as 17:00; the zone is that of "timezone"')
+        return value
+
+    def contains(self, local: datetime) -> bool:
+        """Whether a local time is within the window."""
+        day, clock = local.weekday(), local.time()
+        begins_today, began_yesterday = _DAYS[day] in self.days, _DAYS[day - 1] in self.days
+        if self.begin < self.end:
+            return begins_today and self.begin <= clock < self.end
+        return (begins_today and clock >= self.begin) or (began_yesterday and clock < self.end)
+
+
+class SchedulePolicy(_Policy):
+    """Other policies by time of day and day of the week; the first window that contains the present counts."""
+
+    name: Literal["schedule"]
+    timezone: str = Field(description="Whose local time counts, such as Europe/Berlin; clock changes included.")
+    windows: tuple[Window, ...] = Field(min_length=1, description="Times with a policy of their own.")
+    default: SimplePolicy = Field(default_factory=SlowdownPolicy, description="Outside of all windows.")
+
+    @field_validator("timezone")
+    @classmethod
+    def _is_a_zone(cls, value: str) -> str:
+        try:
+            ZoneInfo(value)
+        except (KeyError, OSError, ValueError):
+            raise ValueError(f"expected the name of a time zone such as Europe/Berlin, got {value!r}") from None
+        return value
+
+    @cached_property
+    def _zone(self) -> ZoneInfo:
+        return ZoneInfo(self.timezone)
+
+    def at(self, now: datetime) -> SimplePolicy:
+        """Return the policy that is in force at a time."""
+        local = now.astimezone(self._zone)
+        return next((window.policy for window in self.windows if window.contains(local)), self.default)
+
+
+class CheapestPolicy(_Policy):
+    """Finish by a time at the least cost or carbon, by the hours of a price or a carbon intensity."""
+
+    name: Literal["cheapest"]
+    finish_by: AwareDatetime = Field(description="When the last step must be done, such as 2026-11-22T08:00:00+00:00.")
+    total_steps: int = Field(
+        gt=0, le=10**12, description="Steps of the whole training, those before a checkpoint included."
+    )
+    signal: str = Field(
+        description="File with the price or carbon intensity over time, CSV or JSON; read again when it changes."
+    )
+    may_pause: bool = Field(False, description="Whether training may stand still for as long as that is cheaper.")
+
+
+PolicyConfig = Annotated[
+    SlowdownPolicy | DeadlinePolicy | PowerCapPolicy | EnergyOptimalPolicy | SchedulePolicy | CheapestPolicy,
+    Field(discriminator="name"),
 ]
 
 
-# Times and powers are known this well; of what there is to use up, this much is left.
-_MARGIN = 0.005
+def in_force(policy: PolicyConfig, now: datetime) -> SimplePolicy | CheapestPolicy:
+    """Return the policy that decides at a time: that of the window, if it is a schedule."""
+    return policy.at(now) if isinstance(policy, SchedulePolicy) else policy
 
 
-@dataclass(frozen=True)
-class Situation:
-    """The progress of the run.
-
-    Attributes:
-        step: Steps done, those before a checkpoint included.
-        now: The time.
-        time_ratio: Measured over predicted iteration time.
-        power_ratio: Measured over predicted power.
-        stopped_s: Time between iterations [s].
-        gpus_per_rank: GPUs of the job for each pipeline rank of a plan.
-        running: The plan the policy asked for last; None at the start.
-    """
-
-    step: int
-    now: datetime
-    time_ratio: float = 1.0
-    power_ratio: float = 1.0
-    stopped_s: float = 0.0
-    gpus_per_rank: int = 1
-    running: int | None = None
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What to run.
-
-    Attributes:
-        plan: Place on the frontier.
-        problem: The condition of the policy that cannot be met; empty if it is met.
-    """
-
-    plan: int
-    problem: str = ""
-
-
-def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> Decision:
-    """Return the plan that a policy asks for now."""
-    if isinstance(policy, SlowdownPolicy):
-        return Decision(frontier.plans.index(frontier.within(policy.max_slowdown)))
-    if isinstance(policy, EnergyOptimalPolicy):
-        return Decision(len(frontier.plans) - 1)
-    if isinstance(policy, DeadlinePolicy):
-        return _by_deadline(policy, frontier, situation)
-    return _under_cap(policy, frontier, situation)
-
-
-def stretched_plan(frontier: Frontier, plan: int, factor: float) -> int:
-    """Return the plan of a pipeline that may take so many times as long as a plan: that of min(T', T*)."""
-    deadline_s = frontier.plans[plan].time_s * factor * (1 - _MARGIN)
-    return plan if deadline_s <= frontier.plans[plan].time_s else _slowest(frontier, deadline_s)
-
-
-def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situation) -> Decision:
-    left = policy.total_steps - situation.step
-    if left <= 0:
-        return Decision(len(frontier.plans) - 1)
-    seconds = (policy.finish_by - situation.now).total_seconds()
-    # One step in reserve: what an iteration takes more than the one before is only known afterwards.
-    allowed_s = (seconds / (left + 1) - situation.stopped_s) / situation.time_ratio
-    fastest_s = frontier.plans[0].time_s
-    if allowed_s >= fastest_s:
-        most = _slowest(frontier, allowed_s)
-        running = most if situation.running is None else situation.running
-        return Decision(_clamp(running, _slowest(frontier, allowed_s * (1 - _MARGIN)), most))
-    needed_s = left * (fastest_s * situation.time_ratio + situation.stopped_s)
-    if needed_s <= seconds:
-        return Decision(0)
-    return Decision(
-        0,
-        f"the deadline {policy.finish_by.isoformat()} cannot be met: {left} steps take {needed_s:.0f} s at the "
-        f"fastest, {max(0.0, seconds):.0f} s are left. Running the fastest plan",
-    )
-
-
-def _under_cap(policy: PowerCapPolicy, frontier: Frontier, situation: Situation) -> Decision:
-    scale = situation.gpus_per_rank * situation.power_ratio
-    powers_w = [scale * plan.energy_j / plan.time_s for plan in frontier.plans]
-    last = len(powers_w) - 1
-    if powers_w[last] <= policy.watts:
-        fastest = next(n for n, power_w in enumerate(powers_w) if power_w <= policy.watts)
-        safe = next((n for n, power_w in enumerate(powers_w) if power_w <= policy.watts * (1 - _MARGIN)), last)
-        return Decision(_clamp(fastest if situation.running is None else situation.running, fastest, safe))
-    return Decision(
-        last,
-        f"a power cap of {policy.watts:.0f} W cannot be kept: the plan that draws least takes {powers_w[-1]:.0f} W. "
-        "Running it",
-    )
-
-
-def _clamp(running: int, low: int, high: int) -> int:
-    """Return the plan of a range that changes least: small fluctuations do not change plans."""
-    return min(max(running, low), high)
-
-
-def _slowest(frontier: Frontier, deadline_s: float) -> int:
-    return frontier.plans.index(frontier.lookup(max(deadline_s, frontier.plans[0].time_s)))
+def signal_files(policy: PolicyConfig) -> frozenset[str]:
+    """Return the files of the signals that a policy is decided by."""
+    parts = [policy]
+    if isinstance(policy, SchedulePolicy):
+        parts = [policy.default, *(window.policy for window in policy.windows)]
+    named = (part.signal for part in parts if isinstance(part, PowerCapPolicy | CheapestPolicy))
+    return frozenset(file for file in named if file is not None)

@@ -56,6 +56,10 @@ class RunStatistics:
         """Return what a checkpoint keeps, as plain values."""
         return {"stopped_s": self.stopped_s, "stops": self._stops, "times": [*self._times], "powers": [*self._powers]}
 
+    def state_of_stops(self) -> dict[str, Any]:
+        """Return the same without the ratios, which belong to the plans of one profile."""
+        return {**self.state(), "times": [], "powers": []}
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up what a checkpoint kept; later measurements gradually replace it."""
         self.stopped_s, self._stops = float(state["stopped_s"]), int(state["stops"])

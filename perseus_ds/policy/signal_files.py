@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
+from perseus_ds.artifacts.io import parse_json, read_text
+from perseus_ds.artifacts.limits import MOST_CSV_BYTES
 from perseus_ds.errors import SignalError
 from perseus_ds.policy.signal_values import Signal, signal_of
 
@@ -33,6 +34,8 @@ _VALUES = [
 ]
 # A file with values of several of these is not one signal.
 _ONE_EACH = ("area", "sequence", "zone id")
+# Characters of a time or of names that a message repeats.
+_LONGEST = 200
 _MISSING = ("", "-", "n/e", "n/a")
 _DAY_FIRST = re.compile(r"(\d\d)[./](\d\d)[./](\d{4}) (\d\d):(\d\d)(?::(\d\d))?(?: \((CES?T)\))?")
 _CENTRAL_EUROPE = ZoneInfo("Europe/Brussels")
@@ -56,13 +59,9 @@ def read_signal(path: Path) -> Signal:
         SignalError: The file is missing, is of another form, or has values that cannot be used; the message names
             file and row.
     """
+    text = read_text(path, SignalError, "file of a signal", MOST_CSV_BYTES)
     try:
-        text = path.read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise SignalError(f"{path}: the signal cannot be read: {reason}.") from None
-    try:
-        return parse_signal(text)
+        return parse_signal(text.strip())
     except SignalError as error:
         raise SignalError(f"{path}: {error}") from None
 
@@ -86,12 +85,15 @@ def parse_signal(text: str) -> Signal:
 def _from_csv(text: str) -> Signal:
     lines = text.splitlines()
     delimiter = max(",;\t", key=lines[0].count)
-    header, *rows = csv.reader(lines, delimiter=delimiter)
+    try:
+        header, *rows = csv.reader(lines, delimiter=delimiter)
+    except csv.Error as error:
+        raise SignalError(f"not a CSV file ({error}).") from None
     header = [name.strip() for name in header]
     time = next((column for column, name in enumerate(header) if _TIME.fullmatch(name)), None)
     found = [(column, match) for p in _VALUES for column, name in enumerate(header) if (match := p.fullmatch(name))]
     if time is None or not found:
-        raise SignalError(f"{_EXPECTED}, found the columns {', '.join(map(repr, header))}.")
+        raise SignalError(f"{_EXPECTED}, found the columns {', '.join(map(repr, header))[:_LONGEST]}.")
     value, match = found[0]
     for column, name in enumerate(header):
         if name.lower() in _ONE_EACH and len(kinds := {row[column] for row in rows if len(row) > column}) > 1:
@@ -100,7 +102,7 @@ def _from_csv(text: str) -> Signal:
             )
     shortest = max(time, value)
     given = [
-        _Row(f"row {number}", row[time].strip(), row[value].strip())
+        _Row(f"row {number}", row[time].strip()[:_LONGEST], row[value].strip())
         for number, row in enumerate(rows, start=2)
         if len(row) > shortest
     ]
@@ -109,8 +111,8 @@ def _from_csv(text: str) -> Signal:
 
 def _from_json(text: str) -> Signal:
     try:
-        raw = json.loads(text)
-    except json.JSONDecodeError as error:
+        raw = parse_json(text)
+    except ValueError as error:
         raise SignalError(f"not a complete JSON file ({error}).") from None
     entries, unit = raw, ""
     if isinstance(raw, Mapping):
@@ -126,9 +128,11 @@ def _from_json(text: str) -> Signal:
         time = entry.get("time", entry.get("datetime"))
         key = next((key for key in _JSON_VALUES if key in entry), None)
         if time is None or key is None:
-            raise SignalError(f'entry {number}: expected "time" and "value", found {", ".join(map(repr, entry))}.')
+            raise SignalError(
+                f'entry {number}: expected "time" and "value", found {", ".join(map(repr, entry))[:200]}.'
+            )
         unit = unit or ("gCO2eq/kWh" if key == "carbonIntensity" else str(entry.get("unit", "")))
-        rows.append(_Row(f"entry {number}", time, entry[key]))
+        rows.append(_Row(f"entry {number}", str(time)[:_LONGEST], entry[key]))
     return _signal(rows, _with_zone, unit)
 
 
@@ -142,7 +146,7 @@ def _signal(rows: Sequence[_Row], stamps: _Stamps, unit: str) -> Signal:
             continue
         value = _number(row.value)
         if value is None:
-            raise SignalError(f"{row.where}: expected a number, got {str(row.value)!r}.")
+            raise SignalError(f"{row.where}: expected a number, got {str(row.value)!r:.200}.")
         begin_s, end_s = stamps(row, begins_s[-1] if begins_s else -math.inf)
         if begins_s and begin_s <= begins_s[-1]:
             raise SignalError(f"{row.where}: {row.time} is not after the time of the row above. Sort the rows by time.")
@@ -155,7 +159,7 @@ def _number(text: object) -> float | None:
     """Return a finite number, or None if it is none."""
     try:
         value = float(text)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return value if math.isfinite(value) and not isinstance(text, bool) else None
 

@@ -69,6 +69,13 @@ class Signal:
         edges = np.array([begin_s, *inner, end_s])
         return edges, np.array([self.at(edge_s) for edge_s in edges[:-1]])
 
+    def mean_between(self, begin_s: float, end_s: float) -> float:
+        """Return the mean over a span of time [Unix seconds]."""
+        if end_s <= begin_s:
+            return self.at(begin_s)
+        edges_s, values = self.between(begin_s, end_s)
+        return float((np.diff(edges_s) * values).sum() / (end_s - begin_s))
+
     def continuing(self, earlier: Signal | None) -> Signal:
         """Return this signal with the values of an earlier one for the time before it begins."""
         if earlier is None or earlier.begins_s[0] >= self.begins_s[0]:

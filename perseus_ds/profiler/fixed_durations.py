@@ -27,7 +27,7 @@ def without_gaps(spans: Sequence[Span], time_s: float) -> list[Span]:
     result: list[Span] = []
     for before, span, after in zip([None, *spans], spans, [*spans[1:], None], strict=False):
         start_s, end_s = span.start_s, span.end_s
-        if _is_tail(span) or not isinstance(span.operation, Compute):
+        if _is_tail(span) or not isinstance(span.operation, Compute | Other):
             if before is None:
                 start_s = 0.0
             elif not _begins_tail(before, span):

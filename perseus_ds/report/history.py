@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from perseus_ds.artifacts.run_records import Event, IterationRecord, ProfileWritten, Record, Started, read_records
+from perseus_ds.artifacts.record_base import Event
+from perseus_ds.artifacts.run_file import read_records
+from perseus_ds.artifacts.run_records import IterationRecord, ProfileWritten, Record, Started
 
 # In this phase instructions are not yet stretched, so its times and energies are not valid.
 _NOT_TRAINING = "calibrate"
@@ -97,7 +99,11 @@ class History:
     @property
     def under_plans(self) -> list[Step]:
         """Iterations under a plan of the frontier last in use: a plan's number is only valid for its own frontier."""
-        planned = [step for step in self.steps if step.record.phase == "run" and step.record.plan is not None]
+        planned = [
+            step
+            for step in self.steps
+            if step.record.phase == "run" and step.record.plan is not None and not step.record.shape
+        ]
         return [step for step in planned if step.frontier == planned[-1].frontier]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
+from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.report.measured import MeasuredPoint
 from perseus_ds.report.palette import SCALE, light
@@ -64,7 +67,7 @@ def frontier_picture(
     axes.margins(x=0.06, y=0.1)
     axes.legend(loc="best", frameon=True, framealpha=1, edgecolor="0.8")
     figure.suptitle(f"Energy over time: {_subject(frontier.provenance)}", fontsize=11)
-    figure.savefig(path, dpi=_DPI)
+    save_picture(figure, path, _DPI)
 
 
 def _draw_series(axes: Axes, series: Series) -> None:
@@ -110,7 +113,7 @@ def timeline_picture(before: Timeline, after: Timeline, provenance: Provenance, 
         handles=_legend((before, after), colours), loc="outside lower center", ncols=5, frameon=False, fontsize=9
     )
     figure.suptitle(f"One iteration, predicted: {_subject(provenance)}", fontsize=11)
-    figure.savefig(path, dpi=_DPI)
+    save_picture(figure, path, _DPI)
 
 
 def _draw_timeline(axes: Axes, part: Timeline, norm: Normalize, colours: Colormap, longest_s: float) -> None:
@@ -207,3 +210,19 @@ def _subject(provenance: Provenance) -> str:
 def _change(value: float, reference: float) -> str:
     text = f"{value / reference - 1:+.1%}".replace("-", "\N{MINUS SIGN}")
     return text if text[1:] != "0.0%" else "±0.0%"
+
+
+def save_picture(figure: Figure, path: Path | str, dpi: int) -> None:
+    """Write a picture completely or not at all, in the format that its suffix says; PNG without one.
+
+    Raises:
+        ConfigError: It cannot be written there, or there is no such format.
+    """
+    path, data = Path(path), BytesIO()
+    try:
+        figure.savefig(data, format=path.suffix[1:] or "png", dpi=dpi)
+        write_atomically(path, data.getvalue())
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}. Give another suffix, such as .png.") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}). Give another one, out=….") from None

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.profiler.denoise import estimate_all
 from perseus_ds.report.palette import light
-from perseus_ds.report.pictures import LINE_STYLES, MARKERS
+from perseus_ds.report.pictures import LINE_STYLES, MARKERS, save_picture
 from perseus_ds.report.series import QUANTITIES, Curve, curve_values, profile_curves
 
 
@@ -39,7 +39,7 @@ def profile_picture(profile: StageProfile, path: Path, *, blocking_power_w: floa
     title = f"{profile.info.gpu or 'profile'}: rows (filled: Pareto-optimal), fitted curves ± 2 standard deviations"
     figure.suptitle(title + (" — SIMULATED" if profile.info.simulated else ""), fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)
+    save_picture(figure, path, 160)
 
 
 def _draw(

@@ -38,9 +38,17 @@ def _artefact(path: Path, facts: list[str | None]) -> Artefact:
     return Artefact(
         path=path,
         written=written.strftime("%Y-%m-%d %H:%M"),
-        sha256=hashlib.sha256(path.read_bytes()).hexdigest()[:12],
+        sha256=_sha256(path)[:12],
         facts=", ".join(fact for fact in facts if fact),
     )
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def _facts(path: Path, found: Sources) -> list[str | None]:

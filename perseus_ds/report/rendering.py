@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.errors import ConfigError
 from perseus_ds.report import units
 from perseus_ds.report.palette import PALETTE, SCALE, css
@@ -63,11 +64,11 @@ def _as_json(data: Mapping[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def write_output(text: str, out: Path | None, folder: Path, name: str) -> Path:
+def write_output(content: str, out: Path | None, folder: Path, name: str) -> Path:
     """Write a file, and return its path.
 
     Args:
-        text: Its content.
+        content: What to write.
         out: The file, or an existing folder to put it in; None for the default.
         folder: Where the file lies by default.
         name: What it is called in a folder.
@@ -78,7 +79,7 @@ def write_output(text: str, out: Path | None, folder: Path, name: str) -> Path:
     path = folder / name if out is None else out / name if out.is_dir() else out
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_atomically(path, content)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}). Give another file, out=….") from None
     return path

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from perseus_ds.artifacts.hour_records import CostsSoFar, Halted, TimetableMade
+from perseus_ds.artifacts.record_base import Event
 from perseus_ds.artifacts.run_records import (
     ClockRefused,
     Drifted,
-    Event,
     Failed,
     PlanChosen,
     PlanJudged,
@@ -18,7 +19,7 @@ from perseus_ds.artifacts.run_records import (
     Started,
     against_default_clocks,
 )
-from perseus_ds.report.units import percent
+from perseus_ds.report.units import duration, percent
 
 
 def event_in_words(event: Event) -> str:
@@ -33,7 +34,7 @@ def event_in_words(event: Event) -> str:
         case PlanChosen(plan=plan, plans=plans, straggler=straggler, slowdown=slowdown):
             late = f", pipeline {straggler} is {slowdown:g} times as slow" if straggler is not None else ""
             others = f", pipelines run {', '.join(map(str, plans))}" if len(set(plans)) > 1 else ""
-            return f"plan {plan}{late}{others}"
+            return f"{'standing still, then ' if event.halts else ''}plan {plan}{late}{others}"
         case PlanJudged(plan=plan, wins=wins):
             changes = ", ".join(
                 f"{percent(change)} ± {percent(error)[1:]} {quantity}"
@@ -55,12 +56,29 @@ def event_in_words(event: Event) -> str:
             # None: version 1 of the records does not record what followed.
             then = {True: ": profiling again", False: "; the profile stays in use", None: ""}[profiles_again]
             return f"times drifted by {drift:.0%}{then}"
-        case Failed(event="failure", rank=rank, error=error):
-            return f"failure on rank {rank}: {error}"
-        case Failed(event=name, error=error):
-            return f"{name}: {error}"
+        case TimetableMade() | CostsSoFar() | Halted():
+            return _by_the_hour(event)
+        case Failed(event=name, rank=rank, error=error):
+            return f"failure on rank {rank}: {error}" if name == "failure" else f"{name}: {error}"
         case _:
             return event.event
+
+
+def _by_the_hour(event: TimetableMade | CostsSoFar | Halted) -> str:
+    if isinstance(event, Halted):
+        return f"training stood still for {duration(event.time_s)}"
+    cost = _against(event.cost, event.fastest_cost)
+    if isinstance(event, CostsSoFar):
+        return f"{event.iterations} iterations by the hour, {cost}"
+    above = f", {percent(event.cost / event.bound - 1)} above the bound" if event.bound > 0 else ""
+    return f"timetable: {cost} for the steps left{above}"
+
+
+def _against(cost: float, fastest_cost: float) -> str:
+    """Return a cost by a signal in words, against the plan of slowdown 0."""
+    return (
+        f"{percent(cost / fastest_cost - 1)} cost against the plan of slowdown 0" if fastest_cost > 0 else "at no cost"
+    )
 
 
 def _refused(event: ClockRefused) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
+from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
 
 _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
@@ -75,4 +76,4 @@ class Cache:
         """Copy the files into a run's output folder."""
         target.mkdir(parents=True, exist_ok=True)
         for name in _FILES:
-            shutil.copyfile(self.directory / name, target / name)
+            write_atomically(target / name, (self.directory / name).read_bytes())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -48,6 +48,11 @@ class Job:
     def profile_path(self) -> Path:
         """The profile that this job writes."""
         return self.output_dir / "profile.csv"
+
+    def of_shape(self, number: int, shape: str) -> Job:
+        """Return the job as its iterations with inputs of one shape are: with a folder and fingerprint of their own."""
+        config = self.config.model_copy(update={"output_dir": str(self.output_dir / "shapes" / str(number))})
+        return replace(self, config=config, fingerprint=f"{self.fingerprint}, inputs {shape}")
 
     def key(self, communicator: Communicator) -> str:
         """Return a text that tells this job from jobs whose iterations differ; every rank must ask at the same time."""

@@ -11,9 +11,10 @@ from typing import Any
 from perseus_ds.artifacts.rank_report import RankReport, RankReports
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.profiler.offline import RepeatableInstructions
+from perseus_ds.runtime.halting import wait_together
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.modes import mode_of
-from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed, observe
+from perseus_ds.runtime.phases import UNPLANNED, IterationMeasurement, NextIteration, Outlook, Resumed, observe
 from perseus_ds.runtime.recorder import IterationContext, Recorder
 from perseus_ds.runtime.report_exchange import ReportExchange
 from perseus_ds.runtime.timeline_log import Ran, TimelineLog
@@ -61,9 +62,25 @@ class ModeDriver:
             rank.communicator, job.output_dir, gpu=rank.gpu.name, simulated=rank.gpu.simulated
         )
         self._ended: IterationContext | None = None
+        self._ended_s: float | None = None
         self._is_closed = False
         self._mode = mode_of(job, rank, recorder, control, passes)
         self.next: NextIteration = next(self._mode)
+
+    def halt(self) -> None:
+        """Wait with all ranks before an iteration, for as long as the mode asks; errors never end training."""
+        if self.next.halt is None:
+            return
+        try:
+            waited = wait_together(self._rank, self.next.halt.is_over, lambda: self._is_closed)
+            if waited.closed:
+                self.observe()
+            elif waited.time_s > 0:
+                self.next.halt.waited(waited)
+        except Exception as error:  # such as the connection to a rank that is gone
+            logger.debug("perseus: waiting failed", exc_info=True)
+            self._on_error(error)
+            self.observe()
 
     def end_iteration(self, seen: IterationMeasurement, own: RankReport, samples: int) -> None:
         """Record the iteration before, of which all have reported; report this one; ask for the next one.
@@ -76,7 +93,10 @@ class ModeDriver:
         reports = self._exchange.received()
         self._record(reports)
         self._control.steps += 1
-        ran = IterationContext(self._control.steps, samples, self.next.phase, ended=time.time())
+        ran = IterationContext(self._control.steps, samples, self.next.phase, self.next.shape, ended=time.time())
+        stopped_s = 0.0 if self._ended_s is None else seen.start_s - self._ended_s
+        self._ended_s = seen.start_s + seen.time_s
+        seen = replace(seen, number=self._control.steps, stopped_s=stopped_s, reports=reports)
         if not seen.failed:
             ran = replace(ran, plan=self.next.plan, forecast=self.next.forecast)
         if reports is not None and reports.of_rank_0.keeps_timeline:
@@ -84,12 +104,20 @@ class ModeDriver:
         if reports is not None and reports.column("closed").any():
             self.observe()
         else:
-            self._advance(replace(seen, reports=reports))
-        keeps_timeline = self._timelines.wants(self.next.phase, self.next.plan)
+            self._advance(seen)
+        keeps_timeline = not self.next.by_shape and self._timelines.wants(self.next.phase, self.next.plan)
         events = self._recorder.events_to_report
         own = replace(own, events=events, keeps_timeline=keeps_timeline, closed=self._is_closed)
         self._exchange.send(replace(own, **self.next.reported))
-        self._ended = replace(ran, outlook=self.next.outlook)
+        is_over = self.next.phase != ran.phase
+        self._ended = replace(ran, outlook=Outlook(self.next.phase, 0.0) if is_over else self.next.outlook)
+
+    def choose(self, shape: float) -> bool:
+        """Have the iteration that has begun run what its first inputs ask for; return whether shapes are told apart."""
+        choices = self.next.by_shape
+        if choices:
+            self.next = choices.get(shape, UNPLANNED)
+        return bool(choices)
 
     def resume(self, progress: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; every rank must do so at once.

@@ -5,22 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.policy.plan_proof import Comparison, IterationSample
+from perseus_ds.policy.plan_proof import Comparison, is_kept
 from perseus_ds.policy.switch_price import SwitchPrice
 from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.profiler.search import clocks_to_choose_from
+from perseus_ds.runtime.default_clocks import DefaultIterations, measure_default
 from perseus_ds.runtime.earlier_run import forget_for_later_runs, frontier_of_an_earlier_run, keep_for_later_runs
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.offline_profiling import profile_offline
 from perseus_ds.runtime.online_profiling import profile_online
 from perseus_ds.runtime.optimising import optimise
 from perseus_ds.runtime.phases import Phase, calibrate, observe
+from perseus_ds.runtime.plan_chooser import follow_signals
 from perseus_ds.runtime.plan_runner import PlanRunner
+from perseus_ds.runtime.prediction import Verdict, compare_prediction, is_predicted
 from perseus_ds.runtime.recorder import Recorder
-from perseus_ds.runtime.running import Outcome, load_frontier, measure_default, prove, run, try_out
-from perseus_ds.runtime.warm_up import counter_period_s, warm_up
+from perseus_ds.runtime.running import Outcome, load_frontier, prove, run, try_out
+from perseus_ds.runtime.shapes import Shape, run_by_shape
+from perseus_ds.runtime.warm_up import Baseline, counter_period_s, warm_up
 
 # Times that keep changing, as with sequences of different lengths, fit no profile, so measuring again has no use.
 _MOST_PROFILES = 3
@@ -43,6 +50,8 @@ def mode_of(
     Raises:
         PerseusError: On all ranks, what is wrong on one.
     """
+    if job.config.mode in ("run", "auto"):
+        follow_signals(rank, recorder, control)
     if job.config.mode == "run":
         return _run(job, rank, recorder, control)
     if job.config.mode == "profile":
@@ -63,10 +72,14 @@ def _run(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase
     yield from calibrate(job, rank)
     runner = PlanRunner(job, rank, recorder, control, frontier=frontier)
     yield from try_out(runner)
+    compared = False
     while True:
-        default = IterationSample(counter_period_s(rank))
-        yield from measure_default(default, settled=False)
-        runner.compare_with(default)
+        default = DefaultIterations(counter_period_s(rank))
+        yield from measure_default(default)
+        if not compared:
+            compare_prediction(job, rank, recorder, frontier, default)
+            compared = True
+        runner.compare_with(default.sample)
         outcome = yield from _under_plan(recorder, runner, profiles_again=False)
         if outcome is Outcome.LOST:
             yield from observe()
@@ -91,24 +104,74 @@ def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phas
     _check_clocks(job, rank, recorder)
     frontier = frontier_of_an_earlier_run(job, rank, recorder)
     yield from calibrate(job, rank)
+    first = yield from _profile_and_run(job, rank, recorder, control, frontier)
+
+    def load() -> tuple[Frontier, StageProfile]:
+        return Frontier.load(job.output_dir), StageProfile.load(job.profile_path)
+
+    frontier, profile = rank.communicator.from_first(load)
+
+    def start(number: int, shape: Shape) -> Phase[None]:
+        if number == 0:
+            return _only(_profile_and_run(job, rank, recorder, control, frontier))
+        own = job.of_shape(number, repr(shape))
+        known = frontier_of_an_earlier_run(own, rank, recorder)
+        return _only(_profile_and_run(own, rank, recorder, control, known, tails_of=profile))
+
+    yield from run_by_shape(rank, recorder, start, first=first)
+
+
+def _only(phases: Phase[Any]) -> Phase[None]:
+    """Go through the phases of one shape, which meet no other."""
+    yield from phases
+
+
+def _profile_and_run(
+    job: Job,
+    rank: Rank,
+    recorder: Recorder,
+    control: JobControl,
+    frontier: Frontier | None,
+    *,
+    tails_of: StageProfile | None = None,
+) -> Phase[tuple[float, ...] | None]:
+    """Train under plans, and measure a profile for them where there is none.
+
+    Args:
+        job: The job, or one shape of it.
+        rank: This rank.
+        recorder: Of the job.
+        control: The user's policy, reported stragglers and pause.
+        frontier: Of an earlier run; None to measure a profile first.
+        tails_of: The profile whose tails are used, where these cannot be measured.
+
+    Returns:
+        Where shapes of inputs need plans of their own: what tells the shape that was profiled, None for several.
+    """
     runner: PlanRunner | None = None
+    baseline: Baseline | None = None
     profiles = 0
     price = SwitchPrice()
     while True:
         if frontier is None:
-            baseline = yield from warm_up(job, rank)
-            default = IterationSample(rank.communicator.all_max(baseline.counter_period_s))
+            warm = yield from warm_up(job, rank)
+            baseline = warm.with_tails_of(tails_of)
+            default = DefaultIterations(rank.communicator.all_max(baseline.counter_period_s))
             yield from profile_online(job, rank, recorder, baseline)
             frontier = yield from optimise(job, rank, default, price.time_s)
             profiles += 1
-            yield from measure_default(default, settled=True)
         else:
-            default = IterationSample(counter_period_s(rank))
-            yield from measure_default(default, settled=False)
+            default = DefaultIterations(counter_period_s(rank))
+        yield from measure_default(default)
+        if default.sample.mixes_shapes:
+            return None
         if runner is None:
-            runner = PlanRunner(job, rank, recorder, control, frontier=frontier, default=default)
+            verdict = compare_prediction(job, rank, recorder, frontier, default, before=baseline)
+            if verdict is Verdict.CORRECTED:
+                frontier = yield from optimise(job, rank, default, price.time_s)
+            runner = PlanRunner(job, rank, recorder, control, frontier=frontier, default=default.sample)
         else:
-            runner.compare_with(default)
+            runner.compare_with(default.sample)
         outcome = yield from _under_plan(
             recorder,
             runner,
@@ -122,19 +185,31 @@ def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phas
             runner = None
             continue
         if outcome is Outcome.LOST:
-            forget_for_later_runs(job, rank)
-            if profiles:
-                yield from observe()
-        if outcome is not Outcome.IN_DOUBT:  # where a plan lost, an earlier run's profile may be out of date
+            yield from _give_up(job, rank, frontier, default, is_new=profiles > 0)
+        if outcome is not Outcome.IN_DOUBT:  # where a plan lost, an earlier run's profile is out of date
+            control.progress = runner.progress_for_other_plans()
+            if runner.drifts_by_shape:
+                return next(iter(default.sample.shapes)) if len(default.sample.shapes) == 1 else None
             frontier = runner = None
 
 
+def _give_up(job: Job, rank: Rank, frontier: Frontier, default: DefaultIterations, *, is_new: bool) -> Phase[None]:
+    """Observe for the rest of the job, after a plan has lost; return where an earlier run's profile is to blame."""
+    if is_predicted(rank, frontier, default.sample):  # plans of another policy may win
+        yield from observe()
+    forget_for_later_runs(job, rank)
+    if is_new:
+        yield from observe()
+
+
 def _learn_price(
-    price: SwitchPrice, rank: Rank, runner: PlanRunner, default: IterationSample, comparison: Comparison
+    price: SwitchPrice, rank: Rank, runner: PlanRunner, default: DefaultIterations, comparison: Comparison
 ) -> bool:
     """Take in what a comparison tells of the price of a clock change; return whether to plan again with it."""
     plan = runner.wanted.clocks.plan
-    return rank.communicator.from_first(lambda: plan is not None and price.learn(plan, comparison, default.time_s))
+    return rank.communicator.from_first(
+        lambda: plan is not None and price.learn(plan, comparison, default.sample.time_s)
+    )
 
 
 def _nothing_learnt(comparison: Comparison) -> bool:
@@ -153,7 +228,7 @@ def _under_plan(
     outcome = yield from prove(runner, profiles_again=profiles_again)
     if isinstance(outcome, Outcome):
         return outcome
-    kept = runner.is_kept(outcome)
+    kept = runner.of_policy(partial(is_kept, outcome))
     recorder.plan_judged(runner.wanted.plan, outcome, kept=kept)
     if learn(outcome):
         return Outcome.REPRICED

@@ -111,10 +111,12 @@ def measure_clocks(
     measurement = _OnlineMeasurement(rank, baseline)
     window_s = _SETTLE_S + _REFRESHES_A_VISIT * baseline.counter_period_s
     iterations = math.ceil(rank.communicator.all_max(window_s / baseline.time_s))
+    refreshes = (iterations * baseline.time_s - _SETTLE_S) / baseline.counter_period_s
+    ahead = _Ahead(most * iterations * math.ceil(_REFRESHES / refreshes), following)
     with measurement.log as log:
         rank.beside_training.callback(log.close)
         while clocks := source.next_clocks():
-            yield from _measure_batch(measurement, clocks, iterations, _Ahead(most * iterations, following))
+            yield from _measure_batch(measurement, clocks, iterations, ahead)
             source.add(measurement.rows_of(clocks))
     return measurement.cost()
 
@@ -162,7 +164,7 @@ def _measure_batch(
 
 @dataclass(frozen=True)
 class _Visit:
-    """Iterations at one clock, one right after the other.
+    """Iterations at one clock.
 
     Attributes:
         seen: What this rank measured of each.
@@ -176,6 +178,16 @@ class _Visit:
         """Add an iteration that has just ended: its operations are known until the next one begins."""
         self.seen.append(seen)
         self.spans.append([Span(s.operation, s.start_s + seen.start_s, s.end_s + seen.start_s) for s in seen.spans()])
+
+    def runs(self) -> list[_Visit]:
+        """Return them in parts of iterations one right after the other: those of other shapes may lie between."""
+        parts: list[_Visit] = []
+        for seen, spans in zip(self.seen, self.spans, strict=True):
+            if not parts or parts[-1].seen[-1].number + 1 != seen.number:
+                parts.append(_Visit([], []))
+            parts[-1].seen.append(seen)
+            parts[-1].spans.append(spans)
+        return parts
 
 
 def _visit(clock_mhz: int, iterations: int, outlook: Outlook, *, needs_more: bool) -> Phase[_Visit]:
@@ -209,21 +221,20 @@ class _OnlineMeasurement:
 
     def add(self, clock_mhz: int, visit: _Visit) -> bool:
         """Take in the iterations of a visit; return whether another visit of this clock is needed."""
-        first, last = visit.seen[0], visit.seen[-1]
-        readings: list[tuple[float, float]] = []
         try:
-            readings = self.log.readings(first.start_s + _SETTLE_S, last.start_s + last.time_s)
+            for part in visit.runs():
+                first, last = part.seen[0], part.seen[-1]
+                readings = self.log.readings(first.start_s + _SETTLE_S, last.start_s + last.time_s)
+                self._profiler.add(clock_mhz, part.spans, readings, self.log.state)
+                self._refreshes[clock_mhz] += len(readings)
         except GpuError as error:  # the other ranks are told with the rows
             self._error = error
-        if last.failed:
-            self._error = GpuError("the clock could not be set")
-        self.log.forget()
-        try:
-            self._profiler.add(clock_mhz, visit.spans, readings, self.log.state)
         except Exception as error:
             self._error = ProfileError(f"{type(error).__name__}: {error}")
+        if visit.seen[-1].failed:
+            self._error = GpuError("the clock could not be set")
+        self.log.forget()
         self._visits[clock_mhz] += 1
-        self._refreshes[clock_mhz] += len(readings)
         self._iterations += len(visit.seen)
         self._lost_s += sum(seen.time_s - self._baseline.time_s for seen in visit.seen)
         self._lost_j += sum(seen.energy_j - self._baseline.energy_j for seen in visit.seen)

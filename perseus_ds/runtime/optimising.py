@@ -6,16 +6,16 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import PerseusError
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
-from perseus_ds.policy.plan_proof import IterationSample
+from perseus_ds.runtime.default_clocks import DefaultIterations, run_at_default_clocks
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.phases import NextIteration, Outlook, Phase, one_iteration
-from perseus_ds.runtime.running import SETTLED, load_frontier
+from perseus_ds.runtime.phases import IterationMeasurement, Outlook, Phase
+from perseus_ds.runtime.running import load_frontier
 
 # A clock changes about 15 ms after its request; until then instructions run at another clock than planned.
 _SWITCH_COST_J = 0.5
 
 
-def optimise(job: Job, rank: Rank, default: IterationSample, switch_cost_s: float) -> Phase[Frontier]:
+def optimise(job: Job, rank: Rank, default: DefaultIterations, switch_cost_s: float) -> Phase[Frontier]:
     """Make the frontier of the job's profile; rank 0's node does it, with low priority.
 
     Args:
@@ -48,18 +48,19 @@ def optimise(job: Job, rank: Rank, default: IterationSample, switch_cost_s: floa
 
     rank.communicator.from_first(start)
     try:
-        finished, iterations = False, 0
-        while True:
-            outlook = Outlook("default", worker.remaining_s() if worker is not None else None)
-            seen = yield from one_iteration(NextIteration("plan", outlook=outlook, reported={"vote": finished}))
-            iterations += 1
-            if iterations > SETTLED and seen.reports is not None:
-                default.add_reports(seen.reports)
-            if seen.reports is not None and seen.reports.of_rank_0.vote:
-                break
-            finished = worker is not None and worker.poll() is not None
+        yield from run_at_default_clocks(
+            "plan",
+            default,
+            goes_on=_nobody_has_finished,
+            vote=lambda: worker is not None and worker.poll() is not None,
+            outlook=lambda: Outlook("default", worker.remaining_s() if worker is not None else None),
+        )
         rank.communicator.from_first(check)
     finally:
         if worker is not None:
             worker.stop()
     return load_frontier(job, rank, job.output_dir / "frontier.json")
+
+
+def _nobody_has_finished(seen: IterationMeasurement | None) -> bool:
+    return seen is None or seen.reports is None or not seen.reports.of_rank_0.vote

@@ -16,6 +16,7 @@ from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.device.timers import SimulatedExecution, Span
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.policy.assignment import Forecast
+from perseus_ds.runtime.halting import Halt
 from perseus_ds.runtime.job import Job, Rank
 
 T = TypeVar("T")
@@ -45,10 +46,14 @@ class NextIteration:
         forecast: Prediction for the whole job; None without a plan.
         keeps_passes: Whether what the passes work on is kept, to repeat them afterwards.
         aligns_tail: Whether all ranks begin the tail together, to tell it from waiting.
+        shape: Number of the shape of its inputs, where shapes have plans of their own.
+        by_shape: What to run instead, by the number of the shape of the first inputs; an iteration with others runs at
+            default clocks. Empty where all shapes run alike.
         outlook: What follows; None where the job trains on like this.
         reported: Fields of this rank's report of the iteration that has just ended.
         status: What the next iteration runs, for ``perseus-ds control status``.
         progress: Returns what a checkpoint keeps of the phase, as plain values.
+        halt: What all ranks wait for before the iteration; None for nothing.
     """
 
     phase: str
@@ -57,10 +62,17 @@ class NextIteration:
     forecast: Forecast | None = None
     keeps_passes: bool = False
     aligns_tail: bool = False
+    shape: int | None = None
+    by_shape: Mapping[float, NextIteration] = field(default_factory=dict)
     outlook: Outlook | None = None
     reported: Mapping[str, Any] = field(default_factory=dict)
     status: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[], dict[str, Any]] = dict
+    halt: Halt | None = None
+
+
+# At default clocks, in a job that runs plans in other iterations.
+UNPLANNED = NextIteration("observe", status={"plan": None})
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,9 @@ class IterationMeasurement:
         energy_j: Of this rank's GPU [J].
         clock_mhz: Clock that was asked for around each instruction; empty without a plan [MHz].
         failed: Whether this rank has fallen back to default clocks.
+        shapes: Numbers that tell the inputs' shapes from others: of the first forward, and of all; 0 if not known.
+        number: Of the iteration in the job.
+        stopped_s: How long before it began the one before had ended; 0 if there was none [s].
         reports: Of all ranks, of the iteration before; None where there was none, or it was cut off by a checkpoint.
     """
 
@@ -84,6 +99,9 @@ class IterationMeasurement:
     clock_mhz: Mapping[Instruction, int]
     failed: bool
     reports: RankReports | None = None
+    shapes: tuple[float, float] = (0.0, 0.0)
+    number: int = 0
+    stopped_s: float = 0.0
 
 
 @dataclass(frozen=True)

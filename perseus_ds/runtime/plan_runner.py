@@ -6,25 +6,26 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.rank_report import RankReports
-from perseus_ds.artifacts.run_records import Drifted, PlanChosen, PolicyChanged
+from perseus_ds.artifacts.run_records import Drifted, PlanChosen
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.policy.assignment import Assignment, Forecast, PlanChoice
 from perseus_ds.policy.drift import DriftWatch, drift_of_rank, paces_of_rank
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.plan_follower import PlanFollower
-from perseus_ds.policy.plan_proof import Comparison, IterationSample, is_in_doubt, is_kept
-from perseus_ds.policy.policies import Decision, PolicyConfig
+from perseus_ds.policy.plan_proof import Comparison, IterationSample
+from perseus_ds.policy.policies import PolicyConfig
 from perseus_ds.policy.stragglers import computed_and_tail_s
+from perseus_ds.runtime.halting import Halt, Waited
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.job_lines import begin
 from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed
+from perseus_ds.runtime.plan_chooser import PlanChooser
 from perseus_ds.runtime.recorder import Recorder
 
 logger = logging.getLogger("perseus_ds")
@@ -37,6 +38,7 @@ class PlanRunner:
 
     Attributes:
         wanted: The next iteration.
+        drifts_by_shape: Whether instructions have drifted because inputs have other shapes.
     """
 
     def __init__(
@@ -70,10 +72,9 @@ class PlanRunner:
         self._follower = PlanFollower(frontier, communicator.all_gather(topology.data_parallel_rank), gpus_per_rank)
         self._drift = DriftWatch(job.config.max_drift)
         self._has_announced_drift = False
-        self._policy: PolicyConfig = control.policy
-        self._has_complained = False
+        self.drifts_by_shape = False
+        self._chooser = PlanChooser(rank, recorder, control, frontier, self._follower)
         self._iterations = 0
-        self._ended_s: float | None = None
         self._default = default
         self._sample: IterationSample | None = None
         self._looks = 0
@@ -87,7 +88,7 @@ class PlanRunner:
         self._assignment = self._follower.assign(choice)
         self._planned = self._under(self._assignment)
         self.wanted = self._with_report(choice)
-        control.problem_of = lambda policy: self._decide(policy).problem
+        control.problem_of = self._chooser.problem_of
         recorder.event(PlanChosen.model_validate(self._assignment.status()))
         recorder.say(begin(choice.plan, len(frontier.plans), self._planned.forecast))
 
@@ -99,6 +100,10 @@ class PlanRunner:
         self._change(choice)
         self.wanted = self._with_report(choice)
 
+    def progress_for_other_plans(self) -> dict[str, Any]:
+        """Return what stays true of the job when it leaves these plans for those of another profile."""
+        return self._follower.state_for_other_plans()
+
     def _choice_of(self, progress: Mapping[str, Any]) -> Callable[[], PlanChoice]:
         """Take up what a checkpoint kept, on all ranks; return what rank 0 decides by it."""
         plan = None
@@ -107,21 +112,25 @@ class PlanRunner:
         except (KeyError, TypeError, ValueError) as error:  # saved by another version
             logger.warning("perseus: the checkpoint's progress under plans cannot be read (%r); it is ignored.", error)
         control = self._control
-        return lambda: self._choose() if plan is None else PlanChoice(plan, control.paused, control.straggler())
+        return lambda: (
+            self._chooser.choose(0) if plan is None else PlanChoice(plan, control.paused, control.straggler())
+        )
 
     def advance(self, seen: IterationMeasurement) -> None:
         """Take in an iteration, and what all ranks have reported of the one before; decide on the next one."""
         self._iterations += 1
-        if self._ended_s is not None:
-            self._follower.statistics.add_stop(seen.start_s - self._ended_s)
-        self._ended_s = seen.start_s + seen.time_s
         ran, self._ran = self._ran, self._assignment
+        if ran is not None:
+            self._follower.statistics.add_stop(seen.stopped_s)
         if seen.reports is not None:
             if ran is not None:
                 self._follower.learn(seen.reports, ran)
             self._add_to_sample(seen.reports, ran)
             self._change(PlanChoice.from_report(seen.reports.of_rank_0))
-        choice = self._choose() if self._communicator.is_first else PlanChoice(0)
+        choice = PlanChoice(0)
+        if self._communicator.is_first:
+            self._chooser.learn(seen.reports, ran)
+            choice = self._chooser.choose()
         self.wanted = self._with_report(choice, seen)
 
     def has_drifted(self, seen: IterationMeasurement, *, profiles_again: bool) -> bool:
@@ -132,6 +141,7 @@ class PlanRunner:
         if not self._drift.has_drifted(pipelines) or self._has_announced_drift:
             return False
         self._has_announced_drift = True
+        self.drifts_by_shape = self._default is not None and self._default.has_shapes_beside(seen.reports)
         drift = max(pipelines)
         self._recorder.event(Drifted(drift=round(drift, 4), profiles_again=profiles_again))
         remedy = "profiling again" if profiles_again else "the plans no longer fit: profile the job as it is now"
@@ -145,7 +155,7 @@ class PlanRunner:
         is not drift: plans stay as good as they were, and what they promise is scaled by it.
         """
         default = self._default
-        if default is None or not (default.varies_in_shape or default.has_other_shapes(reports)):
+        if default is None or not default.has_shapes_beside(reports):
             self._scale_forecast(1.0)
             return self._follower.by_pipeline(reports.column("drift"))
         low, high = reports.column("pace_low"), reports.column("pace_high")
@@ -159,10 +169,9 @@ class PlanRunner:
 
     def _scale_forecast(self, factor: float) -> None:
         """Promise so many times the time and energy of the profile, from the next iteration on."""
-        if factor == self._scale:
-            return
-        self._scale = factor
-        self._planned = self._under(self._assignment)
+        if factor != self._scale:
+            self._scale = factor
+            self._planned = self._under(self._assignment)
 
     @property
     def is_incomparable(self) -> bool:
@@ -172,14 +181,14 @@ class PlanRunner:
     def compare_with(self, default: IterationSample) -> None:
         """Compare iterations from now on with others at default clocks, which have just been measured."""
         self._default = default
-        self._sample = self._ran = self._ended_s = None
+        self._sample = self._ran = None
         self._looks = self._incomparable = 0
         self._planned = self._under(self._assignment)
         self.wanted = self._with_report(self._assignment.choice)
 
     def verdict_in_s(self, iteration_s: float) -> float | None:
         """Return about when iterations under the plans can be compared with others at default clocks [s]."""
-        return self._sample.remaining_s(iteration_s, 1) if self._sample is not None else None
+        return self._sample.remaining_s(iteration_s) if self._sample is not None else None
 
     def comparison(self, *, until_sure: bool) -> Comparison | None:
         """Return how the iterations under the present plans compare with those at default clocks.
@@ -201,13 +210,9 @@ class PlanRunner:
         self._sample, self._looks = IterationSample(sample.counter_period_s), 0
         return comparison
 
-    def is_kept(self, comparison: Comparison) -> bool:
-        """Return whether the plan is kept, by rank 0's policy; every rank must ask at once."""
-        return self._communicator.from_first(lambda: is_kept(comparison, self._control.policy))
-
-    def is_in_doubt(self, comparison: Comparison) -> bool:
-        """Return whether default clocks have to be measured again, by rank 0's policy; every rank must ask at once."""
-        return self._communicator.from_first(lambda: is_in_doubt(comparison, self._control.policy))
+    def of_policy(self, decide: Callable[[PolicyConfig], bool]) -> bool:
+        """Return what rank 0's policy decides; every rank must ask at once."""
+        return self._communicator.from_first(lambda: decide(self._chooser.in_force))
 
     def _add_to_sample(self, reports: RankReports, ran: Assignment | None) -> None:
         """Add an iteration to those that are compared with default clocks; all of them run alike, clocks settled."""
@@ -222,22 +227,6 @@ class PlanRunner:
             self._sample = IterationSample(self._default.counter_period_s)
         else:
             self._sample.add_reports(reports)
-
-    def _choose(self) -> PlanChoice:
-        """Decide; on rank 0."""
-        control = self._control
-        if control.policy != self._policy:
-            self._policy, self._has_complained = control.policy, False
-            self._recorder.event(PolicyChanged(policy=control.policy.model_dump(mode="json")))
-        decision = self._decide(self._policy)
-        if decision.problem and not self._has_complained:
-            self._has_complained = True
-            self._recorder.event(PolicyChanged(problem=decision.problem))
-            self._recorder.say(decision.problem)
-        return PlanChoice(decision.plan, control.paused, control.straggler())
-
-    def _decide(self, policy: PolicyConfig) -> Decision:
-        return self._follower.decide(policy, self._control.steps, datetime.now(timezone.utc))
 
     def _change(self, choice: PlanChoice) -> None:
         """Give every pipeline its plan, from the next iteration on."""
@@ -256,6 +245,7 @@ class PlanRunner:
         if assignment.choice.paused:
             return NextIteration("pause", status=status, progress=self._follower.state)
         number = assignment.plans[self._topology.data_parallel_rank]
+        halt = Halt(self._chooser.lets_go_on, self._add_halt) if assignment.choice.halts else None
         return NextIteration(
             "run",
             ClockPlan.of_rank(frontier.plans[number], self._topology.pipeline_rank, frontier.instruction_times_s),
@@ -263,7 +253,13 @@ class PlanRunner:
             forecast=self._forecast(assignment),
             status=status,
             progress=self._follower.state,
+            halt=halt,
         )
+
+    def _add_halt(self, waited: Waited) -> None:
+        self._ended_s = None  # what it took is no time between iterations
+        if self._communicator.is_first:
+            self._chooser.add_halt(waited)
 
     def _forecast(self, assignment: Assignment) -> Forecast:
         """Return what these plans take by the profile, and what default clocks took in this job, where measured."""

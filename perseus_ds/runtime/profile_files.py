@@ -28,7 +28,11 @@ def save_profile(job: Job, search: ClockSearch, baseline: Baseline) -> None:
         OSError: The files cannot be written.
     """
     measured = search.finish(baseline.info)
-    profile = _without_idle_tails(measured.profile, baseline)
+    profile = measured.profile
+    if baseline.tails_of is None:
+        profile = _without_idle_tails(profile, baseline)
+    else:
+        profile = _with_tails_of(baseline.tails_of, profile)
     if not profile.keys:
         raise ProfileError("no forward or backward was measured")
     measured.raw.save(job.profile_path.with_name("measured.csv"))
@@ -51,4 +55,14 @@ def _without_idle_tails(profile: StageProfile, baseline: Baseline) -> StageProfi
     return StageProfile(
         [m for m in profile.measurements if m.kind is not Kind.TAIL or m.stage not in idle],
         profile.info.model_copy(update={"rows": rows}),
+    )
+
+
+def _with_tails_of(other: StageProfile, profile: StageProfile) -> StageProfile:
+    """Replace the rows of tails by those of another profile."""
+    measurements = [m for m in profile.measurements if m.kind is not Kind.TAIL]
+    rows = [row for row in profile.info.rows if row.kind is not Kind.TAIL]
+    return StageProfile(
+        [*measurements, *(m for m in other.measurements if m.kind is Kind.TAIL)],
+        profile.info.model_copy(update={"rows": [*rows, *(r for r in other.info.rows if r.kind is Kind.TAIL)]}),
     )

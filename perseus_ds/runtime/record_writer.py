@@ -8,8 +8,10 @@ import queue
 import threading
 from pathlib import Path
 
+from perseus_ds.artifacts.io import open_without_links
 from perseus_ds.artifacts.record_follower import RecordFollower
-from perseus_ds.artifacts.run_records import FILE_NAME, Record, to_line
+from perseus_ds.artifacts.run_file import FILE_NAME, to_line
+from perseus_ds.artifacts.run_records import Record
 from perseus_ds.report.live.progress import JobLog
 
 logger = logging.getLogger("perseus_ds")
@@ -43,7 +45,8 @@ class RecordWriter:
 
     def _write_all(self) -> None:
         with contextlib.suppress(OSError):  # there is no earlier start, or nobody can read of it
-            self._log.add(RecordFollower(self._path.parent).read()[1])
+            for _, records in RecordFollower(self._path.parent).read():
+                self._log.add(records)
         while True:
             record = self._waiting.get()
             if isinstance(record, threading.Event):
@@ -56,8 +59,8 @@ class RecordWriter:
     def _append(self, record: Record) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(to_line(record))
+            with open_without_links(self._path, append=True) as file:
+                file.write(to_line(record).encode())
         except OSError as error:
             self._works = False
             logger.warning("perseus: %s cannot be written (%s); training goes on without it.", self._path, error)

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.rank_report import RankReports
-from perseus_ds.artifacts.run_records import Ended, Event, IterationRecord, PlanJudged, ProfileWritten, Started
+from perseus_ds.artifacts.record_base import Event
+from perseus_ds.artifacts.run_records import Ended, IterationRecord, PlanJudged, ProfileWritten, Started
 from perseus_ds.distributed import Communicator
 from perseus_ds.policy.assignment import Forecast
 from perseus_ds.policy.plan_proof import Comparison
@@ -54,15 +55,17 @@ class IterationContext:
         number: Training step, 1 first.
         samples: Samples seen by the job so far, the monitor's x-axis.
         phase: As in ``run.jsonl``.
+        shape: Number of the shape of its inputs; None where all shapes run alike.
         plan: The plan of this rank's pipeline, as a place on the frontier; None without a plan.
         forecast: What the profile promised for the whole job; None without a plan.
         ended: When it ended [Unix seconds].
-        outlook: What follows the phase of the next iteration.
+        outlook: What follows its phase.
     """
 
     number: int
     samples: int
     phase: str
+    shape: int | None = None
     plan: int | None = None
     forecast: Forecast | None = None
     ended: float = 0.0
@@ -209,6 +212,7 @@ class Recorder:
             ended=round(iteration.ended, 3),
             phase=iteration.phase,
             plan=iteration.plan,
+            shape=iteration.shape,
             time_s=_rounded(reports.column("time_s").max()),
             energy_j=_rounded(energy_j) if has_energy else None,
             energy_by_pipeline_j=tuple(map(_rounded, np.bincount(self._pipeline_of_rank, energies_j)))

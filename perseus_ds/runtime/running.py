@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.errors import ConfigError, PlanError
-from perseus_ds.policy.plan_proof import Comparison, IterationSample
+from perseus_ds.policy.plan_proof import Comparison, is_in_doubt
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Outlook, Phase, one_iteration
+from perseus_ds.runtime.phases import IterationMeasurement, Outlook, Phase
 from perseus_ds.runtime.plan_runner import PlanRunner
 
-# The first iteration after a change of clocks begins at the clocks before.
-SETTLED = 2
 # A plan from elsewhere runs for so long before it is compared; a job that ends earlier is too short for a comparison.
 _TRIAL_ITERATIONS = 8
 _TRIAL_S = 20.0
@@ -70,24 +69,6 @@ def load_frontier(job: Job, rank: Rank, path: Path) -> Frontier:
     return frontier
 
 
-def measure_default(default: IterationSample, *, settled: bool) -> Phase[None]:
-    """Run iterations at default clocks until time and energy are known well enough to compare plans with.
-
-    Args:
-        default: Iterations measured so far; those of this phase are added.
-        settled: Whether the iterations before this phase ran at default clocks too.
-    """
-    iterations = SETTLED if settled else 0
-    last_s: float | None = None
-    while not default.is_enough:
-        unsettled = max(0, SETTLED + 1 - iterations)
-        outlook = Outlook("run", default.remaining_s(last_s, unsettled) if last_s else None)
-        seen = yield from one_iteration(NextIteration("default", outlook=outlook))
-        iterations, last_s = iterations + 1, seen.time_s
-        if iterations > SETTLED and seen.reports is not None:
-            default.add_reports(seen.reports)
-
-
 def try_out(runner: PlanRunner) -> Phase[None]:
     """Train under a plan from elsewhere for about as long as a comparison with default clocks takes.
 
@@ -117,10 +98,10 @@ def prove(runner: PlanRunner, *, profiles_again: bool) -> Phase[Comparison | Out
     in_s: float | None = None
     while True:
         seen = yield from _one_under_plan(runner, Outlook("verdict", in_s))
-        in_s = runner.verdict_in_s(seen.time_s)
         if runner.has_drifted(seen, profiles_again=profiles_again) and profiles_again:
             return Outcome.DRIFTED
         runner.advance(seen)
+        in_s = runner.verdict_in_s(seen.time_s)
         comparison = runner.comparison(until_sure=True)
         if comparison is not None:
             return comparison
@@ -145,7 +126,7 @@ def run(runner: PlanRunner, *, profiles_again: bool) -> Phase[Outcome]:
             return Outcome.DRIFTED
         runner.advance(seen)
         comparison = runner.comparison(until_sure=False)
-        if comparison is not None and runner.is_in_doubt(comparison):
+        if comparison is not None and runner.of_policy(partial(is_in_doubt, comparison)):
             return Outcome.IN_DOUBT
 
 

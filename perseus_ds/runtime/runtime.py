@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.runtime.build import loop_parts
+from perseus_ds.runtime.input_shapes import InputShapes
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.mode_driver import ModeDriver
 from perseus_ds.runtime.operation_hooks import OperationHooks, OperationScope
@@ -82,8 +84,7 @@ class PerseusRuntime:
         self._in_iteration = False
         # Ranks without a tail do not take part in its barrier.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
-        self._closed = False
-        self._failed = False
+        self._closed = self._failed = False
         if config.mode != "observe":
             communicator.together(gpu.check_lock_permission)
         clocks = ClockController(gpu, self._fail, self._refused, timers.use_device, timebase)
@@ -128,16 +129,8 @@ class PerseusRuntime:
             ConfigError: The block is wrong, or its mode needs an engine.
             PerseusError: On all ranks, what went wrong on one.
         """
-        return cls(
-            **loop_parts(
-                block,
-                schedule,
-                pipeline=pipeline,
-                data_parallel_rank=data_parallel_rank,
-                data_parallel=data_parallel,
-                device=torch.device(device),
-            )
-        )
+        parts = partial(loop_parts, block, schedule, pipeline=pipeline, data_parallel=data_parallel)
+        return cls(**parts(data_parallel_rank=data_parallel_rank, device=torch.device(device)))
 
     @property
     def next(self) -> NextIteration:
@@ -150,12 +143,15 @@ class PerseusRuntime:
         return self.next.phase in ("observe", "run", "pause")
 
     @contextmanager
-    def iteration(self, samples: int = 0, shapes: Callable[[], float] = float) -> Iterator[None]:
-        """Surround one training iteration, after which the job has seen so many samples; see RankReport.shapes."""
+    def iteration(self, samples: int = 0) -> Iterator[None]:
+        """Surround one training iteration, after which the job has seen so many samples."""
+        self._driver.halt()
         clocks = self._rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
-        plan = self.next.clocks if (has_clocks := self._check()) else ClockPlan.none()
+        self._has_clocks = self._check()
+        plan = self.next.clocks if self._has_clocks else ClockPlan.none()
         self._hooks.prepare(plan, aligns_tail=self.next.aligns_tail and self._has_tail)
+        self._shapes = InputShapes()
         energy_j = self._energy_j()
         self._timers.start_iteration()
         start_s = self._rank.timebase.now_s()
@@ -175,23 +171,27 @@ class PerseusRuntime:
             self._rank.timebase.now_s() - start_s,
             self._energy_j() - energy_j,
             self._hooks.requested.clock,
-            not has_clocks or self._failed or self._closed,
+            not self._has_clocks or self._failed or self._closed,
+            shapes=(self._shapes.first, self._shapes.total),
         )
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
         failed = seen.failed and not self._closed
-        own = RankReport(seen.time_s, seen.energy_j, clocks.changes - changes, skips, failed, shapes=shapes())
-        asked_mhz, reached_mhz = clocks.readback.reading
-        own = replace(own, asked_mhz=asked_mhz, reached_mhz=reached_mhz)
+        counts = (clocks.changes - changes, skips, failed, *clocks.readback.reading)
+        own = RankReport(seen.time_s, seen.energy_j, *counts, shapes=self._shapes.total)
         self._driver.end_iteration(seen, own, samples)
         clocks.reset_when_idle(_IDLE_S)
 
-    def operation(self, operation: Operation) -> AbstractContextManager[None]:
-        """Surround one operation of an iteration: the clock is set, and the time taken."""
-        return OperationScope(self._hooks, operation) if self._in_iteration else nullcontext()
+    def operation(self, operation: Operation, inputs: float = 0.0) -> AbstractContextManager[None]:
+        """Surround one operation of an iteration; of a forward, ``inputs`` is a number above 0 for their shapes."""
+        if not self._in_iteration:
+            return nullcontext()
+        if inputs and self._shapes.add(inputs) and self._driver.choose(inputs) and self._has_clocks:
+            self._hooks.prepare(ClockPlan.none() if self._failed else self.next.clocks, aligns_tail=False)
+        return OperationScope(self._hooks, operation)
 
-    def instruction(self, instruction: Instruction) -> AbstractContextManager[None]:
-        """Surround one instruction of an iteration."""
-        return self.operation(Compute(instruction))
+    def instruction(self, instruction: Instruction, inputs: float = 0.0) -> AbstractContextManager[None]:
+        """Surround one instruction of an iteration, as :meth:`operation` does."""
+        return self.operation(Compute(instruction), inputs)
 
     def tail_begins(self) -> None:
         """The tail goes on in the user's hands, who may take a while: its clock is kept for 2 s."""
@@ -232,7 +232,7 @@ class PerseusRuntime:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of Perseus: policy, reported stragglers, steps done, the plan in use."""
-        return {**self._control.state(), "progress": self.next.progress()}
+        return {**self._control.state(), "progress": self.next.progress() or self._control.progress}
 
     def restore(self, state: Mapping[str, Any], steps: int | None = None) -> None:
         """Restore what a checkpoint kept, before the next iteration; every rank must do so at once.
@@ -255,27 +255,23 @@ class PerseusRuntime:
         unfinished = not self._closed and self._job.config.mode == "profile" and not self.profiled
         self._closed = True
         with ExitStack() as steps:  # all of them, whatever fails; the last one first
-            steps.callback(self._supervision.close)
-            steps.callback(self._recorder.close)
-            steps.callback(self._driver.close)
-            steps.callback(self._rank.driver.close)
-            steps.callback(self._rank.clocks.close)
-            steps.callback(self._supervision.release)
+            ends = self._supervision.close, self._recorder.close, self._driver.close, self._rank.driver.close
+            for end in (*ends, self._rank.clocks.close, self._supervision.release):
+                steps.callback(end)
         if unfinished and self._communicator.is_first:
             logger.warning("perseus: training ended before the profile was finished. Train for more steps.")
 
     def _check(self) -> bool:
         """Return whether clocks can be set; fail if whatever they rely on is gone."""
-        problem = None if self._closed else self._supervision.problem()
-        if problem is not None:
+        if not self._closed and (problem := self._supervision.problem()) is not None:
             self._fail(problem)
         return not (self._failed or self._closed or self._supervision.driver_hangs())
 
     def _status(self) -> dict[str, Any]:
-        """Return the facts of the job, what it runs next, and what the last iteration took."""
-        facts, last, following = self._recorder.facts(), self._recorder.last, self._driver.next
+        """Return the facts of the job, what it runs next, and what its last iteration took."""
+        facts, last, following = self._recorder.facts().model_dump(mode="json"), self._recorder.last, self._driver.next
         now = {"phase": following.phase, "next": dict(following.status), "last": last.model_dump() if last else {}}
-        return {**facts.model_dump(mode="json"), **now}
+        return facts | now
 
     def _refused(self, refusal: Refusal) -> None:
         """Record a clock that the GPU does not reach."""
@@ -287,7 +283,7 @@ class PerseusRuntime:
         try:
             return self._rank.driver.call(self._rank.gpu.energy_j)
         except GpuError as error:
-            if not isinstance(error, GpuBusyError):  # for how long that is accepted, the supervision decides
+            if not isinstance(error, GpuBusyError):  # how long that is accepted, the supervision decides
                 self._fail(error)
             return math.nan
 

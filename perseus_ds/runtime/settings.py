@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from perseus_ds.artifacts.io import parse_json, read_text
+from perseus_ds.artifacts.limits import MOST_JSON_BYTES
 from perseus_ds.errors import ConfigError
 from perseus_ds.runtime.config import PerseusConfig, parse_block
 
@@ -45,13 +46,13 @@ def from_environment() -> Mapping[str, Any] | None:
     if not text.startswith("{"):
         source = f"{VARIABLE}={text}"
         try:
-            text = Path(text).read_text(encoding="utf-8")
-        except OSError as error:
+            text = read_text(Path(text), ConfigError, "JSON file", MOST_JSON_BYTES)
+        except ConfigError as error:
             raise ConfigError(
-                f'{source}: expected JSON such as {{"mode": "auto"}} or the path of a JSON file: {error.strerror}.'
+                f'{source}: expected JSON such as {{"mode": "auto"}} or the path of a JSON file: {error}'
             ) from None
     try:
-        block = json.loads(text)
+        block = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{source}: this is not JSON: {error}.") from None
     if not isinstance(block, Mapping):

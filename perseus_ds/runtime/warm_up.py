@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from perseus_ds.artifacts.profile_metadata import ProfileInfo
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.profile_metadata import ProfileInfo, TransferDuration
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.device.gpu.latency import counter_period_s as measured_period_s
 from perseus_ds.device.timers import Span
 from perseus_ds.errors import GpuError
+from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.profiler.blocking import measure_blocking_power_w
 from perseus_ds.profiler.fixed_durations import (
     load_durations_s,
@@ -17,6 +20,7 @@ from perseus_ds.profiler.fixed_durations import (
     transfer_durations,
     without_gaps,
 )
+from perseus_ds.profiler.launched_transfers import launched_transfer_durations, launches_transfers, passes_of
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.phases import NextIteration, Outlook, Phase, one_iteration
 
@@ -26,6 +30,7 @@ _REFRESHES = 4.5
 _SHORT_WINDOW_S = 0.35
 _WINDOW_S = 1.0
 _MOST_TIMES_AS_LONG = 3
+_BARRIERS = 5
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Baseline:
         energy_j: Of this rank's GPU in a typical iteration [J].
         counter_period_s: How often the energy counter is refreshed [s].
         info: The job, and the durations of what has no clock to choose; complete on rank 0.
+        tails_of: On rank 0, the profile whose tails are used, since these were not measured; None where they were.
     """
 
     spans: list[list[Span]]
@@ -45,6 +51,14 @@ class Baseline:
     energy_j: float
     counter_period_s: float
     info: ProfileInfo
+    tails_of: StageProfile | None = None
+
+    def with_tails_of(self, profile: StageProfile | None) -> Baseline:
+        """Return it with the tails of a profile, which are the same for inputs of other shapes."""
+        if profile is None:
+            return self
+        info = self.info.model_copy(update={"tail_s": profile.info.tail_s})
+        return replace(self, info=info, tails_of=profile)
 
 
 def warm_up(job: Job, rank: Rank, *, keeps_passes: bool = False) -> Phase[Baseline]:
@@ -59,6 +73,7 @@ def warm_up(job: Job, rank: Rank, *, keeps_passes: bool = False) -> Phase[Baseli
         PerseusError: On all ranks, if the GPU of one cannot be measured.
     """
     spans: list[list[Span]] = []
+    begins_s: list[float] = []
     times_s: list[float] = []
     energies_j: list[float] = []
     least = job.config.profile.warm_up
@@ -75,6 +90,7 @@ def warm_up(job: Job, rank: Rank, *, keeps_passes: bool = False) -> Phase[Baseli
             )
         )
         spans.append(without_gaps(seen.spans(), seen.time_s))
+        begins_s.append(seen.start_s)
         times_s.append(seen.time_s)
         energies_j.append(seen.energy_j)
         drifted_before = seen.reports is None or bool(seen.reports.column("vote").any())
@@ -82,25 +98,53 @@ def warm_up(job: Job, rank: Rank, *, keeps_passes: bool = False) -> Phase[Baseli
             break
         drifts = len(times_s) < 2 or abs(times_s[-1] / times_s[-2] - 1) > _STEADY
     # The first iteration allocates memory and exchanges shapes.
-    return _baseline(job, rank, spans[1:], statistics.median(times_s[1:]), statistics.mean(energies_j[1:]))
-
-
-def _baseline(job: Job, rank: Rank, spans: list[list[Span]], time_s: float, energy_j: float) -> Baseline:
     period_s, power_w = _counter_and_blocking_power(rank)
+    info = _info(job, rank, spans[1:], begins_s[1:], power_w)
+    return Baseline(spans[1:], statistics.median(times_s[1:]), statistics.mean(energies_j[1:]), period_s, info)
+
+
+def _info(job: Job, rank: Rank, spans: list[list[Span]], begins_s: list[float], power_w: float) -> ProfileInfo:
+    """Return the job and what was measured of it; on rank 0, with the durations of what has no clock to choose."""
     profile_key = job.profile_key(rank.communicator)
+    offset_s = _offset_s(rank) if launches_transfers(job.schedule) else 0.0
     topology = rank.communicator.topology
-    reports = rank.communicator.gather((topology.data_parallel_rank, spans, power_w))
-    pipeline = [spans for data_parallel_rank, spans, _ in reports if data_parallel_rank == 0]
+    begins_s = [begin_s - offset_s for begin_s in begins_s]
+    reports = rank.communicator.gather((topology.data_parallel_rank, spans, begins_s, power_w))
+    ours = [(spans, begins_s) for data_parallel_rank, spans, begins_s, _ in reports if data_parallel_rank == 0]
+    pipeline = [spans for spans, _ in ours]
     rest = {
         "load_s": load_durations_s(pipeline),
-        "transfers": transfer_durations(pipeline),
+        "transfers": _transfers(job.schedule, ours),
         "others": other_durations(pipeline),
-        "tail_s": tail_durations_s([spans for _, spans, _ in reports]),
+        "tail_s": tail_durations_s([spans for _, spans, *_ in reports]),
         "blocking_power_w": statistics.mean(power_w for *_, power_w in reports) if reports else power_w,
         "job": profile_key,
+        "streams": ScheduleStreams.of(job.schedule),
     }
-    info = job.info.model_copy(update={**rest, "rows": []} if reports else {"blocking_power_w": power_w})
-    return Baseline(spans, time_s, energy_j, period_s, info)
+    return job.info.model_copy(update={**rest, "rows": []} if reports else {"blocking_power_w": power_w})
+
+
+def _transfers(schedule: Schedule, ranks: list[tuple[list[list[Span]], list[float]]]) -> list[TransferDuration]:
+    """Return the durations of transfers.
+
+    Args:
+        schedule: The operations of each rank.
+        ranks: Spans by iteration, and when each of them began [s], of each rank.
+    """
+    if not launches_transfers(schedule):
+        return transfer_durations([spans for spans, _ in ranks])
+    iterations = zip(*(zip(spans, begins_s, strict=True) for spans, begins_s in ranks), strict=True)
+    return launched_transfer_durations(schedule, map(passes_of, iterations))
+
+
+def _offset_s(rank: Rank) -> float:
+    """Return how much this rank's time is ahead of rank 0's [s]: ranks leave a barrier together."""
+    offsets_s = []
+    for _ in range(_BARRIERS):
+        rank.communicator.barrier()
+        now_s = rank.timebase.now_s()
+        offsets_s.append(now_s - rank.communicator.all_gather(now_s)[0])
+    return statistics.median(offsets_s)
 
 
 def counter_period_s(rank: Rank) -> float:

@@ -76,7 +76,7 @@ def test_bad_rows_name_file_line_and_column(csv_file, text, message):
 def test_something_else_than_a_csv_is_refused(tmp_path):
     path = tmp_path / "profile.csv"
     path.write_bytes(b"\x93NUMPY\x01\x00\xff\xfe")
-    with pytest.raises(ProfileError, match=r"profile\.csv: not a CSV file"):
+    with pytest.raises(ProfileError, match=r"profile\.csv: not a profile\.csv, because it is not UTF-8"):
         StageProfile.load(path)
 
 

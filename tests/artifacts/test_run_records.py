@@ -6,18 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from perseus_ds.artifacts.record_base import Event
+from perseus_ds.artifacts.run_file import from_line, read_records, to_line
 from perseus_ds.artifacts.run_records import (
     Drifted,
     Ended,
-    Event,
     Failed,
     IterationRecord,
     PlanChosen,
     Started,
     against_default_clocks,
-    from_line,
-    read_records,
-    to_line,
 )
 from perseus_ds.errors import ConfigError
 

@@ -46,6 +46,7 @@ def complete(tmp_path, capsys):
         ("perseus-ds report pers", ["perseus"]),
         ("perseus-ds optimize plans=", []),
         ("perseus-ds doctor lock=t", ["true"]),
+        ("perseus-ds watch runs --o", ["--once"]),
         ("perseus-ds nonsense zz", []),
     ],
 )

@@ -428,7 +428,7 @@ def test_iterations_are_told_apart_by_the_shapes_of_their_inputs(make, block):
             trained.reset_activation_shape()
             losses[-1].append(trained.train_batch(data).item())
             if trained is engine:
-                shapes.append(engine.perseus._shapes)
+                shapes.append(engine.perseus.runtime._shapes.total)
     assert losses[0] == losses[1]
     assert shapes[0] == shapes[4]
     assert shapes[1] == shapes[2]

@@ -1,5 +1,6 @@
 """Orders over the Unix socket: who may give them, what they must look like, what they do."""
 
+import contextlib
 import json
 import socket
 import stat
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from perseus_ds.cli.main import main
+from perseus_ds.device import local_socket
 from perseus_ds.errors import ConfigError
 from perseus_ds.policy.control_socket import ControlServer, send_order
 from perseus_ds.policy.job_control import JobControl
@@ -60,7 +62,7 @@ def test_orders_are_carried_out(folder, orders):
         ({"command": "explode"}, "command: expected 'status', "),
         ({"command": "straggler", "pipeline": 5, "slowdown": 2}, "no pipeline 5"),
         ({"command": "straggler", "pipeline": 1, "slowdown": 0.5}, "greater than or equal to 1"),
-        ({"command": "policy", "policy": {"name": "power_cap"}}, "policy.watts: missing"),
+        ({"command": "policy", "policy": {"name": "power_cap"}}, 'policy: expected either "watts" or "signal"'),
         ({"command": "pause", "now": True}, "now: unknown key"),
     ],
 )
@@ -103,7 +105,7 @@ def test_state_survives_a_checkpoint_but_for_a_policy_changed_in_the_config(orde
     assert (changed.steps, changed.straggler().slowdown) == (70, 1.4)
 
 
-@pytest.mark.parametrize("key", ["policy", "told", "steps"])
+@pytest.mark.parametrize("key", ["policy", "stragglers", "steps"])
 def test_a_checkpoint_of_another_version_changes_nothing_but_the_steps(orders, caplog, key):
     orders.paused = True
     state = {k: value for k, value in orders.state().items() if k != key}
@@ -111,3 +113,65 @@ def test_a_checkpoint_of_another_version_changes_nothing_but_the_steps(orders, c
     fresh.restore(state, steps=9)
     assert fresh.state() == {**JobControl(SlowdownPolicy(), 2).state(), "steps": 9}
     assert "cannot be read" in caplog.text
+
+
+DEADLINE = '{"command": "policy", "policy": {"name": "deadline", "finish_by": "2030-01-01T00:00Z", "total_steps": %s}}'
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        DEADLINE % "1e400",
+        DEADLINE % ("9" * 400),
+        DEADLINE % "1000000000001",
+        '{"command": "policy", "policy": {"name": "power_cap", "watts": NaN}}',
+        '{"command": "policy", "policy": {"name": "power_cap", "watts": 1e300}}',
+        '{"command": "straggler", "pipeline": 1, "slowdown": 1e300}',
+        '{"command": "straggler", "pipeline": 1, "slowdown": 2, "after_iterations": 1e30}',
+        '{"command": ' + "[" * 30_000,
+        '{"command": ' + "9" * 5000 + "}",
+        '{"command": {"command": {}}}',
+    ],
+    ids=lambda order: order[:60],
+)
+def test_an_order_is_checked_whole_before_it_is_taken(folder, orders, order):
+    before = orders.state()
+    for _ in range(2):
+        assert said(folder, order.encode() + b"\n")["ok"] is False
+    assert orders.state() == before
+    assert send_order(folder, {"command": "status"})["ok"]
+
+
+def said(folder, line):
+    """Send a line; return the answer."""
+    with local_socket.connect(address(folder), 60.0) as connection:
+        connection.sendall(line)
+        return local_socket.receive(connection)
+
+
+def address(folder):
+    return json.loads((folder / "control.json").read_text())["socket"]
+
+
+def test_clients_that_say_nothing_do_not_keep_others_from_being_answered(folder):
+    with contextlib.ExitStack() as silent:
+        for _ in range(150):
+            connection = silent.enter_context(local_socket.connect(address(folder), 60.0))
+            connection.sendall(b'{"command":')
+        assert send_order(folder, {"command": "status"})["ok"]
+
+
+def test_a_line_without_end_closes_the_connection(folder):
+    with local_socket.connect(address(folder), 60.0) as connection:
+        connection.sendall(b"x" * 70_000)
+        with pytest.raises(OSError, match=r"Broken pipe|reset"):
+            connection.sendall(b"x" * 10_000_000)
+    assert send_order(folder, {"command": "status"})["ok"]
+
+
+def test_an_order_that_fails_is_answered_and_the_server_lives_on(tmp_path):
+    answers = iter([RuntimeError("broken"), ZeroDivisionError()])
+    server = ControlServer(tmp_path, lambda order: (_ for _ in ()).throw(next(answers)))
+    for expected in ("broken", "ZeroDivisionError", "StopIteration"):
+        assert said(tmp_path, b'{"command": "status"}\n') == {"ok": False, "error": expected}
+    server.close()

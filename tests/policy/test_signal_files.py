@@ -149,7 +149,7 @@ def test_what_is_wrong_with_a_signal_is_said_with_its_place(text, message):
 
 
 def test_a_file_that_is_missing_is_named(tmp_path):
-    with pytest.raises(SignalError, match=r"prices.csv: the signal cannot be read: No such file"):
+    with pytest.raises(SignalError, match=r"prices.csv: no such file; expected a file of a signal"):
         read_signal(tmp_path / "prices.csv")
 
 

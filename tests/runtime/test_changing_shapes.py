@@ -1,23 +1,18 @@
 """Inputs of other shapes make iterations longer or shorter; plans are judged by how instructions compare."""
 
 import pytest
-from virtual_job import VirtualJob
-from worker_at_once import WorkerAtOnce
+from virtual_job import SLOWER, events
 
-from perseus_ds.artifacts.run_records import Drifted, PlanJudged, ProfileWritten, read_records
-
-SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
+from perseus_ds.artifacts.run_records import Drifted, PlanJudged, ProfileWritten
 
 
 @pytest.fixture
-def job(tmp_path, monkeypatch):
+def job(start):
     """A job that runs under a plan."""
-    monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
-    job = VirtualJob(tmp_path / "perseus", mode="auto", **SLOWER)
+    job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.train(12)
-    yield job
-    job.runtime.close()
+    return job
 
 
 def lengthen(job, factors, shapes=2.0):
@@ -25,10 +20,6 @@ def lengthen(job, factors, shapes=2.0):
     job.shapes = shapes
     for kind, factor in zip(job.work_s, factors, strict=True):
         job.work_s[kind] *= factor
-
-
-def events(job, kind):
-    return [record for record in read_records(job.folder) if isinstance(record, kind)]
 
 
 def test_a_factor_common_to_all_instructions_is_not_drift(job):

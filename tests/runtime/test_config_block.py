@@ -25,7 +25,7 @@ def test_enabled_alone_is_a_complete_block():
         ),
         ({"policy": {"name": "deadline", "finish_by": "2026-11-22T08:00:00", "total_steps": 9}}, "its time zone"),
         ({"policy": {"name": "slowdwn"}}, "got 'slowdwn'; did you mean 'slowdown'?"),
-        ({"policy": {"name": "power_cap"}}, "perseus.policy.watts: missing."),
+        ({"policy": {"name": "power_cap"}}, 'perseus.policy: expected either "watts" or "signal"'),
         ({"policy": {"max_slowdown": 0.1}}, "perseus.policy.name: missing."),
         ({"policy": {"name": "slowdown", "max_slowdown": 5}}, "below 1, got 5; was 0.05 meant, 5 % slower?"),
         ({"policy": {"name": "slowdown", "max_slowdown": 1.05}}, "below 1, got 1.05; was 0.05 meant, 5 % slower?"),

@@ -1,52 +1,30 @@
 """Whole jobs of one rank, from the first iteration to the last, in virtual time."""
 
 import json
+import re
 from contextlib import contextmanager
 
 import pytest
 from lone_communicator import LoneCommunicator
-from virtual_job import VirtualJob
+from virtual_job import SLOWER, events, in_order, late_under_plans
 from worker_at_once import WorkerAtOnce
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import (
     Drifted,
+    Ended,
     Failed,
     PlanChosen,
     PlanJudged,
+    PolicyChanged,
+    Predicted,
     ProfileWritten,
-    read_records,
 )
 from perseus_ds.errors import GpuError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.control_socket import parse_order
-
-SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
-
-
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    """A function that starts a job; its optimiser runs at once, in this process."""
-    monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
-    jobs = []
-
-    def start(folder="perseus", **block):
-        jobs.append(VirtualJob(tmp_path / folder, **block))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job.runtime.close()
-
-
-def events(job, kind):
-    return [record for record in read_records(job.folder) if isinstance(record, kind)]
-
-
-def in_order(phases):
-    """Phases without repetitions."""
-    return [phase for number, phase in enumerate(phases) if number == 0 or phases[number - 1] != phase]
+from perseus_ds.report.live.following import JobFollower
 
 
 def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
@@ -90,14 +68,6 @@ def test_run_mode_trains_under_the_frontier_that_it_is_given(start):
     second = start("second", mode="run", frontier=str(first.folder / "frontier.json"), **SLOWER)
     second.train(3)
     assert {record.plan for record in second.close()} == {events(first, PlanChosen)[0].plan}
-
-
-@pytest.fixture
-def frontier(start):
-    """The frontier that another job made."""
-    job = start("other", mode="auto", **SLOWER)
-    job.train_until("run")
-    return str(job.folder / "frontier.json")
 
 
 def test_run_mode_keeps_a_plan_that_wins_against_default_clocks_of_this_job(start, frontier):
@@ -207,6 +177,22 @@ def test_an_unexpected_error_in_a_decision_never_ends_training(start, monkeypatc
     assert job.close()[-1].plan is None
 
 
+def test_a_policy_that_fails_means_default_clocks_until_there_is_another(start, frontier, monkeypatch, capsys):
+    job = start(mode="run", frontier=frontier)
+    job.train_until("run")
+    job.runtime.set_policy({"name": "power_cap", "watts": 300.0})
+    monkeypatch.setattr("perseus_ds.policy.decisions._under_cap", lambda *_: 1 / 0)
+    assert job.train(6)[-1] == "pause"
+    assert job.gpu.clock_mhz() == job.gpu.supported_clocks_mhz()[-1]
+    assert capsys.readouterr().out.count("the policy power_cap fails (ZeroDivisionError") == 1
+    job.runtime.set_policy({"name": "energy_optimal"})
+    assert job.train(4)[-1] == "run"
+    job.close()
+    problems = [record.problem for record in events(job, PolicyChanged) if record.problem]
+    assert len(problems) == 1
+    assert problems[0].endswith("Running at default clocks")
+
+
 def test_a_changed_schedule_ends_plans_and_profiling_alike(start, caplog):
     for phase in ("profile", "run"):
         job = start(phase, mode="auto")
@@ -259,6 +245,71 @@ def test_status_tells_what_is_next_apart_from_what_was_last(start):
     assert status["next"]["t_min_s"] == Frontier.load(job.folder).t_min_s
 
 
+def test_each_phase_says_what_follows_and_about_when(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(60)
+    iterations = job.close()
+    follows = {record.phase: record.next_phase for record in iterations[:-1] if record.next_phase}
+    assert follows == {"warm-up": "profile", "profile": "plan", "plan": "default", "default": "run", "run": "verdict"}
+    assert iterations[-1].next_phase is None  # the verdict is known
+    for phase, most_off in (("warm-up", 0.1), ("profile", 0.4), ("run", 0.25)):
+        ahead = [record for record in iterations if record.phase == phase and record.next_in_s is not None]
+        spent_s = sum(record.time_s for record in ahead[1:])
+        assert ahead[0].next_in_s == pytest.approx(spent_s, rel=most_off, abs=1.2)
+
+
+def test_clocks_asked_for_and_reached_are_recorded_while_there_are_any(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(5)
+    iterations = job.close()
+    assert {record.clocks_asked_mhz for record in iterations if record.phase == "warm-up"} == {None}
+    (asked,), (reached,) = iterations[-1].clocks_asked_mhz, iterations[-1].clocks_reached_mhz
+    assert asked == reached < job.gpu.supported_clocks_mhz()[-1]
+
+
+def test_the_first_and_the_last_line_about_plans_name_time_and_energy(start, capsys):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    first = re.search(r"running under plan (\d+) of .*", capsys.readouterr().out).group()
+    assert re.search(r"promises [\d.]+% less energy and [\d.]+% more time than at default clocks, as measured", first)
+    job.train(30)
+    job.runtime.set_policy({"name": "slowdown", "max_slowdown": 0.1})
+    job.train(30)
+    job.close()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"60 under plans, on [\d.]+% less energy and [\d.]+% more time than default clocks took", last)
+    assert len(re.findall(r"plan \d+: \d+ iterations, [\d.]+% less energy and [\d.]+% more time", last)) == 2
+    (end,) = events(job, Ended)
+    assert sum(plan.iterations for plan in end.plans) == end.planned == 60
+    assert sum(plan.energy_j for plan in end.plans) == pytest.approx(end.planned_j)
+
+
+def test_a_policy_that_no_plan_meets_is_said_to_be_so_in_the_answer(start):
+    job = start(mode="auto", **SLOWER)
+    order = {"command": "policy", "policy": {"name": "power_cap", "watts": 5.0}}
+    assert job.runtime._control.carry_out(parse_order(order))["done"] == "policy power_cap from the next iterations on"
+    job.train_until("run")
+    answer = job.runtime._control.carry_out(parse_order(order))["done"]
+    assert "; but a power cap of 5 W cannot be kept: the plan that draws least takes" in answer
+    possible = {"command": "policy", "policy": {"name": "power_cap", "watts": 5000.0}}
+    assert "cannot" not in job.runtime._control.carry_out(parse_order(possible))["done"]
+
+
+def test_status_and_the_records_give_the_same_facts(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(12)
+    job.runtime._recorder._writer.flush()
+    status = job.runtime._status()
+    followed = JobFollower(job.folder).facts(0.0).model_dump(mode="json")
+    by_time = {"silent_s", "next_in_s", "remaining_s", "phase"}
+    assert {key: status[key] for key in followed if key not in by_time} == {
+        key: value for key, value in followed.items() if key not in by_time
+    }
+
+
 class Passes:
     """Passes of a virtual job, run outside of its iterations."""
 
@@ -271,6 +322,9 @@ class Passes:
 
     def obstacle(self, agree):
         return agree(self._problem)
+
+    def prepare(self, stage, kind):
+        assert self.inside
 
     def run(self, stage, kind):
         assert self.inside
@@ -357,18 +411,6 @@ def test_a_plan_that_saves_nothing_leaves_and_says_so(start, capsys):
     assert "It does not win: training goes on at default clocks" in capsys.readouterr().out
 
 
-def late_under_plans(job, by_s=0.03):
-    """The GPU takes longer under plans than it did when it was profiled."""
-    work = job.work
-
-    def work_late(kind):
-        if job.runtime.next.phase == "run":
-            job.time.sleep(by_s)
-        work(kind)
-
-    job.work = work_late
-
-
 def test_a_plan_that_is_later_than_promised_leaves(start):
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
@@ -394,7 +436,7 @@ def test_a_plan_that_becomes_late_is_compared_again_with_default_clocks(start):
     assert [event.wins for event in events(job, PlanJudged)] == [True, True]
 
 
-def test_a_cached_plan_proves_itself_again_and_leaves_the_cache_if_it_does_not_win(start, monkeypatch, tmp_path):
+def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win(start, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cached = {"mode": "auto", "cache": True, **SLOWER}
     first = start("first", **cached)
@@ -406,8 +448,26 @@ def test_a_cached_plan_proves_itself_again_and_leaves_the_cache_if_it_does_not_w
     second = start("second", **cached)
     assert in_order(second.train_until("run")) == ["default"]
     late_under_plans(second)
+    assert in_order(second.train_until("observe", most=300)) == ["run"]
+    second.close()
+    assert events(second, Predicted) == []
+    assert list((tmp_path / "cache").rglob("frontier.json")), "the profile is right, so another policy may win"
+
+
+def test_a_cached_profile_that_no_longer_predicts_default_clocks_is_replaced(start, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cached = {"mode": "auto", "cache": True, "max_drift": 10.0, **SLOWER}
+    first = start("first", **cached)
+    first.train_until("run")
+    first.train(40)
+    first.close()
+    second = start("second", **cached)
+    late_under_plans(second)
+    second.work_s[Kind.BACKWARD] *= 1.2
     phases = second.train_until("observe", most=300)
-    assert in_order(phases) == ["run", "warm-up", "profile", "plan", "default", "run"], "it is profiled once more"
+    assert in_order(phases) == ["default", "run", "warm-up", "profile", "plan", "default", "run"]
+    second.close()
+    assert [event.corrected for event in events(second, Predicted)] == [False]
     assert not list((tmp_path / "cache").rglob("frontier.json"))
 
 
@@ -442,12 +502,46 @@ def test_a_checkpoint_is_taken_up_by_a_job_that_measures_default_clocks_first(st
     first.train_until("run")
     first.train(40)
     state = json.loads(json.dumps(first.runtime.state()))
-    assert state["progress"]["pace"]["stops"] > 0
+    assert state["progress"]["statistics"]["stops"] > 0
     first.close()
     second = start("second", **cached)
     second.runtime.restore(state)
     second.train_until("run")
-    assert second.runtime.state()["progress"]["pace"]["stops"] == state["progress"]["pace"]["stops"]
+    assert second.runtime.state()["progress"]["statistics"]["stops"] == state["progress"]["statistics"]["stops"]
+
+
+def test_what_a_job_knows_of_its_stops_outlives_its_profile(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    for _ in range(12):
+        job.time.sleep(1.0)
+        job.train()
+    for kind in job.work_s:
+        job.work_s[kind] *= 1.3
+    job.train_until("profile")
+    kept = job.runtime.state()["progress"]
+    assert kept["plan"] is None
+    assert kept["statistics"]["stops"] > 12
+    assert kept["statistics"]["times"] == []
+    job.train_until("run")
+    after = job.runtime.state()["progress"]["statistics"]
+    assert (after["stops"], after["stopped_s"]) == (kept["statistics"]["stops"], kept["statistics"]["stopped_s"])
+
+
+def test_checkpoints_with_the_names_of_earlier_versions_are_taken_up(start, frontier, caplog):
+    first = start(mode="run", frontier=frontier, **SLOWER)
+    first.runtime.set_straggler(0, 1.2, after_iterations=100)
+    first.train(5)
+    state = json.loads(json.dumps(first.runtime.state()))
+    progress = state["progress"]
+    progress["rooms"], progress["pace"] = progress.pop("stretch_factors"), progress.pop("statistics")
+    state["told"] = state.pop("stragglers")
+    second = start("second", mode="run", frontier=frontier, **SLOWER)
+    second.runtime.restore(state)
+    taken_up = second.runtime.state()
+    assert taken_up["stragglers"] == {"0": [100, 1.2]}
+    assert taken_up["progress"]["statistics"] == progress["pace"]
+    assert "cannot be read" not in caplog.text
 
 
 def test_the_clock_returns_to_its_default_after_an_iteration_that_was_broken_off(start):

@@ -6,7 +6,8 @@ import math
 import pytest
 from lone_communicator import LoneCommunicator, reports_of
 
-from perseus_ds.artifacts.run_records import ClockRefused, Drifted, Started, read_records
+from perseus_ds.artifacts.run_file import read_records
+from perseus_ds.artifacts.run_records import ClockRefused, Drifted, Started
 from perseus_ds.distributed import PipelineTopology
 from perseus_ds.policy.assignment import Forecast
 from perseus_ds.runtime.recorder import IterationContext, Recorder

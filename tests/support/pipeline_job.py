@@ -53,10 +53,10 @@ class HalfPrecisionCpu(CPU_Accelerator):
         return True
 
 
-def batches(seed: int, nan_at: int | None = None, dtype: torch.dtype = torch.float32):
+def batches(seed: int, nan_at: int | None = None, dtype: torch.dtype = torch.float32, sizes=(8,)):
     generator = torch.Generator().manual_seed(seed)
-    for number in itertools.count():
-        data = torch.randn(8, WIDTH, generator=generator).to(dtype)
+    for number, size in enumerate(itertools.cycle(sizes)):
+        data = torch.randn(size, WIDTH, generator=generator).to(dtype)
         if number == nan_at:
             data[0, 0] = float("nan")
         yield data, data.roll(1, dims=1)
@@ -115,7 +115,8 @@ def main() -> None:
     )
     rank = torch.distributed.get_rank()
     nan_at = job["nan_step"] * job["micro_batches"] if "nan_step" in job else None
-    data = batches(100 + engine.grid.get_data_parallel_id(), nan_at, dtype_of(job))
+    buckets = [size for size in job.get("buckets", [8]) for _ in range(job["micro_batches"])]
+    data = batches(100 + engine.grid.get_data_parallel_id(), nan_at, dtype_of(job), buckets)
     if "file_limit_bytes" in job:  # writing more fails as on a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit_bytes"], resource.RLIM_INFINITY))
@@ -157,6 +158,8 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
             torch.manual_seed(step)
         if slow:
             slow.update()
+        if "buckets" in job:
+            engine.reset_activation_shape()
         losses.append(float(engine.train_batch(data)))
         if last_phase is not None:
             left_in_phase -= engine.perseus.phase == last_phase

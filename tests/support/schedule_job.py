@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
@@ -49,7 +50,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def schedule_of(job: dict[str, Any], group: dist.ProcessGroup | None = None) -> tuple[Any, list[nn.Module]]:
+def schedule_of(job: dict[str, Any], group: dist.ProcessGroup) -> tuple[Any, list[nn.Module]]:
     """Return a schedule for this rank and its layers, by stage."""
     schedule_class = get_schedule_class(job["schedule"])
     single = issubclass(schedule_class, PipelineScheduleSingle)
@@ -75,16 +76,18 @@ def schedule_of(job: dict[str, Any], group: dist.ProcessGroup | None = None) -> 
 
 def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train by one schedule; return what to report."""
-    schedule, layers = schedule_of(job)
+    pipelines = job.get("pipelines", 1)
+    mesh = init_device_mesh("cpu", (pipelines, dist.get_world_size() // pipelines), mesh_dim_names=("dp", "pp"))
+    schedule, layers = schedule_of(job, mesh["pp"].get_group())
     optimizer = torch.optim.Adam([p for block in layers for p in block.parameters()], lr=1e-2)
     if job.get("perseus") is not None:
-        perseus_ds.attach(schedule, job["perseus"])
+        perseus_ds.attach(schedule, job["perseus"], pipeline=mesh["pp"], data_parallel=mesh["dp"])
     attachment = getattr(schedule, "perseus", None)
     stages = getattr(schedule, "_stages", None) or [schedule._stage]
     rank = dist.get_rank()
     torch.manual_seed(11 + rank)
-    data = torch.Generator().manual_seed(5)
-    report: dict[str, Any] = {"losses": [], "weights": [], "phases": []}
+    data = torch.Generator().manual_seed(5 + mesh["dp"].get_local_rank())
+    report: dict[str, Any] = {"losses": [], "weights": [], "random_after": [], "phases": []}
     last_phase, left = job.get("until", (None, 0))
     for step in range(job["steps"]):
         if attachment is not None:
@@ -98,25 +101,34 @@ def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         arguments = (inputs,) if any(stage.is_first for stage in stages) else ()
         targets = {"target": inputs.roll(1, dims=1), "losses": losses} if any(s.is_last for s in stages) else {}
         schedule.step(*arguments, **targets)
+        for parameter in optimizer.param_groups[0]["params"] if pipelines > 1 else ():
+            dist.all_reduce(parameter.grad, group=mesh["dp"].get_group())
         optimizer.step()
         optimizer.zero_grad()
-        report["losses"].append([repr(float(loss)) for loss in losses])
+        report["losses"].append([repr(loss.item()) for loss in losses])
         weights = hashlib.sha256()
         for block in layers:
             for _, value in sorted(block.state_dict().items()):
                 weights.update(value.numpy().tobytes())
         report["weights"].append(weights.hexdigest())
+        report["random_after"].append(next_random_number())
         if step == job.get("evaluate_after"):
             schedule.eval(*arguments, target=targets.get("target"), losses=losses if targets else None)
-            report["losses"].append([repr(float(loss)) for loss in losses])
+            report["losses"].append([repr(loss.item()) for loss in losses])
     if attachment is not None:
         perseus_ds.detach(schedule)
-    report["random"] = torch.rand(1).item()
+    report["random"] = next_random_number()
     report["left"] = [
         sorted({"step", "eval", "_maybe_compute_loss", "perseus"} & vars(schedule).keys()),
         [name for stage in stages for name in vars(stage) if name.endswith("_chunk") or name == "perform_reduce_grad"],
     ]
     return report
+
+
+def next_random_number() -> float:
+    """Return the random number that would be drawn next, without drawing it."""
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(1).item()
 
 
 if __name__ == "__main__":

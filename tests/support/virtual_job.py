@@ -1,12 +1,15 @@
 """A training job of one rank in virtual time: the real runtime on a simulated GPU, without an engine."""
 
+import itertools
+
 import torch
 from lone_communicator import LoneCommunicator
 from pipelines import one_f_one_b
 from virtual_time import VirtualTime
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.artifacts.run_records import IterationRecord, read_records
+from perseus_ds.artifacts.run_file import read_records
+from perseus_ds.artifacts.run_records import IterationRecord
 from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.timers import HostExecution
@@ -14,6 +17,8 @@ from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
+
+SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
 
 
 class VirtualJob:
@@ -24,7 +29,7 @@ class VirtualJob:
         gpu: Simulated.
         work_s: Time of each kind at the top clock; a test may change it [s].
         wait_s: Time in which the GPU waits, after each pass [s].
-        shapes: What tells the shapes of the inputs from others; a test may change it.
+        shapes: What tells the shapes of the inputs from others, of all forwards or of each; a test may change it.
         runtime: The real one.
     """
 
@@ -51,15 +56,18 @@ class VirtualJob:
 
     def train(self, iterations=1):
         """Run iterations; return the phase of each."""
-        phases = []
-        for _ in range(iterations):
-            phases.append(self.runtime.next.phase)
-            with self.runtime.iteration(shapes=lambda: self.shapes):
-                for instruction in self.schedule.instructions[0]:
-                    with self.runtime.instruction(instruction):
-                        self.work(instruction.kind)
-                    self.time.sleep(self.wait_s if instruction.kind is not Kind.TAIL else 0.0)
-        return phases
+        return [self.train_one() for _ in range(iterations)]
+
+    def train_one(self):
+        """Run an iteration; return its phase, which is known when its inputs are."""
+        shapes = iter(self.shapes if isinstance(self.shapes, list) else itertools.repeat(self.shapes))
+        with self.runtime.iteration():
+            for instruction in self.schedule.instructions[0]:
+                inputs = next(shapes) if instruction.kind is Kind.FORWARD else 0.0
+                with self.runtime.instruction(instruction, inputs):
+                    self.work(instruction.kind)
+                self.time.sleep(self.wait_s if instruction.kind is not Kind.TAIL else 0.0)
+            return self.runtime.next.phase
 
     def train_until(self, phase, most=80):
         """Run iterations until the next one is of a phase; return the phases of those before."""
@@ -78,3 +86,25 @@ class VirtualJob:
         """End the job; return its iterations."""
         self.runtime.close()
         return [record for record in read_records(self.folder) if isinstance(record, IterationRecord)]
+
+
+def events(job, kind):
+    """The events of a kind in a job's records."""
+    return [record for record in read_records(job.folder) if isinstance(record, kind)]
+
+
+def in_order(phases):
+    """Phases without repetitions."""
+    return [phase for number, phase in enumerate(phases) if number == 0 or phases[number - 1] != phase]
+
+
+def late_under_plans(job, by_s=0.03):
+    """Make the GPU take longer under plans than it did when it was profiled."""
+    work = job.work
+
+    def work_late(kind):
+        if job.runtime.next.phase == "run":
+            job.time.sleep(by_s)
+        work(kind)
+
+    job.work = work_late

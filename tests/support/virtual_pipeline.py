@@ -13,7 +13,8 @@ from pipelines import one_f_one_b
 from virtual_time import VirtualTime
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.artifacts.run_records import IterationRecord, read_records
+from perseus_ds.artifacts.run_file import read_records
+from perseus_ds.artifacts.run_records import IterationRecord
 from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.gpu.simulated_conditions import OneAtATime

@@ -9,6 +9,7 @@ import heapq
 import itertools
 import threading
 from collections import deque
+from datetime import datetime, timedelta, timezone
 
 
 class DeadlockError(Exception):
@@ -20,10 +21,12 @@ class VirtualTime:
 
     Attributes:
         seconds: The time now; a test may move it forward itself.
+        epoch: The date at second 0; a test may change it.
     """
 
     def __init__(self, seconds=100.0):
         self.seconds = seconds
+        self.epoch = datetime(2026, 11, 22, tzinfo=timezone.utc)
         self._ready = deque()
         self._sleeping = []
         self._numbers = itertools.count()
@@ -31,6 +34,9 @@ class VirtualTime:
 
     def now_s(self):
         return self.seconds
+
+    def date(self):
+        return self.epoch + timedelta(seconds=self.seconds)
 
     def sleep(self, seconds):
         turn = _Turn()

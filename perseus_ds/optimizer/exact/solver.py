@@ -19,6 +19,7 @@ from perseus_ds.optimizer.exact.network import Network
 from perseus_ds.optimizer.exact.option_table import OptionTable
 from perseus_ds.optimizer.exact.problem import OptionIndices, Problem
 from perseus_ds.optimizer.exact.relaxation import Relaxation, Relaxed
+from perseus_ds.optimizer.exact.rhythm import Rhythms
 from perseus_ds.optimizer.exact.rounding import durations_at, options_at, round_late, splice
 from perseus_ds.optimizer.exact.switches import SwitchCosts, settle
 
@@ -103,6 +104,8 @@ def _round(network: Network, target_s: Floats, deadline_s: Floats, progress: Pro
         start_s = round_late(network, OptionTable(network.problem.groups, hull_only=hull_only), target_s, deadline_s)
         best_s = _better(descent, descent.run(start_s, _FIRST_SWEEPS), best_s)
     assert best_s is not None
+    mixed_s = Rhythms(network, table).mixed_into(best_s, deadline_s)
+    best_s = _better(descent, descent.run(mixed_s, _LATER_SWEEPS), best_s)
     for number, slow_first in enumerate((True, False)):
         progress("clocks", 0.5 + number / 4)
         cost_j = descent.cost_j(best_s) + network.problem.waiting_energy_j(1.0) * deadline_s

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from perseus_ds.artifacts.printable import printable
 from perseus_ds.artifacts.record_follower import RecordFollower
-from perseus_ds.artifacts.run_records import FILE_NAME
+from perseus_ds.artifacts.run_file import FILE_NAME
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.live.facts import JobFacts
 from perseus_ds.report.live.progress import JobLog
@@ -27,7 +28,7 @@ class JobFollower:
         self.folder = folder
         self.problem = ""
         self._records = RecordFollower(folder)
-        self._log = JobLog(folder.resolve().name)
+        self._log = JobLog(printable(folder.resolve().name))
 
     @property
     def unreadable(self) -> int:
@@ -39,14 +40,14 @@ class JobFollower:
         Args:
             now: The time [Unix seconds].
         """
+        self.problem = ""
         try:
-            is_new_file, records = self._records.read()
-            self.problem = ""
+            for is_another_file, records in self._records.read():
+                if is_another_file:
+                    self._log = JobLog(printable(self.folder.resolve().name))
+                self._log.add(records)
         except OSError as error:  # a shared disk that does not answer, a file that is being replaced
-            is_new_file, records, self.problem = False, [], str(error)
-        if is_new_file:
-            self._log = JobLog(self.folder.resolve().name)
-        self._log.add(records)
+            self.problem = str(error)
         return self._log.facts(now)
 
 

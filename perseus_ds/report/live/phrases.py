@@ -13,7 +13,7 @@ _PHASES = {
     "calibrate": "one iteration to calibrate the simulated GPU",
     "warm-up": "warming up at default clocks",
     "profile": "measuring a profile",
-    "plan": "optimising, while training goes on at default clocks",
+    "plan": "optimising, at default clocks",
     "default": "measuring default clocks, to compare plans with",
     "run": "running under plans",
     "pause": "paused: default clocks",
@@ -30,11 +30,12 @@ _ASCII = str.maketrans(
     }
 )
 _MANY = 6
+_UNITS = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"))
 
 
 def plain(text: str) -> str:
-    """Return a text in ASCII, as far as it is made of figures and plain words."""
-    return text.translate(_ASCII)
+    """Return a text in ASCII, as far as it is made of figures and plain words, without control characters."""
+    return "".join(character if character.isprintable() else " " for character in text.translate(_ASCII))
 
 
 def title(facts: JobFacts) -> str:
@@ -42,7 +43,7 @@ def title(facts: JobFacts) -> str:
     parts = [facts.gpu or "", f"{facts.mode} mode" if facts.mode else "", _starts(facts)]
     if facts.simulated and "simulated" not in (facts.gpu or ""):
         parts.append("SIMULATED")
-    return ": ".join(part for part in (facts.name, ", ".join(filter(None, parts))) if part)
+    return plain(": ".join(part for part in (facts.name, ", ".join(filter(None, parts))) if part))
 
 
 def state(facts: JobFacts) -> str:
@@ -52,7 +53,7 @@ def state(facts: JobFacts) -> str:
         step += f" of {facts.total_steps}"
     if facts.ended:
         return f"ended at {step}"
-    ago = "" if facts.silent_s is None else f", {plain(duration(facts.silent_s))} ago"
+    ago = "" if facts.silent_s is None else f", {about(facts.silent_s)} ago"
     if facts.is_silent:
         return f"{step}{ago}: no record since; killed, or busy outside of iterations"
     return f"{step}{ago}"
@@ -62,19 +63,21 @@ def phase(facts: JobFacts) -> str:
     """Return what the job does, and what comes next."""
     if facts.phase is None:
         return "ended" if facts.ended else "starting"
-    text = _PHASES.get(facts.phase, facts.phase)
+    text = _PHASES.get(facts.phase) or plain(facts.phase)
     if facts.phase == "run" and facts.plan is not None:
         text = f"running under plan {facts.plan.plan}"
     if facts.next_phase is None:
         return text
-    following = _PHASES.get(facts.next_phase, facts.next_phase)
-    when = "" if facts.next_in_s is None else f" in about {about(facts.next_in_s)}"
+    following = _PHASES.get(facts.next_phase) or plain(facts.next_phase)
+    when = "" if facts.next_in_s is None else f" in about {about(facts.next_in_s)}" if facts.next_in_s >= 1 else " soon"
     return f"{text}; then{when}: {following}"
 
 
 def about(time_s: float) -> str:
-    """Return an estimated time with few digits, up to two minutes in seconds."""
-    return f"{time_s:.0f} s" if time_s < 120 else plain(f"{duration(float(f'{time_s:.2g}'))}")
+    """Return a time in whole units, as estimates need no more."""
+    fitting = ((size, unit) for size, unit in _UNITS if time_s >= 2 * size)
+    size, unit = next(fitting, (1.0, "s"))
+    return f"{time_s / size:.0f} {unit}"
 
 
 def end(facts: JobFacts) -> str:
@@ -120,10 +123,10 @@ def saved(facts: JobFacts) -> str:
     """Return what the plans saved so far, profiling not counted."""
     if not facts.planned:
         return "nothing yet: no iteration under a plan"
-    share = f"{percent(-facts.saved_j / facts.default_j)} energy" if facts.default_j else ""
+    share = percent(-facts.saved_j / facts.default_j)
     energy = f"{plain(joules(abs(facts.saved_j)))} {'saved' if facts.saved_j >= 0 else 'more used'}"
     time = f"{plain(duration(abs(facts.gained_s)))} {'gained' if facts.gained_s >= 0 else 'lost'}"
-    return f"{energy} ({plain(share)}), {time} in {facts.planned} iterations under plans"
+    return f"{energy} ({plain(share)}), {time}, in {facts.planned} iterations under plans"
 
 
 def profiling(facts: JobFacts) -> str:
@@ -148,11 +151,15 @@ def pipelines(facts: JobFacts) -> list[str]:
 
 def clocks(facts: JobFacts) -> str:
     """Return the clocks asked for, and the ranks that do not reach theirs."""
-    asked = [clock for clock in facts.clocks_asked_mhz if clock is not None]
-    if not asked:
+    if not any(facts.clocks_asked_mhz):
         return "default"
-    spread = f"{min(asked)} to {max(asked)} MHz" if len(set(asked)) > 1 else f"{asked[0]} MHz"
-    return f"{spread} asked for, {reached(facts)}"
+    return f"{asked_for(facts)} asked for, {reached(facts)}"
+
+
+def asked_for(facts: JobFacts) -> str:
+    """Return the range of the clocks that GPUs were asked for."""
+    asked = [clock for clock in facts.clocks_asked_mhz if clock is not None]
+    return f"{min(asked)} to {max(asked)} MHz" if len(set(asked)) > 1 else f"{asked[0]} MHz"
 
 
 def reached(facts: JobFacts) -> str:

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from perseus_ds.artifacts.record_base import Event
 from perseus_ds.artifacts.run_records import (
     Ended,
-    Event,
     IterationRecord,
     PlanChosen,
     PlanTotals,
@@ -108,7 +108,8 @@ class JobProgress:
         self.total.add(record)
         self._recent.append(record)
         if record.phase == "run" and record.plan is not None:
-            self._by_plan.setdefault(record.plan, Tally()).add(record)
+            if not record.shape:  # the plans of other shapes have numbers of their own
+                self._by_plan.setdefault(record.plan, Tally()).add(record)
             if self._alike > 1 and not record.failed_ranks:
                 self._typical.append(record)
         self._add_to_pipelines(record)

@@ -40,19 +40,22 @@ class JobScreen:
         draws = Drawing(options.encoding, max(8, options.max_width - _LABEL - 2))
         rows = list(_rows(self._facts, draws))
         events = _events(self._facts)
+        height: int | None = None
         if self._height is not None:
-            room = self._height - len(rows) - bool(self._footer)
-            events = [("events", text) for _, text in events[-max(_LEAST_EVENTS, room) :]]
-        rows += events
+            height = self._height - math.ceil(len(self._footer) / options.max_width)
+            events = events[-max(_LEAST_EVENTS, height - len(rows)) :]
+        rows += [("" if number else "events", text) for number, text in enumerate(events)]
         table = Table.grid(padding=(0, 1), expand=False)
         is_cut = self._height is not None
         table.add_column(style="bold", no_wrap=True, min_width=_LABEL)
-        table.add_column(no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
-        for label, text in rows if self._height is None else rows[: self._height - bool(self._footer)]:
+        table.add_column(no_wrap=is_cut, overflow="fold")
+        for label, text in rows[:height]:
+            if is_cut:
+                text.truncate(options.max_width - _LABEL - 1, overflow="ellipsis")
             table.add_row(label, text)
         yield table
         if self._footer:
-            yield Text(self._footer, style="dim", no_wrap=True, overflow="ellipsis")
+            yield Text(self._footer, style="dim", overflow="fold")
 
 
 class Drawing:
@@ -124,28 +127,26 @@ def _rows(facts: JobFacts, draws: Drawing) -> list[tuple[str, Text]]:
 
 def _clocks(facts: JobFacts, draws: Drawing) -> list[tuple[str, Text]]:
     asked, reached = facts.clocks_asked_mhz, facts.clocks_reached_mhz
-    known = [clock for clock in asked if clock is not None]
-    if not known:
+    if not any(asked):
         return [("clocks", Text("default"))]
     below = [is_below(*pair) for pair in zip(asked, reached, strict=False)]
-    spread = f"{min(known)} to {max(known)} MHz, by rank"
     strip = Text(draws.strip(reached, asked))
     for rank in [rank for rank, is_late in enumerate(below) if is_late and len(strip) == len(reached)]:
         strip.stylize("red", rank, rank + 1)
     text = Text.assemble(strip, "  ", (phrases.reached(facts), "red" if any(below) else ""))
-    return [("asked", Text(f"{draws.strip(asked, reached)}  {spread}")), ("reached", text)]
+    return [("asked", Text(f"{draws.strip(asked, reached)}  {phrases.asked_for(facts)}, by rank")), ("reached", text)]
 
 
 def _spark(draws: Drawing, values: Sequence[float | None], typical: str) -> Text:
     return Text.assemble((draws.strip(draws.last(values, len(typical) + 2)), "blue"), "  ", typical)
 
 
-def _events(facts: JobFacts) -> list[tuple[str, Text]]:
-    rows: list[tuple[str, Text]] = []
+def _events(facts: JobFacts) -> list[Text]:
+    found = []
     for event in facts.events:
         when = time.strftime("%H:%M:%S  ", time.localtime(event.time)) if event.time else ""
-        rows.append(("" if rows else "events", Text(f"{when}{phrases.plain(event.text)}")))
-    return rows
+        found.append(Text(f"{when}{phrases.plain(event.text)}"))
+    return found
 
 
 def _good_or_bad(saving: float | None) -> str:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from perseus_ds.policy.timetable import HALT, Option, cheapest
+from perseus_ds.policy.hourly_programme import HALT, Option, cheapest
 
 FRONTIER = [Option(0, 1.0, 1000.0), Option(1, 0.9, 800.0), Option(2, 0.8, 690.0), Option(3, 0.7, 600.0)]
 IDLE = Option(HALT, 0.0, 250.0)

@@ -1,0 +1,40 @@
+"""The limits of what is read from files, which ``docs/file-formats.md`` states; beyond them is an error."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+MIB = 2**20
+MOST_JSON_BYTES = 64 * MIB
+MOST_JSON_VALUES = 8_000_000
+MOST_CSV_BYTES = 64 * MIB
+MOST_CSV_ROWS = 500_000
+MOST_RECORD_BYTES = 2048 * MIB
+MOST_RECORD_LINE_BYTES = 4 * MIB
+MOST_PLAN_BYTES = 4 * MIB
+MOST_PLAN_FILES = 1_000
+MOST_PLANS_BYTES = 64 * MIB
+
+MOST_STAGES = 4_096
+MOST_MICRO_BATCHES = 65_536
+MOST_INSTRUCTIONS = 65_536
+"""Stages times micro-batches: an iteration with more does not fit into memory as a DAG."""
+MOST_CLOCK_MHZ = 100_000
+LEAST, MOST_SECONDS, MOST_JOULES, MOST_WATTS = 1e-9, 1e9, 1e15, 1e9
+"""Times, energies and powers beyond these are no measurements, and their products could overflow."""
+
+Index = Annotated[int, Field(ge=0, lt=2**31)]
+Stage = Annotated[int, Field(ge=0, lt=MOST_STAGES)]
+MicroBatch = Annotated[int, Field(ge=0, lt=MOST_MICRO_BATCHES)]
+StageCount = Annotated[int, Field(ge=1, le=MOST_STAGES)]
+MicroBatchCount = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Clock = Annotated[int, Field(gt=0, le=MOST_CLOCK_MHZ)]
+Time = Annotated[float, Field(ge=LEAST, le=MOST_SECONDS)]
+Energy = Annotated[float, Field(ge=LEAST, le=MOST_JOULES)]
+Duration = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+Power = Annotated[float, Field(ge=0, le=MOST_WATTS)]
+Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+"""A name or a path, on one line: no control characters."""

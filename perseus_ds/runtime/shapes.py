@@ -1,0 +1,233 @@
+"""Profiles and plans for each shape of inputs: every shape that comes often goes through phases of its own.
+
+Only the first ranks could know the shape of an iteration before it begins. So each rank knows what to run for every
+shape, and chooses when the inputs of its first forward are there. After the iteration all ranks tell each other which
+inputs they had; all then advance the phases of the same shape, which see the iterations of that shape only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from perseus_ds.artifacts.rank_report import RankReports
+from perseus_ds.artifacts.run_records import ShapePlanned
+from perseus_ds.errors import PerseusError
+from perseus_ds.runtime.job import Rank
+from perseus_ds.runtime.phases import UNPLANNED, IterationMeasurement, NextIteration, Phase, Resumed
+from perseus_ds.runtime.recorder import Recorder
+
+_MOST = 6
+# A shape gets a profile, which costs some twenty slower iterations, when so many of the last iterations had it.
+_OFTEN, _LAST = 5, 50
+# Of more shapes than are kept, one that has not come for so many iterations makes room for another.
+_UNUSED = 500
+# Iterations that begin as those of a shape do and turn out to be of another one: at most so many, and this share.
+_CONFUSED, _CONFUSED_SHARE = 2, 0.05
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The inputs of an iteration, as numbers that tell their shapes from others.
+
+    Attributes:
+        first: By rank, of its first forward.
+        total: By rank, of all its forwards.
+    """
+
+    first: tuple[float, ...]
+    total: tuple[float, ...]
+
+    def begins_as(self, other: Shape) -> bool:
+        """Whether a rank cannot tell the two apart by the inputs of its first forward."""
+        return any(own == theirs for own, theirs in zip(self.first, other.first, strict=True))
+
+
+@dataclass
+class _Planned:
+    """A shape with phases of its own.
+
+    Attributes:
+        number: As it is recorded.
+        phases: The phases; None when they have been given up.
+        wanted: What to run in iterations of this shape.
+        reports: Of its last iteration; None where they were passed on already, or cut off.
+        came: When it came last.
+        iterations: How often it came.
+        confused: How often an iteration began like it and was of another shape.
+    """
+
+    number: int
+    phases: Phase[None] | None
+    wanted: NextIteration = UNPLANNED
+    reports: RankReports | None = None
+    came: int = 0
+    iterations: int = 0
+    confused: int = 0
+
+
+def run_by_shape(
+    rank: Rank,
+    recorder: Recorder,
+    start: Callable[[int, Shape], Phase[None]],
+    *,
+    first: tuple[float, ...] | None,
+) -> Phase[None]:
+    """Train each shape that comes often in phases of its own, and iterations of others at default clocks.
+
+    Args:
+        rank: This rank.
+        recorder: Of the job.
+        start: Begins the phases of a shape, given its number.
+        first: The totals of the shape that has number 0, if there is one: it begins when it comes.
+    """
+    shapes = _Shapes(rank, recorder, start, first)
+    try:
+        yield from _run(shapes)
+    finally:
+        shapes.close()
+
+
+def _run(shapes: _Shapes) -> Phase[None]:
+    ran: _Planned | None = None
+    reported: Mapping[str, Any] = {}
+    while True:
+        received = yield shapes.next_iteration(ran, reported)
+        reported = {}
+        if isinstance(received, Resumed):
+            ran = None
+            shapes.resume(received)
+            continue
+        if ran is not None:
+            ran.reports = received.reports
+        ran = shapes.of(received)
+        if ran is not None:
+            reports, ran.reports = ran.reports, None
+            shapes.advance(ran, replace(received, reports=reports))
+            reported = ran.wanted.reported
+
+
+class _Shapes:
+    """The shapes of a job: the same on all ranks, which call all methods together."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        recorder: Recorder,
+        start: Callable[[int, Shape], Phase[None]],
+        first: tuple[float, ...] | None,
+    ) -> None:
+        self._rank = rank
+        self._recorder = recorder
+        self._start = start
+        self._first = first
+        self._planned: dict[Shape, _Planned] = {}
+        self._seen: deque[Shape] = deque(maxlen=_LAST)
+        self._iterations = 0
+        self._numbers = 0
+        self._progress: dict[str, Any] = {}
+
+    def next_iteration(self, last: _Planned | None, reported: Mapping[str, Any]) -> NextIteration:
+        """Return what to run: until its shape is known, what the last shape asks for.
+
+        Args:
+            last: The last shape, if it is planned.
+            reported: Fields of this rank's report of the iteration that has just ended.
+        """
+        own = self._rank.communicator.topology.rank
+        by_shape = {shape.first[own]: planned.wanted for shape, planned in self._planned.items() if planned.phases}
+        begin = last.wanted if last is not None else UNPLANNED
+        return replace(begin, by_shape=by_shape, reported=reported, progress=lambda: self._progress)
+
+    def of(self, seen: IterationMeasurement) -> _Planned | None:
+        """Return the shape of an iteration, if it is planned; one that has come often becomes so."""
+        numbers = self._rank.communicator.all_gather_numbers(list(seen.shapes)).tolist()
+        shape = Shape(tuple(first for first, _ in numbers), tuple(total for _, total in numbers))
+        self._iterations += 1
+        self._seen.append(shape)
+        for other, planned in self._planned.items():
+            if other != shape and other.begins_as(shape):
+                planned.confused += 1
+                if planned.phases and planned.confused > max(_CONFUSED, _CONFUSED_SHARE * planned.iterations):
+                    self._give_up(planned, "iterations that begin with the same inputs go on with others")
+        if shape not in self._planned and self._deserves_plans(shape):
+            self._begin(shape)
+            return None  # it did not run what these phases ask for
+        found = self._planned.get(shape)
+        if found is not None:
+            found.came, found.iterations = self._iterations, found.iterations + 1
+        return found if found is not None and found.phases else None
+
+    def advance(self, planned: _Planned, received: IterationMeasurement | Resumed | None) -> None:
+        """Have the phases of a shape decide on its next iteration; None lets them begin."""
+        assert planned.phases is not None
+        try:
+            wanted = planned.phases.send(received)  # type: ignore[arg-type]
+        except PerseusError as error:  # the same on all ranks
+            self._give_up(planned, str(error).rstrip("."))
+            return
+        if progress := wanted.progress():
+            self._progress = {**progress, "plan": None}
+        if wanted.phase == "observe":
+            wanted = replace(UNPLANNED, reported=wanted.reported)
+        # Ranks that take an iteration to be of different shapes must not wait for each other.
+        planned.wanted = replace(wanted, shape=planned.number, aligns_tail=False)
+
+    def resume(self, received: Resumed) -> None:
+        """Pass on that the job goes on from a checkpoint."""
+        for planned in self._planned.values():
+            planned.reports = None
+            if planned.phases:
+                self.advance(planned, received)
+
+    def close(self) -> None:
+        """End the phases of all shapes, and what they have running beside training."""
+        for planned in self._planned.values():
+            if planned.phases:
+                planned.phases.close()
+
+    def _deserves_plans(self, shape: Shape) -> bool:
+        """Whether a shape comes often, can be told from others, and there is room for it."""
+        if any(other.begins_as(shape) for other in self._planned):
+            return False
+        is_first = shape.total == self._first
+        alike = sum(other != shape and other.begins_as(shape) for other in self._seen)
+        if alike > _CONFUSED or not (is_first or self._seen.count(shape) >= _OFTEN):
+            return False
+        if len(self._planned) < _MOST:
+            return True
+        unused = min(self._planned, key=lambda other: self._planned[other].came)
+        if self._iterations - self._planned[unused].came < _UNUSED:
+            return False
+        dropped = self._planned.pop(unused)
+        if dropped.phases:
+            dropped.phases.close()
+        return True
+
+    def _begin(self, shape: Shape) -> None:
+        if shape.total == self._first:
+            number, self._first = 0, None
+        else:
+            number = self._numbers = self._numbers + 1
+        self._recorder.event(ShapePlanned(shape=number))
+        self._recorder.say(
+            f"{self._seen.count(shape)} of the last {len(self._seen)} iterations have inputs of one shape: it has a "
+            f"profile and plans of its own, as shape {number}"
+        )
+        planned = _Planned(number, None, came=self._iterations)
+        self._planned[shape] = planned
+        try:
+            planned.phases = self._start(number, shape)
+        except PerseusError as error:
+            self._give_up(planned, str(error).rstrip("."))
+            return
+        self.advance(planned, None)
+
+    def _give_up(self, planned: _Planned, why: str) -> None:
+        if planned.phases:
+            planned.phases.close()
+        planned.phases, planned.wanted = None, UNPLANNED
+        self._recorder.event(ShapePlanned(shape=planned.number, given_up=why))
+        self._recorder.say(f"shape {planned.number} is no longer planned ({why}): it runs at default clocks")

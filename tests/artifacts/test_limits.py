@@ -1,0 +1,208 @@
+"""Readers are bounded, and writers leave alone what they do not own."""
+
+import errno
+import json
+import os
+import stat
+
+import pytest
+from pipelines import one_f_one_b, synthetic_profile
+
+from perseus_ds.artifacts import io as artifact_io
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.io import open_without_links, read_json, read_text, write_atomically
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.run_file import read_records
+from perseus_ds.artifacts.timeline import TimelineFile
+from perseus_ds.artifacts.zeus_plans import read_zeus
+from perseus_ds.cli.main import main
+from perseus_ds.errors import ConfigError, PerseusError
+from perseus_ds.optimizer import optimize
+
+READERS = {
+    "profile.csv": StageProfile.load,
+    "frontier.json": Frontier.load,
+    "run.jsonl": read_records,
+    "timeline.json": TimelineFile.load,
+    "freqs_pipeline_00000.py": read_zeus,
+}
+
+
+@pytest.fixture
+def umask():
+    """Sets the umask until the end of the test."""
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
+def test_only_regular_files_are_read(tmp_path, name, kind):
+    path = tmp_path / name
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        (path / name).mkdir(parents=True)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(PerseusError, match="found no regular file"):
+        READERS[name](path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "recursion limit exceeded"),
+        ('{"a":' * 100_000, "recursion limit exceeded"),
+        ('{"schema_version": ' + "9" * 5000 + "}", "number out of range"),
+        ('{"gpu": "\\ud800"}', "not a complete JSON file"),
+        ('{"schema_version": ' + "9" * 4000 + "}", r"schema_version is 99999\S*\.\.\.\S*999"),
+        (
+            '{"schema_version": 1, "stages": 1000000000}',
+            "profile.json: stages: expected a number .* 4096, got 1000000000",
+        ),
+        ('{"schema_version": 1, "micro_batches": 1e9}', "profile.json: micro_batches: expected a number .* 65536"),
+        ('{"schema_version": 1, "blocking_power_w": 1e300}', r"blocking_power_w: .* got 1e\+300"),
+        ('{"schema_version": 1, "gpu": "\\u001b]0;title"}', "profile.json: gpu"),
+        ('{"schema_version": 1, "load_s": {"-1": 1.0}}', "profile.json: load_s"),
+    ],
+)
+def test_a_profile_json_beyond_the_limits_names_file_and_key(tmp_path, text, message):
+    synthetic_profile(2).save(tmp_path / "profile.csv")
+    (tmp_path / "profile.json").write_text(text)
+    with pytest.raises(PerseusError, match=message):
+        StageProfile.load(tmp_path)
+
+
+@pytest.mark.parametrize("cells", ["1e300,forward,1410,1,1", "0,forward,1e300,1,1", "0,forward,1410,1e300,1"])
+@pytest.mark.parametrize("more", ["", "9" * 5000])
+def test_a_cell_beyond_the_limits_names_the_line(tmp_path, cells, more):
+    (tmp_path / "profile.csv").write_text(f"stage,instruction,frequency,time,energy\n{cells}{more}\n")
+    with pytest.raises(PerseusError, match=r"profile\.csv, line 2: "):
+        StageProfile.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (["provenance", "micro_batches"], 10**9),
+        (["provenance", "stages"], 10**9),
+        (["instructions"], []),
+        (["instructions", 0], []),
+        (["plans", 0, "energy_j"], 1e300),
+        (["plans", 0, "clocks_mhz", 0, 0], 10**9),
+        (["t_min_s"], 5e-324),
+        (["streams", "micro_batches"], 10**9),
+    ],
+)
+def test_a_frontier_beyond_the_limits_names_file_and_key(tmp_path, keys, value):
+    schedule = one_f_one_b(2, 3)
+    path = optimize(schedule, synthetic_profile(2), blocking_power_w=80.0, plans=4).save(tmp_path)
+    raw = holder = json.loads(path.read_text())
+    for key in keys[:-1]:
+        holder = holder[key]
+    holder[keys[-1]] = value
+    path.write_text(json.dumps(raw))
+    with pytest.raises(PerseusError, match=r"frontier\.json: " + r"\.".join(map(str, keys))):
+        Frontier.load(path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe", b"[" * 100_000, b'{"event": "x", "time": 1e400}', b"9" * 5000, b'{"event": "x", "y": [[1e300]]}'],
+    ids=["bytes", "deep", "infinite", "digits", "large"],
+)
+def test_a_record_beyond_the_limits_names_the_line(tmp_path, line):
+    (tmp_path / "run.jsonl").write_bytes(line + b'\n{"event": "end"}\n')
+    with pytest.raises(ConfigError, match=r"run\.jsonl, line 1: not a record"):
+        read_records(tmp_path)
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ConfigError, match="large: 1099511627776 bytes, at most 67108864 are read of a thing"):
+        read_json(tmp_path / "large", ConfigError, "thing")
+    (tmp_path / "many").write_text("[" + "0," * 8_000_000 + "0]")
+    with pytest.raises(ConfigError, match="8000001 values, at most 8000000"):
+        read_json(tmp_path / "many", ConfigError, "thing")
+    with pytest.raises(ConfigError, match="File name too long"):
+        read_text(tmp_path / ("x" * 5000), ConfigError, "thing", 10)
+
+
+def test_a_file_replaces_a_link_and_does_not_follow_it(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "out").symlink_to(tmp_path / "mine")
+    write_atomically(tmp_path / "out", "new")
+    assert ((tmp_path / "mine").read_text(), (tmp_path / "out").read_text()) == ("mine", "new")
+    assert not (tmp_path / "out").is_symlink()
+
+
+def test_files_that_grow_are_not_written_through_links_or_into_pipes(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    os.mkfifo(tmp_path / "pipe")
+    for name, message in (("link", "Too many levels of symbolic links"), ("pipe", "No such device|no regular file")):
+        with pytest.raises(OSError, match=message):
+            open_without_links(tmp_path / name, append=True)
+    assert (tmp_path / "mine").read_text() == "mine"
+    for append, expected in ((False, b"a"), (True, b"aa"), (False, b"a")):
+        with open_without_links(tmp_path / "new", append=append) as file:
+            file.write(b"a")
+        assert (tmp_path / "new").read_bytes() == expected
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_have_the_permissions_that_the_umask_allows(tmp_path, umask, mask, mode):
+    umask(mask)
+    write_atomically(tmp_path / "out", "x")
+    with open_without_links(tmp_path / "log", append=True) as file:
+        file.write(b"x")
+    assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("out", "log")} == {mode}
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, call):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_atomically(tmp_path / "out", "old")
+    monkeypatch.setattr(artifact_io.os, call, full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(tmp_path / "out", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out", "old")]
+
+
+@pytest.mark.parametrize("command", ["report", "trace", "plot"])
+def test_outputs_replace_links_of_others(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_text("mine")
+    synthetic_profile(2, blocking_power_w=80.0, micro_batches=3).save(tmp_path / "run/profile.csv")
+    assert main(["optimize", "run", "out=run", "plans=4"]) == 0
+    names = {"report": ["report.html"], "trace": ["trace.json"], "plot": ["frontier.png", "timeline.png"]}[command]
+    for name in names:
+        (tmp_path / "run" / name).symlink_to(tmp_path / "mine")
+    assert main([command, "run"]) == 0, capsys.readouterr().err
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert not any((tmp_path / "run" / name).is_symlink() for name in names)
+
+
+def test_names_from_files_are_printed_without_control_characters(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "\x1b[2J\u202erun"
+    synthetic_profile(2, blocking_power_w=80.0, micro_batches=3).save(folder / "profile.csv")
+    (folder / "run.jsonl").write_text('{"iteration": 1, "phase": "observe", "time_s": 1.0}\n')
+    assert main(["optimize", "profile=*.csv", "out=f"]) == 1
+    monkeypatch.chdir(folder)
+    assert main(["report", "."]) == 0
+    (folder / "x\x1b[2J").mkdir()
+    assert main(["compare", "."]) == 2
+    out, err = capsys.readouterr()
+    assert not set("\x1b\x07\u202e") & set(out + err)
+
+
+@pytest.mark.parametrize("word", ["\ud800", "profile=\udcff", "out=\x1b[2J"])
+def test_arguments_that_are_no_text_are_named(capsys, word):
+    assert main(["optimize", word]) == 2
+    assert "expected text without control characters, in UTF-8" in capsys.readouterr().err

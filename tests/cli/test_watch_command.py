@@ -1,0 +1,237 @@
+"""What `perseus-ds watch` shows: on a small screen, without colour, in a pipe, for programs, and what its keys do."""
+
+import contextlib
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+
+import pytest
+from live_records import BEGIN, auto_job, default_iteration, planned_iteration, started, write
+from rich.console import Console
+from run_log import wait_until
+
+from perseus_ds.artifacts.run_records import Ended, Failed, PlanChosen, PolicyChanged
+from perseus_ds.cli.main import main
+from perseus_ds.cli.watching import Keys, policy_of
+from perseus_ds.policy.control_socket import ControlServer
+from perseus_ds.policy.job_control import JobControl
+from perseus_ds.policy.policies import PowerCapPolicy, SlowdownPolicy
+from perseus_ds.report.live.progress import JobLog
+from perseus_ds.report.live.screen import Drawing, JobScreen, jobs_table
+
+ENDED = [*auto_job(), Ended(time=BEGIN + 30)]
+
+
+def many_ranks(ranks):
+    """A job with everything at once, on many ranks and pipelines."""
+    asked = tuple(1410 - 15 * (rank % 20) for rank in range(ranks))
+    reached = tuple(clock - 300 * (rank == 5) for rank, clock in enumerate(asked))
+    fields = {"clocks_asked_mhz": asked, "clocks_reached_mhz": reached, "failed_ranks": (3,), "next_phase": "verdict"}
+    events = [Failed(rank=rank, error="the driver does not answer, as it should", time=BEGIN) for rank in range(9)]
+    choice = PlanChosen(time=BEGIN, plan=3, straggler=1, slowdown=1.3)
+    policy = PolicyChanged(time=BEGIN, policy={"name": "deadline", "finish_by": "2026-11-22", "total_steps": 10**6})
+    parts = (10.0,) * 16
+    return [*auto_job(), choice, policy, *events, planned_iteration(39, energy_by_pipeline_j=parts, **fields)]
+
+
+def facts_of(records):
+    log = JobLog("gpt3")
+    log.add(records)
+    return log.facts(BEGIN + 40)
+
+
+def rendered(view, *, width=80, height=24, encoding="utf-8", **options):
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(file=file, width=width, height=height, force_terminal=True, color_system=None, **options)
+    console.print(view)
+    file.flush()
+    return file.buffer.getvalue().decode(encoding).splitlines()
+
+
+@pytest.mark.parametrize("records", [[], [started()], auto_job(), ENDED, many_ranks(8), many_ranks(512)])
+def test_it_fits_80_columns_and_24_lines(records):
+    lines = rendered(JobScreen(facts_of(records), height=24, footer="[q] leave"))
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert lines[-1] == "[q] leave"
+
+
+def test_a_long_answer_takes_the_place_of_events():
+    lines = rendered(JobScreen(facts_of(many_ranks(8)), height=24, footer="word " * 30))
+    assert len(lines) <= 24
+    assert lines[-1].startswith("word")
+
+
+def test_all_facts_are_words_without_colour():
+    text = "\n".join(rendered(JobScreen(facts_of(many_ranks(8)))))
+    for expected in (
+        "gpt3: simulated A100-SXM, auto mode",
+        "step 39 of 1000000",
+        "running under plan 3; then: comparing plan and default clocks",
+        "promised +/-0.0 % time, -25.0 % energy",
+        "real     +2.0 % time",
+        "rank 5 at 1035 of 1335 MHz",
+        "pipeline 1 takes 1.30 times as long as the others",
+        "fallen back to default clocks: rank 3",
+        "the driver does not answer",
+    ):
+        assert expected in text
+
+
+def test_a_terminal_of_ascii_gets_ascii():
+    assert "\n".join(rendered(JobScreen(facts_of(many_ranks(8))), encoding="ascii")).isascii()
+
+
+def test_a_strip_has_a_character_for_each_rank_and_groups_where_there_are_too_many():
+    assert Drawing("utf-8", 20).strip([1, 2, 3, None]) == "▁▅█ "
+    assert Drawing("utf-8", 20).strip([1.0, 1.001]) == "▅▅"
+    grouped = Drawing("utf-8", 10).strip([1410] * 99 + [900])
+    assert grouped == "█" * 9 + "▁"
+
+
+def test_several_jobs_take_a_line_each():
+    lines = rendered(jobs_table([facts_of(auto_job()), facts_of(ENDED), facts_of([])]))
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= 80
+    assert "plan 3" in lines[1]
+    assert "SIMULATED" in lines[1]
+    assert "ended" in lines[2]
+    assert len(rendered(jobs_table([facts_of(auto_job())] * 50, height=24))) == 24
+
+
+def test_a_pipe_gets_it_once_and_without_colour(tmp_path, capsys):
+    write(tmp_path / "gpt3", auto_job())
+    assert main(["watch", str(tmp_path / "gpt3")]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "400.0 J saved (-20.0 %)" in out
+
+
+def test_one_json_object_for_each_job(tmp_path, capsys):
+    write(tmp_path / "a", auto_job())
+    write(tmp_path / "b", ENDED)
+    assert main(["watch", str(tmp_path), "--once", "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["name"], first["ended"], second["name"], second["ended"]) == ("a", False, "b", True)
+    assert first["saved_j"] == pytest.approx(400.0)
+
+
+def test_json_follows_until_the_job_ends(tmp_path, monkeypatch, capsys):
+    write(tmp_path, auto_job(2))
+    longer = [auto_job(3), [*auto_job(3), Ended(time=BEGIN + 30)]]
+    monkeypatch.setattr("perseus_ds.cli.watching.time.sleep", lambda s: write(tmp_path, longer.pop(0)))
+    assert main(["watch", str(tmp_path), "json=true"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["planned"], line["ended"]) for line in lines] == [(2, False), (3, False), (3, True)]
+
+
+def test_a_folder_without_records_is_an_error(tmp_path, capsys):
+    assert main(["watch", str(tmp_path)]) == 2
+    assert "no run.jsonl in it or in a folder of it" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path / "nowhere"), "--once"]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+@pytest.fixture
+def steered(tmp_path):
+    """Keys of a job that takes orders."""
+    control = JobControl(SlowdownPolicy(), 1)
+    server = ControlServer(tmp_path, control.carry_out)
+    keys = Keys()
+    keys.folder = tmp_path
+    yield keys, control
+    server.close()
+
+
+def press(keys, text):
+    return [keys.press(key) for key in text]
+
+
+def test_keys_pause_and_resume(steered):
+    keys, control = steered
+    press(keys, "p")
+    assert control.paused
+    assert "default clocks" in keys.footer
+    press(keys, "r")
+    assert (control.paused, keys.footer) == (False, "plans again")
+
+
+def test_a_policy_is_typed(steered):
+    keys, control = steered
+    press(keys, "opower_cap wattz\x7fs=5000\r")
+    assert control.policy == PowerCapPolicy(name="power_cap", watts=5000)
+    assert keys.footer == "policy power_cap from the next iterations on"
+    press(keys, "onothing\r")
+    assert "policy.name: expected" in keys.footer
+    press(keys, "oq\x1b")
+    assert keys.policy is None
+    assert press(keys, "q") == [False]
+
+
+def test_without_a_control_socket_keys_only_leave(tmp_path):
+    keys = Keys()
+    assert keys.footer == "[q] leave"
+    assert press(keys, "por") == [True] * 3
+    assert keys.policy is None
+
+
+def test_settings_of_a_typed_policy_are_numbers_where_they_look_so():
+    assert policy_of("deadline total_steps=100 finish_by=2026-11-22T08:00:00+00:00") == {
+        "name": "deadline",
+        "total_steps": 100.0,
+        "finish_by": "2026-11-22T08:00:00+00:00",
+    }
+
+
+@pytest.mark.parametrize("colour", [{}, {"NO_COLOR": "1"}])
+def test_on_a_terminal_it_shows_what_is_new_until_the_job_ends(tmp_path, colour):
+    write(tmp_path / "gpt3", auto_job(2))
+    screen, terminal = pty.openpty()
+    seen = bytearray()
+
+    def read():
+        with contextlib.suppress(OSError):  # the command has ended
+            while True:
+                seen.extend(os.read(screen, 4096))
+
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", "PYTHONUTF8": "1", **colour}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "perseus_ds", "watch", str(tmp_path / "gpt3")],
+        stdin=terminal, stdout=terminal, stderr=terminal, env=environment,
+    )  # fmt: skip
+    os.close(terminal)
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_until(lambda: b"40.00 J saved" in seen, "the first screen")
+    write(tmp_path / "gpt3", [*auto_job(4), Ended(time=BEGIN + 30)])
+    assert process.wait(60) == 0
+    reader.join()
+    os.close(screen)
+    text = seen.decode()
+    assert "80.00 J saved" in text
+    assert ("\x1b[32m" in text or ";32m" in text) == (not colour)  # green
+
+
+def test_records_control_no_terminal():
+    hostile = "\x1b[2J\x07\r\u202e"
+    records = [started(gpu=hostile, policy={"name": hostile}), Failed(error=hostile), default_iteration(1, hostile)]
+    for view in (JobScreen(facts_of(records)), jobs_table([facts_of(records)])):
+        assert not {"\x1b", "\x07", "\r", "\u202e"} & set("".join(rendered(view)))
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    write(tmp_path, auto_job())
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "perseus_ds", "watch", str(tmp_path), "--once", "--json"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_a_single_iteration_is_shown():
+    assert rendered(JobScreen(facts_of([started(), default_iteration(1, "warm-up")])))

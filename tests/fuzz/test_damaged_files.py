@@ -1,0 +1,183 @@
+"""Damaged files, on each command that reads them: an error in words or a result; no traceback, and it ends.
+
+`make test` tries some for each file, `make fuzz` goes on for hours with new ones.
+"""
+
+import contextlib
+import io
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import corpus
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from perseus_ds.artifacts.certificates import Certificates
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.timeline import TimelineFile
+from perseus_ds.artifacts.zeus_plans import read_zeus
+from perseus_ds.cli.commands import module_of
+from perseus_ds.cli.emulation_table import read_curve
+from perseus_ds.errors import PerseusError
+from perseus_ds.policy.signal_files import read_signal
+from perseus_ds.report.history import read_history
+
+# `make test` tries a little, and always the same.
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
+SETTINGS = settings(
+    max_examples=EXAMPLES or 100,
+    derandomize=not EXAMPLES,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+_LONGEST_CPU_S = 10
+_MOST_GROWTH_BYTES = 500 * 2**20
+RUN, OUT = Path(corpus.FOLDER), Path("out")
+PROFILE, FRONTIER = RUN / "profile.csv", RUN / "frontier.json"
+
+_OPTIMIZE = ("optimize", {"profile": PROFILE, "out": OUT, "plans": 4, "certificates": True})
+_VERIFY = ("verify", {"frontier": FRONTIER})
+_REPORT = ("report", {"run": RUN, "out": OUT / "report.html"})
+_TRACE = ("trace", {"run": RUN, "out": OUT / "trace.json"})
+_EMULATE = ("emulate", {"frontier": [FRONTIER], "profile": PROFILE, "pipelines": 4})
+_IMPORT = ("import", {"plans": Path("plans"), "profile": PROFILE, "out": OUT})
+_CURVE = {
+    "frontier": [Path(corpus.CURVE)],
+    "profile": PROFILE,
+    "pipelines": 4,
+    "micro_batches": 4,
+    "blocking_power_w": 80.0,
+}
+_PROFILE = [
+    ("profile", {"action": module_of("profile").Action[name], "profile": PROFILE, "other": [PROFILE], "out": out})
+    for name, out in (("show", None), ("compare", None), ("validate", None), ("merge", OUT), ("convert", OUT))
+]
+_STATUS = ("control", {"command": module_of("control").Command.status, "run": RUN})
+# Pictures take a second each: `plot` and `profile show out=` are tried by `make fuzz` alone.
+COMMANDS = {
+    "run/profile.csv": [_OPTIMIZE, *_PROFILE, _VERIFY, _EMULATE, _IMPORT, _REPORT],
+    "run/profile.json": [_OPTIMIZE, *_PROFILE, _VERIFY, _IMPORT, _REPORT],
+    "run/frontier.json": [("export", {"frontier": FRONTIER, "out": OUT}), _VERIFY, _EMULATE, _REPORT, _TRACE],
+    "run/certificates.npz": [_VERIFY],
+    "run/run.jsonl": [_REPORT, _TRACE, ("compare", {"runs": [RUN], "out": OUT / "comparison.html"})],
+    "run/timeline.json": [_REPORT, _TRACE],
+    corpus.CURVE: [("emulate", _CURVE)],
+    corpus.PLAN: [_IMPORT],
+    corpus.CONTROL: [_STATUS],
+}
+# The same files without a command around them: hundreds in a second.
+READERS = {
+    "run/profile.csv": StageProfile.load,
+    "run/profile.json": lambda path: StageProfile.load(path.with_suffix(".csv")),
+    "run/frontier.json": Frontier.load,
+    "run/certificates.npz": Certificates.load,
+    "run/run.jsonl": read_history,
+    "run/timeline.json": TimelineFile.load,
+    corpus.CURVE: read_curve,
+    corpus.PLAN: read_zeus,
+    corpus.SIGNAL: read_signal,
+}
+PLOT = ("plot", {"frontier": FRONTIER, "profile": PROFILE, "out": OUT})
+
+
+@pytest.fixture(scope="module")
+def right_files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    corpus.write_corpus(folder)
+    assert corpus.is_right(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(right_files, tmp_path, monkeypatch):
+    """A copy of the corpus, as the current folder."""
+    shutil.copytree(right_files, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / OUT).mkdir()
+    return tmp_path
+
+
+def tries(share):
+    """Return how many examples to try: a share of those that the settings ask for."""
+    return max(1, int(SETTINGS.max_examples * share))
+
+
+@contextlib.contextmanager
+def bounded():
+    """Fail where something takes more processor time or memory than any damaged file may cost."""
+
+    def stop(number, frame):
+        raise AssertionError(f"it has not ended after {_LONGEST_CPU_S} s of processor time")
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    previous = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, _LONGEST_CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, previous)
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 <= _MOST_GROWTH_BYTES
+
+
+def run(command, arguments):
+    """Run a command as the command line does after reading its words; return what it printed, or its error."""
+    module, printed = module_of(command), io.StringIO()
+    words = {
+        argument: value for argument, value in arguments.items() if argument in module.Arguments.__dataclass_fields__
+    }
+    try:
+        with bounded(), contextlib.redirect_stdout(printed):
+            module.run(module.Arguments(**words))
+    except PerseusError as error:
+        return str(error)
+    return printed.getvalue()
+
+
+def test_the_corpus_is_right(folder):
+    for commands in COMMANDS.values():
+        for command, arguments in commands:
+            if command != "control":
+                module = module_of(command)
+                assert module.run(module.Arguments(**arguments)) == 0
+
+
+@pytest.mark.parametrize("name", [name for name in corpus.FILES if name in COMMANDS])
+def test_a_damaged_file_is_an_error_in_words_or_does_no_harm(folder, name):
+    content = (folder / name).read_bytes()
+    commands = [*COMMANDS[name], PLOT] if EXAMPLES and "run/" in name else COMMANDS[name]
+
+    @settings(SETTINGS, max_examples=tries(0.2))
+    @given(corpus.damaged(name, content), st.sampled_from(commands))
+    def tried(changed, command):
+        (folder / name).write_bytes(changed)
+        assert len(run(*command)) < 100_000
+
+    tried()
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_file_is_refused_in_words_or_read(folder, name):
+    path = folder / name
+
+    @settings(SETTINGS, max_examples=tries(2))
+    @given(corpus.damaged(name, path.read_bytes()))
+    def tried(changed):
+        path.write_bytes(changed)
+        with bounded():
+            try:
+                READERS[name](path)
+            except PerseusError as error:
+                text = str(error)
+            else:
+                return
+        assert text.startswith(str(path.parent))
+        assert len(text) < 10_000
+
+    tried()

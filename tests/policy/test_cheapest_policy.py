@@ -1,0 +1,158 @@
+"""Which plan a cheapest policy asks for, until the job is done: in time, and near the bound."""
+
+import random
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+from perseus_ds.artifacts.frontier import Frontier, Provenance
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.policy.cost_account import CostAccount
+from perseus_ds.policy.decisions import decide
+from perseus_ds.policy.policies import CheapestPolicy
+from perseus_ds.policy.run_statistics import RunStatistics
+from perseus_ds.policy.signal_values import Signal
+from perseus_ds.policy.situation import Situation
+
+NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
+NOW_S = NOW.timestamp()
+INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),),)
+PLANS = tuple(
+    FrequencyPlan(INSTRUCTIONS, ((1400 - 10 * i,),), 10.0 + 0.1 * i, 6000 - 100 * i + 2 * i * i) for i in range(20)
+)
+FRONTIER = Frontier(
+    PLANS, 10.0, PLANS[0], Provenance(schedule="1f1b", micro_batches=1, stages=1, blocking_power_w=80, solver="none")
+)
+FILE = "prices.csv"
+
+
+def hourly(*values):
+    return Signal(
+        tuple(NOW_S + 3600.0 * n for n in range(len(values))), values, NOW_S + 3600.0 * len(values), "EUR/MWh"
+    )
+
+
+def policy(hours, steps, **more):
+    finish_by = NOW + timedelta(hours=hours)
+    return CheapestPolicy(name="cheapest", finish_by=finish_by, total_steps=steps, signal=FILE, **more)
+
+
+def situation(signal, step=0, hours=0.0, **more):
+    signals = {} if signal is None else {FILE: signal}
+    now = NOW + timedelta(hours=hours)
+    return Situation(step, now, idle_power_w=80, signals=signals, **{"iterations_ahead": 0, **more})
+
+
+def carry_out(asked, signal, *, pace=lambda: 1.0, stopped_s=0.0):
+    """Train by the policy's decisions, each of which counts one iteration later; return date, cost, timetables."""
+    known = RunStatistics()
+    now_s, running, timetable = NOW_S, None, None
+    costs, timetables, due = CostAccount(), [], []
+    step = 0
+    while step < asked.total_steps:
+        here = situation(signal, step, (now_s - NOW_S) / 3600, running=running, timetable=timetable)
+        here = replace(here, time_ratio=known.time_ratio, stopped_s=known.stopped_s)
+        decision = decide(asked, FRONTIER, replace(here, iterations_ahead=len(due)))
+        running, timetable = decision.plan, decision.timetable
+        timetables += [timetable] if timetable not in timetables else []
+        due.append(decision)
+        if len(due) == 1 and step:
+            continue
+        chosen = due.pop(0)
+        if chosen.halts:
+            begin_s = now_s
+            while decision.halts:
+                now_s += 1.0
+                here = situation(signal, step, (now_s - NOW_S) / 3600, running=running, timetable=timetable)
+                decision = decide(asked, FRONTIER, replace(here, time_ratio=known.time_ratio))
+                timetable = decision.timetable
+            costs.add_halt(signal, begin_s=begin_s, end_s=now_s, energy_j=80 * (now_s - begin_s))
+        plan = PLANS[chosen.plan]
+        time_s = plan.time_s * pace()
+        now_s += time_s
+        costs.add_iteration(
+            signal,
+            ended_s=now_s,
+            time_s=time_s,
+            energy_j=plan.energy_j,
+            fastest_time_s=PLANS[0].time_s,
+            fastest_energy_j=PLANS[0].energy_j,
+        )
+        known.add_iteration(
+            time_s=time_s, energy_j=plan.energy_j, promised_time_s=plan.time_s, promised_energy_j=plan.energy_j
+        )
+        known.add_stop(stopped_s)
+        now_s += stopped_s
+        step += 1
+    return now_s, costs, timetables
+
+
+@pytest.mark.parametrize("may_pause", [False, True])
+def test_a_job_is_done_in_time_and_costs_hardly_more_than_the_bound(may_pause):
+    draw = random.Random(3)
+    signal = hourly(*(draw.uniform(20, 120) for _ in range(48)))
+    asked = policy(48, 12_000, may_pause=may_pause)
+    ended_s, costs, timetables = carry_out(asked, signal)
+    assert ended_s <= asked.finish_by.timestamp()
+    assert costs.cost == pytest.approx(timetables[0].bound, rel=0.005)
+    assert costs.cost > timetables[0].bound
+    assert costs.fastest_cost == pytest.approx(timetables[0].fastest_cost, rel=1e-3)
+    assert costs.cost < 0.93 * costs.fastest_cost
+    assert (costs.halted_s > 3600) == may_pause
+
+
+def test_a_job_whose_iterations_take_longer_than_profiled_is_still_in_time():
+    draw = random.Random(5)
+    signal = hourly(*(draw.uniform(20, 120) for _ in range(24)))
+    asked = policy(24, 7200)
+    ended_s, costs, timetables = carry_out(asked, signal, pace=lambda: draw.gauss(1.03, 0.02), stopped_s=0.05)
+    assert 0 <= asked.finish_by.timestamp() - ended_s < 600
+    assert len(timetables) > 24, "the pace is not the profile's"
+    assert costs.cost < costs.fastest_cost
+
+
+def test_a_timetable_holds_until_the_next_value_a_new_signal_or_another_pace():
+    signal = hourly(50, 20, 70)
+    asked = policy(3, 900)
+    first = decide(asked, FRONTIER, situation(signal)).timetable
+    assert decide(asked, FRONTIER, situation(signal, 27, 0.09, timetable=first)).timetable is first
+    for changed in (
+        situation(signal, 330, 1.0, timetable=first),
+        situation(hourly(50, 20, 90), 27, 0.09, timetable=first),
+        situation(signal, 20, 0.09, timetable=first),
+    ):
+        assert decide(asked, FRONTIER, changed).timetable is not first
+    assert decide(policy(4, 900), FRONTIER, situation(signal, 27, 0.09, timetable=first)).timetable is not first
+
+
+def test_the_mean_is_assumed_where_the_signal_ends_before_the_deadline_and_that_is_said():
+    decision = decide(policy(10, 900), FRONTIER, situation(hourly(50, 20)))
+    assert "ends at 2026-11-21T02:00:00Z, before the deadline: of the time after it, its mean 35" in decision.problem
+    assert decision.timetable.mean_from_s == NOW_S + 7200
+    assert decide(policy(2, 600), FRONTIER, situation(hourly(50, 20))).problem == ""
+
+
+def test_without_a_signal_every_hour_costs_the_same_and_the_deadline_is_still_met():
+    decision = decide(policy(3, 1000), FRONTIER, situation(None))
+    assert "cannot be read" in decision.problem
+    assert decision.timetable.entries[-1].end_s <= NOW_S + 3 * 3600
+
+
+def test_a_deadline_that_cannot_be_met_runs_the_fastest_plan_and_says_so():
+    for hours in (2, 0, -1):
+        decision = decide(policy(hours, 900), FRONTIER, situation(hourly(50, 20)))
+        assert decision.plan == 0
+        assert "cannot be met: 900 steps take 9000 s at the fastest" in decision.problem
+
+
+def test_a_training_that_is_done_is_no_error():
+    assert decide(policy(2, 100), FRONTIER, situation(hourly(50, 20), step=100)).plan == len(PLANS) - 1
+
+
+def test_a_halt_begins_and_ends_with_the_hour():
+    signal, asked = hourly(1, 99, 1), policy(3, 600, may_pause=True)
+    first = decide(asked, FRONTIER, situation(signal)).timetable
+    at = [decide(asked, FRONTIER, situation(signal, 300, h, timetable=first)).halts for h in (0.99, 1.01, 1.99, 2.0)]
+    assert at == [False, True, True, False]

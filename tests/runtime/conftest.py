@@ -1,0 +1,28 @@
+"""Jobs of one rank in virtual time."""
+
+import pytest
+from virtual_job import SLOWER, VirtualJob
+from worker_at_once import WorkerAtOnce
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """A function that starts a job; its optimiser runs at once, in this process."""
+    monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
+    jobs = []
+
+    def start(folder="perseus", **block):
+        jobs.append(VirtualJob(tmp_path / folder, **block))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.runtime.close()
+
+
+@pytest.fixture
+def frontier(start):
+    """The frontier that another job made."""
+    job = start("other", mode="auto", **SLOWER)
+    job.train_until("run")
+    return str(job.folder / "frontier.json")

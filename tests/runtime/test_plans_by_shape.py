@@ -1,0 +1,146 @@
+"""Shapes of inputs between which the proportions of instructions differ get profiles and plans of their own."""
+
+import json
+
+import pytest
+from virtual_job import SLOWER, events, in_order
+from worker_at_once import WorkerAtOnce
+
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.run_records import Failed, PlanJudged, ProfileWritten, ShapePlanned
+from perseus_ds.pipeline.instruction import Kind
+
+SHORT = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2, Kind.TAIL: 0.01}
+LONG = {Kind.FORWARD: 0.3, Kind.BACKWARD: 0.3, Kind.TAIL: 0.01}
+WORK = {1.0: SHORT, 2.0: LONG}
+
+
+def train(job, shapes):
+    """Run an iteration of each shape; return the phases that ran."""
+    phases = []
+    for shape in shapes:
+        job.shapes, job.work_s = shape, WORK.get(shape, LONG)
+        phases.append(job.train_one())
+    return phases
+
+
+def alternate(job, iterations):
+    """Run iterations of two shapes in turns; return the phases of each shape."""
+    phases = train(job, [1.0, 2.0] * (iterations // 2))
+    return {1.0: phases[::2], 2.0: phases[1::2]}
+
+
+@pytest.fixture
+def job(start):
+    return start(mode="auto", **SLOWER)
+
+
+def test_shapes_that_alternate_from_the_start_each_get_a_profile_and_a_plan_that_wins(job):
+    phases = alternate(job, 420)
+    records = job.close()
+    assert {shape: in_order(of_shape)[-1] for shape, of_shape in phases.items()} == {1.0: "run", 2.0: "run"}
+    judged = events(job, PlanJudged)
+    assert [event.wins for event in judged] == [True, True]
+    number_of = {record.shape: shape for record, shape in zip(records, [1.0, 2.0] * 210, strict=True)}
+    for number in (1, 2):
+        work_s = WORK[number_of[number]]
+        profile = StageProfile.load(job.folder / "shapes" / str(number))
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            row = profile.at_highest_clock(0, kind)
+            assert row.time_s == pytest.approx(work_s[kind] * job.gpu.model.slowdown(row.clock_mhz), rel=0.03)
+        mine = [record for record in records if record.shape == number and record.phase == "run"]
+        assert mine[-1].time_s == pytest.approx(mine[-1].predicted_time_s, rel=0.02)
+        assert mine[-1].time_s / mine[-1].default_time_s == pytest.approx(1.2, abs=0.03)
+        energy_j = sum(record.energy_j for record in mine[-20:]) / len(mine[-20:])
+        assert energy_j < 0.95 * mine[-1].default_energy_j
+    assert len(events(job, ProfileWritten)) == 3, "one of both shapes, and one of each"
+
+
+def test_a_shape_whose_proportions_differ_gets_a_profile_beside_that_of_the_first(job):
+    while job.runtime.next.phase != "run":
+        train(job, [1.0])
+    train(job, [1.0] * 40)
+    train(job, [2.0] * 30)
+    phases = alternate(job, 300)
+    job.close()
+    assert {shape: in_order(of_shape)[-1] for shape, of_shape in phases.items()} == {1.0: "run", 2.0: "run"}
+    assert "profile" not in phases[1.0], "its profile is known"
+    assert {event.shape for event in events(job, ShapePlanned)} == {0, 1}
+    assert len(events(job, ProfileWritten)) == 2
+
+
+def test_a_shape_that_is_seldom_or_never_comes_again_runs_at_default_clocks(job):
+    alternate(job, 420)
+    assert train(job, [3.0]) == ["observe"]
+    assert train(job, [1.0, 2.0]) == ["run", "run"]
+    assert train(job, [4.0]) == ["observe"]
+    records = job.close()
+    assert [record.plan for record in records[-4:]].count(None) == 2
+    assert {event.shape for event in events(job, ShapePlanned)} == {1, 2}
+
+
+def test_shapes_without_order_run_under_their_own_plans(job):
+    """Which shape comes next cannot be told from those before."""
+    import random
+
+    alternate(job, 420)
+    draw = random.Random(1)
+    shapes = [draw.choice([1.0, 2.0]) for _ in range(60)]
+    assert set(train(job, shapes)) == {"run"}
+    records = job.close()[-60:]
+    assert len({(record.shape, shape) for record, shape in zip(records, shapes, strict=True)}) == 2
+    late = [record.late for record in records]
+    assert max(late) < 0.02
+
+
+def test_iterations_that_begin_alike_and_go_on_differently_are_not_planned_by_shape(job):
+    micro_batches = []
+
+    def shapes_of(iteration):
+        return [1.0, 1.0, 1.0] if iteration % 2 else [1.0, 2.0, 2.0]
+
+    for iteration in range(300):
+        job.shapes = shapes_of(iteration)
+        micro_batches.append(job.train_one())
+    job.close()
+    assert micro_batches[-1] == "observe"
+    assert [event.given_up for event in events(job, ShapePlanned) if event.given_up is None] == []
+
+
+def test_a_shape_that_cannot_be_profiled_runs_at_default_clocks_and_the_others_go_on(start, monkeypatch):
+    job = start(mode="auto", **SLOWER)
+    fails = WorkerAtOnce.__init__
+
+    def fail_for_one_shape(worker, request, log_path):
+        fails(worker, request, log_path)
+        worker.problem = "no such profile" if request.out.name == "2" else None
+
+    monkeypatch.setattr(WorkerAtOnce, "__init__", fail_for_one_shape)
+    phases = alternate(job, 420)
+    job.close()
+    given_up = [event for event in events(job, ShapePlanned) if event.given_up]
+    assert len(given_up) == 1
+    assert "no such profile" in given_up[0].given_up
+    assert {of_shape[-1] for of_shape in phases.values()} == {"run", "observe"}
+    assert events(job, Failed) == []
+
+
+def test_a_checkpoint_is_saved_and_taken_up_in_the_middle(job, start):
+    alternate(job, 420)
+    state = json.loads(json.dumps(job.runtime.state()))
+    assert state["progress"]["plan"] is None
+    assert state["progress"]["statistics"]["stops"] > 0
+    job.runtime.restore(state, steps=420)
+    assert train(job, [1.0, 2.0]) == ["run", "run"]
+    other = start("other", mode="auto", **SLOWER)
+    other.runtime.restore(state, steps=420)
+    while other.runtime.next.phase != "run":
+        train(other, [1.0])
+    assert other.runtime.state()["progress"]["statistics"]["stops"] >= state["progress"]["statistics"]["stops"]
+
+
+def test_more_shapes_than_are_kept_make_room_for_each_other_only_when_unused(job):
+    alternate(job, 100)
+    train(job, [float(number) for number in range(1, 10)] * 8)
+    job.close()
+    assert len({event.shape for event in events(job, ShapePlanned)}) == 6

@@ -1,0 +1,134 @@
+"""Iterations at default clocks are compared with what the profile predicts for them, and the profile is corrected."""
+
+from dataclasses import replace
+
+import pytest
+from virtual_job import SLOWER, events, in_order
+
+from perseus_ds.artifacts.run_records import Drifted, Predicted, ProfileWritten
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.profiler.online import OnlineProfiler
+
+
+def mean_energy_j(records):
+    """Energy of an iteration [J]; the counter is refreshed too rarely for a single one."""
+    return sum(record.energy_j for record in records) / len(records)
+
+
+def until_default_clocks_are_known(job):
+    """Train until the job measures iterations at default clocks after its profile."""
+    phases = job.train_until("plan")
+    return phases + job.train_until("run", most=200)
+
+
+def change_after_profiling(job, change):
+    """Train until the profile is written, and change the job before default clocks are measured."""
+    job.train_until("plan")
+    change()
+    return job.train_until("run", most=300)
+
+
+def test_a_profile_that_predicts_default_clocks_is_left_alone(start, capsys):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.close()
+    assert events(job, Predicted) == []
+    assert "differ from the profile" not in capsys.readouterr().out
+
+
+def test_instructions_that_have_changed_since_they_were_profiled_are_named_and_corrected(start, capsys):
+    job = start(mode="auto", **SLOWER)
+
+    def change():
+        job.work_s[Kind.BACKWARD] *= 1.3
+
+    assert in_order(change_after_profiling(job, change)) == ["plan", "default", "plan"]
+    job.train(100)
+    records = job.close()
+    (predicted,) = events(job, Predicted)
+    assert predicted.corrected
+    assert predicted.parts == {"backward of stage 0": pytest.approx(1.3, rel=0.01)}
+    assert predicted.time_s / predicted.predicted_time_s == pytest.approx(1.2, rel=0.02)
+    assert capsys.readouterr().out.count("backward of stage 0 +30.") == 1
+    assert records[-1].late == pytest.approx(0.0, abs=0.01)
+    assert mean_energy_j(records[-50:]) == pytest.approx(records[-1].predicted_energy_j, rel=0.03)
+    assert events(job, Drifted) == []
+    assert len(events(job, ProfileWritten)) == 1
+
+
+def test_a_tail_that_has_become_longer_is_named_and_corrected(start):
+    job = start(mode="auto", **SLOWER)
+
+    def change():
+        job.work_s[Kind.TAIL] = 0.08
+
+    change_after_profiling(job, change)
+    job.train(20)
+    records = job.close()
+    (predicted,) = events(job, Predicted)
+    assert predicted.corrected
+    assert predicted.parts == {"tail": pytest.approx(8.0, rel=0.02)}
+    assert records[-1].late == pytest.approx(0.0, abs=0.01)
+
+
+def test_energies_that_were_measured_wrong_are_corrected_where_times_are_right(start, monkeypatch):
+    measured = OnlineProfiler.rows
+
+    def too_high(profiler):
+        power_w = profiler._blocking_power_w
+        return [
+            replace(r, measurement=replace(m, energy_j=m.energy_j + 0.2 * (m.energy_j - power_w * m.time_s)))
+            for r in measured(profiler)
+            for m in [r.measurement]
+        ]
+
+    monkeypatch.setattr(OnlineProfiler, "rows", too_high)
+    job = start(mode="auto", **SLOWER)
+    phases = until_default_clocks_are_known(job)
+    assert in_order(phases)[-3:] == ["plan", "default", "plan"]
+    job.train(100)
+    records = job.close()
+    (predicted,) = events(job, Predicted)
+    assert (predicted.parts, predicted.corrected) == ({}, True)
+    assert 1.05 < predicted.predicted_energy_j / predicted.energy_j < 1.2
+    assert mean_energy_j(records[-50:]) == pytest.approx(records[-1].predicted_energy_j, rel=0.02)
+
+
+def test_time_between_instructions_that_no_part_explains_is_said_and_the_profile_stays(start, capsys):
+    job = start(mode="auto", **SLOWER)
+
+    def change():
+        job.wait_s = 0.02
+
+    assert in_order(change_after_profiling(job, change)) == ["plan", "default"]
+    job.close()
+    (predicted,) = events(job, Predicted)
+    assert (predicted.parts, predicted.corrected) == ({}, False)
+    assert "no instruction, transfer or tail differs in time" in capsys.readouterr().out
+
+
+def test_default_clocks_below_the_highest_of_the_profile_do_not_change_its_rows(start):
+    job = start(mode="auto", **SLOWER)
+    work = job.work
+
+    def work_slowly_at_default_clocks(kind):
+        at_default = job.runtime.next.phase in ("warm-up", "plan", "default")
+        job.time.sleep(0.1 * job.work_s[kind] if at_default else 0.0)
+        work(kind)
+
+    job.work = work_slowly_at_default_clocks
+    assert in_order(until_default_clocks_are_known(job))[-2:] == ["plan", "default"]
+    job.close()
+    (predicted,) = events(job, Predicted)
+    assert not predicted.corrected
+    assert predicted.parts["forward of stage 0"] == pytest.approx(1.1, rel=0.02)
+
+
+def test_run_mode_says_where_a_plan_from_elsewhere_does_not_predict_default_clocks(start, frontier, capsys):
+    job = start(mode="run", frontier=frontier, max_drift=10.0, **SLOWER)
+    job.work_s[Kind.FORWARD] *= 1.3
+    job.train(200)
+    job.close()
+    (predicted,) = events(job, Predicted)
+    assert (set(predicted.parts), predicted.corrected) == ({"forward of stage 0"}, False)
+    assert capsys.readouterr().out.count("forward of stage 0 +30.") == 1

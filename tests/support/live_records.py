@@ -1,0 +1,50 @@
+"""Records of a job as it would write them, for tests of what is shown while it runs."""
+
+from perseus_ds.artifacts.run_file import to_line
+from perseus_ds.artifacts.run_records import IterationRecord, PlanChosen, ProfileWritten, Started
+
+BEGIN = 1_000_000.0
+
+
+def default_iteration(number, phase="default", **fields):
+    """An iteration at default clocks, of two pipelines: 1 s, 100 J."""
+    values = {"time_s": 1.0, "energy_j": 100.0, "energy_by_pipeline_j": (60.0, 40.0), **fields}
+    return IterationRecord(iteration=number, phase=phase, ended=BEGIN + number, simulated=True, **values)
+
+
+def planned_iteration(number, plan=3, **fields):
+    """An iteration under a plan: 2 % slower and 20 J less, of which 10 % and 25 J were promised."""
+    values = {
+        "time_s": 1.02,
+        "energy_j": 80.0,
+        "energy_by_pipeline_j": (50.0, 30.0),
+        "predicted_time_s": 1.0,
+        "predicted_energy_j": 75.0,
+        "default_time_s": 1.0,
+        "default_energy_j": 100.0,
+        "default_measured": True,
+        **fields,
+    }
+    return IterationRecord(iteration=number, phase="run", plan=plan, ended=BEGIN + number, simulated=True, **values)
+
+
+def started(job="a", **fields):
+    """The start of a job in auto mode."""
+    values = {"mode": "auto", "gpu": "simulated A100-SXM", "simulated": True, "time": BEGIN, **fields}
+    return Started(job=job, **values)
+
+
+def auto_job(planned=20, **fields):
+    """A job that has profiled and runs under plan 3."""
+    records = [started(**fields)]
+    records += [default_iteration(number, "warm-up") for number in (1, 2, 3)]
+    records += [default_iteration(number, "profile", energy_j=110.0, time_s=1.1) for number in (4, 5)]
+    records += [ProfileWritten(time=BEGIN + 5, lost_s=0.2, lost_j=20.0, simulated=True)]
+    records += [default_iteration(6), PlanChosen(time=BEGIN + 6, plan=3, plans=(3, 3), simulated=True)]
+    return records + [planned_iteration(number) for number in range(7, 7 + planned)]
+
+
+def write(folder, records):
+    """Write them to the folder's run.jsonl, whatever was in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.jsonl").write_text("".join(map(to_line, records)), encoding="utf-8")
