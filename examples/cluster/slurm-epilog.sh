@@ -1,6 +1,6 @@
 #!/bin/bash
-# Slurm's Epilog (slurm.conf), which runs as root on each node of a job when the job has ended. Slurm kills a job's
-# processes together, Perseus's guardian among them, so the node itself must see to the clocks.
+# Slurm's Prolog and Epilog (slurm.conf), which run as root on each node before and after a job. Slurm kills a job's
+# processes together, Perseus's guardians among them, so the node itself must see to the clocks.
 if [[ -n "${SLURM_JOB_GPUS:-}" ]]; then
     /usr/bin/nvidia-smi --id="$SLURM_JOB_GPUS" --reset-gpu-clocks
 fi

@@ -31,6 +31,7 @@ class CostsSoFar(Event):
     fastest_cost: float = Field(0.0, description="Of as many iterations under the plan of slowdown 0.")
     bound: float | None = Field(None, description="Of all steps, as computed at the beginning.")
     halted_s: float = Field(0.0, description="How long training stood still [s].")
+    done: bool = Field(False, description="Whether these are all; before, the fastest plan has had other hours.")
 
 
 class Halted(Event):

@@ -9,6 +9,7 @@ from typing import ClassVar
 from perseus_ds.cli.arguments import argument
 from perseus_ds.device.gpu.nvml import NvmlGpu
 from perseus_ds.device.gpu.nvml_lookup import gpu_count, index_of_uuid
+from perseus_ds.device.lock_records import left_locks
 from perseus_ds.errors import ConfigError, GpuError
 
 
@@ -42,6 +43,9 @@ def _reset(index_or_uuid: int | str) -> bool:
         gpu = NvmlGpu(index_or_uuid) if isinstance(index_or_uuid, int) else NvmlGpu(index_of_uuid(index_or_uuid))
         try:
             gpu.reset_clock()
+            for left in left_locks():
+                if left.address == gpu.address:
+                    left.forget()
             print(f"{gpu}: clock reset to the driver's default; {gpu.clock_mhz()} MHz now.")
         finally:
             gpu.close()

@@ -20,7 +20,7 @@ from perseus_ds.errors import ConfigError
 from perseus_ds.policy.control_socket import ADDRESS_FILE, parse_order, send_order
 from perseus_ds.report.live.facts import JobFacts
 from perseus_ds.report.live.following import JobFollower, Jobs
-from perseus_ds.report.live.screen import JobScreen, jobs_table
+from perseus_ds.report.live.screen import JobScreen, JobsTable
 
 _PERIOD_S = 1.0
 _KEYS = "[p] pause  [r] resume  [o] policy  [q] leave"
@@ -50,7 +50,7 @@ def print_once(jobs: Jobs) -> None:
     console = Console(file=terminal())
     followers = jobs.followers()
     facts = [follower.facts(time.time()) for follower in followers]
-    console.print(JobScreen(facts[0]) if len(facts) == 1 else jobs_table(facts))
+    console.print(JobScreen(facts[0]) if len(facts) == 1 else JobsTable(facts))
     for text in _troubles(followers):
         console.print(text, markup=False)
 
@@ -145,7 +145,7 @@ def policy_of(words: str) -> dict[str, object]:
 
 def _view(height: int, followers: list[JobFollower], facts: list[JobFacts], keys: Keys) -> RenderableType:
     if len(facts) > 1:
-        return jobs_table(facts, height=height)
+        return JobsTable(facts, height=height)
     footer = "; ".join([*_troubles(followers), keys.footer])
     return JobScreen(facts[0], height=height, footer=footer)
 

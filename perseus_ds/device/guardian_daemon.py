@@ -19,22 +19,31 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from perseus_ds.device import local_socket
+from perseus_ds.device.lock_records import left_locks
 from perseus_ds.device.watched_process import WatchedProcess
 from perseus_ds.errors import GpuError
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _FIRST_RANK_TIMEOUT_S = 10.0
+_REGISTRATION_TIMEOUT_S = 30.0
 _POLL_S = 0.2
 _RESTORE_ATTEMPTS = 3
 _RETRY_S = 0.5
 _HUNG_S = 10.0
 
 
-class _Resettable(Protocol):
+class Resettable(Protocol):
+    """A GPU as far as a guardian needs it."""
+
     def reset_clock(self) -> None: ...
 
 
-def _open(address: str) -> _Resettable:
+def open_gpu(address: str) -> Resettable:
+    """Return the GPU of an address.
+
+    Raises:
+        GpuError: It cannot be opened.
+    """
     device, _, identity = address.partition(":")
     if device == "nvml":
         from perseus_ds.device.gpu.nvml import NvmlGpu
@@ -90,8 +99,9 @@ class _Watch(threading.Thread):
 
     def _guard(self, process: WatchedProcess) -> None:
         try:
+            self._connection.settimeout(_REGISTRATION_TIMEOUT_S)
             addresses = set(local_socket.receive(self._connection)["gpus"])
-            gpus = {address: _open(address) for address in addresses}
+            gpus = {address: open_gpu(address) for address in addresses}
         except Exception as error:
             self._answer(str(error))
             return
@@ -99,8 +109,16 @@ class _Watch(threading.Thread):
         self._answer(None)
         process.wait_until_gone_or_readable(self._connection)
         self.ended_s = self._time.now_s()
-        errors = [restore(gpus[address], self._time) for address in self._guarded.remove(addresses)]
+        errors = [self._restore(address, gpus[address]) for address in self._guarded.remove(addresses)]
         self._answer("; ".join(filter(None, errors)) or None)  # Read by a rank that closes, not by a dead one.
+
+    def _restore(self, address: str, gpu: Resettable) -> str | None:
+        error = restore(gpu, self._time)
+        if error is None:
+            for left in left_locks():
+                if left.address == address:
+                    left.forget()
+        return error
 
     def _answer(self, error: str | None) -> None:
         with contextlib.suppress(OSError):
@@ -112,7 +130,7 @@ class _Watch(threading.Thread):
         return self.is_alive() and not hangs
 
 
-def restore(gpu: _Resettable, timebase: Timebase) -> str | None:
+def restore(gpu: Resettable, timebase: Timebase) -> str | None:
     """Return a GPU to its default clock, in a few attempts; returns the last error, or None."""
     error_text = ""
     for attempt in range(_RESTORE_ATTEMPTS):

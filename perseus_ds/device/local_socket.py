@@ -11,6 +11,8 @@ from typing import Any
 
 LONGEST_LINE = 65536
 """Bytes; a longer line is no message of ours, and must not fill the memory."""
+_LONGEST_ANSWER = 64 * LONGEST_LINE
+"""Bytes; the status of a job has figures of every rank."""
 
 
 class LocalSocketError(OSError):
@@ -77,8 +79,8 @@ def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def receive(connection: socket.socket) -> dict[str, Any]:
-    """Return the object that the other end sends next.
+def receive(connection: socket.socket, most_bytes: int = LONGEST_LINE) -> dict[str, Any]:
+    """Return the object that the other end sends next, in a line that is no longer than so many bytes.
 
     Raises:
         LocalSocketError: It sent something else, or closed the connection before the end of the line.
@@ -86,9 +88,9 @@ def receive(connection: socket.socket) -> dict[str, Any]:
     """
     line = b""
     while not line.endswith(b"\n"):
-        received = connection.recv(4096)
+        received = connection.recv(65536)
         line += received
-        if not received or len(line) > LONGEST_LINE:
+        if not received or len(line) > most_bytes:
             raise LocalSocketError(f"expected a line with a JSON object, got {len(line)} bytes without its end")
     return parse(line)
 
@@ -115,4 +117,4 @@ def exchange(connection: socket.socket, message: Mapping[str, Any]) -> dict[str,
         OSError: As :func:`send` and :func:`receive`.
     """
     send(connection, message)
-    return receive(connection)
+    return receive(connection, _LONGEST_ANSWER)

@@ -61,7 +61,16 @@ SCHEDULE: Mapping[str, str] = {
 }
 """Names in ``deepspeed.runtime.pipe.schedule``, and what each is used for."""
 
+SHAPES_KEPT: Sequence[str] = (
+    "pipe_partition_input_meta_cache",
+    "pipe_partition_output_meta_cache",
+    "pipe_partition_grad_meta_cache",
+    "grad_partition_grad_layer_meta_cache",
+)
+"""Attributes of an engine that keep the shapes of the last inputs where tensor-parallel ranks share activations."""
+
 PASS_STATE: Sequence[str] = (
+    *SHAPES_KEPT,
     "pipe_buffers",
     "grad_layer",
     "_grad_layer_buf",

@@ -19,13 +19,13 @@ _LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, np.n
 
 
 @dataclass(frozen=True)
-class Generator:
-    """One random-number generator.
+class State:
+    """Something outside of the engine that passes change, such as the state of a random-number generator.
 
     Attributes:
         name: As in messages.
-        get: Returns a copy of its state.
-        put: Puts a state back.
+        get: Returns a copy of it.
+        put: Puts a copy back.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Generator:
     put: Callable[[Any], None]
 
 
-def find_generators(roots: Iterable[Any]) -> list[Generator]:
+def find_generators(roots: Iterable[Any]) -> list[State]:
     """Return the generators of Python, numpy and torch, those in variables of modules, and those that objects hold.
 
     Trackers of generator states, such as those of DeepSpeed's and Megatron's tensor parallelism, are found by
@@ -44,9 +44,9 @@ def find_generators(roots: Iterable[Any]) -> list[Generator]:
             the variables that functions enclose.
     """
     found = [
-        Generator("random", random.getstate, random.setstate),
-        Generator("numpy.random", np.random.get_state, np.random.set_state),
-        Generator("torch", lambda: torch.get_rng_state().clone(), torch.set_rng_state),
+        State("generator random", random.getstate, random.setstate),
+        State("generator numpy.random", np.random.get_state, np.random.set_state),
+        State("generator torch", lambda: torch.get_rng_state().clone(), torch.set_rng_state),
     ]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found += [_cuda(index) for index in range(torch.cuda.device_count())]
@@ -58,9 +58,9 @@ def find_generators(roots: Iterable[Any]) -> list[Generator]:
     return found
 
 
-def _cuda(index: int) -> Generator:
-    return Generator(
-        f"torch.cuda:{index}",
+def _cuda(index: int) -> State:
+    return State(
+        f"generator torch.cuda:{index}",
         lambda: torch.cuda.get_rng_state(index).clone(),
         lambda state: torch.cuda.set_rng_state(state, index),
     )
@@ -77,20 +77,20 @@ def _module_variables() -> Iterator[tuple[str, Any]]:
                     yield from [(f"{module_name}.{name}", item) for item in items]
 
 
-def _as_generator(name: str, value: Any) -> Generator | None:
+def _as_generator(name: str, value: Any) -> State | None:
     kind = type(value)
-    name = f"{name} ({kind.__name__})"
+    name = f"generator {name} ({kind.__name__})"
     if issubclass(kind, torch.Generator):
-        return Generator(name, lambda: value.get_state().clone(), value.set_state)
+        return State(name, lambda: value.get_state().clone(), value.set_state)
     if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
-        return Generator(name, value.getstate, value.setstate)
+        return State(name, value.getstate, value.setstate)
     if issubclass(kind, np.random.RandomState):
-        return Generator(name, value.get_state, value.set_state)
+        return State(name, value.get_state, value.set_state)
     if issubclass(kind, np.random.Generator):
         bits = value.bit_generator
-        return Generator(name, lambda: bits.state, lambda state: setattr(bits, "state", state))
+        return State(name, lambda: bits.state, lambda state: setattr(bits, "state", state))
     if _is_tracker(value):
-        return Generator(name, lambda: _copied(value.get_states()), lambda states: value.set_states(_copied(states)))
+        return State(name, lambda: _copied(value.get_states()), lambda states: value.set_states(_copied(states)))
     return None
 
 
@@ -131,7 +131,7 @@ def _held_by(value: Any) -> Iterable[Any]:
     if issubclass(type(value), list | tuple | set | frozenset):
         return list(value)
     if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
@@ -142,7 +142,8 @@ def _held_by(value: Any) -> Iterable[Any]:
     return list(getattr(value, "__dict__", {}).values())
 
 
-def _is_filled(cell: Any) -> bool:
+def is_filled(cell: Any) -> bool:
+    """Whether an enclosed variable has a value yet."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
-from perseus_ds.engine.deepspeed_contract import CHECKPOINTING_STATE, GRADIENT_METHODS, PASS_STATE
-from perseus_ds.engine.generators import Generator, find_generators
+from perseus_ds.engine.assigned_variables import find_assigned_variables
+from perseus_ds.engine.deepspeed_contract import CHECKPOINTING_STATE, GRADIENT_METHODS, PASS_STATE, SHAPES_KEPT
+from perseus_ds.engine.generators import State, find_generators
 
 logger = logging.getLogger("perseus_ds")
 _ABSENT: Any = object()
@@ -25,25 +26,27 @@ _PART_BYTES = 1 << 26
 
 @contextmanager
 def isolated(engine: Any) -> Iterator[None]:
-    """Leave an engine, its gradients, its modules and all random-number generators as they were.
+    """Leave an engine, its gradients, its modules, random-number generators and counters of passes as they were.
 
     Afterwards everything that was to be left alone is compared with how it was before, and a difference is a
-    warning that names it: parameters, optimizer state, buffers, generators and plain attributes.
+    warning that names it: parameters, optimizer state, buffers, generators, variables and plain attributes.
 
     Args:
         engine: A DeepSpeed ``PipelineEngine``.
     """
-    generators = find_generators([engine.module, engine.module.loss_fn])
-    restore = _saved(engine, generators)
-    before = fingerprint(engine, generators)
+    outside = find_generators([engine.module, engine.module.loss_fn]) + find_assigned_variables(_functions(engine))
+    restore = _saved(engine, outside)
+    before = fingerprint(engine, outside)
     engine.pipe_buffers = {key: [None] * len(slots) for key, slots in engine.pipe_buffers.items()}
     engine.total_loss = None
     engine.fwd_outputs = []
+    for name in set(SHAPES_KEPT) & vars(engine).keys():  # inputs that are repeated may be of an earlier shape
+        setattr(engine, name, None)
     try:
         yield
     finally:
         restore()
-        changed = differences(before, fingerprint(engine, generators))
+        changed = differences(before, fingerprint(engine, outside))
         if changed:
             logger.warning(
                 "perseus: measuring changed %s on rank %d, which it could not put back: training goes on from there. "
@@ -53,13 +56,13 @@ def isolated(engine: Any) -> Iterator[None]:
             )
 
 
-def fingerprint(engine: Any, generators: list[Generator]) -> dict[str, Any]:
+def fingerprint(engine: Any, outside: list[State]) -> dict[str, Any]:
     """Return a value for each thing that repeated passes must leave alone; equal values mean equal bits."""
     found: dict[str, Any] = weights_fingerprint(engine)
     for name, buffer in engine.module.named_buffers():
         found[f"buffer {name}"] = _checksum(buffer)
-    for generator in generators:
-        found[f"generator {generator.name}"] = _plain(generator.get())
+    for state in outside:
+        found[state.name] = _plain(state.get())
     for owner_name, owner in _owners(engine):
         for name, value in _plain_attributes(owner).items():
             found[f"{owner_name}.{name}"] = repr(value)  # NaN differs from itself
@@ -90,18 +93,18 @@ def optimizer_tensors(engine: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _saved(engine: Any, generators: list[Generator]) -> Callable[[], None]:
+def _saved(engine: Any, outside: list[State]) -> Callable[[], None]:
     """Save what passes change; returns a function that puts it back."""
     pass_state = {name: vars(engine).get(name, _ABSENT) for name in PASS_STATE}
     attributes = [(owner, _plain_attributes(owner)) for _, owner in _owners(engine)]
     buffers = [(buffer, buffer.detach().clone()) for buffer in engine.module.buffers()]
-    states = [(generator, generator.get()) for generator in generators]
+    states = [(state, state.get()) for state in outside]
     offsets = {name: _list_copied(getattr(checkpointing, name, _ABSENT)) for name in CHECKPOINTING_STATE}
     stores = [(store, name, _queue_copied(value)) for store in _gradient_stores() for name, value in _variables(store)]
 
     def restore() -> None:
-        for generator, state in states:
-            generator.put(state)
+        for state, kept in states:
+            state.put(kept)
         with torch.no_grad():
             for buffer, kept in buffers:
                 buffer.copy_(kept)
@@ -123,6 +126,12 @@ def _assign(owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
     elif name in vars(owner):
         delattr(owner, name)
+
+
+def _functions(engine: Any) -> list[Any]:
+    """Return the functions that passes run: those of commands, of layers and of the loss."""
+    forwards = [type(module).forward for module in engine.module.modules()]
+    return [*engine._INSTRUCTION_MAP.values(), *forwards, *engine.module.forward_funcs, engine.module.loss_fn]
 
 
 def _owners(engine: Any) -> list[tuple[str, Any]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from datetime import datetime, time
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 from zoneinfo import ZoneInfo
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import Self
+
+T = TypeVar("T")
 
 
 class _Policy(BaseModel):
@@ -72,6 +74,12 @@ Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 _DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 
+def _not_empty(value: tuple[T, ...], what: str) -> tuple[T, ...]:
+    if not value:
+        raise ValueError(f"expected at least one {what}")
+    return value
+
+
 class Window(_Policy):
     """A time of day, on some days of the week, with a policy of its own."""
 
@@ -80,7 +88,7 @@ class Window(_Policy):
         description="Local time. One that is not after begin is of the next day: 22:00 to 06:00; 00:00 to 00:00 is a "
         "whole day."
     )
-    days: tuple[Day, ...] = Field(_DAYS, min_length=1, description="The days on which it begins.")
+    days: tuple[Day, ...] = Field(_DAYS, description="The days on which it begins.")
     policy: SimplePolicy = Field(description="As above: slowdown, deadline, power_cap or energy_optimal.")
 
     @field_validator("begin", "end")
@@ -89,6 +97,11 @@ class Window(_Policy):
         if value.tzinfo is not None:
             raise ValueError('expected a time without zone, such as 17:00; the zone is that of "timezone"')
         return value
+
+    @field_validator("days")
+    @classmethod
+    def _has_days(cls, value: tuple[Day, ...]) -> tuple[Day, ...]:
+        return _not_empty(value, "day")
 
     def contains(self, local: datetime) -> bool:
         """Whether a local time is within the window."""
@@ -104,7 +117,7 @@ class SchedulePolicy(_Policy):
 
     name: Literal["schedule"]
     timezone: str = Field(description="Whose local time counts, such as Europe/Berlin; clock changes included.")
-    windows: tuple[Window, ...] = Field(min_length=1, description="Times with a policy of their own.")
+    windows: tuple[Window, ...] = Field(description="Times with a policy of their own.")
     default: SimplePolicy = Field(default_factory=SlowdownPolicy, description="Outside of all windows.")
 
     @field_validator("timezone")
@@ -115,6 +128,11 @@ class SchedulePolicy(_Policy):
         except (KeyError, OSError, ValueError):
             raise ValueError(f"expected the name of a time zone such as Europe/Berlin, got {value!r}") from None
         return value
+
+    @field_validator("windows")
+    @classmethod
+    def _has_windows(cls, value: tuple[Window, ...]) -> tuple[Window, ...]:
+        return _not_empty(value, "window")
 
     @cached_property
     def _zone(self) -> ZoneInfo:

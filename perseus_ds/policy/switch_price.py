@@ -7,7 +7,9 @@ from perseus_ds.device.clock_transitions import count_changes
 from perseus_ds.policy.plan_proof import Comparison
 
 # Lateness below this fraction of an iteration, or below so many standard errors, is not worth other plans.
-_MATTERS = 0.003
+_MATTERS = 0.008
+# Lateness above this fraction has another cause than changes of the clock.
+_MOST_LATE = 0.1
 _SURE = 3.0
 _MOST_PLANS = 3
 # A price that is this much higher makes other plans.
@@ -38,7 +40,8 @@ class SwitchPrice:
         changes = max(map(count_changes, plan.clocks_mhz))
         self._changes.append(changes)
         self._late_s.append(self.time_s * changes + late * default_s)
-        if late < _MATTERS + _SURE * comparison.slowdown_error or len(self._changes) == _MOST_PLANS:
+        least = _MATTERS + _SURE * comparison.slowdown_error
+        if not least <= late <= _MOST_LATE or len(self._changes) == _MOST_PLANS:
             return False
         square = sum(changes**2 for changes in self._changes)
         fitted_s = sum(c * s for c, s in zip(self._changes, self._late_s, strict=True)) / square if square else 0.0

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.hour_records import CostsSoFar
+from perseus_ds.artifacts.record_base import Event
 from perseus_ds.report.jobs import Job
 from perseus_ds.report.savings import Factors, Savings
 from perseus_ds.report.sources import Sources
@@ -43,8 +45,18 @@ def tiles(found: Sources, job: Job | None, factors: Factors) -> list[Tile]:
     if found.frontier is not None:
         shown.append(_plan(found.frontier, found.plan_used, job.savings if job else None))
     if job is not None:
+        shown += by_the_hour([occurrence.event for occurrence in job.history.occurrences])
         shown += _run(job.totals, factors)
     return shown
+
+
+def by_the_hour(events: Sequence[Event]) -> Iterator[Tile]:
+    """Yield what a job that is done cost by the signal of a cheapest policy."""
+    costs = [event for event in events if isinstance(event, CostsSoFar)]
+    if costs and costs[-1].done and costs[-1].fastest_cost > 0:
+        note = f"against the plan of slowdown 0 throughout, by the policy's signal; {costs[-1].iterations} iterations"
+        halted = f", training stood still for {duration(costs[-1].halted_s)}" if costs[-1].halted_s else ""
+        yield Tile("Cost by the hour", percent(costs[-1].cost / costs[-1].fastest_cost - 1), note + halted)
 
 
 def as_text(shown: Sequence[Tile], *, simulated: bool) -> str:

@@ -69,7 +69,7 @@ def _by_the_hour(event: TimetableMade | CostsSoFar | Halted) -> str:
         return f"training stood still for {duration(event.time_s)}"
     cost = _against(event.cost, event.fastest_cost)
     if isinstance(event, CostsSoFar):
-        return f"{event.iterations} iterations by the hour, {cost}"
+        return f"{event.iterations} iterations by the hour" + (f", {cost}" if event.done else ", not done yet")
     above = f", {percent(event.cost / event.bound - 1)} above the bound" if event.bound > 0 else ""
     return f"timetable: {cost} for the steps left{above}"
 
@@ -98,5 +98,11 @@ def _profile(event: ProfileWritten) -> str:
 
 def policy_in_words(policy: Mapping[str, Any]) -> str:
     """Return a policy and its settings."""
+    if policy.get("name") == "schedule":
+        windows = ", ".join(
+            f"{window.get('begin')} to {window.get('end')} {policy_in_words(window.get('policy') or {})}"
+            for window in policy.get("windows") or ()
+        )
+        return f"policy schedule: {windows}, else {policy_in_words(policy.get('default') or {})}"
     settings = ", ".join(f"{key} {value}" for key, value in policy.items() if key != "name")
     return f"policy {policy.get('name')}" + (f": {settings}" if settings else "")

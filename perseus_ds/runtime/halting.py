@@ -18,7 +18,7 @@ class Waited:
     """How long all ranks have waited.
 
     Attributes:
-        time_s: How long [s].
+        time_s: How long [s]; 0 if they went on at once.
         energies_j: Of each rank's GPU meanwhile [J]; NaN where it cannot be read.
         closed: Whether a rank has been closed, so that all leave the mode.
     """
@@ -53,6 +53,7 @@ def wait_together(rank: Rank, is_over: Callable[[], bool], is_closed: Callable[[
         is_closed: Whether this rank has been closed.
     """
     begin_s, begin_j = rank.timebase.now_s(), _energy_j(rank)
+    has_waited = False
     while True:
         is_over_here = rank.communicator.is_first and is_over()
         spent_j = _energy_j(rank) - begin_j
@@ -61,9 +62,11 @@ def wait_together(rank: Rank, is_over: Callable[[], bool], is_closed: Callable[[
             pass
         seen = sent.result()
         if bool(seen[:, :2].any()):
-            time_s = rank.timebase.now_s() - begin_s
-            return Waited(time_s, tuple(map(float, seen[:, 2])), bool(seen[:, 1].any()))
+            break
+        has_waited = True
         rank.timebase.sleep(_LOOK_EVERY_S)
+    time_s = rank.timebase.now_s() - begin_s if has_waited else 0.0
+    return Waited(time_s, tuple(map(float, seen[:, 2])), bool(seen[:, 1].any()))
 
 
 def _energy_j(rank: Rank) -> float:

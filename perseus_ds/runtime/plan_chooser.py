@@ -171,13 +171,14 @@ class PlanChooser:
             self._control.costs.add_halt(signal, begin_s=end_s - waited.time_s, end_s=end_s, energy_j=energy_j)
 
 
-def _costs_so_far(costs: CostAccount) -> CostsSoFar:
+def _costs_so_far(costs: CostAccount, *, done: bool = False) -> CostsSoFar:
     return CostsSoFar(
         iterations=costs.iterations,
         cost=costs.cost,
         fastest_cost=costs.fastest_cost,
         bound=costs.bound,
         halted_s=round(costs.halted_s, 3),
+        done=done,
     )
 
 
@@ -186,9 +187,8 @@ def _tell_costs(control: JobControl, recorder: Recorder) -> None:
     costs, policy = control.costs, control.policy
     if not costs.iterations:
         return
-    recorder.event(_costs_so_far(costs))
-    # Before that, the hours of the fastest plan are others.
     is_done = isinstance(policy, CheapestPolicy) and control.steps >= policy.total_steps
+    recorder.event(_costs_so_far(costs, done=is_done))
     if is_done and costs.saved is not None:
         compared = f"{abs(costs.saved):.1%} {'more' if costs.saved < 0 else 'less'}"
         recorder.say(f"by the signal, energy cost {compared} than under the plan of slowdown 0 throughout")

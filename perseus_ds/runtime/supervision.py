@@ -9,12 +9,15 @@ from pathlib import Path
 from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.device.exit_guard import ExitGuard
 from perseus_ds.device.guardian_client import Guardian
+from perseus_ds.device.guardian_daemon import open_gpu, restore
+from perseus_ds.device.lock_records import HeldLock, left_locks
 from perseus_ds.errors import GpuError
 from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.metrics.reporting import MetricsReporter
 from perseus_ds.runtime.recorder import Recorder
+from perseus_ds.timebase import REAL_TIME
 
 logger = logging.getLogger("perseus_ds")
 DRIVER_HANGS_S = 3.0
@@ -42,6 +45,7 @@ class Supervision:
         self._rank = rank
         self._driver_hung = False
         self._guardian = _start_guardian(job, rank)
+        self._held = _hold(self._guardian, rank)
         self._server = _listen(job, rank, recorder, control)
         self._metrics = _report_metrics(job, rank, recorder)
         self._exit_guard = ExitGuard(restore, reset_clock=rank.clocks.close)
@@ -83,15 +87,42 @@ class Supervision:
             self._metrics.close()
         if self._server is not None:
             self._server.close()
-        if self._guardian is not None:
-            self._guardian.close()
+        is_restored = self._guardian is not None and self._guardian.close()
+        if self._held is not None and is_restored:
+            self._held.release()
 
 
 def _start_guardian(job: Job, rank: Rank) -> Guardian | None:
     """Have the clocks restored should all ranks be killed; a job that changes none needs no guardian."""
     if job.config.mode == "observe" or rank.gpu.address is None:
         return None
+    reset_left_clocks()
     return Guardian.start([rank.gpu.address])
+
+
+def reset_left_clocks() -> None:
+    """Reset the clocks of GPUs of this node that processes of this user held locked when they died."""
+    for left in left_locks():
+        problem = None
+        try:
+            problem = restore(open_gpu(left.address), REAL_TIME)
+        except GpuError as error:
+            problem = str(error)
+        if problem is None:
+            left.forget()
+        said = "it is reset" if problem is None else f"it cannot be reset ({problem})"
+        logger.warning("perseus: process %d died and left the clock of %s locked: %s.", left.pid, left.address, said)
+
+
+def _hold(guardian: Guardian | None, rank: Rank) -> HeldLock | None:
+    """Keep a record, on this node, that this process may lock its GPU's clock."""
+    if guardian is None or rank.gpu.address is None:
+        return None
+    try:
+        return HeldLock(rank.gpu.address)
+    except OSError as error:
+        logger.debug("perseus: no record of the locked clock: %s", error)
+        return None
 
 
 def _listen(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> ControlServer | None:

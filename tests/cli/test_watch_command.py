@@ -21,7 +21,7 @@ from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import PowerCapPolicy, SlowdownPolicy
 from perseus_ds.report.live.progress import JobLog
-from perseus_ds.report.live.screen import Drawing, JobScreen, jobs_table
+from perseus_ds.report.live.screen import Drawing, JobScreen, JobsTable
 
 ENDED = [*auto_job(), Ended(time=BEGIN + 30)]
 
@@ -94,13 +94,15 @@ def test_a_strip_has_a_character_for_each_rank_and_groups_where_there_are_too_ma
 
 
 def test_several_jobs_take_a_line_each():
-    lines = rendered(jobs_table([facts_of(auto_job()), facts_of(ENDED), facts_of([])]))
-    assert len(lines) == 4
+    long = facts_of(ENDED).model_copy(update={"name": "a-job-with-a-name-that-is-much-too-long"})
+    lines = rendered(JobsTable([facts_of(auto_job()), long, facts_of([])]))
     assert max(map(len, lines)) <= 80
-    assert "plan 3" in lines[1]
-    assert "SIMULATED" in lines[1]
-    assert "ended" in lines[2]
-    assert len(rendered(jobs_table([facts_of(auto_job())] * 50, height=24))) == 24
+    assert lines[0].split() == ["job", "step", "iter.", "power", "time", "energy", "saved", "end", "in", "phase"]
+    assert " ".join(lines[1].split()) == "gpt3 26 1.020 s 83.46 W +2.0 % -20.0 % 400.0 J - plan 3*"
+    assert lines[2].startswith("a-job-with-a-name-t")
+    assert lines[2].endswith("ended*")
+    assert lines[4] == "* GPUs are SIMULATED"
+    assert len(rendered(JobsTable([facts_of(auto_job())] * 50, height=24))) == 24
 
 
 def test_a_pipe_gets_it_once_and_without_colour(tmp_path, capsys):
@@ -219,7 +221,7 @@ def test_on_a_terminal_it_shows_what_is_new_until_the_job_ends(tmp_path, colour)
 def test_records_control_no_terminal():
     hostile = "\x1b[2J\x07\r\u202e"
     records = [started(gpu=hostile, policy={"name": hostile}), Failed(error=hostile), default_iteration(1, hostile)]
-    for view in (JobScreen(facts_of(records)), jobs_table([facts_of(records)])):
+    for view in (JobScreen(facts_of(records)), JobsTable([facts_of(records)])):
         assert not {"\x1b", "\x07", "\r", "\u202e"} & set("".join(rendered(view)))
 
 

@@ -7,6 +7,9 @@ import deepspeed
 import numpy as np
 import pytest
 import torch
+from client_parts import Tracker
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from one_rank_engine import WIDTH, batches, config, module, one_rank, same, weights
 from torch import nn
 
@@ -22,27 +25,6 @@ PROFILE = {"min_clock_mhz": 1300, "sampling": "stride", "clock_stride": 8, "max_
 def _process_group(tmp_path_factory):
     with one_rank(tmp_path_factory.mktemp("rank")):
         yield
-
-
-class Tracker:
-    """Looks like Megatron's tracker of generator states, here for the CPU."""
-
-    def __init__(self, seed):
-        self.states_ = {"model-parallel-rng": torch.Generator().manual_seed(seed).get_state()}
-
-    def get_states(self):
-        return dict(self.states_)
-
-    def set_states(self, states):
-        self.states_ = states
-
-    def dropout(self, hidden):
-        before = torch.get_rng_state()
-        torch.set_rng_state(self.states_["model-parallel-rng"])
-        hidden = nn.functional.dropout(hidden, 0.1)
-        self.states_["model-parallel-rng"] = torch.get_rng_state()
-        torch.set_rng_state(before)
-        return hidden
 
 
 @pytest.fixture
@@ -130,3 +112,47 @@ def test_an_optimizer_inside_the_backward_is_measured_while_training_goes_on(cli
     assert ours == losses
     assert same(our_bits, bits)
     assert "passes cannot be repeated outside of training" in capsys.readouterr().out
+
+
+FORWARDS = 0
+
+
+def counted(forward):
+    backwards = 0
+
+    def patched(engine, buffer_id):
+        nonlocal backwards
+        backwards += 1
+        engine.loss = engine.loss * (1 + 0.1 * (backwards % 3))
+        forward(engine, buffer_id)
+
+    return patched
+
+
+class CountsInAGlobal(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, hidden):
+        return super().forward(hidden) * scale()
+
+
+def scale():
+    global FORWARDS  # noqa: PLW0603
+    FORWARDS += 1
+    return 1 + 0.1 * (FORWARDS % 5)
+
+
+def test_counters_that_passes_keep_in_globals_and_closures_do_not_change_training(client, tmp_path, monkeypatch):
+    """As EasyLLM, whose own backward counts its calls."""
+    commands = PipelineEngine._INSTRUCTION_MAP
+    backward = commands[schedule.BackwardPass]
+    trained = []
+    for folder in (tmp_path, None):
+        monkeypatch.setattr(sys.modules[__name__], "FORWARDS", 0)
+        monkeypatch.setitem(commands, schedule.BackwardPass, counted(backward))
+        trained.append(train(client, CountsInAGlobal, folder, steps=len(trained[0][0]) if trained else None))
+    (ours, our_bits, _), (losses, bits, _) = trained
+    assert ours == losses
+    assert same(our_bits, bits)
+    assert (tmp_path / "profile.csv").exists()

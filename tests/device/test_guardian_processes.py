@@ -27,7 +27,7 @@ for gpu in gpus:
 if end == "fork" and os.fork() == 0:
     time.sleep(60)
     os._exit(0)
-print(guardian.pid, flush=True)
+print(*guardian.pids, flush=True)
 if end == "exit":
     sys.exit(0)
 if end == "abort":
@@ -36,6 +36,11 @@ if end == "raise":
     raise ValueError("as a test wants it")
 if end == "close":
     print(guardian.close(), guardian.alive, guardian.close(), flush=True)
+if end == "pids":
+    before = guardian.pids
+    while guardian.pids == before:
+        time.sleep(0.01)
+    print(*guardian.pids, flush=True)
 if end == "watch":
     while guardian.alive:
         time.sleep(0.01)
@@ -66,12 +71,13 @@ class Node:
         """Start a rank that locks these GPUs and then ends as told."""
         return self.start(RANK, self.job, end, *map(str, indices))
 
-    def guardian_of(self, rank: subprocess.Popen[str]) -> int:
-        """Wait until a rank has locked its GPUs; returns its guardian's process id."""
+    def guardians_of(self, rank: subprocess.Popen[str]) -> tuple[int, ...]:
+        """Wait until a rank has locked its GPUs; returns its guardians' process ids."""
         assert rank.stdout is not None
-        pid = int(rank.stdout.readline())
-        self.guardians.add(pid)
-        return pid
+        pids = tuple(map(int, rank.stdout.readline().split()))
+        assert len(set(pids)) == 2
+        self.guardians.update(pids)
+        return pids
 
 
 @pytest.fixture
@@ -102,6 +108,13 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def kill(*pids: int) -> None:
+    """Kill processes in the same instant."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
+
+
 def restored(stub: StubNvml, expected: list[int]) -> bool:
     return becomes_true(lambda: stub.locked_clocks_mhz() == expected)
 
@@ -109,7 +122,7 @@ def restored(stub: StubNvml, expected: list[int]) -> bool:
 def test_killing_every_rank_restores_exactly_their_gpus(node: Node) -> None:
     node.stub.gpus[3].locked_clock_mhz = 900  # Somebody else's.
     ranks = [node.rank("wait", index) for index in range(3)]
-    assert len({node.guardian_of(rank) for rank in ranks}) == 1, "ranks of one node share one guardian"
+    assert len({node.guardians_of(rank) for rank in ranks}) == 1, "ranks of one node share their guardians"
     assert node.stub.locked_clocks_mhz() == [1200, 1200, 1200, 900]
     for rank in ranks:
         rank.kill()
@@ -120,25 +133,45 @@ def test_killing_every_rank_restores_exactly_their_gpus(node: Node) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_the_jobs_whole_group_restores(node: Node, number: signal.Signals) -> None:
     rank = node.rank("wait", 0, 1)
-    node.guardian_of(rank)
+    node.guardians_of(rank)
     os.killpg(rank.pid, number)
+    assert restored(node.stub, [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_guardian_killed_together_with_all_ranks_leaves_the_other_to_restore(node: Node, which: int) -> None:
+    ranks = [node.rank("wait", index) for index in range(2)]
+    guardians = {node.guardians_of(rank) for rank in ranks}
+    assert len(guardians) == 1
+    kill(guardians.pop()[which], *(rank.pid for rank in ranks))
+    assert restored(node.stub, [0, 0, 0, 0])
+
+
+def test_a_guardian_that_is_gone_is_started_again(node: Node) -> None:
+    rank = node.rank("pids", 0)
+    first, second = node.guardians_of(rank)
+    kill(first)
+    third, still = node.guardians_of(rank)
+    assert (third != first, still) == (True, second)
+    kill(second, rank.pid)
     assert restored(node.stub, [0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("end", ["exit", "raise", "abort"])
 def test_a_rank_that_ends_by_itself_is_seen(node: Node, end: str) -> None:
-    node.guardian_of(node.rank(end, 1))
+    node.guardians_of(node.rank(end, 1))
     assert restored(node.stub, [0, 0, 0, 0])
 
 
 def test_killing_the_launchers_process_tree_spares_the_guardian(node: Node) -> None:
     """DeepSpeed's launcher ends all its descendants, first by SIGTERM, then by SIGKILL."""
     launcher = node.start(LAUNCHER, RANK, node.job, "wait", "0")
-    guardian = psutil.Process(node.guardian_of(launcher))
+    guardians = [psutil.Process(pid) for pid in node.guardians_of(launcher)]
     tree = [*psutil.Process(launcher.pid).children(recursive=True), psutil.Process(launcher.pid)]
-    assert guardian not in tree
-    assert os.getsid(guardian.pid) != os.getsid(launcher.pid)
-    guardian.terminate()  # Even if somebody finds it, it stays as long as there is a rank.
+    assert not set(guardians) & set(tree)
+    assert len({os.getsid(process.pid) for process in (*guardians, launcher)}) == 3
+    for guardian in guardians:
+        guardian.terminate()  # Even if somebody finds them, they stay as long as there is a rank.
     for process in tree:
         process.kill()
     assert restored(node.stub, [0, 0, 0, 0])
@@ -146,7 +179,7 @@ def test_killing_the_launchers_process_tree_spares_the_guardian(node: Node) -> N
 
 def test_a_child_that_holds_the_socket_does_not_hide_the_ranks_end(node: Node) -> None:
     rank = node.rank("fork", 0)
-    node.guardian_of(rank)
+    node.guardians_of(rank)
     children = psutil.Process(rank.pid).children()
     assert len(children) == 1
     os.kill(rank.pid, signal.SIGKILL)  # Left as a zombie until the fixture waits for it.
@@ -157,20 +190,20 @@ def test_a_child_that_holds_the_socket_does_not_hide_the_ranks_end(node: Node) -
 
 def test_a_gpu_stays_locked_while_one_of_its_ranks_lives(node: Node) -> None:
     first, second, third = node.rank("wait", 0, 1), node.rank("wait", 1), node.rank("wait", 2)
-    guardian = node.guardian_of(first)
-    assert [node.guardian_of(rank) for rank in (second, third)] == [guardian] * 2
+    guardians = node.guardians_of(first)
+    assert [node.guardians_of(rank) for rank in (second, third)] == [guardians] * 2
     first.kill()
     assert restored(node.stub, [0, 1200, 1200, 0])
     second.kill()
     third.kill()
     assert restored(node.stub, [0, 0, 0, 0])
-    assert becomes_true(lambda: not is_running(guardian))
-    assert node.stub.gpus[1].calls("reset_locked") == 1, "not when the first of its two ranks was gone"
+    assert becomes_true(lambda: not any(map(is_running, guardians)))
+    assert node.stub.gpus[1].calls("reset_locked") == 2, "once by each, and not when the first of its ranks was gone"
 
 
 def test_close_restores_before_it_returns(node: Node) -> None:
     rank = node.rank("close", 2)
-    node.guardian_of(rank)
+    node.guardians_of(rank)
     assert rank.stdout is not None
     assert rank.stdout.readline() == "True False False\n"
     assert node.stub.locked_clocks_mhz() == [0, 0, 0, 0]
@@ -179,7 +212,7 @@ def test_close_restores_before_it_returns(node: Node) -> None:
 
 def test_a_dead_guardian_is_noticed_and_nothing_else_happens(node: Node) -> None:
     rank = node.rank("watch", 0)
-    os.kill(node.guardian_of(rank), signal.SIGKILL)
+    kill(*node.guardians_of(rank))
     assert rank.stdout is not None
     assert rank.stdout.readline() == "dead 1200\n"
     assert rank.poll() is None
@@ -188,18 +221,20 @@ def test_a_dead_guardian_is_noticed_and_nothing_else_happens(node: Node) -> None
 
 def test_a_new_guardian_comes_after_a_dead_one(node: Node) -> None:
     first = node.rank("watch", 0)
-    dead = node.guardian_of(first)
-    os.kill(dead, signal.SIGKILL)
+    dead = node.guardians_of(first)
+    kill(*dead)
     second = node.rank("wait", 1)
-    assert node.guardian_of(second) != dead
+    assert not set(node.guardians_of(second)) & set(dead)
     second.kill()
     assert restored(node.stub, [1200, 0, 0, 0])
+    first.kill()
+    assert restored(node.stub, [0, 0, 0, 0])
 
 
 def test_a_driver_that_hangs_on_one_gpu_does_not_keep_the_others_locked(node: Node) -> None:
     ranks = [node.rank("wait", index) for index in range(3)]
     for rank in ranks:
-        node.guardian_of(rank)
+        node.guardians_of(rank)
     node.stub.gpus[1].hang("reset_locked")
     for rank in ranks:
         rank.kill()
@@ -218,15 +253,15 @@ def test_a_guardian_that_cannot_open_the_gpu_says_why(stub_nvml: StubNvml, tmp_p
 def test_jobs_do_not_share_a_guardian(node: Node, stub_nvml: StubNvml, tmp_path: Path) -> None:
     other = Node(stub_nvml, f"{tmp_path}/other")
     mine, theirs = node.rank("wait", 0), other.rank("wait", 1)
-    assert node.guardian_of(mine) != other.guardian_of(theirs)
+    assert not set(node.guardians_of(mine)) & set(other.guardians_of(theirs))
     theirs.kill()
     assert restored(node.stub, [1200, 0, 0, 0])
     theirs.communicate()
 
 
 def test_the_guardian_is_small_and_imports_no_framework(node: Node) -> None:
-    guardian = psutil.Process(node.guardian_of(node.rank("wait", 0)))
-    assert guardian.memory_info().rss < 60e6
+    for pid in node.guardians_of(node.rank("wait", 0)):
+        assert psutil.Process(pid).memory_info().rss < 60e6
     code = "import sys, perseus_ds.device.guardian_daemon, perseus_ds.device.gpu.nvml; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "deepspeed", "numpy", "scipy", "pydantic", "transformers"} & set(modules)

@@ -13,6 +13,7 @@ import deepspeed
 import numpy as np
 import pytest
 import torch
+from client_parts import Tracker
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe import schedule
 from one_rank_engine import MICRO_BATCHES, Layer, batches, config, module, one_rank, same, weights
@@ -163,26 +164,6 @@ def test_what_a_pass_did_not_have_before_is_removed():
     assert "_exec_instr" not in vars(engine)
 
 
-class Tracker:
-    """Looks like the trackers of tensor parallelism: generator states by name."""
-
-    def __init__(self):
-        self.states_ = {"model-parallel-rng": torch.Generator().manual_seed(1).get_state()}
-
-    def get_states(self):
-        return dict(self.states_)
-
-    def set_states(self, states):
-        self.states_ = states
-
-    def draw(self):
-        generator = torch.Generator()
-        generator.set_state(self.states_["model-parallel-rng"])
-        drawn = torch.rand(1, generator=generator).item()
-        self.states_["model-parallel-rng"] = generator.get_state()
-        return drawn
-
-
 def held_by_a_module_variable(source):
     client = types.ModuleType("client_of_deepspeed")
     client.SOURCE = source
@@ -204,7 +185,7 @@ def held_by_the_loss(source):
 
 
 SOURCES = {
-    "tracker": (Tracker, lambda tracker: tracker.draw()),
+    "tracker": (Tracker, lambda tracker: tracker.dropout(torch.ones(20)).tolist()),
     "torch": (lambda: torch.Generator().manual_seed(1), lambda generator: torch.rand(1, generator=generator).item()),
     "numpy": (lambda: np.random.default_rng(1), lambda generator: generator.random()),
     "numpy RandomState": (lambda: np.random.RandomState(1), lambda generator: generator.rand()),
@@ -227,6 +208,16 @@ def test_every_generator_of_a_client_is_put_back(holder, source):
         assert [draw(generator) for _ in range(2)] == expected[1:]
     finally:
         sys.modules.pop("client_of_deepspeed", None)
+
+
+def test_repeated_passes_read_their_own_shapes_and_the_engine_keeps_those_of_training():
+    """Where tensor-parallel ranks share activations, the engine keeps the shapes of its last inputs."""
+    engine, _ = make_engine()
+    engine.pipe_partition_input_meta_cache = torch.tensor([2, 6, 8])
+    with isolated(engine):
+        assert engine.pipe_partition_input_meta_cache is None
+        engine.pipe_partition_input_meta_cache = torch.tensor([2, 4, 8])
+    assert engine.pipe_partition_input_meta_cache.tolist() == [2, 6, 8]
 
 
 def test_deepspeeds_own_tracker_is_put_back():

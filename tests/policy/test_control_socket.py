@@ -82,6 +82,13 @@ def test_rubbish_is_answered_and_the_server_lives_on(folder, line):
     assert send_order(folder, {"command": "status"})["ok"]
 
 
+def test_the_status_of_a_job_of_thousands_of_ranks_arrives(tmp_path):
+    status = {"clocks_asked_mhz": [1410] * 4096, "last": {"energy_by_rank_j": [123.456789] * 4096}}
+    server = ControlServer(tmp_path, lambda order: {"status": status})
+    assert send_order(tmp_path, {"command": "status"})["status"] == status
+    server.close()
+
+
 def test_the_command_gives_orders(folder, orders, capsys):
     assert main(["control", "pause", f"run={folder}"]) == 0
     assert orders.paused

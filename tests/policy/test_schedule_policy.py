@@ -10,7 +10,6 @@ from perseus_ds.policy.policies import SlowdownPolicy as Default
 
 POLICY = TypeAdapter(PolicyConfig)
 OPTIMAL = {"name": "energy_optimal"}
-NO_DAYS_ARE = "windows.0.days.*at least 1 item"
 
 
 def schedule(*windows, zone="Europe/Berlin", **more):
@@ -80,10 +79,10 @@ def test_windows_follow_local_clocks_when_daylight_saving_begins_and_ends():
     [
         ({"timezone": "Europe/Atlantis"}, "name of a time zone such as Europe/Berlin, got 'Europe/Atlantis'"),
         ({"timezone": "/etc/passwd"}, "name of a time zone"),
-        ({"windows": []}, "windows.*at least 1 item"),
+        ({"windows": []}, "expected at least one window"),
         ({"windows": [{"begin": "17:00+01:00", "end": "18:00", "policy": OPTIMAL}]}, "a time without zone"),
         ({"windows": [{"begin": "17:00", "end": "25:00", "policy": OPTIMAL}]}, "windows.0.end"),
-        ({"windows": [{"begin": "17:00", "end": "18:00", "days": [], "policy": OPTIMAL}]}, NO_DAYS_ARE),
+        ({"windows": [{"begin": "17:00", "end": "18:00", "days": [], "policy": OPTIMAL}]}, "at least one day"),
         ({"windows": [{"begin": "17:00", "end": "18:00", "policy": {"name": "schedule"}}]}, "policy"),
     ],
 )

@@ -42,3 +42,9 @@ def test_a_price_that_was_too_low_rises_and_is_tried_twice_at_most():
     assert price.learn(plan(6), late_by(0.06), 2.0)
     assert price.time_s > 0.0014
     assert not price.learn(plan(6), late_by(0.06), 2.0)
+
+
+def test_lateness_that_changes_of_the_clock_cannot_explain_sets_no_price():
+    price = SwitchPrice()
+    assert not price.learn(plan(10), late_by(0.22), default_s=1.0)
+    assert price.time_s == 0.0

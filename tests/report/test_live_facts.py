@@ -5,6 +5,7 @@ import json
 import pytest
 from live_records import BEGIN, auto_job, default_iteration, planned_iteration, started, write
 
+from perseus_ds.artifacts.hour_records import TimetableMade
 from perseus_ds.artifacts.run_records import Ended, PlanChosen, PolicyChanged, ProfilingBegun
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.live.facts import JobFacts
@@ -95,6 +96,17 @@ def test_a_job_that_has_said_nothing_for_long_is_silent_and_one_that_ended_is_no
     assert facts_of(auto_job(), after_s=61.0).is_silent
     ended = facts_of([*auto_job(), Ended(time=BEGIN + 30)], after_s=1000.0)
     assert (ended.ended, ended.is_silent, ended.phase) == (True, False, None)
+
+
+def test_a_timetable_says_when_the_job_ends_and_that_it_stands_still():
+    policy = {"name": "cheapest", "total_steps": 126}
+    timetable = TimetableMade(time=BEGIN, cost=8.0, fastest_cost=10.0, entries=((BEGIN, 3),), ends=BEGIN + 4000)
+    records = [*auto_job(policy=policy), timetable, PlanChosen(time=BEGIN + 26, plan=3, halts=True)]
+    facts = facts_of(records, after_s=974.0)
+    assert (facts.phase, facts.next_phase, facts.is_silent) == ("halt", "run", False)
+    assert facts.remaining_s == pytest.approx(3000.0)
+    text = "\n".join(event.text for event in facts.events)
+    assert "timetable: \N{MINUS SIGN}20.0\N{NARROW NO-BREAK SPACE}% cost against the plan of slowdown 0" in text
 
 
 def test_clocks_and_stragglers_are_those_of_now():

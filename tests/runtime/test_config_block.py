@@ -25,6 +25,10 @@ def test_enabled_alone_is_a_complete_block():
         ),
         ({"policy": {"name": "deadline", "finish_by": "2026-11-22T08:00:00", "total_steps": 9}}, "its time zone"),
         ({"policy": {"name": "slowdwn"}}, "got 'slowdwn'; did you mean 'slowdown'?"),
+        (
+            {"policy": {"name": "schedule", "timezone": "UTC", "windows": [{"begin": "17", "end": "18:00"}]}},
+            "perseus.policy.windows.0.begin: expected a time of day such as 17:00, got '17'.",
+        ),
         ({"policy": {"name": "power_cap"}}, 'perseus.policy: expected either "watts" or "signal"'),
         ({"policy": {"max_slowdown": 0.1}}, "perseus.policy.name: missing."),
         ({"policy": {"name": "slowdown", "max_slowdown": 5}}, "below 1, got 5; was 0.05 meant, 5 % slower?"),

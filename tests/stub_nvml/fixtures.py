@@ -24,8 +24,11 @@ def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_stub_nvml(stub_library: Path, tmp_path: Path) -> MakeStub:
+def make_stub_nvml(stub_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeStub:
     """A function that makes a node of so many GPUs, for processes started with its ``environment``."""
+    # Where records of locked clocks are kept: each test is a node of its own.
+    (tmp_path / "runtime").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
     return lambda gpu_count: StubNvml(stub_library, tmp_path / "stub_nvml_state", gpu_count)
 
 

@@ -3,24 +3,18 @@
 from collections import Counter
 
 import pytest
+from schedule_runs import STAGES_PER_RANK
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.cli.inputs import schedule_for
 from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Wait
 from perseus_ds.torch_pipelining.order import read_class
 
-STAGES_PER_RANK = {
-    "GPipe": 1,
-    "1F1B": 1,
-    "Interleaved1F1B": 2,
-    "InterleavedZeroBubble": 2,
-    "LoopedBFS": 2,
-    "ZBVZeroBubble": 2,
-    "DualPipeV": 2,
-}
 SHAPES = [(1, 4), (2, 4), (2, 8), (4, 8), (4, 16)]
 
 
@@ -139,3 +133,12 @@ def test_an_order_that_cannot_be_read_is_an_error_that_says_why(
 ):
     with pytest.raises(ScheduleError, match=message):
         read_class(schedule_class, ranks=4, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
+
+
+def test_commands_read_the_order_that_a_profile_was_measured_with():
+    measured = order_of("ZBVZeroBubble", 2, 4)
+    info = ProfileInfo(schedule=measured.name, stages=4, pipeline_ranks=2, micro_batches=4)
+    rows = [Measurement(stage, Kind.FORWARD, 1410, 1.0, 1.0) for stage in range(4)]
+    profile = StageProfile(rows, info)
+    assert schedule_for(profile, schedule=None, stages=None, micro_batches=None) == measured
+    assert schedule_for(profile, schedule=None, stages=None, micro_batches=8) == order_of("ZBVZeroBubble", 2, 8)

@@ -112,7 +112,7 @@ class JobFacts(_Facts):
     @property
     def is_silent(self) -> bool:
         """Whether the job has been silent for long, and has not said that it ended."""
-        if self.ended or self.silent_s is None:
+        if self.ended or self.silent_s is None or self.phase == "halt":
             return False
         expected_s = max(_LONG_ITERATIONS * (self.iteration_s or 0.0), self.next_in_s or 0.0, _LONG_S)
         return self.silent_s > expected_s

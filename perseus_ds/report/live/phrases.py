@@ -17,6 +17,7 @@ _PHASES = {
     "default": "measuring default clocks, to compare plans with",
     "run": "running under plans",
     "pause": "paused: default clocks",
+    "halt": "standing still until a cheaper hour",
     "observe": "default clocks",
     "verdict": "comparing plan and default clocks",
 }

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from perseus_ds.artifacts.hour_records import TimetableMade
 from perseus_ds.artifacts.record_base import Event
 from perseus_ds.artifacts.run_records import (
     Ended,
@@ -24,6 +25,7 @@ from perseus_ds.artifacts.run_records import (
 from perseus_ds.report.history import trains
 from perseus_ds.report.live.facts import Happened, JobFacts, PipelineFacts, PlanFacts, totals_of
 from perseus_ds.report.live.tally import Tally
+from perseus_ds.report.live.typical import change, kind_of, mean_power_w, saving_of, typical_changes
 from perseus_ds.report.words import event_in_words
 
 _RECENT = 60
@@ -50,6 +52,7 @@ class JobProgress:
         self._starts = 0
         self._policy: dict[str, Any] | None = None
         self._chosen: PlanChosen | None = None
+        self._timetable: TimetableMade | None = None
         self._profiling: ProfilingBegun | None = None
         self._profiling_s = self._profiling_j = 0.0
         self._last: IterationRecord | None = None
@@ -82,7 +85,7 @@ class JobProgress:
             if self._start is not None and self._start.frontier != event.frontier:
                 self._by_plan.clear()
             self._start, self._policy, self._alike = event, event.policy, 0
-            self._chosen = self._profiling = self._last = None
+            self._chosen = self._profiling = self._last = self._timetable = None
             self._typical.clear()
         elif isinstance(event, ProfilingBegun):
             self._profiling = event
@@ -93,14 +96,16 @@ class JobProgress:
             self._profiling_j += (event.lost_j or 0.0) + (event.spent_j or 0.0)
         elif isinstance(event, PlanChosen):
             self._chosen = event
+        elif isinstance(event, TimetableMade):
+            self._timetable = event
         elif isinstance(event, PolicyChanged) and event.policy:
-            self._policy = event.policy
+            self._policy, self._timetable = event.policy, None
         if not isinstance(event, Ended):
             self._events.append(event)
 
     def _add_iteration(self, record: IterationRecord) -> None:
         last, self._last, self._profiling = self._last, record, None
-        if last is None or (last.phase, last.plan) != (record.phase, record.plan):
+        if last is None or kind_of(last) != kind_of(record):
             self._alike = 0
             self._typical.clear()
         self._alike += 1
@@ -152,12 +157,12 @@ class JobProgress:
             **self._phase(now),
             step=last.iteration if last else None,
             total_steps=total_steps,
-            remaining_s=self._remaining_s(total_steps, silent_s or 0.0),
+            remaining_s=self._remaining_s(total_steps, now, silent_s or 0.0),
             **totals_of(self.total),
             profiling_s=self._profiling_s,
             profiling_j=self._profiling_j,
             iteration_s=statistics.median(record.time_s for record in recent) if recent else None,
-            power_w=_mean_power_w(recent),
+            power_w=mean_power_w(recent),
             plan=self._plan(),
             plans=self.plans,
             pipelines=tuple(pipeline.facts(number) for number, pipeline in enumerate(self._pipelines)),
@@ -181,16 +186,20 @@ class JobProgress:
             return {"phase": "profile", "next_phase": "observe", "next_in_s": left_s}
         if last is None:
             return {"phase": None, "next_phase": None, "next_in_s": None}
+        if self._chosen is not None and self._chosen.halts:
+            return {"phase": "halt", "next_phase": "run", "next_in_s": None}
         in_s = last.next_in_s
         if in_s is not None and last.ended is not None:
             in_s = max(0.0, last.ended + in_s - now)
         return {"phase": last.phase, "next_phase": last.next_phase, "next_in_s": in_s}
 
-    def _remaining_s(self, total_steps: int | None, silent_s: float) -> float | None:
+    def _remaining_s(self, total_steps: int | None, now: float, silent_s: float) -> float | None:
         if total_steps is None or self._last is None or not self._recent:
             return None
         if self._ended:
             return 0.0 if self._last.iteration >= total_steps else None
+        if self._timetable is not None:
+            return max(0.0, self._timetable.ends - now)
         # From end to end: evaluations and checkpoints between iterations take time, too.
         ends = [record.ended for record in self._recent if record.ended is not None]
         between_s = [later - earlier for earlier, later in itertools.pairwise(ends)]
@@ -201,13 +210,13 @@ class JobProgress:
         last = self._last
         if last is None or last.plan is None or last.phase != "run":
             return None
-        slowdown, saving = _typical(self._typical)
+        slowdown, saving = typical_changes(self._typical)
         return PlanFacts(
             plan=last.plan,
             plans=self._chosen.plans if self._chosen else (),
             iterations=len(self._typical),
-            promised_slowdown=_change(last.predicted_time_s, last.default_time_s),
-            promised_saving=_saving(last.predicted_energy_j, last.default_energy_j),
+            promised_slowdown=change(last.predicted_time_s, last.default_time_s),
+            promised_saving=saving_of(last.predicted_energy_j, last.default_energy_j),
             slowdown=slowdown,
             saving=saving,
         )
@@ -227,40 +236,6 @@ class _Pipeline:
         return PipelineFacts(
             pipeline=number, energy_j=self.energy_j, planned_j=self.planned_j, default_j=self.default_j
         )
-
-
-def _change(value: float | None, default: float | None) -> float | None:
-    return value / default - 1 if value is not None and default else None
-
-
-def _saving(value: float | None, default: float | None) -> float | None:
-    return 1 - value / default if value is not None and default else None
-
-
-def _mean_power_w(records: Iterable[IterationRecord]) -> float | None:
-    known = [(record.energy_j, record.time_s) for record in records if record.energy_j is not None]
-    return sum(energy_j for energy_j, _ in known) / sum(time_s for _, time_s in known) if known else None
-
-
-def _typical(records: Iterable[IterationRecord]) -> tuple[float | None, float | None]:
-    """Return slowdown and saving of a typical iteration against default clocks.
-
-    The time is a median, since single iterations may be held up. The energy is the mean power times that: a counter is
-    refreshed so rarely that single short iterations read too much or nothing.
-    """
-    timed = [record for record in records if record.default_time_s]
-    if not timed:
-        return None, None
-    ratio = statistics.median(record.time_s / (record.default_time_s or 1.0) for record in timed)
-    known = [
-        (record.energy_j, record.time_s, record.default_energy_j, record.default_time_s)
-        for record in timed
-        if record.energy_j is not None and record.default_energy_j and record.default_time_s
-    ]
-    if not known:
-        return ratio - 1, None
-    energy_j, time_s, default_j, default_s = (sum(column) for column in zip(*known, strict=True))
-    return ratio - 1, 1 - ratio * (energy_j / time_s) / (default_j / default_s)
 
 
 class JobLog:

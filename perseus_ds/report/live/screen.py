@@ -20,6 +20,9 @@ _FLAT = 0.02
 """Values that differ by less than this fraction are drawn at one height."""
 _LABEL = 10
 _LEAST_EVENTS = 1
+_LEAST_NAME = 8
+_COLUMNS = ("job", "step", "iter.", "power", "time", "energy", "saved", "end in", "phase")
+_SIMULATED = "* GPUs are SIMULATED"
 
 
 class JobScreen:
@@ -153,34 +156,47 @@ def _good_or_bad(saving: float | None) -> str:
     return "" if saving is None else "green" if saving >= 0 else "red"
 
 
-def jobs_table(jobs: Sequence[JobFacts], *, height: int | None = None) -> Table:
-    """Return a table with a line for each job.
+class JobsTable:
+    """A line for each job.
 
     Args:
         jobs: Their facts.
         height: The number of lines there is room for, of which the last jobs are shown; None for all.
     """
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("job", no_wrap=True, overflow="ellipsis", ratio=2)
-    for name in ("step", "iteration", "power", "time", "energy", "saved", "end in"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("phase", no_wrap=True, overflow="ellipsis")
-    shown = jobs if height is None else jobs[-max(1, height - 1) :]
-    for facts in shown:
-        plan = facts.plan
-        phase = "ended" if facts.ended else "silent" if facts.is_silent else facts.phase or "starting"
-        if phase == "run" and plan is not None:
-            phase = f"plan {plan.plan}"
-        cells = (
-            facts.name,
-            "-" if facts.step is None else str(facts.step),
-            "-" if facts.iteration_s is None else duration(facts.iteration_s),
-            "-" if facts.power_w is None else watts(facts.power_w),
-            percent(plan.slowdown) if plan else "-",
-            percent(-plan.saving) if plan and plan.saving is not None else "-",
-            joules(facts.saved_j) if facts.planned else "-",
-            "-" if facts.remaining_s is None else phrases.about(facts.remaining_s),
-            f"{phase}{' SIMULATED' if facts.simulated else ''}",
-        )
-        table.add_row(*map(phrases.plain, cells), style="red" if facts.is_silent else "")
-    return table
+
+    def __init__(self, jobs: Sequence[JobFacts], *, height: int | None = None) -> None:
+        self._jobs = jobs
+        self._height = height
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        notes = [_SIMULATED] if any(facts.simulated for facts in self._jobs) else []
+        room = None if self._height is None else self._height - 1 - len(notes)
+        shown = self._jobs if room is None else self._jobs[-max(1, room) :]
+        rows = [_COLUMNS, *(tuple(map(phrases.plain, _cells(facts))) for facts in shown)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        widths[0] = max(_LEAST_NAME, min(widths[0], options.max_width - sum(widths[1:]) - len(widths) + 1))
+        for number, row in enumerate(rows):
+            name = Text(row[0])
+            name.truncate(widths[0], overflow="ellipsis", pad=True)
+            others = (f"{cell:>{width}}" for cell, width in zip(row[1:-1], widths[1:-1], strict=True))
+            style = "bold" if number == 0 else "red" if shown[number - 1].is_silent else ""
+            yield Text(" ".join([name.plain, *others, row[-1]]), style=style, no_wrap=True, overflow="ellipsis")
+        yield from map(Text, notes)
+
+
+def _cells(facts: JobFacts) -> tuple[str, ...]:
+    plan = facts.plan
+    phase = "ended" if facts.ended else "silent" if facts.is_silent else facts.phase or "starting"
+    if phase == "run" and plan is not None:
+        phase = f"plan {plan.plan}"
+    return (
+        facts.name,
+        "-" if facts.step is None else str(facts.step),
+        "-" if facts.iteration_s is None else duration(facts.iteration_s),
+        "-" if facts.power_w is None else watts(facts.power_w),
+        "-" if plan is None else percent(plan.slowdown),
+        "-" if plan is None or plan.saving is None else percent(-plan.saving),
+        joules(facts.saved_j) if facts.planned else "-",
+        "-" if facts.remaining_s is None else phrases.about(facts.remaining_s),
+        f"{phase}*" if facts.simulated else phase,
+    )

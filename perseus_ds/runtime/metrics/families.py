@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from perseus_ds.report.live.facts import JobFacts, PipelineFacts
 
 _LABELS = ("training_job", "simulated")
-_PHASES = ("calibrate", "warm-up", "profile", "plan", "default", "run", "pause", "observe")
+_PHASES = ("calibrate", "warm-up", "profile", "plan", "default", "run", "pause", "halt", "observe")
 
 
 class JobCollector(Collector):

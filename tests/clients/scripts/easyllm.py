@@ -1,0 +1,48 @@
+"""As EasyLLM: a batch size set before the first step, and a backward of its own that keeps count in a global."""
+
+import deepspeed
+from client_job import calls, main
+from client_parts import MICRO_BATCHES, Block, batches, config
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+GROUP = 3
+counter = -1
+
+
+def own_backward(backward):
+    def patched(engine, buffer_id):
+        global counter  # noqa: PLW0603
+        calls["backward"] += 1
+        counter = (counter + 1) % GROUP
+        if engine.is_last_stage():
+            engine.loss = engine.loss * (1 + 0.1 * counter)
+        backward(engine, buffer_id)
+
+    return patched
+
+
+class EasyLlm:
+    def __init__(self, keys):
+        global counter  # noqa: PLW0603
+        counter = -1
+        model = PipelineModule([LayerSpec(Block) for _ in range(4)], num_stages=2, loss_fn=nn.MSELoss())
+        parameters = list(model.parameters())
+        settings = config(gradient_accumulation_steps=2, **keys)
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=settings)
+        self.engine.set_train_batch_size(self.engine.train_batch_size() * MICRO_BATCHES // 2)
+        commands = PipelineEngine._INSTRUCTION_MAP
+        commands[schedule.BackwardPass] = own_backward(commands[schedule.BackwardPass])
+        self.data = batches()
+
+    def train(self, folder):
+        return float(self.engine.train_batch(self.data))
+
+    def generators(self):
+        return counter
+
+
+if __name__ == "__main__":
+    main(EasyLlm)

@@ -1,0 +1,62 @@
+"""Clients with habits of their own train bit for bit as without Perseus, on real ranks, in every mode."""
+
+import json
+from pathlib import Path
+
+import pytest
+from forked import run_ranks
+from job import ENVIRONMENT
+from run_log import events, records
+
+SCRIPTS = Path(__file__).parent / "scripts"
+RANKS = {"megatron_deepspeed": 4}
+# The patches that each client's training calls.
+PATCHES = {
+    "diffusion_pipe": {"steps", "hook", "step", "reduce_grads"},
+    "easyllm": {"backward"},
+    "gpt_neox": {"train_batch"},
+    "megatron_deepspeed": {"optimizer_step"},
+    "qlora_pipe": {"load", "reference", "forward", "train_batch"},
+    "reference_model": {"compile", "train_batch"},
+    "zero_bubble": {"backward_only", "weight_pass", "compress"},
+}
+# Commands that only the client knows.
+UNKNOWN = {"qlora_pipe": {"LoadIntoTwoBuffers", "ReferenceForwardPass"}, "zero_bubble": {"Compress"}}
+
+pytestmark = [pytest.mark.integration, pytest.mark.extended]
+
+
+@pytest.mark.parametrize("client", PATCHES)
+def test_a_client_trains_the_same_in_every_mode(tmp_path, client):
+    environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    ranks = RANKS.get(client, 2)
+    returncode, output = run_ranks(tmp_path, ranks, environment, [str(SCRIPTS / f"{client}.py"), str(tmp_path)])
+    assert returncode == 0, output[-4000:]
+    for rank in range(ranks):
+        seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        plain = seen.pop("plain")
+        for mode, ours in seen.items():
+            assert first_difference(ours["steps"], plain["steps"]) is None, f"{mode}, rank {rank}"
+            assert set(ours["calls"]) == set(plain["calls"]) == PATCHES[client]
+        assert "run" in seen["auto"]["phases"]
+        assert seen["run"]["phases"][-1] == "run"
+        assert seen["profile"]["phases"][-1] == "observe"
+    for mode in ("observe", "profile", "auto", "run"):
+        assert events(records(tmp_path / mode), "failure") == []
+    assert_profiled(tmp_path / "auto", UNKNOWN.get(client, set()))
+    assert_profiled(tmp_path / "profile", UNKNOWN.get(client, set()))
+    assert "could not put back" not in output
+
+
+def first_difference(ours, plain):
+    """The first step whose losses, weights or states of generators differ."""
+    pairs = enumerate(zip(ours, plain, strict=False))
+    return next(((step, mine, theirs) for step, (mine, theirs) in pairs if mine != theirs), None)
+
+
+def assert_profiled(folder, unknown):
+    rows = (folder / "profile.csv").read_text().splitlines()[1:]
+    split = {"backward_input", "backward_weight"} if "Compress" in unknown else set()
+    assert {row.split(",")[1] for row in rows} >= {"forward", "backward"} | split
+    said = json.loads((folder / "profile.json").read_text())
+    assert {other["command"] for other in said.get("others") or []} == unknown

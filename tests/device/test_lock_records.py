@@ -1,0 +1,96 @@
+"""Records of locked clocks: which process is dead is told by the kernel; the folder is this user's alone."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from perseus_ds.device.lock_records import HeldLock, left_locks
+
+HOLD = """
+import sys, time
+from perseus_ds.device.lock_records import HeldLock
+held = HeldLock(sys.argv[1])
+if sys.argv[2] == "release":
+    held.release()
+print(flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def hold(tmp_path, monkeypatch):
+    """Start a process that holds a lock; returns it once it does."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    processes = []
+
+    def hold(address, how="hold"):
+        processes.append(subprocess.Popen([sys.executable, "-c", HOLD, address, how], stdout=subprocess.PIPE))
+        processes[-1].stdout.readline()
+        return processes[-1]
+
+    yield hold
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def end(process):
+    process.kill()
+    process.wait()
+
+
+def addresses():
+    return [(left.address, left.pid) for left in left_locks()]
+
+
+def test_a_lock_counts_as_left_from_the_death_of_its_process_until_it_is_forgotten(hold):
+    process = hold("nvml:GPU-1")
+    assert addresses() == []
+    end(process)
+    assert addresses() == [("nvml:GPU-1", process.pid)]
+    for left in left_locks():
+        left.forget()
+    assert addresses() == []
+
+
+def test_a_released_lock_leaves_nothing(hold, tmp_path):
+    end(hold("nvml:GPU-1", "release"))
+    assert addresses() == []
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_gpu_that_a_living_process_holds_is_not_left(hold):
+    dead, _ = hold("nvml:GPU-1"), hold("nvml:GPU-1")
+    end(dead)
+    assert addresses() == []
+
+
+def test_ones_own_lock_is_not_left_and_stays_held(hold):
+    held = HeldLock("nvml:GPU-1")
+    assert addresses() == []
+    held.release()
+    held.release()
+
+
+def test_a_folder_that_others_can_write_is_not_used(hold, tmp_path):
+    folder = tmp_path / f"perseus-ds-{os.getuid()}"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    with pytest.raises(OSError, match="not a folder of this user alone"):
+        HeldLock("nvml:GPU-1")
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(OSError, match="not a folder of this user alone"):
+        HeldLock("nvml:GPU-1")
+    assert addresses() == []
+
+
+def test_files_that_are_no_records_are_left_alone(hold, tmp_path):
+    end(hold("nvml:GPU-1"))
+    folder = next(tmp_path.iterdir())
+    (folder / "notes.txt").write_text("mine")
+    (folder / "12.x").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(folder / "13.x")
+    assert [address for address, _ in addresses() if address] == ["nvml:GPU-1"]
