@@ -26,22 +26,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-<<<<<<< HEAD
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
-
-from virtual_pipeline import VirtualPipeline  # type: ignore[import-not-found]  # noqa: E402
-from worker_at_once import WorkerAtOnce  # type: ignore[import-not-found]  # noqa: E402
-
-from perseus_ds.device.gpu.simulated_conditions import CONDITIONS  # noqa: E402
-from perseus_ds.device.rank_clocks import ClockPlan  # noqa: E402
-from perseus_ds.profiler import online  # noqa: E402
-from perseus_ds.runtime import modes, online_profiling, optimising  # noqa: E402
-=======
 from perseus_ds.device.gpu.simulated_conditions import CONDITIONS
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.profiler import online
 from perseus_ds.runtime import modes, online_profiling, optimising
->>>>>>> main
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 

@@ -66,11 +66,7 @@ class RowQuality(FileModel):
     time_relative_error: RelativeError | None = None
     energy_relative_error: RelativeError | None = None
     reached_mhz: Index | None = None
-<<<<<<< HEAD
-    temperature_c: Annotated[float, Field(ge=-100, le=300)] | None = None
-=======
     temperature_c: Annotated[float, Field(ge=-300, le=1e4)] | None = None
->>>>>>> main
     power_state: Text | None = None
 
 
