@@ -287,7 +287,7 @@ class SimulatedExecution(HostExecution):
 
     def _stretch_rest(self, operation: Operation) -> None:
         if isinstance(operation, Exchange):
-            self._time.sleep(self._transfer_s + self._gpu.transfer_delay_s())
+            self._time.sleep(self._transfer_s + self._gpu.transfer_delay_s)
         elif isinstance(operation, Compute) and self._tail_s and not self._tail_done:
             # The tail is several commands; all of its simulated work is done after the first.
             self._tail_done = True

@@ -111,6 +111,15 @@ def test_rows_agree_with_the_simulated_gpu(forward_s):
         assert row.energy_j == pytest.approx(time_s * model.power_w(row.clock_mhz), rel=0.025)
 
 
+@pytest.mark.parametrize(("forward_s", "gap_s"), [(0.02, 0.0003), (0.1, 0.0), (0.033, 0.02)])
+def test_rows_hold_where_the_counter_looks_at_power_a_quarter_of_the_time(forward_s, gap_s):
+    work_s = {(0, Kind.FORWARD): forward_s, (0, Kind.BACKWARD): 2 * forward_s}
+    rank = Rank(work_s, gap_s=gap_s, conditions=["sampled-counter"])
+    for row in measure(rank, CLOCKS[::4]):
+        power_w = rank.gpu.model.power_w(row.measurement.clock_mhz)
+        assert row.measurement.energy_j / row.measurement.time_s == pytest.approx(power_w, rel=0.02)
+
+
 def test_rows_tell_temperature_and_power_state():
     rows = measure(Rank({(0, Kind.FORWARD): 0.1}, conditions=["warming"]), CLOCKS[:2], relative_error=1e-9)
     first, second = (row.quality for row in rows)
