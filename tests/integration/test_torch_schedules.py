@@ -20,14 +20,11 @@ from perseus_ds.torch_pipelining.order import read_class
 pytestmark = pytest.mark.integration
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_pipelining" / "train.py"
 MICRO_BATCHES = 4
-SIMULATED = {"longest_instruction_s": 0.004, "counter_period_s": 0.002, "lock_latency_s": 0.0005}
+SIMULATED = {"longest_instruction_s": 0.012, "counter_period_s": 0.01, "lock_latency_s": 0.001}
 PROFILE = {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8}
 STEPS = 120
 # Where two stages of a rank follow each other, eval() of torch 2.13 itself fails.
 WITHOUT_EVAL = ("ZBVZeroBubble", "DualPipeV")
-# All schedules are trained when the slow tests are; the one with the most kinds of passes always.
-ALWAYS = "ZBVZeroBubble"
-SCHEDULES = [pytest.param(n, marks=[] if n == ALWAYS else [pytest.mark.extended]) for n in STAGES_PER_RANK]
 
 
 def order_of(name):
@@ -36,10 +33,8 @@ def order_of(name):
     )
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_mode_leaves_losses_weights_and_random_numbers_as_they_are(tmp_path, name):
-    order = order_of(name)
-    plan = save_random_plan(tmp_path / "frontier", order)
+def jobs_of(tmp_path, name, modes):
+    """A job for each mode, and last the one without Perseus."""
     base = {"schedule": name, "micro_batches": MICRO_BATCHES}
     if name not in WITHOUT_EVAL:
         base["evaluate_after"] = 2
@@ -56,7 +51,14 @@ def test_every_mode_leaves_losses_weights_and_random_numbers_as_they_are(tmp_pat
         "disabled": {"steps": 5, "perseus": {"enabled": False}},
         "without": {"steps": STEPS},
     }
-    for ranks in run(tmp_path / "jobs", [{**base, **job} for job in jobs.values()]).ranks:
+    return {mode: {**base, **jobs[mode]} for mode in (*modes, "without")}
+
+
+def assert_untouched(tmp_path, name, modes):
+    """Train in each mode and without Perseus; everything is the same bits, and the plan of run mode was kept."""
+    plan = save_random_plan(tmp_path / "frontier", order_of(name))
+    jobs = jobs_of(tmp_path, name, modes)
+    for ranks in run(tmp_path / "jobs", list(jobs.values())).ranks:
         done = dict(zip(jobs, ranks, strict=True))
         for mode, job in done.items():
             steps = len(job["weights"])
@@ -65,8 +67,18 @@ def test_every_mode_leaves_losses_weights_and_random_numbers_as_they_are(tmp_pat
             assert job["weights"] == done["without"]["weights"][:steps], mode
             assert job["random"] == done["without"]["random_after"][steps - 1], mode
             assert job["left"] == [[], []], mode
-        assert "profile" in done["auto"]["phases"]
     assert_kept(tmp_path / "run", plan)
+
+
+def test_plans_leave_losses_weights_and_random_numbers_as_they_are(tmp_path):
+    assert_untouched(tmp_path, "ZBVZeroBubble", ["observe", "run"])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", STAGES_PER_RANK)
+def test_every_mode_leaves_losses_weights_and_random_numbers_as_they_are(tmp_path, name):
+    assert_untouched(tmp_path, name, ["observe", "run", "profile", "auto", "disabled"])
+    order = order_of(name)
     kinds = {(i.stage, i.kind) for stream in order.instructions for i in stream if i.kind is not Kind.TAIL}
     assert kinds <= set(StageProfile.load(tmp_path / "profile").keys)
     phases = [phase for phase, _ in groupby(r["phase"] for r in iterations(records(tmp_path / "auto")))]

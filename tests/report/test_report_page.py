@@ -325,7 +325,7 @@ def test_a_split_backward_is_drawn_in_lines_of_its_own(tmp_path):
     ]
     schedule = read_class(ScheduleZBVZeroBubble, ranks=2, stages_per_rank=2, micro_batches=4)
     profile = StageProfile(rows, ProfileInfo(simulated=True, schedule=schedule.name, stages=4, pipeline_ranks=2))
-    profile.save(tmp_path)
+    profile.save(tmp_path / "profile.csv")
     optimize(schedule, profile, blocking_power_w=50, plans=3).save(tmp_path)
     page = text_of(report(tmp_path))
     assert [page.count(f"</svg>{kind}</span>") for kind in kinds] == [1, 1, 1]
