@@ -284,7 +284,7 @@ class OfflineProfiler:
             self._execution.begin(operation)
             self._work.run(stage, kind)
             self._execution.end(operation)
-        return self._execution.spans()
+        return self._execution.finish_iteration().spans()
 
 
 def typical(times_s: Sequence[float]) -> tuple[float, float]:

@@ -10,7 +10,8 @@ from perseus_ds.artifacts.profile_metadata import ProfileInfo
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.device.gpu.simulated import SimulatedGpu
-from perseus_ds.device.timers import Span
+from perseus_ds.device.moments import PassedMoment
+from perseus_ds.device.timers import FinishedIteration, Span
 from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.denoise import denoise
@@ -68,8 +69,9 @@ class Rank:
     def end(self, operation):
         self._spans.append(Span(operation, self._began_s, self.now.now_s()))
 
-    def spans(self):
-        return self._spans
+    def finish_iteration(self):
+        end = PassedMoment(self.now.now_s())
+        return FinishedIteration(end, end, lambda: 0.0, lambda: self._spans)
 
     def profiler(self, **settings):
         return OfflineProfiler(

@@ -72,6 +72,8 @@ class VirtualCommunicator:
     def all_gather(self, value):
         return self.start_all_gather(value).values()
 
+    pipeline_gather = all_gather
+
     def gather(self, value):
         values = self.all_gather(value)
         return values if self.is_first else []
@@ -106,6 +108,8 @@ class VirtualCommunicator:
 
     def barrier(self):
         self.all_gather(None)
+
+    pipeline_barrier = barrier
 
     def all_gather_numbers(self, values):
         return np.array(self.all_gather(values))
