@@ -55,6 +55,11 @@ class PipelineTopology:
         return len(self.pipeline)
 
     @property
+    def is_shown(self) -> bool:
+        """Whether this rank is in the pipeline whose operations are shown for all: rank 0's."""
+        return 0 in self.pipeline
+
+    @property
     def tensor_parallel(self) -> int:
         return max(1, len(self.stage_peers))
 

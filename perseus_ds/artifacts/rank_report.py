@@ -39,7 +39,6 @@ class RankReport:
         halts: Rank 0's decision: whether all ranks wait before that iteration.
         straggler: Rank 0's decision: the pipeline reported to be a straggler; -1 for none.
         straggler_slowdown: How many times as long it takes.
-        keeps_timeline: Rank 0's decision: whether the operations of the next iteration are to be kept.
     """
 
     time_s: float
@@ -63,7 +62,6 @@ class RankReport:
     halts: bool = False
     straggler: int = -1
     straggler_slowdown: float = 1.0
-    keeps_timeline: bool = False
 
     def as_numbers(self) -> list[float]:
         """Return the fields in their order."""

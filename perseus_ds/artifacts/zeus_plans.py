@@ -67,7 +67,7 @@ def read_zeus(path: Path) -> Pairs:
             raise FrontierError(f"{path}: rank {rank}: expected a list, found {shortened(entries)}.")
         for position, entry in enumerate(entries):
             match entry:
-                case (str(), int(clock)) if 0 < clock <= MOST_CLOCK_MHZ and clock is not True:
+                case (str(kind), int(clock)) if len(kind) <= 80 and 0 < clock <= MOST_CLOCK_MHZ and clock is not True:
                     continue
             raise FrontierError(
                 f"{path}: rank {rank}, instruction {position}: expected (instruction, MHz) such as "

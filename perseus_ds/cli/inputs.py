@@ -14,7 +14,15 @@ from perseus_ds.artifacts.zeus_plans import Pairs
 from perseus_ds.cli.run_arguments import RunArguments
 from perseus_ds.errors import ConfigError, PerseusError, ProfileError
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import KNOWN, Schedule, is_of_torch, read_schedule, schedule_class, stages_per_rank
+from perseus_ds.pipeline.schedule import (
+    KNOWN,
+    OF_TORCH,
+    Schedule,
+    is_of_torch,
+    read_schedule,
+    schedule_class,
+    stages_per_rank,
+)
 from perseus_ds.report.sources import Sources, connect, find_sources
 
 
@@ -122,7 +130,7 @@ def find_schedule(label: str | None, schedule: str | None) -> tuple[str, type]:
         ConfigError: There is no such schedule, or its class is named by a file only.
     """
     name = schedule or label or "1f1b"
-    if schedule is None and name not in KNOWN:
+    if schedule is None and name not in KNOWN and not name.startswith(OF_TORCH):
         raise ConfigError(
             f"The file names the schedule {name!r}, and holds no instructions of it for these stages and "
             f"micro-batches. Classes that files name are not imported; if you trust it, write schedule={name} with "

@@ -44,7 +44,7 @@ def listen(address: str) -> socket.socket:
         listener.bind(address)
         if not address.startswith("\0"):
             os.chmod(address, 0o600)
-        listener.listen(1024)
+        listener.listen(64)
     except OSError:
         listener.close()
         raise

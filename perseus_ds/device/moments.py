@@ -111,11 +111,15 @@ class CudaOrigin:
         now_s = self._time.now_s()
         if not self.event.query():  # on another stream, which is ahead
             return now_s
-        since_s = self.event.elapsed_time(event) / 1e3
+        since_s = self.since_s(event)
         self._latest_s = min(self._latest_s, now_s - since_s)
         return min(self._latest_s, self._by_the_iteration_before_s()) + since_s
+
+    def since_s(self, event: CudaEvent) -> float:
+        """Return the time from here to an event, both of which have passed [s]."""
+        return self.event.elapsed_time(event) / 1e3
 
     def _by_the_iteration_before_s(self) -> float:
         if self._before is None:
             return math.inf
-        return self._before._latest_s + self._before.event.elapsed_time(self.event) / 1e3
+        return self._before._latest_s + self._before.since_s(self.event)

@@ -43,7 +43,7 @@ class SignalListener:
 
     def stop_in_this_process(self) -> None:
         """Have the interpreter write signals to whom it wrote them before, if it still writes them here."""
-        with contextlib.suppress(ValueError):  # not the main thread
+        with contextlib.suppress(ValueError, OSError):  # not the main thread, or that one has closed its end
             current = signal.set_wakeup_fd(-1)
             if current != -1:
                 ours = current == self._writer.fileno()

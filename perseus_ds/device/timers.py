@@ -1,19 +1,19 @@
 """Times the operations of an iteration on the device that the engine computes with.
 
-There are three kinds: on the host (its clock), on CUDA (events of the device; no synchronisation until the iteration
-is over) and on a simulated GPU (the host's clock; each instruction takes as long as the simulated GPU needs).
+There are three kinds: on the host (its clock), on CUDA (events of the device, read once it has passed them: training
+never waits for them) and on a simulated GPU (the host's clock; each instruction takes as long as the simulated GPU
+needs).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from perseus_ds.device.flop_counter import FlopCounter
 from perseus_ds.device.gpu.device_models import MEMORY_BOUND
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.moments import CudaEvent, CudaMoment, CudaOrigin, Moment, PassedMoment
@@ -42,14 +42,55 @@ class Span:
         return self.end_s - self.start_s
 
 
+class FinishedIteration:
+    """An iteration that was issued; the device may still be at it.
+
+    Args:
+        start: The moment at which it begins on the device.
+        end: The moment at which it ends there.
+        time_s: Returns its time, once the end has passed [s].
+        spans: Returns its operations, once the end has passed.
+    """
+
+    def __init__(
+        self, start: Moment, end: Moment, time_s: Callable[[], float], spans: Callable[[], list[Span]]
+    ) -> None:
+        self.end = end
+        self._start = start
+        self._time_s = time_s
+        self._spans = spans
+
+    def is_over(self) -> bool:
+        """Return whether the device has done it."""
+        return self.end.query()
+
+    def start_s(self) -> float:
+        """Wait for the device and return when the iteration began, on the host's clock [s]."""
+        self.end.synchronize()
+        return self._start.passed_s()
+
+    def time_s(self) -> float:
+        """Wait for the device and return how long the iteration took [s]."""
+        self.end.synchronize()
+        return self._time_s()
+
+    def spans(self) -> list[Span]:
+        """Wait for the device and return the iteration's operations."""
+        self.end.synchronize()
+        return self._spans()
+
+
 class Execution(Protocol):
     """Told of the begin and the end of every operation of this rank."""
 
     def use_device(self) -> None:
         """Let the calling thread, beside the training thread, use the device that operations run on."""
 
-    def start_iteration(self) -> None:
-        """Drop earlier spans; times count from here."""
+    def start_iteration(self) -> Moment:
+        """Begin another iteration; returns the moment at which it begins on the device."""
+
+    def finish_iteration(self) -> FinishedIteration:
+        """End the iteration begun last, all of which was issued; returns at once."""
 
     def begin(self, operation: Operation) -> Moment:
         """Note that the operation is about to be issued; returns the moment at which it begins on the device."""
@@ -59,12 +100,6 @@ class Execution(Protocol):
 
     def wait(self) -> None:
         """Wait until the device has done all that was issued."""
-
-    def elapsed_s(self) -> float:
-        """Wait for the device and return the time since the iteration's start [s]."""
-
-    def spans(self) -> list[Span]:
-        """Wait for the device and return the operations since the iteration's start."""
 
 
 class HostExecution:
@@ -83,9 +118,19 @@ class HostExecution:
     def use_device(self) -> None:
         """Any thread may use the host."""
 
-    def start_iteration(self) -> None:
+    def start_iteration(self) -> Moment:
         self._marks = []
         self._origin_s = self._time.now_s()
+        return PassedMoment(self._origin_s)
+
+    def finish_iteration(self) -> FinishedIteration:
+        marks, origin_s, ended_s = self._marks, self._origin_s, self._time.now_s()
+        return FinishedIteration(
+            PassedMoment(origin_s),
+            PassedMoment(ended_s),
+            lambda: ended_s - origin_s,
+            lambda: [Span(operation, begin_s - origin_s, end_s - origin_s) for operation, begin_s, end_s in marks],
+        )
 
     def begin(self, operation: Operation) -> Moment:
         self._began_s = self._time.now_s()
@@ -98,13 +143,6 @@ class HostExecution:
 
     def wait(self) -> None:
         """Nothing is outstanding."""
-
-    def elapsed_s(self) -> float:
-        return self._time.now_s() - self._origin_s
-
-    def spans(self) -> list[Span]:
-        origin_s = self._origin_s
-        return [Span(operation, began_s - origin_s, ended_s - origin_s) for operation, began_s, ended_s in self._marks]
 
 
 class Cuda(Protocol):
@@ -149,9 +187,19 @@ class CudaExecution:
         self._cuda.set_device(self._device)
         self._relax_capture()
 
-    def start_iteration(self) -> None:
+    def start_iteration(self) -> Moment:
         self._marks = []
         self._origin = CudaOrigin(self._record(), self._origin, self._time)
+        return CudaMoment(self._origin.event, self._origin)
+
+    def finish_iteration(self) -> FinishedIteration:
+        marks, origin, last = self._marks, self._origin, self._record()
+        return FinishedIteration(
+            CudaMoment(origin.event, origin),
+            CudaMoment(last, origin),
+            lambda: origin.since_s(last),
+            lambda: [Span(operation, origin.since_s(begin), origin.since_s(end)) for operation, begin, end in marks],
+        )
 
     def begin(self, operation: Operation) -> Moment:
         self._began = self._record()
@@ -164,21 +212,6 @@ class CudaExecution:
 
     def wait(self) -> None:
         self._cuda.synchronize()
-
-    def elapsed_s(self) -> float:
-        now = self._record()
-        self.wait()
-        return self._since_origin_s(now)
-
-    def spans(self) -> list[Span]:
-        self.wait()
-        return [
-            Span(operation, self._since_origin_s(began), self._since_origin_s(ended))
-            for operation, began, ended in self._marks
-        ]
-
-    def _since_origin_s(self, event: CudaEvent) -> float:
-        return self._origin.event.elapsed_time(event) / 1e3
 
     def _record(self) -> CudaEvent:
         # Blocking: a thread that waits for it, the clocks' thread, sleeps instead of occupying a core.
@@ -215,7 +248,7 @@ class SimulatedExecution(HostExecution):
         self._seconds_per_flop: float | None = None
         self.input_shapes: Hashable = None
         self._flops: dict[Hashable, int] = {}
-        self._counter: _FlopCounter | None = None
+        self._counter: FlopCounter | None = None
 
     @property
     def largest_flops(self) -> int:
@@ -226,15 +259,15 @@ class SimulatedExecution(HostExecution):
         """Set how long a floating-point operation takes at the top clock [s]."""
         self._seconds_per_flop = seconds_per_flop
 
-    def start_iteration(self) -> None:
-        super().start_iteration()
+    def start_iteration(self) -> Moment:
         self._tail_done = False
+        return super().start_iteration()
 
     def begin(self, operation: Operation) -> Moment:
         if _is_pass(operation):
             self._gpu.begin_work()
             if self._key(operation) not in self._flops:
-                self._counter = _FlopCounter()
+                self._counter = FlopCounter()
                 self._counter.__enter__()  # type: ignore[no-untyped-call]
         return super().begin(operation)
 
@@ -254,7 +287,7 @@ class SimulatedExecution(HostExecution):
 
     def _stretch_rest(self, operation: Operation) -> None:
         if isinstance(operation, Exchange):
-            self._time.sleep(self._transfer_s + self._gpu.transfer_delay_s())
+            self._time.sleep(self._transfer_s + self._gpu.transfer_delay_s)
         elif isinstance(operation, Compute) and self._tail_s and not self._tail_done:
             # The tail is several commands; all of its simulated work is done after the first.
             self._tail_done = True
@@ -264,28 +297,3 @@ class SimulatedExecution(HostExecution):
 
 def _is_pass(operation: Operation) -> TypeGuard[Compute]:
     return isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL
-
-
-class _FlopCounter(TorchDispatchMode):
-    """Counts the floating-point operations of kernels without changing which kernels run.
-
-    PyTorch's own ``FlopCounterMode`` decomposes composite operators, which could change results. Code under
-    ``torch.compile`` compiles as without a counter; its kernels are counted where they are matrix products of their
-    own.
-    """
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Whether ``torch.compile`` compiles in spite of this mode; if not, functions called in it never are."""
-        return True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(getattr(func, "_overloadpacket", None))
-        if count is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=out)
-        return out

@@ -23,7 +23,8 @@ def find_assigned_variables(functions: Iterable[Any]) -> list[State]:
     found: dict[tuple[int, str], State] = {}
     for function in _reachable_functions(functions):
         place = f"{function.__module__}.{function.__qualname__}"
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        enclosed = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        cells = {name: cell for name, cell in enclosed if is_filled(cell)}
         for instruction in dis.get_instructions(function.__code__):
             name = instruction.argval
             if instruction.opname == "STORE_GLOBAL" and _is_plain(function.__globals__.get(name)):

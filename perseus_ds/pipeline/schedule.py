@@ -100,7 +100,9 @@ KNOWN = {
     f"{_MODULE}:TrainSchedule": "TrainSchedule",
     f"{_MODULE}:DualPipeVSchedule": "DualPipeVSchedule",
 }
-"""Schedules of DeepSpeed, by the names that files may have for them: no other name in a file is imported."""
+"""Schedules of DeepSpeed, by the names that files may have for them."""
+OF_TORCH = "torch.distributed.pipelining.schedules:"
+"""Begin of the names that files may have for schedules of torch. No other name in a file is imported."""
 
 
 def schedule_class(name: str) -> type:
@@ -136,7 +138,7 @@ def schedule_class(name: str) -> type:
 def is_of_torch(schedule_class: type) -> bool:
     """Return whether a schedule class is one of ``torch.distributed.pipelining``, or derived from one."""
     bases = getattr(schedule_class, "__mro__", ())
-    return any(base.__module__ == "torch.distributed.pipelining.schedules" for base in bases)
+    return any(f"{base.__module__}:" == OF_TORCH for base in bases)
 
 
 def stages_per_rank(schedule_class: type) -> int:

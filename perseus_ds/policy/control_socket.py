@@ -27,7 +27,7 @@ from perseus_ds.policy.line_server import LineServer
 from perseus_ds.policy.policies import PolicyConfig
 
 ADDRESS_FILE = "control.json"
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 15.0
 
 
 class _Order(BaseModel):

@@ -15,6 +15,22 @@ from perseus_ds.pipeline.schedule import Compute
 _TIMES_IN_A_ROW = 2
 
 
+def reported_drift(
+    spans: Sequence[Span], clocks_mhz: Mapping[Instruction, int], expected: ClockTimes
+) -> dict[str, float]:
+    """Return the fields of a rank's report that say how far it is from the profile; without clocks, that it is not.
+
+    Args:
+        spans: One iteration.
+        clocks_mhz: Clock of each instruction; empty where they were not a plan's.
+        expected: The times that the profile says.
+    """
+    if not clocks_mhz:
+        return {"drift": 0.0}
+    low, high = paces_of_rank(spans, clocks_mhz, expected)
+    return {"drift": drift_of_rank(spans, clocks_mhz, expected), "pace_low": low, "pace_high": high}
+
+
 def drift_of_rank(spans: Iterable[Span], clocks_mhz: Mapping[Instruction, int], expected: ClockTimes) -> float:
     """Return how far a rank's instructions are from the profile, by their median, as a fraction.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise, starmap
 from types import TracebackType
 
-from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.device.gpu.base import Gpu, GpuState
 from perseus_ds.errors import GpuError
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 
@@ -31,19 +31,6 @@ class Power:
     watts: float
     relative_error: float
     clock_mhz: float
-
-
-@dataclass(frozen=True)
-class GpuState:
-    """The state of a GPU while it was measured.
-
-    Attributes:
-        temperature_c: None where the driver does not tell.
-        power_state: Such as ``P0``; None where the driver does not tell.
-    """
-
-    temperature_c: float | None = None
-    power_state: str | None = None
 
 
 class _RefreshTimes:
@@ -165,7 +152,7 @@ class CounterLog:
             self._changes.append((now_s, energy_j))
             self._refreshes.add(now_s)
             self._clocks.append((now_s, self._gpu.clock_mhz()))
-            self.state = GpuState(self._gpu.temperature_c(), self._gpu.power_state())
+            self.state = self._gpu.state
         self._last_j = energy_j
 
     def _read_until_stopped(self) -> None:

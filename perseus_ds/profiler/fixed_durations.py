@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from perseus_ds.artifacts.profile_metadata import OtherDuration, TransferDuration
 from perseus_ds.device.timers import Span
@@ -100,6 +100,15 @@ def tail_durations_s(ranks: Sequence[Iterations]) -> dict[int, float]:
         for spans in rank:
             for stage, time_s in tails_s(spans).items():
                 found[stage].append(time_s)
+    return {stage: statistics.median(times_s) for stage, times_s in sorted(found.items())}
+
+
+def typical_tails_s(ranks: Iterable[Mapping[int, float]]) -> dict[int, float]:
+    """Return the median over the ranks of each stage's tail, each rank's as :func:`tail_durations_s` says [s]."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for tails in ranks:
+        for stage, time_s in tails.items():
+            found[stage].append(time_s)
     return {stage: statistics.median(times_s) for stage, times_s in sorted(found.items())}
 
 

@@ -12,12 +12,12 @@ from typing import Protocol
 
 from perseus_ds.artifacts.profile import Measurement
 from perseus_ds.artifacts.profile_metadata import RowQuality
-from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.device.gpu.base import Gpu, GpuState
 from perseus_ds.device.timers import Execution, Span
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.profiler.counter_log import CounterLog, GpuState
+from perseus_ds.profiler.counter_log import CounterLog
 from perseus_ds.profiler.profile_config import ProfileConfig
 from perseus_ds.profiler.rows import MeasuredRow
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -284,7 +284,7 @@ class OfflineProfiler:
             self._execution.begin(operation)
             self._work.run(stage, kind)
             self._execution.end(operation)
-        return self._execution.spans()
+        return self._execution.finish_iteration().spans()
 
 
 def typical(times_s: Sequence[float]) -> tuple[float, float]:

@@ -20,10 +20,10 @@ from scipy.optimize import nnls
 
 from perseus_ds.artifacts.profile_csv import Measurement
 from perseus_ds.artifacts.profile_metadata import RowQuality
+from perseus_ds.device.gpu.base import GpuState
 from perseus_ds.device.timers import Span
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.profiler.counter_log import GpuState
 from perseus_ds.profiler.fixed_durations import tails_s
 from perseus_ds.profiler.rows import MeasuredRow
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from perseus_ds.artifacts.rank_report import RankReport, RankReports
@@ -21,6 +22,7 @@ from perseus_ds.runtime.timeline_log import Ran, TimelineLog
 
 logger = logging.getLogger("perseus_ds")
 _LAST_REPORTS_S = 2.0
+_POLL_S = 0.002
 
 
 class ModeDriver:
@@ -59,18 +61,28 @@ class ModeDriver:
         self._on_error = on_error
         self._exchange = ReportExchange(rank.communicator)
         self._timelines = TimelineLog(
-            rank.communicator, job.output_dir, gpu=rank.gpu.name, simulated=rank.gpu.simulated
+            rank.communicator, job.output_dir, gpu=rank.gpu.name, simulated=rank.gpu.simulated, timebase=rank.timebase
         )
         self._ended: IterationContext | None = None
         self._ended_s: float | None = None
+        self._unsent: Callable[[], RankReport] | None = None
+        self._is_known: Callable[[], bool] = bool
+        self._keep: Callable[[], None] | None = None
         self._is_closed = False
         self._mode = mode_of(job, rank, recorder, control, passes)
         self.next: NextIteration = next(self._mode)
+        self._by_shape = bool(self.next.by_shape)
+
+    @property
+    def holds_report(self) -> bool:
+        """Whether the report of the last iteration is still to be sent, once the device has done it."""
+        return self._unsent is not None
 
     def halt(self) -> None:
         """Wait with all ranks before an iteration, for as long as the mode asks; errors never end training."""
         if self.next.halt is None:
             return
+        self.send_report()
         try:
             waited = wait_together(self._rank, self.next.halt.is_over, lambda: self._is_closed)
             if waited.closed:
@@ -83,34 +95,68 @@ class ModeDriver:
             self.observe()
 
     def end_iteration(self, seen: IterationMeasurement, own: RankReport, samples: int) -> None:
-        """Record the iteration before, of which all have reported; report this one; ask for the next one.
+        """Record the iteration before, of which all have reported; ask for the next one.
+
+        This one is reported as soon as the device has done it, while the next one runs.
 
         Args:
-            seen: What this rank measured of the iteration that has just ended; its reports are filled in here.
-            own: This rank's report of it, to which the mode adds.
+            seen: This rank's measurement of the iteration that has just ended; its reports are filled in here.
+            own: This rank's report of it but for time and energy; the mode adds to it.
             samples: Samples the job has seen after it.
         """
-        reports = self._exchange.received()
+        reports = self._received()
         self._record(reports)
         self._control.steps += 1
         ran = IterationContext(self._control.steps, samples, self.next.phase, self.next.shape, ended=time.time())
-        stopped_s = 0.0 if self._ended_s is None else seen.start_s - self._ended_s
-        self._ended_s = seen.start_s + seen.time_s
+        begun_s, ended_s = seen.host_s
+        stopped_s = 0.0 if self._ended_s is None else begun_s - self._ended_s
+        self._ended_s = ended_s
         seen = replace(seen, number=self._control.steps, stopped_s=stopped_s, reports=reports)
         if not seen.failed:
             ran = replace(ran, plan=self.next.plan, forecast=self.next.forecast)
-        if reports is not None and reports.of_rank_0.keeps_timeline:
-            self._timelines.keep(Ran(ran.number, ran.phase, ran.plan, seen.clock_mhz), self._rank.timers)
+        if not self._by_shape and self._timelines.wants(self.next.phase, self.next.plan):
+            self._keep = partial(self._timelines.keep, Ran(ran.number, ran.phase, ran.plan, seen.clock_mhz), seen)
         if reports is not None and reports.column("closed").any():
             self.observe()
         else:
             self._advance(seen)
-        keeps_timeline = not self.next.by_shape and self._timelines.wants(self.next.phase, self.next.plan)
-        events = self._recorder.events_to_report
-        own = replace(own, events=events, keeps_timeline=keeps_timeline, closed=self._is_closed)
-        self._exchange.send(replace(own, **self.next.reported))
         is_over = self.next.phase != ran.phase
         self._ended = replace(ran, outlook=Outlook(self.next.phase, 0.0) if is_over else self.next.outlook)
+        self._by_shape = bool(self.next.by_shape)
+        self._unsent = partial(self._report, seen, own, self.next)
+        self._is_known = seen.is_known
+        if self.next.aligns_tail:  # ranks exchange something within the next iteration, all at the same place in it
+            self.send_report()
+        else:
+            self.send_report_if_known()
+
+    def send_report_if_known(self) -> None:
+        """Send the report of the last iteration if that needs no waiting."""
+        if self._is_known():
+            self.send_report()
+
+    def send_report(self) -> None:
+        """Send the report of the last iteration, unless it was sent; wait for the device."""
+        unsent, self._unsent = self._unsent, None
+        if unsent is not None:
+            self._exchange.send(unsent())
+
+    def _report(self, seen: IterationMeasurement, own: RankReport, following: NextIteration) -> RankReport:
+        try:
+            later = following.reported_later()
+        except Exception as error:  # the other ranks wait for this report
+            self._on_error(error)
+            later = {}
+        own = replace(own, time_s=seen.time_s, energy_j=seen.energy_j, events=self._recorder.events_to_report)
+        return replace(own, closed=self._is_closed, **{**following.reported, **later})
+
+    def _received(self) -> RankReports | None:
+        """Return the reports of all ranks of the iteration before; keep what it did where that is wanted."""
+        self.send_report()
+        keep, self._keep = self._keep, None
+        if keep is not None:
+            keep()
+        return self._exchange.received()
 
     def choose(self, shape: float) -> bool:
         """Have the iteration that has begun run what its first inputs ask for; return whether shapes are told apart."""
@@ -125,7 +171,7 @@ class ModeDriver:
         Args:
             progress: What the mode's :attr:`NextIteration.progress` returned when it was saved.
         """
-        self._record(self._exchange.received())
+        self._record(self._received())
         self._control.progress = progress
         self._advance(Resumed(progress))
 
@@ -143,6 +189,11 @@ class ModeDriver:
         """
         self._is_closed = True
         self._rank.beside_training.close()
+        end_s = self._rank.timebase.now_s() + _LAST_REPORTS_S
+        while self.holds_report and not self._is_known() and self._rank.timebase.now_s() < end_s:
+            self._rank.timebase.sleep(_POLL_S)
+        if self._rank.communicator.is_connected:
+            self.send_report_if_known()
         self._add(self._exchange.look_within(_LAST_REPORTS_S))
 
     def _record(self, reports: RankReports | None) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
 from perseus_ds.artifacts.rank_report import RankReports
 from perseus_ds.device.rank_clocks import ClockPlan
-from perseus_ds.device.timers import SimulatedExecution, Span
+from perseus_ds.device.timers import FinishedIteration, SimulatedExecution, Span
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.policy.assignment import Forecast
 from perseus_ds.runtime.halting import Halt
@@ -51,6 +52,7 @@ class NextIteration:
             default clocks. Empty where all shapes run alike.
         outlook: What follows; None where the job trains on like this.
         reported: Fields of this rank's report of the iteration that has just ended.
+        reported_later: Returns more of them, once the device has done that iteration.
         status: What the next iteration runs, for ``perseus-ds control status``.
         progress: Returns what a checkpoint keeps of the phase, as plain values.
         halt: What all ranks wait for before the iteration; None for nothing.
@@ -66,6 +68,7 @@ class NextIteration:
     by_shape: Mapping[float, NextIteration] = field(default_factory=dict)
     outlook: Outlook | None = None
     reported: Mapping[str, Any] = field(default_factory=dict)
+    reported_later: Callable[[], Mapping[str, Any]] = dict
     status: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[], dict[str, Any]] = dict
     halt: Halt | None = None
@@ -77,13 +80,13 @@ UNPLANNED = NextIteration("observe", status={"plan": None})
 
 @dataclass(frozen=True)
 class IterationMeasurement:
-    """What this rank measured of an iteration.
+    """This rank's measurement of an iteration, which the device may still be at: asking for a time waits for it.
 
     Attributes:
-        spans: Waits for the device and returns the operations.
-        start_s: When it began, in the rank's timebase [s].
-        time_s: How long it took [s].
-        energy_j: Of this rank's GPU [J].
+        finished: Its times.
+        used_j: Returns the energy of this rank's GPU [J]; NaN where it cannot be read.
+        is_known: Returns whether times and energy are there without waiting.
+        host_s: When it began and ended for the host, in the rank's timebase [s].
         clock_mhz: Clock that was asked for around each instruction; empty without a plan [MHz].
         failed: Whether this rank has fallen back to default clocks.
         shapes: Numbers that tell the inputs' shapes from others: of the first forward, and of all; 0 if not known.
@@ -92,16 +95,36 @@ class IterationMeasurement:
         reports: Of all ranks, of the iteration before; None where there was none, or it was cut off by a checkpoint.
     """
 
-    spans: Callable[[], list[Span]]
-    start_s: float
-    time_s: float
-    energy_j: float
+    finished: FinishedIteration
+    used_j: Callable[[], float]
+    is_known: Callable[[], bool]
+    host_s: tuple[float, float]
     clock_mhz: Mapping[Instruction, int]
     failed: bool
     reports: RankReports | None = None
     shapes: tuple[float, float] = (0.0, 0.0)
     number: int = 0
     stopped_s: float = 0.0
+
+    @cached_property
+    def start_s(self) -> float:
+        """When it began, in the rank's timebase [s]."""
+        return self.finished.start_s()
+
+    @cached_property
+    def time_s(self) -> float:
+        """How long it took [s]."""
+        return self.finished.time_s()
+
+    @cached_property
+    def energy_j(self) -> float:
+        """Of this rank's GPU [J]."""
+        self.finished.end.synchronize()
+        return self.used_j()
+
+    def spans(self) -> list[Span]:
+        """Return the operations."""
+        return self.finished.spans()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from perseus_ds.artifacts.rank_report import RankReports
 from perseus_ds.artifacts.run_records import Drifted, PlanChosen
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.policy.assignment import Assignment, Forecast, PlanChoice
-from perseus_ds.policy.drift import DriftWatch, drift_of_rank, paces_of_rank
+from perseus_ds.policy.drift import DriftWatch, reported_drift
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.plan_follower import PlanFollower
 from perseus_ds.policy.plan_proof import Comparison, IterationSample
@@ -277,20 +278,19 @@ class PlanRunner:
 
     def _with_report(self, choice: PlanChoice, seen: IterationMeasurement | None = None) -> NextIteration:
         """Return the next iteration, with what this rank reports of the last one and rank 0 of its decision."""
-        times = self._own_times(seen) if seen is not None else {}
-        return replace(self._planned, reported={**choice.as_reported(), **times})
+        looks = bool(self._frontier.instruction_times_s) and self._iterations % _DRIFT_EVERY == 0
+        later = partial(self._own_times, seen, self._ran, looks) if seen is not None else dict
+        return replace(self._planned, reported=choice.as_reported(), reported_later=later)
 
-    def _own_times(self, seen: IterationMeasurement) -> dict[str, float]:
-        """Return the times that this rank reports, where they are asked for."""
-        looks_for_drift = bool(self._frontier.instruction_times_s) and self._iterations % _DRIFT_EVERY == 0
+    def _own_times(
+        self, seen: IterationMeasurement, ran: Assignment | None, looks_for_drift: bool
+    ) -> Mapping[str, float]:
+        """Return the times that this rank reports of an iteration, where they are asked for."""
         if self._topology.data_parallel == 1 and not looks_for_drift:
             return {}
         spans = seen.spans()
         reported = computed_and_tail_s(spans)
         if looks_for_drift:
-            known = not (seen.failed or self._ran is None or self._ran.choice.paused)  # else clocks are not the plan's
-            times = self._frontier.instruction_times_s
-            reported["drift"] = drift_of_rank(spans, seen.clock_mhz, times) if known else 0.0
-            if known:
-                reported["pace_low"], reported["pace_high"] = paces_of_rank(spans, seen.clock_mhz, times)
+            follows = not (seen.failed or ran is None or ran.choice.paused)  # else clocks are not the plan's
+            reported |= reported_drift(spans, seen.clock_mhz if follows else {}, self._frontier.instruction_times_s)
         return reported

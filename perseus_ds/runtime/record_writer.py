@@ -6,6 +6,7 @@ import contextlib
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from perseus_ds.artifacts.io import open_without_links
@@ -23,19 +24,21 @@ class RecordWriter:
     Args:
         directory: The job's output folder.
         log: Gets all records, those of earlier starts first.
+        on_record: Called with each record of this start, on the thread.
     """
 
-    def __init__(self, directory: Path, log: JobLog) -> None:
+    def __init__(self, directory: Path, log: JobLog, on_record: Callable[[Record], None]) -> None:
         self._path = directory / FILE_NAME
         self._log = log
-        self._waiting: queue.SimpleQueue[Record | threading.Event] = queue.SimpleQueue()
+        self._on_record = on_record
+        self._waiting: queue.SimpleQueue[Callable[[], Record] | threading.Event] = queue.SimpleQueue()
         self._works = True
         self._thread = threading.Thread(target=self._write_all, name="perseus-records", daemon=True)
         self._thread.start()
 
-    def write(self, record: Record) -> None:
-        """Have a record written; returns at once, from any thread."""
-        self._waiting.put(record)
+    def write(self, make: Callable[[], Record]) -> None:
+        """Have a record made and written; returns at once, from any thread."""
+        self._waiting.put(make)
 
     def flush(self, timeout_s: float = 5.0) -> None:
         """Wait until everything given so far is written, or writing takes longer than some time [s]."""
@@ -48,10 +51,16 @@ class RecordWriter:
             for _, records in RecordFollower(self._path.parent).read():
                 self._log.add(records)
         while True:
-            record = self._waiting.get()
-            if isinstance(record, threading.Event):
-                record.set()
+            waiting = self._waiting.get()
+            if isinstance(waiting, threading.Event):
+                waiting.set()
                 continue
+            try:
+                record = waiting()
+            except Exception as error:  # the records after it are of use all the same
+                logger.warning("perseus: a record of this job cannot be made (%r); it is left out.", error)
+                continue
+            self._on_record(record)
             self._log.add([record])
             if self._works:
                 self._append(record)

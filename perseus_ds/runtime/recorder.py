@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -75,8 +76,7 @@ class IterationContext:
 class Recorder:
     """Records iterations and events on rank 0; other ranks keep their events until rank 0 asks for them.
 
-    Attributes:
-        last: The record of the last iteration; None before the first one.
+    Records are made on a thread of their own where nobody on the training thread needs them.
     """
 
     def __init__(
@@ -97,17 +97,17 @@ class Recorder:
             monitor: DeepSpeed's.
             steps_per_print: How often to print an iteration; None for never.
         """
-        self.last: IterationRecord | None = None
+        self._last: IterationRecord | None = None
         self._communicator = communicator
         self._simulated = simulated
         self._monitor = monitor if getattr(monitor, "enabled", True) else None
         self._steps_per_print = steps_per_print
         self._log = JobLog(directory.resolve().name)
-        self._writer = RecordWriter(directory, self._log) if communicator.is_first else None
+        self._progress = JobProgress()
+        self._writer = RecordWriter(directory, self._log, self._progress.add) if communicator.is_first else None
         self._before_start: list[Event] = []
         self._has_started = False
         self._own_events: deque[Event] = deque()
-        self._progress = JobProgress()
         self._summarised = 0
         self._drift: float | None = None
         self._pipeline_of_rank = np.array(communicator.all_gather(communicator.topology.data_parallel_rank))
@@ -124,9 +124,8 @@ class Recorder:
         if self._writer is None:
             return
         event = event.model_copy(update={"time": event.time or time.time(), "simulated": self._simulated})
-        self._progress.add(event)
         if self._has_started:
-            self._writer.write(event)
+            self._writer.write(lambda: event)
         else:
             self._before_start.append(event)
 
@@ -161,11 +160,21 @@ class Recorder:
         """Record an iteration that all ranks have reported; on rank 0 only."""
         if self._writer is None:
             return
-        self.last = record = self._of_job(iteration, reports)
-        self._writer.write(record)
-        self._progress.add(record)
-        self._tell_monitor(record, iteration.samples)
-        self._print(record)
+        if self._monitor is not None:
+            record = self._of_job(iteration, reports)
+            self._writer.write(lambda: record)
+            self._tell_monitor(record, iteration.samples)
+        else:
+            self._writer.write(partial(self._of_job, iteration, reports))
+        if self._steps_per_print and iteration.number % self._steps_per_print == 0 and (last := self.last):
+            self._print(last)
+
+    @property
+    def last(self) -> IterationRecord | None:
+        """The record of the last iteration; None before the first one. From any thread."""
+        if self._writer is not None:
+            self._writer.flush()
+        return self._last
 
     def gather_events(self) -> None:
         """Record the events that other ranks have kept; every rank must do so at the same time."""
@@ -178,6 +187,7 @@ class Recorder:
         """Print time, energy and saving of the training in one line, record them, and wait until all is written."""
         if self._writer is None:
             return
+        self._writer.flush()
         if self._progress.total.iterations > self._summarised:
             self._summarised = self._progress.total.iterations
             ended = Ended(simulated=self._simulated, plans=self._progress.plans, **asdict(self._progress.total))
@@ -206,7 +216,7 @@ class Recorder:
         elif np.isfinite(drift).any():
             self._drift = float(np.nanmax(drift))
         forecast = iteration.forecast
-        return IterationRecord(
+        self._last = IterationRecord(
             simulated=self._simulated,
             iteration=iteration.number,
             ended=round(iteration.ended, 3),
@@ -233,6 +243,7 @@ class Recorder:
             clocks_asked_mhz=_clocks(reports.column("asked_mhz")),
             clocks_reached_mhz=_clocks(reports.column("reached_mhz")),
         )
+        return self._last
 
     def _tell_monitor(self, record: IterationRecord, samples: int) -> None:
         if self._monitor is None or not self._communicator.is_connected:  # DeepSpeed's asks for its rank
@@ -247,8 +258,6 @@ class Recorder:
             logger.warning("perseus: DeepSpeed's monitor failed (%s); Perseus no longer writes to it.", error)
 
     def _print(self, record: IterationRecord) -> None:
-        if not self._steps_per_print or record.iteration % self._steps_per_print:
-            return
         text = f"step {record.iteration}: {record.phase}, {record.time_s:.3f} s"
         text += "" if record.energy_j is None else f", {record.energy_j:.0f} J"
         if record.predicted_time_s is not None:

@@ -17,17 +17,19 @@ from perseus_ds.artifacts.run_records import ClockRefused, Failed
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.clock_readback import Refusal
 from perseus_ds.device.gpu.base import Gpu
-from perseus_ds.device.gpu.driver_call import DriverCall
+from perseus_ds.device.gpu.driver_call import Answer, DriverCall
+from perseus_ds.device.moments import Moment
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator
-from perseus_ds.errors import GpuBusyError, GpuError, PlanError
+from perseus_ds.errors import PlanError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.runtime.build import loop_parts
+from perseus_ds.runtime.energy_use import EnergyUse, energy_at
 from perseus_ds.runtime.input_shapes import InputShapes
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.mode_driver import ModeDriver
@@ -88,7 +90,7 @@ class PerseusRuntime:
         if config.mode != "observe":
             communicator.together(gpu.check_lock_permission)
         clocks = ClockController(gpu, self._fail, self._refused, timers.use_device, timebase)
-        driver = DriverCall(DRIVER_HANGS_S, timebase)
+        driver = DriverCall(DRIVER_HANGS_S, timebase, timers.use_device)
         self._rank = Rank(communicator, gpu, driver, clocks, timers, device, timebase)
         self._hooks = OperationHooks(timers, clocks, communicator)
         self._recorder = Recorder(
@@ -152,8 +154,7 @@ class PerseusRuntime:
         plan = self.next.clocks if self._has_clocks else ClockPlan.none()
         self._hooks.prepare(plan, aligns_tail=self.next.aligns_tail and self._has_tail)
         self._shapes = InputShapes()
-        energy_j = self._energy_j()
-        self._timers.start_iteration()
+        begun = self._energy_at(self._timers.start_iteration())
         start_s = self._rank.timebase.now_s()
         self._in_iteration = True
         try:
@@ -163,13 +164,14 @@ class PerseusRuntime:
             raise
         finally:
             self._in_iteration = False
-        # The host is done once all is launched; what the GPU is still doing belongs to this iteration.
-        self._timers.wait()
+        # The host is done once all is launched; the device may still be at it, and nobody waits for it here.
+        finished = self._timers.finish_iteration()
+        energy = EnergyUse(begun, self._energy_at(finished.end), self._fail)
         seen = IterationMeasurement(
-            self._timers.spans,
-            start_s,
-            self._rank.timebase.now_s() - start_s,
-            self._energy_j() - energy_j,
+            finished,
+            energy.used_j,
+            lambda: finished.is_over() and energy.is_known(),
+            (start_s, self._rank.timebase.now_s()),
             self._hooks.requested.clock,
             not self._has_clocks or self._failed or self._closed,
             shapes=(self._shapes.first, self._shapes.total),
@@ -177,7 +179,7 @@ class PerseusRuntime:
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
         failed = seen.failed and not self._closed
         counts = (clocks.changes - changes, skips, failed, *clocks.readback.reading)
-        own = RankReport(seen.time_s, seen.energy_j, *counts, shapes=self._shapes.total)
+        own = RankReport(math.nan, math.nan, *counts, shapes=self._shapes.total)
         self._driver.end_iteration(seen, own, samples)
         clocks.reset_when_idle(_IDLE_S)
 
@@ -185,6 +187,8 @@ class PerseusRuntime:
         """Surround one operation of an iteration; of a forward, ``inputs`` is a number above 0 for their shapes."""
         if not self._in_iteration:
             return nullcontext()
+        if self._driver.holds_report:
+            self._driver.send_report_if_known()
         if inputs and self._shapes.add(inputs) and self._driver.choose(inputs) and self._has_clocks:
             self._hooks.prepare(ClockPlan.none() if self._failed else self.next.clocks, aligns_tail=False)
         return OperationScope(self._hooks, operation)
@@ -277,15 +281,9 @@ class PerseusRuntime:
         """Record a clock that the GPU does not reach."""
         self._recorder.own_event(ClockRefused(rank=self._communicator.topology.rank, **asdict(refusal)))
 
-    def _energy_j(self) -> float:
-        if self._closed:
-            return math.nan
-        try:
-            return self._rank.driver.call(self._rank.gpu.energy_j)
-        except GpuError as error:
-            if not isinstance(error, GpuBusyError):  # how long that is accepted, the supervision decides
-                self._fail(error)
-            return math.nan
+    def _energy_at(self, moment: Moment) -> Answer | None:
+        """Have the energy counter read when the device passes a moment; None once this is closed."""
+        return None if self._closed else energy_at(moment, self._rank.gpu, self._rank.driver)
 
     def _fail(self, error: Exception) -> None:
         """Fall back to default clocks, warn once and record it; training goes on."""

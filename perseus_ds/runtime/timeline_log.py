@@ -10,10 +10,12 @@ from pathlib import Path
 
 from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
-from perseus_ds.device.timers import Execution, Span
+from perseus_ds.device.timers import Span
 from perseus_ds.distributed import Communicator
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.pipeline.schedule import Compute, Load, Other
+from perseus_ds.runtime.phases import IterationMeasurement
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
 _PHASES = ("warm-up", "observe", "run")
@@ -25,7 +27,7 @@ _BARRIERS = 5
 
 @dataclass(frozen=True)
 class Ran:
-    """The iteration that has just ended, as this rank knows it.
+    """An iteration that has ended, as this rank knows it.
 
     Attributes:
         number: As in ``run.jsonl``.
@@ -48,45 +50,56 @@ class TimelineLog:
         directory: Where to write the file.
         gpu: The GPU's name.
         simulated: Whether it is simulated.
+        timebase: The time that the ranks live in.
     """
 
-    def __init__(self, communicator: Communicator, directory: Path, *, gpu: str, simulated: bool) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        directory: Path,
+        *,
+        gpu: str,
+        simulated: bool,
+        timebase: Timebase = REAL_TIME,
+    ) -> None:
         self._communicator = communicator
+        self._time = timebase
         self._path = directory / "timeline.json"
         self._file = TimelineFile(simulated=simulated, gpu=gpu)
         self._seen: dict[tuple[str, int | None], int] = {}
+        self._kept = 0
         self._works = True
 
     def wants(self, phase: str, plan: int | None) -> bool:
-        """Count an iteration; return whether rank 0 is to keep it, which all ranks then have to help with."""
-        if not self._communicator.is_first or phase not in _PHASES:
+        """Count an iteration; return whether it is to be kept, which all ranks of the first pipeline have to help with.
+
+        They count alike; ranks of other pipelines keep nothing.
+        """
+        if phase not in _PHASES or not self._communicator.topology.is_shown:
             return False
         key = phase, plan
         self._seen[key] = self._seen.get(key, 0) + 1
-        return self._works and self._seen[key] == _SETTLED and len(self._file.iterations) < _MOST
+        if self._seen[key] != _SETTLED or self._kept == _MOST:
+            return False
+        self._kept += 1
+        return True
 
-    def keep(self, ran: Ran, execution: Execution) -> None:
-        """Gather what all ranks of the first pipeline did; every rank must do so at the same time.
+    def keep(self, ran: Ran, seen: IterationMeasurement) -> None:
+        """Gather what all ranks of the first pipeline did; all of them must do so at the same time.
 
         Ranks on different hosts have no clock in common, so each reports how long ago its iteration began at moments
         common to all, the ends of barriers.
         """
         elapsed_s = []
         for _ in range(_BARRIERS):
-            self._communicator.barrier()
-            elapsed_s.append(execution.elapsed_s())
-        topology = self._communicator.topology
-        shown = topology.data_parallel_rank == 0 and topology.rank == min(topology.stage_peers, default=topology.rank)
-        mine = (topology.pipeline_rank, elapsed_s, execution.spans(), dict(ran.clock_mhz)) if shown else None
-        by_rank = sorted(
-            (reported for reported in self._communicator.gather(mine) if reported is not None),
-            key=lambda reported: reported[0],
-        )
-        if not self._communicator.is_first:
+            self._communicator.pipeline_barrier()
+            elapsed_s.append(self._time.now_s() - seen.start_s)
+        by_rank = self._communicator.pipeline_gather((elapsed_s, seen.spans(), dict(ran.clock_mhz)))
+        if not self._communicator.is_first or not self._works:
             return
-        reference_s = by_rank[0][1]
+        reference_s = by_rank[0][0]
         operations = []
-        for _, theirs_s, spans, clock_mhz in by_rank:
+        for theirs_s, spans, clock_mhz in by_rank:
             late_s = statistics.median(ours - theirs for ours, theirs in zip(reference_s, theirs_s, strict=True))
             operations.append([entry for span in spans for entry in _entries(span, late_s, clock_mhz)])
         self._file.iterations.append(

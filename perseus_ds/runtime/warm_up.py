@@ -18,6 +18,7 @@ from perseus_ds.profiler.fixed_durations import (
     other_durations,
     tail_durations_s,
     transfer_durations,
+    typical_tails_s,
     without_gaps,
 )
 from perseus_ds.profiler.launched_transfers import launched_transfer_durations, launches_transfers, passes_of
@@ -105,19 +106,21 @@ def warm_up(job: Job, rank: Rank, *, keeps_passes: bool = False) -> Phase[Baseli
 
 def _info(job: Job, rank: Rank, spans: list[list[Span]], begins_s: list[float], power_w: float) -> ProfileInfo:
     """Return the job and what was measured of it; on rank 0, with the durations of what has no clock to choose."""
-    profile_key = job.profile_key(rank.communicator)
+    communicator = rank.communicator
+    profile_key = job.profile_key(communicator)
     offset_s = _offset_s(rank) if launches_transfers(job.schedule) else 0.0
-    topology = rank.communicator.topology
-    begins_s = [begin_s - offset_s for begin_s in begins_s]
-    reports = rank.communicator.gather((topology.data_parallel_rank, spans, begins_s, power_w))
-    ours = [(spans, begins_s) for data_parallel_rank, spans, begins_s, _ in reports if data_parallel_rank == 0]
+    # Spans are many: those of one pipeline go to rank 0, and of all other ranks only the mean power and the tails.
+    ours = []
+    if communicator.topology.is_shown:
+        ours = communicator.pipeline_gather((spans, [begin_s - offset_s for begin_s in begins_s]))
     pipeline = [spans for spans, _ in ours]
+    reports = communicator.gather((tail_durations_s([spans]), power_w))
     rest = {
         "load_s": load_durations_s(pipeline),
-        "transfers": _transfers(job.schedule, ours),
+        "transfers": _transfers(job.schedule, ours) if reports else [],
         "others": other_durations(pipeline),
-        "tail_s": tail_durations_s([spans for _, spans, *_ in reports]),
-        "blocking_power_w": statistics.mean(power_w for *_, power_w in reports) if reports else power_w,
+        "tail_s": typical_tails_s([tails for tails, _ in reports]),
+        "blocking_power_w": statistics.mean(power_w for _, power_w in reports) if reports else power_w,
         "job": profile_key,
         "streams": ScheduleStreams.of(job.schedule),
     }

@@ -117,15 +117,17 @@ def test_an_optimizer_inside_the_backward_is_measured_while_training_goes_on(cli
 FORWARDS = 0
 
 
-def counted(forward):
-    backwards = 0
+def counted(backward):
+    backwards, last = 0, None
 
     def patched(engine, buffer_id):
-        nonlocal backwards
+        nonlocal backwards, last
         backwards += 1
         engine.loss = engine.loss * (1 + 0.1 * (backwards % 3))
-        forward(engine, buffer_id)
+        backward(engine, buffer_id)
+        last = buffer_id
 
+    del last  # has no value before the first call
     return patched
 
 

@@ -38,7 +38,8 @@ def launch(execution, cuda, operation, seconds):
 
 
 def times(execution):
-    return [(span.operation, pytest.approx(span.start_s), pytest.approx(span.end_s)) for span in execution.spans()]
+    spans = execution.finish_iteration().spans()
+    return [(span.operation, pytest.approx(span.start_s), pytest.approx(span.end_s)) for span in spans]
 
 
 def test_host_operations_count_from_the_iterations_start(now):
@@ -50,10 +51,10 @@ def test_host_operations_count_from_the_iterations_start(now):
     now.sleep(1.0)
     execution.end(FORWARD)
     now.sleep(0.25)
-    assert execution.elapsed_s() == pytest.approx(1.75)
+    assert execution.finish_iteration().time_s() == pytest.approx(1.75)
     assert times(execution) == [(FORWARD, 0.5, 1.5)]
     execution.start_iteration()
-    assert execution.spans() == []
+    assert execution.finish_iteration().spans() == []
 
 
 def test_cuda_operations_are_launched_ahead_and_timed_where_they_run(now, cuda, on_cuda):
@@ -76,9 +77,30 @@ def test_cuda_times_count_from_the_iterations_start_on_the_device(now, cuda, on_
     launch(execution, cuda, BACKWARD, 0.2)
     cuda.launch(0.3)
     assert times(execution) == [(FORWARD, 0.0, 0.1), (BACKWARD, 1.5, 1.7)]
-    assert execution.elapsed_s() == pytest.approx(2.0)
+    assert execution.finish_iteration().time_s() == pytest.approx(2.0)
     execution.start_iteration()
-    assert execution.spans() == []
+    assert execution.finish_iteration().spans() == []
+
+
+def test_an_iteration_is_ended_without_waiting_and_read_while_the_next_one_runs(now, cuda, on_cuda):
+    begin_s = now.now_s()
+    on_cuda.start_iteration()
+    launch(on_cuda, cuda, FORWARD, 0.3)
+    first = on_cuda.finish_iteration()
+    begun = on_cuda.start_iteration()
+    launch(on_cuda, cuda, BACKWARD, 0.5)
+    second = on_cuda.finish_iteration()
+    assert now.now_s() == begin_s
+    assert not first.is_over()
+    begun.synchronize()
+    begun.passed_s()  # as the thread asks that reads the energy counter at this moment
+    now.sleep(0.1)
+    assert (first.is_over(), second.is_over()) == (True, False)
+    assert first.time_s() == pytest.approx(0.3)
+    assert [span.operation for span in first.spans()] == [FORWARD]
+    assert now.now_s() == pytest.approx(begin_s + 0.4), "nothing was waited for"
+    assert second.start_s() == pytest.approx(begin_s + 0.3)
+    assert second.time_s() == pytest.approx(0.5)
 
 
 def test_waiting_for_cuda_waits_for_all_that_was_launched(now, cuda, on_cuda):
@@ -225,7 +247,7 @@ def test_simulated_passes_take_as_long_as_the_gpus_clock_makes_them(now, gpu):
             if operation is FORWARD:
                 weights @ weights
             execution.end(operation)
-        return [span.time_s for span in execution.spans()]
+        return [span.time_s for span in execution.finish_iteration().spans()]
 
     assert iteration() == [0.0, 0.0, 0.0, 0.0], "nothing is stretched before the calibration"
     assert execution.largest_flops == 2 * 8**3
@@ -244,7 +266,7 @@ def test_work_is_counted_for_each_shape_of_the_inputs(now, gpu):
         execution.begin(FORWARD)
         torch.ones(rows, 8) @ torch.ones(8, 8)
         execution.end(FORWARD)
-        return execution.spans()[0].time_s
+        return execution.finish_iteration().spans()[0].time_s
 
     forward_s(4)
     execution.calibrate(0.1 / execution.largest_flops)

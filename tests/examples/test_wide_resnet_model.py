@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from perseus_ds.device.timers import _FlopCounter
+from perseus_ds.device.flop_counter import FlopCounter
 
 # Published by Merak-Zeus, in millions.
 PUBLISHED_MILLIONS = {
@@ -45,9 +45,9 @@ def test_the_simulator_sees_the_published_work_and_twice_as_much_in_the_backward
     with torch.device("meta"):
         functions, _ = example.build(train.wide_resnet_layers(config(f"model={size}").model))
         images = torch.empty(1, 3, 224, 224)
-        with _FlopCounter() as forward:
+        with FlopCounter() as forward:
             logits = run(functions, images)
-        with _FlopCounter() as backward:
+        with FlopCounter() as backward:
             train.classification_loss(logits, torch.empty(1, dtype=torch.int64)).backward()
     assert forward.flops == pytest.approx(2 * multiply_adds, rel=0.005)
     assert backward.flops == pytest.approx(2 * forward.flops, rel=0.03)  # the images themselves have no gradient

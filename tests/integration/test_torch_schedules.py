@@ -1,22 +1,24 @@
 """Training by torch's schedules under Perseus is, bit for bit, training without it; plans are kept."""
 
-import random
+import json
+import re
 from itertools import groupby
+from pathlib import Path
 
 import pytest
+from forked import run_ranks
+from frontiers import save_random_plan
 from run_log import iterations, records
 from schedule_runs import STAGES_PER_RANK, run
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from perseus_ds.artifacts.frontier import Frontier, Provenance
-from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.timeline import TimelineFile
-from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.torch_pipelining.order import read_class
 
 pytestmark = pytest.mark.integration
+EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_pipelining" / "train.py"
 MICRO_BATCHES = 4
 SIMULATED = {"longest_instruction_s": 0.004, "counter_period_s": 0.002, "lock_latency_s": 0.0005}
 PROFILE = {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8}
@@ -32,23 +34,6 @@ def order_of(name):
     return read_class(
         get_schedule_class(name), ranks=2, stages_per_rank=STAGES_PER_RANK[name], micro_batches=MICRO_BATCHES
     )
-
-
-def save_random_plan(folder, order):
-    instructions = tuple(tuple(i for i in stream if i.kind is not Kind.TAIL) for stream in order.instructions)
-    draw = random.Random(0)
-    clocks = tuple(tuple(draw.choice(DEVICES["a100-sxm"].clocks_mhz[40:]) for _ in s) for s in instructions)
-    plan = FrequencyPlan(instructions, clocks, 1.0, 100.0)
-    provenance = Provenance(
-        schedule=order.name,
-        micro_batches=MICRO_BATCHES,
-        stages=order.num_stages,
-        blocking_power_w=80.0,
-        solver="none",
-        simulated=True,
-    )
-    Frontier((plan,), 1.0, plan, provenance).save(folder)
-    return plan
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -110,3 +95,18 @@ def test_two_pipelines_of_data_parallel_stages_are_planned_together(tmp_path):
     (*_, last) = iterations(records(tmp_path / "perseus"))
     assert len(last["energy_by_pipeline_j"]) == 2
     assert len(last["energy_by_rank_j"]) == 4
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", STAGES_PER_RANK)
+def test_the_example_trains_by_every_schedule_and_prints_its_table(tmp_path, name):
+    block = json.dumps({"device": "simulated", "simulated": SIMULATED})
+    options = ["--schedule", name, "--mode", "observe", "--steps", "4", "--log-every", "1", "--perseus", block]
+    small = ["--width", "16", "--length", "16", "--rows", "1", "--micro-batches", "4", "--out", str(tmp_path / "out")]
+    code, output = run_ranks(tmp_path, 2, {"OMP_NUM_THREADS": "1"}, [str(EXAMPLE), *options, *small])
+    assert code == 0, output
+    losses = [float(loss) for loss in re.findall(r"step +\d+  loss ([\d.]+)", output)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert re.search(r"phase +iterations +time \[s\] +energy \[J\] +SIMULATED GPUs", output)
+    assert re.search(r"observe +3 ", output)

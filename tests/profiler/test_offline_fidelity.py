@@ -10,7 +10,8 @@ from perseus_ds.artifacts.profile_metadata import ProfileInfo
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.device.gpu.simulated import SimulatedGpu
-from perseus_ds.device.timers import Span
+from perseus_ds.device.moments import PassedMoment
+from perseus_ds.device.timers import FinishedIteration, Span
 from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.denoise import denoise
@@ -68,8 +69,9 @@ class Rank:
     def end(self, operation):
         self._spans.append(Span(operation, self._began_s, self.now.now_s()))
 
-    def spans(self):
-        return self._spans
+    def finish_iteration(self):
+        end = PassedMoment(self.now.now_s())
+        return FinishedIteration(end, end, lambda: 0.0, lambda: self._spans)
 
     def profiler(self, **settings):
         return OfflineProfiler(
@@ -107,6 +109,15 @@ def test_rows_agree_with_the_simulated_gpu(forward_s):
         # Repetitions end at a standard error of 1 %, so some rows deviate by a little more.
         assert row.time_s == pytest.approx(time_s, rel=0.015)
         assert row.energy_j == pytest.approx(time_s * model.power_w(row.clock_mhz), rel=0.025)
+
+
+@pytest.mark.parametrize(("forward_s", "gap_s"), [(0.02, 0.0003), (0.1, 0.0), (0.033, 0.02)])
+def test_rows_hold_where_the_counter_looks_at_power_a_quarter_of_the_time(forward_s, gap_s):
+    work_s = {(0, Kind.FORWARD): forward_s, (0, Kind.BACKWARD): 2 * forward_s}
+    rank = Rank(work_s, gap_s=gap_s, conditions=["sampled-counter"])
+    for row in measure(rank, CLOCKS[::4]):
+        power_w = rank.gpu.model.power_w(row.measurement.clock_mhz)
+        assert row.measurement.energy_j / row.measurement.time_s == pytest.approx(power_w, rel=0.02)
 
 
 def test_rows_tell_temperature_and_power_state():

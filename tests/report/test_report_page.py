@@ -7,13 +7,18 @@ from html.parser import HTMLParser
 
 import pytest
 from run_folders import make_job, record, write_auto_run, write_log
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
 from perseus_ds.cli.main import main
+from perseus_ds.optimizer import optimize
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.report.history import read_history
 from perseus_ds.report.measured import at_default_clocks
 from perseus_ds.report.savings import reference_for, savings_of
 from perseus_ds.report.sources import find_sources
 from perseus_ds.report.words import event_in_words
+from perseus_ds.torch_pipelining.order import read_class
 
 
 @pytest.fixture(scope="module")
@@ -308,3 +313,19 @@ def test_a_long_run_makes_no_larger_page(tmp_path):
     traces = embedded(page)["figures"]["history"]["data"]
     assert traces[0]["name"] == "run, one in 14"
     assert "and more, in <code>run.jsonl</code>" in page
+
+
+def test_a_split_backward_is_drawn_in_lines_of_its_own(tmp_path):
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    rows = [
+        Measurement(stage, kind, clock, 1500 / clock, clock / 10)
+        for stage in range(4)
+        for kind in kinds
+        for clock in (1200, 1410)
+    ]
+    schedule = read_class(ScheduleZBVZeroBubble, ranks=2, stages_per_rank=2, micro_batches=4)
+    profile = StageProfile(rows, ProfileInfo(simulated=True, schedule=schedule.name, stages=4, pipeline_ranks=2))
+    profile.save(tmp_path)
+    optimize(schedule, profile, blocking_power_w=50, plans=3).save(tmp_path)
+    page = text_of(report(tmp_path))
+    assert [page.count(f"</svg>{kind}</span>") for kind in kinds] == [1, 1, 1]

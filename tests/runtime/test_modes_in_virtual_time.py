@@ -27,6 +27,12 @@ from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.report.live.following import JobFollower
 
 
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.extended)])
+def start(start, request):
+    """Passes are over when they return, or are only launched, on a stand-in for CUDA."""
+    return lambda folder="perseus", **block: start(folder, cuda=request.param == "cuda", **block)
+
+
 def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
     job = start(mode="auto", **SLOWER)
     phases = job.train_until("run")
@@ -170,11 +176,23 @@ def test_an_unexpected_error_in_a_decision_never_ends_training(start, monkeypatc
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.train(2)
-    monkeypatch.setattr("perseus_ds.runtime.plan_runner.drift_of_rank", lambda *_: 1 / 0)
+    monkeypatch.setattr("perseus_ds.runtime.plan_runner.PlanChoice.from_report", lambda *_: 1 / 0)
     job.train(30)
     assert job.runtime.next.phase == "observe"
     assert caplog.text.count("division by zero") == 1
     assert job.close()[-1].plan is None
+
+
+def test_an_unexpected_error_in_a_report_never_ends_training(start, monkeypatch, caplog):
+    """The other ranks get the rest of it, and this one trains on at default clocks."""
+    job = start(mode="auto", **SLOWER)
+    job.train_until("run")
+    job.train(2)
+    monkeypatch.setattr("perseus_ds.policy.drift.drift_of_rank", lambda *_: 1 / 0)
+    job.train(30)
+    assert caplog.text.count("division by zero") == 1
+    last = job.close()[-1]
+    assert (last.plan, last.failed_ranks) == (None, (0,))
 
 
 def test_a_policy_that_fails_means_default_clocks_until_there_is_another(start, frontier, monkeypatch, capsys):

@@ -144,24 +144,6 @@ def test_the_clock_is_the_default_where_nothing_is_trained_for_long(start, plan,
         assert comes(lambda: stub.locked_clocks_mhz()[0] == CLOCK_MHZ)
 
 
-@pytest.mark.parametrize("mode", ["observe", "run"])
-def test_an_iteration_ends_when_the_gpu_is_done(start, plan, stub, tmp_path, mode):
-    class LateExecution(HostExecution):
-        """A device that is busy for longer than the host."""
-
-        def wait(self):
-            time.sleep(0.1)
-
-    stub.gpus[0].power_w = 1000.0
-    stub.gpus[0].counter_period_s = 0.001
-    runtime = start(NvmlGpu(0), LateExecution(), **(plan if mode == "run" else {"mode": mode}))
-    train(runtime)
-    runtime.close()
-    (record,) = (record for record in records(tmp_path) if "iteration" in record)
-    assert record["time_s"] >= 0.1
-    assert record["energy_j"] > 90.0
-
-
 @pytest.mark.parametrize(("phase", "end"), [("profile", "schedule_changed"), ("plan", "close")])
 def test_nothing_of_a_phase_outlives_it(start, stub, phase, end):
     """Neither the thread that watches the energy counter nor the process that optimises."""

@@ -1,11 +1,12 @@
 """A driver that is silent for seconds costs these iterations their clocks; one that stays silent ends the plans."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from perseus_ds.runtime.config import parse_block
-from perseus_ds.runtime.supervision import Supervision
+from perseus_ds.runtime.supervision import Supervision, reset_left_clocks
 
 
 @pytest.fixture
@@ -39,3 +40,23 @@ def test_a_silent_driver_costs_clocks_until_it_answers_and_is_given_up_after_a_m
     ]
     be_silent(61.0)
     assert "the driver has not answered for 61 s" in str(supervision.problem())
+
+
+def test_a_clock_that_a_dead_process_left_locked_is_reset_and_named_once(stub_nvml_here, caplog):
+    lock = (
+        "import os, signal\n"
+        "from perseus_ds.device.gpu.nvml import NvmlGpu\n"
+        "from perseus_ds.device.lock_records import HeldLock\n"
+        "gpu = NvmlGpu(2)\n"
+        "HeldLock(gpu.address)\n"
+        "gpu.lock_clock(1200)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    stub_nvml_here.gpus[1].locked_clock_mhz = 900  # somebody else's
+    assert stub_nvml_here.run("-c", lock).returncode == -9
+    assert stub_nvml_here.locked_clocks_mhz() == [0, 900, 1200, 0]
+    for _ in range(2):
+        reset_left_clocks()
+    assert stub_nvml_here.locked_clocks_mhz() == [0, 900, 0, 0]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(r"perseus: process \d+ died and left the clock of nvml:GPU-\S+ locked: it is reset\.", said)

@@ -1,10 +1,11 @@
 """Which iterations are kept operation by operation, on one time axis for all ranks."""
 
 import pytest
-from lone_communicator import LoneCommunicator
+from lone_communicator import LoneCommunicator, seen
 
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.device.timers import Span
+from perseus_ds.distributed import PipelineTopology
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Transfer
 from perseus_ds.runtime.timeline_log import Ran, TimelineLog
@@ -17,25 +18,12 @@ SPANS = [
 ]
 
 
-class Timers:
-    """Timers of a rank whose iteration began some time ago."""
-
-    def __init__(self, elapsed_s):
-        self._elapsed_s = elapsed_s
-
-    def elapsed_s(self):
-        return self._elapsed_s
-
-    def spans(self):
-        return SPANS
-
-
 class TwoRanks(LoneCommunicator):
     """Rank 0, and a second rank whose iteration began 10 ms later."""
 
-    def gather(self, value):
-        _, elapsed_s, spans, clocks = value
-        return [value, (1, [time_s - 0.01 for time_s in elapsed_s], spans, clocks), None]
+    def pipeline_gather(self, value):
+        elapsed_s, spans, clocks = value
+        return [value, ([time_s - 0.01 for time_s in elapsed_s], spans, clocks)]
 
 
 @pytest.fixture
@@ -48,12 +36,12 @@ def test_the_second_iteration_of_each_plan_is_wanted_and_six_in_all(log):
     assert wanted[:6] == [False, True, False, False, True, False]
     assert not log.wants("profile", None)
     for number in range(6):
-        log.keep(Ran(number, "run", number, {}), Timers(0.5))
+        log.keep(Ran(number, "run", number, {}), seen(spans=SPANS))
     assert not any(log.wants("run", 99) for _ in range(5))
 
 
 def test_operations_of_all_ranks_lie_on_the_first_ones_axis(log, tmp_path):
-    log.keep(Ran(7, "run", 3, {FORWARD: 1200}), Timers(0.5))
+    log.keep(Ran(7, "run", 3, {FORWARD: 1200}), seen(spans=SPANS))
     (kept,) = TimelineFile.load(tmp_path / "timeline.json").iterations
     assert (kept.iteration, kept.plan) == (7, 3)
     first, second = kept.ranks
@@ -64,9 +52,14 @@ def test_operations_of_all_ranks_lie_on_the_first_ones_axis(log, tmp_path):
     assert first[2].target == 1
 
 
-def test_a_file_that_cannot_be_written_is_said_once_and_no_more_is_wanted(tmp_path, caplog):
+def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     log = TimelineLog(LoneCommunicator(), tmp_path / "file", gpu="A100", simulated=True)
-    log.keep(Ran(1, "run", 0, {}), Timers(0.5))
+    for number in range(3):
+        log.keep(Ran(number, "run", number, {}), seen(spans=SPANS))
     assert caplog.text.count("cannot be written") == 1
+
+
+def test_ranks_of_other_pipelines_keep_nothing_and_send_nothing(tmp_path):
+    log = TimelineLog(LoneCommunicator(PipelineTopology(2, (2, 3), 1, 2)), tmp_path, gpu="A100", simulated=True)
     assert not any(log.wants("run", 1) for _ in range(3))

@@ -12,28 +12,34 @@ from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
 from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import read_schedule, schedule_class
+from perseus_ds.pipeline.schedule import Schedule, read_schedule, schedule_class
 
 MODEL = DEVICES["a100-sxm"]
 
 
 def save_random_plan(
     folder: Path,
-    schedule: str = "1f1b",
+    schedule: str | Schedule = "1f1b",
     *,
     ranks: int = 2,
     clocks_mhz: Sequence[int] = MODEL.clocks_mhz[40:],
     simulated: bool = True,
 ) -> FrequencyPlan:
-    """Save a frontier of one plan, for 4 micro-batches, with a random clock for every instruction."""
-    streams = read_schedule(schedule_class(schedule), ranks=ranks, micro_batches=4).instructions
-    instructions = tuple(tuple(i for i in stream if i.kind is not Kind.TAIL) for stream in streams)
+    """Save a frontier of one plan, with a random clock for every instruction; by default for 4 micro-batches."""
+    if isinstance(schedule, str):
+        schedule = read_schedule(schedule_class(schedule), ranks=ranks, micro_batches=4)
+    instructions = tuple(tuple(i for i in stream if i.kind is not Kind.TAIL) for stream in schedule.instructions)
     draw = random.Random(0)
     plan = FrequencyPlan(
         instructions, tuple(tuple(draw.choice(clocks_mhz) for _ in s) for s in instructions), 1.0, 100.0
     )
     provenance = Provenance(
-        schedule=schedule, micro_batches=4, stages=2, blocking_power_w=80.0, solver="none", simulated=simulated
+        schedule=schedule.name,
+        micro_batches=schedule.micro_batches,
+        stages=schedule.num_stages,
+        blocking_power_w=80.0,
+        solver="none",
+        simulated=simulated,
     )
     Frontier((plan,), 1.0, plan, provenance).save(folder)
     return plan

@@ -3,6 +3,8 @@
 import numpy as np
 
 from perseus_ds.artifacts.rank_report import RankReport, RankReports
+from perseus_ds.device.moments import PassedMoment
+from perseus_ds.device.timers import FinishedIteration
 from perseus_ds.distributed import PipelineTopology
 from perseus_ds.runtime.phases import IterationMeasurement
 
@@ -62,7 +64,10 @@ class _Arrived:
 
 def seen(*, time_s=1.0, energy_j=100.0, start_s=0.0, spans=(), clock_mhz=None, failed=False, reports=None):
     """An iteration as a phase receives it."""
-    return IterationMeasurement(lambda: list(spans), start_s, time_s, energy_j, clock_mhz or {}, failed, reports)
+    begin, end = PassedMoment(start_s), PassedMoment(start_s + time_s)
+    finished = FinishedIteration(begin, end, lambda: time_s, lambda: list(spans))
+    times_s = (start_s, start_s + time_s)
+    return IterationMeasurement(finished, lambda: energy_j, lambda: True, times_s, clock_mhz or {}, failed, reports)
 
 
 def reports_of(*fields):
@@ -80,7 +85,7 @@ def drive(phase, measure, most=100):
     """
     wanted = [next(phase)]
     for number in range(most):
-        reports = reports_of(dict(wanted[-1].reported))
+        reports = reports_of({**wanted[-1].reported, **wanted[-1].reported_later()})
         iteration = measure(wanted[-1], number)
         try:
             wanted.append(phase.send(seen(**{"reports": reports, **iteration})))

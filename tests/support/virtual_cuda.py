@@ -1,4 +1,6 @@
-"""A stand-in for the module ``torch.cuda`` in virtual time: one stream on which work is launched."""
+"""Stand-ins for the module ``torch.cuda`` in virtual time: one stream on which work is launched."""
+
+from collections import deque
 
 
 class VirtualCuda:
@@ -52,3 +54,89 @@ class _Event:
         if not (self.query() and end_event.query()):
             raise RuntimeError("CUDA error: device not ready")
         return (end_event._at_s - self._at_s) * 1e3
+
+
+class CudaOnGpu:
+    """One stream whose work a simulated GPU does, at the clock that it has: launches return at once.
+
+    Args:
+        now: Its virtual time.
+        gpu: A simulated GPU that lives in it.
+    """
+
+    def __init__(self, now, gpu):
+        self._now = now
+        self._gpu = gpu
+        self._queue = deque()
+        self._changed = now.condition()
+        self._is_busy = False
+        now.thread(self._run, "stream").start()
+
+    def launch(self, workload, seconds):
+        """Enqueue work that takes some time at the top clock."""
+
+        def work():
+            self._gpu.begin_work(workload)
+            self._gpu.finish_work(seconds)
+
+        self.enqueue(work)
+
+    def enqueue(self, work):
+        """Enqueue a function, during which the stream is busy."""
+        with self._changed:
+            self._queue.append(work)
+            self._changed.notify_all()
+
+    def Event(self, *, enable_timing, blocking):  # noqa: N802
+        assert enable_timing, "an event without timing cannot be read"
+        assert blocking, "a thread that waits for it would occupy a core"
+        return _EventOnGpu(self)
+
+    def current_device(self):
+        return 0
+
+    def set_device(self, device):
+        assert device == 0
+
+    def synchronize(self):
+        self.wait_until(lambda: not self._queue and not self._is_busy)
+
+    def wait_until(self, is_so):
+        with self._changed:
+            while not is_so():
+                self._changed.wait()
+
+    def _run(self):
+        while True:
+            with self._changed:
+                while not self._queue:
+                    self._changed.wait()
+                work = self._queue.popleft()
+                self._is_busy = True
+            work()
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+
+
+class _EventOnGpu:
+    def __init__(self, cuda):
+        self._cuda = cuda
+        self._at_s = None
+
+    def record(self):
+        self._cuda.enqueue(self._pass)
+
+    def query(self):
+        return self._at_s is not None
+
+    def synchronize(self):
+        self._cuda.wait_until(self.query)
+
+    def elapsed_time(self, end_event):
+        if not (self.query() and end_event.query()):
+            raise RuntimeError("CUDA error: device not ready")
+        return (end_event._at_s - self._at_s) * 1e3
+
+    def _pass(self):
+        self._at_s = self._cuda._now.now_s()

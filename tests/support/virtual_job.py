@@ -5,6 +5,7 @@ import itertools
 import torch
 from lone_communicator import LoneCommunicator
 from pipelines import one_f_one_b
+from virtual_cuda import CudaOnGpu
 from virtual_time import VirtualTime
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
@@ -12,7 +13,7 @@ from perseus_ds.artifacts.run_file import read_records
 from perseus_ds.artifacts.run_records import IterationRecord
 from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.device.gpu.simulated import SimulatedGpu
-from perseus_ds.device.timers import HostExecution
+from perseus_ds.device.timers import CudaExecution, HostExecution
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.job import Job
@@ -29,14 +30,16 @@ class VirtualJob:
         gpu: Simulated.
         work_s: Time of each kind at the top clock; a test may change it [s].
         wait_s: Time in which the GPU waits, after each pass [s].
+        cuda: The stand-in for CUDA, on which passes are only launched; None where they are over when they return.
         shapes: What tells the shapes of the inputs from others, of all forwards or of each; a test may change it.
         runtime: The real one.
     """
 
-    def __init__(self, folder, *, work_s=None, wait_s=0.0, micro_batches=3, gpu=None, passes=None, **block):
+    def __init__(self, folder, *, work_s=None, wait_s=0.0, micro_batches=3, gpu=None, passes=None, cuda=False, **block):
         self.time = VirtualTime()
         settings = {"counter_period_s": 0.1, "lock_latency_s": 0.015, **(gpu or {})}
         self.gpu = SimulatedGpu.named("a100-sxm", timebase=self.time, **settings)
+        self.cuda = CudaOnGpu(self.time, self.gpu) if cuda else None
         self.work_s = work_s or {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2, Kind.TAIL: 0.01}
         self.wait_s = wait_s
         self.shapes = 1.0
@@ -48,7 +51,7 @@ class VirtualJob:
             Job(config, self.schedule, info),
             communicator=LoneCommunicator(),
             gpu=self.gpu,
-            timers=HostExecution(self.time),
+            timers=self._timers(),
             device=torch.device("cpu"),
             passes=passes,
             timebase=self.time,
@@ -66,7 +69,7 @@ class VirtualJob:
                 inputs = next(shapes) if instruction.kind is Kind.FORWARD else 0.0
                 with self.runtime.instruction(instruction, inputs):
                     self.work(instruction.kind)
-                self.time.sleep(self.wait_s if instruction.kind is not Kind.TAIL else 0.0)
+                self.idle(self.wait_s if instruction.kind is not Kind.TAIL else 0.0)
             return self.runtime.next.phase
 
     def train_until(self, phase, most=80):
@@ -79,11 +82,29 @@ class VirtualJob:
 
     def work(self, kind):
         """Compute a pass."""
-        self.gpu.begin_work(MEMORY_BOUND if kind is Kind.TAIL else COMPUTE_BOUND)
-        self.gpu.finish_work(self.work_s[kind])
+        workload, seconds = MEMORY_BOUND if kind is Kind.TAIL else COMPUTE_BOUND, self.work_s[kind]
+        if self.cuda is not None:
+            self.cuda.launch(workload, seconds)
+        else:
+            self.gpu.begin_work(workload)
+            self.gpu.finish_work(seconds)
+
+    def idle(self, seconds):
+        """Let the device wait."""
+        if self.cuda is not None:
+            self.cuda.enqueue(lambda: self.time.sleep(seconds))
+        else:
+            self.time.sleep(seconds)
+
+    def _timers(self):
+        if self.cuda is None:
+            return HostExecution(self.time)
+        return CudaExecution(torch.device("cuda", 0), self.cuda, self.time, relax_capture=lambda: None)
 
     def close(self):
-        """End the job; return its iterations."""
+        """End the job once the device is done; return its iterations."""
+        if self.cuda is not None:
+            self.cuda.synchronize()
         self.runtime.close()
         return [record for record in read_records(self.folder) if isinstance(record, IterationRecord)]
 
@@ -104,7 +125,7 @@ def late_under_plans(job, by_s=0.03):
 
     def work_late(kind):
         if job.runtime.next.phase == "run":
-            job.time.sleep(by_s)
+            job.idle(by_s)
         work(kind)
 
     job.work = work_late

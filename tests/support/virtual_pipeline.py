@@ -72,6 +72,8 @@ class VirtualCommunicator:
     def all_gather(self, value):
         return self.start_all_gather(value).values()
 
+    pipeline_gather = all_gather
+
     def gather(self, value):
         values = self.all_gather(value)
         return values if self.is_first else []
@@ -106,6 +108,8 @@ class VirtualCommunicator:
 
     def barrier(self):
         self.all_gather(None)
+
+    pipeline_barrier = barrier
 
     def all_gather_numbers(self, values):
         return np.array(self.all_gather(values))
@@ -224,10 +228,10 @@ class VirtualPipeline:
 
     def _iterate(self, rank):
         runtime, gpu = self.runtimes[rank], self.gpus[rank]
-        phase = runtime.next.phase
         begin_s = self.time.now_s()
-        begin_j = sum(g.true_energy_j() for g in self.gpus) if rank == 0 else 0.0
+        begin_j = sum(g.true_energy_j for g in self.gpus) if rank == 0 else 0.0
         with runtime.iteration():
+            phase = runtime.next.phase
             number = runtime._control.steps
             for operation in self.schedule.ranks[rank]:
                 with runtime.operation(operation):
@@ -237,7 +241,7 @@ class VirtualPipeline:
                         self._exchange(gpu, rank, number, operation)
             self._meet(("end", number), rank)
         if rank == 0:
-            used_j = sum(g.true_energy_j() for g in self.gpus) - begin_j
+            used_j = sum(g.true_energy_j for g in self.gpus) - begin_j
             self.taken.append((phase, self.time.now_s() - begin_s, used_j))
 
     def _compute(self, gpu, rank, kind):
@@ -248,7 +252,7 @@ class VirtualPipeline:
 
     def _exchange(self, gpu, rank, number, operation):
         for transfer in operation.transfers:
-            delays = self._meet((number, transfer), rank, gpu.transfer_delay_s(), 2)
+            delays = self._meet((number, transfer), rank, gpu.transfer_delay_s, 2)
             self.time.sleep(self._transfer_s + max(delays))
 
     def _meet(self, name, rank, value=None, size=None):

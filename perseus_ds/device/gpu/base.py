@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """The state of a GPU.
+
+    Attributes:
+        temperature_c: None where the driver does not tell.
+        power_state: Its performance state, such as ``P0``; None where the driver does not tell.
+    """
+
+    temperature_c: float | None = None
+    power_state: str | None = None
 
 
 def counts_whole_module(name: str) -> bool:
@@ -69,11 +83,9 @@ class Gpu(Protocol):
     def power_w(self) -> float:
         """Return the power drawn now [W]."""
 
-    def temperature_c(self) -> float | None:
-        """Return the GPU's temperature [degrees Celsius]; None where the driver does not tell."""
-
-    def power_state(self) -> str | None:
-        """Return the performance state, such as ``P0``; None where the driver does not tell."""
+    @property
+    def state(self) -> GpuState:
+        """Temperature and performance state now, as far as the driver tells."""
 
     def close(self) -> None:
         """Release the driver. The clock stays as it is."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pynvml
 
+from perseus_ds.device.gpu.base import GpuState
 from perseus_ds.device.gpu.nvml_calls import call, start_nvml
 from perseus_ds.errors import GpuError
 
@@ -175,17 +176,17 @@ class NvmlGpu:
             mask = self._ask(what, "nvmlDeviceGetCurrentClocksThrottleReasons")
         return tuple(name for bit, name in _THROTTLE_REASONS.items() if mask & bit)
 
-    def temperature_c(self) -> float | None:
-        """Return the GPU's temperature [degrees Celsius]; None where the driver does not tell."""
+    @property
+    def state(self) -> GpuState:
+        """Temperature and performance state now, as far as the driver tells."""
+        temperature_c, power_state = None, None
         with suppress(GpuError):
-            return float(self._ask("Reading the temperature", "nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU))
-        return None
-
-    def power_state(self) -> str | None:
-        """Return the performance state, such as ``P0``; None where the driver does not tell."""
+            temperature_c = float(
+                self._ask("Reading the temperature", "nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU)
+            )
         with suppress(GpuError):
-            return f"P{int(self._ask('Reading the performance state', 'nvmlDeviceGetPerformanceState'))}"
-        return None
+            power_state = f"P{int(self._ask('Reading the performance state', 'nvmlDeviceGetPerformanceState'))}"
+        return GpuState(temperature_c, power_state)
 
     def close(self) -> None:
         """Release the driver. The clock stays as it is."""

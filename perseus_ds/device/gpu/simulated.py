@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any
 
+from perseus_ds.device.gpu.base import GpuState
 from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, DEVICES, DeviceModel, Workload
 from perseus_ds.device.gpu.lock_latency import LATENCIES, LatencyModel
 from perseus_ds.device.gpu.simulated_conditions import (
@@ -138,22 +139,23 @@ class SimulatedGpu:
             self._advance()
             return math.floor(self._counter_j * 1000) / 1000
 
+    @property
     def true_energy_j(self) -> float:
-        """Return the energy used up to now, whatever the counter shows [J]."""
+        """The energy used up to now, whatever the counter shows [J]."""
         with self._changed:
             self._advance()
             return self._energy_j
 
-    def temperature_c(self) -> float:
+    @property
+    def state(self) -> GpuState:
+        """Temperature and performance state now."""
         with self._changed:
             self._advance()
-            return round(self._board.temperature_c)
+            return GpuState(round(self._board.temperature_c), "P0")
 
-    def power_state(self) -> str:
-        return "P0"
-
+    @property
     def transfer_delay_s(self) -> float:
-        """Return how much longer than usual a transfer takes that begins now [s]."""
+        """How much longer than usual a transfer takes that begins now [s]."""
         if "slow-transfers" not in self._conditions:
             return 0.0
         with self._changed:

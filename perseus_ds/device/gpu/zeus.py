@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.device.gpu.base import Gpu, GpuState
 from perseus_ds.device.gpu.nvml import NvmlGpu
 from perseus_ds.device.gpu.nvml_lookup import index_of_cuda_device, index_of_uuid
 from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
@@ -191,11 +191,10 @@ class ZeusAmdGpu:
         with _zeus_errors(f"Reading the power of {self}"):
             return float(self._zeus.get_instant_power_usage()) / 1e3
 
-    def temperature_c(self) -> None:
+    @property
+    def state(self) -> GpuState:
         """Zeus does not tell it."""
-
-    def power_state(self) -> None:
-        """Zeus does not tell it."""
+        return GpuState()
 
     def close(self) -> None:
         """Nothing to release. The clock stays as it is."""

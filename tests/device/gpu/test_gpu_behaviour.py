@@ -115,7 +115,7 @@ def test_without_permission_the_error_says_what_to_do(forbidden_gpu: Gpu) -> Non
 
 
 def test_temperature_and_power_state_are_told_or_unknown(gpu: Gpu) -> None:
-    temperature_c, power_state = gpu.temperature_c(), gpu.power_state()
+    temperature_c, power_state = gpu.state.temperature_c, gpu.state.power_state
     assert temperature_c is None or 0 < temperature_c < 120
     assert power_state is None or power_state.startswith("P")
     assert (power_state is not None) or not gpu.simulated

@@ -28,13 +28,13 @@ def compute(gpu, passes, work_s=0.1, pause_s=0.0):
 
 def test_a_sampled_counter_sees_the_last_quarter_of_each_period_only():
     now, gpu = simulated("sampled-counter")
-    begin_j, begin_true_j = gpu.energy_j(), gpu.true_energy_j()
+    begin_j, begin_true_j = gpu.energy_j(), gpu.true_energy_j
     for _ in range(10):  # computing for half of each period, of which the samples see nothing
         gpu.begin_work()
         now.sleep(0.05)
         gpu.finish_work(0.0)
         now.sleep(0.05)
-    assert gpu.true_energy_j() - begin_true_j == pytest.approx(0.5 * 475.0 + 0.5 * 83.64, rel=0.01)
+    assert gpu.true_energy_j - begin_true_j == pytest.approx(0.5 * 475.0 + 0.5 * 83.64, rel=0.01)
     assert gpu.energy_j() - begin_j == pytest.approx(83.64, rel=0.11)
 
 
@@ -59,22 +59,22 @@ def test_processes_of_a_node_take_turns_too():
 
 def test_transfers_are_delayed_for_a_while_after_changes_of_the_clock():
     now, gpu = simulated("slow-transfers")
-    assert gpu.transfer_delay_s() == 0
+    assert gpu.transfer_delay_s == 0
     gpu.lock_clock(1200)
     gpu.lock_clock(1305)
-    assert gpu.transfer_delay_s() == pytest.approx(0.02)
+    assert gpu.transfer_delay_s == pytest.approx(0.02)
     now.sleep(0.06)
-    assert gpu.transfer_delay_s() == 0
+    assert gpu.transfer_delay_s == 0
 
 
 def test_a_warming_gpu_draws_more_after_a_minute():
     now, gpu = simulated("warming")
     gpu.begin_work()
-    cold_w, cold_c = gpu.power_w(), gpu.temperature_c()
+    cold_w, cold_c = gpu.power_w(), gpu.state.temperature_c
     now.sleep(60)
     gpu.finish_work(0.0)
     gpu.begin_work()
-    assert gpu.temperature_c() > cold_c + 20
+    assert gpu.state.temperature_c > cold_c + 20
     assert 1.02 < gpu.power_w() / cold_w < 1.05
 
 

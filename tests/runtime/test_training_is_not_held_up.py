@@ -1,0 +1,60 @@
+"""Iterations that are only launched: training waits neither for the device nor for other ranks, in virtual time."""
+
+import pytest
+from virtual_job import VirtualJob
+
+
+@pytest.fixture
+def job(tmp_path):
+    made = VirtualJob(tmp_path, cuda=True, mode="observe")
+    yield made
+    made.runtime.close()
+
+
+def test_an_iteration_ends_when_all_is_launched_and_is_measured_as_the_device_ran_it(job):
+    begin_s = job.time.now_s()
+    job.train(1)
+    assert job.time.now_s() == begin_s, "the device has not done any of it"
+    job.train(9)
+    host_s = job.time.now_s() - begin_s
+    begin_j = job.gpu.energy_j()
+    records = job.close()
+    device_s = job.time.now_s() - begin_s
+    model = job.gpu.model
+    for record in records:
+        assert record.time_s == pytest.approx(3 * 0.3 * model.slowdown(model.top_clock_mhz), rel=0.06)
+    assert sum(record.time_s for record in records) == pytest.approx(device_s)
+    assert host_s == pytest.approx(device_s - records[-1].time_s), "the host is an iteration ahead of the device"
+    # Readings are made when the device begins and ends an iteration; the counter is refreshed every 0.1 s.
+    assert sum(record.energy_j for record in records) == pytest.approx(job.gpu.energy_j(), abs=0.1 * 400)
+    assert begin_j < job.gpu.energy_j()
+
+
+def test_a_report_is_sent_once_the_device_is_done_with_its_iteration(job):
+    sent = []
+    exchange = job.runtime._driver._exchange
+    send, exchange.send = exchange.send, lambda report: sent.append(job.time.now_s()) or send(report)
+    begin_s = job.time.now_s()
+    job.train(1)
+    assert sent == []
+    with job.runtime.iteration():
+        for number, instruction in enumerate(job.schedule.instructions[0]):
+            with job.runtime.instruction(instruction):
+                job.time.sleep(0.2)  # the host is slower than the device
+            assert bool(sent) is (number >= 5), "it is asked for at each operation, at no other time"
+    assert sent == [pytest.approx(begin_s + 1.0)]
+
+
+def test_a_job_that_ends_at_once_records_its_last_iteration(job):
+    job.train(2)
+    job.time.sleep(1.0)
+    assert len(job.close()) == 2
+
+
+def test_a_job_that_ends_while_the_device_hangs_waits_two_seconds_for_its_last_iteration(job):
+    job.train(2)
+    job.cuda.enqueue(lambda: job.time.sleep(1e6))
+    job.train(1)
+    begin_s = job.time.now_s()
+    job.runtime.close()
+    assert job.time.now_s() - begin_s < 10.0
