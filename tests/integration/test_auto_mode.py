@@ -29,7 +29,7 @@ def test_a_job_profiles_plans_and_runs_with_the_same_losses_and_the_next_one_use
     assert list(dict.fromkeys(gone_through)) == ["calibrate", "warm-up", "profile", "plan", "run"]
     names = [r["event"] for r in events(records, "start", "profile", "plan", "failure", "end")]
     assert names == ["start", "profile", "plan", "end"]
-    assert "than default clocks took in this job" in finished.output
+    assert "time than default clocks took in this job" in finished.output
     folder = finished.folder / "perseus"
     profile, frontier = StageProfile.load(folder), Frontier.load(folder)
     assert set(profile.keys) >= {(stage, kind) for stage in (0, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)}
