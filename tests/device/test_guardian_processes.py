@@ -220,11 +220,13 @@ def test_a_dead_guardian_is_noticed_and_nothing_else_happens(node: Node) -> None
 
 
 def test_a_new_guardian_comes_after_a_dead_one(node: Node) -> None:
-    first = node.rank("watch", 0)
+    first = node.rank("pids", 0)
     dead = node.guardians_of(first)
     kill(*dead)
     second = node.rank("wait", 1)
     assert not set(node.guardians_of(second)) & set(dead)
+    assert first.stdout is not None
+    assert set(first.stdout.readline().split()) != set(map(str, dead)), "the first rank has registered again"
     second.kill()
     assert restored(node.stub, [1200, 0, 0, 0])
     first.kill()

@@ -19,7 +19,7 @@ JOB = {"ranks": 2, "work": [4, 3, 2, 2]}
 def test_a_job_profiles_plans_and_runs_with_the_same_losses_and_the_next_one_uses_its_plans(
     tmp_path, plain_runs, monkeypatch
 ):
-    finished = run(tmp_path / "auto", perseus=BLOCK, **JOB, steps=10_000, until=["run", 3])
+    finished = run(tmp_path / "auto", perseus=BLOCK, **JOB, steps=10_000, until=["run", 5])
     plain_runs.assert_same(finished, **JOB)
     assert all(rank["plan"] for rank in finished.ranks)
     records = finished.records()

@@ -201,6 +201,7 @@ def test_a_policy_that_fails_means_default_clocks_until_there_is_another(start, 
     job.runtime.set_policy({"name": "power_cap", "watts": 300.0})
     monkeypatch.setattr("perseus_ds.policy.decisions._under_cap", lambda *_: 1 / 0)
     assert job.train(6)[-1] == "pause"
+    job.settle()
     assert job.gpu.clock_mhz() == job.gpu.supported_clocks_mhz()[-1]
     assert capsys.readouterr().out.count("the policy power_cap fails (ZeroDivisionError") == 1
     job.runtime.set_policy({"name": "energy_optimal"})

@@ -101,10 +101,14 @@ class VirtualJob:
             return HostExecution(self.time)
         return CudaExecution(torch.device("cuda", 0), self.cuda, self.time, relax_capture=lambda: None)
 
-    def close(self):
-        """End the job once the device is done; return its iterations."""
+    def settle(self):
+        """Wait until the device is done."""
         if self.cuda is not None:
             self.cuda.synchronize()
+
+    def close(self):
+        """End the job once the device is done; return its iterations."""
+        self.settle()
         self.runtime.close()
         return [record for record in read_records(self.folder) if isinstance(record, IterationRecord)]
 
