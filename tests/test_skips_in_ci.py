@@ -18,7 +18,12 @@ MISSING = "import pytest\npytest.importorskip('no_such_package')\ndef test_passe
 
 
 @pytest.mark.parametrize(
-    ("tests", "fails"), [(SKIPS.format(name="listed"), False), (SKIPS.format(name="other"), True), (MISSING, True)]
+    ("tests", "fails"),
+    [
+        pytest.param(SKIPS.format(name="listed"), False, marks=pytest.mark.extended),
+        (SKIPS.format(name="other"), True),
+        pytest.param(MISSING, True, marks=pytest.mark.extended),
+    ],
 )
 def test_only_listed_tests_may_be_skipped(tmp_path, tests, fails):
     (tmp_path / "conftest.py").write_text(CONFTEST)

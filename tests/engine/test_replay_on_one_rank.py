@@ -414,7 +414,10 @@ def out_of_memory(*_):
     raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-@pytest.mark.parametrize("keys", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize(
+    "keys",
+    [pytest.param(CONFIGS[name], marks=pytest.mark.extended if name == "bf16" else (), id=name) for name in CONFIGS],
+)
 @pytest.mark.parametrize("where", ["keeping", "forward", "backward"])
 def test_a_gpu_without_memory_for_a_repeated_pass_trains_as_if_none_had_been_tried(monkeypatch, keys, where):
     losses, bits, _ = trained_on(*make_engine(keys), lambda engine, replay: None)

@@ -22,6 +22,7 @@ def run(folder, **block):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.extended
 def test_a_loop_on_plain_torch_distributed_runs_under_a_plan(tmp_path):
     save_true_frontier(tmp_path / "frontier")
     observed = run(tmp_path / "observe", mode="observe")

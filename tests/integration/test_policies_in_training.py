@@ -24,6 +24,7 @@ def straggles(records):
     return [r for r in events(records, "plan") if r["straggler"] == 1]
 
 
+@pytest.mark.extended
 def test_other_pipelines_follow_a_straggler_that_was_announced_and_come_back(tmp_path):
     plans = save_true_frontier(tmp_path / "frontier").plans
     output = tmp_path / "job" / "perseus"

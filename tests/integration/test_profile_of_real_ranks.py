@@ -15,6 +15,7 @@ from perseus_ds.pipeline.instruction import Kind
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.extended
 def test_two_pipelines_of_two_stages_are_profiled_as_one_and_then_run_under_one_plan(tmp_path):
     job = {"ranks": 4, "stages": 2, "work": [4, 2, 2, 1]}
     block = {"mode": "profile", "profile": QUICK_PROFILE}

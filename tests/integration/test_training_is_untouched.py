@@ -11,7 +11,6 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 
 pytestmark = pytest.mark.integration
 PASSES = ("forward", "backward")
-SCHEDULES = pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 
 
 def job_of(schedule):
@@ -22,7 +21,7 @@ def engines(finished):
     return {rank["engine"] for rank in finished.ranks}
 
 
-@SCHEDULES
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("dualpipev", marks=pytest.mark.extended)])
 def test_losses_and_weights_are_bit_identical_under_a_plan(tmp_path, plain_runs, schedule):
     job = job_of(schedule)
     plan = save_random_plan(tmp_path / "frontier", schedule)
@@ -66,7 +65,7 @@ def test_losses_and_weights_are_bit_identical_at_default_clocks(tmp_path, plain_
     assert {rank["attached"] for rank in finished.ranks} == {mode != "disabled"}
 
 
-@SCHEDULES
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 def test_losses_and_weights_are_bit_identical_after_profiling(tmp_path, plain_runs, schedule):
     job = job_of(schedule)
     block = {"mode": "profile", "profile": QUICK_PROFILE}

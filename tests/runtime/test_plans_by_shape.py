@@ -79,6 +79,7 @@ def test_a_shape_that_is_seldom_or_never_comes_again_runs_at_default_clocks(job)
     assert {event.shape for event in events(job, ShapePlanned)} == {1, 2}
 
 
+@pytest.mark.extended
 def test_shapes_without_order_run_under_their_own_plans(job):
     """Which shape comes next cannot be told from those before."""
     import random
@@ -125,6 +126,7 @@ def test_a_shape_that_cannot_be_profiled_runs_at_default_clocks_and_the_others_g
     assert events(job, Failed) == []
 
 
+@pytest.mark.extended
 def test_a_checkpoint_is_saved_and_taken_up_in_the_middle(job, start):
     alternate(job, 420)
     state = json.loads(json.dumps(job.runtime.state()))
@@ -139,6 +141,7 @@ def test_a_checkpoint_is_saved_and_taken_up_in_the_middle(job, start):
     assert other.runtime.state()["progress"]["statistics"]["stops"] >= state["progress"]["statistics"]["stops"]
 
 
+@pytest.mark.extended
 def test_more_shapes_than_are_kept_make_room_for_each_other_only_when_unused(job):
     alternate(job, 100)
     train(job, [float(number) for number in range(1, 10)] * 8)
