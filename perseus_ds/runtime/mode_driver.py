@@ -125,8 +125,8 @@ class ModeDriver:
         self._by_shape = bool(self.next.by_shape)
         self._unsent = partial(self._report, seen, own, self.next)
         self._is_known = seen.is_known
-        # With tails aligned, ranks exchange something else within the next iteration, all at the same place in it. Where
-        # the device is done already, only the driver's answer is missing; a script may end the connections right now.
+        # With tails aligned, ranks exchange something else within the next iteration, all at the same place in it.
+        # Where the device is done already, only the driver's answer is missing; a script may end the connections now.
         if self.next.aligns_tail or seen.finished.is_over():
             self.send_report()
 
