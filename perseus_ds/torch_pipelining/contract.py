@@ -6,11 +6,15 @@ import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
+from packaging.version import Version
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from perseus_ds.errors import ConfigError, VersionError
 from perseus_ds.torch_pipelining.order import stages_of
+
+OLDEST_TORCH = "2.13"
+"""The first whose schedules were tried, and the newest at that time."""
 
 SCHEDULE: Mapping[str, str] = {
     "step": "one training iteration, but for its tail",
@@ -61,6 +65,12 @@ def check_schedule(schedule: Any) -> None:
     if not isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti):
         raise ConfigError(
             f"perseus: expected a schedule of torch.distributed.pipelining, got a {type(schedule).__name__}."
+        )
+    found = importlib.metadata.version("torch")
+    if Version(found).release < Version(OLDEST_TORCH).release:
+        raise VersionError(
+            f"torch {found}: perseus-ds attaches to pipeline schedules of torch>={OLDEST_TORCH}. "
+            f'Run: pip install "torch>={OLDEST_TORCH}"'
         )
     multi = isinstance(schedule, PipelineScheduleMulti)
     _check(type(schedule).__name__, schedule, {**SCHEDULE, **(MULTI if multi else SINGLE)})

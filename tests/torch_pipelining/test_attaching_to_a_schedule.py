@@ -245,6 +245,12 @@ def test_what_cannot_be_planned_is_an_error_before_training(make, block, bad, er
     assert "step" not in vars(schedule)
 
 
+def test_an_older_torch_is_an_error_that_says_what_to_install(make, block, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.12.1+cpu")
+    with pytest.raises(VersionError, match=r"torch 2\.12\.1\+cpu: .*torch>=2\.13.*pip install"):
+        perseus_ds.attach(make(), block)
+
+
 def test_a_wrong_block_and_groups_of_an_engine_are_errors(make, block):
     with pytest.raises(ConfigError, match="mode"):
         perseus_ds.attach(make(), {**block, "mode": "fast"})
