@@ -79,6 +79,7 @@ def test_a_deadline_is_used_up_or_said_to_be_impossible(tmp_path, finish_in_s, p
     assert {r["plan"] for r in finished.iterations("run")[2:]} == {expected}
 
 
+@pytest.mark.extended
 def test_a_running_job_takes_orders_and_a_checkpoint_keeps_them(tmp_path):
     last = len(save_true_frontier(tmp_path / "frontier").plans) - 1
     monitor = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}

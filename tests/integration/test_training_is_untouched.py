@@ -54,7 +54,10 @@ def assert_kept(finished, plan):
     assert all(sides.count(side) == 2 for side in sides)
 
 
-@pytest.mark.parametrize(("schedule", "mode"), [("1f1b", "disabled"), ("1f1b", "observe"), ("dualpipev", "observe")])
+@pytest.mark.parametrize(
+    ("schedule", "mode"),
+    [pytest.param("1f1b", "disabled", marks=pytest.mark.extended), ("1f1b", "observe"), ("dualpipev", "observe")],
+)
 def test_losses_and_weights_are_bit_identical_at_default_clocks(tmp_path, plain_runs, schedule, mode):
     job = job_of(schedule)
     block = {"enabled": False} if mode == "disabled" else {"mode": mode}
@@ -65,7 +68,7 @@ def test_losses_and_weights_are_bit_identical_at_default_clocks(tmp_path, plain_
     assert {rank["attached"] for rank in finished.ranks} == {mode != "disabled"}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("dualpipev", marks=pytest.mark.extended)])
 def test_losses_and_weights_are_bit_identical_after_profiling(tmp_path, plain_runs, schedule):
     job = job_of(schedule)
     block = {"mode": "profile", "profile": QUICK_PROFILE}
