@@ -7,6 +7,7 @@ without Perseus, which must be the same bits.
 import base64
 import json
 
+import torch
 from client_job import calls, main
 from client_parts import Block, Projection, batches, config
 from deepspeed import initialize
@@ -55,9 +56,11 @@ class GptNeox:
 
     def take_over(self, folder):
         before = folder.exists()
+        torch.distributed.barrier()  # both ranks have looked
         if not before:
             self.engine.save_checkpoint(str(folder), tag="first")
             (folder / "latest").write_text("first")
+        torch.distributed.barrier()
         _, kept = self.engine.load_checkpoint(str(folder))
         assert kept.get("mine") == (5 if before else None)
         self.engine.save_checkpoint(str(folder), tag="plain" if self.is_plain else "perseus", client_state={"mine": 5})
