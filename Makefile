@@ -26,7 +26,7 @@ test-extended: $(READY)  ## More integration tests: faults, odd jobs, the exampl
 
 # Some of them: make test-gpu CHECKS="nvml or spans". No clock is changed. Results in runs/gpu, also of earlier calls.
 test-gpu: $(READY)  ## Checks on a real GPU, with evidence; where there is none, one line that says why they are skipped.
-	@$(BIN)/python tests/gpu/run.py $(CHECKS)
+	@$(BIN)/python tests/gpu/run.py "$(CHECKS)"
 
 # With a folder for compiled extensions of its own: what another DeepSpeed has compiled is of no use, or harmful.
 test-oldest: .deepspeed-$(OLDEST_DEEPSPEED)/.ready  ## The oldest DeepSpeed that is supported, which has no DualPipeV.

@@ -83,8 +83,8 @@ class CheckResult(FileModel):
     outcome: Literal["passed", "failed"]
     reason: Lines | None = None
     took_s: Duration
-    figures: list[Figure] = []
-    notes: list[Lines] = []
+    figures: list[Figure] = Field(default_factory=list)
+    notes: list[Lines] = Field(default_factory=list)
 
 
 class Evidence(FileModel):
@@ -104,7 +104,7 @@ class Evidence(FileModel):
     made: Text
     machine: Machine
     checks: list[CheckResult]
-    not_made: list[Text] = []
+    not_made: list[Text] = Field(default_factory=list)
 
     def save(self, folder: Path) -> Path:
         """Write ``evidence.json`` into a folder, and return its path.

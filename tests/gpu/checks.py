@@ -44,8 +44,8 @@ class Check:
 
 
 CHECKS = {
-    "nvml": Check("1. NVML: selection, clocks, reasons, refreshes of the counter, time of readings", "gpu.nvml_checks:nvml"),
-    "counter": Check("2. The energy counter against steady powers, at square waves of load", "gpu.energy_checks:counter"),
+    "nvml": Check("1. NVML: selection, clocks, refreshes of the counter, time of readings", "gpu.nvml_checks:nvml"),
+    "counter": Check("2. The energy counter against steady powers, at waves of load", "gpu.energy_checks:counter"),
     "duty": Check("3. Times of passes at 100 % and at 60 % duty", "gpu.energy_checks:duty"),
     "spans": Check("4. Spans of operations by CUDA events", "gpu.clock_checks:spans"),
     "requests": Check("5. From an event on the GPU to the request of a clock", "gpu.clock_checks:requests"),
@@ -54,7 +54,7 @@ CHECKS = {
     "training": Check("8. Training with DeepSpeed is the same, bit for bit", "gpu.training_checks:untouched", 420.0),
     "stages": Check("9. Two stages on one GPU", "gpu.stage_checks:stages", 300.0),
     "memory": Check("10. Memory while passes are repeated", "gpu.training_checks:memory", 180.0),
-    "closure": Check("11. Predicted against measured iterations at default clocks", "gpu.prediction_checks:closure", 240.0),
+    "closure": Check("11. Predicted against measured iterations", "gpu.prediction_checks:closure", 240.0),
     "kernels": Check("12. Collectives of Perseus launch no kernel", "gpu.training_checks:kernels"),
     "overhead": Check("13. Time that Perseus adds to an iteration", "gpu.prediction_checks:overhead", 420.0),
     "alarms": Check("14. No false alarm of a slow driver in five minutes", "gpu.training_checks:alarms", 420.0),

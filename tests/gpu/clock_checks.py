@@ -63,7 +63,7 @@ def _other_stream(machine: Any, results: Results) -> None:
 
 
 def requests(machine: Any, results: Results) -> None:
-    """From the event at the end of a pass to the call that would lock a clock; early raises against when they are due."""
+    """From the event at the end of a pass to the call that would lock a clock; early raises."""
     for name, occupy in (("launching", machine.launch_for), ("in pure Python", machine.count_for)):
         what = f"from event to request, main thread {name}"
         results.attempt(what, lambda what=what, occupy=occupy: _delays(machine, results, what, occupy))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from gpu.recording import RecordingGpu, guard_nvml
@@ -46,17 +46,15 @@ class OneGpu:
         block: The part of a ``perseus`` block that chooses the GPU.
         size: Of the models: width, rows of a micro-batch, layers, micro-batches.
         setups: How models are trained (``gpu.training.SETUPS``).
-        iterations: For how many iterations a model is trained.
     """
 
     simulated = False
     timebase = REAL_TIME
     cuda = torch.cuda
     backend = "nccl"
-    block: dict[str, Any] = {"device": "nvml"}
-    size = (2048, 8192, 4, 4)
+    block: ClassVar[dict[str, Any]] = {"device": "nvml"}
+    size = (1024, 16384, 4, 8)
     setups = ("bf16", "fp16", "ZeRO-1", "recomputation", "contiguous recomputation", "torch.compile")
-    iterations = 24
 
     def __init__(self) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that matrix products repeat bit for bit

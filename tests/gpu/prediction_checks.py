@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.results import Results
-from gpu.training import SETUPS, batches, block_of, make_engine, training_on
+from gpu.training import SETUPS, batches, block_of, engine_of, train_until_profiled, training_on
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_file import read_records
@@ -18,33 +18,29 @@ from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, read_schedule, schedule_class
 
 _KEPT = 20
+_FEWEST = 5
 
 
 def closure(machine: Any, results: Results) -> None:
-    """What a profile predicts for default clocks against 30 s of training; repeated passes against those in training."""
+    """A profile's prediction for default clocks against 30 s of training; repeated passes against those in training."""
+    setup, now_s = SETUPS["bf16"], machine.timebase.now_s
     with training_on(machine) as folder:
-        setup = SETUPS["bf16"]
         block = block_of(machine, "profile", folder)
-        highest = machine.gpu.supported_clocks_mhz()[-3:]
-        accuracy = {"relative_error": 0.005, "max_window_s": machine.seconds(4.0)}
-        block["profile"] = {"sampling": "full", "min_clock_mhz": highest[0], "warm_up": 3, **accuracy}
-        engine, data = make_engine(machine, setup, block), batches(machine, setup)
-        for _ in range(machine.iterations):
-            engine.train_batch(data)
-            if engine.perseus.phase == "observe":
-                break
-        finished = _kept_iterations(engine.perseus._timers)
-        begin_s = machine.timebase.now_s()
-        while machine.timebase.now_s() - begin_s < machine.seconds(30.0) or len(finished) < 3:
-            engine.train_batch(data)
-        spans = [iteration.spans() for iteration in finished[-_KEPT:]]
-        engine.destroy()
+        block["profile"] |= {"relative_error": 0.005, "max_window_s": machine.seconds(4.0)}
+        with engine_of(machine, setup, block) as engine:
+            data = batches(machine, setup)
+            train_until_profiled(engine, data)
+            finished = _kept_iterations(engine.perseus._timers)
+            begin_s = now_s()
+            while now_s() - begin_s < machine.seconds(30.0) or len(finished) < _FEWEST:
+                engine.train_batch(data)
+            spans = [iteration.spans() for iteration in finished[-_KEPT:]]
         output = Path(block["output_dir"])
-        _energy_and_time(machine, results, output, engine)
+        _energy_and_time(machine, results, output)
         _passes(results, StageProfile.load(output / "measured.csv"), spans)
 
 
-def _energy_and_time(machine: Any, results: Results, output: Path, engine: Any) -> None:
+def _energy_and_time(machine: Any, results: Results, output: Path) -> None:
     schedule = read_schedule(schedule_class("1f1b"), ranks=1, micro_batches=machine.size[3])
     predicted = problem_for(schedule, StageProfile.load(output / "profile.csv"), None).baseline()
     records = [r for r in read_records(output) if isinstance(r, IterationRecord) and r.phase == "observe"][2:]
@@ -87,7 +83,7 @@ def _kept_iterations(timers: Any) -> list[Any]:
 def overhead(machine: Any, results: Results) -> None:
     """Iterations of 0.2 s and of 1 s with Perseus and without, in turns, beside a second engine without it."""
     with training_on(machine) as folder:
-        for goal_s, turns, at_most in ((0.2, 40, 1.005), (1.0, 15, 1.002)):
+        for goal_s, turns, at_most in ((0.2, 30, 1.005), (1.0, 10, 1.002)):
             micro_batches = _micro_batches(machine, goal_s)
             size = (*machine.size[:3], micro_batches)
             for mode in ("observe", "run"):
@@ -103,9 +99,9 @@ def overhead(machine: Any, results: Results) -> None:
 def _micro_batches(machine: Any, goal_s: float) -> int:
     """Return how many micro-batches make an iteration about so long."""
     setup = SETUPS["bf16"]
-    engine, data = make_engine(machine, setup, None), batches(machine, setup)
-    times_s = [_timed_s(machine, engine, data) for _ in range(5)]
-    engine.destroy()
+    data = batches(machine, setup)
+    with engine_of(machine, setup, None) as engine:
+        times_s = [_timed_s(machine, engine, data) for _ in range(5)]
     return max(2, round(machine.seconds(goal_s) / min(times_s) * machine.size[3]))
 
 
@@ -121,12 +117,14 @@ def _turns(
     at_most: float,
 ) -> None:
     setup = SETUPS["bf16"]
-    with_perseus = block_of(machine, mode, folder, micro_batches=size[3])
-    engines = [make_engine(machine, setup, block, size) for block in (None, with_perseus, None)]
-    data = batches(machine, setup, size)
-    times_s = [[_timed_s(machine, engine, data) for engine in engines] for _ in range(machine.turns(turns))][3:]
-    for engine in engines:
-        engine.destroy()
+    data, block = batches(machine, setup, size), block_of(machine, mode, folder, micro_batches=size[3])
+    with (
+        engine_of(machine, setup, None, size) as plain,
+        engine_of(machine, setup, block, size) as ours,
+        engine_of(machine, setup, None, size) as second,
+    ):
+        engines = plain, ours, second
+        times_s = [[_timed_s(machine, engine, data) for engine in engines] for _ in range(machine.turns(turns))][3:]
     again = statistics.median(turn[2] / turn[0] for turn in times_s)
     results.add(f"{what}: time without Perseus, median", statistics.median(t[0] for t in times_s) * 1e3, "ms")
     results.add(f"{what}: a second engine without Perseus to the first", again)

@@ -6,7 +6,7 @@ All that they measure is labelled simulated and says nothing of a GPU.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from gpu.machine import versions
@@ -80,13 +80,12 @@ class HostMachine:
     simulated = True
     timebase = REAL_TIME
     backend = "gloo"
-    block: dict[str, Any] = {
+    block: ClassVar[dict[str, Any]] = {
         "device": "simulated",
         "simulated": {"longest_instruction_s": 0.01, "counter_period_s": 0.02, "lock_latency_s": 0.002},
     }
     size = (8, 4, 2, 4)
     setups = ("bf16", "contiguous recomputation")
-    iterations = 8
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -98,7 +97,7 @@ class HostMachine:
         return Machine(simulated=True, gpu=self.gpu.name, driver=None, versions=versions())
 
     def seconds(self, wanted_s: float) -> float:
-        return min(wanted_s, 0.2)
+        return min(wanted_s, 0.1)
 
     def turns(self, wanted: int) -> int:
         return min(wanted, 5)

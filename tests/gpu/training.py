@@ -8,7 +8,7 @@ import itertools
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +27,10 @@ import perseus_ds
 from perseus_ds.pipeline.schedule import read_schedule, schedule_class
 from perseus_ds.runtime import devices
 
-
 _BATCHES = 4
+_MOST_ITERATIONS = 400
+DONE = {"observe": ("observe", 6), "profile": ("observe", 3), "run": ("run", 3)}
+"""By mode: a phase, and how many iterations of it are enough."""
 
 
 class Block(nn.Module):
@@ -98,8 +100,19 @@ def training_on(machine: Any) -> Iterator[Path]:
             devices.NvmlGpu = opened  # type: ignore[misc]
 
 
-def make_engine(machine: Any, setup: Setup, block: dict[str, Any] | None, size: tuple[int, ...] | None = None) -> Any:
-    """Return an engine of one stage, the same one for the same arguments; its GPU is that of the machine."""
+@contextmanager
+def engine_of(
+    machine: Any, setup: Setup, block: dict[str, Any] | None, size: tuple[int, ...] | None = None
+) -> Iterator[Any]:
+    """Make an engine of one stage, the same one for the same arguments; it is destroyed at the end."""
+    engine = _make_engine(machine, setup, block, size)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def _make_engine(machine: Any, setup: Setup, block: dict[str, Any] | None, size: tuple[int, ...] | None) -> Any:
     width, rows, layers, micro_batches = size or machine.size
     checkpointing.configure(
         None,
@@ -152,52 +165,63 @@ class Trained:
     Attributes:
         bits: By name: losses, and hashes of weights, optimizer state and random-number generators.
         phases: Of its iterations under Perseus.
-        changes: The clocks that its GPU was asked for; None where that is not recorded.
+        changes: How many clock changes its GPU was asked for; None where that is not recorded.
     """
 
     bits: dict[str, object]
     phases: list[str]
-    changes: int | None = None
+    changes: int | None
 
 
-def train(
-    machine: Any,
-    setup: Setup,
-    block: dict[str, Any] | None,
-    iterations: int,
-    *,
-    prepare: Callable[[Any], object] = lambda engine: None,
-) -> Trained:
-    """Train a new engine for some iterations.
-
-    Args:
-        machine: The machine.
-        setup: How.
-        block: A ``perseus`` block without its GPU; None to train without Perseus.
-        iterations: How many.
-        prepare: Called with the engine before it trains.
-    """
-    engine, data = make_engine(machine, setup, block), batches(machine, setup)
-    prepare(engine)
-    losses, phases = [], []
-    for _ in range(iterations):
-        phases.append("" if block is None else engine.perseus.phase)
-        losses.append(engine.train_batch(data).item())
-    found = Trained({"losses": tuple(map(repr, losses)), **bits_of(engine, machine)}, phases)
-    if block is not None:
+def train(machine: Any, setup: Setup, block: dict[str, Any]) -> Trained:
+    """Train a new engine under Perseus until its mode has done what it is for, and a few iterations more."""
+    losses: list[str] = []
+    phases: list[str] = []
+    wanted, count = DONE[block["mode"]]
+    with engine_of(machine, setup, block) as engine:
+        data = batches(machine, setup)
+        while phases.count(wanted) < count and len(phases) < _MOST_ITERATIONS:
+            phases.append(engine.perseus.phase)
+            losses.append(repr(engine.train_batch(data).item()))
         changes = getattr(engine.perseus.runtime._rank.gpu, "changes", None)
-        found.changes = None if changes is None else len(changes)
-    engine.destroy()
+        return Trained(bits_of(engine, machine, losses), phases, None if changes is None else len(changes))
+
+
+def train_without(machine: Any, setup: Setup, counts: Collection[int]) -> dict[int, dict[str, object]]:
+    """Train a new engine without Perseus; return what it left behind after each of some numbers of iterations."""
+    losses: list[str] = []
+    found = {}
+    with engine_of(machine, setup, None) as engine:
+        data = batches(machine, setup)
+        for number in range(1, max(counts) + 1):
+            losses.append(repr(engine.train_batch(data).item()))
+            if number in counts:
+                found[number] = bits_of(engine, machine, losses)
     return found
 
 
-def bits_of(engine: Any, machine: Any) -> dict[str, object]:
+def train_until_profiled(engine: Any, data: Any) -> None:
+    """Train until the profile is written.
+
+    Raises:
+        AssertionError: It is not after many iterations.
+    """
+    for _ in range(_MOST_ITERATIONS):
+        engine.train_batch(data)
+        if engine.perseus.phase == "observe":
+            return
+    raise AssertionError(f"no profile after {_MOST_ITERATIONS} iterations")
+
+
+def bits_of(engine: Any, machine: Any, losses: Sequence[str]) -> dict[str, object]:
+    """Return what training has changed, as values that are equal where all bits are."""
     states = [torch.get_rng_state(), torch.tensor(np.random.get_state()[1].tolist())]
     if machine.device.type == "cuda":
         states.append(torch.cuda.get_rng_state(machine.device))
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     kept = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
     return {
+        "losses": tuple(losses),
         "weights": _hash(value for _, value in sorted(engine.module.state_dict().items())),
         "optimizer state": _hash(kept),
         "random-number generators": (_hash(states), random.getstate()),

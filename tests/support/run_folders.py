@@ -109,7 +109,9 @@ def make_evidence():
         made="2026-11-22 10:00 UTC",
         machine=Machine(simulated=True, gpu="simulated A100", driver=None, versions={"torch": "2.13.0"}),
         checks=[
-            CheckResult(name="spans", title="Spans", outcome="passed", took_s=2.0, figures=[Figure(name="ratio", value=1)]),
+            CheckResult(
+                name="spans", title="Spans", outcome="passed", took_s=2.0, figures=[Figure(name="ratio", value=1)]
+            ),
             CheckResult(
                 name="requests", title="Requests", outcome="failed", reason="lateness: 3.5 ms (at most 2 ms)",
                 took_s=3.0, figures=[late], notes=["<b>as measured</b>"],
