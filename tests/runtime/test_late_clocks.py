@@ -1,5 +1,7 @@
 """Clocks that follow late: profiles count from when they are there, and plans have no runs too short for them."""
 
+import sys
+
 import pytest
 from virtual_job import SLOWER
 from worker_at_once import WorkerAtOnce
@@ -34,3 +36,12 @@ def test_plans_of_auto_mode_have_no_run_that_is_shorter_than_two_latencies(start
     monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", Recording)
     start(mode="auto", gpu={"lock_latency_s": latency_s}, **SLOWER).train_until("run")
     assert requests[0].least_dwell_s == pytest.approx(2 * latency_s, abs=0.003)
+
+
+@pytest.mark.parametrize(("mode", "is_shorter"), [("observe", False), ("auto", True)])
+def test_jobs_that_change_clocks_shorten_the_switch_interval_until_they_end(start, mode, is_shorter):
+    before_s = sys.getswitchinterval()
+    job = start(mode=mode)
+    assert (sys.getswitchinterval() < before_s) is is_shorter
+    job.close()
+    assert sys.getswitchinterval() == before_s
