@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from perseus_ds.artifacts.rank_report import RankReport
+from perseus_ds.artifacts.rank_report import RankReport, shapes_number
 from perseus_ds.artifacts.run_records import ClockRefused, Failed
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.clock_readback import Refusal
@@ -179,7 +179,8 @@ class PerseusRuntime:
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
         failed = seen.failed and not self._closed
         counts = (clocks.changes - changes, skips, failed, *clocks.readback.reading)
-        own = RankReport(math.nan, math.nan, *counts, shapes=self._shapes.total)
+        shapes = shapes_number(self._communicator.topology.rank, self._shapes.total)
+        own = RankReport(math.nan, math.nan, *counts, shapes=shapes)
         self._driver.end_iteration(seen, own, samples)
         clocks.reset_when_idle(_IDLE_S)
 

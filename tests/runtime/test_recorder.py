@@ -82,16 +82,10 @@ def test_what_is_derived_is_not_stored(tmp_path):
 
 
 def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(tmp_path):
-    class TwoPipelines(LoneCommunicator):
-        world_size = 4
-
-        def all_gather(self, value):
-            return [0, 0, 1, 1]
-
-    recorder = Recorder(TwoPipelines(), tmp_path, simulated=False)
+    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=False)
     recorder.start(Started())
     ranks = [{"time_s": 1.0 + n, "energy_j": 10.0 * (n + 1), "failed": n == 2, "clock_changes": n} for n in range(4)]
-    recorder.add(IterationContext(1, 8, "observe"), reports_of(*ranks))
+    recorder.add(IterationContext(1, 8, "observe"), reports_of(*ranks, pipelines=(0, 0, 1, 1)))
     recorder.close()
     record = read_records(tmp_path)[1]
     assert (record.time_s, record.energy_j, record.energy_by_pipeline_j) == (4.0, 100.0, (30.0, 70.0))

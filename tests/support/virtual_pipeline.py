@@ -56,7 +56,7 @@ class VirtualCommunicator:
 
     def __init__(self, meetings, topology):
         self._meetings = meetings
-        self._calls = 0
+        self._calls = self._exchanges = 0
         self.topology = topology
         self.world_size = topology.pipeline_ranks
 
@@ -64,18 +64,25 @@ class VirtualCommunicator:
     def is_first(self):
         return self.topology.rank == 0
 
-    def start_all_gather(self, values):
+    @property
+    def pipeline_of_rank(self):
+        return np.zeros(self.world_size if self.is_first else 0, int)
+
+    def start_exchange(self, numbers, answers, width):
+        self._exchanges += 1
+        exchange = "exchange", self._exchanges
+        self._meetings.bring(exchange, self.topology.rank, (numbers, answers))
+        return _Pending(self._meetings, exchange, self)
+
+    def _all_gather(self, value):
         self._calls += 1
-        self._meetings.bring(self._calls, self.topology.rank, values)
-        return _Pending(self._meetings, self._calls, self.world_size)
+        self._meetings.bring(self._calls, self.topology.rank, value)
+        return [value for _, value in sorted(self._meetings.wait(self._calls, self.world_size).items())]
 
-    def all_gather(self, value):
-        return self.start_all_gather(value).values()
-
-    pipeline_gather = all_gather
+    pipeline_gather = _all_gather
 
     def gather(self, value):
-        values = self.all_gather(value)
+        values = self._all_gather(value)
         return values if self.is_first else []
 
     def from_first(self, make):
@@ -85,7 +92,7 @@ class VirtualCommunicator:
                 made = make()
             except (PerseusError, OSError) as error:
                 made = error
-        made = self.all_gather(made)[0]
+        made = self._all_gather(made)[0]
         if isinstance(made, Exception):
             raise made
         return made
@@ -96,34 +103,44 @@ class VirtualCommunicator:
             check()
         except PerseusError as error:
             problem = error
-        for found in self.all_gather(problem):
-            if found is not None:
-                raise found
+        found = self.first_of(problem)
+        if found is not None:
+            raise found
+
+    def first_of(self, value):
+        return next((found for found in self._all_gather(value) if found is not None), None)
+
+    def agree(self, value, combined):
+        return combined(self._all_gather(value))
 
     def all_max(self, value):
-        return max(self.all_gather(value))
+        return max(self._all_gather(value))
+
+    def all_sum(self, value):
+        return sum(self._all_gather(value))
 
     def stage_max(self, value):
         return value
 
     def barrier(self):
-        self.all_gather(None)
+        self._all_gather(None)
 
     pipeline_barrier = barrier
 
-    def all_gather_numbers(self, values):
-        return np.array(self.all_gather(values))
-
 
 class _Pending:
-    def __init__(self, meetings, name, size):
-        self._meetings, self._name, self._size = meetings, name, size
+    """An exchange: rank 0's answers are made once, when the first rank asks for its own."""
 
-    def values(self):
-        return [value for _, value in sorted(self._meetings.wait(self._name, self._size).items())]
+    def __init__(self, meetings, name, communicator):
+        self._meetings, self._name = meetings, name
+        self._rank, self._size = communicator.topology.rank, communicator.world_size
 
     def result(self):
-        return np.array(self.values())
+        brought = self._meetings.wait(self._name, self._size)
+        if "answers" not in brought:
+            numbers = [brought[rank][0] for rank in range(self._size)]
+            brought["answers"] = brought[0][1](np.array(numbers, dtype=float))
+        return brought["answers"][self._rank]
 
     def is_there_within(self, timeout_s):
         return False
