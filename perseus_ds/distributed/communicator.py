@@ -50,6 +50,7 @@ class Communicator:
         self._tree = self._tree_of("all", range(self.world_size))
         # What is under way at any time has groups of its own: others are used in an order that all ranks know.
         self._exchanges = self._tree_of("exchanges", range(self.world_size))
+        self._last: PendingAnswer | None = None
         pipeline = sorted(topology.pipeline)
         self._pipeline = GlooGroup(pipeline, f"{self._name}/pipeline") if len(pipeline) > 1 else None
         places = self.gather((topology.pipeline_rank, topology.data_parallel_rank))
@@ -168,7 +169,10 @@ class Communicator:
             answers: On rank 0, makes the answers, on a thread of torch.
             width: Numbers of the answer to a rank.
         """
-        return start_exchange(self._exchanges, numbers, answers, width)
+        if self._last is not None:
+            self._last.settle()  # its messages and these must not mix
+        self._last = start_exchange(self._exchanges, numbers, answers, width)
+        return self._last
 
 
 def _wait_for_all_ranks() -> None:

@@ -7,6 +7,7 @@ receive in callbacks of torch, so that the training thread has no part in it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -55,6 +56,11 @@ class PendingAnswer:
     def result(self) -> Numbers:
         answer: Numbers = self._wait()[0].numpy()
         return answer
+
+    def settle(self) -> None:
+        """Wait until it is there, or will not come."""
+        with contextlib.suppress(RuntimeError):
+            self._wait()
 
     def is_there_within(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s

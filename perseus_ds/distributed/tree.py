@@ -1,7 +1,8 @@
 """The ranks of a job as a tree of small groups, so that no rank is connected with all others.
 
-Ranks are numbered in groups of at most 32; the first rank of each group is in a group of the next level with the first
-ranks of others, and so on up to rank 0. A rank that is first nowhere, a *leaf*, is in one group however large the job.
+Eight ranks one after the other, mostly those of a node, are a group; the first rank of each group is in a group of the
+next level with the first ranks of seven others, and so on up to rank 0. A rank that is first nowhere, a *leaf*, is in
+one group however large the job.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-GROUP_SIZE = 32
+# Larger groups are connected more slowly: every rank of a group is connected with every other.
+GROUP_SIZE = 8
 
 
 class Started(Protocol[T_co]):
