@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,7 @@ def save_frontier(folder: Path, schedule: Schedule) -> None:
     Frontier(plans, ITERATION_S, plans[0], provenance, times_s).save(folder / "frontier")
 
 
-def modelled(ranks: int, iterations: int = UNTIL_RUN + MEASURED) -> dict[str, float]:
+def modelled(ranks: int, until_run: int = UNTIL_RUN, measured: int = MEASURED) -> dict[str, float]:
     """Return figures of a job on the modelled network, of its last iterations."""
     network = Network(range(ranks))
     pipeline_of_rank = np.array([topology_of(rank, ranks).data_parallel_rank for rank in range(ranks)])
@@ -194,7 +193,7 @@ def modelled(ranks: int, iterations: int = UNTIL_RUN + MEASURED) -> dict[str, fl
         draw = np.random.default_rng(0)
         slow = SLOWER if pipeline_of_rank.max() > 0 else 1.0
         rounds_s, recorded, phases = [], [], []
-        for _ in range(iterations):
+        for _ in range(until_run + measured):
             energy_j = energy_of(whole[0].driver.next.phase)
             network.begin_round()
             for rank, real in whole.items():
@@ -214,15 +213,15 @@ def modelled(ranks: int, iterations: int = UNTIL_RUN + MEASURED) -> dict[str, fl
         first, leaf = whole[0], whole[LEAF]
         for real in whole.values():
             real.close()
-        last = slice(-MEASURED, None)
-        assert phases[last] == ["run"] * MEASURED, phases
+        last = slice(-measured, None)
+        assert phases[last] == ["run"] * measured, phases
         plan = first.driver.next.plan
         assert plan == leaf.driver.next.plan, "both decide alike"
         assert bool(plan) is (slow > 1), "both follow the slow pipeline"
         return {
             "rank 0: training thread [ms]": 1e3 * statistics.median(first.training_s[last]),
             "rank 0: torch's threads [ms]": 1e3 * statistics.median(network.callbacks_s[0][last]),
-            "rank 0: thread of records [ms]": 1e3 * records_s / iterations,
+            "rank 0: thread of records [ms]": 1e3 * records_s / (until_run + measured),
             "leaf: training thread [ms]": 1e3 * statistics.median(leaf.training_s[last]),
             "rank 0: sent and received [bytes]": statistics.median(network.bytes_of[0][last]),
             "leaf: sent and received [bytes]": statistics.median(network.bytes_of[LEAF][last]),
@@ -230,7 +229,7 @@ def modelled(ranks: int, iterations: int = UNTIL_RUN + MEASURED) -> dict[str, fl
             "from the last report to the last answer, network [ms]": 1e3 * statistics.median(rounds_s[last]),
             "set-up: processor time on rank 0 and a leaf [s]": built_s,
             "set-up: collectives": len(log),
-            "run.jsonl [bytes an iteration]": (recorded[-1] - recorded[-MEASURED - 1]) / MEASURED,
+            "run.jsonl [bytes an iteration]": (recorded[-1] - recorded[-measured - 1]) / measured,
             "control status [bytes]": status,
         }
 
