@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from perseus_ds.artifacts.rank_report import JobReport, RankReport
+from perseus_ds.artifacts.rank_report import JobReport, RankReport, shapes_number
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.runtime.fallback import may_pass
@@ -163,9 +163,10 @@ class ModeDriver:
         except Exception as error:  # the other ranks wait for this report
             self._on_error(error)
             later = {}
-        own = replace(own, time_s=seen.time_s, energy_j=seen.energy_j, events=self._recorder.events_to_report)
-        report = replace(own, closed=self._is_closed, **{**following.reported, **later})
-        return report, following.stretch_factors
+        measured = {"time_s": seen.time_s, "energy_j": seen.energy_j, "events": self._recorder.events_to_report}
+        shapes = shapes_number(self._rank.communicator.topology.rank, seen.shapes[1])
+        known = {**measured, "shapes": shapes, "closed": self._is_closed, **following.reported, **later}
+        return replace(own, **known), following.stretch_factors
 
     def _received(self) -> JobReport | None:
         """Return what all ranks have reported of the iteration before; keep what it did where that is wanted."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from perseus_ds.artifacts.rank_report import RankReport, shapes_number
+from perseus_ds.artifacts.rank_report import RankReport
 from perseus_ds.artifacts.record_base import Event
 from perseus_ds.artifacts.run_records import ClockRefused
 from perseus_ds.device.clock_controller import ClockController
@@ -182,9 +182,7 @@ class PerseusRuntime:
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
         failed = seen.failed and not self._closed
         counts = (clocks.changes - changes, skips, failed, *clocks.readback.reading)
-        shapes = shapes_number(self._communicator.topology.rank, self._shapes.total)
-        own = RankReport(math.nan, math.nan, *counts, shapes=shapes)
-        self._driver.end_iteration(seen, own, samples)
+        self._driver.end_iteration(seen, RankReport(math.nan, math.nan, *counts), samples)
         clocks.reset_when_idle(_IDLE_S)
 
     def operation(self, operation: Operation, inputs: float = 0.0) -> AbstractContextManager[None]:
