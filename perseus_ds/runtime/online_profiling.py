@@ -153,7 +153,7 @@ def _measure_batch(
         needs_more = measurement.add(clock, visit)
         reports = visit.seen[0].reports
         # Reports that a checkpoint has cut off may have asked.
-        asked = bool(reports.column("vote").any()) if reports is not None else before is not None
+        asked = reports.vote if reports is not None else before is not None
         if asked and before is not None and before != clock and before not in waiting:
             waiting.append(before)
         if not waiting:
@@ -267,5 +267,5 @@ class _OnlineMeasurement:
 
     def cost(self) -> ProfilingCost:
         """Return the cost of all visits; every rank must ask at the same time."""
-        lost_j = float(self._communicator.all_gather_numbers([self._lost_j]).sum())
+        lost_j = self._communicator.all_sum(self._lost_j)
         return ProfilingCost(self._iterations, self._communicator.all_max(self._lost_s), lost_j)

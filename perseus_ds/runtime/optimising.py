@@ -66,4 +66,4 @@ def optimise(job: Job, rank: Rank, default: DefaultIterations, switch_cost_s: fl
 
 
 def _nobody_has_finished(seen: IterationMeasurement | None) -> bool:
-    return seen is None or seen.reports is None or not seen.reports.of_rank_0.vote
+    return seen is None or seen.reports is None or not seen.reports.rank_0_votes

@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lone_communicator import reports_of
+from lone_communicator import told_of
 
 from perseus_ds.policy.plan_proof import Comparison, IterationSample, is_in_doubt, is_kept
 from perseus_ds.policy.policies import PowerCapPolicy, SlowdownPolicy
@@ -87,9 +87,9 @@ def test_one_default_iteration_that_is_held_up_loses_no_plan():
 def test_iterations_of_failed_ranks_or_unknown_energy_are_left_out():
     default = sample()
     for report in ({"energy_j": math.nan}, {"failed": True}):
-        default.add_reports(reports_of({}, report))
+        default.add_reports(told_of({}, report))
     assert len(default.times_s) == 12
-    default.add_reports(reports_of({}, {}))
+    default.add_reports(told_of({}, {}))
     assert len(default.times_s) == 13
 
 
