@@ -27,6 +27,8 @@ _TIME_TOLERANCE = 0.01
 _FASTER = 0.03
 _WELL_KNOWN = 0.01
 _COMES_AGAIN = 3
+# The counter changes within an iteration that takes as long as so many refreshes.
+_SURELY_REFRESHED = 3
 
 
 @dataclass
@@ -53,11 +55,15 @@ class IterationSample:
         self._total_s += time_s
 
     def add_reports(self, reports: RankReports) -> None:
-        """Add an iteration that all ranks have reported, unless a rank had fallen back or could not read its energy."""
-        energy_j = float(reports.column("energy_j").sum())
-        if math.isfinite(energy_j) and not reports.column("failed").any():
+        """Add an iteration that all ranks have reported.
+
+        Not one in which a rank had fallen back, could not read its energy counter, or whose counter stood still.
+        """
+        energies_j, time_s = reports.column("energy_j"), float(reports.column("time_s").max())
+        stands_still = time_s > _SURELY_REFRESHED * self.counter_period_s and not (energies_j > 0).all()
+        if math.isfinite(energies_j.sum()) and not (stands_still or reports.column("failed").any()):
             self.shapes[reports.shapes] += 1
-            self.add(float(reports.column("time_s").max()), energy_j)
+            self.add(time_s, float(energies_j.sum()))
 
     def has_other_shapes(self, reports: RankReports) -> bool:
         """Whether an iteration cannot be compared with these, its inputs being of other shapes."""
@@ -79,8 +85,8 @@ class IterationSample:
 
     @property
     def looks(self) -> int:
-        """How many of the lengths it has reached at which a comparison may be made; 3 at most."""
-        return sum(map(self._is_as_long_as, _LOOKS))
+        """How many of the lengths it has reached at which a comparison may be made; 3 at most, 0 without energies."""
+        return sum(map(self._is_as_long_as, _LOOKS)) if any(self.energies_j) else 0
 
     @property
     def is_enough(self) -> bool:
