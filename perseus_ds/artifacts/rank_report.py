@@ -85,6 +85,7 @@ class JobReport:
     Attributes:
         time_s: Of the slowest rank [s].
         energy_j: Of all GPUs [J]; NaN where it cannot be read.
+        least_energy_j: Of the GPU that used least, by its counter [J]; NaN where one cannot be read.
         failed: Whether a rank has fallen back to default clocks.
         closed: Whether a rank has been closed, so that all leave the mode.
         vote: Whether a rank has voted.
@@ -109,6 +110,7 @@ class JobReport:
 
     time_s: float
     energy_j: float
+    least_energy_j: float
     failed: bool = False
     closed: bool = False
     vote: bool = False
@@ -146,6 +148,7 @@ class JobReport:
         return cls(
             time_s=float(ranks.column("time_s").max()),
             energy_j=float(ranks.column("energy_j").sum()),
+            least_energy_j=float(ranks.column("energy_j").min()),
             failed=bool(ranks.column("failed").any()),
             closed=bool(ranks.column("closed").any()),
             vote=bool(ranks.column("vote").any()),

@@ -27,6 +27,8 @@ _TIME_TOLERANCE = 0.01
 _FASTER = 0.03
 _WELL_KNOWN = 0.01
 _COMES_AGAIN = 3
+# The counter changes within an iteration that takes as long as so many refreshes.
+_SURELY_REFRESHED = 3
 
 
 @dataclass
@@ -53,8 +55,12 @@ class IterationSample:
         self._total_s += time_s
 
     def add_reports(self, reports: JobReport) -> None:
-        """Add an iteration that all ranks have reported, unless a rank had fallen back or could not read its energy."""
-        if math.isfinite(reports.energy_j) and not reports.failed:
+        """Add an iteration that all ranks have reported.
+
+        Not one in which a rank had fallen back, could not read its energy counter, or whose counter stood still.
+        """
+        stands_still = reports.time_s > _SURELY_REFRESHED * self.counter_period_s and not reports.least_energy_j > 0
+        if math.isfinite(reports.energy_j) and not (stands_still or reports.failed):
             self.shapes[reports.shapes] += 1
             self.add(reports.time_s, reports.energy_j)
 
@@ -78,8 +84,8 @@ class IterationSample:
 
     @property
     def looks(self) -> int:
-        """How many of the lengths it has reached at which a comparison may be made; 3 at most."""
-        return sum(map(self._is_as_long_as, _LOOKS))
+        """How many of the lengths it has reached at which a comparison may be made; 3 at most, 0 without energies."""
+        return sum(map(self._is_as_long_as, _LOOKS)) if any(self.energies_j) else 0
 
     @property
     def is_enough(self) -> bool:

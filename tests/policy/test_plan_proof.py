@@ -40,6 +40,20 @@ def test_one_iteration_that_is_held_up_changes_no_typical_one():
     assert held_up.energy_j == pytest.approx(100.0)
 
 
+@pytest.mark.parametrize(("time_s", "kept"), [(1.0, 0), (0.1, 80)])
+def test_iterations_in_which_a_counter_stands_still_are_left_out_unless_shorter_than_its_refreshes(time_s, kept):
+    found = IterationSample(PERIOD_S)
+    for _ in range(80):
+        found.add_reports(told_of({"time_s": time_s, "energy_j": 100.0}, {"time_s": time_s, "energy_j": 0.0}))
+    assert len(found.times_s) == kept
+
+
+def test_without_any_energy_nothing_is_compared():
+    stands_still = sample(energy_j=0.0, iterations=99)
+    assert stands_still.looks == 0
+    assert not stands_still.is_enough
+
+
 @given(st.floats(0.8, 1.3), st.floats(0.5, 1.5), st.floats(0.0, 0.3))
 def test_a_plan_wins_if_and_only_if_it_saves_energy_for_sure_and_is_as_fast_as_promised(time, energy, promised):
     comparison = Comparison.of(sample(), sample(time, 100 * energy), promised)
