@@ -23,9 +23,9 @@ class ExitGuard:
     that does not return before the job is killed, such as a collective that waits for a rank that is gone.
 
     A signal handler that was installed before is called afterwards; without one the signal ends the process as it
-    would have, a second later if the main thread is in such a call. A signal that is ignored, as SIGINT is under ``nohup … &``, stays ignored. Processes forked from this
-    one, such as those of a ``multiprocessing.Pool``, inherit the handlers; in them ``restore`` is not called, because
-    the clock is the parent's.
+    would have, a second later if the main thread is in such a call. A signal that is ignored, as SIGINT is under
+    ``nohup … &``, stays ignored. Processes forked from this one, such as those of a ``multiprocessing.Pool``, inherit
+    the handlers; in them ``restore`` is not called, because the clock is the parent's.
     """
 
     def __init__(self, restore: Callable[[], None], reset_clock: Callable[[], None]) -> None:
@@ -65,9 +65,9 @@ class ExitGuard:
     def _hear(self, number: int) -> None:
         """Reset the clock; end the process if the main thread, which is to do so, cannot run its handler."""
         self._reset_clock()
-        if not self._is_handled.wait(_STUCK_S) and signal.getsignal(number) == self._handle:
-            if self._previous.get(number) == signal.SIG_DFL:
-                _end_by(number)
+        is_ours = signal.getsignal(number) == self._handle and self._previous.get(number) == signal.SIG_DFL
+        if not self._is_handled.wait(_STUCK_S) and is_ours:
+            _end_by(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._is_handled.set()

@@ -76,7 +76,11 @@ class Cluster:
     Attributes:
         nodes: The nodes, ``node-1`` the first one.
         folder: A folder that all nodes see.
+        disk: Where each node has its own disk; an empty folder elsewhere.
     """
+
+    BURST_BYTES = 16_000
+    """A slow link lets so many bytes through at once."""
 
     def __init__(self, folder: Path, library: Path, count: int) -> None:
         """Make nodes of one GPU each.
@@ -86,8 +90,8 @@ class Cluster:
         """
         self.folder = folder
         self._library = library
-        self._disk = folder / "disk"
-        self._disk.mkdir()
+        self.disk = folder / "disk"
+        self.disk.mkdir()
         self._holders: list[subprocess.Popen[str]] = []
         names = [f"node-{number}" for number in range(1, count + 1)]
         hosts = [f"{_NETWORK}.{number} {name}" for number, name in enumerate(names, 1)]
@@ -104,7 +108,7 @@ class Cluster:
         own.mkdir()
         prepare = [
             f"hostname {name}",
-            f"mount --bind {own} {self._disk}",
+            f"mount --bind {own} {self.disk}",
             f"mount --bind {self.folder}/hosts /etc/hosts",
             "mount -t tmpfs tmpfs /dev/shm",
         ]
@@ -117,8 +121,8 @@ class Cluster:
         variables = {
             **gpus.environment,
             **ENVIRONMENT,
-            "DISK": str(self._disk),
-            "XDG_CACHE_HOME": f"{self._disk}/cache",
+            "DISK": str(self.disk),
+            "XDG_CACHE_HOME": f"{self.disk}/cache",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(_ROOT),
         }
@@ -140,7 +144,8 @@ class Cluster:
         return psutil.Process(holder.pid).children()[0]
 
     def _on_switch(self, line: str) -> None:
-        _run([*_enter(self._switch), "sh", "-c", line])
+        # Process ids are those that this process sees.
+        _run(["nsenter", "--target", str(self._switch.pid), "--net", "sh", "-c", line])
 
     def lose(self, node: Node) -> None:
         """End a node as if its power failed: nothing more on the network, then no process."""
@@ -151,7 +156,7 @@ class Cluster:
     def make_slow(self, megabits_per_s: int) -> None:
         """Let each node receive no more than so much."""
         for node in self.nodes:
-            rate = f"tbf rate {megabits_per_s}mbit burst 16kb latency 1s"
+            rate = f"tbf rate {megabits_per_s}mbit burst {self.BURST_BYTES} latency 1s"
             self._on_switch(f"tc qdisc replace dev {node.port} root {rate}")
 
     def close(self) -> None:

@@ -187,7 +187,7 @@ def _use_memory() -> None:
 
 
 def _become_another_program(job: LightJob) -> None:
-    os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"])
+    os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(1)"])
 
 
 def _leave_a_copy(job: LightJob) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -14,14 +15,13 @@ from typing import Any
 
 import job
 import psutil
-from forked import CONTEXT, free_port
+from forked import fork, free_port
 from frontiers import save_random_plan
 from job import QUICK_PROFILE
 from stub_nvml.controller import STATE_VARIABLE, StubGpu, StubNvml
 from trials.cgroups import killed_as_a_whole, of_little_memory
 from trials.light_job import RANKS, LightJob, launch
 
-CONTEXT.set_forkserver_preload(["pipeline_job", "trials.light_job"])
 GIVE_UP_S = 120.0
 """Ends a trial that hangs."""
 _POLL_S = 0.002
@@ -43,8 +43,8 @@ class Outcome:
 
     Attributes:
         locked: GPUs whose clocks were locked when the job was ended.
-        restored_s: From then to the last reset of a clock by a rank or guardian of the job [s]; None if a clock was
-            still locked when all of these had ended.
+        restored_s: From then until a rank or guardian of the job had reset all clocks [s], its own where a rank has
+            ended itself; None if a clock was still locked when all of these had ended.
         restored_later: Whether the next job, or ``perseus-ds reset``, has restored it then.
     """
 
@@ -221,8 +221,9 @@ def attempt(way: Way, library: Path, folder: Path, seed: int) -> Outcome:
         locked = sum(_is_locked_at(gpu, ended_s) for gpu in node.gpus)
         if any(node.locked_clocks_mhz()):
             return Outcome(locked, None, _is_restored_later(trial, by_command=bool(seed % 2)))
-        resets_s = [gpu.change_times_s()[-1] - ended_s for gpu in node.gpus if gpu.change_count]
-        return Outcome(locked, max([0.0, *resets_s]))
+        # The other ranks go on until they notice the end of a rank that has ended itself.
+        concerned = node.gpus[-1:] if "end_by" in way.settings else node.gpus
+        return Outcome(locked, max([0.0, *(_restored_at_s(gpu) - ended_s for gpu in concerned)]))
 
 
 def _start(way: Way, trial: Trial, until_the_end: contextlib.ExitStack) -> None:
@@ -256,9 +257,7 @@ def _start(way: Way, trial: Trial, until_the_end: contextlib.ExitStack) -> None:
 
 
 def _launch(trial: Trial, light: LightJob) -> None:
-    process = CONTEXT.Process(target=launch, args=[light])
-    process.start()
-    trial.watch(process.pid)
+    trial.watch(int(fork(launch, light).pid or 0))
 
 
 def _environment(trial: Trial) -> dict[str, str]:
@@ -298,6 +297,16 @@ def _is_locked_at(gpu: StubGpu, moment_s: float) -> bool:
     """Whether a GPU's clock was locked at a moment."""
     before = [clock for clock, at_s in zip(gpu.changes_mhz(), gpu.change_times_s(), strict=True) if at_s <= moment_s]
     return bool(before and before[-1])
+
+
+def _restored_at_s(gpu: StubGpu) -> float:
+    """When a GPU's clock was reset and not locked again; -inf if it was never locked."""
+    restored_s = -math.inf
+    for clock, at_s in zip(reversed(gpu.changes_mhz()), reversed(gpu.change_times_s()), strict=True):
+        if clock:
+            return restored_s
+        restored_s = at_s
+    return -math.inf
 
 
 def _is_restored_later(trial: Trial, *, by_command: bool) -> bool:

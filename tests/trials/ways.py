@@ -47,7 +47,6 @@ def _guardians_then_ranks(trial: Trial, which: slice) -> float:
     kill(before[which])
     trial.wait_until(lambda: len([g for g in trial.guardians if g not in before[which]]) == 2, "two guardians again")
     time.sleep(trial.draw.uniform(0.0, 0.5))
-    trial.wait_until(lambda: all(trial.node.locked_clocks_mhz()), "locked clocks on all GPUs")
     trial.look()
     return kill(trial.ranks)
 
@@ -153,8 +152,12 @@ LIGHT = [
         )
     ),
     *(
-        Way(f"{name}, {when}", end, when=phase)
-        for when, phase in (("starting", "starting"), ("profiling", "profile"), ("at its end", "closing"))
+        Way(f"{name}, {when}", end, when=phase, settings=settings)
+        for when, phase, settings in (
+            ("starting", "starting", {}),
+            ("profiling", "profile", {}),
+            ("at its end", "closing", {"steps": 20}),
+        )
         for name, end in (
             ("SIGTERM to the process group", partial(_group, number=signal.SIGTERM)),
             ("SIGKILL to launcher and ranks", _tree),
