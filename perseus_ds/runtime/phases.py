@@ -116,9 +116,9 @@ class IterationMeasurement:
         """How long it took [s]."""
         return self.finished.time_s()
 
-    @cached_property
+    @property
     def energy_j(self) -> float:
-        """Of this rank's GPU [J]."""
+        """Of this rank's GPU [J]; no ``cached_property``, whose lock all ranks of a process share until Python 3.12."""
         self.finished.end.synchronize()
         return self.used_j()
 
