@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
@@ -77,6 +78,7 @@ class ClockController:
         # Notified when an item is pending, or the worker is to stop.
         self._changed = timebase.condition()
         self._stopping = Flag(timebase)
+        self._notifying: int | None = None  # the thread that does so
         self._failed = False
         # None stands for the default, the driver's own clock management.
         self._requested: int | None = None
@@ -157,20 +159,27 @@ class ClockController:
         It waits for a call of the driver that is under way, but not for the GPU.
         """
         end_s = self._time.now_s() + timeout_s
+        # In the handler of a signal that has interrupted this thread, which holds the lock that the worker needs to end.
+        holds_lock = self._notifying == threading.get_ident()
         self._stopping.set()
-        with self._changed:
-            self._changed.notify_all()
+        self._notify()
         try:
             self._clock.release(timeout_s)
         except Exception as error:
             if not self._failed:
                 self._on_error(error)
-        self._worker.join(max(0.0, end_s - self._time.now_s()))
+        if not holds_lock:
+            self._worker.join(max(0.0, end_s - self._time.now_s()))
 
     def _put(self, item: _Item) -> None:
         self._pending.append(item)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._notifying = threading.get_ident()
         with self._changed:
             self._changed.notify_all()
+        self._notifying = None
 
     def _work(self) -> None:
         try:
