@@ -185,6 +185,13 @@ class Failed(Event):
     error: str = ""
 
 
+class Recovered(Event):
+    """A rank that had fallen back to default clocks runs under plans again."""
+
+    event: Literal["recovery"] = "recovery"
+    rank: int = 0
+
+
 class PlanTotals(BaseModel):
     """Iterations under one plan, all of them together; those without a figure at default clocks are not counted."""
 

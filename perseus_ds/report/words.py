@@ -16,6 +16,7 @@ from perseus_ds.artifacts.run_records import (
     PolicyChanged,
     ProfileWritten,
     ProfilingBegun,
+    Recovered,
     Started,
     against_default_clocks,
 )
@@ -58,10 +59,18 @@ def event_in_words(event: Event) -> str:
             return f"times drifted by {drift:.0%}{then}"
         case TimetableMade() | CostsSoFar() | Halted():
             return _by_the_hour(event)
-        case Failed(event=name, rank=rank, error=error):
-            return f"failure on rank {rank}: {error}" if name == "failure" else f"{name}: {error}"
+        case Failed() | Recovered():
+            return _fault(event)
         case _:
             return event.event
+
+
+def _fault(event: Failed | Recovered) -> str:
+    if isinstance(event, Recovered):
+        return f"rank {event.rank} runs under plans again"
+    if event.event == "failure":
+        return f"failure on rank {event.rank}: {event.error}"
+    return f"{event.event}: {event.error}"
 
 
 def _by_the_hour(event: TimetableMade | CostsSoFar | Halted) -> str:

@@ -12,17 +12,21 @@ from typing import Any
 from perseus_ds.artifacts.rank_report import RankReport, RankReports
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.profiler.offline import RepeatableInstructions
+from perseus_ds.runtime.fallback import may_pass
 from perseus_ds.runtime.halting import wait_together
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.modes import mode_of
 from perseus_ds.runtime.phases import UNPLANNED, IterationMeasurement, NextIteration, Outlook, Resumed, observe
+from perseus_ds.runtime.plan_chooser import follow_signals
 from perseus_ds.runtime.recorder import IterationContext, Recorder
 from perseus_ds.runtime.report_exchange import ReportExchange
+from perseus_ds.runtime.resting import Rests, after_a_fault
 from perseus_ds.runtime.timeline_log import Ran, TimelineLog
 
 logger = logging.getLogger("perseus_ds")
 _LAST_REPORTS_S = 2.0
 _POLL_S = 0.002
+_REST = 10
 
 
 class ModeDriver:
@@ -69,7 +73,11 @@ class ModeDriver:
         self._is_known: Callable[[], bool] = bool
         self._keep: Callable[[], None] | None = None
         self._is_closed = False
-        self._mode = mode_of(job, rank, recorder, control, passes)
+        if job.config.mode in ("run", "auto"):
+            follow_signals(rank, recorder, control)
+        self._start = partial(mode_of, job, rank, recorder, control, passes)
+        self._rests = Rests(_REST)
+        self._mode = self._start()
         self.next: NextIteration = next(self._mode)
         self._by_shape = bool(self.next.by_shape)
 
@@ -217,3 +225,6 @@ class ModeDriver:
             logger.debug("perseus: the mode ended", exc_info=True)
             self._on_error(error)
             self.observe()
+            if may_pass(error):
+                self._mode = after_a_fault(self._start, self._rests.next(self._control.steps))
+                self.next = next(self._mode)

@@ -251,7 +251,7 @@ class _OnlineMeasurement:
             return ProfileError(f"{type(error).__name__}: {error}")
         missing = sorted(set(clocks) - {row.measurement.clock_mhz for row in rows})
         if missing:
-            return ProfileError(
+            return GpuError(
                 f"no power could be told at {missing[0]} MHz: in {self._visits[missing[0]]} visits the energy counter "
                 f'was refreshed {self._refreshes[missing[0]]} times. Use "mode": "profile", which measures longer.'
             )

@@ -1,13 +1,15 @@
 """What is written, told and said of iterations; and that nothing of it can end training."""
 
+import errno
 import json
 import math
+import os
 
 import pytest
 from lone_communicator import LoneCommunicator, reports_of
 
 from perseus_ds.artifacts.run_file import read_records
-from perseus_ds.artifacts.run_records import ClockRefused, Drifted, Started
+from perseus_ds.artifacts.run_records import ClockRefused, Drifted, IterationRecord, Started
 from perseus_ds.distributed import PipelineTopology
 from perseus_ds.policy.assignment import Forecast
 from perseus_ds.runtime.recorder import IterationContext, Recorder
@@ -195,6 +197,44 @@ def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
         recorder.add(under_plan(number), reports())
     recorder.close()
     assert caplog.text.count("cannot be written") == 1
+
+
+def test_what_could_not_be_written_is_written_once_that_is_possible(tmp_path, caplog):
+    (tmp_path / "folder").write_text("")
+    recorder = Recorder(LoneCommunicator(), tmp_path / "folder", simulated=True)
+    recorder.start(Started())
+    recorder.add(under_plan(1), reports())
+    recorder._writer.flush()
+    (tmp_path / "folder").unlink()
+    recorder.add(under_plan(2), reports())
+    recorder.close()
+    found = read_records(tmp_path / "folder")
+    assert [r.iteration for r in found if isinstance(r, IterationRecord)] == [1, 2]
+    assert caplog.text.count("cannot be written") == 1
+    assert caplog.text.count("can be written again") == 1
+
+
+def test_a_line_of_which_only_a_part_could_be_written_is_taken_back(tmp_path, monkeypatch):
+    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True)
+    recorder.start(Started())
+    recorder._writer.flush()
+    write, is_full = os.write, [True]
+
+    def write_half(handle, data):
+        if not is_full:
+            return write(handle, data)
+        if len(data) < 20:
+            is_full.clear()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, data[: len(data) // 2])
+
+    monkeypatch.setattr("perseus_ds.runtime.record_writer.os.write", write_half)
+    recorder.add(under_plan(1), reports())
+    recorder._writer.flush()
+    assert len(read_records(tmp_path)) == 1
+    recorder.add(under_plan(2), reports())
+    recorder.close()
+    assert [r.iteration for r in read_records(tmp_path) if isinstance(r, IterationRecord)] == [1, 2]
 
 
 def test_a_job_that_does_not_start_leaves_no_record_and_one_that_does_begins_with_it(tmp_path):

@@ -212,7 +212,6 @@ def attempt(way: Way, library: Path, folder: Path, seed: int) -> Outcome:
     way.prepare(node)
     trial = Trial(node, random.Random(f"{way.name} {seed}"), folder)
     with contextlib.ExitStack() as until_the_end:
-        until_the_end.callback(trial.kill_all_that_is_left)
         _start(way, trial, until_the_end)
         _wait_for_the_moment(way, trial)
         trial.look()
@@ -232,15 +231,14 @@ def _start(way: Way, trial: Trial, until_the_end: contextlib.ExitStack) -> None:
     block: dict[str, Any] = {"device": "nvml", "output_dir": str(trial.folder / "perseus"), "cache": False}
     if way.when != "profile":
         block |= {"mode": "run", "frontier": str(trial.folder / "frontier")}
-    elif way.launcher is None:
-        block |= {"mode": "auto", "profile": {**QUICK_PROFILE, "warm_up": 3}}
     else:
-        block |= {"mode": "profile", "profile": QUICK_PROFILE}
+        block |= {"mode": "auto", "profile": {**QUICK_PROFILE, "warm_up": 3}}
     if way.launcher is not None:
         environment = {**trial.node.environment, "XDG_RUNTIME_DIR": str(trial.folder / "runtime")}
         process = job.start(trial.folder, RANKS, environment, way.launcher, perseus=block, steps=1_000_000)
-        until_the_end.callback(process.communicate)
         trial.watch(process.pid)
+        until_the_end.callback(process.wait)
+        until_the_end.callback(trial.kill_all_that_is_left)
         return
     settings = dict(way.settings)
     for name, cgroup in CGROUPS.items():
@@ -251,9 +249,9 @@ def _start(way: Way, trial: Trial, until_the_end: contextlib.ExitStack) -> None:
     if way.has_systemd:
         _stand_in_for_systemd(trial.folder, settings["cgroup"].parent)
     trial.cgroup = settings.get("cgroup")
-    _launch(
-        trial, LightJob(trial.folder, _environment(trial), block, end_after_s=trial.draw.uniform(0.0, 0.25), **settings)
-    )
+    settings["end_after_s"] = trial.draw.uniform(0.0, 0.25)
+    _launch(trial, LightJob(trial.folder, _environment(trial), block, **settings))
+    until_the_end.callback(trial.kill_all_that_is_left)
 
 
 def _launch(trial: Trial, light: LightJob) -> None:
