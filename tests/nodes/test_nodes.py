@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.extended]
 PORT = 29500
 STORE_PORT = 29400
 BATCH, WIDTH = 512, 16
+PLAIN_STEPS = 200
+"""More than a job here does before it is told to stop."""
 # Nodes that are lost say nothing, so a job's collectives wait for as long as they may.
 TIMEOUT_S = 60
 SSH = """#!/bin/bash
@@ -116,13 +118,13 @@ def assert_restored(node):
 def assert_ran_as_on_one_node(cluster, plain_runs):
     """Losses are those of the same job on one node without Perseus; rank 0's node alone has records."""
     nodes = cluster.nodes
-    steps = len(report(nodes[0], 0)["losses"])
-    plain = plain_runs.run(len(nodes), steps=steps)
+    plain = plain_runs.run(len(nodes), steps=PLAIN_STEPS)
     for rank, node in enumerate(nodes):
-        assert repr(report(node, rank)["losses"]) == repr(plain.ranks[rank]["losses"])
+        losses = report(node, rank)["losses"]
+        assert repr(losses) == repr(plain.ranks[rank]["losses"][: len(losses)])
         assert (node.disk / "perseus").exists() == (rank == 0)
         assert_restored(node)
-    assert len(iterations(nodes[0])) == steps
+    assert len(iterations(nodes[0])) == len(losses)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -237,8 +239,8 @@ def test_a_job_goes_on_with_another_node_when_one_is_lost(make_cluster, plain_ru
     for process in started.values():
         finished(process)
     losses = report(first, 0)["losses"]
-    plain = plain_runs.run(2, steps=saved + len(losses), keep_every=5, resume_from=str(cluster.folder / "plain"))
-    assert repr(plain.ranks[0]["losses"][saved:]) == repr(losses)
+    plain = plain_runs.run(2, steps=PLAIN_STEPS, keep_every=1000, resume_from="nowhere")
+    assert repr(losses) == repr(plain.ranks[0]["losses"][saved : saved + len(losses)])
     for node in (survivor, spare):
         assert_restored(node)
 
