@@ -34,6 +34,7 @@ _PASS_S = 0.002
 _GRACE_S = 2.0
 """From SIGTERM, which the launcher sends when a rank has failed, to SIGKILL."""
 _POLL_S = 0.01
+_LAST_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class LightJob:
     """What a job is like.
 
     Attributes:
-        folder: Where it writes: ``output.log``, and an empty file for each phase that it has come to, ``closing`` the
-            last one.
+        folder: Where it writes: ``output.log``, and an empty file for each phase that it has come to, and ``closing``
+            some steps before its end.
         environment: Variables to set.
         perseus: The ``perseus`` block.
         steps: Iterations, after which it ends by itself.
@@ -137,7 +138,9 @@ def _run(job: LightJob, rank: int) -> None:
     context = "fork" if job.workers else None
     data = iter(DataLoader(range(1 << 30), num_workers=job.workers, multiprocessing_context=context))
     end_s = float("inf")
-    for _ in range(job.steps):
+    for step in range(job.steps):
+        if step == job.steps - _LAST_STEPS:
+            (job.folder / "closing").touch()
         next(data)
         with perseus.iteration():
             for instruction in passes:
@@ -151,7 +154,6 @@ def _run(job: LightJob, rank: int) -> None:
         (job.folder / phase).touch()
         if phase == "run" and job.end_by and rank == RANKS - 1:
             end_s = min(end_s, time.monotonic() + job.end_after_s)
-    (job.folder / "closing").touch()
     perseus.close()
     dist.barrier()
     dist.destroy_process_group()
