@@ -13,7 +13,7 @@ from perseus_ds.timebase import Timebase
 
 _TRIED_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 # What fails again so soon had not passed: nobody is told twice.
-_SETTLED_S = 60.0
+_SETTLED_S = 300.0
 
 
 def may_pass(error: Exception) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from gpu.results import Results, add_times, percentile
 
 from perseus_ds.device.clock_controller import ClockController
+from perseus_ds.device.switch_interval import ShortSwitchInterval
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 
@@ -113,6 +114,7 @@ def _asked(
     """
     _calibrate(machine)
     execution, errors = machine.execution(), []
+    interval = ShortSwitchInterval()  # as in a job
     clocks = ClockController(machine.gpu, errors.append, on_start=execution.use_device, timebase=machine.timebase)
     try:
         machine.synchronize()
@@ -127,6 +129,7 @@ def _asked(
         asked_s = [change.at_s for change in machine.gpu.changes[asked_before:]]
     finally:
         clocks.close()
+        interval.close()
     if errors:
         raise errors[0]
     return asked_s, passes

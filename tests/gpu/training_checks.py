@@ -120,13 +120,14 @@ def kernels(machine: Any, results: Results) -> None:
 
 def _collectives(communicator: Any) -> None:
     communicator.barrier()
-    communicator.all_gather("text")
     communicator.gather("text")
+    communicator.pipeline_gather("text")
+    communicator.first_of("text")
     communicator.all_max(1.0)
     communicator.stage_max(1.0)
     communicator.from_first(lambda: 1)
-    communicator.all_gather_numbers([1.0])
-    communicator.start_all_gather([1.0]).result()
+    communicator.all_sum(1.0)
+    communicator.start_exchange([1.0], lambda numbers: numbers, 1).result()
 
 
 def _count(machine: Any, function: Callable[[], object]) -> int:

@@ -15,6 +15,7 @@ RANKS = 2
 def job(tmp_path, monkeypatch):
     """Two ranks under a plan."""
     monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
+    monkeypatch.setattr("perseus_ds.runtime.fallback._SETTLED_S", 60.0)
     job = VirtualPipeline(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, gpu_class=FaultyGpu, mode="auto")
     yield job
     job.close()

@@ -40,7 +40,7 @@ class HostileRanks:
         outcomes: By cause.
     """
 
-    def __init__(self, folder, stub, *, seed, causes=CAUSES, longest_s=20.0):
+    def __init__(self, folder, stub, *, seed, causes=CAUSES, longest_s=10.0):
         """Prepare the job.
 
         Args:
@@ -69,11 +69,11 @@ class HostileRanks:
 
     def run(self, minutes):
         """Train for so long, faults after faults; return what was broken."""
-        end_s = time.monotonic() + 60.0 * minutes
         causes: list[str] = []
         with ThreadPoolExecutor() as pool:
             self._pool = pool
             self._start()
+            end_s = time.monotonic() + 60.0 * minutes
             try:
                 while time.monotonic() < end_s:
                     # Each cause once before any comes again, so that a short trial sees most of them.
