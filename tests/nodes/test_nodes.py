@@ -218,7 +218,7 @@ def test_a_job_goes_on_with_another_node_when_one_is_lost(make_cluster, plain_ru
         put_plan(node, 2)
         put(node, 2, steps=1_000_000, keep_every=5, resume_from=str(checkpoint), perseus=under_a_plan(node))
     store = ["--rdzv-backend=c10d", f"--rdzv-endpoint={survivor.name}:{STORE_PORT}", "--rdzv-id=job"]
-    elastic = ["--nnodes=2", "--max-restarts=3", *store, "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=5"]
+    elastic = ["--nnodes=2", "--max-restarts=3", *store, "--rdzv-conf=keep_alive_interval=2,keep_alive_max_attempt=8"]
     started = {node.name: torchrun(node, *elastic) for node in before}
     wait_for(lambda: len(iterations(before[0], "run")) >= 12, "steps under the plan", started.values())
     cluster.lose(before[lost])
