@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import multiprocessing
+import socket
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,12 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from scale_network import BANDWIDTH_B_PER_S, LATENCY_S, ModelCommunicator, Network
+from scale_network import (  # type: ignore[import-not-found]
+    BANDWIDTH_B_PER_S,
+    LATENCY_S,
+    ModelCommunicator,
+    Network,
+)
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
@@ -79,7 +85,7 @@ class RealRank:
         gpu = SimulatedGpu.named("a100-sxm")
         timers = HostExecution()
         clocks = ClockController(gpu, _raise, lambda refusal: None, timers.use_device)
-        self._rank = Rank(communicator, gpu, DriverCall(3.0), clocks, timers, torch.device("cpu"))  # type: ignore[arg-type]
+        self._rank = Rank(communicator, gpu, DriverCall(3.0), clocks, timers, torch.device("cpu"))
         info = ProfileInfo(
             simulated=True,
             gpu=gpu.name,
@@ -90,11 +96,11 @@ class RealRank:
             data_parallel=communicator.topology.data_parallel,
         )
         job = Job(config, schedule, info)
-        self.recorder = Recorder(communicator, folder, simulated=True)  # type: ignore[arg-type]
+        self.recorder = Recorder(communicator, folder, simulated=True)
         self.control = JobControl(config.policy, communicator.topology.data_parallel, self._status)
         self.training_s: list[float] = []
         self.driver = ModeDriver(job, self._rank, self.recorder, self.control, passes=None, on_error=_raise)
-        self.recorder.start(job.started(communicator, gpu.name))  # type: ignore[arg-type]
+        self.recorder.start(job.started(communicator, gpu.name))
         self._spans = [
             Span(Compute(instruction), 0.01 * number, 0.01 * number + 0.009)
             for number, instruction in enumerate(schedule.instructions[communicator.topology.pipeline_rank])
@@ -256,9 +262,9 @@ def memory_of_rank_0(ranks: int) -> float:
     before = _resident_mb()
     network = Network(range(ranks), present=[0])
     communicator = ModelCommunicator(network, topology_of(0, ranks), pipeline_of_rank, [])
-    exchange = ReportExchange(communicator)  # type: ignore[arg-type]
+    exchange = ReportExchange(communicator)
     with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(communicator, Path(folder), simulated=True)  # type: ignore[arg-type]
+        recorder = Recorder(communicator, Path(folder), simulated=True)
         recorder.start(Started())
         for number in range(1, 201):
             network.begin_round()
@@ -273,30 +279,31 @@ def memory_of_rank_0(ranks: int) -> float:
 
 
 def _resident_mb() -> float:
-    return psutil.Process().memory_info().rss / 1e6
+    return float(psutil.Process().memory_info().rss) / 1e6
 
 
 def real(ranks: int, iterations: int = 100) -> dict[str, float]:
     """Return figures of so many processes on gloo."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_one_of, args=(rank, ranks, iterations, f"file://{folder}/store", results))
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        found = dict(results.get(timeout=600) for _ in range(2))
-        for process in processes:
-            process.join()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    processes = [
+        context.Process(target=_one_of, args=(rank, ranks, iterations, address, results)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    found = dict(results.get(timeout=600) for _ in range(2))
+    for process in processes:
+        process.join()
     assert not any(process.exitcode for process in processes)
     return {**found[0], **found[LEAF]}
 
 
-def _one_of(rank: int, ranks: int, iterations: int, store: str, results: Any) -> None:
+def _one_of(rank: int, ranks: int, iterations: int, address: str, results: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     communicator = Communicator(topology_of(rank, ranks, stages=4, tensor=1))
     who = {0: "rank 0", LEAF: "leaf"}.get(rank, "")
@@ -304,7 +311,7 @@ def _one_of(rank: int, ranks: int, iterations: int, store: str, results: Any) ->
         f"{who}: set-up [s]": time.perf_counter() - began_s,
         f"{who}: set-up, processor time [s]": time.process_time() - began_cpu_s,
     }
-    exchange = ReportExchange(communicator)
+    exchange, ready_s = ReportExchange(communicator), time.process_time()
     training_s, waited_s = [], []
     for _ in range(iterations):
         time.sleep(REAL_ITERATION_S)
@@ -319,7 +326,7 @@ def _one_of(rank: int, ranks: int, iterations: int, store: str, results: Any) ->
     figures[f"{who}: training thread [ms]"] = 1e3 * statistics.median(training_s)
     figures[f"{who}: waited [ms], median"] = 1e3 * statistics.median(waited_s)
     figures[f"{who}: processor time of all threads [ms an iteration]"] = (
-        1e3 * (time.process_time() - figures[f"{who}: set-up, processor time [s]"]) / iterations
+        1e3 * (time.process_time() - ready_s) / iterations
     )
     communicator.barrier()
     if who:
