@@ -256,8 +256,11 @@ def _reports(pipelines: Any, slow: float, energy_j: float, draw: Any) -> Any:
     return rows
 
 
-def memory_of_rank_0(ranks: int) -> float:
-    """Return by how much this process grows when it is rank 0 of so many ranks, the others being only modelled [MB]."""
+def alone(ranks: int) -> dict[str, float]:
+    """Return what grows when this process is rank 0 of so many ranks, of which the others are only modelled.
+
+    It trains long enough for a record with figures by rank.
+    """
     pipeline_of_rank = np.array([topology_of(rank, ranks).data_parallel_rank for rank in range(ranks)])
     before = _resident_mb()
     network = Network(range(ranks), present=[0])
@@ -268,14 +271,20 @@ def memory_of_rank_0(ranks: int) -> float:
         recorder.start(Started())
         for number in range(1, 201):
             network.begin_round()
-            exchange.send(RankReport(ITERATION_S, 800.0, 12, 0, False, 1200.0, 1200.0), [1.2] * ranks)
+            exchange.send(RankReport(ITERATION_S, 800.123456, 12, 0, False, 1200.0, 1200.0), [1.2] * ranks)
             network.finish_round()
             exchange.received()
             assert exchange.ranks is not None
             recorder.add(IterationContext(number, number, "run", plan=1), exchange.ranks)
-        recorder.facts()
+        status = len(recorder.facts().model_dump_json())
         recorder.close()
-    return _resident_mb() - before
+        lines = [len(line) for line in (Path(folder) / FILE_NAME).read_text().splitlines()]
+    by_rank = max(lines) - statistics.median(lines)
+    return {
+        "rank 0: memory [MB]": _resident_mb() - before,
+        "run.jsonl, figures by rank [bytes an iteration]": by_rank / math.ceil(ranks / 64),
+        "control status, clocks by rank known [bytes]": status,
+    }
 
 
 def _resident_mb() -> float:
@@ -339,10 +348,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--real", type=int, nargs="+", default=[], help="processes on gloo")
     parser.add_argument("--ranks", type=int, nargs="+", default=SIZES, help="ranks on the modelled network")
-    parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--alone", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.memory:
-        print(memory_of_rank_0(arguments.memory))
+    if arguments.alone:
+        print(json.dumps(alone(arguments.alone)))
         return
     if arguments.real:
         _print({ranks: real(ranks) for ranks in arguments.real})
@@ -350,11 +359,13 @@ def main() -> None:
     found = {}
     for ranks in arguments.ranks:
         found[ranks] = modelled(ranks)
-        bytes_a_day = found[ranks]["run.jsonl [bytes an iteration]"] * 86400 / LIKELY_ITERATION_S
-        found[ranks][f"run.jsonl [MB a day, {LIKELY_ITERATION_S:.0f} s an iteration]"] = bytes_a_day / 1e6
-        child = [sys.executable, __file__, "--memory", str(ranks)]
-        found[ranks]["rank 0: memory [MB]"] = float(
-            subprocess.run(child, check=True, capture_output=True).stdout.split()[-1]
+        child = [sys.executable, __file__, "--alone", str(ranks)]
+        printed = subprocess.run(child, check=True, capture_output=True, text=True).stdout
+        found[ranks] |= json.loads(printed.splitlines()[-1])
+        bytes_each = found[ranks]["run.jsonl [bytes an iteration]"]
+        bytes_each += found[ranks]["run.jsonl, figures by rank [bytes an iteration]"]
+        found[ranks][f"run.jsonl [MB a day, {LIKELY_ITERATION_S:.0f} s an iteration]"] = (
+            bytes_each * 86400 / LIKELY_ITERATION_S / 1e6
         )
     print(f"latency {LATENCY_S * 1e6:.0f} us, bandwidth {BANDWIDTH_B_PER_S * 8e-9:.0f} Gbit/s, {STAGES} stages")
     _print(found)

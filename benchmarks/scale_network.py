@@ -26,7 +26,8 @@ class Network:
 
     Args:
         ranks: The ranks of the job.
-        present: Those that take part; others send zeros as soon as they are waited for. None for all.
+        present: Those that take part; others send what rank 0 sends, as soon as they are
+            waited for. None for all.
 
     Attributes:
         rank: Whose code runs now.
@@ -161,7 +162,7 @@ class _Group:
         if self.is_first:
             meeting.begun[first] = begun
             for absent in set(self._ranks) - self._network.present:
-                self._network.send(absent, first, size, partial(arrive, absent, torch.zeros_like(numbers)))
+                self._network.send(absent, first, size, partial(arrive, absent, numbers[:1].repeat(len(numbers), 1)))
             arrive(first, numbers.clone())
         else:
             self._network.send(self._rank, first, size, lambda: arrive(self._rank, numbers.clone()))
