@@ -8,7 +8,7 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass, field
 
-from perseus_ds.artifacts.rank_report import RankReports
+from perseus_ds.artifacts.rank_report import JobReport
 from perseus_ds.policy.policies import CheapestPolicy, PowerCapPolicy, SimplePolicy
 
 # Windows of the energy counter below some seconds are noisy: this many refreshes, and at least so many iterations.
@@ -45,7 +45,7 @@ class IterationSample:
     counter_period_s: float
     times_s: list[float] = field(default_factory=list)
     energies_j: list[float] = field(default_factory=list)
-    shapes: Counter[tuple[float, ...]] = field(default_factory=Counter)
+    shapes: Counter[float] = field(default_factory=Counter)
     _total_s: float = 0.0
 
     def add(self, time_s: float, energy_j: float) -> None:
@@ -54,22 +54,21 @@ class IterationSample:
         self.energies_j.append(energy_j)
         self._total_s += time_s
 
-    def add_reports(self, reports: RankReports) -> None:
+    def add_reports(self, reports: JobReport) -> None:
         """Add an iteration that all ranks have reported.
 
         Not one in which a rank had fallen back, could not read its energy counter, or whose counter stood still.
         """
-        energies_j, time_s = reports.column("energy_j"), float(reports.column("time_s").max())
-        stands_still = time_s > _SURELY_REFRESHED * self.counter_period_s and not (energies_j > 0).all()
-        if math.isfinite(energies_j.sum()) and not (stands_still or reports.column("failed").any()):
+        stands_still = reports.time_s > _SURELY_REFRESHED * self.counter_period_s and reports.least_energy_j <= 0
+        if math.isfinite(reports.energy_j) and not (stands_still or reports.failed):
             self.shapes[reports.shapes] += 1
-            self.add(time_s, float(energies_j.sum()))
+            self.add(reports.time_s, reports.energy_j)
 
-    def has_other_shapes(self, reports: RankReports) -> bool:
+    def has_other_shapes(self, reports: JobReport) -> bool:
         """Whether an iteration cannot be compared with these, its inputs being of other shapes."""
         return len(self.shapes) == 1 and reports.shapes not in self.shapes
 
-    def has_shapes_beside(self, reports: RankReports) -> bool:
+    def has_shapes_beside(self, reports: JobReport) -> bool:
         """Whether the inputs of these and an iteration are not all of one shape."""
         return self.varies_in_shape or self.has_other_shapes(reports)
 

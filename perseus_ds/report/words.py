@@ -93,7 +93,8 @@ def _against(cost: float, fastest_cost: float) -> str:
 def _refused(event: ClockRefused) -> str:
     why = f" ({', '.join(event.reasons)})" if event.reasons else ""
     if event.clock_mhz is None:
-        return f"rank {event.rank}'s GPU at default clocks is kept at {event.reached_mhz} MHz{why}"
+        unexplained = ", though the driver names no limit: somebody may have locked its clock (nvidia-smi -q -d CLOCK)"
+        return f"rank {event.rank}'s GPU at default clocks is kept at {event.reached_mhz} MHz{why or unexplained}"
     return f"rank {event.rank}'s GPU was asked for {event.clock_mhz} MHz and runs at {event.reached_mhz} MHz{why}"
 
 

@@ -93,7 +93,7 @@ def _profile(job: Job, rank: Rank, recorder: Recorder, passes: RepeatableInstruc
     baseline = yield from warm_up(job, rank, keeps_passes=passes is not None)
     obstacle: str | None = "perseus-ds cannot do so for stages of torch"
     if passes is not None:
-        obstacle = passes.obstacle(lambda reason: next(filter(None, rank.communicator.all_gather(reason)), None))
+        obstacle = passes.obstacle(rank.communicator.first_of)
     if passes is not None and obstacle is None:
         yield from profile_offline(job, rank, recorder, baseline, passes)
     else:
@@ -136,7 +136,7 @@ def _profile_and_run(
     frontier: Frontier | None,
     *,
     tails_of: StageProfile | None = None,
-) -> Phase[tuple[float, ...] | None]:
+) -> Phase[float | None]:
     """Train under plans, and measure a profile for them where there is none.
 
     Args:

@@ -47,6 +47,6 @@ def after_a_fault(start: Callable[[], Phase[None]], iterations: int) -> Phase[No
         seen = yield from one_iteration(NextIteration("observe"))
         done += 1
         is_told = done >= max(iterations, _UNTIL_TOLD) and seen.reports is not None
-        if is_told and seen.reports is not None and not seen.reports.column("failed").any():
+        if is_told and seen.reports is not None and not seen.reports.failed:
             break
     yield from start()

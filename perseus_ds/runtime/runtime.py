@@ -182,8 +182,7 @@ class PerseusRuntime:
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
         failed = seen.failed and not self._closed
         counts = (clocks.changes - changes, skips, failed, *clocks.readback.reading)
-        own = RankReport(math.nan, math.nan, *counts, shapes=self._shapes.total)
-        self._driver.end_iteration(seen, own, samples)
+        self._driver.end_iteration(seen, RankReport(math.nan, math.nan, *counts), samples)
         clocks.reset_when_idle(_IDLE_S)
 
     def operation(self, operation: Operation, inputs: float = 0.0) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Guardian, control socket, metrics and exit guard of a job: the parts that must end however the job ends."""
+"""Guardian, control socket, metrics, switch interval, exit guard: parts of a job that must end however it ends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from perseus_ds.device.exit_guard import ExitGuard
 from perseus_ds.device.guardian_client import Guardian
 from perseus_ds.device.guardian_daemon import open_gpu, restore
 from perseus_ds.device.lock_records import HeldLock, left_locks
+from perseus_ds.device.switch_interval import ShortSwitchInterval
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
@@ -46,6 +47,7 @@ class Supervision:
         self._held = _hold(self._guardian, rank)
         self._server = _listen(job, rank, recorder, control)
         self._metrics = _report_metrics(job, rank, recorder)
+        self._switch_interval = None if job.config.mode == "observe" else ShortSwitchInterval()
         self._exit_guard = ExitGuard(restore, reset_clock=rank.clocks.close)
 
     @property
@@ -71,6 +73,8 @@ class Supervision:
 
     def close(self) -> None:
         """End control socket, metrics, and the guardian's watch over this rank; harmless when called again."""
+        if self._switch_interval is not None:
+            self._switch_interval.close()
         if self._metrics is not None:
             self._metrics.close()
         if self._server is not None:

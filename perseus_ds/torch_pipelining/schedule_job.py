@@ -62,8 +62,8 @@ def _order_of_all_ranks(communicator: Communicator, schedule: Any) -> Schedule:
     read: list[Schedule] = []
     communicator.together(lambda: read.append(read_order(schedule)))
     order = read[0]
-    streams = communicator.all_gather(order.ranks[communicator.topology.pipeline_rank])
-    return Schedule(order.name, order.micro_batches, tuple(streams[rank] for rank in communicator.topology.pipeline))
+    streams = communicator.pipeline_gather(order.ranks[communicator.topology.pipeline_rank])
+    return Schedule(order.name, order.micro_batches, tuple(streams))
 
 
 def _fingerprint(schedule: Any) -> str:

@@ -176,7 +176,7 @@ def test_an_unexpected_error_in_a_decision_never_ends_training(start, monkeypatc
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.train(2)
-    monkeypatch.setattr("perseus_ds.runtime.plan_runner.PlanChoice.from_report", lambda *_: 1 / 0)
+    monkeypatch.setattr("perseus_ds.runtime.plan_orders.PipelineOrder.of_report", lambda *_: 1 / 0)
     job.train(30)
     assert job.runtime.next.phase == "observe"
     assert caplog.text.count("division by zero") == 1

@@ -75,7 +75,7 @@ class VirtualCommunicator:
 
     def __init__(self, meetings, topology):
         self._meetings = meetings
-        self._calls = 0
+        self._calls = self._exchanges = 0
         self.topology = topology
         self.world_size = topology.pipeline_ranks
 
@@ -83,17 +83,21 @@ class VirtualCommunicator:
     def is_first(self):
         return self.topology.rank == 0
 
-    def start_all_gather(self, values):
-        return self._start("start_all_gather", values)
+    @property
+    def pipeline_of_rank(self):
+        return np.zeros(self.world_size if self.is_first else 0, int)
 
-    def all_gather(self, value):
-        return self._start("all_gather", value).values()
+    def start_exchange(self, numbers, answers, width):
+        self._exchanges += 1
+        name = "exchange", self._exchanges
+        self._meetings.bring(name, self.topology.rank, (numbers, answers))
+        return _Exchange(self._meetings, name, self.topology.rank, self.world_size)
 
     def pipeline_gather(self, value):
-        return self._start("pipeline_gather", value).values()
+        return self._all("pipeline_gather", value)
 
     def gather(self, value):
-        values = self._start("gather", value).values()
+        values = self._all("gather", value)
         return values if self.is_first else []
 
     def from_first(self, make):
@@ -103,7 +107,7 @@ class VirtualCommunicator:
                 made = make()
             except (PerseusError, OSError) as error:
                 made = error
-        made = self._start("from_first", made).values()[0]
+        made = self._all("from_first", made)[0]
         if isinstance(made, Exception):
             raise made
         return made
@@ -114,46 +118,55 @@ class VirtualCommunicator:
             check()
         except PerseusError as error:
             problem = error
-        for found in self._start("together", problem).values():
-            if found is not None:
-                raise found
+        found = self.first_of(problem)
+        if found is not None:
+            raise found
+
+    def first_of(self, value):
+        return next((found for found in self._all("first_of", value) if found is not None), None)
+
+    def agree(self, value, combined):
+        return combined(self._all("agree", value))
 
     def all_max(self, value):
-        return max(self._start("all_max", value).values())
+        return max(self._all("all_max", value))
+
+    def all_sum(self, value):
+        return sum(self._all("all_sum", value))
 
     def stage_max(self, value):
         return value
 
     def barrier(self):
-        self._start("barrier", None).values()
+        self._all("barrier", None)
 
     def pipeline_barrier(self):
-        self._start("pipeline_barrier", None).values()
+        self._all("pipeline_barrier", None)
 
-    def all_gather_numbers(self, values):
-        return np.array(self._start("all_gather_numbers", values).values())
-
-    def _start(self, collective, value):
+    def _all(self, collective, value):
         self._calls += 1
         self._meetings.bring(self._calls, self.topology.rank, (collective, value))
-        return _Pending(self._meetings, self._calls, self.world_size)
+        brought = [entry for _, entry in sorted(self._meetings.wait(self._calls, self.world_size).items())]
+        if len({name for name, _ in brought}) > 1:
+            raise OrderError(f"collective {self._calls}, by rank: {brought}")
+        return [theirs for _, theirs in brought]
 
 
-class _Pending:
-    def __init__(self, meetings, name, size):
-        self._meetings, self._name, self._size = meetings, name, size
-        self._values = None
+class _Exchange:
+    """Numbers on their way to rank 0 and back; the answers are made once, when the first rank has all numbers."""
 
-    def values(self):
-        if self._values is None:
-            brought = [entry for _, entry in sorted(self._meetings.wait(self._name, self._size).items())]
-            if len({collective for collective, _ in brought}) > 1:
-                raise OrderError(f"collective {self._name}, by rank: {brought}")
-            self._values = [value for _, value in brought]
-        return self._values
+    def __init__(self, meetings, name, rank, size):
+        self._meetings, self._name, self._rank, self._size = meetings, name, rank, size
+        self._answer = None
 
     def result(self):
-        return np.array(self.values())
+        if self._answer is None:
+            brought = self._meetings.wait(self._name, self._size)
+            if "answers" not in brought:
+                numbers = [brought[rank][0] for rank in range(self._size)]
+                brought["answers"] = brought[0][1](np.array(numbers, dtype=float))
+            self._answer = brought["answers"][self._rank]
+        return self._answer
 
     def is_there_within(self, timeout_s):
         return self._meetings.wait_within(self._name, self._size, timeout_s)
