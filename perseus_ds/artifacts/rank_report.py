@@ -85,7 +85,7 @@ class JobReport:
     Attributes:
         time_s: Of the slowest rank [s].
         energy_j: Of all GPUs [J]; NaN where it cannot be read.
-        least_energy_j: Of the GPU that has used least; 0 where its counter stands still [J].
+        least_energy_j: Of the GPU that used least, by its counter [J]; NaN where one cannot be read.
         failed: Whether a rank has fallen back to default clocks.
         closed: Whether a rank has been closed, so that all leave the mode.
         vote: Whether a rank has voted.
@@ -110,7 +110,7 @@ class JobReport:
 
     time_s: float
     energy_j: float
-    least_energy_j: float = math.inf
+    least_energy_j: float
     failed: bool = False
     closed: bool = False
     vote: bool = False

@@ -59,7 +59,7 @@ class IterationSample:
 
         Not one in which a rank had fallen back, could not read its energy counter, or whose counter stood still.
         """
-        stands_still = reports.time_s > _SURELY_REFRESHED * self.counter_period_s and reports.least_energy_j <= 0
+        stands_still = reports.time_s > _SURELY_REFRESHED * self.counter_period_s and not reports.least_energy_j > 0
         if math.isfinite(reports.energy_j) and not (stands_still or reports.failed):
             self.shapes[reports.shapes] += 1
             self.add(reports.time_s, reports.energy_j)
