@@ -19,16 +19,15 @@ class Bounds:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._verifier = Verifier(problem)
-        self._found: list[tuple[float, float, Floats, Floats, float]] = []
+        self._found: list[tuple[float, float, Floats, Floats]] = []
 
     def add(self, time_s: float, flows_w: list[tuple[Floats, Floats]]) -> Tangent:
         """Keep the flow that proves most at an iteration time; return the bound."""
         bounds_j = [self._verifier.bound_j(time_s, *flow_w) for flow_w in flows_w]
         energy_j = max(bounds_j)
         edges_w, source_w = flows_w[bounds_j.index(energy_j)]
-        slope_w = float(source_w.sum()) - self.problem.waiting_energy_j(1.0)
-        self._found.append((time_s, energy_j, edges_w, source_w, slope_w))
-        return Tangent(time_s, energy_j, slope_w)
+        self._found.append((time_s, energy_j, edges_w, source_w))
+        return Tangent(time_s, energy_j, float(source_w.sum()) - self.problem.waiting_energy_j(1.0))
 
     def sort(self) -> None:
         self._found.sort(key=lambda found: found[0])
@@ -49,9 +48,7 @@ class Bounds:
             span_s = found_s[right] - found_s[left]
             between = min(max((time_s - found_s[left]) / span_s, 0.0), 1.0) if span_s > 0 else 0.0
             candidates = []
-            # What a flow proves changes with time along its tangent, so one end need not be tried.
-            ends_j = [self._found[n][1] - self._found[n][4] * (time_s - found_s[n]) for n in (left, right)]
-            for share in sorted({between, float(ends_j[1] > ends_j[0])}):
+            for share in sorted({0.0, between, 1.0}):
                 edges_w = (1 - share) * edge_flow_w[left] + share * edge_flow_w[right]
                 source_w = (1 - share) * source_flow_w[left] + share * source_flow_w[right]
                 candidates.append((self._verifier.bound_j(time_s, edges_w, source_w), share))

@@ -23,7 +23,7 @@ from perseus_ds.optimizer.exact.problem import Problem
 from perseus_ds.optimizer.exact.relaxation import Relaxation, Relaxed
 from perseus_ds.optimizer.exact.repetition import find_repetition
 from perseus_ds.optimizer.exact.rounding import durations_at, options_at, round_late
-from perseus_ds.optimizer.exact.search import Progress, ProvenPlans, between, flows_of, proven, relaxed_curve
+from perseus_ds.optimizer.exact.search import Progress, ProvenPlans, between, proven, relaxed_curve
 from perseus_ds.optimizer.exact.switches import SwitchCosts, settle
 from perseus_ds.pipeline.dag import Dag
 
@@ -60,7 +60,10 @@ def solve_long(problem: Problem, *, plans: int, switches: SwitchCosts, progress:
     def record(relaxed: Relaxed) -> Tangent:
         period_s = extension.period_s(relaxed.event_s[network.end_event], _BLOCK // 2)
         time_s = max(relaxed.deadline_s + repetition.left_out * period_s, problem.t_min_s)
-        return bounds.add(time_s, [extension.flow(*flow_w) for flow_w in flows_of(relaxed, network, joint)])
+        flows_w = [np.maximum(relaxed.flow_w, 0.0)]
+        if joint is not None:
+            flows_w.append(joint.flow_w(relaxed.deadline_s))
+        return bounds.add(time_s, [extension.flow(*network.dag_flow(flow_w)) for flow_w in flows_w])
 
     curve = relaxed_curve(relaxation, max(2, min(plans, 4 + plans // 8)), record, progress)
     bounds.sort()

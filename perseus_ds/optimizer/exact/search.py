@@ -14,8 +14,6 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.optimizer.exact.bounds import Bounds
 from perseus_ds.optimizer.exact.deadlines import Tangent, refine
 from perseus_ds.optimizer.exact.descent import Descent
-from perseus_ds.optimizer.exact.joint_relaxation import JointRelaxation
-from perseus_ds.optimizer.exact.network import Network
 from perseus_ds.optimizer.exact.problem import OptionIndices, Problem
 from perseus_ds.optimizer.exact.relaxation import Relaxation, Relaxed
 
@@ -72,14 +70,6 @@ def relaxed_curve(
     if star.deadline_s > fastest_s * (1 + 10 * _NEAR):
         refine(left, add(star), at, count)
     return found
-
-
-def flows_of(relaxed: Relaxed, network: Network, joint: JointRelaxation | None) -> list[tuple[Floats, Floats]]:
-    """Return flows through the DAG that prove bounds at an optimum's deadline: its own, and one for pairs of ranks."""
-    flows_w = [np.maximum(relaxed.flow_w, 0.0)]
-    if joint is not None:
-        flows_w.append(joint.flow_w(relaxed.deadline_s))
-    return [network.dag_flow(flow_w) for flow_w in flows_w]
 
 
 def between(values: Floats, known_s: Floats, wanted_s: Floats) -> Floats:

@@ -9,7 +9,6 @@ from perseus_ds.artifacts.profile import lower_hull
 from perseus_ds.optimizer.exact.bounds import Bounds
 from perseus_ds.optimizer.exact.deadlines import Tangent, spread
 from perseus_ds.optimizer.exact.descent import Descent
-from perseus_ds.optimizer.exact.joint_relaxation import JointRelaxation
 from perseus_ds.optimizer.exact.long_iterations import solve_long
 from perseus_ds.optimizer.exact.network import Network
 from perseus_ds.optimizer.exact.option_table import OptionTable
@@ -17,7 +16,7 @@ from perseus_ds.optimizer.exact.problem import Problem
 from perseus_ds.optimizer.exact.relaxation import Relaxation, Relaxed
 from perseus_ds.optimizer.exact.rhythm import Rhythms
 from perseus_ds.optimizer.exact.rounding import durations_at, options_at, round_late, splice
-from perseus_ds.optimizer.exact.search import Progress, ProvenPlans, better, between, flows_of, proven, relaxed_curve
+from perseus_ds.optimizer.exact.search import Progress, ProvenPlans, better, between, proven, relaxed_curve
 from perseus_ds.optimizer.exact.switches import SwitchCosts, settle
 
 Floats = npt.NDArray[np.float64]
@@ -42,10 +41,9 @@ def _solve_whole(problem: Problem, plans: int, switches: SwitchCosts, progress: 
     network = Network(problem)
     relaxation = Relaxation(network)
     bounds = Bounds(problem)
-    joint = JointRelaxation.of(relaxation)
 
     def record(relaxed: Relaxed) -> Tangent:
-        return bounds.add(relaxed.deadline_s, flows_of(relaxed, network, joint))
+        return bounds.add(relaxed.deadline_s, [network.dag_flow(np.maximum(relaxed.flow_w, 0.0))])
 
     curve = relaxed_curve(relaxation, max(2, min(plans, 4 + plans // 4)), record, progress)
     bounds.sort()
