@@ -6,23 +6,27 @@ READY := $(VENV)/.ready
 OLDEST_DEEPSPEED := 0.14.4
 DOCS := .venv-docs
 
-.PHONY: demo test test-unit test-busy test-extended test-oldest fuzz lint docs clean
+.PHONY: demo test test-unit test-busy test-extended test-oldest test-gpu fuzz lint docs clean
 
 demo: $(READY)  ## Profile, optimise and train GPT-3 (tiny) on four pipeline stages with simulated GPUs.
 	$(BIN)/python examples/gpt3/demo.py
 
 test: $(READY)  ## Unit tests, and integration tests that launch real DeepSpeed ranks.
-	$(BIN)/pytest -m "not integration and not extended" -n 2
+	$(BIN)/pytest -m "not integration and not extended and not gpu" -n 2
 	$(BIN)/pytest -m "integration and not extended" -n 2
 
 test-unit: $(READY)  ## Unit tests only.
-	$(BIN)/pytest -m "not integration and not extended" -n 2
+	$(BIN)/pytest -m "not integration and not extended and not gpu" -n 2
 
 test-busy: $(READY)  ## `make test` three times in a row while two processes keep two cores busy.
 	$(BIN)/python tests/support/while_busy.py $(MAKE) test
 
 test-extended: $(READY)  ## More integration tests: faults, odd jobs, the examples, a cluster's files, the wheel.
 	$(BIN)/pytest -m extended -n 2 --dist loadfile
+
+# Some of them: make test-gpu CHECKS="nvml or spans". No clock is changed. Results in runs/gpu, also of earlier calls.
+test-gpu: $(READY)  ## Checks on a real GPU, with evidence; where there is none, one line that says why they are skipped.
+	@$(BIN)/python tests/gpu/run.py "$(CHECKS)"
 
 # With a folder for compiled extensions of its own: what another DeepSpeed has compiled is of no use, or harmful.
 test-oldest: .deepspeed-$(OLDEST_DEEPSPEED)/.ready  ## The oldest DeepSpeed that is supported, which has no DualPipeV.

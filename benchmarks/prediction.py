@@ -10,7 +10,6 @@ job on the machine shows in the figures: run it on an idle machine with two core
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
 import tempfile
@@ -20,11 +19,10 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 
-from frontiers import MODEL, save_true_frontier  # type: ignore[import-not-found]  # noqa: E402
+from frontiers import MODEL, save_mixed_plan, save_true_frontier  # type: ignore[import-not-found]  # noqa: E402
 from job import QUICK_PROFILE, Running, run, run_while  # type: ignore[import-not-found]  # noqa: E402
 from run_log import events, iterations  # type: ignore[import-not-found]  # noqa: E402
 
-from perseus_ds.artifacts.frontier import Frontier, Provenance  # noqa: E402
 from perseus_ds.artifacts.profile import StageProfile  # noqa: E402
 from perseus_ds.optimizer import optimize  # noqa: E402
 from perseus_ds.optimizer.exact.problem import Problem  # noqa: E402
@@ -78,18 +76,7 @@ def mixed_plan(folder: Path, schedule: str, ranks: int, micro_batches: int) -> F
     measured = {"min_clock_mhz": 900, "max_window_s": 0.5, "warm_up": 5}
     profile = profiled(folder, {"profile": measured, **simulated}, job)
     streams = read_schedule(schedule_class(schedule), ranks=ranks, micro_batches=micro_batches)
-    problem = Problem(Dag.build(streams), profile, profile.info.blocking_power_w or 0.0)
-    draw = random.Random(3)
-    plan = problem.evaluate(
-        tuple(
-            tuple(int(draw.choice(profile.options(i.stage, i.kind).clock_mhz)) for i in stream)
-            for stream in problem.instructions
-        )
-    )
-    provenance = Provenance(
-        schedule=schedule, micro_batches=micro_batches, stages=4, blocking_power_w=1, solver="none", simulated=True
-    )
-    Frontier((plan,), plan.time_s, plan, provenance).save(folder / "frontier")
+    plan = save_mixed_plan(folder / "frontier", streams, profile)
     time_s, energy_j = trained(folder, folder / "frontier", 13, simulated, job)
     return {"time": plan.time_s / time_s - 1, "energy": plan.energy_j / energy_j - 1}
 

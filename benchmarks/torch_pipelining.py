@@ -15,7 +15,6 @@ either part is half of the whole one.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
 import tempfile
@@ -28,15 +27,13 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 
+from frontiers import save_mixed_plan  # type: ignore[import-not-found]  # noqa: E402
 from published import stage_profile  # type: ignore[import-not-found]  # noqa: E402
 from run_log import iterations, records  # type: ignore[import-not-found]  # noqa: E402
 from schedule_runs import STAGES_PER_RANK, run  # type: ignore[import-not-found]  # noqa: E402
 
-from perseus_ds.artifacts.frontier import Frontier, Provenance  # noqa: E402
 from perseus_ds.artifacts.profile import StageProfile  # noqa: E402
 from perseus_ds.optimizer import optimize  # noqa: E402
-from perseus_ds.optimizer.exact.problem import Problem  # noqa: E402
-from perseus_ds.pipeline.dag import Dag  # noqa: E402
 from perseus_ds.pipeline.instruction import Kind  # noqa: E402
 from perseus_ds.pipeline.schedule import Schedule  # noqa: E402
 from perseus_ds.torch_pipelining.order import read_class  # noqa: E402
@@ -67,24 +64,7 @@ def prediction(name: str, folder: Path) -> dict[str, float]:
 
     train("profile", steps=LATER, until=["observe", 1], perseus={"profile": MEASURED})
     profile = StageProfile.load(folder / "profile")
-    order = order_of(name, 2, MICRO_BATCHES)
-    problem = Problem(Dag.build(order), profile, profile.info.blocking_power_w or 0.0)
-    draw = random.Random(3)
-    plan = problem.evaluate(
-        tuple(
-            tuple(int(draw.choice(profile.options(i.stage, i.kind).clock_mhz)) for i in stream)
-            for stream in problem.instructions
-        )
-    )
-    provenance = Provenance(
-        schedule=order.name,
-        micro_batches=MICRO_BATCHES,
-        stages=order.num_stages,
-        blocking_power_w=1,
-        solver="none",
-        simulated=True,
-    )
-    Frontier((plan,), plan.time_s, plan, provenance).save(folder / "frontier")
+    plan = save_mixed_plan(folder / "frontier", order_of(name, 2, MICRO_BATCHES), profile)
     ran = train("run", steps=14, perseus={"frontier": str(folder / "frontier")})
     time_s, energy_j = (statistics.median(r[key] for r in ran) for key in ("time_s", "energy_j"))
     return {"time": plan.time_s / time_s - 1, "energy": plan.energy_j / energy_j - 1}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from perseus_ds.artifacts.evidence import CheckResult, Evidence, Figure, Machine
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile_csv import COLUMNS
@@ -16,6 +17,7 @@ from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality, Trans
 from perseus_ds.pipeline.instruction import Instruction, Kind
 
 ROOT = Path(__file__).parent.parent
+OUR_MODELS = (ProfileInfo, RowQuality, TransferDuration, Provenance, Evidence, Machine, CheckResult, Figure)
 PAGES = sorted(page for folder in (".", "docs", "benchmarks", "examples/*") for page in ROOT.glob(f"{folder}/*.md"))
 
 
@@ -103,7 +105,7 @@ def test_reference_pages_are_those_of_the_code(name):
 
 def test_keys_of_our_files_are_documented(tmp_path):
     page = (ROOT / "docs/file-formats.md").read_text()
-    keys = [key for model in (ProfileInfo, RowQuality, TransferDuration, Provenance) for key in model.model_fields]
+    keys = [key for model in OUR_MODELS for key in model.model_fields]
     plan = FrequencyPlan(((Instruction(0, Kind.FORWARD, 0),),), ((1410,),), 1.0, 2.0, 1.9)
     provenance = Provenance(schedule="s", micro_batches=1, stages=2, blocking_power_w=1.0, solver="exact")
     file = json.loads(Frontier((plan,), 1.0, plan, provenance).save(tmp_path).read_text())

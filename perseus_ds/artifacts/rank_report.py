@@ -1,12 +1,16 @@
-"""The report that each rank sends to all others about an iteration."""
+"""What each rank reports of an iteration to rank 0, and what all ranks are told of it."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import math
+import struct
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +18,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's report of an iteration, as numbers that one collective carries.
+    """One rank's report of an iteration to rank 0, as numbers.
 
     Attributes:
         time_s: Iteration time [s].
@@ -30,15 +34,16 @@ class RankReport:
         pace_low: Time of its instructions divided by the time that the profile says, of the kind with the lowest ratio;
             NaN where that was not looked at.
         pace_high: The same of the kind with the highest ratio.
-        shapes: A number that differs when the shapes of the inputs of this rank's forwards differ.
+        shapes: A whole number that differs when the shapes of the inputs of this rank's forwards differ, and from rank
+            to rank; below 2^48.
         closed: Whether this rank has been closed, so that all leave the mode.
         vote: Whether this rank asks for something that the phase decides together, such as one more iteration.
         events: Events of this rank that rank 0 has not been told of.
         plan: Rank 0's decision: what the policy asks for, as a place on the frontier.
         paused: Rank 0's decision: whether to run at default clocks.
         halts: Rank 0's decision: whether all ranks wait before that iteration.
-        straggler: Rank 0's decision: the pipeline reported to be a straggler; -1 for none.
-        straggler_slowdown: How many times as long it takes.
+        assignment: Number of rank 0's decision, another one whenever the plan of any pipeline is another.
+        promised_slowdown: Of the whole job by that decision, as the profile has it.
     """
 
     time_s: float
@@ -60,48 +65,164 @@ class RankReport:
     plan: int = 0
     paused: bool = False
     halts: bool = False
-    straggler: int = -1
-    straggler_slowdown: float = 1.0
+    assignment: int = 0
+    promised_slowdown: float = 0.0
 
     def as_numbers(self) -> list[float]:
         """Return the fields in their order."""
-        return [float(getattr(self, name)) for name in _REPORT_FIELDS]
+        return [float(getattr(self, name)) for name, _ in _fields_of(RankReport)]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float]) -> RankReport:
         """Return what :meth:`as_numbers` was made of."""
-        return cls(**{name: kind(number) for (name, kind), number in zip(_REPORT_TYPES, numbers, strict=True)})
+        return cls(**{name: kind(number) for (name, kind), number in zip(_fields_of(cls), numbers, strict=True)})
 
 
-_REPORT_FIELDS = tuple(field.name for field in dataclasses.fields(RankReport))
-_REPORT_TYPES = [(name, typing.get_type_hints(RankReport)[name]) for name in _REPORT_FIELDS]
+@dataclass(frozen=True)
+class JobReport:
+    """What all ranks are told of an iteration: as many numbers, however many ranks there are.
+
+    Attributes:
+        time_s: Of the slowest rank [s].
+        energy_j: Of all GPUs [J]; NaN where it cannot be read.
+        least_energy_j: Of the GPU that used least, by its counter [J]; NaN where one cannot be read.
+        failed: Whether a rank has fallen back to default clocks.
+        closed: Whether a rank has been closed, so that all leave the mode.
+        vote: Whether a rank has voted.
+        rank_0_votes: Whether rank 0 has.
+        events: Events of ranks that rank 0 has not been told of.
+        shapes: A whole number that differs when the shapes of the inputs differ on any rank.
+        drift: How far the pipelines are from the profile, by their lower median; NaN where that was not looked at. One
+            pipeline alone is a straggler, for which nothing has to be measured again.
+        drift_most: The same of the pipeline that is farthest from it.
+        pace: Time of instructions divided by the time that the profile says, by the median of all ranks; NaN where that
+            was not looked at.
+        drift_beside_pace: As ``drift``, where a factor that all instructions have in common is not counted.
+        drift_beside_pace_most: The same of the pipeline that is farthest from it.
+        plan: As rank 0 has reported it.
+        paused: Likewise.
+        halts: Likewise.
+        assignment: Likewise.
+        promised_slowdown: Likewise.
+        stretch_factor: How many times as long as the policy's plan the plan of this rank's pipeline may take, by rank
+            0's decision.
+    """
+
+    time_s: float
+    energy_j: float
+    least_energy_j: float
+    failed: bool = False
+    closed: bool = False
+    vote: bool = False
+    rank_0_votes: bool = False
+    events: int = 0
+    shapes: float = 0.0
+    drift: float = math.nan
+    drift_most: float = math.nan
+    pace: float = math.nan
+    drift_beside_pace: float = 0.0
+    drift_beside_pace_most: float = 0.0
+    plan: int = 0
+    paused: bool = False
+    halts: bool = False
+    assignment: int = 0
+    promised_slowdown: float = 0.0
+    stretch_factor: float = 1.0
+
+    def as_numbers(self) -> list[float]:
+        """Return the fields in their order."""
+        return [float(getattr(self, name)) for name, _ in _fields_of(JobReport)]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> JobReport:
+        """Return what :meth:`as_numbers` was made of."""
+        return cls(**{name: kind(number) for (name, kind), number in zip(_fields_of(cls), numbers, strict=True)})
+
+    @classmethod
+    def of(cls, ranks: RankReports) -> JobReport:
+        """Return what all ranks are told; their stretch factors are still to be filled in."""
+        rank_0 = ranks.of_rank_0
+        drift, drift_most = _typical_and_most(ranks.by_pipeline(ranks.column("drift")))
+        pace, beside = _pace_and_drift_beside_it(ranks)
+        beside_typical, beside_most = _typical_and_most(beside)
+        return cls(
+            time_s=float(ranks.column("time_s").max()),
+            energy_j=float(ranks.column("energy_j").sum()),
+            least_energy_j=float(ranks.column("energy_j").min()),
+            failed=bool(ranks.column("failed").any()),
+            closed=bool(ranks.column("closed").any()),
+            vote=bool(ranks.column("vote").any()),
+            rank_0_votes=rank_0.vote,
+            events=int(ranks.column("events").sum()),
+            shapes=float(int(ranks.column("shapes").astype(np.int64).sum()) % SHAPES),
+            drift=math.nan if math.isnan(rank_0.drift) else drift,
+            drift_most=drift_most,
+            pace=pace,
+            drift_beside_pace=beside_typical,
+            drift_beside_pace_most=beside_most,
+            plan=rank_0.plan,
+            paused=rank_0.paused,
+            halts=rank_0.halts,
+            assignment=rank_0.assignment,
+            promised_slowdown=rank_0.promised_slowdown,
+        )
 
 
 class RankReports:
-    """The reports of all ranks of one iteration.
+    """The reports of all ranks of one iteration, on rank 0.
 
     Args:
         numbers: Shape (ranks, fields of :class:`RankReport`).
+        pipeline_of_rank: The data-parallel pipeline of each rank; None if there is only one.
     """
 
-    def __init__(self, numbers: npt.NDArray[np.float64]) -> None:
+    def __init__(self, numbers: npt.NDArray[np.float64], pipeline_of_rank: npt.NDArray[np.int64] | None = None) -> None:
         self._numbers = numbers
-
-    @classmethod
-    def of(cls, reports: Sequence[RankReport]) -> RankReports:
-        """Return them, rank 0 first."""
-        return cls(np.array([report.as_numbers() for report in reports]))
+        self.pipeline_of_rank = np.zeros(len(numbers), np.int64) if pipeline_of_rank is None else pipeline_of_rank
 
     def column(self, field: str) -> npt.NDArray[np.float64]:
         """Return one field of all ranks, shape (ranks,)."""
-        return self._numbers[:, _REPORT_FIELDS.index(field)]
+        return self._numbers[:, _PLACES[field]]
 
-    @property
-    def shapes(self) -> tuple[float, ...]:
-        """What tells the shapes of this iteration's inputs from those of others."""
-        return tuple(self.column("shapes").tolist())
+    def by_pipeline(self, of_ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the largest value among the ranks of each pipeline, shape (pipelines,)."""
+        largest = np.full(self.pipeline_of_rank.max() + 1, -np.inf)
+        np.fmax.at(largest, self.pipeline_of_rank, of_ranks)
+        return largest
 
     @property
     def of_rank_0(self) -> RankReport:
         """The report of rank 0, whose decisions count."""
         return RankReport.from_numbers(self._numbers[0].tolist())
+
+
+@functools.cache
+def _fields_of(kind: type[RankReport] | type[JobReport]) -> tuple[tuple[str, Callable[[float], Any]], ...]:
+    types = typing.get_type_hints(kind)
+    return tuple((field.name, types[field.name]) for field in dataclasses.fields(kind))
+
+
+_PLACES = {name: place for place, (name, _) in enumerate(_fields_of(RankReport))}
+JOB_REPORT_WIDTH = len(_fields_of(JobReport))
+# Of the number that a rank reports of its shapes.
+SHAPES = 2**48
+
+
+def shapes_number(rank: int, shapes: float) -> int:
+    """Return what a rank reports of the shapes of its inputs: the sum over all ranks tells those of the job."""
+    content = struct.pack("<qd", rank, shapes)
+    return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "little") if shapes else 0
+
+
+def _typical_and_most(pipelines: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Return the lower median and the largest."""
+    return float(np.sort(pipelines)[(len(pipelines) - 1) // 2]), float(pipelines.max())
+
+
+def _pace_and_drift_beside_it(ranks: RankReports) -> tuple[float, npt.NDArray[np.float64]]:
+    low, high = ranks.column("pace_low"), ranks.column("pace_high")
+    known = low > 0
+    if not known.any():
+        return math.nan, ranks.by_pipeline(np.zeros_like(low))
+    pace = float(np.median(np.sqrt(low[known] * high[known])))
+    return pace, ranks.by_pipeline(np.where(known, np.maximum(high / pace - 1, 1 - low / pace), 0.0))

@@ -29,7 +29,11 @@ class IterationRecord(RunRecord):
     time_s: float = Field(gt=0, description="Iteration time of the slowest rank [s].")
     energy_j: float | None = Field(None, description="Energy of all GPUs of the job [J].")
     energy_by_pipeline_j: tuple[float, ...] | None = Field(None, description="The same by data-parallel pipeline [J].")
-    energy_by_rank_j: tuple[float, ...] | None = Field(None, description="The same by rank [J].")
+    energy_by_rank_j: tuple[float, ...] | None = Field(
+        None,
+        description="The same by rank [J]. Jobs of more than 64 ranks have figures by rank in some records only; their "
+        "energy is then that of all iterations since the last of these.",
+    )
     predicted_time_s: float | None = Field(None, description="Iteration time by the plans [s].")
     predicted_energy_j: float | None = Field(None, description="Energy of all GPUs by the plans [J].")
     default_time_s: float | None = Field(None, description="Iteration time at default clocks [s].")
@@ -183,6 +187,13 @@ class Failed(Event):
     event: Literal["failure", "cache", "control", "metrics", "signal"] = "failure"
     rank: int = 0
     error: str = ""
+
+
+class Recovered(Event):
+    """A rank that had fallen back to default clocks runs under plans again."""
+
+    event: Literal["recovery"] = "recovery"
+    rank: int = 0
 
 
 class PlanTotals(BaseModel):

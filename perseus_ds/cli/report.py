@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from perseus_ds.cli.arguments import argument
@@ -30,6 +31,27 @@ class Arguments(RunArguments):
 
 def run(arguments: Arguments) -> int:
     """Write the report."""
+    from perseus_ds.artifacts.evidence import FILE_NAME
+
+    if (arguments.run / FILE_NAME).is_file():
+        return _report_evidence(arguments.run, arguments.out)
+    return _report_run(arguments)
+
+
+def _report_evidence(folder: Path, out: Path | None) -> int:
+    """Write the page about checks on a GPU."""
+    from perseus_ds.artifacts.evidence import FILE_NAME, Evidence
+    from perseus_ds.report.evidence_page import evidence_page, evidence_text
+    from perseus_ds.report.rendering import write_output
+
+    evidence = Evidence.load(folder / FILE_NAME)
+    written = write_output(evidence_page(evidence), out, folder, "evidence.html")
+    print(evidence_text(evidence))
+    print(f"Written: {written}")
+    return 0
+
+
+def _report_run(arguments: Arguments) -> int:
     from perseus_ds.cli.inputs import sources_for
     from perseus_ds.report.jobs import jobs_of, main_job
     from perseus_ds.report.page import report_page

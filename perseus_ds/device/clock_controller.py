@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from perseus_ds.device.clock_readback import ClockReadback, Refusal
+from perseus_ds.device.clock_request import ClockRequest, Trial
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.device.held_clock import HeldClock
 from perseus_ds.device.moments import Moment, PassedMoment
@@ -19,21 +20,7 @@ _TRY_AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """After each refusal in a row of a driver that is busy; after the last one there is no further attempt."""
 
 
-class _Request(NamedTuple):
-    """A clock to apply; a tuple, because the training thread makes one for every change of the clock.
-
-    Attributes:
-        clock_mhz: The clock; None for the default.
-        after: Not before the GPU has passed this moment; None for now.
-        delay_s: How long after that moment, unless the next request is due first [s]; None for one that must be done.
-    """
-
-    clock_mhz: int | None
-    after: Moment | None
-    delay_s: float | None = None
-
-
-_Item: TypeAlias = _Request | Flag
+_Item: TypeAlias = ClockRequest | Trial | Flag
 """A flag is set as soon as all requests before it are done."""
 
 
@@ -60,7 +47,8 @@ class ClockController:
 
         Args:
             gpu: The GPU whose clock to control.
-            on_error: Called once, on the worker's thread, when the driver refuses, or is busy for a minute.
+            on_error: Called on the worker's thread when the driver refuses, or is busy for a minute; nothing is set
+                then until :meth:`try_again` finds that it works.
             on_refusal: Called there when the GPU does not reach a clock that the driver has accepted.
             on_start: Called there first: makes moments safe to query. (A thread that queries a CUDA event gets a
                 context on GPU 0, hundreds of MiB for every rank of the node, unless it has chosen its own GPU.)
@@ -92,7 +80,7 @@ class ClockController:
         if clock_mhz != self._requested or self._is_idle:
             self._requested = clock_mhz
             self._is_idle = False
-            self._put(_Request(clock_mhz, after))
+            self._put(ClockRequest(clock_mhz, after))
 
     def request_early(self, clock_mhz: int, begun: Moment, delay_s: float) -> None:
         """Request a clock some time after a moment, or at the next :meth:`request` if that comes first.
@@ -104,13 +92,13 @@ class ClockController:
             begun: The moment.
             delay_s: How long after it [s].
         """
-        self._put(_Request(clock_mhz, begun, delay_s))
+        self._put(ClockRequest(clock_mhz, begun, delay_s))
 
     def reset_when_idle(self, after_s: float) -> None:
         """Return to the default clock unless there is a :meth:`request` before some time has passed [s]."""
         if self._requested is not None:
             self._is_idle = True
-            self._put(_Request(None, PassedMoment(self._time.now_s()), after_s))
+            self._put(ClockRequest(None, PassedMoment(self._time.now_s()), after_s))
 
     def set_and_wait(self, clock_mhz: int | None, timeout_s: float = 10.0) -> None:
         """Request a clock and wait until the driver has accepted it.
@@ -127,6 +115,11 @@ class ClockController:
             raise GpuError(f"{self._name}: the clock cannot be set any more; see the warning before.")
         if not is_done:
             raise TimeoutError(f"{self._name}: the driver did not set the clock within {timeout_s} s.")
+
+    def try_again(self) -> Trial:
+        """Have the driver do once all that plans need; if it does, clocks are set again. Returns at once."""
+        self._put(trial := Trial())
+        return trial
 
     def has_settled(self) -> bool:
         """Return whether the GPU runs at the clock of the last :meth:`set_and_wait`, or is known not to reach it.
@@ -186,6 +179,9 @@ class ClockController:
             if isinstance(item, Flag):
                 self.readback.watch()
                 item.set()
+            elif isinstance(item, Trial):
+                item.make(self._clock)
+                self._failed, self._refusals, self._busy_since_s = False, 0, None
             elif not self._failed:
                 self._handle(item)
         except Exception as error:
@@ -209,7 +205,7 @@ class ClockController:
             if len(self._pending) <= count and not self._stopping.is_set():
                 self._changed.wait(timeout_s)
 
-    def _handle(self, request: _Request) -> None:
+    def _handle(self, request: ClockRequest) -> None:
         if request.after is not None and not self._wait_for(request.after):
             return
         if request.after is not None and request.delay_s is not None:
@@ -283,7 +279,7 @@ class ClockController:
     def _is_overtaken(self) -> bool:
         """Whether the next request, not counting early ones, is due already."""
         for item in tuple(self._pending):
-            if isinstance(item, Flag):
+            if not isinstance(item, ClockRequest):
                 return False
             if item.delay_s is None:
                 return item.after is None or item.after.query()
@@ -291,7 +287,7 @@ class ClockController:
 
     def _fail(self, error: Exception) -> None:
         """Give up, and return the clock to the default if the driver permits."""
-        self._failed = True
+        self._failed, self._busy_since_s = True, None
         self.readback.changed(None, 0.0)
         self._on_error(error)
         for again_s in _RESET_AGAIN_AFTER_S:

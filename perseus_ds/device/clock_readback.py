@@ -25,6 +25,8 @@ _AWAITED_S = 1.0
 """How long to read a clock that somebody waits for; some GPUs need half a second, and an idle one needs work."""
 _PERIOD_S = 0.5
 _DEFAULT_READINGS = 120
+_HELD_READINGS = 6
+"""So many readings below the highest clock, one after the other and without a limit, are no transition."""
 # These say that nobody asks for more, not that the GPU cannot.
 _NO_LIMITS = frozenset({"idle", "applications_clocks_setting", "display_clocks_setting", "sync_boost"})
 
@@ -76,9 +78,10 @@ class ClockReadback:
         self._is_awaited = False
         self._read_s: float | None = None
         self._default_readings = 0
+        self._held_readings = 0
 
     def watch_default_clocks(self) -> None:
-        """Look for a minute of default clocks whether a limit keeps the busy GPU below its highest clock."""
+        """Look for a minute of default clocks whether something keeps the busy GPU below its highest clock."""
         self._default_readings = _DEFAULT_READINGS
 
     @property
@@ -149,7 +152,9 @@ class ClockReadback:
             self._default_readings = 0
             return
         limits = tuple(reason for reason in reasons if reason not in _NO_LIMITS)
-        if limits:
+        is_below = reached_mhz < (1 - _TOLERANCE) * self._gpu.supported_clocks_mhz()[-1]
+        self._held_readings = self._held_readings + 1 if is_below and "idle" not in reasons else 0
+        if limits or self._held_readings == _HELD_READINGS:
             self._default_readings = 0
             self._on_refusal(Refusal(None, reached_mhz, limits))
 

@@ -63,6 +63,18 @@ class HeldClock:
             return False
         return True
 
+    def try_out(self) -> None:
+        """Set the highest clock, return to the default, and read the energy counter.
+
+        Raises:
+            GpuError: The driver refused.
+        """
+        self.set(self._gpu.supported_clocks_mhz()[-1])
+        self.set(None)
+        with self._call() as may_call:
+            if may_call:
+                self._gpu.energy_j()
+
     def read(self, read: Callable[[], None]) -> None:
         """Make a call that reads from the GPU."""
         with self._call() as may_call:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from perseus_ds.device.timers import Execution, SimulatedExecution
 from perseus_ds.engine.engine_job import commands_of, make_runtime, model_name
 from perseus_ds.engine.replay import Replay, tensors_of
 from perseus_ds.engine.watched_schedule import watched
-from perseus_ds.pipeline.commands import CommandReader, is_batched
+from perseus_ds.pipeline.commands import is_batched
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.repeated_commands import RepeatedReader
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.runtime.attachment import Attachment
 from perseus_ds.runtime.config import PerseusConfig
@@ -31,7 +33,7 @@ class EngineAttachment(Attachment):
         super().__init__(config, model_name(engine))
         self._engine = engine
         self._replay = Replay(engine, self._execute_again)
-        self._batched = False
+        self._reader = RepeatedReader(0, 1, batched=False)
         self._timers: Execution | None = None
         self._batch: ExitStack | None = None
 
@@ -62,8 +64,8 @@ class EngineAttachment(Attachment):
             stack.callback(self._end_iteration)
             self._in_iteration = True
             stack.enter_context(runtime.iteration(samples))
-            reader = CommandReader(self._engine.stage_id, self._engine.num_stages, self._batched)
-            own.enter_context(watched(pipe_schedule, lambda command: self._surround(runtime, reader, command)))
+            self._reader.begin_iteration()
+            own.enter_context(watched(pipe_schedule, partial(self._surround, runtime)))
             yield
 
     def _trains_by(self, pipe_schedule: Any) -> bool:
@@ -75,9 +77,9 @@ class EngineAttachment(Attachment):
     def _end_iteration(self) -> None:
         self._in_iteration = False
 
-    def _surround(self, runtime: PerseusRuntime, reader: CommandReader, command: Any) -> AbstractContextManager[None]:
+    def _surround(self, runtime: PerseusRuntime, command: Any) -> AbstractContextManager[None]:
         """Return what surrounds one command that the engine is about to execute; no generator, for its speed."""
-        operations = reader.read(command)
+        operations = self._reader.read(command)
         if not operations:
             return _NOTHING
         inputs = 0.0
@@ -113,7 +115,8 @@ class EngineAttachment(Attachment):
         """Return the runtime for a schedule; None if another engine of this process trains under Perseus."""
         schedule = type(pipe_schedule), self._engine.micro_batches
         if schedule != self._trained:
-            self._batched = is_batched(commands_of(pipe_schedule))
+            batched = is_batched(commands_of(pipe_schedule))
+            self._reader = RepeatedReader(self._engine.stage_id, self._engine.num_stages, batched)
         return self._runtime_for(schedule, lambda others: self._make(pipe_schedule, others))
 
     def _make(self, pipe_schedule: Any, others: Sequence[str]) -> PerseusRuntime:

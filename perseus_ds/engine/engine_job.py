@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib.metadata
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator, PipelineTopology
 from perseus_ds.engine.replay import Replay
 from perseus_ds.errors import PerseusError
 from perseus_ds.pipeline.commands import read_stream
 from perseus_ds.pipeline.schedule import Operation, Other, Schedule
-from perseus_ds.runtime.build import open_together
+from perseus_ds.runtime.build import open_together, profile_info
 from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
@@ -51,8 +48,16 @@ def make_runtime(
     jobs: list[Job] = []
 
     def describe() -> None:
-        models = (model_name(engine), *others)
-        jobs.append(Job(config, schedule, _info(engine, gpu, schedule), _fingerprint(engine), models))
+        model = model_name(engine)
+        info = profile_info(
+            schedule,
+            gpu,
+            communicator.topology,
+            libraries=["deepspeed"],
+            model=model,
+            micro_batch_size=engine.micro_batch_size,
+        )
+        jobs.append(Job(config, schedule, info, _fingerprint(engine), (model, *others)))
 
     communicator.together(describe)
     runtime = PerseusRuntime(
@@ -134,22 +139,3 @@ def _fingerprint(engine: Any) -> str:
         module.activation_checkpoint_interval,
     ]
     return hashlib.sha256(repr(content).encode()).hexdigest()
-
-
-def _info(engine: Any, gpu: Gpu, schedule: Schedule) -> ProfileInfo:
-    versions = {name: importlib.metadata.version(name) for name in ("deepspeed", "torch", "perseus-ds")}
-    return ProfileInfo(
-        simulated=gpu.simulated,
-        gpu=gpu.name,
-        driver=gpu.driver,
-        default_clock_mhz=gpu.supported_clocks_mhz()[-1],
-        schedule=schedule.name,
-        stages=schedule.num_stages,
-        pipeline_ranks=engine.num_stages,
-        data_parallel=engine.grid.data_parallel_size,
-        tensor_parallel=engine.grid.slice_parallel_size,
-        micro_batches=engine.micro_batches,
-        micro_batch_size=engine.micro_batch_size,
-        model=model_name(engine),
-        versions=versions,
-    )

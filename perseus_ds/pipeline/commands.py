@@ -83,15 +83,16 @@ class CommandReader:
         self._names: dict[type, str] = {}
         self.queued: list[tuple[bool, Transfer]] = []
 
-    def read(self, command: Any) -> tuple[Operation, ...]:
+    def read(self, command_class: type, phase: int = 0) -> tuple[Operation, ...]:
         """Return the operations of a command; none for a transfer that is only queued.
 
-        A command is known by the name of its class, or of one that its class is derived from.
+        Args:
+            command_class: Its class; it is known by the name of that, or of one that it is derived from.
+            phase: As in :meth:`operations`.
         """
-        kind = type(command)
-        if kind not in self._names:
-            self._names[kind] = _known_name(kind)
-        return self.operations(self._names[kind], getattr(command, "phase", 0))
+        if command_class not in self._names:
+            self._names[command_class] = _known_name(command_class)
+        return self.operations(self._names[command_class], phase)
 
     def operations(self, command: str, phase: int = 0) -> tuple[Operation, ...]:
         """Return the operations of a command; none for a transfer that is only queued.
@@ -148,6 +149,12 @@ class CommandReader:
         return sending, Transfer(payload, source, target, self._count(command, stage))
 
 
+def phase_of(command: Any) -> int:
+    """Return which of the rank's stages a command is for, where a rank has several."""
+    phase: int = getattr(command, "phase", 0)
+    return phase
+
+
 def _known_name(command_class: type) -> str:
     """Return the name of a command's class, or of the nearest base that is known."""
     names = [base.__name__ for base in command_class.__mro__]
@@ -180,7 +187,7 @@ def read_stream(commands: Sequence[Any], rank: int, ranks: int) -> tuple[Operati
     reader = CommandReader(rank, ranks, batched=is_batched(commands))
     stream: list[Operation] = []
     for command in commands:
-        for operation in reader.read(command):
+        for operation in reader.read(type(command), phase_of(command)):
             # Reduction and step are several commands but one tail.
             if not stream or stream[-1] != operation:
                 stream.append(operation)

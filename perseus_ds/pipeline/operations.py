@@ -68,8 +68,8 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """Launch the transfers together and wait until all of them are complete."""
+class _Transfers:
+    """Transfers that are launched together, as one of their ranks sees them."""
 
     sends: tuple[Transfer, ...] = ()
     receives: tuple[Transfer, ...] = ()
@@ -83,18 +83,16 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class Exchange(_Transfers):
+    """Launch the transfers together and wait until all of them are complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch(_Transfers):
     """Launch transfers and go on; a later ``Wait`` waits for them."""
 
-    sends: tuple[Transfer, ...] = ()
-    receives: tuple[Transfer, ...] = ()
-
-    @property
-    def transfers(self) -> tuple[Transfer, ...]:
-        return self.sends + self.receives
-
     def __str__(self) -> str:
-        return f"launch {Exchange(self.sends, self.receives)}"
+        return f"launch {_Transfers.__str__(self)}"
 
 
 @dataclass(frozen=True, slots=True)

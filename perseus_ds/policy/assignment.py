@@ -8,11 +8,9 @@ from typing import Any
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.rank_report import RankReport
+from perseus_ds.artifacts.rank_report import JobReport
 from perseus_ds.policy.decisions import stretched_plan
 from perseus_ds.policy.stragglers import Straggler, straggler_of, with_reported
-
-_NO_PIPELINE = -1
 
 
 @dataclass(frozen=True)
@@ -50,27 +48,10 @@ class PlanChoice:
     reported: Straggler | None = None
     halts: bool = False
 
-    def as_reported(self) -> dict[str, Any]:
-        """Return the fields of rank 0's report that carry it."""
-        straggler = self.reported or Straggler(_NO_PIPELINE, 1.0)
-        return {
-            "plan": self.plan,
-            "paused": self.paused,
-            "halts": self.halts,
-            "straggler": straggler.pipeline,
-            "straggler_slowdown": straggler.slowdown,
-        }
-
-    @classmethod
-    def from_report(cls, report: RankReport) -> PlanChoice:
-        """Return the decision that rank 0 has reported."""
-        reported = Straggler(report.straggler, report.straggler_slowdown)
-        return cls(report.plan, report.paused, None if report.straggler == _NO_PIPELINE else reported, report.halts)
-
 
 @dataclass(frozen=True)
 class Assignment:
-    """The plans of all pipelines in an iteration.
+    """The plans of all pipelines in an iteration, as rank 0 has decided.
 
     Attributes:
         choice: The decision of rank 0.
@@ -126,3 +107,46 @@ class Assignment:
         energies_j = [plan.energy_j * slow for plan, slow in zip(plans, slowness, strict=True)]
         waiting_s = sum(max(times_s) - time_s for time_s in times_s) * len(frontier.instructions)
         return max(times_s), sum(energies_j) + frontier.provenance.blocking_power_w * waiting_s
+
+
+@dataclass(frozen=True)
+class PipelineOrder:
+    """What a rank is told of rank 0's decision.
+
+    Attributes:
+        number: Of the decision, another one whenever the plan of any pipeline is another.
+        plan: The plan that the policy asks for, as a place on the frontier.
+        paused: Whether to run at default clocks.
+        halts: Whether training stands still before the iteration.
+        stretch_factor: How many times as long as the policy's plan the plan of this rank's pipeline may take.
+        promised_slowdown: Of the whole job against default clocks, by the profile.
+    """
+
+    number: int
+    plan: int
+    paused: bool
+    halts: bool
+    stretch_factor: float
+    promised_slowdown: float
+
+    @classmethod
+    def of_report(cls, report: JobReport) -> PipelineOrder:
+        """Return what rank 0 has sent with its report."""
+        return cls(
+            number=report.assignment,
+            plan=report.plan,
+            paused=report.paused,
+            halts=report.halts,
+            stretch_factor=report.stretch_factor,
+            promised_slowdown=report.promised_slowdown,
+        )
+
+    def as_reported(self) -> dict[str, Any]:
+        """Return the fields of rank 0's report that carry it, but for the stretch factors of the pipelines."""
+        return {
+            "assignment": self.number,
+            "plan": self.plan,
+            "paused": self.paused,
+            "halts": self.halts,
+            "promised_slowdown": self.promised_slowdown,
+        }

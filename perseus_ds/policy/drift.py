@@ -85,12 +85,11 @@ class DriftWatch:
         self._max_drift = max_drift
         self._in_a_row = 0
 
-    def has_drifted(self, pipelines: Sequence[float]) -> bool:
+    def has_drifted(self, drift: float) -> bool:
         """Return whether the profile has turned out to be out of date: once, until it fits again.
 
         Args:
-            pipelines: How far each pipeline is from the profile. One pipeline alone is a straggler, for which
-                nothing has to be measured again: at least half of them must be too far.
+            drift: How far the pipelines are from it, by their lower median.
         """
-        self._in_a_row = self._in_a_row + 1 if statistics.median_low(pipelines) > self._max_drift else 0
+        self._in_a_row = self._in_a_row + 1 if drift > self._max_drift else 0
         return self._in_a_row == _TIMES_IN_A_ROW

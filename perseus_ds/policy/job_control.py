@@ -91,7 +91,7 @@ class JobControl:
         if isinstance(order, Status):
             asked = {"paused": self.paused, "policy": self.policy.model_dump(mode="json")}
             return {"status": {**asked, **job}}
-        return {"done": self._done(order) + ("; but this job runs no plans any more" if _has_left_plans(job) else "")}
+        return {"done": self._done(order) + ("; but this job runs no plans now" if _has_left_plans(job) else "")}
 
     def _done(self, order: SetPolicy | SetStraggler | Pause | Resume) -> str:
         if isinstance(order, SetPolicy):

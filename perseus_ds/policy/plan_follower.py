@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.rank_report import RankReports
+from perseus_ds.artifacts.rank_report import JobReport, RankReports
 from perseus_ds.policy.assignment import Assignment, PlanChoice
 from perseus_ds.policy.decisions import decide
 from perseus_ds.policy.policies import PolicyConfig
@@ -24,18 +25,17 @@ _OLD_KEYS = {"rooms": "stretch_factors", "pace": "statistics"}
 
 
 class PlanFollower:
-    """The same on all ranks, which get the same reports; only rank 0's decisions count.
+    """Learns on all ranks how iterations go; what pipelines do is known, and decided, on rank 0.
 
     Args:
         frontier: The plans.
-        pipeline_of_rank: For each rank, its data-parallel pipeline.
+        pipeline_of_rank: On rank 0, for each rank its data-parallel pipeline; elsewhere empty.
         gpus_per_rank: GPUs of the job for each pipeline rank of a plan.
     """
 
-    def __init__(self, frontier: Frontier, pipeline_of_rank: Sequence[int], gpus_per_rank: int) -> None:
+    def __init__(self, frontier: Frontier, pipeline_of_rank: npt.NDArray[np.int64], gpus_per_rank: int) -> None:
         self._frontier = frontier
-        self._pipeline_of_rank = np.array(pipeline_of_rank)
-        self._pipelines = int(self._pipeline_of_rank.max()) + 1
+        self._pipelines = int(pipeline_of_rank.max(initial=-1)) + 1
         self._gpus_per_rank = gpus_per_rank
         self._stragglers = StragglerWatch(self._pipelines)
         self._idle_power_w = frontier.provenance.blocking_power_w * gpus_per_rank * len(frontier.instructions)
@@ -87,26 +87,35 @@ class PlanFollower:
         return time_s, by_profile.energy_j / by_profile.time_s * time_s * known.power_ratio * self._gpus_per_rank
 
     def assign(self, choice: PlanChoice) -> Assignment:
-        """Return the plans of all pipelines by rank 0's decision."""
-        self._plan = choice.plan
+        """Return the plans of all pipelines by rank 0's decision; on rank 0."""
         return Assignment.of(self._frontier, choice, self._stragglers.stretch_factors)
 
-    def learn(self, reports: RankReports, ran: Assignment) -> None:
-        """Evaluate an iteration of all ranks.
+    def follow(self, plan: int) -> None:
+        """Take note of the plan that the policy asks for from now on."""
+        self._plan = plan
+
+    def learn(self, reports: JobReport, plan: int) -> None:
+        """Evaluate an iteration of the job.
+
+        Args:
+            reports: What all ranks have reported of it.
+            plan: The plan that the policy asked for.
+        """
+        promised = self._frontier.plans[plan]
+        self.statistics.add_iteration(
+            time_s=reports.time_s,
+            energy_j=reports.energy_j,
+            promised_time_s=promised.time_s,
+            promised_energy_j=promised.energy_j * self._gpus_per_rank,
+        )
+
+    def learn_pipelines(self, reports: RankReports, ran: Assignment) -> None:
+        """Evaluate how the pipelines did in an iteration; on rank 0.
 
         Args:
             reports: Of all ranks.
             ran: What the iteration ran under.
         """
-        if ran.choice.paused:
-            return
-        promised = self._frontier.plans[ran.choice.plan]
-        self.statistics.add_iteration(
-            time_s=float(reports.column("time_s").max()),
-            energy_j=float(reports.column("energy_j").sum()),
-            promised_time_s=promised.time_s,
-            promised_energy_j=promised.energy_j * self._gpus_per_rank,
-        )
         computed_s = reports.column("computed_s")
         if self._pipelines > 1 and computed_s.min() > 0:
             # The rank that reduces last waits for no other: its tail is the time that the tail takes by itself.
@@ -114,15 +123,9 @@ class PlanFollower:
             self._stragglers.update(
                 [
                     (own_s + tail_s) / self._frontier.plans[plan].time_s
-                    for own_s, plan in zip(self.by_pipeline(computed_s), ran.plans, strict=True)
+                    for own_s, plan in zip(reports.by_pipeline(computed_s).tolist(), ran.plans, strict=True)
                 ]
             )
-
-    def by_pipeline(self, of_ranks: np.ndarray[Any, np.dtype[np.float64]]) -> list[float]:
-        """Return the largest value among the ranks of each pipeline."""
-        largest = np.full(self._pipelines, -np.inf)
-        np.maximum.at(largest, self._pipeline_of_rank, of_ranks)
-        return largest.tolist()
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as plain values."""

@@ -8,7 +8,7 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass, field
 
-from perseus_ds.artifacts.rank_report import RankReports
+from perseus_ds.artifacts.rank_report import JobReport
 from perseus_ds.policy.policies import CheapestPolicy, PowerCapPolicy, SimplePolicy
 
 # Windows of the energy counter below some seconds are noisy: this many refreshes, and at least so many iterations.
@@ -27,6 +27,8 @@ _TIME_TOLERANCE = 0.01
 _FASTER = 0.03
 _WELL_KNOWN = 0.01
 _COMES_AGAIN = 3
+# The counter changes within an iteration that takes as long as so many refreshes.
+_SURELY_REFRESHED = 3
 
 
 @dataclass
@@ -43,7 +45,7 @@ class IterationSample:
     counter_period_s: float
     times_s: list[float] = field(default_factory=list)
     energies_j: list[float] = field(default_factory=list)
-    shapes: Counter[tuple[float, ...]] = field(default_factory=Counter)
+    shapes: Counter[float] = field(default_factory=Counter)
     _total_s: float = 0.0
 
     def add(self, time_s: float, energy_j: float) -> None:
@@ -52,18 +54,21 @@ class IterationSample:
         self.energies_j.append(energy_j)
         self._total_s += time_s
 
-    def add_reports(self, reports: RankReports) -> None:
-        """Add an iteration that all ranks have reported, unless a rank had fallen back or could not read its energy."""
-        energy_j = float(reports.column("energy_j").sum())
-        if math.isfinite(energy_j) and not reports.column("failed").any():
-            self.shapes[reports.shapes] += 1
-            self.add(float(reports.column("time_s").max()), energy_j)
+    def add_reports(self, reports: JobReport) -> None:
+        """Add an iteration that all ranks have reported.
 
-    def has_other_shapes(self, reports: RankReports) -> bool:
+        Not one in which a rank had fallen back, could not read its energy counter, or whose counter stood still.
+        """
+        stands_still = reports.time_s > _SURELY_REFRESHED * self.counter_period_s and not reports.least_energy_j > 0
+        if math.isfinite(reports.energy_j) and not (stands_still or reports.failed):
+            self.shapes[reports.shapes] += 1
+            self.add(reports.time_s, reports.energy_j)
+
+    def has_other_shapes(self, reports: JobReport) -> bool:
         """Whether an iteration cannot be compared with these, its inputs being of other shapes."""
         return len(self.shapes) == 1 and reports.shapes not in self.shapes
 
-    def has_shapes_beside(self, reports: RankReports) -> bool:
+    def has_shapes_beside(self, reports: JobReport) -> bool:
         """Whether the inputs of these and an iteration are not all of one shape."""
         return self.varies_in_shape or self.has_other_shapes(reports)
 
@@ -79,8 +84,8 @@ class IterationSample:
 
     @property
     def looks(self) -> int:
-        """How many of the lengths it has reached at which a comparison may be made; 3 at most."""
-        return sum(map(self._is_as_long_as, _LOOKS))
+        """How many of the lengths it has reached at which a comparison may be made; 3 at most, 0 without energies."""
+        return sum(map(self._is_as_long_as, _LOOKS)) if any(self.energies_j) else 0
 
     @property
     def is_enough(self) -> bool:

@@ -16,6 +16,7 @@ from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 _HANGS_S = 3.0
 _OFTEN_S = 0.002
 _SELDOM_S = 0.010
+_SAME_CLOCK = 0.02
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,16 @@ class CounterLog:
         if self._error is not None:
             raise self._error
         return [change for change in self._changes if start_s <= change[0] <= end_s]
+
+    def reached_s(self, clock_mhz: int, start_s: float, end_s: float) -> float | None:
+        """Return when, between two moments, the GPU was first seen at a clock [s]; None if it was not.
+
+        The clock is read whenever the counter was refreshed.
+        """
+        for moment_s, read_mhz in self._clocks:
+            if start_s <= moment_s <= end_s and abs(read_mhz / clock_mhz - 1) <= _SAME_CLOCK:
+                return moment_s
+        return None
 
     def forget(self) -> None:
         """Drop the refreshes seen so far."""

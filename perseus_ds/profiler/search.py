@@ -11,7 +11,7 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.distributed import Communicator
-from perseus_ds.errors import ConfigError, ProfileError
+from perseus_ds.errors import ConfigError, GpuError, ProfileError
 from perseus_ds.profiler.denoise import denoise
 from perseus_ds.profiler.profile_config import ProfileConfig
 from perseus_ds.profiler.rows import MeasuredRow, combine_rows, reached_only
@@ -101,7 +101,8 @@ class ClockSearch:
         """Add the rows that this rank measured at those clocks, or the error that prevented it.
 
         Raises:
-            ProfileError: On all ranks, if one of them had an error.
+            GpuError: On all ranks, if the GPU of one had an error.
+            ProfileError: On all ranks, if one had another error.
             OSError: On all ranks, if rank 0 cannot write the rows.
         """
         by_rank = self._ranks.gather(rows)
@@ -109,7 +110,8 @@ class ClockSearch:
         def take() -> None:
             for rank, found in enumerate(by_rank):
                 if isinstance(found, Exception):
-                    raise ProfileError(f"no profile was written: rank {rank}: {found}")
+                    kind = GpuError if isinstance(found, GpuError) else ProfileError
+                    raise kind(f"no profile was written: rank {rank}: {found}")
             self._take(combine_rows(row for found in by_rank if not isinstance(found, Exception) for row in found))
 
         self._ranks.from_first(take)

@@ -104,9 +104,14 @@ def shares_of(history: History) -> list[Share]:
 
 
 def _sums(records: Sequence[IterationRecord], energies: Iterable[tuple[float, ...] | None], name: str) -> list[Share]:
-    known = [(record.time_s, parts) for record, parts in zip(records, energies, strict=True) if parts is not None]
-    if len({len(parts) for _, parts in known}) != 1:  # none, or the job was resumed at another size
+    known: list[tuple[float, ...]] = []
+    time_s = since_s = 0.0
+    for record, parts in zip(records, energies, strict=True):
+        since_s += record.time_s if record.energy_j is not None else 0.0
+        if parts is not None:  # of all iterations since the last record that has them
+            known.append(parts)
+            time_s, since_s = time_s + since_s, 0.0
+    if len(set(map(len, known))) != 1:  # none, or the job was resumed at another size
         return []
-    time_s = sum(time_s for time_s, _ in known)
-    sums_j = [sum(column) for column in zip(*(parts for _, parts in known), strict=True)]
+    sums_j = [sum(column) for column in zip(*known, strict=True)]
     return [Share(f"{name} {number}", energy_j, energy_j / time_s) for number, energy_j in enumerate(sums_j)]

@@ -16,6 +16,7 @@ from perseus_ds.artifacts.run_records import (
     PolicyChanged,
     ProfileWritten,
     ProfilingBegun,
+    Recovered,
     Started,
     against_default_clocks,
 )
@@ -58,10 +59,18 @@ def event_in_words(event: Event) -> str:
             return f"times drifted by {drift:.0%}{then}"
         case TimetableMade() | CostsSoFar() | Halted():
             return _by_the_hour(event)
-        case Failed(event=name, rank=rank, error=error):
-            return f"failure on rank {rank}: {error}" if name == "failure" else f"{name}: {error}"
+        case Failed() | Recovered():
+            return _fault(event)
         case _:
             return event.event
+
+
+def _fault(event: Failed | Recovered) -> str:
+    if isinstance(event, Recovered):
+        return f"rank {event.rank} runs under plans again"
+    if event.event == "failure":
+        return f"failure on rank {event.rank}: {event.error}"
+    return f"{event.event}: {event.error}"
 
 
 def _by_the_hour(event: TimetableMade | CostsSoFar | Halted) -> str:
@@ -84,7 +93,8 @@ def _against(cost: float, fastest_cost: float) -> str:
 def _refused(event: ClockRefused) -> str:
     why = f" ({', '.join(event.reasons)})" if event.reasons else ""
     if event.clock_mhz is None:
-        return f"rank {event.rank}'s GPU at default clocks is kept at {event.reached_mhz} MHz{why}"
+        unexplained = ", though the driver names no limit: somebody may have locked its clock (nvidia-smi -q -d CLOCK)"
+        return f"rank {event.rank}'s GPU at default clocks is kept at {event.reached_mhz} MHz{why or unexplained}"
     return f"rank {event.rank}'s GPU was asked for {event.clock_mhz} MHz and runs at {event.reached_mhz} MHz{why}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,6 +48,42 @@ def open_together(
     return opened[0]
 
 
+def profile_info(
+    schedule: Schedule,
+    gpu: Gpu,
+    topology: PipelineTopology,
+    *,
+    libraries: Sequence[str],
+    model: str | None = None,
+    micro_batch_size: int | None = None,
+) -> ProfileInfo:
+    """Return what a profile of the job says of it.
+
+    Args:
+        schedule: The operations of every rank of a pipeline in one iteration.
+        gpu: Of this rank.
+        topology: Place of this rank in the job.
+        libraries: Packages that train, besides torch, whose versions matter.
+        model: The class of the model.
+        micro_batch_size: Samples of a micro-batch, where it is known.
+    """
+    return ProfileInfo(
+        simulated=gpu.simulated,
+        gpu=gpu.name,
+        driver=gpu.driver,
+        default_clock_mhz=gpu.supported_clocks_mhz()[-1],
+        schedule=schedule.name,
+        stages=schedule.num_stages,
+        pipeline_ranks=topology.pipeline_ranks,
+        data_parallel=topology.data_parallel,
+        tensor_parallel=topology.tensor_parallel,
+        micro_batches=schedule.micro_batches,
+        micro_batch_size=micro_batch_size,
+        model=model,
+        versions={name: importlib.metadata.version(name) for name in (*libraries, "torch", "perseus-ds")},
+    )
+
+
 def loop_parts(
     block: Mapping[str, Any],
     schedule: Schedule,
@@ -82,16 +119,7 @@ def loop_parts(
 
     def open_all() -> None:
         gpu = open_gpu(config, device, rank=rank, local_rank=local_rank)
-        info = ProfileInfo(
-            simulated=gpu.simulated,
-            gpu=gpu.name,
-            driver=gpu.driver,
-            schedule=schedule.name,
-            stages=schedule.num_stages,
-            pipeline_ranks=len(pipeline),
-            data_parallel=data_parallel,
-            micro_batches=schedule.micro_batches,
-        )
+        info = profile_info(schedule, gpu, communicator.topology, libraries=())
         opened.append((gpu, execution_on(gpu, device, config), Job(config, schedule, info)))
 
     communicator.together(open_all)

@@ -35,6 +35,7 @@ class EnergyUse:
         self._begun = begun
         self._ended = ended
         self._on_error = on_error
+        self._used_j: float | None = None
 
     def is_known(self) -> bool:
         """Return whether both readings are there."""
@@ -42,6 +43,11 @@ class EnergyUse:
 
     def used_j(self) -> float:
         """Wait for the driver and return the energy [J]; NaN where it cannot be read."""
+        if self._used_j is None:
+            self._used_j = self._read_j()
+        return self._used_j
+
+    def _read_j(self) -> float:
         if self._begun is None or self._ended is None:
             return math.nan
         try:

@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from perseus_ds.errors import GpuError
 from perseus_ds.runtime.job import Rank
 
@@ -19,12 +22,12 @@ class Waited:
 
     Attributes:
         time_s: How long [s]; 0 if they went on at once.
-        energies_j: Of each rank's GPU meanwhile [J]; NaN where it cannot be read.
+        energy_j: Of all GPUs meanwhile [J]; NaN where it cannot be read.
         closed: Whether a rank has been closed, so that all leave the mode.
     """
 
     time_s: float
-    energies_j: tuple[float, ...]
+    energy_j: float
     closed: bool
 
 
@@ -57,16 +60,21 @@ def wait_together(rank: Rank, is_over: Callable[[], bool], is_closed: Callable[[
     while True:
         is_over_here = rank.communicator.is_first and is_over()
         spent_j = _energy_j(rank) - begin_j
-        sent = rank.communicator.start_all_gather([float(is_over_here), float(is_closed()), spent_j])
+        sent = rank.communicator.start_exchange([float(is_over_here), float(is_closed()), spent_j], _of_job, 3)
         while not sent.is_there_within(_LOOK_EVERY_S):
             pass
-        seen = sent.result()
-        if bool(seen[:, :2].any()):
+        is_over_now, closed, energy_j = sent.result().tolist()
+        if is_over_now or closed:
             break
         has_waited = True
         rank.timebase.sleep(_LOOK_EVERY_S)
     time_s = rank.timebase.now_s() - begin_s if has_waited else 0.0
-    return Waited(time_s, tuple(map(float, seen[:, 2])), bool(seen[:, 1].any()))
+    return Waited(time_s, energy_j, bool(closed))
+
+
+def _of_job(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return for all ranks whether it is over, whether one is closed, and the energy of all."""
+    return np.tile([*numbers[:, :2].max(axis=0), numbers[:, 2].sum()], (len(numbers), 1))
 
 
 def _energy_j(rank: Rank) -> float:

@@ -80,8 +80,8 @@ class Job:
 
     def _key(self, communicator: Communicator, settings: dict[str, object]) -> str:
         simulated = self.config.simulated.model_dump() if self.info.simulated else {}
-        fingerprints = communicator.all_gather(self.fingerprint)
-        return cache_key(self.info, fingerprints, {**settings, "simulated": simulated})
+        fingerprints = communicator.gather(self.fingerprint)
+        return communicator.from_first(lambda: cache_key(self.info, fingerprints, {**settings, "simulated": simulated}))
 
 
 @dataclass(frozen=True)

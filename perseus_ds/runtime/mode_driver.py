@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from perseus_ds.artifacts.rank_report import RankReport, RankReports
+from perseus_ds.artifacts.rank_report import JobReport, RankReport, shapes_number
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.profiler.offline import RepeatableInstructions
+from perseus_ds.runtime.fallback import may_pass
 from perseus_ds.runtime.halting import wait_together
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.modes import mode_of
 from perseus_ds.runtime.phases import UNPLANNED, IterationMeasurement, NextIteration, Outlook, Resumed, observe
+from perseus_ds.runtime.plan_chooser import follow_signals
 from perseus_ds.runtime.recorder import IterationContext, Recorder
 from perseus_ds.runtime.report_exchange import ReportExchange
+from perseus_ds.runtime.resting import Rests, after_a_fault
 from perseus_ds.runtime.timeline_log import Ran, TimelineLog
 
 logger = logging.getLogger("perseus_ds")
 _LAST_REPORTS_S = 2.0
 _POLL_S = 0.002
+_REST = 10
 
 
 class ModeDriver:
@@ -65,11 +69,15 @@ class ModeDriver:
         )
         self._ended: IterationContext | None = None
         self._ended_s: float | None = None
-        self._unsent: Callable[[], RankReport] | None = None
+        self._unsent: Callable[[], tuple[RankReport, Sequence[float]]] | None = None
         self._is_known: Callable[[], bool] = bool
         self._keep: Callable[[], None] | None = None
         self._is_closed = False
-        self._mode = mode_of(job, rank, recorder, control, passes)
+        if job.config.mode in ("run", "auto"):
+            follow_signals(rank, recorder, control)
+        self._start = partial(mode_of, job, rank, recorder, control, passes)
+        self._rests = Rests(_REST)
+        self._mode = self._start()
         self.next: NextIteration = next(self._mode)
         self._by_shape = bool(self.next.by_shape)
 
@@ -111,12 +119,18 @@ class ModeDriver:
         begun_s, ended_s = seen.host_s
         stopped_s = 0.0 if self._ended_s is None else begun_s - self._ended_s
         self._ended_s = ended_s
-        seen = replace(seen, number=self._control.steps, stopped_s=stopped_s, reports=reports)
+        seen = replace(
+            seen,
+            number=self._control.steps,
+            stopped_s=stopped_s,
+            reports=reports,
+            ranks=self._exchange.ranks if reports is not None else None,
+        )
         if not seen.failed:
             ran = replace(ran, plan=self.next.plan, forecast=self.next.forecast)
         if not self._by_shape and self._timelines.wants(self.next.phase, self.next.plan):
             self._keep = partial(self._timelines.keep, Ran(ran.number, ran.phase, ran.plan, seen.clock_mhz), seen)
-        if reports is not None and reports.column("closed").any():
+        if reports is not None and reports.closed:
             self.observe()
         else:
             self._advance(seen)
@@ -139,19 +153,23 @@ class ModeDriver:
         """Send the report of the last iteration, unless it was sent; wait for the device."""
         unsent, self._unsent = self._unsent, None
         if unsent is not None:
-            self._exchange.send(unsent())
+            self._exchange.send(*unsent())
 
-    def _report(self, seen: IterationMeasurement, own: RankReport, following: NextIteration) -> RankReport:
+    def _report(
+        self, seen: IterationMeasurement, own: RankReport, following: NextIteration
+    ) -> tuple[RankReport, Sequence[float]]:
         try:
             later = following.reported_later()
         except Exception as error:  # the other ranks wait for this report
             self._on_error(error)
             later = {}
-        own = replace(own, time_s=seen.time_s, energy_j=seen.energy_j, events=self._recorder.events_to_report)
-        return replace(own, closed=self._is_closed, **{**following.reported, **later})
+        measured = {"time_s": seen.time_s, "energy_j": seen.energy_j, "events": self._recorder.events_to_report}
+        shapes = shapes_number(self._rank.communicator.topology.rank, seen.shapes[1])
+        known = {**measured, "shapes": shapes, "closed": self._is_closed, **following.reported, **later}
+        return replace(own, **known), following.stretch_factors
 
-    def _received(self) -> RankReports | None:
-        """Return the reports of all ranks of the iteration before; keep what it did where that is wanted."""
+    def _received(self) -> JobReport | None:
+        """Return what all ranks have reported of the iteration before; keep what it did where that is wanted."""
         self.send_report()
         keep, self._keep = self._keep, None
         if keep is not None:
@@ -196,16 +214,17 @@ class ModeDriver:
             self.send_report_if_known()
         self._add(self._exchange.look_within(_LAST_REPORTS_S))
 
-    def _record(self, reports: RankReports | None) -> None:
+    def _record(self, reports: JobReport | None) -> None:
         """Record the iteration that all ranks have reported; every rank must do so at the same time."""
-        if reports is not None and reports.column("events").any():
+        if reports is not None and reports.events:
             self._recorder.gather_events()
         self._add(reports)
 
-    def _add(self, reports: RankReports | None) -> None:
+    def _add(self, reports: JobReport | None) -> None:
         ended, self._ended = self._ended, None
-        if reports is not None and ended is not None:
-            self._recorder.add(ended, reports)
+        ranks = self._exchange.ranks
+        if reports is not None and ended is not None and ranks is not None:
+            self._recorder.add(ended, ranks)
 
     def _advance(self, received: IterationMeasurement | Resumed) -> None:
         """Have the mode decide on the next iteration; errors in it never end training."""
@@ -217,3 +236,6 @@ class ModeDriver:
             logger.debug("perseus: the mode ended", exc_info=True)
             self._on_error(error)
             self.observe()
+            if may_pass(error):
+                self._mode = after_a_fault(self._start, self._rests.next(self._control.steps))
+                self.next = next(self._mode)

@@ -21,16 +21,19 @@ from perseus_ds.runtime.offline_profiling import profile_offline
 from perseus_ds.runtime.online_profiling import profile_online
 from perseus_ds.runtime.optimising import optimise
 from perseus_ds.runtime.phases import Phase, calibrate, observe
-from perseus_ds.runtime.plan_chooser import follow_signals
 from perseus_ds.runtime.plan_runner import PlanRunner
 from perseus_ds.runtime.prediction import Verdict, compare_prediction, is_predicted
 from perseus_ds.runtime.recorder import Recorder
+from perseus_ds.runtime.resting import Rests, rest
 from perseus_ds.runtime.running import Outcome, load_frontier, prove, run, try_out
 from perseus_ds.runtime.shapes import Shape, run_by_shape
 from perseus_ds.runtime.warm_up import Baseline, counter_period_s, warm_up
 
-# Times that keep changing, as with sequences of different lengths, fit no profile, so measuring again has no use.
+# Times that keep changing, as with sequences of different lengths, fit no profile, so measuring again has no use; at
+# most so many profiles, and one more for every so many iterations. A plan that has lost is tried again after a rest.
 _MOST_PROFILES = 3
+_PROFILED_AGAIN_EVERY = 1000
+_REST = 200
 
 
 def mode_of(
@@ -50,8 +53,6 @@ def mode_of(
     Raises:
         PerseusError: On all ranks, what is wrong on one.
     """
-    if job.config.mode in ("run", "auto"):
-        follow_signals(rank, recorder, control)
     if job.config.mode == "run":
         return _run(job, rank, recorder, control)
     if job.config.mode == "profile":
@@ -73,6 +74,7 @@ def _run(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase
     runner = PlanRunner(job, rank, recorder, control, frontier=frontier)
     yield from try_out(runner)
     compared = False
+    rests = Rests(_REST)
     while True:
         default = DefaultIterations(counter_period_s(rank))
         yield from measure_default(default)
@@ -82,7 +84,7 @@ def _run(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase
         runner.compare_with(default.sample)
         outcome = yield from _under_plan(recorder, runner, profiles_again=False)
         if outcome is Outcome.LOST:
-            yield from observe()
+            yield from rest(rests.next(control.steps), "default")
 
 
 def _profile(job: Job, rank: Rank, recorder: Recorder, passes: RepeatableInstructions | None) -> Phase[None]:
@@ -91,7 +93,7 @@ def _profile(job: Job, rank: Rank, recorder: Recorder, passes: RepeatableInstruc
     baseline = yield from warm_up(job, rank, keeps_passes=passes is not None)
     obstacle: str | None = "perseus-ds cannot do so for stages of torch"
     if passes is not None:
-        obstacle = passes.obstacle(lambda reason: next(filter(None, rank.communicator.all_gather(reason)), None))
+        obstacle = passes.obstacle(rank.communicator.first_of)
     if passes is not None and obstacle is None:
         yield from profile_offline(job, rank, recorder, baseline, passes)
     else:
@@ -134,7 +136,7 @@ def _profile_and_run(
     frontier: Frontier | None,
     *,
     tails_of: StageProfile | None = None,
-) -> Phase[tuple[float, ...] | None]:
+) -> Phase[float | None]:
     """Train under plans, and measure a profile for them where there is none.
 
     Args:
@@ -151,6 +153,8 @@ def _profile_and_run(
     runner: PlanRunner | None = None
     baseline: Baseline | None = None
     profiles = 0
+    begun = control.steps
+    rests = Rests(_REST)
     price = SwitchPrice()
     while True:
         if frontier is None:
@@ -172,10 +176,11 @@ def _profile_and_run(
             runner = PlanRunner(job, rank, recorder, control, frontier=frontier, default=default.sample)
         else:
             runner.compare_with(default.sample)
+        may_profile = profiles < _MOST_PROFILES + (control.steps - begun) // _PROFILED_AGAIN_EVERY
         outcome = yield from _under_plan(
             recorder,
             runner,
-            profiles_again=profiles < _MOST_PROFILES,
+            profiles_again=may_profile,
             on_kept=lambda: keep_for_later_runs(job, rank, recorder),
             learn=partial(_learn_price, price, rank, runner, default) if profiles else _nothing_learnt,
         )
@@ -185,7 +190,11 @@ def _profile_and_run(
             runner = None
             continue
         if outcome is Outcome.LOST:
-            yield from _give_up(job, rank, frontier, default, is_new=profiles > 0)
+            is_stale = _is_stale(job, rank, frontier, default)
+            # It may win later, or a plan of another policy.
+            yield from rest(rests.next(control.steps) if profiles or not is_stale else 0, "default")
+            if not (is_stale and may_profile):
+                continue
         if outcome is not Outcome.IN_DOUBT:  # where a plan lost, an earlier run's profile is out of date
             control.progress = runner.progress_for_other_plans()
             if runner.drifts_by_shape:
@@ -193,13 +202,12 @@ def _profile_and_run(
             frontier = runner = None
 
 
-def _give_up(job: Job, rank: Rank, frontier: Frontier, default: DefaultIterations, *, is_new: bool) -> Phase[None]:
-    """Observe for the rest of the job, after a plan has lost; return where an earlier run's profile is to blame."""
-    if is_predicted(rank, frontier, default.sample):  # plans of another policy may win
-        yield from observe()
+def _is_stale(job: Job, rank: Rank, frontier: Frontier, default: DefaultIterations) -> bool:
+    """Return whether the profile of a plan that has lost no longer holds; later runs do not begin with it then."""
+    if is_predicted(rank, frontier, default.sample):
+        return False
     forget_for_later_runs(job, rank)
-    if is_new:
-        yield from observe()
+    return True
 
 
 def _learn_price(

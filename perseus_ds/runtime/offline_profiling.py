@@ -45,7 +45,7 @@ def profile_offline(
     finally:
         rank.clocks.request(None)
     spent_s = rank.timebase.now_s() - begin_s
-    spent_j = float(rank.communicator.all_gather_numbers([_energy_j(rank) - begin_j]).sum())
+    spent_j = rank.communicator.all_sum(_energy_j(rank) - begin_j)
     recorder.profile_written(job.profile_path, spent_s=spent_s, spent_j=spent_j)
     recorder.say(f"wrote {job.profile_path}; measuring took {spent_s:.0f} s and {spent_j:.0f} J")
 

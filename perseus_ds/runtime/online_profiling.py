@@ -22,7 +22,8 @@ from perseus_ds.runtime.profile_files import clock_search, save_profile
 from perseus_ds.runtime.recorder import Recorder
 from perseus_ds.runtime.warm_up import Baseline
 
-# The clock follows a little after an iteration has begun [s].
+# The clock follows a little after an iteration has begun, at the earliest [s]. A GPU that is slower is read back; one
+# that a limit keeps below the clock is taken to have settled after this time.
 _SETTLE_S = 0.05
 # A counter that was refreshed this often, and whose power has no larger relative error than this, tells power; some
 # clocks are visited more than once for that.
@@ -152,7 +153,7 @@ def _measure_batch(
         needs_more = measurement.add(clock, visit)
         reports = visit.seen[0].reports
         # Reports that a checkpoint has cut off may have asked.
-        asked = bool(reports.column("vote").any()) if reports is not None else before is not None
+        asked = reports.vote if reports is not None else before is not None
         if asked and before is not None and before != clock and before not in waiting:
             waiting.append(before)
         if not waiting:
@@ -224,7 +225,9 @@ class _OnlineMeasurement:
         try:
             for part in visit.runs():
                 first, last = part.seen[0], part.seen[-1]
-                readings = self.log.readings(first.start_s + _SETTLE_S, last.start_s + last.time_s)
+                start_s, end_s = first.start_s + _SETTLE_S, last.start_s + last.time_s
+                reached_s = self.log.reached_s(clock_mhz, start_s, end_s)
+                readings = self.log.readings(start_s if reached_s is None else reached_s, end_s)
                 self._profiler.add(clock_mhz, part.spans, readings, self.log.state)
                 self._refreshes[clock_mhz] += len(readings)
         except GpuError as error:  # the other ranks are told with the rows
@@ -251,7 +254,7 @@ class _OnlineMeasurement:
             return ProfileError(f"{type(error).__name__}: {error}")
         missing = sorted(set(clocks) - {row.measurement.clock_mhz for row in rows})
         if missing:
-            return ProfileError(
+            return GpuError(
                 f"no power could be told at {missing[0]} MHz: in {self._visits[missing[0]]} visits the energy counter "
                 f'was refreshed {self._refreshes[missing[0]]} times. Use "mode": "profile", which measures longer.'
             )
@@ -264,5 +267,5 @@ class _OnlineMeasurement:
 
     def cost(self) -> ProfilingCost:
         """Return the cost of all visits; every rank must ask at the same time."""
-        lost_j = float(self._communicator.all_gather_numbers([self._lost_j]).sum())
+        lost_j = self._communicator.all_sum(self._lost_j)
         return ProfilingCost(self._iterations, self._communicator.all_max(self._lost_s), lost_j)

@@ -28,6 +28,8 @@ def optimise(job: Job, rank: Rank, default: DefaultIterations, switch_cost_s: fl
         PerseusError: On all ranks: it cannot be made, or does not fit this job.
     """
     worker: OptimizeWorker | None = None
+    # A run at a lower clock needs the latency once to begin and once to end; a shorter one would be left out.
+    least_dwell_s = 2 * rank.communicator.all_max(rank.clocks.latency_s)
 
     def start() -> None:
         nonlocal worker
@@ -37,6 +39,7 @@ def optimise(job: Job, rank: Rank, default: DefaultIterations, switch_cost_s: fl
             schedule=ScheduleStreams.of(job.schedule),
             switch_cost_j=_SWITCH_COST_J,
             switch_cost_s=switch_cost_s,
+            least_dwell_s=least_dwell_s,
         )
         worker = OptimizeWorker(request, job.output_dir / "optimize.log")
         rank.beside_training.callback(worker.stop)
@@ -63,4 +66,4 @@ def optimise(job: Job, rank: Rank, default: DefaultIterations, switch_cost_s: fl
 
 
 def _nobody_has_finished(seen: IterationMeasurement | None) -> bool:
-    return seen is None or seen.reports is None or not seen.reports.of_rank_0.vote
+    return seen is None or seen.reports is None or not seen.reports.rank_0_votes

@@ -1,18 +1,18 @@
 """The phases of a job as generators.
 
 A phase yields a description of the next iteration, and receives what this rank measured of it. All ranks go through
-the same phases at the same iterations: what a phase decides by is the same on all ranks, that is, the reports of the
-iteration before, or rank 0's decision.
+the same phases at the same iterations: what a phase decides by is the same on all ranks, that is, what all
+are told of the iteration before, or rank 0's decision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
-from perseus_ds.artifacts.rank_report import RankReports
+from perseus_ds.artifacts.rank_report import JobReport, RankReports
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.device.timers import FinishedIteration, SimulatedExecution, Span
 from perseus_ds.pipeline.instruction import Instruction
@@ -53,6 +53,7 @@ class NextIteration:
         outlook: What follows; None where the job trains on like this.
         reported: Fields of this rank's report of the iteration that has just ended.
         reported_later: Returns more of them, once the device has done that iteration.
+        stretch_factors: Rank 0's decision, which it sends with that report: of each pipeline; none for 1 throughout.
         status: What the next iteration runs, for ``perseus-ds control status``.
         progress: Returns what a checkpoint keeps of the phase, as plain values.
         halt: What all ranks wait for before the iteration; None for nothing.
@@ -69,6 +70,7 @@ class NextIteration:
     outlook: Outlook | None = None
     reported: Mapping[str, Any] = field(default_factory=dict)
     reported_later: Callable[[], Mapping[str, Any]] = dict
+    stretch_factors: Sequence[float] = ()
     status: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[], dict[str, Any]] = dict
     halt: Halt | None = None
@@ -92,7 +94,9 @@ class IterationMeasurement:
         shapes: Numbers that tell the inputs' shapes from others: of the first forward, and of all; 0 if not known.
         number: Of the iteration in the job.
         stopped_s: How long before it began the one before had ended; 0 if there was none [s].
-        reports: Of all ranks, of the iteration before; None where there was none, or it was cut off by a checkpoint.
+        reports: What all ranks have reported of the iteration before; None where there was none, or it was cut off by a
+            checkpoint.
+        ranks: On rank 0, the reports of which that was made; None elsewhere.
     """
 
     finished: FinishedIteration
@@ -101,7 +105,8 @@ class IterationMeasurement:
     host_s: tuple[float, float]
     clock_mhz: Mapping[Instruction, int]
     failed: bool
-    reports: RankReports | None = None
+    reports: JobReport | None = None
+    ranks: RankReports | None = None
     shapes: tuple[float, float] = (0.0, 0.0)
     number: int = 0
     stopped_s: float = 0.0
@@ -116,9 +121,9 @@ class IterationMeasurement:
         """How long it took [s]."""
         return self.finished.time_s()
 
-    @cached_property
+    @property
     def energy_j(self) -> float:
-        """Of this rank's GPU [J]."""
+        """Of this rank's GPU [J]; no ``cached_property``, whose lock all ranks of a process share until Python 3.12."""
         self.finished.end.synchronize()
         return self.used_j()
 

@@ -7,9 +7,9 @@ import math
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.hour_records import CostsSoFar, Halted, TimetableMade
-from perseus_ds.artifacts.rank_report import RankReports
+from perseus_ds.artifacts.rank_report import JobReport
 from perseus_ds.artifacts.run_records import Failed, PolicyChanged
-from perseus_ds.policy.assignment import Assignment, PlanChoice
+from perseus_ds.policy.assignment import PlanChoice
 from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.plan_follower import PlanFollower
@@ -120,19 +120,18 @@ class PlanChooser:
             timetable=self._timetable,
         )
 
-    def learn(self, reports: RankReports | None, ran: Assignment | None) -> None:
-        """Add the cost of the iteration before the one that has just ended."""
+    def learn(self, reports: JobReport | None, plan: int | None) -> None:
+        """Add the cost of the iteration before the one that has just ended; None where what it ran is not known."""
         ended_s, self._ended_s = self._ended_s, self._rank.timebase.date().timestamp()
         signal = self._signal()
-        if reports is None or ran is None or signal is None or math.isnan(ended_s):
+        if reports is None or plan is None or signal is None or math.isnan(ended_s):
             return
         fastest_time_s, fastest_energy_j = self._follower.expected(0)
-        energy_j = float(reports.column("energy_j").sum())
         self._control.costs.add_iteration(
             signal,
             ended_s=ended_s,
-            time_s=float(reports.column("time_s").max()),
-            energy_j=energy_j if math.isfinite(energy_j) else self._follower.expected(ran.choice.plan)[1],
+            time_s=reports.time_s,
+            energy_j=reports.energy_j if math.isfinite(reports.energy_j) else self._follower.expected(plan)[1],
             fastest_time_s=fastest_time_s + self._follower.statistics.stopped_s,
             fastest_energy_j=fastest_energy_j,
         )
@@ -164,7 +163,7 @@ class PlanChooser:
 
     def add_halt(self, waited: Waited) -> None:
         """Record and add the cost of a time in which training stood still."""
-        end_s, energy_j = self._rank.timebase.date().timestamp(), sum(waited.energies_j)
+        end_s, energy_j = self._rank.timebase.date().timestamp(), waited.energy_j
         self._recorder.event(Halted(time_s=round(waited.time_s, 3), energy_j=round(energy_j, 3)))
         signal = self._signal()
         if signal is not None:

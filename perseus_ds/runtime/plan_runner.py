@@ -9,13 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.rank_report import RankReports
+from perseus_ds.artifacts.rank_report import JobReport, RankReports
 from perseus_ds.artifacts.run_records import Drifted, PlanChosen
 from perseus_ds.device.rank_clocks import ClockPlan
 from perseus_ds.policy.assignment import Assignment, Forecast, PlanChoice
+from perseus_ds.policy.decisions import stretched_plan
 from perseus_ds.policy.drift import DriftWatch, reported_drift
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.plan_follower import PlanFollower
@@ -27,6 +26,7 @@ from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.job_lines import begin
 from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Resumed
 from perseus_ds.runtime.plan_chooser import PlanChooser
+from perseus_ds.runtime.plan_orders import InForce, PlanOrders
 from perseus_ds.runtime.recorder import Recorder
 
 logger = logging.getLogger("perseus_ds")
@@ -63,14 +63,13 @@ class PlanRunner:
             default: Iterations of this job at default clocks; None where savings are told by the profile.
         """
         communicator = rank.communicator
-        topology = communicator.topology
-        self._topology = topology
+        self._topology = topology = communicator.topology
         self._communicator = communicator
         self._recorder = recorder
         self._control = control
         self._frontier = frontier
         gpus_per_rank = communicator.world_size // topology.pipeline_ranks
-        self._follower = PlanFollower(frontier, communicator.all_gather(topology.data_parallel_rank), gpus_per_rank)
+        self._follower = PlanFollower(frontier, communicator.pipeline_of_rank, gpus_per_rank)
         self._drift = DriftWatch(job.config.max_drift)
         self._has_announced_drift = False
         self.drifts_by_shape = False
@@ -82,24 +81,24 @@ class PlanRunner:
         self._incomparable = 0
         # How many times as long iterations take as profiled, since their inputs have other shapes.
         self._scale = 1.0
-        # The last iteration's assignment, of which the reports are on their way.
-        self._ran: Assignment | None = None
-        choice = communicator.from_first(self._choice_of(control.progress))
+        # What the last iteration ran by, of which the reports are on their way.
+        self._ran: InForce | None = None
+        self._orders = PlanOrders(communicator, frontier, self._follower, self._choice_of(control.progress))
         control.progress = {}
-        self._assignment = self._follower.assign(choice)
-        self._planned = self._under(self._assignment)
-        self.wanted = self._with_report(choice)
+        self._planned = self._under(self._orders.now)
+        self.wanted = self._with_report()
         control.problem_of = self._chooser.problem_of
-        recorder.event(PlanChosen.model_validate(self._assignment.status()))
-        recorder.say(begin(choice.plan, len(frontier.plans), self._planned.forecast))
+        self._record_assignment()
+        recorder.say(begin(self._orders.now.order.plan, len(frontier.plans), self._planned.forecast))
 
     def resume(self, checkpoint: Resumed) -> None:
         """Go on where a checkpoint was saved; all ranks do so at once."""
         self._ran = self._sample = None
-        choice = self._communicator.from_first(self._choice_of(checkpoint.progress))
+        is_another = self._orders.begin_again(self._choice_of(checkpoint.progress))
         self._control.progress = {}
-        self._change(choice)
-        self.wanted = self._with_report(choice)
+        if is_another:
+            self._change()
+        self.wanted = self._with_report()
 
     def progress_for_other_plans(self) -> dict[str, Any]:
         """Return what stays true of the job when it leaves these plans for those of another profile."""
@@ -120,37 +119,42 @@ class PlanRunner:
     def advance(self, seen: IterationMeasurement) -> None:
         """Take in an iteration, and what all ranks have reported of the one before; decide on the next one."""
         self._iterations += 1
-        ran, self._ran = self._ran, self._assignment
+        ran, self._ran = self._ran, self._orders.now
         if ran is not None:
             self._follower.statistics.add_stop(seen.stopped_s)
         if seen.reports is not None:
-            if ran is not None:
-                self._follower.learn(seen.reports, ran)
+            if ran is not None and not ran.order.paused:
+                self._learn(seen.reports, seen.ranks, ran)
             self._add_to_sample(seen.reports, ran)
-            self._change(PlanChoice.from_report(seen.reports.of_rank_0))
-        choice = PlanChoice(0)
+            if self._orders.take(seen.reports):
+                self._change()
         if self._communicator.is_first:
-            self._chooser.learn(seen.reports, ran)
-            choice = self._chooser.choose()
-        self.wanted = self._with_report(choice, seen)
+            self._chooser.learn(seen.reports, ran and ran.order.plan)
+            self._orders.decide(self._chooser.choose())
+        self.wanted = self._with_report(seen)
+
+    def _learn(self, reports: JobReport, ranks: RankReports | None, ran: InForce) -> None:
+        self._follower.learn(reports, ran.order.plan)
+        if ranks is not None and ran.assignment is not None:
+            self._follower.learn_pipelines(ranks, ran.assignment)
 
     def has_drifted(self, seen: IterationMeasurement, *, profiles_again: bool) -> bool:
         """Return whether instructions take longer or shorter than profiled, by what all ranks have reported; once."""
-        if seen.reports is None or self._ran is None or math.isnan(seen.reports.of_rank_0.drift):
+        reports = seen.reports
+        if reports is None or self._ran is None or math.isnan(reports.drift):
             return False
-        pipelines = self._drift_by_pipeline(seen.reports)
-        if not self._drift.has_drifted(pipelines) or self._has_announced_drift:
+        typical, most = self._drift_and_most(reports)
+        if not self._drift.has_drifted(typical) or self._has_announced_drift:
             return False
         self._has_announced_drift = True
-        self.drifts_by_shape = self._default is not None and self._default.has_shapes_beside(seen.reports)
-        drift = max(pipelines)
-        self._recorder.event(Drifted(drift=round(drift, 4), profiles_again=profiles_again))
+        self.drifts_by_shape = self._default is not None and self._default.has_shapes_beside(reports)
+        self._recorder.event(Drifted(drift=round(most, 4), profiles_again=profiles_again))
         remedy = "profiling again" if profiles_again else "the plans no longer fit: profile the job as it is now"
-        self._recorder.say(f"instructions take {drift:.0%} longer or shorter than profiled; {remedy}")
+        self._recorder.say(f"instructions take {most:.0%} longer or shorter than profiled; {remedy}")
         return True
 
-    def _drift_by_pipeline(self, reports: RankReports) -> list[float]:
-        """Return how far the pipelines are from the profile.
+    def _drift_and_most(self, reports: JobReport) -> tuple[float, float]:
+        """Return how far the pipelines are from the profile: typically, and the one that is farthest.
 
         Where inputs have other shapes than they had at default clocks, a factor that all instructions have in common
         is not drift: plans stay as good as they were, and what they promise is scaled by it.
@@ -158,21 +162,16 @@ class PlanRunner:
         default = self._default
         if default is None or not default.has_shapes_beside(reports):
             self._scale_forecast(1.0)
-            return self._follower.by_pipeline(reports.column("drift"))
-        low, high = reports.column("pace_low"), reports.column("pace_high")
-        known = low > 0
-        if not known.any():
-            return self._follower.by_pipeline(np.zeros_like(low))
-        common = float(np.median(np.sqrt(low[known] * high[known])))
-        self._scale_forecast(1.0 if default.varies_in_shape else common)
-        far = np.where(known, np.maximum(high / common - 1, 1 - low / common), 0.0)
-        return self._follower.by_pipeline(far)
+            return reports.drift, reports.drift_most
+        if not math.isnan(reports.pace):
+            self._scale_forecast(1.0 if default.varies_in_shape else reports.pace)
+        return reports.drift_beside_pace, reports.drift_beside_pace_most
 
     def _scale_forecast(self, factor: float) -> None:
         """Promise so many times the time and energy of the profile, from the next iteration on."""
         if factor != self._scale:
             self._scale = factor
-            self._planned = self._under(self._assignment)
+            self._planned = self._under(self._orders.now)
 
     @property
     def is_incomparable(self) -> bool:
@@ -184,8 +183,9 @@ class PlanRunner:
         self._default = default
         self._sample = self._ran = None
         self._looks = self._incomparable = 0
-        self._planned = self._under(self._assignment)
-        self.wanted = self._with_report(self._assignment.choice)
+        self._orders.decided = self._orders.now
+        self._planned = self._under(self._orders.now)
+        self.wanted = self._with_report()
 
     def verdict_in_s(self, iteration_s: float) -> float | None:
         """Return about when iterations under the plans can be compared with others at default clocks [s]."""
@@ -204,8 +204,7 @@ class PlanRunner:
         if self._default is None or sample is None or sample.looks <= self._looks:
             return None
         self._looks = sample.looks
-        by_profile = self._assignment.forecast(self._frontier, self._topology.tensor_parallel)
-        comparison = Comparison.of(self._default, sample, by_profile.time_s / by_profile.default_time_s - 1)
+        comparison = Comparison.of(self._default, sample, self._orders.now.order.promised_slowdown)
         if until_sure and not (comparison.is_sure or comparison.is_late or sample.is_longest):
             return None
         self._sample, self._looks = IterationSample(sample.counter_period_s), 0
@@ -215,50 +214,52 @@ class PlanRunner:
         """Return what rank 0's policy decides; every rank must ask at once."""
         return self._communicator.from_first(lambda: decide(self._chooser.in_force))
 
-    def _add_to_sample(self, reports: RankReports, ran: Assignment | None) -> None:
+    def _add_to_sample(self, reports: JobReport, ran: InForce | None) -> None:
         """Add an iteration to those that are compared with default clocks; all of them run alike, clocks settled."""
         if self._default is None:
             return
         self._incomparable = self._incomparable + 1 if self._default.has_other_shapes(reports) else 0
         if self._incomparable:
             return
-        if ran is None or ran != self._assignment or ran.choice.paused:
+        if ran is None or ran.order.number != self._orders.now.order.number or ran.order.paused:
             self._sample = None
         elif self._sample is None:
             self._sample = IterationSample(self._default.counter_period_s)
         else:
             self._sample.add_reports(reports)
 
-    def _change(self, choice: PlanChoice) -> None:
-        """Give every pipeline its plan, from the next iteration on."""
-        assignment = self._follower.assign(choice)
-        if assignment != self._assignment:
-            self._assignment = assignment
-            self._sample = None
-            self._looks = 0
-            self._planned = self._under(assignment)
+    def _change(self) -> None:
+        """Run by another assignment from the next iteration on."""
+        self._sample = None
+        self._looks = 0
+        self._planned = self._under(self._orders.now)
+        self._record_assignment()
+
+    def _record_assignment(self) -> None:
+        if (assignment := self._orders.now.assignment) is not None:
             self._recorder.event(PlanChosen.model_validate(assignment.status()))
 
-    def _under(self, assignment: Assignment) -> NextIteration:
-        """Return an iteration under these plans."""
-        frontier = self._frontier
-        status = {**assignment.status(), "t_min_s": frontier.t_min_s, "t_star_s": frontier.t_star_s}
-        if assignment.choice.paused:
+    def _under(self, in_force: InForce) -> NextIteration:
+        """Return an iteration by an order."""
+        frontier, order, assignment = self._frontier, in_force.order, in_force.assignment
+        status: dict[str, Any] = {"plan": order.plan}
+        if assignment is not None:
+            status = {**assignment.status(), "t_min_s": frontier.t_min_s, "t_star_s": frontier.t_star_s}
+        if order.paused:
             return NextIteration("pause", status=status, progress=self._follower.state)
-        number = assignment.plans[self._topology.data_parallel_rank]
-        halt = Halt(self._chooser.lets_go_on, self._add_halt) if assignment.choice.halts else None
+        number = stretched_plan(frontier, order.plan, order.stretch_factor)
+        halt = Halt(self._chooser.lets_go_on, self._add_halt) if order.halts else None
         return NextIteration(
             "run",
             ClockPlan.of_rank(frontier.plans[number], self._topology.pipeline_rank, frontier.instruction_times_s),
             plan=number,
-            forecast=self._forecast(assignment),
+            forecast=self._forecast(assignment) if assignment is not None else None,
             status=status,
             progress=self._follower.state,
             halt=halt,
         )
 
     def _add_halt(self, waited: Waited) -> None:
-        self._ended_s = None  # what it took is no time between iterations
         if self._communicator.is_first:
             self._chooser.add_halt(waited)
 
@@ -276,21 +277,20 @@ class PlanRunner:
             default_measured=self._scale == 1.0,
         )
 
-    def _with_report(self, choice: PlanChoice, seen: IterationMeasurement | None = None) -> NextIteration:
+    def _with_report(self, seen: IterationMeasurement | None = None) -> NextIteration:
         """Return the next iteration, with what this rank reports of the last one and rank 0 of its decision."""
         looks = bool(self._frontier.instruction_times_s) and self._iterations % _DRIFT_EVERY == 0
         later = partial(self._own_times, seen, self._ran, looks) if seen is not None else dict
-        return replace(self._planned, reported=choice.as_reported(), reported_later=later)
+        decided, factors = self._orders.decided.order.as_reported(), self._orders.stretch_factors
+        return replace(self._planned, reported=decided, reported_later=later, stretch_factors=factors)
 
-    def _own_times(
-        self, seen: IterationMeasurement, ran: Assignment | None, looks_for_drift: bool
-    ) -> Mapping[str, float]:
+    def _own_times(self, seen: IterationMeasurement, ran: InForce | None, looks_for_drift: bool) -> Mapping[str, float]:
         """Return the times that this rank reports of an iteration, where they are asked for."""
         if self._topology.data_parallel == 1 and not looks_for_drift:
             return {}
         spans = seen.spans()
         reported = computed_and_tail_s(spans)
         if looks_for_drift:
-            follows = not (seen.failed or ran is None or ran.choice.paused)  # else clocks are not the plan's
+            follows = not (seen.failed or ran is None or ran.order.paused)  # else clocks are not the plan's
             reported |= reported_drift(spans, seen.clock_mhz if follows else {}, self._frontier.instruction_times_s)
         return reported

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from perseus_ds.artifacts.run_records import Record
 from perseus_ds.report.live.progress import JobLog
 
 logger = logging.getLogger("perseus_ds")
+# Of a disk that is full for hours the last records are kept, some megabytes.
+_MOST_UNWRITTEN = 10_000
 
 
 class RecordWriter:
@@ -32,6 +36,7 @@ class RecordWriter:
         self._log = log
         self._on_record = on_record
         self._waiting: queue.SimpleQueue[Callable[[], Record] | threading.Event] = queue.SimpleQueue()
+        self._unwritten: deque[bytes] = deque(maxlen=_MOST_UNWRITTEN)
         self._works = True
         self._thread = threading.Thread(target=self._write_all, name="perseus-records", daemon=True)
         self._thread.start()
@@ -62,14 +67,37 @@ class RecordWriter:
                 continue
             self._on_record(record)
             self._log.add([record])
-            if self._works:
-                self._append(record)
+            self._append(to_line(record).encode())
 
-    def _append(self, record: Record) -> None:
+    def _append(self, line: bytes) -> None:
+        """Write a line, after those that could not be written: the disk may have been full for a while."""
+        self._unwritten.append(line)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open_without_links(self._path, append=True) as file:
-                file.write(to_line(record).encode())
+                while self._unwritten:
+                    _append_whole(file.fileno(), self._unwritten[0])
+                    self._unwritten.popleft()
         except OSError as error:
+            if self._works:
+                logger.warning("perseus: %s cannot be written (%s); training goes on without it.", self._path, error)
             self._works = False
-            logger.warning("perseus: %s cannot be written (%s); training goes on without it.", self._path, error)
+            return
+        if not self._works:
+            logger.warning("perseus: %s can be written again.", self._path)
+        self._works = True
+
+
+def _append_whole(handle: int, line: bytes) -> None:
+    """Append a line to a file; where only a part can be written, that is taken back.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    size = os.fstat(handle).st_size
+    try:
+        while line:
+            line = line[os.write(handle, line) :]
+    except OSError:
+        os.ftruncate(handle, size)
+        raise

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from perseus_ds.artifacts.rank_report import RankReports
 from perseus_ds.artifacts.record_base import Event
@@ -25,6 +24,7 @@ from perseus_ds.report.live.facts import JobFacts
 from perseus_ds.report.live.progress import JobLog, JobProgress
 from perseus_ds.runtime.job_lines import describe
 from perseus_ds.runtime.phases import Outlook
+from perseus_ds.runtime.rank_figures import RankFigures
 from perseus_ds.runtime.record_writer import RecordWriter
 
 logger = logging.getLogger("perseus_ds")
@@ -110,7 +110,7 @@ class Recorder:
         self._own_events: deque[Event] = deque()
         self._summarised = 0
         self._drift: float | None = None
-        self._pipeline_of_rank = np.array(communicator.all_gather(communicator.topology.data_parallel_rank))
+        self._by_rank = RankFigures()
 
     def start(self, event: Started) -> None:
         """Record that the job starts, all its checks being passed, and then what happened meanwhile."""
@@ -225,10 +225,9 @@ class Recorder:
             shape=iteration.shape,
             time_s=_rounded(reports.column("time_s").max()),
             energy_j=_rounded(energy_j) if has_energy else None,
-            energy_by_pipeline_j=tuple(map(_rounded, np.bincount(self._pipeline_of_rank, energies_j)))
+            energy_by_pipeline_j=tuple(map(_rounded, np.bincount(reports.pipeline_of_rank, energies_j)))
             if has_energy
             else None,
-            energy_by_rank_j=tuple(map(_rounded, energies_j)) if has_energy else None,
             predicted_time_s=forecast and _rounded(forecast.time_s),
             predicted_energy_j=forecast and _rounded(forecast.energy_j),
             default_time_s=forecast and _rounded(forecast.default_time_s),
@@ -240,8 +239,7 @@ class Recorder:
             failed_ranks=tuple(np.flatnonzero(reports.column("failed")).tolist()),
             next_phase=iteration.outlook.phase if iteration.outlook else None,
             next_in_s=_seconds(iteration.outlook.in_s) if iteration.outlook else None,
-            clocks_asked_mhz=_clocks(reports.column("asked_mhz")),
-            clocks_reached_mhz=_clocks(reports.column("reached_mhz")),
+            **self._by_rank.of(reports),
         )
         return self._last
 
@@ -263,13 +261,6 @@ class Recorder:
         if record.predicted_time_s is not None:
             text += f" (plan {record.plan}: {record.predicted_time_s:.3f} s, {record.predicted_energy_j:.0f} J)"
         self.say(text)
-
-
-def _clocks(clocks_mhz: npt.NDArray[np.float64]) -> tuple[int | None, ...] | None:
-    """Return clocks by rank, None for those not known; None if no clock is."""
-    if np.isnan(clocks_mhz).all():
-        return None
-    return tuple(None if math.isnan(clock) else int(clock) for clock in clocks_mhz)
 
 
 def _seconds(value_s: float | None) -> float | None:

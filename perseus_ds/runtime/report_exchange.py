@@ -1,10 +1,14 @@
-"""The one collective of an iteration: every rank's report, sent while the next iteration runs."""
+"""Every rank's report of an iteration to rank 0, and what all are told of it, while the next iteration runs."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from functools import partial
 
-from perseus_ds.artifacts.rank_report import RankReport, RankReports
+import numpy as np
+import numpy.typing as npt
+
+from perseus_ds.artifacts.rank_report import JOB_REPORT_WIDTH, JobReport, RankReport, RankReports
 from perseus_ds.distributed import Communicator, Pending
 
 
@@ -13,29 +17,53 @@ class ReportExchange:
 
     Args:
         communicator: All ranks.
+
+    Attributes:
+        ranks: On rank 0, the reports of all ranks that were received last; None elsewhere.
     """
 
     def __init__(self, communicator: Communicator) -> None:
+        self.ranks: RankReports | None = None
         self._communicator = communicator
         self._pending: Pending | None = None
+        self._arrived: RankReports | None = None
 
-    def send(self, report: RankReport) -> None:
-        """Begin to send this rank's report to all ranks; returns at once."""
-        self._pending = self._communicator.start_all_gather(report.as_numbers())
+    def send(self, report: RankReport, stretch_factors: Sequence[float] = ()) -> None:
+        """Begin to send this rank's report; returns at once.
 
-    def received(self) -> RankReports | None:
-        """Return the reports of all ranks that were sent last; None if there are none, or they were returned already.
+        Args:
+            report: Of this rank.
+            stretch_factors: Rank 0's decision: of each pipeline; none for 1 throughout.
+        """
+        answers = partial(self._answers, stretch_factors)
+        self._pending = self._communicator.start_exchange(report.as_numbers(), answers, JOB_REPORT_WIDTH)
+
+    def received(self) -> JobReport | None:
+        """Return what all ranks are told of the reports sent last; None if there are none, or it was returned already.
 
         All ranks sent them an iteration ago, so this does not wait.
         """
         pending, self._pending = self._pending, None
-        return None if pending is None else RankReports(np.asarray(pending.result()))
+        return None if pending is None else self._told(pending)
 
-    def look_within(self, timeout_s: float) -> RankReports | None:
+    def look_within(self, timeout_s: float) -> JobReport | None:
         """Return the same without taking it; None too where a rank is gone before it has sent its own."""
         try:
             if self._pending is None or not self._pending.is_there_within(timeout_s):
                 return None
-            return RankReports(np.asarray(self._pending.result()))
+            return self._told(self._pending)
         except RuntimeError:  # the connection to a rank that is gone
             return None
+
+    def _told(self, pending: Pending) -> JobReport | None:
+        numbers = pending.result()
+        self.ranks = self._arrived
+        return None if np.isnan(numbers).all() else JobReport.from_numbers(numbers.tolist())
+
+    def _answers(self, stretch_factors: Sequence[float], numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return what each rank is told: the same of the job, and the stretch factor of its own pipeline."""
+        ranks = self._arrived = RankReports(numbers, self._communicator.pipeline_of_rank)
+        told = np.tile(JobReport.of(ranks).as_numbers(), (len(numbers), 1))
+        if stretch_factors:
+            told[:, -1] = np.asarray(stretch_factors)[ranks.pipeline_of_rank]
+        return told

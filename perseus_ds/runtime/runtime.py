@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from perseus_ds.artifacts.rank_report import RankReport
-from perseus_ds.artifacts.run_records import ClockRefused, Failed
+from perseus_ds.artifacts.record_base import Event
+from perseus_ds.artifacts.run_records import ClockRefused
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.clock_readback import Refusal
 from perseus_ds.device.gpu.base import Gpu
@@ -30,6 +31,7 @@ from perseus_ds.policy.job_control import JobControl
 from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.runtime.build import loop_parts
 from perseus_ds.runtime.energy_use import EnergyUse, energy_at
+from perseus_ds.runtime.fallback import Fallback
 from perseus_ds.runtime.input_shapes import InputShapes
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.mode_driver import ModeDriver
@@ -86,11 +88,12 @@ class PerseusRuntime:
         self._in_iteration = False
         # Ranks without a tail do not take part in its barrier.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
-        self._closed = self._failed = False
+        self._closed = False
         if config.mode != "observe":
             communicator.together(gpu.check_lock_permission)
         clocks = ClockController(gpu, self._fail, self._refused, timers.use_device, timebase)
         driver = DriverCall(DRIVER_HANGS_S, timebase, timers.use_device)
+        self._fallback = Fallback(communicator.topology.rank, clocks, timebase, self._tell)
         self._rank = Rank(communicator, gpu, driver, clocks, timers, device, timebase)
         self._hooks = OperationHooks(timers, clocks, communicator)
         self._recorder = Recorder(
@@ -173,14 +176,13 @@ class PerseusRuntime:
             lambda: finished.is_over() and energy.is_known(),
             (start_s, self._rank.timebase.now_s()),
             self._hooks.requested.clock,
-            not self._has_clocks or self._failed or self._closed,
+            not self._has_clocks or self._fallback.is_in_force or self._closed,
             shapes=(self._shapes.first, self._shapes.total),
         )
         skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
         failed = seen.failed and not self._closed
         counts = (clocks.changes - changes, skips, failed, *clocks.readback.reading)
-        own = RankReport(math.nan, math.nan, *counts, shapes=self._shapes.total)
-        self._driver.end_iteration(seen, own, samples)
+        self._driver.end_iteration(seen, RankReport(math.nan, math.nan, *counts), samples)
         clocks.reset_when_idle(_IDLE_S)
 
     def operation(self, operation: Operation, inputs: float = 0.0) -> AbstractContextManager[None]:
@@ -190,7 +192,7 @@ class PerseusRuntime:
         if self._driver.holds_report:
             self._driver.send_report_if_known()
         if inputs and self._shapes.add(inputs) and self._driver.choose(inputs) and self._has_clocks:
-            self._hooks.prepare(ClockPlan.none() if self._failed else self.next.clocks, aligns_tail=False)
+            self._hooks.prepare(ClockPlan.none() if self._fallback.is_in_force else self.next.clocks, aligns_tail=False)
         return OperationScope(self._hooks, operation)
 
     def instruction(self, instruction: Instruction, inputs: float = 0.0) -> AbstractContextManager[None]:
@@ -266,10 +268,11 @@ class PerseusRuntime:
             logger.warning("perseus: training ended before the profile was finished. Train for more steps.")
 
     def _check(self) -> bool:
-        """Return whether clocks can be set; fail if whatever they rely on is gone."""
-        if not self._closed and (problem := self._supervision.problem()) is not None:
+        """Return whether clocks can be set; fall back if whatever they rely on does not work."""
+        if (problem := None if self._closed else self._supervision.problem()) is not None:
             self._fail(problem)
-        return not (self._failed or self._closed or self._supervision.driver_hangs())
+        self._fallback.end_if_over(may_try=problem is None)
+        return not (self._fallback.is_in_force or self._closed)
 
     def _status(self) -> dict[str, Any]:
         """Return the facts of the job, what it runs next, and what its last iteration took."""
@@ -286,10 +289,11 @@ class PerseusRuntime:
         return None if self._closed else energy_at(moment, self._rank.gpu, self._rank.driver)
 
     def _fail(self, error: Exception) -> None:
-        """Fall back to default clocks, warn once and record it; training goes on."""
-        if self._failed or self._closed:
-            return
-        self._failed = True
-        self._hooks.drop_plan()
-        logger.warning("perseus: %s. Training goes on at default clocks.", str(error).rstrip("."))
-        self._recorder.own_event(Failed(rank=self._communicator.topology.rank, error=str(error)))
+        """Fall back to default clocks; training goes on."""
+        if not self._closed:
+            self._fallback.begin(error)
+            self._hooks.drop_plan()
+
+    def _tell(self, message: str, event: Event) -> None:
+        logger.warning(message)
+        self._recorder.own_event(event)

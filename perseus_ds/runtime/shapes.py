@@ -8,11 +8,11 @@ inputs they had; all then advance the phases of the same shape, which see the it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from perseus_ds.artifacts.rank_report import RankReports
+from perseus_ds.artifacts.rank_report import SHAPES, JobReport, shapes_number
 from perseus_ds.artifacts.run_records import ShapePlanned
 from perseus_ds.errors import PerseusError
 from perseus_ds.runtime.job import Rank
@@ -33,16 +33,38 @@ class Shape:
     """The inputs of an iteration, as numbers that tell their shapes from others.
 
     Attributes:
-        first: By rank, of its first forward.
-        total: By rank, of all its forwards.
+        number: Of the first forwards and of all forwards of all ranks.
+        total: Of all forwards of all ranks, whatever their order.
+        first: Of the first forward of this rank.
     """
 
-    first: tuple[float, ...]
-    total: tuple[float, ...]
+    number: float
+    total: float
+    first: float = field(compare=False)
 
-    def begins_as(self, other: Shape) -> bool:
-        """Whether a rank cannot tell the two apart by the inputs of its first forward."""
-        return any(own == theirs for own, theirs in zip(self.first, other.first, strict=True))
+
+@dataclass(frozen=True)
+class _Told:
+    """What ranks tell each other of an iteration's inputs.
+
+    Attributes:
+        number: Sum over ranks of a number of their shapes.
+        total: The same of all forwards, whatever their order.
+        alike: Which of the known shapes begin with the same inputs on a rank.
+    """
+
+    number: int
+    total: int
+    alike: frozenset[int]
+
+    @classmethod
+    def of_all(cls, told: Sequence[_Told]) -> _Told:
+        """Return what some ranks tell together."""
+        return cls(
+            sum(one.number for one in told),
+            sum(one.total for one in told),
+            frozenset().union(*(one.alike for one in told)),
+        )
 
 
 @dataclass
@@ -62,7 +84,7 @@ class _Planned:
     number: int
     phases: Phase[None] | None
     wanted: NextIteration = UNPLANNED
-    reports: RankReports | None = None
+    reports: JobReport | None = None
     came: int = 0
     iterations: int = 0
     confused: int = 0
@@ -73,7 +95,7 @@ def run_by_shape(
     recorder: Recorder,
     start: Callable[[int, Shape], Phase[None]],
     *,
-    first: tuple[float, ...] | None,
+    first: float | None,
 ) -> Phase[None]:
     """Train each shape that comes often in phases of its own, and iterations of others at default clocks.
 
@@ -81,7 +103,7 @@ def run_by_shape(
         rank: This rank.
         recorder: Of the job.
         start: Begins the phases of a shape, given its number.
-        first: The totals of the shape that has number 0, if there is one: it begins when it comes.
+        first: The total of the shape that has number 0, if there is one: it begins when it comes.
     """
     shapes = _Shapes(rank, recorder, start, first)
     try:
@@ -117,7 +139,7 @@ class _Shapes:
         rank: Rank,
         recorder: Recorder,
         start: Callable[[int, Shape], Phase[None]],
-        first: tuple[float, ...] | None,
+        first: float | None,
     ) -> None:
         self._rank = rank
         self._recorder = recorder
@@ -136,29 +158,39 @@ class _Shapes:
             last: The last shape, if it is planned.
             reported: Fields of this rank's report of the iteration that has just ended.
         """
-        own = self._rank.communicator.topology.rank
-        by_shape = {shape.first[own]: planned.wanted for shape, planned in self._planned.items() if planned.phases}
+        by_shape = {shape.first: planned.wanted for shape, planned in self._planned.items() if planned.phases}
         begin = last.wanted if last is not None else UNPLANNED
         return replace(begin, by_shape=by_shape, reported=reported, progress=lambda: self._progress)
 
     def of(self, seen: IterationMeasurement) -> _Planned | None:
         """Return the shape of an iteration, if it is planned; one that has come often becomes so."""
-        numbers = self._rank.communicator.all_gather_numbers(list(seen.shapes)).tolist()
-        shape = Shape(tuple(first for first, _ in numbers), tuple(total for _, total in numbers))
+        shape, alike = self._told_together(*seen.shapes)
         self._iterations += 1
         self._seen.append(shape)
         for other, planned in self._planned.items():
-            if other != shape and other.begins_as(shape):
+            if other != shape and other in alike:
                 planned.confused += 1
                 if planned.phases and planned.confused > max(_CONFUSED, _CONFUSED_SHARE * planned.iterations):
                     self._give_up(planned, "iterations that begin with the same inputs go on with others")
-        if shape not in self._planned and self._deserves_plans(shape):
+        if shape not in self._planned and self._deserves_plans(shape, alike):
             self._begin(shape)
             return None  # it did not run what these phases ask for
         found = self._planned.get(shape)
         if found is not None:
             found.came, found.iterations = self._iterations, found.iterations + 1
         return found if found is not None and found.phases else None
+
+    def _told_together(self, first: float, total: float) -> tuple[Shape, set[Shape]]:
+        """Return the shape of an iteration, and the shapes that a rank cannot tell from it by its first forward."""
+        communicator = self._rank.communicator
+        rank, known = communicator.topology.rank, [*dict.fromkeys([*self._planned, *self._seen])]
+        own = _Told(
+            shapes_number(rank, first) + 3 * shapes_number(rank, total),
+            shapes_number(rank, total),
+            frozenset(place for place, other in enumerate(known) if other.first == first),
+        )
+        told = communicator.agree(own, _Told.of_all)
+        return Shape(told.number % SHAPES, told.total % SHAPES, first), {known[place] for place in told.alike}
 
     def advance(self, planned: _Planned, received: IterationMeasurement | Resumed | None) -> None:
         """Have the phases of a shape decide on its next iteration; None lets them begin."""
@@ -188,13 +220,14 @@ class _Shapes:
             if planned.phases:
                 planned.phases.close()
 
-    def _deserves_plans(self, shape: Shape) -> bool:
+    def _deserves_plans(self, shape: Shape, alike: set[Shape]) -> bool:
         """Whether a shape comes often, can be told from others, and there is room for it."""
-        if any(other.begins_as(shape) for other in self._planned):
+        if not alike.isdisjoint(self._planned):
             return False
         is_first = shape.total == self._first
-        alike = sum(other != shape and other.begins_as(shape) for other in self._seen)
-        if alike > _CONFUSED or not (is_first or self._seen.count(shape) >= _OFTEN):
+        if sum(other != shape and other in alike for other in self._seen) > _CONFUSED or not (
+            is_first or self._seen.count(shape) >= _OFTEN
+        ):
             return False
         if len(self._planned) < _MOST:
             return True

@@ -1,4 +1,4 @@
-"""Guardian, control socket, metrics and exit guard of a job: the parts that must end however the job ends."""
+"""Guardian, control socket, metrics, switch interval, exit guard: parts of a job that must end however it ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from perseus_ds.device.exit_guard import ExitGuard
 from perseus_ds.device.guardian_client import Guardian
 from perseus_ds.device.guardian_daemon import open_gpu, restore
 from perseus_ds.device.lock_records import HeldLock, left_locks
-from perseus_ds.errors import GpuError
+from perseus_ds.device.switch_interval import ShortSwitchInterval
+from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.runtime.job import Job, Rank
@@ -21,7 +22,6 @@ from perseus_ds.timebase import REAL_TIME
 
 logger = logging.getLogger("perseus_ds")
 DRIVER_HANGS_S = 3.0
-_GIVE_UP_S = 60.0
 
 
 class Supervision:
@@ -43,11 +43,11 @@ class Supervision:
             GpuError: The guardian cannot be started.
         """
         self._rank = rank
-        self._driver_hung = False
         self._guardian = _start_guardian(job, rank)
         self._held = _hold(self._guardian, rank)
         self._server = _listen(job, rank, recorder, control)
         self._metrics = _report_metrics(job, rank, recorder)
+        self._switch_interval = None if job.config.mode == "observe" else ShortSwitchInterval()
         self._exit_guard = ExitGuard(restore, reset_clock=rank.clocks.close)
 
     @property
@@ -59,19 +59,9 @@ class Supervision:
         """Return what keeps clocks from being set safely, if anything."""
         if self._guardian is not None and not self._guardian.alive:
             return GpuError("the guardian, which restores the clocks if the job is killed, is gone")
-        if self._driver_silent_s > _GIVE_UP_S:
-            return GpuError(f"the driver has not answered for {self._driver_silent_s:.0f} s")
+        if self._driver_silent_s > DRIVER_HANGS_S:
+            return GpuBusyError("the driver does not answer")
         return None
-
-    def driver_hangs(self) -> bool:
-        """Return whether the driver has not answered for a while, and may yet answer; log it when that changes."""
-        hangs = self._driver_silent_s > DRIVER_HANGS_S
-        if hangs and not self._driver_hung:
-            logger.warning("perseus: the driver does not answer. This rank runs at default clocks until it does.")
-        elif self._driver_hung and not hangs:
-            logger.warning("perseus: the driver answers again. This rank runs under plans again.")
-        self._driver_hung = hangs
-        return hangs
 
     @property
     def _driver_silent_s(self) -> float:
@@ -83,6 +73,8 @@ class Supervision:
 
     def close(self) -> None:
         """End control socket, metrics, and the guardian's watch over this rank; harmless when called again."""
+        if self._switch_interval is not None:
+            self._switch_interval.close()
         if self._metrics is not None:
             self._metrics.close()
         if self._server is not None:

@@ -94,7 +94,7 @@ def warm_up(job: Job, rank: Rank, *, keeps_passes: bool = False) -> Phase[Baseli
         begins_s.append(seen.start_s)
         times_s.append(seen.time_s)
         energies_j.append(seen.energy_j)
-        drifted_before = seen.reports is None or bool(seen.reports.column("vote").any())
+        drifted_before = seen.reports is None or seen.reports.vote
         if len(spans) >= least and (not drifted_before or len(spans) >= _MOST_TIMES_AS_LONG * least):
             break
         drifts = len(times_s) < 2 or abs(times_s[-1] / times_s[-2] - 1) > _STEADY
@@ -146,7 +146,7 @@ def _offset_s(rank: Rank) -> float:
     for _ in range(_BARRIERS):
         rank.communicator.barrier()
         now_s = rank.timebase.now_s()
-        offsets_s.append(now_s - rank.communicator.all_gather(now_s)[0])
+        offsets_s.append(now_s - rank.communicator.from_first(lambda: now_s))  # noqa: B023  # called at once
     return statistics.median(offsets_s)
 
 
@@ -189,6 +189,6 @@ def _counter_and_blocking_power(rank: Rank) -> tuple[float, float]:
 
 
 def _raise_together(rank: Rank, problem: GpuError | None) -> None:
-    for found in rank.communicator.all_gather(problem):
-        if found is not None:
-            raise found
+    found = rank.communicator.first_of(problem)
+    if found is not None:
+        raise found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.distributed import Communicator, PipelineTopology
 from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.runtime.build import open_together
+from perseus_ds.runtime.build import open_together, profile_info
 from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
@@ -41,7 +38,7 @@ def make_runtime(
     device = torch.device(stages_of(schedule)[0].device)
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     gpu, timers = open_together(communicator, config, device, local_rank=local_rank)
-    info = _info(schedule, gpu, order, topology)
+    info = profile_info(order, gpu, topology, libraries=(), model=model_name(schedule))
     return PerseusRuntime(
         Job(config, order, info, _fingerprint(schedule), (model_name(schedule), *others)),
         communicator=communicator,
@@ -65,8 +62,8 @@ def _order_of_all_ranks(communicator: Communicator, schedule: Any) -> Schedule:
     read: list[Schedule] = []
     communicator.together(lambda: read.append(read_order(schedule)))
     order = read[0]
-    streams = communicator.all_gather(order.ranks[communicator.topology.pipeline_rank])
-    return Schedule(order.name, order.micro_batches, tuple(streams[rank] for rank in communicator.topology.pipeline))
+    streams = communicator.pipeline_gather(order.ranks[communicator.topology.pipeline_rank])
+    return Schedule(order.name, order.micro_batches, tuple(streams))
 
 
 def _fingerprint(schedule: Any) -> str:
@@ -80,20 +77,3 @@ def _fingerprint(schedule: Any) -> str:
         for stage in stages_of(schedule)
     ]
     return hashlib.sha256(repr(content).encode()).hexdigest()
-
-
-def _info(schedule: Any, gpu: Gpu, order: Schedule, topology: PipelineTopology) -> ProfileInfo:
-    return ProfileInfo(
-        simulated=gpu.simulated,
-        gpu=gpu.name,
-        driver=gpu.driver,
-        default_clock_mhz=gpu.supported_clocks_mhz()[-1],
-        schedule=order.name,
-        stages=order.num_stages,
-        pipeline_ranks=topology.pipeline_ranks,
-        data_parallel=topology.data_parallel,
-        tensor_parallel=topology.tensor_parallel,
-        micro_batches=order.micro_batches,
-        model=model_name(schedule),
-        versions={name: importlib.metadata.version(name) for name in ("torch", "perseus-ds")},
-    )

@@ -287,6 +287,25 @@ def test_a_driver_that_stays_busy_is_given_up_after_a_minute(clocks, gpu, errors
     assert gpu.clock_mhz() == 1410
 
 
+def test_a_driver_that_was_given_up_is_tried_again_when_asked_to(clocks, gpu, errors, now):
+    gpu.refusal = GpuError("unknown error")
+    clocks.request(1110)
+    now.sleep(A_WHILE_S)
+    failed = clocks.try_again()
+    now.sleep(A_WHILE_S)
+    assert (failed.is_over, failed.works) == (True, False)
+    gpu.refusal = None
+    clocks.request(1200)
+    now.sleep(A_WHILE_S)
+    assert 1200 not in gpu.clocks_set
+    passed = clocks.try_again()
+    now.sleep(A_WHILE_S)
+    assert (passed.is_over, passed.works) == (True, True)
+    assert gpu.clocks_set[-2:] == [1410, None]
+    clocks.set_and_wait(1110)
+    assert gpu.clock_mhz() == 1110
+
+
 def test_a_moment_that_cannot_be_queried_is_reported_and_the_default_restored(clocks, gpu, errors, now):
     class FailedMoment(LaterMoment):
         def query(self):

@@ -51,6 +51,31 @@ def test_a_limit_at_default_clocks_is_reported_once_and_looked_for_for_a_minute(
     assert stub.calls("clock_info") == (11 if expected else 120)
 
 
+@pytest.mark.parametrize(("reasons", "expected"), [(0, [(None, 1200, ())]), (IDLE, [])], ids=["busy", "idle"])
+def test_default_clocks_below_the_highest_without_a_limit_are_reported_once(
+    stub_nvml_here: StubNvml, stub_time: StubTime, reasons, expected
+) -> None:
+    """As where somebody has locked the clock, of which the driver says nothing."""
+    stub = stub_nvml_here.gpus[0]
+    gpu = NvmlGpu(0)
+    refusals, errors = [], []
+    clocks = ClockController(gpu, errors.append, refusals.append, timebase=stub_time)
+    clocks.watch_default_clocks()
+    stub.throttle_reasons = reasons
+    for _ in range(3):  # a dip is no lock
+        stub.limit_clock_mhz = 1200
+        stub_time.sleep(1.0)
+        stub.limit_clock_mhz = 0
+        stub_time.sleep(1.0)
+    assert refusals == []
+    stub.limit_clock_mhz = 1200
+    stub_time.sleep(100.0)
+    clocks.close()
+    gpu.close()
+    assert [(r.clock_mhz, r.reached_mhz, r.reasons) for r in refusals] == expected
+    assert errors == []
+
+
 def test_the_latency_includes_what_the_clock_takes_after_the_call(
     stub_nvml_here: StubNvml, stub_time: StubTime
 ) -> None:

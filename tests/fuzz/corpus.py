@@ -8,19 +8,19 @@ from pathlib import Path
 
 import numpy as np
 from hypothesis import strategies as st
-from run_folders import PLANS, make_job, write_auto_run
+from run_folders import PLANS, make_evidence, make_job, write_auto_run
 
 from perseus_ds.artifacts.certificates import FILE_NAME, Certificates
 from perseus_ds.artifacts.zeus_plans import export_zeus
 
 FOLDER, CURVE, PLAN, CONTROL = "run", "curve.csv", "plans/freqs_pipeline_00003.py", "run/control.json"
-SIGNAL = "signal.csv"
+SIGNAL, EVIDENCE = "signal.csv", "evidence/evidence.json"
 FILES = (
     *(
         f"run/{name}"
         for name in ("profile.csv", "profile.json", "frontier.json", FILE_NAME, "run.jsonl", "timeline.json")
     ),
-    *(CURVE, PLAN, CONTROL, SIGNAL),
+    *(CURVE, PLAN, CONTROL, SIGNAL, EVIDENCE),
 )
 
 # What has ended in a traceback, or did not end, in some program that reads files.
@@ -50,6 +50,8 @@ def write_corpus(folder: Path) -> None:
     (folder / CONTROL).write_text(json.dumps({"socket": str(folder / "nobody.sock"), "pid": 1}) + "\n")
     hours = [f"2026-11-22T{hour:02}:00:00+00:00,{40 + hour}" for hour in range(24)]
     (folder / SIGNAL).write_text("\n".join(["time,value [EUR/MWh]", *hours]) + "\n")
+    (folder / EVIDENCE).parent.mkdir()
+    make_evidence().save((folder / EVIDENCE).parent)
 
 
 def damaged(name: str, content: bytes) -> st.SearchStrategy[bytes]:

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from perseus_ds.artifacts.certificates import Certificates
+from perseus_ds.artifacts.evidence import Evidence
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.timeline import TimelineFile
@@ -70,6 +71,7 @@ COMMANDS = {
     corpus.CURVE: [("emulate", _CURVE)],
     corpus.PLAN: [_IMPORT],
     corpus.CONTROL: [_STATUS],
+    corpus.EVIDENCE: [("report", {"run": Path("evidence"), "out": OUT / "evidence.html"})],
 }
 # The same files without a command around them: hundreds in a second.
 READERS = {
@@ -82,6 +84,7 @@ READERS = {
     corpus.CURVE: read_curve,
     corpus.PLAN: read_zeus,
     corpus.SIGNAL: read_signal,
+    corpus.EVIDENCE: Evidence.load,
 }
 PLOT = ("plot", {"frontier": FRONTIER, "profile": PROFILE, "out": OUT})
 

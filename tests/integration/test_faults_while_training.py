@@ -101,9 +101,26 @@ def test_a_rank_whose_driver_hangs_runs_at_default_clocks_until_it_answers(tmp_p
         job.wait_for(lambda records: failed_ranks(records) == [])
 
     finished = run_under_a_plan(tmp_path, stub, during)
-    assert finished.events("failure") == []
-    assert "This rank runs at default clocks until it does" in finished.output
-    assert "the driver answers again" in finished.output
+    (failure,) = finished.events("failure")
+    assert (failure["rank"], failure["error"]) == (1, "the driver does not answer")
+    assert finished.output.count("the driver does not answer. Training goes on at default clocks") == 1
+    wait_until_restored(*stub.gpus)
+
+
+@pytest.mark.parametrize(("function", "error"), [("set_locked", "no_permission"), ("energy", "unknown")])
+def test_a_rank_that_fell_back_is_under_a_plan_again_once_its_driver_works(tmp_path, make_stub_nvml, function, error):
+    stub = make_stub_nvml(2)
+
+    def during(job):
+        stub.gpus[1].fail(function, error)
+        job.wait_for(lambda records: failed_ranks(records) == [1])
+        wait_until_restored(stub.gpus[1])
+        stub.gpus[1].fail(function, "none")
+        job.wait_for(lambda records: failed_ranks(records) == [])
+        changes = len(stub.gpus[1].changes_mhz())
+        wait_until(lambda: len(stub.gpus[1].changes_mhz()) >= changes + 20, "20 changes of the clock")
+
+    run_under_a_plan(tmp_path, stub, during)
     wait_until_restored(*stub.gpus)
 
 

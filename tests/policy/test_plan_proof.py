@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lone_communicator import reports_of
+from lone_communicator import told_of
 
 from perseus_ds.policy.plan_proof import Comparison, IterationSample, is_in_doubt, is_kept
 from perseus_ds.policy.policies import PowerCapPolicy, SlowdownPolicy
@@ -38,6 +38,20 @@ def test_one_iteration_that_is_held_up_changes_no_typical_one():
     held_up.add(60.0, 6000.0)
     assert held_up.time_s == pytest.approx(1.0)
     assert held_up.energy_j == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(("time_s", "kept"), [(1.0, 0), (0.1, 80)])
+def test_iterations_in_which_a_counter_stands_still_are_left_out_unless_shorter_than_its_refreshes(time_s, kept):
+    found = IterationSample(PERIOD_S)
+    for _ in range(80):
+        found.add_reports(told_of({"time_s": time_s, "energy_j": 100.0}, {"time_s": time_s, "energy_j": 0.0}))
+    assert len(found.times_s) == kept
+
+
+def test_without_any_energy_nothing_is_compared():
+    stands_still = sample(energy_j=0.0, iterations=99)
+    assert stands_still.looks == 0
+    assert not stands_still.is_enough
 
 
 @given(st.floats(0.8, 1.3), st.floats(0.5, 1.5), st.floats(0.0, 0.3))
@@ -87,9 +101,9 @@ def test_one_default_iteration_that_is_held_up_loses_no_plan():
 def test_iterations_of_failed_ranks_or_unknown_energy_are_left_out():
     default = sample()
     for report in ({"energy_j": math.nan}, {"failed": True}):
-        default.add_reports(reports_of({}, report))
+        default.add_reports(told_of({}, report))
     assert len(default.times_s) == 12
-    default.add_reports(reports_of({}, {}))
+    default.add_reports(told_of({}, {}))
     assert len(default.times_s) == 13
 
 

@@ -6,14 +6,15 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lone_communicator import reports_of, told_of
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.rank_report import RankReport
+from perseus_ds.artifacts.rank_report import JobReport
 from perseus_ds.device.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.policy.assignment import Assignment, PlanChoice
+from perseus_ds.policy.assignment import Assignment, PipelineOrder, PlanChoice
 from perseus_ds.policy.drift import DriftWatch, drift_of_rank
 from perseus_ds.policy.stragglers import Straggler, StragglerWatch, straggler_of, with_reported
 
@@ -92,11 +93,11 @@ def test_who_is_told_of_a_straggler_believes_it_and_counts_nothing_twice():
     assert with_reported((1.0,), Straggler(0, 1.3)) == (1.0,), "nobody waits for a single pipeline"
 
 
-@given(st.integers(0, 60), st.booleans(), st.none() | st.builds(Straggler, st.integers(0, 9), st.floats(1, 3)))
-def test_decisions_travel_with_the_report_of_rank_0(plan, paused, reported):
-    choice = PlanChoice(plan, paused, reported)
-    numbers = RankReport(time_s=1.0, energy_j=1.0, **choice.as_reported()).as_numbers()
-    assert PlanChoice.from_report(RankReport.from_numbers(numbers)) == choice
+@given(st.integers(0, 60), st.booleans(), st.booleans(), st.integers(0, 10**9), st.floats(0, 3))
+def test_decisions_travel_with_the_report_of_rank_0(plan, paused, halts, number, promised):
+    order = PipelineOrder(number, plan, paused, halts, 1.0, promised)
+    told = told_of(order.as_reported(), {"plan": 7})
+    assert PipelineOrder.of_report(JobReport.from_numbers(told.as_numbers())) == order
 
 
 def test_the_forecast_accounts_as_the_papers_emulation_does():
@@ -113,8 +114,13 @@ def test_the_forecast_accounts_as_the_papers_emulation_does():
 def test_a_profile_is_out_of_date_when_half_of_the_pipelines_say_so_twice():
     forward = INSTRUCTIONS[0][0]
     watch, expected = DriftWatch(max_drift=0.05), {(0, Kind.FORWARD, 1400): 0.1}
+
+    def told(pipelines):
+        reports = reports_of(*({"drift": drift} for drift in pipelines), pipelines=range(len(pipelines)))
+        return JobReport.of(reports).drift
+
     spans = [Span(Compute(forward), 0.0, s) for s in (0.09, 0.11, 0.9)]
     assert drift_of_rank(spans, {forward: 1400}, expected) == pytest.approx(0.1)
     assert drift_of_rank(spans, {}, expected) == 0
     seen = [[0.0, 0.2], [0.0, 0.2], [0.2, 0.2], [0.1, 0.1], [0.1, 0.1], [0.0, 0.0], [0.1, 0.1], [0.1, 0.1]]
-    assert [watch.has_drifted(pipelines) for pipelines in seen] == [n in (3, 7) for n in range(8)]
+    assert [watch.has_drifted(told(pipelines)) for pipelines in seen] == [n in (3, 7) for n in range(8)]

@@ -163,3 +163,24 @@ def test_jobs_of_a_folder_are_found_when_they_begin(tmp_path):
     write(tmp_path / "b", auto_job())
     assert [follower.folder.name for follower in jobs.followers()] == ["a", "b"]
     assert jobs.followers()[0] is first
+
+
+def test_a_job_of_many_ranks_is_told_in_few_words():
+    by_pipeline = tuple(float(number) for number in range(200))
+    asked, failed = (1400,) * 10_000, tuple(range(300))
+    last = planned_iteration(
+        27, energy_by_pipeline_j=by_pipeline, clocks_asked_mhz=asked, clocks_reached_mhz=asked, failed_ranks=failed
+    )
+    lines = list(sentences(facts_of([started(), last]), {}))
+    assert sum(len(line) for line in lines) < 3000
+    assert sum(line.startswith("Pipeline") for line in lines) == 17
+    assert any(line.startswith("Pipeline 16 to 199: 16") for line in lines)
+    assert "Problem: fallen back to default clocks: rank 0, 1, 2, 3, 4, 5 and 294 more." in lines
+
+
+def test_clocks_by_rank_are_kept_until_a_record_has_them_again():
+    asked = (1400, 1300)
+    with_clocks = planned_iteration(7, clocks_asked_mhz=asked, clocks_reached_mhz=asked, energy_by_rank_j=(40.0, 40.0))
+    assert facts_of([started(), with_clocks, planned_iteration(8)]).clocks_asked_mhz == asked
+    at_default = planned_iteration(8, energy_by_rank_j=(40.0, 40.0))
+    assert facts_of([started(), with_clocks, at_default]).clocks_asked_mhz == ()

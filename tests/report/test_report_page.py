@@ -10,6 +10,7 @@ from run_folders import make_job, record, write_auto_run, write_log
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
+from perseus_ds.artifacts.run_records import ClockRefused
 from perseus_ds.cli.main import main
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.instruction import Kind
@@ -299,6 +300,11 @@ def test_events_are_told_in_words(tmp_path):
         "rank 2's GPU was asked for 1410 MHz and runs at 1380 MHz (sw_power_cap)",
         "rank 2's GPU at default clocks is kept at 1300 MHz (sw_power_cap)",
     ]
+
+
+def test_default_clocks_below_the_highest_without_a_limit_may_be_a_lock():
+    event = ClockRefused(rank=0, clock_mhz=None, reached_mhz=1200, reasons=())
+    assert "the driver names no limit: somebody may have locked its clock" in event_in_words(event)
 
 
 def test_a_long_run_makes_no_larger_page(tmp_path):

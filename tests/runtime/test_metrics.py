@@ -23,6 +23,7 @@ from perseus_ds.errors import ConfigError
 from perseus_ds.report.live.progress import JobLog
 from perseus_ds.runtime.config import MetricsConfig, parse_block
 from perseus_ds.runtime.metrics import endpoint, reporting
+from perseus_ds.runtime.metrics.families import registry_of
 from perseus_ds.runtime.metrics.reporting import MetricsReporter
 
 ALL = ("perseus_iterations_total", "perseus_energy_joules_total", "perseus_planned_default_energy_joules_total")
@@ -190,6 +191,30 @@ def test_half_open_connections_keep_nobody_out_and_are_few():
         get(port)
         names = [thread.name for thread in threading.enumerate()]
         assert names.count("perseus-metrics-answer") <= endpoint._MOST_CONNECTIONS + 1
+
+
+def test_the_time_that_answers_take_is_followed_by_pauses_in_which_nobody_is_answered():
+    class NotStopping:
+        """Ends after so many connections, and says how long the server waits between them."""
+
+        def __init__(self, connections):
+            self.left, self.pauses_s = connections, []
+
+        def is_set(self):
+            self.left -= 1
+            return self.left < 0
+
+        def wait(self, pause_s):
+            self.pauses_s.append(pause_s)
+
+    port, log = free_port(), log_of(auto_job())
+    server = endpoint.MetricsServer("127.0.0.1", port, registry_of(lambda: log.facts(BEGIN + 100)))
+    asked = threading.Thread(target=get, args=[port])
+    asked.start()
+    rounds = NotStopping(30)
+    server.serve_until(rounds)
+    asked.join()
+    assert 0 < max(rounds.pauses_s) <= endpoint._LONGEST_PAUSE_S
 
 
 def test_a_client_that_sends_byte_after_byte_is_ended(monkeypatch):

@@ -176,7 +176,7 @@ def test_an_unexpected_error_in_a_decision_never_ends_training(start, monkeypatc
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.train(2)
-    monkeypatch.setattr("perseus_ds.runtime.plan_runner.PlanChoice.from_report", lambda *_: 1 / 0)
+    monkeypatch.setattr("perseus_ds.runtime.plan_orders.PipelineOrder.of_report", lambda *_: 1 / 0)
     job.train(30)
     assert job.runtime.next.phase == "observe"
     assert caplog.text.count("division by zero") == 1
@@ -583,10 +583,10 @@ def test_a_closed_standard_output_ends_neither_plans_nor_the_end(start, monkeypa
     assert job.close()[-1].phase == "run"
 
 
-def test_orders_to_a_job_that_runs_no_plans_any_more_are_answered_so(start):
+def test_orders_to_a_job_that_runs_no_plans_are_answered_so(start):
     job = start(mode="auto")
     job.train_until("run")
     job.train_until("observe", most=200)
     answer = job.runtime._control.carry_out(parse_order({"command": "pause"}))
-    assert answer == {"done": "default clocks; but this job runs no plans any more"}
+    assert answer == {"done": "default clocks; but this job runs no plans now"}
     assert job.runtime._status()["phase"] == "observe"

@@ -1,15 +1,19 @@
 """What is written, told and said of iterations; and that nothing of it can end training."""
 
+import errno
 import json
 import math
+import os
 
 import pytest
 from lone_communicator import LoneCommunicator, reports_of
 
 from perseus_ds.artifacts.run_file import read_records
-from perseus_ds.artifacts.run_records import ClockRefused, Drifted, Started
+from perseus_ds.artifacts.run_records import ClockRefused, Drifted, IterationRecord, Started
 from perseus_ds.distributed import PipelineTopology
 from perseus_ds.policy.assignment import Forecast
+from perseus_ds.report.history import read_history
+from perseus_ds.report.totals import shares_of
 from perseus_ds.runtime.recorder import IterationContext, Recorder
 
 
@@ -82,21 +86,31 @@ def test_what_is_derived_is_not_stored(tmp_path):
 
 
 def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(tmp_path):
-    class TwoPipelines(LoneCommunicator):
-        world_size = 4
-
-        def all_gather(self, value):
-            return [0, 0, 1, 1]
-
-    recorder = Recorder(TwoPipelines(), tmp_path, simulated=False)
+    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=False)
     recorder.start(Started())
     ranks = [{"time_s": 1.0 + n, "energy_j": 10.0 * (n + 1), "failed": n == 2, "clock_changes": n} for n in range(4)]
-    recorder.add(IterationContext(1, 8, "observe"), reports_of(*ranks))
+    recorder.add(IterationContext(1, 8, "observe"), reports_of(*ranks, pipelines=(0, 0, 1, 1)))
     recorder.close()
     record = read_records(tmp_path)[1]
     assert (record.time_s, record.energy_j, record.energy_by_pipeline_j) == (4.0, 100.0, (30.0, 70.0))
     assert record.energy_by_rank_j == (10.0, 20.0, 30.0, 40.0)
     assert (record.failed_ranks, record.clock_changes) == ((2,), 6)
+
+
+def test_many_ranks_have_figures_by_rank_in_some_records_that_lose_no_energy(tmp_path):
+    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=False)
+    recorder.start(Started())
+    for number in range(1, 9):
+        ranks = [{"energy_j": math.nan if number == 3 else float(number), "asked_mhz": 1400.0} for _ in range(200)]
+        recorder.add(IterationContext(number, 8, "run"), reports_of(*ranks))
+    recorder.close()
+    records = [record for record in read_records(tmp_path) if isinstance(record, IterationRecord)]
+    assert [record.iteration for record in records if record.energy_by_rank_j is not None] == [4, 8]
+    assert (records[3].energy_by_rank_j, records[7].energy_by_rank_j) == ((7.0,) * 200, (26.0,) * 200)
+    assert [record.iteration for record in records if record.clocks_asked_mhz is not None] == [4, 8]
+    assert records[0].energy_j == 200.0
+    shares = shares_of(read_history(tmp_path))
+    assert (shares[0].energy_j, shares[0].power_w) == (33.0, pytest.approx(33.0 / 7))
 
 
 def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, capsys):
@@ -178,6 +192,44 @@ def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
         recorder.add(under_plan(number), reports())
     recorder.close()
     assert caplog.text.count("cannot be written") == 1
+
+
+def test_what_could_not_be_written_is_written_once_that_is_possible(tmp_path, caplog):
+    (tmp_path / "folder").write_text("")
+    recorder = Recorder(LoneCommunicator(), tmp_path / "folder", simulated=True)
+    recorder.start(Started())
+    recorder.add(under_plan(1), reports())
+    recorder._writer.flush()
+    (tmp_path / "folder").unlink()
+    recorder.add(under_plan(2), reports())
+    recorder.close()
+    found = read_records(tmp_path / "folder")
+    assert [r.iteration for r in found if isinstance(r, IterationRecord)] == [1, 2]
+    assert caplog.text.count("cannot be written") == 1
+    assert caplog.text.count("can be written again") == 1
+
+
+def test_a_line_of_which_only_a_part_could_be_written_is_taken_back(tmp_path, monkeypatch):
+    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True)
+    recorder.start(Started())
+    recorder._writer.flush()
+    write, is_full = os.write, [True]
+
+    def write_half(handle, data):
+        if not is_full:
+            return write(handle, data)
+        if len(data) < 20:
+            is_full.clear()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, data[: len(data) // 2])
+
+    monkeypatch.setattr("perseus_ds.runtime.record_writer.os.write", write_half)
+    recorder.add(under_plan(1), reports())
+    recorder._writer.flush()
+    assert len(read_records(tmp_path)) == 1
+    recorder.add(under_plan(2), reports())
+    recorder.close()
+    assert [r.iteration for r in read_records(tmp_path) if isinstance(r, IterationRecord)] == [1, 2]
 
 
 def test_a_job_that_does_not_start_leaves_no_record_and_one_that_does_begins_with_it(tmp_path):

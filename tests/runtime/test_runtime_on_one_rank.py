@@ -167,12 +167,6 @@ def beside_training():
     return threads + [child for child in children if "perseus_ds.optimizer.worker" in " ".join(child.cmdline())]
 
 
-def test_no_pause_of_a_rank_is_too_long_for_the_others(start, plan, stub):
-    """What torch's own groups wait for at most is 30 minutes."""
-    group = start(NvmlGpu(0), **plan)._communicator._group
-    assert group._get_backend(torch.device("cpu")).options._timeout.days >= 1
-
-
 def test_a_profile_that_was_not_finished_is_spoken_of(start, stub, caplog):
     runtime = start(NvmlGpu(0), passes=object(), mode="profile")
     train(runtime)

@@ -1,4 +1,4 @@
-"""A driver that is silent for seconds costs these iterations their clocks; one that stays silent ends the plans."""
+"""What keeps clocks from being set safely, and clocks that dead processes have left locked."""
 
 import re
 from types import SimpleNamespace
@@ -25,21 +25,15 @@ def supervision(rank, tmp_path):
 
 
 @pytest.mark.parametrize("who", ["clocks", "driver"])
-def test_a_silent_driver_costs_clocks_until_it_answers_and_is_given_up_after_a_minute(supervision, rank, caplog, who):
-    def be_silent(seconds):
+def test_a_driver_that_is_silent_is_a_problem_after_three_seconds(supervision, rank, who):
+    def problem_after(seconds):
         rank.clocks.failing_s = seconds if who == "clocks" else 0.0
         rank.driver.failing_s = seconds if who == "driver" else 0.0
+        return supervision.problem()
 
-    for seconds, hangs in ((0.0, False), (2.9, False), (3.1, True), (59.0, True), (0.0, False)):
-        be_silent(seconds)
-        assert supervision.driver_hangs() is hangs
-        assert supervision.problem() is None
-    assert [record.getMessage() for record in caplog.records] == [
-        "perseus: the driver does not answer. This rank runs at default clocks until it does.",
-        "perseus: the driver answers again. This rank runs under plans again.",
-    ]
-    be_silent(61.0)
-    assert "the driver has not answered for 61 s" in str(supervision.problem())
+    assert problem_after(2.9) is None
+    assert "the driver does not answer" in str(problem_after(3.1))
+    assert problem_after(0.0) is None
 
 
 def test_a_clock_that_a_dead_process_left_locked_is_reset_and_named_once(stub_nvml_here, caplog):

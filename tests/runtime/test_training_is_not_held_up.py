@@ -33,7 +33,7 @@ def test_an_iteration_ends_when_all_is_launched_and_is_measured_as_the_device_ra
 def test_a_report_is_sent_once_the_device_is_done_with_its_iteration(job):
     sent = []
     exchange = job.runtime._driver._exchange
-    send, exchange.send = exchange.send, lambda report: sent.append(job.time.now_s()) or send(report)
+    send, exchange.send = exchange.send, lambda *report: sent.append(job.time.now_s()) or send(*report)
     begin_s = job.time.now_s()
     job.train(1)
     assert sent == []

@@ -41,6 +41,8 @@ struct gpu {
     uint32_t has_energy_counter, mig_enabled, application_clock_mhz;
     uint64_t throttle_reasons;
     double locked_at_s, settle_s, lock_latency_s, counter_period_s, power_w, power_limit_w, default_power_limit_w;
+    double power_by_clock; /* which share of power_w is drawn in proportion to the clock */
+    double counted_j, counted_until_s; /* the energy up to the last change of the clock */
     uint32_t calls[FUNCTIONS];
     int32_t errors[FUNCTIONS]; /* nvmlReturn_t to answer with, 0: none */
     uint32_t hang[FUNCTIONS]; /* does not return until this is 0 again */
@@ -99,7 +101,19 @@ static uint32_t clock_mhz(struct gpu *gpu) {
     return gpu->limit_clock_mhz && gpu->limit_clock_mhz < wanted ? gpu->limit_clock_mhz : wanted;
 }
 
+static double drawn_w(struct gpu *gpu) {
+    return gpu->power_w * (1 - gpu->power_by_clock * (1 - (double)clock_mhz(gpu) / gpu->clocks_mhz[0]));
+}
+
+static double energy_j(struct gpu *gpu, double until_s) {
+    return gpu->counted_j + (until_s > gpu->counted_until_s ? until_s - gpu->counted_until_s : 0) * drawn_w(gpu);
+}
+
 static void change_clock(struct gpu *gpu, uint32_t mhz) {
+    if (gpu->power_by_clock) {
+        gpu->counted_j = energy_j(gpu, now_s());
+        gpu->counted_until_s = now_s();
+    }
     uint32_t n = __atomic_fetch_add(&gpu->change_count, 1, __ATOMIC_SEQ_CST);
     gpu->changes[n % HISTORY] = (struct change){now_s(), mhz, (uint32_t)getpid()};
     gpu->previous_clock_mhz = clock_mhz(gpu);
@@ -270,13 +284,13 @@ int nvmlDeviceGetTotalEnergyConsumption(struct gpu *gpu, unsigned long long *mil
     if (error) return error;
     if (!gpu->has_energy_counter) return NOT_SUPPORTED;
     uint64_t periods = (uint64_t)(now_s() / gpu->counter_period_s);
-    *millijoules = (unsigned long long)(periods * gpu->counter_period_s * gpu->power_w * 1e3);
+    *millijoules = (unsigned long long)(energy_j(gpu, periods * gpu->counter_period_s) * 1e3);
     return SUCCESS;
 }
 
 int nvmlDeviceGetPowerUsage(struct gpu *gpu, unsigned *milliwatts) {
     int error = call(gpu, POWER);
-    if (!error) *milliwatts = (unsigned)(gpu->power_w * 1e3);
+    if (!error) *milliwatts = (unsigned)(drawn_w(gpu) * 1e3);
     return error;
 }
 

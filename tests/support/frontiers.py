@@ -11,6 +11,8 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
 from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.exact.problem import Problem
+from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule, read_schedule, schedule_class
 
@@ -42,6 +44,28 @@ def save_random_plan(
         simulated=simulated,
     )
     Frontier((plan,), 1.0, plan, provenance).save(folder)
+    return plan
+
+
+def save_mixed_plan(folder: Path, schedule: Schedule, profile: StageProfile) -> FrequencyPlan:
+    """Save a frontier of one plan, with a random clock of the profile for every instruction; return it."""
+    problem = Problem(Dag.build(schedule), profile, profile.info.blocking_power_w or 0.0)
+    draw = random.Random(3)
+    plan = problem.evaluate(
+        tuple(
+            tuple(int(draw.choice(profile.options(i.stage, i.kind).clock_mhz)) for i in stream)
+            for stream in problem.instructions
+        )
+    )
+    provenance = Provenance(
+        schedule=schedule.name,
+        micro_batches=schedule.micro_batches,
+        stages=schedule.num_stages,
+        blocking_power_w=1,
+        solver="none",
+        simulated=True,
+    )
+    Frontier((plan,), plan.time_s, plan, provenance).save(folder)
     return plan
 
 

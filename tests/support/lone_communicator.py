@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from perseus_ds.artifacts.rank_report import RankReport, RankReports
+from perseus_ds.artifacts.rank_report import JobReport, RankReport, RankReports
 from perseus_ds.device.moments import PassedMoment
 from perseus_ds.device.timers import FinishedIteration
 from perseus_ds.distributed import PipelineTopology
@@ -18,11 +18,10 @@ class LoneCommunicator:
 
     def __init__(self, topology=None):
         self.topology = topology or PipelineTopology(0, (0,))
+        self.pipeline_of_rank = np.array([0])
 
     def gather(self, value):
         return [value]
-
-    all_gather = gather
 
     def from_first(self, make):
         return make()
@@ -30,10 +29,13 @@ class LoneCommunicator:
     def together(self, check):
         check()
 
-    def all_max(self, value):
+    def first_of(self, value):
         return value
 
-    stage_max = all_max
+    all_max = all_sum = stage_max = first_of
+
+    def agree(self, value, combined):
+        return combined([value])
 
     pipeline_gather = gather
 
@@ -42,15 +44,12 @@ class LoneCommunicator:
 
     pipeline_barrier = barrier
 
-    def all_gather_numbers(self, values):
-        return np.array([values])
-
-    def start_all_gather(self, values):
-        return _Arrived(np.array([values]))
+    def start_exchange(self, numbers, answers, width):
+        return _Arrived(answers(np.array([numbers], dtype=float))[0])
 
 
 class _Arrived:
-    """What ``Pending`` does for numbers that are there at once."""
+    """What ``PendingAnswer`` does for numbers that are there at once."""
 
     def __init__(self, numbers):
         self._numbers = numbers
@@ -70,9 +69,15 @@ def seen(*, time_s=1.0, energy_j=100.0, start_s=0.0, spans=(), clock_mhz=None, f
     return IterationMeasurement(finished, lambda: energy_j, lambda: True, times_s, clock_mhz or {}, failed, reports)
 
 
-def reports_of(*fields):
-    """The reports of as many ranks as there are fields."""
-    return RankReports.of([RankReport(**{"time_s": 1.0, "energy_j": 100.0, **field}) for field in fields])
+def reports_of(*fields, pipelines=None):
+    """The reports of as many ranks as there are fields, as rank 0 has them."""
+    numbers = [RankReport(**{"time_s": 1.0, "energy_j": 100.0, **field}).as_numbers() for field in fields]
+    return RankReports(np.array(numbers), None if pipelines is None else np.array(pipelines))
+
+
+def told_of(*fields):
+    """What all ranks are told of such reports."""
+    return JobReport.of(reports_of(*fields))
 
 
 def drive(phase, measure, most=100):
@@ -85,7 +90,7 @@ def drive(phase, measure, most=100):
     """
     wanted = [next(phase)]
     for number in range(most):
-        reports = reports_of({**wanted[-1].reported, **wanted[-1].reported_later()})
+        reports = told_of({**wanted[-1].reported, **wanted[-1].reported_later()})
         iteration = measure(wanted[-1], number)
         try:
             wanted.append(phase.send(seen(**{"reports": reports, **iteration})))

@@ -18,12 +18,12 @@ MICRO_BATCHES = 2
 
 
 @contextmanager
-def one_rank(folder: Any) -> Iterator[None]:
+def one_rank(folder: Any, backend: str = "gloo") -> Iterator[None]:
     """Be the only rank of a job."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ.update(place)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    deepspeed.init_distributed("gloo", dist_init_required=False)
+    torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+    deepspeed.init_distributed(backend, dist_init_required=False)
     try:
         yield
     finally:

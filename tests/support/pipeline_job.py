@@ -1,8 +1,10 @@
 """A user's training job: a small PipelineModule on real DeepSpeed ranks, described by ``job.json`` in its folder.
 
 Started with the folder's path. Every rank writes ``rank<N>.json`` into the folder: losses by step, a hash of its
-weights, what Perseus says of itself. A test steers a running job by files in the folder: the job ends after the step
-during which ``stop`` appears, and the pipeline ``slow_pipeline`` is slow while ``slow`` is there.
+weights, what Perseus says of itself; and its process into ``pid<N>``. A test steers a running job by files in the
+folder: the job ends after the step during which ``stop`` appears, and the pipeline ``slow_pipeline`` is slow while
+``slow`` is there. A job that is ``followed`` writes each loss to ``losses.csv``, and saves a checkpoint when ``save``
+appears, which it then removes.
 """
 
 from __future__ import annotations
@@ -120,6 +122,7 @@ def main() -> None:
     if "file_limit_bytes" in job:  # writing more fails as on a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit_bytes"], resource.RLIM_INFINITY))
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
     report = train(engine, module, data, job, folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     weights = hashlib.sha256()
@@ -151,7 +154,7 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
     if "policy" in job:
         engine.perseus.set_policy(job["policy"])
     first = resume(engine, module, data, job) if "resume_from" in job else 0
-    seeded = bool({"save_at_end", "resume_from"} & job.keys())
+    seeded = bool({"save_at_end", "resume_from", "followed"} & job.keys())
     slow = SlowPipeline(engine, job["slow_pipeline"], folder / "slow") if "slow_pipeline" in job else None
     for step in range(first, first + job["steps"]):
         if seeded:
@@ -161,6 +164,7 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         if "buckets" in job:
             engine.reset_activation_shape()
         losses.append(float(engine.train_batch(data)))
+        follow(engine, job, folder, step, losses[-1])
         if last_phase is not None:
             left_in_phase -= engine.perseus.phase == last_phase
         stop = is_ordered(folder / "stop") or (last_phase is not None and left_in_phase == 0)
@@ -175,6 +179,19 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         if step == job.get("end_after"):
             end(job["end_by"], torch.distributed.get_rank())
     return {"losses": losses, "resources": resources}
+
+
+def follow(engine, job: dict, folder: Path, step: int, loss: float) -> None:
+    """Tell a step's loss where that is asked for, and save a checkpoint if that is ordered."""
+    if not job.get("followed"):
+        return
+    if torch.distributed.get_rank() == 1:  # rank 0's disk may be full
+        with (folder / "losses.csv").open("a") as file:
+            file.write(f"{step},{loss!r}\n")
+    if is_ordered(folder / "save"):
+        engine.save_checkpoint(str(folder / "checkpoint"))
+        if torch.distributed.get_rank() == 0:
+            (folder / "save").unlink()
 
 
 def is_ordered(file: Path) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pipelines import one_f_one_b, synthetic_profile
 
+from perseus_ds.artifacts.evidence import CheckResult, Evidence, Figure, Machine
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile, TransferDuration
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
@@ -99,3 +100,22 @@ def operation(work: Instruction | Load | Transfer, start_s: float, end_s: float,
         return MeasuredOperation(kind=work.payload, stage=work.source, target=work.target, **when)
     kind = "load" if isinstance(work, Load) else work.kind.value
     return MeasuredOperation(kind=kind, stage=work.stage, clock_mhz=clock, **when)
+
+
+def make_evidence():
+    """Checks on a stand-in for a GPU: one passed, one failed."""
+    late = Figure(name="lateness", value=3.5, unit="ms", at_most=2.0)
+    return Evidence(
+        made="2026-11-22 10:00 UTC",
+        machine=Machine(simulated=True, gpu="simulated A100", driver=None, versions={"torch": "2.13.0"}),
+        checks=[
+            CheckResult(
+                name="spans", title="Spans", outcome="passed", took_s=2.0, figures=[Figure(name="ratio", value=1)]
+            ),
+            CheckResult(
+                name="requests", title="Requests", outcome="failed", reason="lateness: 3.5 ms (at most 2 ms)",
+                took_s=3.0, figures=[late], notes=["<b>as measured</b>"],
+            ),
+        ],
+        not_made=["Graphs"],
+    )  # fmt: skip

@@ -3,13 +3,12 @@
 Each rank is a thread of one :class:`VirtualTime`, so an hour of training passes in a minute, and always alike.
 """
 
-import threading
 from contextlib import ExitStack
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from pipelines import one_f_one_b
+from virtual_communicator import Meetings, Neighbours, RankLeftError, VirtualCommunicator
 from virtual_time import VirtualTime
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
@@ -20,136 +19,11 @@ from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.gpu.simulated_conditions import OneAtATime
 from perseus_ds.device.timers import HostExecution
 from perseus_ds.distributed import PipelineTopology
-from perseus_ds.errors import PerseusError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.operations import Compute, Exchange
 from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
-
-
-class Meetings:
-    """What threads bring to the meetings of a name; each is over when all have come."""
-
-    def __init__(self, time):
-        self._changed = time.condition()
-        self._brought = {}
-
-    def bring(self, name, who, value):
-        """Come to a meeting without waiting for the others."""
-        with self._changed:
-            self._brought.setdefault(name, {})[who] = value
-            self._changed.notify_all()
-
-    def wait(self, name, size):
-        """Wait until so many have come; return what they brought, by name."""
-        with self._changed:
-            while len(self._brought.get(name, ())) < size:
-                self._changed.wait()
-            return self._brought[name]
-
-
-class VirtualCommunicator:
-    """What ``Communicator`` does, among threads of a virtual time."""
-
-    is_connected = True
-
-    def __init__(self, meetings, topology):
-        self._meetings = meetings
-        self._calls = 0
-        self.topology = topology
-        self.world_size = topology.pipeline_ranks
-
-    @property
-    def is_first(self):
-        return self.topology.rank == 0
-
-    def start_all_gather(self, values):
-        self._calls += 1
-        self._meetings.bring(self._calls, self.topology.rank, values)
-        return _Pending(self._meetings, self._calls, self.world_size)
-
-    def all_gather(self, value):
-        return self.start_all_gather(value).values()
-
-    pipeline_gather = all_gather
-
-    def gather(self, value):
-        values = self.all_gather(value)
-        return values if self.is_first else []
-
-    def from_first(self, make):
-        made = None
-        if self.is_first:
-            try:
-                made = make()
-            except (PerseusError, OSError) as error:
-                made = error
-        made = self.all_gather(made)[0]
-        if isinstance(made, Exception):
-            raise made
-        return made
-
-    def together(self, check):
-        problem = None
-        try:
-            check()
-        except PerseusError as error:
-            problem = error
-        for found in self.all_gather(problem):
-            if found is not None:
-                raise found
-
-    def all_max(self, value):
-        return max(self.all_gather(value))
-
-    def stage_max(self, value):
-        return value
-
-    def barrier(self):
-        self.all_gather(None)
-
-    pipeline_barrier = barrier
-
-    def all_gather_numbers(self, values):
-        return np.array(self.all_gather(values))
-
-
-class _Pending:
-    def __init__(self, meetings, name, size):
-        self._meetings, self._name, self._size = meetings, name, size
-
-    def values(self):
-        return [value for _, value in sorted(self._meetings.wait(self._name, self._size).items())]
-
-    def result(self):
-        return np.array(self.values())
-
-    def is_there_within(self, timeout_s):
-        return False
-
-
-class _Neighbours:
-    """``torch.distributed`` as the measurement of blocking power uses it."""
-
-    def __init__(self, meetings):
-        self._meetings = meetings
-        self._rank = threading.local()
-        self._counts = {}
-
-    def use(self, rank):
-        self._rank.number = rank
-
-    def send(self, tensor, target):
-        self._meetings.bring(self._name("sent", self._rank.number, target), "sender", None)
-
-    def recv(self, tensor, source):
-        self._meetings.wait(self._name("received", source, self._rank.number), 1)
-
-    def _name(self, side, source, target):
-        key = side, source, target
-        self._counts[key] = self._counts.get(key, 0) + 1
-        return "blocking", source, target, self._counts[key]
 
 
 class VirtualPipeline:
@@ -160,10 +34,22 @@ class VirtualPipeline:
         gpus: Simulated, one of each rank.
         runtimes: Of each rank.
         taken: Of every iteration its phase, its time [s] and the energy that all GPUs really used [J].
+        slowdowns: How many times as long each stage takes; a test may change it at any time.
+        shape: Number of the shape of the inputs; a test may change it between iterations.
     """
 
     def __init__(
-        self, folder, *, stages_s, tail_s=0.01, micro_batches=8, transfer_s=0.0, gpu=None, device="a100-sxm", **block
+        self,
+        folder,
+        *,
+        stages_s,
+        tail_s=0.01,
+        micro_batches=8,
+        transfer_s=0.0,
+        gpu=None,
+        device="a100-sxm",
+        gpu_class=SimulatedGpu,
+        **block,
     ):
         """Begin the job; its first iteration is run by :meth:`train`.
 
@@ -175,21 +61,22 @@ class VirtualPipeline:
             transfer_s: Time of a transfer [s].
             gpu: Settings of the simulated GPUs.
             device: Their model.
+            gpu_class: Of the simulated GPUs.
             block: The rest of the ``perseus`` block.
         """
         self.time = VirtualTime()
         self.folder = folder
         self.taken = []
+        self.slowdowns = [1.0] * len(stages_s)
+        self.shape = 1.0
         self.runtimes = [None] * len(stages_s)
         self._stages_s, self._tail_s, self._transfer_s = stages_s, tail_s, transfer_s
-        self._meetings = Meetings(self.time)
-        self._neighbours = _Neighbours(self._meetings)
         self.schedule = one_f_one_b(ranks=len(stages_s), micro_batches=micro_batches)
         settings = {"counter_period_s": 0.1, "lock_latency_s": 0.015, **(gpu or {})}
         if "lock-contention" in settings.get("conditions", ()):
             settings["driver_queue"] = OneAtATime(self.time)
         self.gpus = [
-            SimulatedGpu.named(device, timebase=self.time, seed=rank, **settings) for rank in range(len(stages_s))
+            gpu_class.named(device, timebase=self.time, seed=rank, **settings) for rank in range(len(stages_s))
         ]
         config = parse_block({"device": "simulated", "output_dir": str(folder), "cache": False, **block})
         info = ProfileInfo(
@@ -201,8 +88,7 @@ class VirtualPipeline:
             micro_batches=micro_batches,
         )
         self._job = Job(config, self.schedule, info)
-        self._iterations = 0
-        self._everywhere(self._begin)
+        self._start()
 
     def train(self, iterations):
         """Run iterations; return their phases."""
@@ -210,10 +96,25 @@ class VirtualPipeline:
         self._everywhere(lambda rank: [self._iterate(rank) for _ in range(iterations)])
         return [phase for phase, _, _ in self.taken[begin:]]
 
+    def restart(self):
+        """End the job as at a checkpoint, start it again in the same folder, and resume it."""
+        states = [runtime.state() for runtime in self.runtimes]
+        self._close()
+        self._start()
+        self._everywhere(lambda rank: self.runtimes[rank].restore(states[rank]))
+
     def close(self):
         """End the job; return its iterations."""
-        self._everywhere(lambda rank: self.runtimes[rank].close())
+        self._close()
         return [record for record in read_records(self.folder) if isinstance(record, IterationRecord)]
+
+    def _start(self):
+        self._meetings = Meetings(self.time)
+        self._neighbours = Neighbours(self._meetings)
+        self._everywhere(self._begin)
+
+    def _close(self):
+        self._everywhere(lambda rank: self.runtimes[rank].close())
 
     def _begin(self, rank):
         topology = PipelineTopology(rank, tuple(range(len(self.gpus))))
@@ -234,7 +135,8 @@ class VirtualPipeline:
             phase = runtime.next.phase
             number = runtime._control.steps
             for operation in self.schedule.ranks[rank]:
-                with runtime.operation(operation):
+                is_forward = isinstance(operation, Compute) and operation.instruction.kind is Kind.FORWARD
+                with runtime.operation(operation, self.shape if is_forward else 0.0):
                     if isinstance(operation, Compute):
                         self._compute(gpu, rank, operation.instruction.kind)
                     elif isinstance(operation, Exchange):
@@ -245,7 +147,7 @@ class VirtualPipeline:
             self.taken.append((phase, self.time.now_s() - begin_s, used_j))
 
     def _compute(self, gpu, rank, kind):
-        forward_s = self._stages_s[rank]
+        forward_s = self._stages_s[rank] * self.slowdowns[rank] * self.shape
         work_s = {Kind.FORWARD: forward_s, Kind.BACKWARD: 2 * forward_s, Kind.TAIL: self._tail_s}
         gpu.begin_work(MEMORY_BOUND if kind is Kind.TAIL else COMPUTE_BOUND)
         gpu.finish_work(work_s[kind])
@@ -267,8 +169,11 @@ class VirtualPipeline:
             self._neighbours.use(rank)
             try:
                 run(rank)
+            except RankLeftError:
+                pass
             except BaseException as error:
                 problems.append(error)
+                self._meetings.leave()
 
         threads = [self.time.thread(lambda rank=rank: on(rank), f"rank-{rank}") for rank in range(len(self.gpus))]
         with ExitStack() as patches:

@@ -131,6 +131,8 @@ class _Options:
             chain: Its decisions.
             least_s: Shortest time at one clock [s].
         """
+        if self._table.time_s[self._of[self._of >= 0]].min() >= least_s:
+            return  # no instruction alone is too short
         for plan in range(result.shape[1]):
             options = result[chain, plan]
             while self._lengthen_one(options, least_s):

@@ -31,6 +31,7 @@ _ASCII = str.maketrans(
     }
 )
 _MANY = 6
+_MOST_PIPELINES = 16
 _UNITS = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"))
 
 
@@ -143,11 +144,17 @@ def pipelines(facts: JobFacts) -> list[str]:
     """Return energy and saving of each pipeline, if there are several."""
     if len(facts.pipelines) < 2:
         return []
-    return [
+    shown = [
         f"{each.pipeline}: {plain(joules(each.energy_j))}"
         + (f", {plain(joules(each.saved_j))} saved" if facts.planned else "")
-        for each in facts.pipelines
+        for each in facts.pipelines[:_MOST_PIPELINES]
     ]
+    rest = facts.pipelines[_MOST_PIPELINES:]
+    if rest:
+        energies_j = [each.energy_j for each in rest]
+        least, most = plain(joules(min(energies_j))), plain(joules(max(energies_j)))
+        shown.append(f"{rest[0].pipeline} to {rest[-1].pipeline}: {least} to {most} each")
+    return shown
 
 
 def clocks(facts: JobFacts) -> str:
@@ -182,8 +189,9 @@ def straggler(facts: JobFacts) -> str:
 
 def problems(facts: JobFacts) -> str:
     """Return what does not work; empty if nothing."""
-    ranks = ", ".join(map(str, facts.failed_ranks))
-    return f"fallen back to default clocks: rank {ranks}" if ranks else ""
+    ranks = ", ".join(map(str, facts.failed_ranks[:_MANY]))
+    more = f" and {len(facts.failed_ranks) - _MANY} more" if len(facts.failed_ranks) > _MANY else ""
+    return f"fallen back to default clocks: rank {ranks}{more}" if ranks else ""
 
 
 def policy(facts: JobFacts) -> str:

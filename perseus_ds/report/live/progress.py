@@ -57,6 +57,8 @@ class JobProgress:
         self._profiling_s = self._profiling_j = 0.0
         self._last: IterationRecord | None = None
         self._last_time = 0.0
+        # By rank, what GPUs were asked for and what they reached; large jobs do not record that with every iteration.
+        self._clocks: tuple[tuple[int | None, ...], tuple[int | None, ...]] = (), ()
         self._ended = self._simulated = False
         # Iterations since the start or the last change of plan; the first one is like no other.
         self._alike = 0
@@ -110,6 +112,8 @@ class JobProgress:
             self._typical.clear()
         self._alike += 1
         self._ended = False
+        if record.clocks_asked_mhz is not None or record.energy_by_rank_j is not None or record.energy_j is None:
+            self._clocks = record.clocks_asked_mhz or (), record.clocks_reached_mhz or ()
         self.total.add(record)
         self._recent.append(record)
         if record.phase == "run" and record.plan is not None:
@@ -166,8 +170,8 @@ class JobProgress:
             plan=self._plan(),
             plans=self.plans,
             pipelines=tuple(pipeline.facts(number) for number, pipeline in enumerate(self._pipelines)),
-            clocks_asked_mhz=(last and last.clocks_asked_mhz) or (),
-            clocks_reached_mhz=(last and last.clocks_reached_mhz) or (),
+            clocks_asked_mhz=self._clocks[0],
+            clocks_reached_mhz=self._clocks[1],
             straggler=chosen.straggler if chosen else None,
             straggler_slowdown=chosen.slowdown if chosen else 1.0,
             drift=last.drift if last else None,

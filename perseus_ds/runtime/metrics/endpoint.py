@@ -15,13 +15,17 @@ from prometheus_client import CollectorRegistry, MetricsHandler
 _MOST_CONNECTIONS = 8
 _TIMEOUT_S = 5.0
 _PERIOD_S = 0.5
+_SHARE = 0.005
+"""Of one processor, and so of Python's interpreter lock, which the training thread needs too."""
+_LONGEST_PAUSE_S = 0.5
 
 
 class MetricsServer(TCPServer):
     """Answers every GET with the metrics, each connection on a thread of its own.
 
     There are 8 connections at most: one more ends the oldest. So half-open connections use little, and keep nobody
-    out.
+    out. However many requests there are, answers take a small share of a processor: the next connection waits until
+    the pause after the last ones is over.
 
     Args:
         host: Where to listen.
@@ -41,14 +45,19 @@ class MetricsServer(TCPServer):
         self._lock = threading.Lock()
         # With the time at which each has to end; the oldest first.
         self._open: dict[socket.socket, float] = {}
+        # Of a processor, for which no pause has been made yet.
+        self._used_s = 0.0
         super().__init__((host, port), type("_HandlerOfJob", (_Handler,), {"registry": registry}))
 
     def serve_until(self, stopping: threading.Event) -> None:
         """Serve until told to stop; then end all connections."""
         with self:
             while not stopping.is_set():
+                began_s = time.thread_time()
                 self.handle_request()
                 self._end_connections(before_s=time.monotonic())
+                self._add_use(time.thread_time() - began_s)
+                stopping.wait(self._pause_s())
         self._end_connections(before_s=math.inf)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -73,6 +82,18 @@ class MetricsServer(TCPServer):
             with self._lock:
                 self._open.pop(request, None)
             self.shutdown_request(request)
+            self._add_use(time.thread_time())
+
+    def _add_use(self, seconds: float) -> None:
+        with self._lock:
+            self._used_s += seconds
+
+    def _pause_s(self) -> float:
+        """Return for how long to answer nobody."""
+        with self._lock:
+            pause_s = min(_LONGEST_PAUSE_S, self._used_s / _SHARE)
+            self._used_s -= pause_s * _SHARE
+            return pause_s
 
     def _end_connections(self, before_s: float) -> None:
         """End the connections whose time is over at some moment."""

@@ -1,0 +1,81 @@
+"""A long, hostile day of a job, on SIMULATED GPUs and on stubs of them: what faults do to it, by cause.
+
+    python benchmarks/soak.py                            # both parts, an hour in all
+    python benchmarks/soak.py --part virtual --minutes 600 --seed 3
+    python benchmarks/soak.py --part real --minutes 10
+
+`virtual`: four ranks in virtual time, so that hours of the job take minutes; passes only take time. Drivers refuse,
+hang and come back, the counter fails or stands still, ranks are slow, times drift, shapes change, orders come, and the
+job is restarted. `--minutes` are the job's.
+
+`real`: four DeepSpeed ranks on this machine, the real pynvml on a stub driver. Drivers refuse and hang, the disk is
+full, orders come, and ranks are killed and restarted from a checkpoint. `--minutes` are real.
+
+All faults come from the seed. The promises: losses are those of the job without Perseus and without faults, at every
+step; each rank warns at most once for a fault; the job is back under a plan after each fault that passes; clocks are
+the default ones after one that does not, and after a kill. The exit code is 1 where one does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+from perseus_ds.runtime import optimising
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "support")]
+
+from hostile_day import HostileDay  # type: ignore[import-not-found]  # noqa: E402
+from hostile_ranks import RANKS, HostileRanks  # type: ignore[import-not-found]  # noqa: E402
+from stub_nvml.controller import StubNvml, build  # type: ignore[import-not-found]  # noqa: E402
+from worker_at_once import WorkerAtOnce  # type: ignore[import-not-found]  # noqa: E402
+
+
+def virtual(folder: Path, seed: int, minutes: float) -> list[str]:
+    """Run the part in virtual time; return what was broken."""
+    with patch.object(optimising, "OptimizeWorker", WorkerAtOnce):
+        day = HostileDay(folder / "virtual", seed=seed)
+        broken = day.run(minutes)
+    show(f"virtual: {minutes:g} minutes of a job of 4 ranks on simulated GPUs, seed {seed}", day.outcomes)
+    return list(broken)
+
+
+def real(folder: Path, seed: int, minutes: float) -> list[str]:
+    """Run the part with real ranks; return what was broken."""
+    stub = StubNvml(build(folder), folder / "stub_nvml_state", RANKS)
+    job = HostileRanks(folder / "real", stub, seed=seed)
+    broken = job.run(minutes)
+    show(f"real: {minutes:g} minutes of {RANKS} DeepSpeed ranks on a stub driver, seed {seed}", job.outcomes)
+    return list(broken)
+
+
+def show(title: str, outcomes: dict[str, object]) -> None:
+    """Print a table of causes."""
+    print(f"\n{title}\n{'cause':22} times  warnings  back after at most [s]")
+    for cause, outcome in outcomes.items():
+        print(f"{cause:22} {outcome}", flush=True)
+
+
+def main() -> int:
+    """Run the parts that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("virtual", "real", "both"), default="both")
+    parser.add_argument("--minutes", type=float, help="by default an hour in all: 30 real ones, and 600 of the job")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    broken = []
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.part != "real":
+            broken += virtual(Path(folder), arguments.seed, arguments.minutes or 600.0)
+        if arguments.part != "virtual":
+            broken += real(Path(folder), arguments.seed, arguments.minutes or 30.0)
+    print("\n" + "\n".join(f"NOT MET: {what}" for what in broken) if broken else "\nAll promises were met")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""What checks on a real GPU have measured: ``evidence.json``, written by ``make test-gpu``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from perseus_ds.artifacts.io import FileModel, read_json, validated, write_atomically
+from perseus_ds.artifacts.limits import Duration, Text
+from perseus_ds.artifacts.printable import bounded
+from perseus_ds.errors import ConfigError
+
+FILE_NAME = "evidence.json"
+Lines = Annotated[str, Field(max_length=10_000)]
+"""A text of several lines."""
+
+
+class Figure(FileModel):
+    """One measured figure, and the limits that it must keep, if any.
+
+    Attributes:
+        name: Names it.
+        value: The figure.
+        unit: Its unit, such as ``ms``; empty for a number or a ratio.
+        at_least: The smallest value allowed.
+        at_most: The largest value allowed.
+    """
+
+    name: Text
+    value: float
+    unit: Text = ""
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def is_within_limits(self) -> bool:
+        """Whether it keeps its limits."""
+        return not (
+            (self.at_least is not None and self.value < self.at_least)
+            or (self.at_most is not None and self.value > self.at_most)
+        )
+
+    @property
+    def limits(self) -> str:
+        """Its limits in words; empty without any."""
+        named = (("at least", self.at_least), ("at most", self.at_most))
+        return ", ".join(f"{word} {limit:g} {self.unit}".rstrip() for word, limit in named if limit is not None)
+
+
+class Machine(FileModel):
+    """Where checks ran.
+
+    Attributes:
+        simulated: Whether it is a stand-in without a GPU: its figures say nothing of a GPU.
+        gpu: Product name.
+        driver: Version of the driver, None for a stand-in.
+        versions: Of packages, and of CUDA.
+    """
+
+    simulated: bool
+    gpu: Text
+    driver: Text | None
+    versions: dict[Text, Text]
+
+
+class CheckResult(FileModel):
+    """The result of one check.
+
+    Attributes:
+        name: Of the check.
+        title: What it shows, one sentence.
+        outcome: ``passed``, or ``failed``: a figure is beyond its limits, or the check could not be made.
+        reason: Why it failed; None if it passed.
+        took_s: Time that it took [s].
+        figures: What it measured.
+        notes: What is to be known of the figures.
+    """
+
+    name: Text
+    title: Text
+    outcome: Literal["passed", "failed"]
+    reason: Lines | None = None
+    took_s: Duration
+    figures: list[Figure] = Field(default_factory=list)
+    notes: list[Lines] = Field(default_factory=list)
+
+
+class Evidence(FileModel):
+    """All checks that were made on one machine.
+
+    Attributes:
+        format: ``perseus-ds evidence``.
+        schema_version: 1.
+        made: When the last of them ended, UTC.
+        machine: Where.
+        checks: In the order of their numbers.
+        not_made: Titles of the checks that were not made there.
+    """
+
+    format: Literal["perseus-ds evidence"] = "perseus-ds evidence"
+    schema_version: Literal[1] = 1
+    made: Text
+    machine: Machine
+    checks: list[CheckResult]
+    not_made: list[Text] = Field(default_factory=list)
+
+    def save(self, folder: Path) -> Path:
+        """Write ``evidence.json`` into a folder, and return its path.
+
+        Raises:
+            OSError: It cannot be written there.
+        """
+        path = folder / FILE_NAME
+        write_atomically(path, self.model_dump_json(indent=2) + "\n")
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> Evidence:
+        """Read an ``evidence.json``.
+
+        Raises:
+            ConfigError: It is missing, or no such file; the message names the key.
+        """
+        raw = read_json(path, ConfigError, "evidence.json of checks on a GPU")
+        try:
+            raw = bounded(raw)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}.") from None
+        return validated(raw, cls, path, ConfigError)

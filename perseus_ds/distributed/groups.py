@@ -1,0 +1,229 @@
+"""Connects ranks by gloo, over the network interface that NCCL was told to use."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from perseus_ds.errors import PerseusError
+
+T = TypeVar("T")
+# A rank may be late for its next iteration by as much as the job's own collectives allow; Perseus does not end the job.
+_TIMEOUT = timedelta(days=7)
+# To connect ranks that are all there, which the job's own collective has shown before.
+_SETUP_TIMEOUT = timedelta(minutes=3)
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+class GlooGroup:
+    """Some ranks, all of which make it at once; values go to the first of them and come from it.
+
+    It is none of torch's registered groups: those are named by how many a process has, which differs from rank to rank.
+
+    Attributes:
+        is_first: Whether this rank is the first one.
+    """
+
+    def __init__(self, ranks: Sequence[int], name: str) -> None:
+        """Connect them.
+
+        Args:
+            ranks: Global ranks, in ascending order.
+            name: Another one for each group that this rank is in.
+
+        Raises:
+            PerseusError: They cannot be connected; the message says what to set.
+        """
+        place = ranks.index(dist.get_rank())
+        self.is_first = place == 0
+        self._size = len(ranks)
+        self._group = _connect(f"perseus/{name}/{ranks[0]}", place, len(ranks))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value on the first, an empty list elsewhere."""
+        content, sizes = self._with_sizes(value)
+        received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if self.is_first else []
+        self._gather(_of_size(content, max(sizes)), received).wait()
+        return [_loaded(content[:size]) for content, size in zip(received, sizes, strict=False)]
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's value."""
+        content, sizes = self._with_sizes(value)
+        received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        self._all_gather(_of_size(content, max(sizes)), received)
+        return [_loaded(content[:size]) for content, size in zip(received, sizes, strict=True)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the first rank's value."""
+        content = _dumped(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([len(content)])
+        self._broadcast(size)
+        if not self.is_first:
+            content = torch.empty(int(size), dtype=torch.uint8)
+        self._broadcast(content)
+        return value if self.is_first else _loaded(content)
+
+    def barrier(self) -> None:
+        """Wait for all of them."""
+        options = c10d.BarrierOptions()
+        options.timeout = _TIMEOUT
+        self._group.barrier(options).wait()
+
+    def start_gather(self, numbers: torch.Tensor) -> Underway[list[torch.Tensor]]:
+        """Begin to gather numbers, as many of each rank; on the first rank the result has them all."""
+        received = [torch.empty_like(numbers) for _ in range(self._size)] if self.is_first else []
+        return Underway(self._gather(numbers, received), received)
+
+    def start_scatter(self, numbers: Sequence[torch.Tensor], shape: Sequence[int]) -> Underway[torch.Tensor]:
+        """Begin to scatter numbers of a shape; on the first rank, those for each rank are given."""
+        own = torch.empty(tuple(shape), dtype=torch.float64)
+        options = c10d.ScatterOptions()
+        options.rootRank, options.timeout = 0, _TIMEOUT
+        return Underway(self._group.scatter([own], [list(numbers)] if self.is_first else [], options), own)
+
+    def _with_sizes(self, value: Any) -> tuple[torch.Tensor, list[int]]:
+        """Return a value as bytes, and how many the values of all ranks have."""
+        content = _dumped(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
+        self._all_gather(torch.tensor([len(content)]), sizes)
+        return content, list(map(int, sizes))
+
+    def _gather(self, own: torch.Tensor, received: list[torch.Tensor]) -> Any:
+        options = c10d.GatherOptions()
+        options.rootRank, options.timeout = 0, _TIMEOUT
+        return self._group.gather([received] if self.is_first else [], [own], options)
+
+    def _all_gather(self, own: torch.Tensor, received: list[torch.Tensor]) -> None:
+        options = c10d.AllgatherOptions()
+        options.timeout = _TIMEOUT
+        self._group.allgather([received], [own], options).wait()
+
+    def _broadcast(self, values: torch.Tensor) -> None:
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.timeout = 0, _TIMEOUT
+        self._group.broadcast([values], options).wait()
+
+
+def _dumped(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _loaded(content: torch.Tensor) -> Any:
+    return pickle.loads(content.numpy().tobytes())
+
+
+def _of_size(content: torch.Tensor, size: int) -> torch.Tensor:
+    padded = torch.zeros(size, dtype=content.dtype)
+    padded[: len(content)] = content
+    return padded
+
+
+class Underway(Generic[T]):
+    """A collective that was begun.
+
+    Args:
+        work: As torch returns it.
+        result: Complete once it is over.
+    """
+
+    def __init__(self, work: Any, result: T) -> None:
+        self._work = work
+        self._result = result
+
+    def is_over(self) -> bool:
+        """Return whether there is nothing left to wait for."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> T:
+        """Wait until it is over.
+
+        Raises:
+            RuntimeError: A rank is gone.
+        """
+        self._work.wait()
+        return self._result
+
+    def then(self, follow: Callable[[Callable[[], T]], None]) -> None:
+        """Call a function on a thread of torch once it is over; what it is given returns the result or raises."""
+
+        def result_of(future: torch.futures.Future[Any]) -> T:
+            future.value()
+            return self._result
+
+        self._work.get_future().then(lambda future: follow(lambda: result_of(future)))
+
+
+def _connect(name: str, place: int, size: int) -> Any:
+    """Return a group on gloo, which only its members make; no NCCL communicator is split.
+
+    Raises:
+        PerseusError: They cannot be connected.
+    """
+    store = dist.PrefixStore(name, c10d._get_default_store())
+    with _interface_of_nccl():
+        try:
+            return dist.ProcessGroupGloo(store, place, size, _SETUP_TIMEOUT)
+        except (RuntimeError, OSError) as error:
+            used = os.environ.get(_GLOO) or "the one that this host's name resolves to"
+            raise PerseusError(
+                f"rank {dist.get_rank()} cannot be connected with the others by gloo, over the network interface "
+                f"{used}: {str(error).splitlines()[0]}. Set {_GLOO}, on every node, to the interface by which nodes "
+                "reach each other; `ip -brief address` lists them."
+            ) from error
+
+
+@contextmanager
+def _interface_of_nccl() -> Iterator[None]:
+    """Let gloo use the interface that NCCL was told to use, unless gloo was told one of its own."""
+    wanted = os.environ.get(_NCCL, "")
+    if os.environ.get(_GLOO) or not wanted:
+        yield
+        return
+    chosen = gloo_interface(wanted, _interfaces())
+    if chosen is None:
+        yield
+        return
+    os.environ[_GLOO] = chosen
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO]
+
+
+def _interfaces() -> list[str]:
+    """Return the network interfaces of this host that have an address and are up, the local one last."""
+    states = psutil.net_if_stats()
+    names = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in states and states[name].isup and any(a.family.name.startswith("AF_INET") for a in addresses)
+    ]
+    return sorted(names, key=lambda name: name == "lo")
+
+
+def gloo_interface(nccl_socket_ifname: str, interfaces: Sequence[str]) -> str | None:
+    """Return the first interface that a value of ``NCCL_SOCKET_IFNAME`` permits; None if none is permitted.
+
+    Args:
+        nccl_socket_ifname: Prefixes of names, separated by commas; after ``=`` whole names, after ``^`` what is not
+            permitted.
+        interfaces: Names.
+    """
+    excludes = nccl_socket_ifname.startswith("^")
+    rest = nccl_socket_ifname.removeprefix("^")
+    whole = rest.startswith("=")
+    names = [name.split(":")[0] for name in rest.removeprefix("=").split(",") if name]
+    for interface in interfaces:
+        named = any(interface == name if whole else interface.startswith(name) for name in names)
+        if named != excludes:
+            return interface
+    return None

@@ -1,0 +1,175 @@
+"""The machine that checks run on: one GPU, read through NVML and computing through torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from typing import Any, ClassVar
+
+import torch
+from gpu.recording import RecordingGpu, guard_nvml
+
+from perseus_ds.artifacts.evidence import Machine
+from perseus_ds.device.gpu.nvml_lookup import index_of_cuda_device
+from perseus_ds.device.timers import CudaExecution
+from perseus_ds.timebase import REAL_TIME
+
+_MATRIX = 4096
+_WARM_UP_S = 1.0
+
+
+def why_no_gpu() -> str | None:
+    """Return why there is no GPU to check on; None if there is one."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA GPU"
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what the checks rest on."""
+    names = ("perseus-ds", "torch", "deepspeed", "nvidia-ml-py")
+    return {name: importlib.metadata.version(name) for name in names} | {"CUDA": str(torch.version.cuda)}
+
+
+class OneGpu:
+    """The first GPU that CUDA shows.
+
+    Attributes:
+        simulated: False.
+        timebase: Real time.
+        device: Where tensors live.
+        cuda: The module ``torch.cuda``.
+        gpu: Read through NVML; never changed.
+        backend: Of ``torch.distributed``.
+        block: The part of a ``perseus`` block that chooses the GPU.
+        size: Of the models: width, rows of a micro-batch, layers, micro-batches.
+        setups: How models are trained (``gpu.training.SETUPS``).
+    """
+
+    simulated = False
+    timebase = REAL_TIME
+    cuda = torch.cuda
+    backend = "nccl"
+    block: ClassVar[dict[str, Any]] = {"device": "nvml"}
+    size = (1024, 16384, 4, 8)
+    setups = ("bf16", "fp16", "ZeRO-1", "recomputation", "contiguous recomputation", "torch.compile")
+
+    def __init__(self) -> None:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that matrix products repeat bit for bit
+        guard_nvml()
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.gpu = RecordingGpu(index_of_cuda_device(self.device.index, self._uuid))
+        self._side = torch.cuda.Stream()
+        self._matrices = [torch.randn(_MATRIX, _MATRIX, device=self.device, dtype=torch.bfloat16) for _ in range(2)]
+        self._product = torch.empty_like(self._matrices[0])
+        self._product_s: float | None = None
+        self._cycles_per_s: float | None = None
+
+    @property
+    def _uuid(self) -> str:
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def described(self) -> Machine:
+        """Return what evidence says of this machine."""
+        return Machine(simulated=False, gpu=self.gpu.name, driver=self.gpu.driver, versions=versions())
+
+    def seconds(self, wanted_s: float) -> float:
+        """Return how long to measure [s]."""
+        return wanted_s
+
+    def turns(self, wanted: int) -> int:
+        """Return how often to measure."""
+        return wanted
+
+    def execution(self) -> CudaExecution:
+        """Return what times operations on the GPU."""
+        return CudaExecution(self.device)
+
+    def compute(self, seconds: float) -> None:
+        """Launch matrix products that take about so long; returns at once."""
+        for _ in range(max(1, round(seconds / self._one_product_s()))):
+            self._multiply()
+
+    def sleep(self, seconds: float) -> None:
+        """Launch a kernel that does nothing for so long, in cycles of the clock that was found; returns at once."""
+        torch.cuda._sleep(int(seconds * self.cycles_per_s()))
+
+    def start_beside(self, seconds: float) -> torch.cuda.Event:
+        """Launch such a kernel on another stream; returns an event at its end."""
+        ended = torch.cuda.Event()
+        with torch.cuda.stream(self._side):
+            self.sleep(seconds)
+            ended.record(self._side)
+        return ended
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Let the current stream wait for an event; returns at once."""
+        torch.cuda.current_stream().wait_event(event)
+
+    def synchronize(self) -> None:
+        """Wait until the GPU is done."""
+        torch.cuda.synchronize()
+
+    def launch_for(self, seconds: float) -> None:
+        """Keep this thread launching small kernels on another stream."""
+        end_s = self.timebase.now_s() + seconds
+        small = torch.zeros(64, device=self.device)
+        with torch.cuda.stream(self._side):
+            while self.timebase.now_s() < end_s:
+                for _ in range(20):
+                    small.add_(1)
+                self._side.synchronize()
+
+    def count_for(self, seconds: float) -> None:
+        """Keep this thread in pure Python, which never gives up the interpreter's lock by itself."""
+        end_s, count = self.timebase.now_s() + seconds, 0
+        while self.timebase.now_s() < end_s:
+            for _ in range(1000):
+                count += 1
+
+    def peak_bytes(self) -> int:
+        """Return the most memory that tensors took since the last :meth:`forget_peak`."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def forget_peak(self) -> None:
+        """Count the most memory from now on."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def run_out_of_memory(self) -> None:
+        """Ask the allocator for more memory than there is."""
+        torch.empty(2**46, dtype=torch.uint8, device=self.device)
+
+    def cycles_per_s(self) -> float:
+        """Return the cycles of a waiting kernel per second, by the host's clock."""
+        if self._cycles_per_s is None:
+            self._cycles_per_s = 1e9
+            self._repeat_for(_WARM_UP_S, lambda: torch.cuda._sleep(10_000_000))
+            torch.cuda.synchronize()
+            began_s = self.timebase.now_s()
+            torch.cuda._sleep(1_000_000_000)
+            torch.cuda.synchronize()
+            self._cycles_per_s = 1e9 / (self.timebase.now_s() - began_s)
+        return self._cycles_per_s
+
+    def _one_product_s(self) -> float:
+        if self._product_s is None:
+            self._repeat_for(_WARM_UP_S, self._multiply)
+            torch.cuda.synchronize()
+            began_s = self.timebase.now_s()
+            for _ in range(200):
+                self._multiply()
+            torch.cuda.synchronize()
+            self._product_s = (self.timebase.now_s() - began_s) / 200
+        return self._product_s
+
+    def _multiply(self) -> None:
+        torch.mm(*self._matrices, out=self._product)
+
+    def _repeat_for(self, seconds: float, launch: Any) -> None:
+        end_s = self.timebase.now_s() + seconds
+        while self.timebase.now_s() < end_s:
+            for _ in range(20):
+                launch()
+            torch.cuda.synchronize()

@@ -1,0 +1,92 @@
+"""Collects the figures of one check and decides whether it passed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from perseus_ds.artifacts.evidence import CheckResult, Figure
+
+
+class Results:
+    """The figures of one check.
+
+    Attributes:
+        figures: In the order in which they were measured.
+        notes: What is to be known of them.
+    """
+
+    def __init__(self) -> None:
+        self.figures: list[Figure] = []
+        self.notes: list[str] = []
+
+    def add(
+        self, name: str, value: float, unit: str = "", *, at_least: float | None = None, at_most: float | None = None
+    ) -> None:
+        """Add a figure, with the limits that it must keep."""
+        figure = Figure(name=name, value=float(value), unit=unit, at_least=at_least, at_most=at_most)
+        self.figures.append(figure)
+
+    def add_fact(self, name: str, is_so: bool) -> None:
+        """Add something that must be so: the figure 1."""
+        self.add(name, is_so, at_least=1)
+
+    def note(self, text: str) -> None:
+        """Add a note."""
+        self.notes.append(text)
+
+    def attempt(self, what: str, part: Callable[[], None]) -> None:
+        """Make a part of the check; if it raises, that is a fact that is not so, and the other parts are made."""
+        try:
+            part()
+        except Exception as error:
+            self.add_fact(f"{what}: could be made", False)
+            self.note(f"{what}: {last_line(error)}")
+
+
+def performed(name: str, title: str, check: Callable[[Any, Results], None], machine: Callable[[], Any]) -> CheckResult:
+    """Make a check on a machine and return its result; whatever it raises is the reason why it failed."""
+    began_s, results, reason = time.perf_counter(), Results(), ""
+    try:
+        check(machine(), results)
+        if not results.figures:
+            reason = "it measured nothing"
+    except Exception as error:
+        reason = last_line(error)
+        results.note("".join(traceback.format_exception(error))[-3000:])
+    beyond = [
+        f"{f.name}: {f.value:.6g} {f.unit}".rstrip() + f" ({f.limits})"
+        for f in results.figures
+        if not f.is_within_limits
+    ]
+    reason = "; ".join([reason] * bool(reason) + beyond)
+    return CheckResult(
+        name=name,
+        title=title,
+        outcome="failed" if reason else "passed",
+        reason=reason or None,
+        took_s=round(time.perf_counter() - began_s, 3),
+        figures=results.figures,
+        notes=results.notes,
+    )
+
+
+def last_line(error: BaseException) -> str:
+    """Return the kind of an error and its message."""
+    return f"{type(error).__name__}: {error}".strip()[:1000]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the smallest value below or at which a share of the values is."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def add_times(results: Results, name: str, times_s: Sequence[float], *, p99_at_most_ms: float | None = None) -> None:
+    """Add median, 99th percentile and largest of times."""
+    results.add(f"{name}, median", statistics.median(times_s) * 1e3, "ms")
+    results.add(f"{name}, 99th percentile", percentile(times_s, 0.99) * 1e3, "ms", at_most=p99_at_most_ms)
+    results.add(f"{name}, largest", max(times_s) * 1e3, "ms")

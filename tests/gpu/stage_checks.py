@@ -1,0 +1,145 @@
+"""Two stages on one GPU: gloo, whose transfers go through the host's memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from gpu.results import Results
+
+_RANKS = 2
+_MOST_ITERATIONS = 200
+_GIVE_UP_S = 150.0
+_RANK = """
+import sys
+from gpu.stage_checks import train_one_rank
+train_one_rank(*sys.argv[1:])
+"""
+
+
+def stages(machine: Any, results: Results) -> None:
+    """Train two stages on one GPU, with and without Perseus; losses and weights are the same bits."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = {"profile": _train(machine, Path(folder), "profile", _MOST_ITERATIONS)}
+        iterations = found["profile"][0]["iterations"]
+        for mode in ("observe", "plain"):
+            found[mode] = _train(machine, Path(folder), mode, iterations)
+    for mode in ("observe", "profile"):
+        for rank in range(_RANKS):
+            same = found[mode][rank]["bits"] == found["plain"][rank]["bits"]
+            results.add_fact(f"{mode}: stage {rank} has the same bits", same)
+        results.add(f"{mode}: iterations in phase observe", found[mode][0]["observed"], at_least=1)
+    transfers_s = found["profile"][0]["transfers_s"]
+    results.add("transfers between the stages, measured", len(transfers_s), at_least=2)
+    results.add("longest of them", max(transfers_s, default=0.0) * 1e3, "ms")
+
+
+def _train(machine: Any, parent: Path, mode: str, iterations: int) -> list[dict[str, Any]]:
+    """Train in a mode, or ``plain``: for some iterations, or until there is a profile."""
+    folder = parent / mode
+    folder.mkdir()
+    place = {"WORLD_SIZE": str(_RANKS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(_RANKS), "GLOO_SOCKET_IFNAME": "lo"}
+    arguments = [str(folder), mode, str(iterations), type(machine).__module__, type(machine).__name__]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, *arguments],
+            env={**os.environ, **place, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(_RANKS)
+    ]
+    try:
+        printed = [rank.communicate(timeout=_GIVE_UP_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, text in zip(ranks, printed, strict=True):
+        if rank.returncode:
+            raise AssertionError(f"{mode}: a rank failed: {text[-1500:]}")
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(_RANKS)]
+
+
+def train_one_rank(folder: str, mode: str, iterations: str, module: str, name: str) -> None:
+    """Be one rank of the job, and write what it trained."""
+    import importlib
+
+    import deepspeed
+    import torch
+    from deepspeed.pipe import LayerSpec, PipelineModule
+    from gpu.recording import RecordingGpu
+    from gpu.training import Block, Setup, batches, bits_of, block_of
+    from torch import nn
+
+    import perseus_ds
+    from perseus_ds.artifacts.profile import StageProfile
+    from perseus_ds.runtime import devices
+
+    machine = getattr(importlib.import_module(module), name)()
+    devices.NvmlGpu = RecordingGpu  # type: ignore[misc]
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_RANKS)
+    deepspeed.init_distributed("gloo", dist_init_required=False)
+    _stage_transfers_through_host()
+    width, rows, layers, micro_batches = machine.size
+    torch.manual_seed(3)
+    model = PipelineModule(
+        layers=[LayerSpec(Block, width) for _ in range(layers)],
+        num_stages=_RANKS,
+        loss_fn=nn.MSELoss(),
+        partition_method="uniform",
+        seed_layers=True,
+        base_seed=7,
+    )
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": micro_batches,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    output = Path(folder) / "perseus"
+    if mode != "plain":
+        config["perseus"] = {**machine.block, **block_of(machine, mode, Path(folder)), "output_dir": str(output)}
+    engine, *_ = perseus_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    data = batches(machine, Setup())
+    losses, phases = [], []
+    while len(losses) < int(iterations) and not (mode == "profile" and phases.count("observe") == 2):
+        phases.append("" if mode == "plain" else engine.perseus.phase)
+        losses.append(repr(engine.train_batch(data).item()))
+    bits = bits_of(engine, machine, losses)
+    engine.destroy()
+    profile = StageProfile.load(output / "profile.csv") if mode == "profile" and rank == 0 else None
+    found = {
+        "bits": {name: repr(value) for name, value in bits.items()},
+        "iterations": len(losses),
+        "observed": phases.count("observe"),
+        "transfers_s": [transfer.time_s for transfer in profile.info.transfers] if profile else [],
+    }
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def _stage_transfers_through_host() -> None:
+    """Let DeepSpeed's engine send and receive by way of the host's memory, since gloo sends nothing from a GPU."""
+    import torch
+    from deepspeed.runtime.pipe import p2p
+
+    send, receive = p2p.send, p2p.recv
+
+    def send_from_host(tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> Any:
+        return send(tensor.detach().cpu(), dest_stage, async_op)
+
+    def receive_on_host(tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> Any:
+        on_host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        done = receive(on_host, src_stage, async_op)
+        tensor.data.copy_(on_host)
+        return done
+
+    p2p.send, p2p.recv = send_from_host, receive_on_host

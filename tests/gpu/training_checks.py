@@ -1,0 +1,161 @@
+"""Training on the GPU under Perseus: bit for bit what it is without, in no more memory, and without kernels of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from gpu.results import Results
+from gpu.training import (
+    DONE,
+    SETUPS,
+    Setup,
+    batches,
+    block_of,
+    engine_of,
+    train,
+    train_without,
+    training_on,
+)
+from torch.autograd import DeviceType
+from torch.profiler import profile, supported_activities
+
+from perseus_ds.engine.replay import Replay
+
+_MODES = ("observe", "profile", "run")
+
+
+def untouched(machine: Any, results: Results) -> None:
+    """Losses, weights, optimizer state and random numbers, with and without Perseus, are the same bits."""
+    with training_on(machine) as folder:
+        for name, setup in SETUPS.items():
+            if name in machine.setups:
+                results.attempt(name, lambda name=name, setup=setup: _same_bits(machine, results, folder, name, setup))
+
+
+def _same_bits(machine: Any, results: Results, folder: Path, name: str, setup: Setup) -> None:
+    trained = {mode: train(machine, setup, block_of(machine, mode, folder)) for mode in _MODES}
+    counts = {len(found.phases) for found in trained.values()}
+    plain, again = (train_without(machine, setup, counts) for _ in range(2))
+    for count in counts:
+        _compare(results, f"{name}: {count} iterations without Perseus, twice", again[count], plain[count])
+    for mode, found in trained.items():
+        _compare(results, f"{name}, {mode}", found.bits, plain[len(found.phases)])
+        phase, least = DONE[mode]
+        results.add(f"{name}, {mode}: iterations in phase {phase}", found.phases.count(phase), at_least=least)
+        if found.changes is not None:
+            results.add(f"{name}, {mode}: clock changes asked for", found.changes)
+
+
+def _compare(results: Results, what: str, ours: dict[str, object], theirs: dict[str, object]) -> None:
+    different = [name for name, bits in theirs.items() if ours[name] != bits]
+    results.add_fact(f"{what}: the same bits", not different)
+    if different:
+        results.note(f"{what}: different are {', '.join(different)}")
+
+
+def memory(machine: Any, results: Results) -> None:
+    """Peak memory while passes are repeated, against training's; and a GPU that runs out of it meanwhile."""
+    with training_on(machine) as folder:
+        results.attempt("peak", lambda: _peak(machine, results, folder))
+        for call in (1, 6):
+            part = partial(_no_memory, machine, results, folder, call)
+            results.attempt(f"out of memory in repeated pass {call}", part)
+
+
+def _peak(machine: Any, results: Results, folder: Path) -> None:
+    setup = SETUPS["bf16"]
+    data = batches(machine, setup)
+    training_bytes: list[int] = []
+    with engine_of(machine, setup, block_of(machine, "profile", folder)) as engine:
+        engine.train_batch(data)  # allocates the optimizer's state
+        while engine.perseus.phase != "observe":
+            machine.forget_peak()
+            engine.train_batch(data)
+            training_bytes.append(machine.peak_bytes())
+    profiling_bytes = training_bytes.pop()  # passes are repeated at the end of the last of these iterations
+    peak_bytes = max(training_bytes)
+    results.add("peak memory of training", peak_bytes / 2**20, "MiB")
+    results.add("peak while passes are repeated, to that", profiling_bytes / peak_bytes, at_most=1.02)
+
+
+def _no_memory(machine: Any, results: Results, folder: Path, call: int) -> None:
+    what = f"out of memory in repeated pass {call}"
+    run, calls, setup = Replay.run, [], SETUPS["bf16"]
+
+    def run_or_fail(replay: Replay, *arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == call:
+            machine.run_out_of_memory()
+        run(replay, *arguments)
+
+    with patch.object(Replay, "run", run_or_fail):
+        found = train(machine, setup, block_of(machine, "profile", folder))
+    results.add_fact(f"{what}: it was reached", len(calls) >= call)
+    count = len(found.phases)
+    _compare(results, what, found.bits, train_without(machine, setup, [count])[count])
+
+
+def kernels(machine: Any, results: Results) -> None:
+    """Collectives of Perseus launch no kernel; an iteration launches the same ones with and without it."""
+    setup = SETUPS["bf16"]
+    with (
+        training_on(machine) as folder,
+        engine_of(machine, setup, None) as plain,
+        engine_of(machine, setup, block_of(machine, "observe", folder)) as ours,
+    ):
+        data = batches(machine, setup)
+        for engine in (plain, ours) * 3:
+            engine.train_batch(data)
+        communicator = ours.perseus.runtime._communicator
+        results.add("kernels and copies by collectives", _count(machine, lambda: _collectives(communicator)), at_most=0)
+        without = _count(machine, lambda: plain.train_batch(data))
+        within = _count(machine, lambda: ours.train_batch(data))
+        results.add("kernels and copies of an iteration without Perseus", without)
+        results.add("kernels and copies more with it", within - without, at_least=0, at_most=0)
+
+
+def _collectives(communicator: Any) -> None:
+    communicator.barrier()
+    communicator.gather("text")
+    communicator.pipeline_gather("text")
+    communicator.first_of("text")
+    communicator.all_max(1.0)
+    communicator.stage_max(1.0)
+    communicator.from_first(lambda: 1)
+    communicator.all_sum(1.0)
+    communicator.start_exchange([1.0], lambda numbers: numbers, 1).result()
+
+
+def _count(machine: Any, function: Callable[[], object]) -> int:
+    """Return how many kernels and copies a function makes the GPU do."""
+    machine.synchronize()
+    with profile(activities=list(supported_activities())) as found:
+        function()
+        machine.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in found.events())
+
+
+def alarms(machine: Any, results: Results) -> None:
+    """Train at full load for five minutes; nobody may take the driver for slow."""
+    setup, now_s = SETUPS["bf16"], machine.timebase.now_s
+    with training_on(machine) as folder, engine_of(machine, setup, block_of(machine, "run", folder)) as engine:
+        data = batches(machine, setup)
+        engine.train_batch(data)
+        runtime = engine.perseus.runtime
+        begin_s, longest_s = now_s(), 0.0
+        iterations = hung = failed = 0
+        while now_s() - begin_s < machine.seconds(300.0):
+            engine.train_batch(data)
+            iterations += 1
+            longest_s = max(longest_s, runtime._rank.clocks.failing_s, runtime._rank.driver.failing_s)
+            hung += runtime._supervision.driver_hangs()
+            failed += runtime._failed
+        results.add("time at full load", now_s() - begin_s, "s")
+        results.add("iterations", iterations, at_least=1)
+        results.add("longest wait for the driver seen", longest_s, "s")
+        results.add("iterations in which the driver was taken for slow", hung, at_most=0)
+        results.add("iterations after a failure", failed, at_most=0)

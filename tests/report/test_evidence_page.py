@@ -1,0 +1,64 @@
+"""What checks on a GPU have measured, as a page and in a terminal."""
+
+import json
+
+import pytest
+from run_folders import make_evidence
+
+from perseus_ds.artifacts.evidence import Evidence, Figure
+from perseus_ds.cli.main import main
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_evidence().save(tmp_path)
+    return tmp_path
+
+
+def test_a_page_shows_every_check_with_its_figures_and_limits(folder, capsys):
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "evidence.html").read_text()
+    assert "Simulated GPUs" in page, "evidence of a stand-in says so"
+    for shown in ("1 of 2 checks passed", "lateness: 3.5 ms (at most 2 ms)", "at most 2 ms", "torch 2.13.0"):
+        assert shown in page
+    assert "not made: Graphs" in page
+    assert "&lt;b&gt;as measured" in page
+    assert "how fast a GPU follows a lock" in page, "what it cannot show"
+    printed = capsys.readouterr().out
+    assert "1 of 2 checks passed on simulated A100." in printed
+    assert "FAILED: Requests: lateness: 3.5 ms (at most 2 ms)" in printed
+    assert "SIMULATED" in printed
+
+
+def test_evidence_of_a_real_gpu_names_it_and_its_driver(folder):
+    evidence = make_evidence()
+    real = evidence.machine.model_copy(update={"simulated": False, "gpu": "NVIDIA H100", "driver": "550.54"})
+    evidence.model_copy(update={"machine": real}).save(folder)
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "evidence.html").read_text()
+    assert "Checks on NVIDIA H100" in page
+    assert "driver 550.54" in page
+    assert "Simulated GPUs" not in page
+
+
+def test_evidence_is_read_as_it_was_written(folder):
+    assert Evidence.load(folder / "evidence.json") == make_evidence()
+
+
+def test_damaged_evidence_is_an_error_that_names_the_key(folder, capsys):
+    raw = json.loads((folder / "evidence.json").read_text())
+    raw["checks"][0]["outcome"] = "perhaps"
+    (folder / "evidence.json").write_text(json.dumps(raw))
+    assert main(["report", str(folder)]) == 2
+    assert "evidence.json: checks.0.outcome: expected 'passed' or 'failed', got 'perhaps'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "is_within"),
+    [(0.9, False), (1.0, True), (2.0, True), (2.1, False)],
+    ids=["below", "least", "most", "above"],
+)
+def test_limits_are_kept_up_to_the_limit_itself(value, is_within):
+    figure = Figure(name="ratio", value=value, unit="ms", at_least=1, at_most=2)
+    assert figure.is_within_limits is is_within
+    assert figure.limits == "at least 1 ms, at most 2 ms"

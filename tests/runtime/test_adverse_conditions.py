@@ -1,0 +1,40 @@
+"""Auto mode on pipelines whose simulated GPUs are as unpleasant as real ones may be; in virtual time."""
+
+import statistics
+
+import pytest
+from virtual_pipeline import VirtualPipeline
+from worker_at_once import WorkerAtOnce
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """A function that starts a pipeline of four ranks."""
+    monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
+    jobs = []
+
+    def start(conditions, **block):
+        gpu = {"conditions": conditions}
+        jobs.append(VirtualPipeline(tmp_path, stages_s=(0.036, 0.034, 0.034, 0.05), gpu=gpu, mode="auto", **block))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()
+
+
+def typical(job, phase):
+    """Time and energy of a typical iteration of a phase."""
+    found = [(time_s, energy_j) for name, time_s, energy_j in job.taken[2:] if name == phase]
+    times_s, energies_j = zip(*found[len(found) // 2 :], strict=True)
+    return statistics.median(times_s), statistics.mean(energies_j)
+
+
+@pytest.mark.extended
+def test_where_clock_changes_delay_transfers_plans_change_clocks_less_and_are_in_time(start, capsys):
+    job = start(["slow-transfers"])
+    job.train(70)
+    (time_s, energy_j), (default_s, default_j) = typical(job, "run"), typical(job, "default")
+    assert "a clock change delays this job by" in capsys.readouterr().out
+    assert time_s < 1.01 * default_s
+    assert energy_j < 0.95 * default_j

@@ -1,0 +1,22 @@
+"""Random faults of a few minutes, in virtual time; ``benchmarks/soak.py`` does so for hours."""
+
+import pytest
+from hostile_day import GPU_FAULTS, JOB_FAULTS, HostileDay
+from worker_at_once import WorkerAtOnce
+
+
+@pytest.fixture(autouse=True)
+def _optimise_at_once(monkeypatch):
+    monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
+
+
+def test_every_promise_is_kept_under_faults_of_drivers(tmp_path):
+    day = HostileDay(tmp_path, seed=1, causes=GPU_FAULTS)
+    assert day.run(minutes=3) == []
+    assert sum(outcome.times for outcome in day.outcomes.values()) >= 2
+
+
+@pytest.mark.extended
+def test_every_promise_is_kept_under_faults_of_drivers_and_jobs(tmp_path):
+    day = HostileDay(tmp_path, seed=2, causes=GPU_FAULTS + JOB_FAULTS)
+    assert day.run(minutes=30) == []

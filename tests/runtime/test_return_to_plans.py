@@ -1,0 +1,80 @@
+"""A rank that has fallen back to default clocks is under plans again once what failed works, and so are its peers."""
+
+import pytest
+from faulty_gpu import DRIVER_FAULTS, FaultyGpu
+from virtual_job import events
+from virtual_pipeline import VirtualPipeline
+from worker_at_once import WorkerAtOnce
+
+from perseus_ds.artifacts.run_records import Failed, Recovered
+
+RANKS = 2
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """Two ranks under a plan."""
+    monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
+    monkeypatch.setattr("perseus_ds.runtime.fallback._SETTLED_S", 60.0)
+    job = VirtualPipeline(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, gpu_class=FaultyGpu, mode="auto")
+    yield job
+    job.close()
+
+
+def train_until(job, condition, most=200):
+    for _ in range(most):
+        if condition():
+            return
+        job.train(1)
+    raise AssertionError("it does not happen")
+
+
+def runs_plans(job):
+    """Whether the next iteration of all ranks is under a plan."""
+    return all(r.next.plan is not None and not r._fallback.is_in_force for r in job.runtimes)
+
+
+@pytest.mark.parametrize("fault", DRIVER_FAULTS)
+def test_after_a_fault_of_one_driver_under_a_plan_all_ranks_are_under_it_again(job, fault, caplog):
+    train_until(job, lambda: runs_plans(job))
+    gpu = job.gpus[1]
+    gpu.begin(fault)
+    job.train(20)
+    assert job.runtimes[1]._fallback.is_in_force
+    assert gpu.is_at_default_clock or fault in ("no permission", "driver hangs")
+    assert not job.runtimes[0]._fallback.is_in_force
+    gpu.end()
+    train_until(job, lambda: runs_plans(job))
+    job.train(100)  # more than a minute
+    assert runs_plans(job)
+    assert caplog.text.count("Training goes on at default clocks") == 1
+    assert caplog.text.count("the driver works again. This rank runs under plans again.") == 1
+    assert [event.rank for event in events(job, Failed)] == [1]
+    assert [event.rank for event in events(job, Recovered)] == [1]
+
+
+def test_a_mode_that_ended_by_a_fault_while_profiling_begins_again(job):
+    train_until(job, lambda: job.runtimes[0].next.phase == "profile")
+    job.gpus[1].begin("driver error")
+    train_until(job, lambda: job.runtimes[0].next.phase == "observe")
+    job.train(10)
+    assert {runtime.next.phase for runtime in job.runtimes} == {"observe"}
+    job.gpus[1].end()
+    train_until(job, lambda: runs_plans(job))
+
+
+def test_a_fault_that_comes_back_at_once_is_told_once(job, caplog):
+    train_until(job, lambda: runs_plans(job))
+    for _ in range(5):
+        job.gpus[0].begin("driver error")
+        job.train(5)
+        job.gpus[0].end()
+        train_until(job, lambda: runs_plans(job))
+    assert caplog.text.count("Training goes on at default clocks") == 1
+
+
+def test_a_mistake_is_final(job):
+    train_until(job, lambda: runs_plans(job))
+    job.runtimes[1]._fail(ZeroDivisionError("division by zero"))
+    job.train(100)
+    assert job.runtimes[1]._fallback.is_in_force

@@ -1,0 +1,169 @@
+"""A job in virtual time under random faults: hours of it pass in minutes. GPUs and passes are simulated.
+
+After each fault the job must be back under a plan, and for each fault there is at most one warning of a rank. The last
+fault does not pass: clocks must be the default ones then.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from faulty_gpu import DRIVER_FAULTS, FaultyGpu
+from virtual_pipeline import VirtualPipeline
+
+from perseus_ds.artifacts.record_follower import RecordFollower
+from perseus_ds.artifacts.run_records import Failed
+from perseus_ds.policy.control_socket import parse_order
+
+STAGES_S = (0.036, 0.034, 0.034, 0.05)
+GPU_FAULTS = (*DRIVER_FAULTS, "counter stands still")
+JOB_FAULTS = ("slow rank", "drift", "other shapes", "orders", "restart")
+_SHORT, _LONG = (0.2, 20.0), (60.0, 400.0)
+_AT_ONCE = 4
+_BACK_WITHIN_S = 3600.0
+_POLICIES = ({"name": "energy_optimal"}, {"name": "slowdown", "max_slowdown": 0.1})
+
+
+@dataclass
+class Outcome:
+    """What the faults of one cause did.
+
+    Attributes:
+        times: How often it was there.
+        warnings: Of all ranks.
+        back_s: For each, how long after its end the job was back under a plan [s].
+        broken: The promises that did not hold.
+    """
+
+    times: int = 0
+    warnings: int = 0
+    back_s: list[float] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    def __str__(self):
+        back = f"{max(self.back_s):8.1f}" if self.back_s else f"{'':8}"
+        return f"{self.times:5} {self.warnings:9} {back}  {'; '.join(self.broken)}"
+
+
+class HostileDay:
+    """See the module.
+
+    Attributes:
+        outcomes: By cause.
+    """
+
+    def __init__(self, folder, *, seed, causes=GPU_FAULTS + JOB_FAULTS, **block):
+        """Start the job.
+
+        Args:
+            folder: For its files.
+            seed: Of the faults.
+            causes: What may happen.
+            block: Of the job.
+        """
+        self.outcomes = {cause: Outcome() for cause in causes}
+        self._random = random.Random(seed)
+        self.job = VirtualPipeline(folder, stages_s=STAGES_S, gpu_class=FaultyGpu, **{"mode": "auto", **block})
+        self._records = RecordFollower(self.job.folder)
+
+    def run(self, minutes):
+        """Train for so long, faults after faults, and then with one that does not pass; return what was broken."""
+        end_s = self.job.time.now_s() + 60.0 * minutes
+        is_back = True
+        while is_back and self.job.time.now_s() < end_s:
+            is_back = self._let_happen(self._random.choice(list(self.outcomes)))
+        self._end_with_a_fault_that_stays()
+        return [f"{cause}: {broken}" for cause, outcome in self.outcomes.items() for broken in outcome.broken]
+
+    def _let_happen(self, cause):
+        outcome = self.outcomes[cause]
+        self.job.train(self._random.randrange(12))  # often before the job has found its plan again
+        self._cause(cause, self._random.uniform(*self._random.choice((_SHORT, _LONG))))
+        ended_s = self.job.time.now_s()
+        while not self._is_under_a_plan():
+            if self.job.time.now_s() > ended_s + _BACK_WITHIN_S:
+                outcome.broken.append(f"not back after {_BACK_WITHIN_S:.0f} s")
+                return False
+            self.job.train(_AT_ONCE)
+        outcome.back_s.append(self.job.time.now_s() - ended_s)
+        outcome.times += 1
+        warned = self._warned()
+        outcome.warnings += len(warned)
+        if len(warned) > len({event.rank for event in warned}):
+            outcome.broken.append(f"a rank warned more than once: {warned}")
+        return True
+
+    def _warned(self):
+        """Return the failures of ranks since the last time; each is a warning and a record."""
+        self.job.runtimes[0]._recorder._writer.flush()
+        found = [record for _, records in self._records.read() for record in records]
+        return [record for record in found if isinstance(record, Failed) and record.event == "failure"]
+
+    def _cause(self, cause, for_s):
+        """Let something happen for some time [s]."""
+        job, rank = self.job, self._random.randrange(len(STAGES_S))
+        if cause in GPU_FAULTS:
+            affected = job.gpus if self._random.random() < 0.2 else [job.gpus[rank]]
+            for gpu in affected:
+                self._later(lambda gpu=gpu: gpu.begin(cause))
+            self._train_for(for_s)
+            for gpu in affected:
+                self._later(gpu.end)
+            job.train(1)
+        elif cause == "slow rank":
+            job.slowdowns[rank] = self._random.uniform(1.2, 2.0)
+            self._train_for(for_s)
+            job.slowdowns[rank] = 1.0
+        elif cause == "drift":
+            factor = self._random.uniform(0.8, 1.3)
+            job.slowdowns = [factor] * len(STAGES_S)
+            self._train_for(for_s)
+            job.slowdowns = [1.0] * len(STAGES_S)
+        elif cause == "other shapes":
+            job.shape = self._random.uniform(0.7, 1.4)
+            self._train_for(for_s)
+            job.shape = 1.0
+        elif cause == "orders":
+            self._give_orders(for_s)
+        else:
+            job.restart()
+
+    def _give_orders(self, for_s):
+        runtime = self.job.runtimes[0]
+        for _ in range(self._random.randrange(1, 6)):
+            order = self._random.choice(("pause", "resume", "status", "policy"))
+            if order == "policy":
+                runtime.set_policy(self._random.choice(_POLICIES))
+            else:
+                runtime._control.carry_out(parse_order({"command": order}))
+            self._train_for(for_s / 5)
+        runtime._control.carry_out(parse_order({"command": "resume"}))
+
+    def _later(self, function):
+        """Call a function within the next iteration."""
+
+        def call():
+            self.job.time.sleep(self._random.uniform(0.0, 0.5))
+            function()
+
+        self.job.time.thread(call, "fault").start()
+
+    def _train_for(self, seconds):
+        end_s = self.job.time.now_s() + seconds
+        while self.job.time.now_s() < end_s:
+            self.job.train(1)
+
+    def _is_under_a_plan(self):
+        return all(r.next.phase == "run" and r.next.plan is not None for r in self.job.runtimes) and not any(
+            r._fallback.is_in_force for r in self.job.runtimes
+        )
+
+    def _end_with_a_fault_that_stays(self):
+        job, cause = self.job, "counter fails"
+        rank = self._random.randrange(len(STAGES_S))
+        job.gpus[rank].begin(cause)
+        self._train_for(120.0)
+        if not (job.runtimes[rank]._fallback.is_in_force and job.gpus[rank].is_at_default_clock):
+            self.outcomes[cause].broken.append("a fault that stays leaves another clock than the default")
+        job.close()
+        if not all(gpu.is_at_default_clock for gpu in job.gpus):
+            self.outcomes[cause].broken.append("the job leaves other clocks than the default")
