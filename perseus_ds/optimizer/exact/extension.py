@@ -1,9 +1,9 @@
-"""From a shortened iteration to the whole one: flows that prove bounds, and plans.
+"""From a shortened iteration to the whole one: flows that prove bounds, and times of events.
 
 A cut divides the shorter iteration into what comes before the periods that it lacks and what comes after them. The
 flow over an edge that crosses the cut is carried on, period after period, along the way from the edge's end to the
-beginning of the same edge a period later. So a flow that is conserved stays conserved. A plan's clocks in the missing
-periods are those of a block of periods after the cut, over and over.
+beginning of the same edge a period later. So a flow that is conserved stays conserved. In the missing
+periods, events happen as in the first period after the cut, each time a period later.
 """
 
 from __future__ import annotations
@@ -71,23 +71,22 @@ class Cut:
         """Return the nodes of the shorter DAG that are so many periods later, -1 where there is none."""
         return self._in_short.shifted(nodes, periods, self._in_short)
 
-    def repeated_decisions(self, block: int) -> Indices:
-        """Return for each decision of the whole problem the one of the shorter problem that it repeats.
+    def repeated(self) -> tuple[Indices, Indices]:
+        """Return for each node of the whole DAG the one of the shorter DAG that it repeats, and how many periods later.
 
-        Args:
-            block: How many periods after the cut are repeated; the number of missing ones is a multiple of it.
+        The missing periods repeat the first one after the cut.
         """
-        of_node = np.full(len(self.whole.dag.nodes), -1, dtype=np.intp)
-        of_node[self.moved()] = np.arange(len(self.after))
-        earlier = self.later_in_short(np.arange(len(self.after)), -block)
+        of_node, later = np.full((2, len(self.whole.dag.nodes)), -1, dtype=np.intp)
+        moved = self.moved()
+        of_node[moved], later[moved] = np.arange(len(self.after)), self._copy
+        earlier = self.later_in_short(np.arange(len(self.after)), -1)
         copied = np.flatnonzero(self.after & ((earlier < 0) | ~self.after[earlier]) & self._in_short.repeats)
-        for period in range(0, self.left_out, block):
-            of_node[self.later(copied, period)] = copied
+        for period in range(self.left_out):
+            at = self.later(copied, period)
+            of_node[at], later[at] = copied, period
         if np.any(of_node < 0):
             raise ExtensionError("the whole DAG has a node that is not in a period")
-        decision_of = np.full(len(self.after), -1, dtype=np.intp)
-        decision_of[self.short.node] = np.arange(len(self.short.node))
-        return decision_of[of_node[self.whole.node]]
+        return of_node, later
 
 
 class FlowExtension:

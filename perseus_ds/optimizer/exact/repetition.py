@@ -59,18 +59,12 @@ class _Run:
     end: int
 
 
-def find_repetition(schedule: Schedule, kept: int, block: int = 1) -> Repetition | None:
-    """Return how a schedule is shortened; None where it does not repeat itself.
-
-    Args:
-        schedule: The schedule.
-        kept: How many periods the middle keeps at least.
-        block: The number of periods left out is a multiple of this one.
-    """
+def find_repetition(schedule: Schedule, kept: int) -> Repetition | None:
+    """Return how a schedule is shortened to so many periods in its middle; None where it does not repeat itself."""
     found = [_runs(stream) for stream in schedule.ranks]
     for micro_batches in sorted(set.intersection(*(set(runs) for runs in found))):
         runs = [each[micro_batches] for each in found]
-        left_out = (min((run.end - run.begin) // run.length for run in runs) - kept) // block * block
+        left_out = min((run.end - run.begin) // run.length for run in runs) - kept
         periods = [stream[run.begin : run.begin + run.length] for stream, run in zip(schedule.ranks, runs, strict=True)]
         if left_out < 1 or not _is_whole(schedule, periods, micro_batches):
             continue
