@@ -86,7 +86,7 @@ def test_nodes_of_the_whole_iteration_repeat_those_of_the_shorter_one(ranks):
     repetition = find_repetition(whole.dag.schedule, 8)
     short = problem_of(repetition.short)
     cut = Cut(whole, short, repetition, 3)
-    nodes, later = cut.repeated()
+    nodes, later = cut.repeated
     for node, other, periods in zip(whole.dag.nodes, nodes.tolist(), later.tolist(), strict=True):
         assert parts_of(node.work)[0] == parts_of(short.dag.nodes[other].work)[0]
         assert parts_of(node.work)[1] - parts_of(short.dag.nodes[other].work)[1] in {periods, 0}
@@ -100,7 +100,7 @@ def test_nodes_of_the_whole_iteration_repeat_those_of_the_shorter_one(ranks):
 def test_problems_that_do_not_belong_together_are_refused():
     whole, other = problem_of(one_f_one_b(3, 40)), problem_of(one_f_one_b(3, 30))
     with pytest.raises(ExtensionError):
-        Cut(whole, other, find_repetition(whole.dag.schedule, 8), 4).repeated()
+        Cut(whole, other, find_repetition(whole.dag.schedule, 8), 4)
 
 
 def solve(problem):

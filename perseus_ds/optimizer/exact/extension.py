@@ -32,6 +32,8 @@ class Cut:
 
     Attributes:
         after: Shape (nodes of the shorter DAG,): whether each comes after the cut.
+        repeated: For each node of the whole DAG the one of the shorter DAG that it repeats, and how many periods later.
+            The missing periods repeat the first one after the cut.
     """
 
     def __init__(self, whole: Problem, short: Problem, repetition: Repetition, periods: int) -> None:
@@ -55,6 +57,7 @@ class Cut:
         if np.any(self.after[tail] & ~self.after[head]):
             raise ExtensionError("the cut is not one through every rank at the same place")
         self._copy = np.where(self.after, self.left_out, 0)
+        self.repeated = self._repeated()
 
     def moved(self) -> Indices:
         """Return for each node of the shorter DAG the one of the whole DAG that it is."""
@@ -71,11 +74,7 @@ class Cut:
         """Return the nodes of the shorter DAG that are so many periods later, -1 where there is none."""
         return self._in_short.shifted(nodes, periods, self._in_short)
 
-    def repeated(self) -> tuple[Indices, Indices]:
-        """Return for each node of the whole DAG the one of the shorter DAG that it repeats, and how many periods later.
-
-        The missing periods repeat the first one after the cut.
-        """
+    def _repeated(self) -> tuple[Indices, Indices]:
         of_node, later = np.full((2, len(self.whole.dag.nodes)), -1, dtype=np.intp)
         moved = self.moved()
         of_node[moved], later[moved] = np.arange(len(self.after)), self._copy
@@ -87,6 +86,18 @@ class Cut:
         if np.any(of_node < 0):
             raise ExtensionError("the whole DAG has a node that is not in a period")
         return of_node, later
+
+    def mean_s(self, time_s: Floats, period_s: float, periods: int) -> Floats:
+        """Return times in a typical period: the mean over so many periods on either side, each moved to here [s]."""
+        nodes = np.arange(len(self.after))
+        total_s, count = np.zeros((2, len(nodes)))
+        for by in range(-periods, periods):
+            other = self.later_in_short(nodes, by)
+            known = other >= 0
+            total_s[known] += time_s[other[known]] - by * period_s
+            count += known
+        result: Floats = total_s / count
+        return result
 
 
 class FlowExtension:

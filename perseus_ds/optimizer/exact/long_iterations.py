@@ -32,6 +32,9 @@ _MANY = 20_000
 """An iteration with fewer decisions is solved as a whole."""
 _KEPT = 24
 """So many periods are kept, half of them before the cut."""
+_PLANS_PER_FLOW = 8
+_AROUND = 10
+"""Periods are averaged over so many on either side of the cut."""
 _SWEEPS = 1
 
 
@@ -44,7 +47,7 @@ def solve_long(problem: Problem, *, plans: int, switches: SwitchCosts, progress:
     short = Problem(Dag.build(repetition.short), problem.profile, power_w, switch_cost_s=switch_s)
     try:
         cut = Cut(problem, short, repetition, _KEPT // 2)
-        extension, repeated = FlowExtension(cut), cut.repeated()
+        extension = FlowExtension(cut)
     except ExtensionError:
         return None
     network = Network(short)
@@ -60,15 +63,15 @@ def solve_long(problem: Problem, *, plans: int, switches: SwitchCosts, progress:
         return bounds.add(time_s, [extension.flow(*network.dag_flow(flow_w)) for flow_w in flows_w])
 
     def period_s(relaxed: Relaxed) -> float:
-        return extension.period_s(relaxed.event_s[network.end_event], _KEPT // 2 - 2)
+        return extension.period_s(relaxed.event_s[network.end_event], _AROUND)
 
-    curve = relaxed_curve(relaxation, max(2, min(plans, 4 + plans // 8)), record, progress)
+    curve = relaxed_curve(relaxation, max(2, min(plans, 4 + plans // _PLANS_PER_FLOW)), record, progress)
     bounds.sort()
     time_s = np.array([tangent.time_s for tangent, _ in curve])
     time_s[0] = problem.t_min_s
     deadline_s = time_s if len(curve) == 1 else spread(time_s, bounds.energies_j, plans)
     whole, table = Network(problem), OptionTable(problem.groups)
-    known_s = [_extended(relaxed.event_s, period_s(relaxed), network, whole, repeated) for _, relaxed in curve]
+    known_s = [_extended(relaxed.event_s, period_s(relaxed), network, whole, cut) for _, relaxed in curve]
     target_s = between(np.stack(known_s, axis=1), time_s, deadline_s)
     progress("clocks", 0.25)
     event_s = Descent(whole, table).run(round_late(whole, table, target_s, deadline_s), _SWEEPS)
@@ -78,9 +81,7 @@ def solve_long(problem: Problem, *, plans: int, switches: SwitchCosts, progress:
     return proven(problem, bounds, options - table.begin[problem.group][:, None])
 
 
-def _extended(
-    event_s: Floats, period_s: float, network: Network, whole: Network, repeated: tuple[Indices, Indices]
-) -> Floats:
+def _extended(event_s: Floats, period_s: float, network: Network, whole: Network, cut: Cut) -> Floats:
     """Return the times of events of the whole iteration from those of the shorter one [s].
 
     Args:
@@ -88,11 +89,15 @@ def _extended(
         period_s: How long a period takes [s].
         network: The shorter iteration's.
         whole: The whole iteration's.
-        repeated: For each node of the whole DAG the one that it repeats, and how many periods later.
+        cut: Where the missing periods are put in.
     """
-    of_node, later = repeated
+    of_node, later = cut.repeated
+    inserted = np.ones(len(of_node), dtype=bool)
+    inserted[cut.moved()] = False
     result = np.zeros(whole.events)
     for at, short_at in ((whole.start_event, network.start_event), (whole.end_event, network.end_event)):
-        result[at] = event_s[short_at[of_node]] + later * period_s
+        time_s = event_s[short_at]
+        typical_s = cut.mean_s(time_s, period_s, _AROUND)
+        result[at] = np.where(inserted, typical_s[of_node], time_s[of_node]) + later * period_s
     result[0] = 0.0
     return result
