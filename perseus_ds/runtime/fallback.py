@@ -58,8 +58,9 @@ class Fallback:
         self._may_pass = may_pass(error) and (self._may_pass or not was_in_force)
         if was_in_force:
             return
-        if self._fault is not type(error):
-            self._fault, self._trials = type(error), 0
+        fault = GpuError if isinstance(error, GpuError) else type(error)
+        if self._fault is not fault:
+            self._fault, self._trials = fault, 0
             said = str(error).rstrip(".")
             self._tell(
                 f"perseus: {said}. Training goes on at default clocks.", Failed(rank=self._rank, error=str(error))

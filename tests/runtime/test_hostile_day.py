@@ -12,8 +12,8 @@ def _optimise_at_once(monkeypatch):
 
 def test_every_promise_is_kept_under_faults_of_drivers(tmp_path):
     day = HostileDay(tmp_path, seed=1, causes=GPU_FAULTS)
-    assert day.run(minutes=3) == []
-    assert sum(outcome.times for outcome in day.outcomes.values()) >= 2
+    assert day.run(minutes=1) == []
+    assert sum(outcome.times for outcome in day.outcomes.values()) >= 1
 
 
 @pytest.mark.extended

@@ -15,7 +15,7 @@ RANKS = 2
 def job(tmp_path, monkeypatch):
     """Two ranks under a plan."""
     monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
-    monkeypatch.setattr("perseus_ds.runtime.fallback._SETTLED_S", 60.0)
+    monkeypatch.setattr("perseus_ds.runtime.fallback._SETTLED_S", 10.0)
     job = VirtualPipeline(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, gpu_class=FaultyGpu, mode="auto")
     yield job
     job.close()
@@ -45,7 +45,7 @@ def test_after_a_fault_of_one_driver_under_a_plan_all_ranks_are_under_it_again(j
     assert not job.runtimes[0]._fallback.is_in_force
     gpu.end()
     train_until(job, lambda: runs_plans(job))
-    job.train(100)  # more than a minute
+    job.train(20)  # more than ten seconds
     assert runs_plans(job)
     assert caplog.text.count("Training goes on at default clocks") == 1
     assert caplog.text.count("the driver works again. This rank runs under plans again.") == 1
@@ -76,5 +76,5 @@ def test_a_fault_that_comes_back_at_once_is_told_once(job, caplog):
 def test_a_mistake_is_final(job):
     train_until(job, lambda: runs_plans(job))
     job.runtimes[1]._fail(ZeroDivisionError("division by zero"))
-    job.train(100)
+    job.train(20)
     assert job.runtimes[1]._fallback.is_in_force
