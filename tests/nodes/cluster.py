@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +122,6 @@ class Cluster:
             **ENVIRONMENT,
             "DISK": str(self.disk),
             "XDG_CACHE_HOME": f"{self.disk}/cache",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(_ROOT),
         }
         return Node(name, port, gpus, own, init, variables)
