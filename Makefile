@@ -42,6 +42,9 @@ test-oldest: .deepspeed-$(OLDEST_DEEPSPEED)/.ready  ## The oldest DeepSpeed that
 fuzz: $(READY)  ## Damaged files on every command that reads them, for hours; always new ones.
 	FUZZ_EXAMPLES=20000 $(BIN)/pytest tests/fuzz -x -n 2
 
+trials: $(READY)  ## Jobs ended in all kinds of ways, six times each, on the stub driver: does a clock stay locked?
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/.torch_extensions PYTHONPATH=$(CURDIR):tests:tests/support $(BIN)/python -m trials
+
 lint: $(READY)  ## Style and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

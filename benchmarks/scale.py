@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import multiprocessing
+import socket
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,12 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from scale_network import BANDWIDTH_B_PER_S, LATENCY_S, ModelCommunicator, Network
+from scale_network import (  # type: ignore[import-not-found]
+    BANDWIDTH_B_PER_S,
+    LATENCY_S,
+    ModelCommunicator,
+    Network,
+)
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
@@ -79,7 +85,7 @@ class RealRank:
         gpu = SimulatedGpu.named("a100-sxm")
         timers = HostExecution()
         clocks = ClockController(gpu, _raise, lambda refusal: None, timers.use_device)
-        self._rank = Rank(communicator, gpu, DriverCall(3.0), clocks, timers, torch.device("cpu"))  # type: ignore[arg-type]
+        self._rank = Rank(communicator, gpu, DriverCall(3.0), clocks, timers, torch.device("cpu"))
         info = ProfileInfo(
             simulated=True,
             gpu=gpu.name,
@@ -90,11 +96,11 @@ class RealRank:
             data_parallel=communicator.topology.data_parallel,
         )
         job = Job(config, schedule, info)
-        self.recorder = Recorder(communicator, folder, simulated=True)  # type: ignore[arg-type]
+        self.recorder = Recorder(communicator, folder, simulated=True)
         self.control = JobControl(config.policy, communicator.topology.data_parallel, self._status)
         self.training_s: list[float] = []
         self.driver = ModeDriver(job, self._rank, self.recorder, self.control, passes=None, on_error=_raise)
-        self.recorder.start(job.started(communicator, gpu.name))  # type: ignore[arg-type]
+        self.recorder.start(job.started(communicator, gpu.name))
         self._spans = [
             Span(Compute(instruction), 0.01 * number, 0.01 * number + 0.009)
             for number, instruction in enumerate(schedule.instructions[communicator.topology.pipeline_rank])
@@ -250,53 +256,63 @@ def _reports(pipelines: Any, slow: float, energy_j: float, draw: Any) -> Any:
     return rows
 
 
-def memory_of_rank_0(ranks: int) -> float:
-    """Return by how much this process grows when it is rank 0 of so many ranks, the others being only modelled [MB]."""
+def alone(ranks: int) -> dict[str, float]:
+    """Return what grows when this process is rank 0 of so many ranks, of which the others are only modelled.
+
+    It trains long enough for a record with figures by rank.
+    """
     pipeline_of_rank = np.array([topology_of(rank, ranks).data_parallel_rank for rank in range(ranks)])
     before = _resident_mb()
     network = Network(range(ranks), present=[0])
     communicator = ModelCommunicator(network, topology_of(0, ranks), pipeline_of_rank, [])
-    exchange = ReportExchange(communicator)  # type: ignore[arg-type]
+    exchange = ReportExchange(communicator)
     with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(communicator, Path(folder), simulated=True)  # type: ignore[arg-type]
+        recorder = Recorder(communicator, Path(folder), simulated=True)
         recorder.start(Started())
         for number in range(1, 201):
             network.begin_round()
-            exchange.send(RankReport(ITERATION_S, 800.0, 12, 0, False, 1200.0, 1200.0), [1.2] * ranks)
+            exchange.send(RankReport(ITERATION_S, 800.123456, 12, 0, False, 1200.0, 1200.0), [1.2] * ranks)
             network.finish_round()
             exchange.received()
             assert exchange.ranks is not None
             recorder.add(IterationContext(number, number, "run", plan=1), exchange.ranks)
-        recorder.facts()
+        status = len(recorder.facts().model_dump_json())
         recorder.close()
-    return _resident_mb() - before
+        lines = [len(line) for line in (Path(folder) / FILE_NAME).read_text().splitlines()]
+    by_rank = max(lines) - statistics.median(lines)
+    return {
+        "rank 0: memory [MB]": _resident_mb() - before,
+        "run.jsonl, figures by rank [bytes an iteration]": by_rank / math.ceil(ranks / 64),
+        "control status, clocks by rank known [bytes]": status,
+    }
 
 
 def _resident_mb() -> float:
-    return psutil.Process().memory_info().rss / 1e6
+    return float(psutil.Process().memory_info().rss) / 1e6
 
 
 def real(ranks: int, iterations: int = 100) -> dict[str, float]:
     """Return figures of so many processes on gloo."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_one_of, args=(rank, ranks, iterations, f"file://{folder}/store", results))
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        found = dict(results.get(timeout=600) for _ in range(2))
-        for process in processes:
-            process.join()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    processes = [
+        context.Process(target=_one_of, args=(rank, ranks, iterations, address, results)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    found = dict(results.get(timeout=600) for _ in range(2))
+    for process in processes:
+        process.join()
     assert not any(process.exitcode for process in processes)
     return {**found[0], **found[LEAF]}
 
 
-def _one_of(rank: int, ranks: int, iterations: int, store: str, results: Any) -> None:
+def _one_of(rank: int, ranks: int, iterations: int, address: str, results: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     communicator = Communicator(topology_of(rank, ranks, stages=4, tensor=1))
     who = {0: "rank 0", LEAF: "leaf"}.get(rank, "")
@@ -304,7 +320,7 @@ def _one_of(rank: int, ranks: int, iterations: int, store: str, results: Any) ->
         f"{who}: set-up [s]": time.perf_counter() - began_s,
         f"{who}: set-up, processor time [s]": time.process_time() - began_cpu_s,
     }
-    exchange = ReportExchange(communicator)
+    exchange, ready_s = ReportExchange(communicator), time.process_time()
     training_s, waited_s = [], []
     for _ in range(iterations):
         time.sleep(REAL_ITERATION_S)
@@ -319,7 +335,7 @@ def _one_of(rank: int, ranks: int, iterations: int, store: str, results: Any) ->
     figures[f"{who}: training thread [ms]"] = 1e3 * statistics.median(training_s)
     figures[f"{who}: waited [ms], median"] = 1e3 * statistics.median(waited_s)
     figures[f"{who}: processor time of all threads [ms an iteration]"] = (
-        1e3 * (time.process_time() - figures[f"{who}: set-up, processor time [s]"]) / iterations
+        1e3 * (time.process_time() - ready_s) / iterations
     )
     communicator.barrier()
     if who:
@@ -332,10 +348,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--real", type=int, nargs="+", default=[], help="processes on gloo")
     parser.add_argument("--ranks", type=int, nargs="+", default=SIZES, help="ranks on the modelled network")
-    parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--alone", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.memory:
-        print(memory_of_rank_0(arguments.memory))
+    if arguments.alone:
+        print(json.dumps(alone(arguments.alone)))
         return
     if arguments.real:
         _print({ranks: real(ranks) for ranks in arguments.real})
@@ -343,11 +359,13 @@ def main() -> None:
     found = {}
     for ranks in arguments.ranks:
         found[ranks] = modelled(ranks)
-        bytes_a_day = found[ranks]["run.jsonl [bytes an iteration]"] * 86400 / LIKELY_ITERATION_S
-        found[ranks][f"run.jsonl [MB a day, {LIKELY_ITERATION_S:.0f} s an iteration]"] = bytes_a_day / 1e6
-        child = [sys.executable, __file__, "--memory", str(ranks)]
-        found[ranks]["rank 0: memory [MB]"] = float(
-            subprocess.run(child, check=True, capture_output=True).stdout.split()[-1]
+        child = [sys.executable, __file__, "--alone", str(ranks)]
+        printed = subprocess.run(child, check=True, capture_output=True, text=True).stdout
+        found[ranks] |= json.loads(printed.splitlines()[-1])
+        bytes_each = found[ranks]["run.jsonl [bytes an iteration]"]
+        bytes_each += found[ranks]["run.jsonl, figures by rank [bytes an iteration]"]
+        found[ranks][f"run.jsonl [MB a day, {LIKELY_ITERATION_S:.0f} s an iteration]"] = (
+            bytes_each * 86400 / LIKELY_ITERATION_S / 1e6
         )
     print(f"latency {LATENCY_S * 1e6:.0f} us, bandwidth {BANDWIDTH_B_PER_S * 8e-9:.0f} Gbit/s, {STAGES} stages")
     _print(found)

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ class Network:
 
     Args:
         ranks: The ranks of the job.
-        present: Those that take part; others send zeros as soon as they are waited for. None for all.
+        present: Those that take part; others send what rank 0 sends, as soon as they are
+            waited for. None for all.
 
     Attributes:
         rank: Whose code runs now.
@@ -53,13 +55,16 @@ class Network:
         self._callbacks: dict[int, float] = defaultdict(float)
         self._width = 0
         self.meetings: dict[Any, _Meeting] = {}
-        self.trees = {rank: Tree(ranks, rank, self._connected(rank)) for rank in sorted(self.present)}
+        self.trees = {
+            rank: Tree(ranks, rank, self._connected(rank))  # type: ignore[arg-type]
+            for rank in sorted(self.present)
+        }
 
     def begin_round(self) -> None:
         """Begin an exchange: all links are idle, and it is second 0."""
         self._now_s = 0.0
         for of_ranks in (self._free_s, self._bytes, self._messages, self._callbacks):
-            of_ranks.clear()  # type: ignore[attr-defined]
+            of_ranks.clear()
 
     def exchange(self, rank: int, numbers: list[float], answers: Any = None, width: int = 0) -> PendingAnswer:
         """Have a rank begin its exchange."""
@@ -138,7 +143,7 @@ class _Begun:
 
 
 class _Group:
-    """A group as ``perseus_ds.distributed.tree`` uses it, for exchanges."""
+    """A group as exchanges use it; it has no other collectives."""
 
     def __init__(self, network: Network, ranks: tuple[int, ...], name: str, rank: int) -> None:
         self.is_first = rank == ranks[0]
@@ -157,7 +162,7 @@ class _Group:
         if self.is_first:
             meeting.begun[first] = begun
             for absent in set(self._ranks) - self._network.present:
-                self._network.send(absent, first, size, lambda absent=absent: arrive(absent, torch.zeros_like(numbers)))
+                self._network.send(absent, first, size, partial(arrive, absent, numbers[:1].repeat(len(numbers), 1)))
             arrive(first, numbers.clone())
         else:
             self._network.send(self._rank, first, size, lambda: arrive(self._rank, numbers.clone()))
@@ -169,9 +174,7 @@ class _Group:
         if self.is_first:
             for rank, block in zip(self._ranks[1:], numbers[1:], strict=True):
                 size = block.numel() * block.element_size()
-                self._network.send(
-                    self._rank, rank, size, lambda rank=rank, block=block: _deliver(meeting, rank, block)
-                )
+                self._network.send(self._rank, rank, size, partial(_deliver, meeting, rank, block))
             begun.finish(numbers[0])
         elif self._rank in meeting.arrived:
             begun.finish(meeting.arrived[self._rank])

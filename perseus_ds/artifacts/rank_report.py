@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import math
 import struct
@@ -70,12 +69,12 @@ class RankReport:
 
     def as_numbers(self) -> list[float]:
         """Return the fields in their order."""
-        return [float(getattr(self, name)) for name, _ in _fields_of(RankReport)]
+        return [float(getattr(self, name)) for name, _ in _REPORT_FIELDS]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float]) -> RankReport:
         """Return what :meth:`as_numbers` was made of."""
-        return cls(**{name: kind(number) for (name, kind), number in zip(_fields_of(cls), numbers, strict=True)})
+        return cls(**{name: kind(number) for (name, kind), number in zip(_REPORT_FIELDS, numbers, strict=True)})
 
 
 @dataclass(frozen=True)
@@ -131,12 +130,12 @@ class JobReport:
 
     def as_numbers(self) -> list[float]:
         """Return the fields in their order."""
-        return [float(getattr(self, name)) for name, _ in _fields_of(JobReport)]
+        return [float(getattr(self, name)) for name, _ in _JOB_FIELDS]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float]) -> JobReport:
         """Return what :meth:`as_numbers` was made of."""
-        return cls(**{name: kind(number) for (name, kind), number in zip(_fields_of(cls), numbers, strict=True)})
+        return cls(**{name: kind(number) for (name, kind), number in zip(_JOB_FIELDS, numbers, strict=True)})
 
     @classmethod
     def of(cls, ranks: RankReports) -> JobReport:
@@ -196,14 +195,14 @@ class RankReports:
         return RankReport.from_numbers(self._numbers[0].tolist())
 
 
-@functools.cache
 def _fields_of(kind: type[RankReport] | type[JobReport]) -> tuple[tuple[str, Callable[[float], Any]], ...]:
     types = typing.get_type_hints(kind)
     return tuple((field.name, types[field.name]) for field in dataclasses.fields(kind))
 
 
-_PLACES = {name: place for place, (name, _) in enumerate(_fields_of(RankReport))}
-JOB_REPORT_WIDTH = len(_fields_of(JobReport))
+_REPORT_FIELDS, _JOB_FIELDS = _fields_of(RankReport), _fields_of(JobReport)
+_PLACES = {name: place for place, (name, _) in enumerate(_REPORT_FIELDS)}
+JOB_REPORT_WIDTH = len(_JOB_FIELDS)
 # Of the number that a rank reports of its shapes.
 SHAPES = 2**48
 

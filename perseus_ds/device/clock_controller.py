@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
@@ -65,13 +66,12 @@ class ClockController:
         # Notified when an item is pending, or the worker is to stop.
         self._changed = timebase.condition()
         self._stopping = Flag(timebase)
-        self._failed = False
+        self._putting: int | None = None  # the thread that adds an item
+        self._failed = self._is_idle = False
         # None stands for the default, the driver's own clock management.
         self._requested: int | None = None
-        self._is_idle = False
-        self._refusals = 0
         self._busy_since_s: float | None = None
-        self.changes = self.overtaken = 0
+        self.changes = self.overtaken = self._refusals = 0
         self._worker = timebase.thread(self._work, "perseus-clocks")
         self._worker.start()
 
@@ -158,12 +158,16 @@ class ClockController:
         except Exception as error:
             if not self._failed:
                 self._on_error(error)
-        self._worker.join(max(0.0, end_s - self._time.now_s()))
+        # Unless a signal has interrupted this thread while it held the lock that the worker needs to end.
+        if self._putting != threading.get_ident():
+            self._worker.join(max(0.0, end_s - self._time.now_s()))
 
     def _put(self, item: _Item) -> None:
         self._pending.append(item)
+        self._putting = threading.get_ident()
         with self._changed:
             self._changed.notify_all()
+        self._putting = None
 
     def _work(self) -> None:
         try:

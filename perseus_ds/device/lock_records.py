@@ -111,8 +111,10 @@ def _folder() -> Path:
     Raises:
         OSError: There is none.
     """
-    parent = os.environ.get("XDG_RUNTIME_DIR") or (str(_IN_MEMORY) if _IN_MEMORY.is_dir() else "/tmp")
-    folder = Path(parent) / f"perseus-ds-{os.getuid()}"
+    # Schedulers hand on the variable of the node where the job was submitted; the folder need not be on this one.
+    named = Path(os.environ.get("XDG_RUNTIME_DIR") or _IN_MEMORY)
+    parent = next((parent for parent in (named, _IN_MEMORY) if parent.is_dir()), Path("/tmp"))
+    folder = parent / f"perseus-ds-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:

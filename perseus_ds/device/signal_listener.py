@@ -19,12 +19,12 @@ from collections.abc import Callable, Collection
 class SignalListener:
     """Calls a function, on a thread of its own, once when one of some signals arrives that Python handles."""
 
-    def __init__(self, numbers: Collection[int], on_signal: Callable[[], None]) -> None:
+    def __init__(self, numbers: Collection[int], on_signal: Callable[[int], None]) -> None:
         """Begin to listen; from the main thread.
 
         Args:
             numbers: The signals. Each needs a handler, set by ``signal.signal``.
-            on_signal: Called on the thread.
+            on_signal: Called on the thread, with the signal.
         """
         self._numbers = frozenset(numbers)
         self._on_signal = on_signal
@@ -56,9 +56,10 @@ class SignalListener:
                 if self._previous != -1:
                     with contextlib.suppress(OSError):
                         os.write(self._previous, received)
-                if not has_called and self._numbers.intersection(received):
+                heard = self._numbers.intersection(received)
+                if not has_called and heard:
                     has_called = True
-                    self._on_signal()
+                    self._on_signal(min(heard))
 
 
 def _stop_in_forked_processes(listener: SignalListener) -> None:

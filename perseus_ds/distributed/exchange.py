@@ -128,7 +128,7 @@ class _Passing:
     def down(self, number: int, answers: torch.Tensor) -> None:
         """Send the answers for this rank and those it stands for down from a level."""
         for level in reversed(self._tree.levels[: number + 1]):
-            blocks = [_of_size(block, level.most) for block in torch.split(answers, level.below)]
+            blocks = [_of_size(block, level.most) for block in torch.split(answers, list(level.below))]
             level.group.start_scatter(blocks, (level.most, self._width))
             answers = answers[: level.below[0]]
         self.done.set_result(answers)
@@ -147,7 +147,7 @@ class _Passing:
             try:
                 follow(result)
             except Exception as error:
-                self.done.set_exception(RuntimeError(str(error)))
+                self.done.set_exception(RuntimeError(str(error)))  # type: ignore[arg-type]
 
         begun.then(go_on)
 

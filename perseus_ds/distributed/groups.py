@@ -103,7 +103,7 @@ class GlooGroup:
         return self._group.gather([received] if self.is_first else [], [own], options)
 
     def _all_gather(self, own: torch.Tensor, received: list[torch.Tensor]) -> None:
-        options = c10d.AllgatherOptions()
+        options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
         options.timeout = _TIMEOUT
         self._group.allgather([received], [own], options).wait()
 
@@ -168,7 +168,7 @@ def _connect(name: str, place: int, size: int) -> Any:
     Raises:
         PerseusError: They cannot be connected.
     """
-    store = dist.PrefixStore(name, c10d._get_default_store())
+    store = c10d.PrefixStore(name, c10d._get_default_store())
     with _interface_of_nccl():
         try:
             return dist.ProcessGroupGloo(store, place, size, _SETUP_TIMEOUT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.rank_report import JobReport
@@ -62,7 +62,7 @@ class PlanOrders:
         decided = self._communicator.from_first(decide)
         assert decided.assignment is not None
         factor = decided.assignment.stretch_factors[self._communicator.topology.data_parallel_rank]
-        order = PipelineOrder(**{**vars(decided.order), "stretch_factor": factor})
+        order = replace(decided.order, stretch_factor=factor)
         self.now = InForce(order, decided.assignment if self._communicator.is_first else None)
         self.decided = self.now
         self._follower.follow(order.plan)

@@ -129,7 +129,7 @@ class PlanRunner:
             if self._orders.take(seen.reports):
                 self._change()
         if self._communicator.is_first:
-            self._chooser.learn(seen.reports, ran and ran.order.plan)
+            self._chooser.learn(seen.reports, None if ran is None else ran.order.plan)
             self._orders.decide(self._chooser.choose())
         self.wanted = self._with_report(seen)
 

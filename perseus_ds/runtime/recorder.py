@@ -107,7 +107,7 @@ class Recorder:
         self._writer = RecordWriter(directory, self._log, self._progress.add) if communicator.is_first else None
         self._before_start: list[Event] = []
         self._has_started = False
-        self._own_events: deque[Event] = deque()
+        self._own_events: deque[tuple[float, Event]] = deque()
         self._summarised = 0
         self._drift: float | None = None
         self._by_rank = RankFigures()
@@ -134,7 +134,7 @@ class Recorder:
         if self._communicator.is_first:
             self.event(event)
         else:
-            self._own_events.append(event.model_copy(update={"time": time.time()}))
+            self._own_events.append((time.monotonic(), event))
 
     @property
     def events_to_report(self) -> int:
@@ -178,10 +178,14 @@ class Recorder:
 
     def gather_events(self) -> None:
         """Record the events that other ranks have kept; every rank must do so at the same time."""
-        own = [self._own_events.popleft() for _ in range(len(self._own_events))]
+        now_s = time.monotonic()
+        own = [
+            (now_s - at_s, event) for at_s, event in (self._own_events.popleft() for _ in range(len(self._own_events)))
+        ]
+        # Clocks of nodes may be minutes apart: rank 0's tells the time of all records.
         for events in self._communicator.gather(own):
-            for event in events:
-                self.event(event)
+            for age_s, event in events:
+                self.event(event.model_copy(update={"time": time.time() - age_s}))
 
     def close(self) -> None:
         """Print time, energy and saving of the training in one line, record them, and wait until all is written."""

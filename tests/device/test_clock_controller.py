@@ -13,7 +13,7 @@ from perseus_ds.device.gpu.lock_latency import LatencyModel
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.moments import PassedMoment
 from perseus_ds.errors import GpuBusyError, GpuError
-from perseus_ds.timebase import Flag
+from perseus_ds.timebase import Flag, RealTime
 
 LATENCY_S = 0.02
 A_WHILE_S = 10.0
@@ -468,3 +468,30 @@ def test_reading_back_delays_a_request_by_one_reading_at_most(clocks, gpu, now):
         assert now.now_s() - begin_s <= LATENCY_S + 0.0021
         now.sleep(0.005)
     assert readings
+
+
+class InterruptedCondition(threading.Condition):
+    """Runs a handler while its lock is held, as a signal's that arrives then."""
+
+    handler = None
+
+    def notify_all(self):
+        handler, self.handler = self.handler, None
+        if handler is not None:
+            handler()
+        super().notify_all()
+
+
+def test_a_signal_that_interrupts_a_request_does_not_wait_for_a_worker_that_waits_for_its_thread(monkeypatch):
+    monkeypatch.setattr(RealTime, "condition", lambda self: InterruptedCondition())
+    gpu = RecordingGpu(RealTime())
+    clocks = ClockController(gpu, pytest.fail)
+    clocks.set_and_wait(1200)
+    worker, waited = clocks._worker, []
+    monkeypatch.setattr(worker, "join", waited.append)
+    clocks._changed.handler = clocks.close
+    clocks.request(1215)
+    assert waited == []
+    assert gpu.clocks_set[-1] is None
+    threading.Thread.join(worker, 60.0)
+    assert not worker.is_alive()

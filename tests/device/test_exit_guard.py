@@ -75,7 +75,7 @@ def test_the_exit_guard_acts_however_the_process_ends(before, end, returncode, p
 # A call that no signal interrupts, as CUDA's are.
 STUCK = """
 import ctypes
-ctypes.CDLL(None).system(b"echo stuck; cat")
+ctypes.CDLL(None).system(b"echo stuck; exec cat > /dev/null")
 """
 PRINT = r"lambda: os.write(1, b'reset\n')"
 # Somebody who listens to signals in the same way, as asyncio does.
@@ -88,7 +88,10 @@ signal.set_wakeup_fd(writer.fileno())
 
 
 def lines_of(before="", end="", signalled_at=None):
-    """Start a process, send it SIGTERM when it prints a line, and yield what it prints; it is killed at last."""
+    """Start a process, send it SIGTERM when it prints a line, and yield what it prints; it is killed at last.
+
+    If it ends before, what has ended it is yielded last.
+    """
     program = PROGRAM.format(before=before, end=end, at_once=PRINT)
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -99,6 +102,8 @@ def lines_of(before="", end="", signalled_at=None):
                 if line.strip() == signalled_at:
                     process.terminate()
                 yield line.strip()
+            if process.wait() < 0:
+                yield signal.Signals(-process.returncode).name
         finally:
             killer.cancel()
             process.kill()
@@ -108,6 +113,17 @@ def test_the_clock_is_reset_at_once_while_the_main_thread_is_in_a_call_that_does
     lines = lines_of(end=STUCK, signalled_at="stuck")
     assert [next(lines) for _ in range(3)] == ["ready", "stuck", "reset"]
     lines.close()
+
+
+def test_a_signal_ends_a_process_whose_main_thread_is_in_such_a_call():
+    """As without the guard: a rank that waits for one that is gone must not need the scheduler's SIGKILL."""
+    assert list(lines_of(end=STUCK, signalled_at="stuck")) == ["ready", "stuck", "reset", "SIGTERM"]
+
+
+def test_a_handler_of_theirs_is_called_when_such_a_call_is_over():
+    before = "signal.signal(signal.SIGTERM, lambda *_: print('theirs', flush=True))"
+    lines = list(lines_of(before, STUCK.replace("cat", "sleep 2"), signalled_at="stuck"))
+    assert lines == ["ready", "stuck", "reset", "restored", "theirs"]
 
 
 def test_a_signal_to_a_forked_process_leaves_the_clock_alone():

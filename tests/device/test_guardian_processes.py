@@ -252,6 +252,30 @@ def test_a_guardian_that_cannot_open_the_gpu_says_why(stub_nvml: StubNvml, tmp_p
     assert "GpuError: The guardian cannot watch nvml:GPU-dead: GPU UUID 'GPU-dead' fits 0 of the GPUs" in done.stderr
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_one_guardian_gets_a_scope_of_systemd_where_the_user_may_have_one(
+    stub_nvml: StubNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    """The stand-in for ``systemd-run`` only notes that it was asked; a scope that is refused is done without."""
+    command, asked = tmp_path / "systemd-run", tmp_path / "asked"
+    run = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"' if works else "exit 1"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n{run}\n')
+    command.chmod(0o755)
+    private = Path(os.environ["XDG_RUNTIME_DIR"], "systemd", "private")
+    private.parent.mkdir()
+    private.touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    node = Node(stub_nvml, str(tmp_path))
+    rank = node.rank("close", 0)
+    node.guardians_of(rank)
+    (words,) = asked.read_text().splitlines()
+    assert words.startswith("--user --scope ")
+    assert words.endswith("/1"), "the second guardian alone"
+    rank.kill()
+    rank.communicate()
+    assert becomes_true(lambda: not any(is_running(pid) for pid in node.guardians))
+
+
 def test_jobs_do_not_share_a_guardian(node: Node, stub_nvml: StubNvml, tmp_path: Path) -> None:
     other = Node(stub_nvml, f"{tmp_path}/other")
     mine, theirs = node.rank("wait", 0), other.rank("wait", 1)

@@ -6,10 +6,12 @@ import sys
 
 import pytest
 
+from perseus_ds.device import lock_records
 from perseus_ds.device.lock_records import HeldLock, left_locks
 
 HOLD = """
 import sys, time
+from perseus_ds.device import lock_records
 from perseus_ds.device.lock_records import HeldLock
 held = HeldLock(sys.argv[1])
 if sys.argv[2] == "release":
@@ -85,6 +87,15 @@ def test_a_folder_that_others_can_write_is_not_used(hold, tmp_path):
     with pytest.raises(OSError, match="not a folder of this user alone"):
         HeldLock("nvml:GPU-1")
     assert addresses() == []
+
+
+def test_a_runtime_folder_that_is_not_on_this_node_is_not_used(tmp_path, monkeypatch):
+    """Slurm hands on the variables of the login node."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run" / "user" / "1000"))
+    monkeypatch.setattr(lock_records, "_IN_MEMORY", tmp_path)
+    held = HeldLock("nvml:GPU-1")
+    assert len(list(tmp_path.glob("perseus-ds-*/*"))) == 1
+    held.release()
 
 
 def test_files_that_are_no_records_are_left_alone(hold, tmp_path):

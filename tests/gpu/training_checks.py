@@ -40,7 +40,7 @@ def _same_bits(machine: Any, results: Results, folder: Path, name: str, setup: S
     trained = {mode: train(machine, setup, block_of(machine, mode, folder)) for mode in _MODES}
     counts = {len(found.phases) for found in trained.values()}
     plain, again = (train_without(machine, setup, counts) for _ in range(2))
-    for count in counts:
+    for count in sorted(counts):
         _compare(results, f"{name}: {count} iterations without Perseus, twice", again[count], plain[count])
     for mode, found in trained.items():
         _compare(results, f"{name}, {mode}", found.bits, plain[len(found.phases)])

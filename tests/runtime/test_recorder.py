@@ -166,10 +166,27 @@ def test_a_rank_tells_its_events_once_they_are_asked_for(tmp_path):
     recorder.add(IterationContext(1, 8, "run"), reports_of({"events": 1}))
     assert communicator.told is None
     recorder.gather_events()
-    assert [event.clock_mhz for event in communicator.told] == [1400]
+    ((age_s, event),) = communicator.told
+    assert (event.clock_mhz, age_s >= 0) == (1400, True)
     assert recorder.events_to_report == 0
     recorder.close()
     assert not (tmp_path / "run.jsonl").exists()
+
+
+def test_events_of_other_ranks_are_dated_by_the_clock_of_rank_0s_node(tmp_path, monkeypatch):
+    """Clocks of nodes may be minutes apart, so a rank tells how long ago something happened."""
+
+    class FirstOfTwo(LoneCommunicator):
+        def gather(self, value):
+            return [value, [(12.0, ClockRefused(rank=1, clock_mhz=1400, reached_mhz=1200))]]
+
+    recorder = Recorder(FirstOfTwo(), tmp_path, simulated=False)
+    recorder.start(Started())
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    recorder.gather_events()
+    recorder.close()
+    (refused,) = [record for record in read_records(tmp_path) if isinstance(record, ClockRefused)]
+    assert refused.time == 988.0
 
 
 def test_a_monitor_that_fails_is_told_no_more(tmp_path, caplog):

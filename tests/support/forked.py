@@ -17,14 +17,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from run_log import GIVE_UP_S
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["pipeline_job"])
+_CONTEXT.set_forkserver_preload(["pipeline_job", "perseus_ds.runtime.runtime"])
 
 
 def run_ranks(
@@ -56,12 +58,8 @@ def run_ranks(
     thread = threading.Thread(target=_read_all, args=(reader, output))
     job = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     processes = [
-        _CONTEXT.Process(target=_rank, args=(folder, log, command, {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
-        for rank in range(ranks)
+        fork(_rank, folder, log, command, {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)
     ]
-    with _environment(environment):  # what libraries read while they are imported
-        for process in processes:
-            process.start()
     os.set_blocking(reader, True)
     thread.start()
     deadline_s = time.monotonic() + GIVE_UP_S
@@ -96,11 +94,7 @@ def _rank(folder: Path, log: Path, command: Sequence[str], environment: dict[str
     descriptor = os.open(log, os.O_WRONLY)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os.environ.update(environment)
-    for directory in environment.get("LD_LIBRARY_PATH", "").split(os.pathsep):
-        # The linker reads the variable when a program starts; later it finds a library that is already loaded.
-        for library in Path(directory).glob("libnvidia-ml.so.1") if directory else ():
-            ctypes.CDLL(str(library))
+    live_in(environment)
     os.chdir(folder)
     sys.argv = list(command)
     multiprocessing.set_start_method(
@@ -110,6 +104,29 @@ def _rank(folder: Path, log: Path, command: Sequence[str], environment: dict[str
         runpy.run_path(command[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # which a forked process leaves out
+
+
+def fork(target: Callable[..., object], *arguments: Any) -> BaseProcess:
+    """Start a process that is a copy of one that has imported torch and DeepSpeed, and calls a function."""
+    process = _CONTEXT.Process(target=_call, args=(os.environ.get("PYTHONPATH", ""), target, arguments))
+    # The first time, this starts the process to copy: what that imports reads these, and is found by the second alone.
+    with _environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}):
+        process.start()
+    return process
+
+
+def _call(python_path: str, target: Callable[..., object], arguments: Sequence[Any]) -> None:
+    os.environ["PYTHONPATH"] = python_path
+    target(*arguments)
+
+
+def live_in(environment: Mapping[str, str]) -> None:
+    """Set variables in this process, as if it had been started with them."""
+    os.environ.update(environment)
+    for directory in environment.get("LD_LIBRARY_PATH", "").split(os.pathsep):
+        # The linker reads the variable when a program starts; later it finds a library that is already loaded.
+        for library in Path(directory).glob("libnvidia-ml.so.1") if directory else ():
+            ctypes.CDLL(str(library))
 
 
 @contextlib.contextmanager

@@ -95,7 +95,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if dtype_of(job) is torch.half:
         set_accelerator(HalfPrecisionCpu())
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=job.get("timeout_s", 1800)))
     torch.manual_seed(11)
     module = pipeline_module(job)
     for layer in module.forward_funcs[: max(0, job.get("frozen_layers", 0) - module._local_start)]:
@@ -153,7 +153,7 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         set_deadline(engine, job)
     if "policy" in job:
         engine.perseus.set_policy(job["policy"])
-    first = resume(engine, module, data, job) if "resume_from" in job else 0
+    first = resume(engine, module, data, job)
     seeded = bool({"save_at_end", "resume_from", "followed"} & job.keys())
     slow = SlowPipeline(engine, job["slow_pipeline"], folder / "slow") if "slow_pipeline" in job else None
     for step in range(first, first + job["steps"]):
@@ -168,8 +168,7 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         if last_phase is not None:
             left_in_phase -= engine.perseus.phase == last_phase
         stop = is_ordered(folder / "stop") or (last_phase is not None and left_in_phase == 0)
-        if job.get("save_at_end") and (stop or step == first + job["steps"] - 1):
-            engine.save_checkpoint(str(folder / "checkpoint"))
+        save(engine, job, folder, step, is_last=stop or step == first + job["steps"] - 1)
         if stop:
             break
         if step == job.get("evaluate_after"):
@@ -222,8 +221,21 @@ def resources_of(engine) -> dict[str, int]:
     }
 
 
+def save(engine, job: dict, folder: Path, step: int, *, is_last: bool) -> None:
+    """Save a checkpoint if the job wants one after this step."""
+    if job.get("save_at_end") and is_last:
+        engine.save_checkpoint(str(folder / "checkpoint"))
+    if "keep_every" in job and (step + 1) % job["keep_every"] == 0:
+        engine.save_checkpoint(job["resume_from"])
+
+
 def resume(engine, module, data, job: dict) -> int:
-    """Load a checkpoint and take up data and seeds where it was saved; return the next step."""
+    """Load a checkpoint and take up data and seeds where it was saved; return the next step.
+
+    A job that saves a checkpoint every few steps, into the folder that it resumes from, may be its first run.
+    """
+    if "resume_from" not in job or ("keep_every" in job and not Path(job["resume_from"], "latest").exists()):
+        return 0
     engine.load_checkpoint(job["resume_from"])
     module.micro_offset = engine.global_steps * job["micro_batches"]  # which seeds the layers, and DeepSpeed forgets
     for _ in range(engine.global_steps * job["micro_batches"]):

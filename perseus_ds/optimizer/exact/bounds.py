@@ -8,34 +8,33 @@ import numpy.typing as npt
 from perseus_ds.artifacts.certificates import Certificates
 from perseus_ds.optimizer.exact.certificate import Verifier
 from perseus_ds.optimizer.exact.deadlines import Tangent
-from perseus_ds.optimizer.exact.network import Network
 from perseus_ds.optimizer.exact.problem import Problem
-from perseus_ds.optimizer.exact.relaxation import Relaxed
 
 Floats = npt.NDArray[np.float64]
 
 
 class Bounds:
-    """The flows of the solved deadlines, and the bounds that follow at any iteration time."""
+    """Flows found at some iteration times, and the bounds that follow at any iteration time."""
 
-    def __init__(self, problem: Problem, network: Network) -> None:
-        self.problem, self.network = problem, network
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
         self._verifier = Verifier(problem)
         self._found: list[tuple[float, float, Floats, Floats]] = []
 
-    def add(self, relaxed: Relaxed) -> Tangent:
-        """Keep a relaxed optimum's flow; return the bound that it proves at its deadline."""
-        edges_w, source_w = self.network.dag_flow(np.maximum(relaxed.flow_w, 0.0))
-        energy_j = self._verifier.bound_j(relaxed.deadline_s, edges_w, source_w)
-        self._found.append((relaxed.deadline_s, energy_j, edges_w, source_w))
-        return Tangent(relaxed.deadline_s, energy_j, float(source_w.sum()) - self.problem.waiting_energy_j(1.0))
+    def add(self, time_s: float, flows_w: list[tuple[Floats, Floats]]) -> Tangent:
+        """Keep the flow that proves most at an iteration time; return the bound."""
+        bounds_j = [self._verifier.bound_j(time_s, *flow_w) for flow_w in flows_w]
+        energy_j = max(bounds_j)
+        edges_w, source_w = flows_w[bounds_j.index(energy_j)]
+        self._found.append((time_s, energy_j, edges_w, source_w))
+        return Tangent(time_s, energy_j, float(source_w.sum()) - self.problem.waiting_energy_j(1.0))
 
     def sort(self) -> None:
         self._found.sort(key=lambda found: found[0])
 
     @property
     def energies_j(self) -> Floats:
-        return np.minimum.accumulate([energy_j for _, energy_j, _, _ in self._found])
+        return np.minimum.accumulate([found[1] for found in self._found])
 
     def certify(self, times_s: list[float]) -> tuple[list[float], Certificates]:
         """Return the best bound at hand for each iteration time: the flow of a neighbour, or a mixture of two [J]."""

@@ -21,12 +21,10 @@ replaced by a joint minimum, which is never lower: see ``parallel_paths``.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.optimizer.exact.parallel_paths import PathPairs, find_path_pairs
+from perseus_ds.optimizer.exact.parallel_paths import PathPairs, find_path_pairs, matching
 from perseus_ds.optimizer.exact.problem import Problem
 
 Floats = npt.NDArray[np.float64]
@@ -45,8 +43,7 @@ class Verifier:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         dag = problem.dag
-        self._head = np.repeat(np.arange(len(dag.nodes)), [len(b) for b in dag.predecessors])
-        self._tail = np.array([u for before in dag.predecessors for u in before], dtype=np.intp)
+        self._tail, self._head = problem.edges
         self._is_first = np.array([not before for before in dag.predecessors])
         fastest_s = problem.durations_s(problem.fastest)
         self._ready_s = (dag.finish_s(fastest_s) - fastest_s)[problem.node]
@@ -96,7 +93,7 @@ class Verifier:
         """Return by how much joint minima over parallel paths exceed the sums of ``least_j``."""
         flows_w = [tuple(edge_flow_w[edges].min(axis=1) for edges in pairs.edges) for pairs in self._pairs]
         gains_j = [self._gains_j(*args, least_j, price_w) for args in zip(self._pairs, flows_w, strict=True)]
-        chosen = _matching([pairs.rank for pairs in self._pairs], [float(g.sum()) for g in gains_j])
+        chosen = matching([pairs.rank for pairs in self._pairs], [float(g.sum()) for g in gains_j])
         # Paths may share an edge; together they must not use more than its flow.
         used_w = np.zeros(len(edge_flow_w))
         for number in chosen:
@@ -120,18 +117,3 @@ class Verifier:
         joint_j += (beyond_w * self._fastest_s[pairs.decisions]).sum(axis=1)
         gain_j: Floats = np.maximum(joint_j - least_j[pairs.decisions].sum(axis=1), 0.0)
         return gain_j
-
-
-def _matching(ranks: list[int], gains_j: list[float]) -> list[int]:
-    """Choose among pairs of ranks (r, r + 1) those of greatest gain in which no rank occurs twice."""
-    of_rank: dict[int, list[int]] = defaultdict(list)
-    for number, rank in enumerate(ranks):
-        of_rank[rank].append(number)
-    # The best choice among the ranks below, and the best one of those that leave the last of them free.
-    best: tuple[float, list[int]] = (0.0, [])
-    free: tuple[float, list[int]] = (0.0, [])
-    for rank in range(max(ranks, default=-1) + 1):
-        numbers = of_rank[rank]
-        taken = (free[0] + sum(gains_j[n] for n in numbers), free[1] + numbers)
-        free, best = best, max(best, taken, key=lambda choice: choice[0])
-    return best[1]

@@ -8,7 +8,7 @@ from scipy.linalg import cho_solve_banded, cholesky_banded
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 
-from perseus_ds.optimizer.exact.network import Network
+from perseus_ds.optimizer.exact.network import Graph
 
 Floats = npt.NDArray[np.float64]
 
@@ -19,7 +19,7 @@ class Laplacian:
     Everything may lead to the end, so it would widen the band; it is eliminated separately.
     """
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Graph) -> None:
         self.tail, self.head, self.events = network.tail, network.head, network.events
         n = network.events - 2
         row = np.full(network.events, -1, dtype=np.intp)

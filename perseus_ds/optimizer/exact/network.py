@@ -35,64 +35,46 @@ class Level:
     first: Indices
 
 
-class Network:
+class Graph:
     """Events and arcs; event 0 is the start of the iteration, the last one its end.
 
     Attributes:
-        problem: The problem that it represents.
-        tail: Shape (arcs,): event at which each arc starts. The first ``len(problem.node)`` arcs are
-            the decisions, in their order; the others are fixed durations and plain precedences.
+        tail: Shape (arcs,): event at which each arc starts.
         head: Shape (arcs,): event at which each arc ends.
         least_s: Shape (arcs,): the least time each arc takes [s].
-        edge_arc: Shape (edges of the DAG,): the arc that carries a DAG edge, else -1.
         events: Number of events.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        builder = _Builder(problem)
-        names, ends = np.unique(np.array([builder.tail, builder.head]), return_inverse=True)
-        tail, head = ends.reshape(2, -1)
-        # Names sort as start, the others, end: see _Builder.
-        self.events = len(names)
-        decision_of = np.full(len(problem.dag.nodes), -1, dtype=np.intp)
-        decision_of[problem.node] = np.arange(len(problem.node))
-        work = np.array(builder.work, dtype=np.intp)
-        decision = np.where(work >= 0, decision_of[work], -1)
-        # Stable: decisions in their own order, then the rest as generated, which is topological.
-        order = np.argsort(np.where(decision >= 0, decision, len(work)), kind="stable")
-        position = np.empty_like(order)
-        position[order] = np.arange(len(order))
-        self._topological = position
-        self.tail, self.head = tail[order], head[order]
-        least_s = np.where(work >= 0, problem.durations_s(problem.fastest)[work], 0.0)
-        self.least_s = least_s[order]
-        edge_arc = np.array(builder.edge_arc, dtype=np.intp)
-        self.edge_arc = np.where(edge_arc >= 0, position[edge_arc], -1) if len(edge_arc) else edge_arc
-        self._other_work = work[order[len(problem.node) :]]
-        self._instant = builder.instant
-        self._to_end = {node: int(position[arc]) for node, arc in builder.to_end.items()}
+    def __init__(self, tail: Indices, head: Indices, least_s: Floats, order: Indices) -> None:
+        """Set up the graph.
 
-    @property
-    def decisions(self) -> int:
-        """Number of arcs that have a clock to choose."""
-        return len(self.problem.node)
+        Args:
+            tail: As above.
+            head: As above.
+            least_s: As above [s].
+            order: Shape (arcs,): arcs in an order in which an event's arcs in precede its arcs out.
+        """
+        self.tail, self.head, self.least_s = tail, head, least_s
+        self.events = int(head.max()) + 1
+        self._order = order
 
     @cached_property
-    def position(self) -> Floats:
-        """The start of each arc with all at their fastest clocks, 0 at the start of the iteration and 1 at its end."""
-        earliest_s = self.earliest_s(self.least_s)
-        return earliest_s[self.tail] / float(earliest_s[-1])
+    def depth(self) -> Indices:
+        """Shape (events,): how many arcs lead to each event at most."""
+        result = np.zeros(self.events, dtype=np.intp)
+        for number, level in enumerate(self.forward, 1):
+            result[level.events] = number
+        return result
 
     @cached_property
     def forward(self) -> list[Level]:
         """All events but the start, each level's arcs coming from earlier levels."""
-        return _levels(self.tail, self.head, self._topological, self.events)
+        return _levels(self.tail, self.head, self._order, self.events)
 
     @cached_property
     def backward(self) -> list[Level]:
         """All events but the end, each level's arcs going to levels that come earlier in this list."""
-        return _levels(self.head, self.tail, self._topological[::-1], self.events)
+        return _levels(self.head, self.tail, self._order[::-1], self.events)
 
     def earliest_s(self, duration_s: Floats) -> Floats:
         """Return when each event happens at the earliest [s].
@@ -122,6 +104,56 @@ class Network:
             start = result[self.head[level.arcs]] - duration_s[level.arcs]
             result[level.events] = np.minimum.reduceat(start, level.first, axis=0)
         return result
+
+
+class Network(Graph):
+    """The events and arcs of a problem.
+
+    Attributes:
+        problem: The problem that it represents.
+        start_event: Shape (nodes of the DAG,): event at which each node starts.
+        end_event: Shape (nodes of the DAG,): event at which each node ends.
+        edge_arc: Shape (edges of the DAG,): the arc that carries a DAG edge, else -1.
+        node_arc: Shape (nodes of the DAG,): the arc that stands for a node, else -1. The first ``len(problem.node)``
+            arcs are the decisions, in their order; the others are fixed durations and plain precedences.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        builder = _Builder(problem)
+        names, ends = np.unique(np.array([builder.tail, builder.head]), return_inverse=True)
+        tail, head = ends.reshape(2, -1)
+        # Names sort as start, the others, end: see _Builder.
+        decision_of = np.full(len(problem.dag.nodes), -1, dtype=np.intp)
+        decision_of[problem.node] = np.arange(len(problem.node))
+        work = np.array(builder.work, dtype=np.intp)
+        decision = np.where(work >= 0, decision_of[work], -1)
+        # Stable: decisions in their own order, then the rest as generated, which is topological.
+        order = np.argsort(np.where(decision >= 0, decision, len(work)), kind="stable")
+        position = np.empty_like(order)
+        position[order] = np.arange(len(order))
+        least_s = np.where(work >= 0, problem.durations_s(problem.fastest)[work], 0.0)
+        super().__init__(tail[order], head[order], least_s[order], position)
+        edge_arc = np.array(builder.edge_arc, dtype=np.intp)
+        self.edge_arc = np.where(edge_arc >= 0, position[edge_arc], -1) if len(edge_arc) else edge_arc
+        self._other_work = work[order[len(problem.node) :]]
+        self.start_event = np.searchsorted(names, builder.start)
+        self.end_event = np.searchsorted(names, builder.end)
+        self.node_arc = np.full(len(problem.dag.nodes), -1, dtype=np.intp)
+        self.node_arc[work[order][work[order] >= 0]] = np.flatnonzero(work[order] >= 0)
+        self._instant = builder.instant
+        self._to_end = {node: int(position[arc]) for node, arc in builder.to_end.items()}
+
+    @property
+    def decisions(self) -> int:
+        """Number of arcs that have a clock to choose."""
+        return len(self.problem.node)
+
+    @cached_property
+    def position(self) -> Floats:
+        """The start of each arc with all at their fastest clocks, 0 at the start of the iteration and 1 at its end."""
+        earliest_s = self.earliest_s(self.least_s)
+        return earliest_s[self.tail] / float(earliest_s[-1])
 
     def dag_flow(self, flow: Floats) -> tuple[Floats, Floats]:
         """Return a flow over the arcs as one over the DAG: over its edges, and into nodes without predecessors.

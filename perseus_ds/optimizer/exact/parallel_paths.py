@@ -26,6 +26,9 @@ from perseus_ds.optimizer.exact.problem import InstructionGroup, Problem
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
+_COMPARED = 200
+"""At so many lengths hulls are compared."""
+
 
 @dataclass(frozen=True)
 class _Path:
@@ -47,6 +50,7 @@ class PathPairs:
         fixed_s: What each path takes beside its decisions [s].
         length_s: Shape (corners,): corners of the hull of G, rising [s].
         cost_j: Shape (corners,): G at the corners: least effective energy of the four instructions [J].
+        gain_j: By how much G's hull lies above the sum of the paths' own hulls, mean over lengths, for all pairs [J].
     """
 
     rank: int
@@ -55,6 +59,7 @@ class PathPairs:
     fixed_s: tuple[float, float]
     length_s: Floats
     cost_j: Floats
+    gain_j: float
 
     def least_j(self, flow_w: Floats) -> Floats:
         """Return the least of ``cost + flow * length`` for each pair [J].
@@ -86,6 +91,21 @@ def find_path_pairs(problem: Problem) -> list[PathPairs]:
         fixed_s = tuple(float(problem.fixed_s[list(path.nodes[1:-1])].sum()) for path in pair)
         found[rank, groups, fixed_s, tuple(len(path.nodes) for path in pair)].append(pair)
     return [finder.joined(pairs) for pairs in found.values()]
+
+
+def matching(ranks: list[int], gains_j: list[float]) -> list[int]:
+    """Choose among pairs of ranks (r, r + 1) those of greatest gain in which no rank occurs twice."""
+    of_rank: dict[int, list[int]] = defaultdict(list)
+    for number, rank in enumerate(ranks):
+        of_rank[rank].append(number)
+    # The best choice among the ranks below, and the best one of those that leave the last of them free.
+    best: tuple[float, list[int]] = (0.0, [])
+    free: tuple[float, list[int]] = (0.0, [])
+    for rank in range(max(ranks, default=-1) + 1):
+        numbers = of_rank[rank]
+        taken = (free[0] + sum(gains_j[n] for n in numbers), free[1] + numbers)
+        free, best = best, max(best, taken, key=lambda choice: choice[0])
+    return best[1]
 
 
 class _Finder:
@@ -142,8 +162,14 @@ class _Finder:
         decisions = np.array([[p.first, p.last, q.first, q.last] for p, q in pairs], dtype=np.intp)
         fixed_s = tuple(float(self.problem.fixed_s[list(path.nodes[1:-1])].sum()) for path in (first, second))
         groups = [self.problem.groups[g] for g in self.problem.group[decisions[0]]]
-        first_cost = _path_cost(groups[0], groups[1], fixed_s[0])
-        length_s, cost_j = _longer(first_cost, _path_cost(groups[2], groups[3], fixed_s[1]))
+        paths = _path_cost(groups[0], groups[1], fixed_s[0]), _path_cost(groups[2], groups[3], fixed_s[1])
+        length_s, cost_j = _longer(*paths)
+        lengths_s = np.linspace(length_s[0], length_s[-1], _COMPARED)
+        alone_j = sum(
+            np.interp(lengths_s, own_s[kept], own_j[kept])
+            for own_s, own_j in paths
+            for kept in [lower_hull(own_s, own_j)]
+        )
         return PathPairs(
             rank=self.rank(first),
             decisions=decisions,
@@ -151,6 +177,7 @@ class _Finder:
             fixed_s=(fixed_s[0], fixed_s[1]),
             length_s=length_s,
             cost_j=cost_j,
+            gain_j=len(pairs) * float((np.interp(lengths_s, length_s, cost_j) - alone_j).mean()),
         )
 
     def _edges(self, paths: list[_Path]) -> Indices:

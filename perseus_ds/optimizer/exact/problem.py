@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +97,13 @@ class Problem:
         self.groups = tuple(groups)
         self.node = np.array(node, dtype=np.intp)
         self.group = np.array(group, dtype=np.intp)
+
+    @cached_property
+    def edges(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        """Where each edge of the DAG begins and where it ends, in the order of ``dag.predecessors``."""
+        before = self.dag.predecessors
+        head = np.repeat(np.arange(len(before)), [len(nodes) for nodes in before])
+        return np.fromiter(chain.from_iterable(before), np.intp, len(head)), head
 
     @cached_property
     def _time_s(self) -> npt.NDArray[np.float64]:

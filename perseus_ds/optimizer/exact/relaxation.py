@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from perseus_ds.optimizer.exact.hull import HullTable, Pieces
 from perseus_ds.optimizer.exact.laplacian import Laplacian
-from perseus_ds.optimizer.exact.network import Network
+from perseus_ds.optimizer.exact.network import Graph, Network
 from perseus_ds.optimizer.exact.option_table import OptionTable
 
 Floats = npt.NDArray[np.float64]
@@ -54,29 +54,44 @@ class Relaxed:
     flow_w: Floats
 
 
+@dataclass(frozen=True)
+class Unit:
+    """What quantities of the interior-point method are compared with.
+
+    Attributes:
+        time_s: A typical duration [s].
+        tolerance_j: How much the cost may differ from the optimum [J].
+    """
+
+    time_s: float
+    tolerance_j: float
+
+
 class Relaxation:
     """Solves the relaxed problem of one network for any deadline."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
         problem = network.problem
-        self.fastest_j = problem.energy_j(problem.fastest, 0.0)
-        self.time_unit_s = float(np.mean([g.options.time_s[0] for g in problem.groups]))
+        unit_s = float(np.mean([g.options.time_s[0] for g in problem.groups]))
+        self.unit = Unit(unit_s, _TOLERANCE * problem.energy_j(problem.fastest, 0.0))
         self._hulls = HullTable(problem.groups)
         self.laplacian = Laplacian(network)
         self._earliest_s = network.earliest_s(network.least_s)
         self._after_s = network.latest_s(network.least_s, 0.0)
         self._options = OptionTable(problem.groups)
 
-    def pieces(self, deadline_s: float) -> Pieces:
+    def pieces(self, deadline_s: float, *, tilted: bool = True) -> Pieces:
         """Return the hull pieces of every decision, of the clocks with which the deadline can be met.
 
         A clock so slow that the deadline is missed though all else runs at its fastest clock is no option;
-        leaving it out of the hull tightens the bound near ``T_min``. Savings are tilted, see ``_TILT``.
+        leaving it out of the hull tightens the bound near ``T_min``. For plans, savings are tilted, see ``_TILT``.
         """
         group = self.network.problem.group
         usable = self._options.longest_within(group, self._room_s(deadline_s)) - self._options.begin[group] + 1
         pieces = self._hulls.pieces(group, usable)
+        if not tilted:
+            return pieces
         tilt = 1 + _TILT * (1 - 2 * self.network.position[pieces.owner])
         return replace(pieces, saving_w=pieces.saving_w * tilt)
 
@@ -95,22 +110,27 @@ class Relaxation:
                 then chosen too.
         """
         pieces = self.pieces(deadline_s if waiting_w is None else np.inf)
-        return _InteriorPoint(self, deadline_s, pieces, waiting_w).run()
+        return InteriorPoint(
+            self.network, self.laplacian, self.unit, pieces, deadline_s=deadline_s, waiting_w=waiting_w
+        ).run()
 
 
-class _InteriorPoint:
+class InteriorPoint:
     """One run; all quantities in units of a typical time and power."""
 
     def __init__(
         self,
-        relaxation: Relaxation,
-        deadline_s: float,
+        graph: Graph,
+        laplacian: Laplacian,
+        unit: Unit,
         pieces: Pieces,
-        waiting_w: float | None,
+        *,
+        deadline_s: float,
+        waiting_w: float | None = None,
     ) -> None:
-        self.network = relaxation.network
-        self.laplacian = relaxation.laplacian
-        self.time_unit_s = relaxation.time_unit_s
+        self.network = graph
+        self.laplacian = laplacian
+        self.time_unit_s = unit.time_s
         self.power_unit_w = float(pieces.saving_w.mean()) if len(pieces.owner) else 1.0
         self.owner = pieces.owner
         # Decisions without a second clock have no piece; reduceat needs the others only.
@@ -118,7 +138,7 @@ class _InteriorPoint:
         self.length = pieces.length_s / self.time_unit_s
         self.saving = pieces.saving_w / self.power_unit_w
         self.least = self.network.least_s / self.time_unit_s
-        self.tolerance = _TOLERANCE * relaxation.fastest_j / (self.time_unit_s * self.power_unit_w)
+        self.tolerance = unit.tolerance_j / (self.time_unit_s * self.power_unit_w)
         self.end_is_free = waiting_w is not None
         self.demand = np.zeros(self.network.events)
         self.demand[-1] = (waiting_w or 0.0) / self.power_unit_w
@@ -245,7 +265,7 @@ def _room(value: Floats, change: Floats) -> float:
     return 1.0 if worst >= -1.0 else -1.0 / worst
 
 
-def _spread(network: Network, total: float) -> Floats:
+def _spread(network: Graph, total: float) -> Floats:
     """A flow of this size through every arc, divided evenly at every event."""
     through = np.zeros(network.events)
     through[-1] = total

@@ -65,21 +65,25 @@ class Rhythms:
         """Replace the middle of plans by the mixture of two neighbouring rhythms that meets their deadlines.
 
         Args:
-            event_s: Plans that meet their deadlines, shape (events, plans) [s].
-            deadline_s: Shape (plans,) [s].
+            event_s: Plans, shape (events, plans) [s].
+            deadline_s: Shape (plans,), each >= ``T_min`` [s].
 
         Returns:
-            Event times, shape (events, plans) [s]; a plan that is faster than every rhythm stays as it is.
+            Event times, shape (events, plans) [s]. A plan that is faster than every rhythm is in part at the fastest
+            clocks.
         """
-        network, table = self._network, self._table
+        network, table, count = self._network, self._table, self._options.shape[1]
         duration_s = durations_at(network, table, options_at(network, table, event_s))
-        count = self._options.shape[1]
-        takes_s = [network.earliest_s(self._in(duration_s, np.array([number])))[-1] for number in range(count)]
-        fitting = (np.array(takes_s) <= deadline_s).sum(axis=0)
-        slow_s = self._in(duration_s, np.minimum(fitting, count - 1))
-        fast_s = self._in(duration_s, np.maximum(fitting - 1, 0))
-        mixed_s = splice(network, slow_s, fast_s, deadline_s, slow_first=False)
-        return np.where(fitting > 0, mixed_s, event_s)
+        # The slowest rhythm that fits, -1 where none does, and the fastest one that does not.
+        fits, late = np.full(len(deadline_s), -1), np.full(len(deadline_s), count)
+        while np.any(late - fits > 1):
+            tried = (fits + late) // 2
+            fitting = network.earliest_s(self._in(duration_s, np.maximum(tried, 0)))[-1] <= deadline_s
+            fits, late = np.where(fitting & (tried >= 0), tried, fits), np.where(fitting | (tried < 0), late, tried)
+        slow_s = self._in(duration_s, np.minimum(late, count - 1))
+        fast_s = self._in(duration_s, np.maximum(fits, 0))
+        fast_s[:, fits < 0] = network.least_s[:, None]
+        return splice(network, slow_s, fast_s, deadline_s, slow_first=False)
 
     def _in(self, duration_s: Floats, rhythm: Indices) -> Floats:
         """Return the durations of plans whose middles have these rhythms, one for each plan or one for all."""

@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.artifacts.certificates import Certificates
-from perseus_ds.artifacts.frontier import drop_dominated
-from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import lower_hull
 from perseus_ds.optimizer.exact.bounds import Bounds
-from perseus_ds.optimizer.exact.deadlines import Tangent, refine, spread
+from perseus_ds.optimizer.exact.deadlines import Tangent, spread
 from perseus_ds.optimizer.exact.descent import Descent
+from perseus_ds.optimizer.exact.long_iterations import solve_long
 from perseus_ds.optimizer.exact.network import Network
 from perseus_ds.optimizer.exact.option_table import OptionTable
-from perseus_ds.optimizer.exact.problem import OptionIndices, Problem
+from perseus_ds.optimizer.exact.problem import Problem
 from perseus_ds.optimizer.exact.relaxation import Relaxation, Relaxed
 from perseus_ds.optimizer.exact.rhythm import Rhythms
 from perseus_ds.optimizer.exact.rounding import durations_at, options_at, round_late, splice
+from perseus_ds.optimizer.exact.search import Progress, ProvenPlans, better, between, proven, relaxed_curve
 from perseus_ds.optimizer.exact.switches import SwitchCosts, settle
 
 Floats = npt.NDArray[np.float64]
-Progress = Callable[[str, float], None]
 
-_NEAR = 1e-7
-"""The relaxed problem has no interior at ``T_min`` itself, so it is solved this much later, relative."""
 _FIRST_SWEEPS, _LATER_SWEEPS = 2, 2
-
-
-@dataclass(frozen=True)
-class ProvenPlans:
-    """A frontier of plans, and the proofs of their bounds."""
-
-    plans: list[FrequencyPlan]
-    certificates: Certificates
 
 
 def solve_exact(problem: Problem, *, plans: int, switches: SwitchCosts, progress: Progress) -> ProvenPlans:
@@ -48,50 +33,28 @@ def solve_exact(problem: Problem, *, plans: int, switches: SwitchCosts, progress
         switches: What a change of clock is taken to cost when clocks are chosen.
         progress: Called with the solver's progress.
     """
+    found = solve_long(problem, plans=plans, switches=switches, progress=progress)
+    return found or _solve_whole(problem, plans, switches, progress)
+
+
+def _solve_whole(problem: Problem, plans: int, switches: SwitchCosts, progress: Progress) -> ProvenPlans:
     network = Network(problem)
     relaxation = Relaxation(network)
-    bounds = Bounds(problem, network)
-    solved = _relaxed(problem, relaxation, bounds, max(2, min(plans, 4 + plans // 4)), progress)
-    time_s = np.array([r.deadline_s for r in solved])
+    bounds = Bounds(problem)
+
+    def record(relaxed: Relaxed) -> Tangent:
+        return bounds.add(relaxed.deadline_s, [network.dag_flow(np.maximum(relaxed.flow_w, 0.0))])
+
+    curve = relaxed_curve(relaxation, max(2, min(plans, 4 + plans // 4)), record, progress)
+    bounds.sort()
+    time_s = np.array([tangent.time_s for tangent, _ in curve])
     time_s[0] = problem.t_min_s
-    deadline_s = time_s if len(solved) == 1 else spread(time_s, bounds.energies_j, plans)
-    target_s = _between(np.stack([r.event_s for r in solved], axis=1), time_s, deadline_s)
+    deadline_s = time_s if len(curve) == 1 else spread(time_s, bounds.energies_j, plans)
+    target_s = between(np.stack([relaxed.event_s for _, relaxed in curve], axis=1), time_s, deadline_s)
     event_s = _round(network, target_s, deadline_s, progress)
     table = OptionTable(problem.groups)
     options = settle(network, table, event_s, switches)
-    choices = options - table.begin[problem.group][:, None]
-    return _proven(problem, bounds, choices)
-
-
-def _relaxed(problem: Problem, relaxation: Relaxation, bounds: Bounds, count: int, progress: Progress) -> list[Relaxed]:
-    """Solve the relaxed problem at ``T_min``, at ``T*`` and where the bound bends between them."""
-    solved: dict[float, Relaxed] = {}
-
-    def record(relaxed: Relaxed) -> Tangent:
-        solved[relaxed.deadline_s] = relaxed
-        progress("bounds", len(solved) / (count + 1))
-        return bounds.add(relaxed)
-
-    fastest_s = problem.t_min_s * (1 + _NEAR)
-    slowest_s = problem.time_s(problem.most_frugal)
-    left = record(relaxation.solve(fastest_s))
-    waiting_w = problem.waiting_energy_j(1.0)
-    star = relaxation.solve(slowest_s, waiting_w=waiting_w) if waiting_w > 0 else None
-    if star is None or star.deadline_s > slowest_s:
-        star = relaxation.solve(max(slowest_s, fastest_s * (1 + _NEAR)))
-    if star.deadline_s > fastest_s * (1 + 10 * _NEAR):
-        refine(left, record(star), lambda time_s: record(relaxation.solve(time_s)), count)
-    bounds.sort()
-    return [solved[time_s] for time_s in sorted(solved)]
-
-
-def _between(values: Floats, known_s: Floats, wanted_s: Floats) -> Floats:
-    """Interpolate columns of values; between two optima lies a solution that both constraints allow."""
-    if len(known_s) == 1:
-        return np.repeat(values, len(wanted_s), axis=1)
-    right = np.clip(np.searchsorted(known_s, wanted_s), 1, len(known_s) - 1)
-    share = (wanted_s - known_s[right - 1]) / (known_s[right] - known_s[right - 1])
-    return values[:, right - 1] * (1 - share) + values[:, right] * share
+    return proven(problem, bounds, options - table.begin[problem.group][:, None])
 
 
 def _round(network: Network, target_s: Floats, deadline_s: Floats, progress: Progress) -> Floats:
@@ -102,10 +65,10 @@ def _round(network: Network, target_s: Floats, deadline_s: Floats, progress: Pro
     for number, hull_only in enumerate((True, False)):
         progress("clocks", number / 4)
         start_s = round_late(network, OptionTable(network.problem.groups, hull_only=hull_only), target_s, deadline_s)
-        best_s = _better(descent, descent.run(start_s, _FIRST_SWEEPS), best_s)
+        best_s = better(descent, descent.run(start_s, _FIRST_SWEEPS), best_s)
     assert best_s is not None
     mixed_s = Rhythms(network, table).mixed_into(best_s, deadline_s)
-    best_s = _better(descent, descent.run(mixed_s, _LATER_SWEEPS), best_s)
+    best_s = better(descent, descent.run(mixed_s, _LATER_SWEEPS), best_s)
     for number, slow_first in enumerate((True, False)):
         progress("clocks", 0.5 + number / 4)
         cost_j = descent.cost_j(best_s) + network.problem.waiting_energy_j(1.0) * deadline_s
@@ -119,7 +82,7 @@ def _round(network: Network, target_s: Floats, deadline_s: Floats, progress: Pro
             deadline_s[between],
             slow_first=slow_first,
         )
-        best_s[:, between] = _better(descent, descent.run(spliced_s, _LATER_SWEEPS), best_s[:, between])
+        best_s[:, between] = better(descent, descent.run(spliced_s, _LATER_SWEEPS), best_s[:, between])
     progress("clocks", 1.0)
     return best_s
 
@@ -130,15 +93,3 @@ def _chords(time_s: Floats, energy_j: Floats) -> tuple[npt.NDArray[np.intp], npt
     right = np.clip(np.searchsorted(on_hull, np.arange(len(time_s))), 0, len(on_hull) - 1)
     left = np.where(on_hull[right] == np.arange(len(time_s)), right, right - 1)
     return on_hull[left], on_hull[right]
-
-
-def _better(descent: Descent, new_s: Floats, old_s: Floats | None) -> Floats:
-    """Of every pair of plans, the one of less energy."""
-    return new_s if old_s is None else np.where(descent.cost_j(new_s) < descent.cost_j(old_s), new_s, old_s)
-
-
-def _proven(problem: Problem, bounds: Bounds, choices: OptionIndices) -> ProvenPlans:
-    plans = drop_dominated([problem.plan(choices[:, column]) for column in range(choices.shape[1])])
-    bounds_j, certificates = bounds.certify([plan.time_s for plan in plans])
-    proven = [replace(plan, lower_bound_j=bound_j) for plan, bound_j in zip(plans, bounds_j, strict=True)]
-    return ProvenPlans(proven, certificates)

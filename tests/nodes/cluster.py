@@ -1,0 +1,188 @@
+"""Nodes on one machine: each has namespaces of its own for network, processes, mounts, host name and shared memory.
+
+A node also has a stub driver of its own and a disk: a folder that has the same path on every node and other contents.
+All of it ends with the nodes' first processes, and these with the process that has made them, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from job import ENVIRONMENT
+from stub_nvml.controller import StubNvml
+
+_GUARDIAN = "perseus_ds.device.guardian_daemon"
+_NETWORK = "10.77.0"
+_BRIDGE = "switch"
+# The first process of a namespace of processes; a shell reaps those whose parents have ended.
+_WAIT = "while :; do sleep 1000; done"
+_ROOT = Path(__file__).parents[2]
+_NOT_ON_NODES = ("XDG_RUNTIME_DIR",)
+_OUTSIDE = {name: value for name, value in os.environ.items() if name not in _NOT_ON_NODES}
+
+
+class CannotBeMadeError(Exception):
+    """This system does not let us make namespaces, or a network between them."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node.
+
+    Attributes:
+        name: Its host name.
+        port: Of the switch, to which it is connected.
+        gpus: Its GPUs.
+        disk: Its own disk, seen from outside.
+        init: Its first process, with which all others end.
+        variables: Set in its processes; ``DISK`` is its disk, seen from inside.
+    """
+
+    name: str
+    port: str
+    gpus: StubNvml
+    disk: Path
+    init: psutil.Process
+    variables: dict[str, str]
+
+    @property
+    def entry(self) -> list[str]:
+        """The words before a command that run it on the node, in the folder that is its disk."""
+        environment = [f"{name}={value}" for name, value in self.variables.items()]
+        return [*_enter(self.init), "env", "--chdir", self.variables["DISK"], *environment]
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """Start a command on the node."""
+        return subprocess.Popen(
+            [*self.entry, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_OUTSIDE
+        )
+
+    def guardians(self) -> list[psutil.Process]:
+        """Return the guardians that run on the node."""
+        here = _process_namespace(self.init)
+        return [p for p in psutil.process_iter() if _process_namespace(p) == here and _GUARDIAN in _command(p)]
+
+
+class Cluster:
+    """Nodes that reach each other by a network.
+
+    Attributes:
+        nodes: The nodes, ``node-1`` the first one.
+        folder: A folder that all nodes see.
+        disk: Where each node has its own disk; an empty folder elsewhere.
+    """
+
+    BURST_BYTES = 16_000
+    """A slow link lets so many bytes through at once."""
+
+    def __init__(self, folder: Path, library: Path, count: int) -> None:
+        """Make nodes of one GPU each.
+
+        Raises:
+            CannotBeMadeError: The system does not allow it.
+        """
+        self.folder = folder
+        self._library = library
+        self.disk = folder / "disk"
+        self.disk.mkdir()
+        self._holders: list[subprocess.Popen[str]] = []
+        names = [f"node-{number}" for number in range(1, count + 1)]
+        hosts = [f"{_NETWORK}.{number} {name}" for number, name in enumerate(names, 1)]
+        (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
+        try:
+            self._switch = self._hold([], f"ip link add {_BRIDGE} type bridge && ip link set {_BRIDGE} up")
+            self.nodes = [self._node(number, name) for number, name in enumerate(names, 1)]
+        except BaseException:
+            self.close()
+            raise
+
+    def _node(self, number: int, name: str) -> Node:
+        own, port = self.folder / name, f"port{number}"
+        own.mkdir()
+        prepare = [
+            f"hostname {name}",
+            f"mount --bind {own} {self.disk}",
+            f"mount --bind {self.folder}/hosts /etc/hosts",
+            "mount -t tmpfs tmpfs /dev/shm",
+        ]
+        init = self._hold(["--mount-proc", "--uts", "--ipc"], " && ".join(prepare))
+        peer = f"type veth peer name eth0 netns {init.pid}"
+        self._on_switch(f"ip link add {port} {peer} && ip link set {port} master {_BRIDGE} up")
+        up = f"ip link set lo up && ip link set eth0 up && ip address add {_NETWORK}.{number}/24 dev eth0"
+        _run([*_enter(init), "sh", "-c", up])
+        gpus = StubNvml(self._library, self.folder / f"{name}.gpus", 1)
+        variables = {
+            **gpus.environment,
+            **ENVIRONMENT,
+            "DISK": str(self.disk),
+            "XDG_CACHE_HOME": f"{self.disk}/cache",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(_ROOT),
+        }
+        return Node(name, port, gpus, own, init, variables)
+
+    def _hold(self, kinds: Sequence[str], prepare: str) -> psutil.Process:
+        """Make namespaces for network, processes and mounts, and others; returns the process with which they end."""
+        unshare = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", *kinds]
+        holder = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *unshare, "sh", "-c", f"{prepare} && echo ready && {_WAIT}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._holders.append(holder)
+        assert holder.stdout is not None
+        if (said := holder.stdout.readline()) != "ready\n":
+            raise CannotBeMadeError(said.strip())
+        return psutil.Process(holder.pid).children()[0]
+
+    def _on_switch(self, line: str) -> None:
+        # Process ids are those that this process sees.
+        _run(["nsenter", "--target", str(self._switch.pid), "--net", "sh", "-c", line])
+
+    def lose(self, node: Node) -> None:
+        """End a node as if its power failed: nothing more on the network, then no process."""
+        self._on_switch(f"ip link set {node.port} down")
+        node.init.kill()
+        node.init.wait()
+
+    def make_slow(self, megabits_per_s: int) -> None:
+        """Let each node receive no more than so much."""
+        for node in self.nodes:
+            rate = f"tbf rate {megabits_per_s}mbit burst {self.BURST_BYTES} latency 1s"
+            self._on_switch(f"tc qdisc replace dev {node.port} root {rate}")
+
+    def close(self) -> None:
+        """End the nodes, all of their processes and the network."""
+        for holder in self._holders:
+            holder.kill()
+            holder.communicate()
+
+
+def _enter(init: psutil.Process) -> list[str]:
+    return ["nsenter", "--target", str(init.pid), "--net", "--mount", "--pid", "--uts", "--ipc"]
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CannotBeMadeError(f"{command[-1]}: {done.stderr.strip()}")
+
+
+def _process_namespace(process: psutil.Process) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{process.pid}/ns/pid")
+    return ""
+
+
+def _command(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []

@@ -1,0 +1,214 @@
+"""A small job that is ended in all kinds of ways: a launcher and two ranks, without DeepSpeed's engine.
+
+All that changes clocks and restores them is real: Perseus's runtime on gloo, its guardians, pynvml on the stub driver.
+A pass is a short sleep. Processes are forked from one that has imported torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from forked import live_in
+from torch.utils.data import DataLoader
+from trials.cgroups import join
+
+import perseus_ds
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import read_schedule, schedule_class
+
+RANKS = 2
+_MICRO_BATCHES = 4
+_PASS_S = 0.002
+_GRACE_S = 2.0
+"""From SIGTERM, which the launcher sends when a rank has failed, to SIGKILL."""
+_POLL_S = 0.01
+_LAST_STEPS = 3
+
+
+@dataclass(frozen=True)
+class LightJob:
+    """What a job is like.
+
+    Attributes:
+        folder: Where it writes: ``output.log``, and an empty file for each phase that it has come to, and ``closing``
+            some steps before its end.
+        environment: Variables to set.
+        perseus: The ``perseus`` block.
+        steps: Iterations, after which it ends by itself.
+        end_by: How the last rank ends itself, of :data:`ENDS`; None if it does not. It writes the time of
+            ``time.monotonic`` into ``ended_s`` before.
+        end_after_s: From its first iteration in phase ``run`` on [s].
+        workers: Processes of each rank's data loader.
+        ignores_term: Whether the script has a handler of SIGTERM after which it goes on.
+        cgroup: To start in.
+        small_cgroup: Of little memory, for the rank that ends by using more.
+    """
+
+    folder: Path
+    environment: Mapping[str, str]
+    perseus: Mapping[str, Any]
+    steps: int = 1_000_000
+    end_by: str | None = None
+    end_after_s: float = 0.0
+    workers: int = 0
+    ignores_term: bool = False
+    cgroup: Path | None = None
+    small_cgroup: Path | None = None
+
+
+def launch(job: LightJob) -> None:
+    """Start the ranks, and end all of them when one fails, as torchrun does; in a process group of its own."""
+    os.setsid()
+    if job.cgroup is not None:
+        join(job.cgroup)
+    live_in(job.environment)
+    output = os.open(job.folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    ranks = [_fork(job, rank) for rank in range(RANKS)]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, lambda number, frame: _tell(ranks, signal.SIGTERM))
+    os._exit(_wait(ranks))
+
+
+def _fork(job: LightJob, rank: int) -> int:
+    """Start a rank; returns its process id."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            _run(job, rank)
+            status = 0
+        except SystemExit as end:
+            status = int(end.code or 0)
+        except BaseException as error:
+            print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        finally:
+            atexit._run_exitfuncs()  # which a forked process leaves out
+            os._exit(status)
+    return pid
+
+
+def _wait(ranks: list[int]) -> int:
+    """Wait for the ranks; returns 1 if one failed."""
+    has_failed, kill_at_s = False, float("inf")
+    while ranks:
+        for pid in tuple(ranks):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                ranks.remove(pid)
+            if ended and status and not has_failed:
+                has_failed, kill_at_s = True, time.monotonic() + _GRACE_S
+                _tell(ranks, signal.SIGTERM)
+        if time.monotonic() > kill_at_s:
+            _tell(ranks, signal.SIGKILL)
+        time.sleep(_POLL_S)
+    return int(has_failed)
+
+
+def _tell(pids: list[int], number: int) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def _run(job: LightJob, rank: int) -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if job.ignores_term:
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    schedule = read_schedule(schedule_class("1f1b"), ranks=RANKS, micro_batches=_MICRO_BATCHES)
+    passes = [i for i in schedule.instructions[rank] if i.kind is not Kind.TAIL]
+    perseus = perseus_ds.PerseusRuntime.for_loop(job.perseus, schedule, pipeline=range(RANKS))
+    context = "fork" if job.workers else None
+    data = iter(DataLoader(range(1 << 30), num_workers=job.workers, multiprocessing_context=context))
+    end_s = float("inf")
+    for step in range(job.steps):
+        if step == job.steps - _LAST_STEPS:
+            (job.folder / "closing").touch()
+        next(data)
+        with perseus.iteration():
+            for instruction in passes:
+                with perseus.instruction(instruction):
+                    time.sleep(_PASS_S)
+                if time.monotonic() > end_s:
+                    (job.folder / "ended_s").write_text(repr(time.monotonic()))
+                    ENDS[str(job.end_by)](job)
+            dist.all_reduce(torch.zeros(1))  # ranks wait for each other
+        phase = perseus.next.phase
+        (job.folder / phase).touch()
+        if phase == "run" and job.end_by and rank == RANKS - 1:
+            end_s = min(end_s, time.monotonic() + job.end_after_s)
+    perseus.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _raise(job: LightJob) -> None:
+    raise RuntimeError("the user's own mistake")
+
+
+def _interrupt(job: LightJob) -> None:
+    raise KeyboardInterrupt
+
+
+def _ask_for_too_much(job: LightJob) -> None:
+    """Ask for memory until Python has none."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20), most))
+    _use_memory()
+
+
+def _use_more_than_allowed(job: LightJob) -> None:
+    """Use more memory than the kernel lets this process use."""
+    assert job.small_cgroup is not None
+    join(job.small_cgroup)
+    _use_memory()
+
+
+def _use_memory() -> None:
+    kept = []
+    while True:
+        kept.append(b"x" * (1 << 20))
+
+
+def _become_another_program(job: LightJob) -> None:
+    os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(1)"])
+
+
+def _leave_a_copy(job: LightJob) -> None:
+    """End, but for a forked process that lives on for a while, with all that was open."""
+    if os.fork() == 0:
+        time.sleep(0.3)
+    os._exit(0)
+
+
+ENDS: Mapping[str, Callable[[LightJob], object]] = {
+    "segfault": lambda job: ctypes.string_at(0),
+    "os._exit": lambda job: os._exit(3),
+    "os._exit(0)": lambda job: os._exit(0),
+    "abort": lambda job: os.abort(),
+    "exception": _raise,
+    "sys.exit": lambda job: sys.exit(3),
+    "KeyboardInterrupt": _interrupt,
+    "MemoryError": _ask_for_too_much,
+    "out-of-memory killer": _use_more_than_allowed,
+    "exec": _become_another_program,
+    "fork": _leave_a_copy,
+}

@@ -1,0 +1,328 @@
+"""One trial: a job on a node of two stub GPUs is ended in some way; when are its clocks the default ones again?"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import job
+import psutil
+from forked import fork, free_port
+from frontiers import save_random_plan
+from job import QUICK_PROFILE
+from stub_nvml.controller import STATE_VARIABLE, StubGpu, StubNvml
+from trials.cgroups import killed_as_a_whole, of_little_memory
+from trials.light_job import RANKS, LightJob, launch
+
+GIVE_UP_S = 120.0
+"""Ends a trial that hangs."""
+_POLL_S = 0.002
+_LOOK_S = 0.02
+_WITHIN_S = {"starting": 1.5, "profile": 0.25, "run": 0.25, "closing": 0.2}
+"""A job is ended at a random moment of so long a time."""
+_SAYS_SO = "died and left the clock of"
+CGROUPS = {"cgroup": killed_as_a_whole, "small_cgroup": of_little_memory}
+_GUARDIAN = "perseus_ds.device.guardian_daemon"
+
+
+class NotPossibleError(Exception):
+    """This system lacks what the trial needs."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial ended.
+
+    Attributes:
+        locked: GPUs whose clocks were locked when the job was ended.
+        restored_s: From then until a rank or guardian of the job had reset all clocks [s], its own where a rank has
+            ended itself; None if a clock was still locked when all of these had ended.
+        restored_later: Whether the next job, or ``perseus-ds reset``, has restored it then.
+    """
+
+    locked: int
+    restored_s: float | None
+    restored_later: bool = False
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to end a job.
+
+    Attributes:
+        name: As in the table.
+        end: Ends the job; returns when, or from when on its clocks must be restored (``time.monotonic``) [s].
+        when: What the job is doing: ``starting``, a phase, or ``closing``.
+        settings: More of the job than by default, as :class:`LightJob` has it.
+        ends_guardians: Whether both guardians are killed with the job, at once or one after the other.
+        launcher: ``torchrun`` or ``deepspeed``, for a job of DeepSpeed; None for a :class:`LightJob`.
+        prepare: Prepares the GPUs.
+        has_systemd: Whether there is a stand-in for the user's systemd.
+    """
+
+    name: str
+    end: Callable[[Trial], float]
+    when: str = "run"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    ends_guardians: bool = False
+    launcher: str | None = None
+    prepare: Callable[[StubNvml], object] = lambda node: None
+    has_systemd: bool = False
+
+
+class Trial:
+    """A job that is to be ended.
+
+    Attributes:
+        node: Its GPUs.
+        draw: Random numbers of this trial.
+        folder: Of the job.
+        cgroup: Of the job, where it has one of its own.
+    """
+
+    def __init__(self, node: StubNvml, draw: random.Random, folder: Path) -> None:
+        self.node = node
+        self.draw = draw
+        self.folder = folder
+        self.cgroup: Path | None = None
+        self._launcher: psutil.Process | None = None
+        self._seen: set[psutil.Process] = set()
+
+    def watch(self, launcher_pid: int) -> None:
+        """Begin with a job's first process."""
+        self._launcher = psutil.Process(launcher_pid)
+
+    def look(self) -> None:
+        """Note the processes that there are."""
+        self._seen |= {*self.tree, *self.guardians}
+
+    @property
+    def launcher(self) -> psutil.Process:
+        """The first process of the job."""
+        assert self._launcher is not None
+        return self._launcher
+
+    @property
+    def ranks(self) -> list[psutil.Process]:
+        """The job's ranks, in order."""
+        found = self.launcher.children()
+        if len(found) == 1:  # DeepSpeed's launcher starts another one for each node
+            found = found[0].children()
+        return sorted(found, key=lambda process: process.pid)
+
+    @property
+    def tree(self) -> list[psutil.Process]:
+        """The launcher and all that it has started."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [self.launcher, *self.launcher.children(recursive=True)]
+        return []
+
+    @property
+    def guardians(self) -> list[psutil.Process]:
+        """The node's guardians, the older one first."""
+        return guardians_of(self.node)
+
+    def has_ended(self) -> bool:
+        """Whether all processes of the job have ended, and the node's guardians."""
+        time.sleep(_LOOK_S)
+        self.look()
+        return not any(map(_is_running, self._seen))
+
+    def output(self) -> str:
+        """Return what the job has printed."""
+        path = self.folder / "output.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait until something is so.
+
+        Raises:
+            TimeoutError: It does not happen.
+        """
+        end_s = time.monotonic() + GIVE_UP_S
+        while not condition():
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"it did not happen: {what}\n{self.output()[-3000:]}")
+            time.sleep(_POLL_S)
+
+    def kill_all_that_is_left(self) -> None:
+        """Leave no process."""
+        for _ in range(2):  # a guardian may have been about to start
+            for process in (*self._seen, *self.tree, *self.guardians):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+
+def guardians_of(node: StubNvml) -> list[psutil.Process]:
+    """Return the guardians of a node, the older one first."""
+    state_file = node.environment[STATE_VARIABLE]
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if _GUARDIAN in process.cmdline() and process.environ().get(STATE_VARIABLE) == state_file:
+                found.append(process)
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def _is_running(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def tell(processes: Iterable[psutil.Process], number: int) -> float:
+    """Send a signal to processes; returns when [s]."""
+    now_s = time.monotonic()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+    return now_s
+
+
+def kill(processes: Iterable[psutil.Process]) -> float:
+    """Kill processes, none of which runs between the end of the first and that of the last; returns when [s]."""
+    chosen = tuple(processes)
+    tell(chosen, signal.SIGSTOP)
+    return tell(chosen, signal.SIGKILL)
+
+
+def attempt(way: Way, library: Path, folder: Path, seed: int) -> Outcome:
+    """Run a job and end it.
+
+    Args:
+        way: How.
+        library: The stub driver.
+        folder: To work in; not there yet.
+        seed: Of the moment at which the job is ended.
+
+    Raises:
+        NotPossibleError: This system lacks what is needed.
+        TimeoutError: The job, or what is left of it, hangs.
+    """
+    (folder / "runtime").mkdir(parents=True)
+    node = StubNvml(library, folder / "gpus", RANKS)
+    way.prepare(node)
+    trial = Trial(node, random.Random(f"{way.name} {seed}"), folder)
+    with contextlib.ExitStack() as until_the_end:
+        _start(way, trial, until_the_end)
+        _wait_for_the_moment(way, trial)
+        trial.look()
+        ended_s = way.end(trial)
+        trial.wait_until(trial.has_ended, "the end of all processes")
+        locked = sum(_is_locked_at(gpu, ended_s) for gpu in node.gpus)
+        if any(node.locked_clocks_mhz()):
+            return Outcome(locked, None, _is_restored_later(trial, by_command=bool(seed % 2)))
+        # The other ranks go on until they notice the end of a rank that has ended itself.
+        concerned = node.gpus[-1:] if "end_by" in way.settings else node.gpus
+        return Outcome(locked, max([0.0, *(_restored_at_s(gpu) - ended_s for gpu in concerned)]))
+
+
+def _start(way: Way, trial: Trial, until_the_end: contextlib.ExitStack) -> None:
+    """Start the job."""
+    save_random_plan(trial.folder / "frontier", simulated=False)
+    block: dict[str, Any] = {"device": "nvml", "output_dir": str(trial.folder / "perseus"), "cache": False}
+    if way.when != "profile":
+        block |= {"mode": "run", "frontier": str(trial.folder / "frontier")}
+    else:
+        block |= {"mode": "auto", "profile": {**QUICK_PROFILE, "warm_up": 3}}
+    if way.launcher is not None:
+        environment = {**trial.node.environment, "XDG_RUNTIME_DIR": str(trial.folder / "runtime")}
+        process = job.start(trial.folder, RANKS, environment, way.launcher, perseus=block, steps=1_000_000)
+        trial.watch(process.pid)
+        until_the_end.callback(process.wait)
+        until_the_end.callback(trial.kill_all_that_is_left)
+        return
+    settings = dict(way.settings)
+    for name, cgroup in CGROUPS.items():
+        if settings.get(name):
+            settings[name] = until_the_end.enter_context(cgroup(f"perseus-trial-{os.getpid()}"))
+            if settings[name] is None:
+                raise NotPossibleError(f"{way.name}: no such cgroup can be made here")
+    if way.has_systemd:
+        _stand_in_for_systemd(trial.folder, settings["cgroup"].parent)
+    trial.cgroup = settings.get("cgroup")
+    settings["end_after_s"] = trial.draw.uniform(0.0, 0.25)
+    _launch(trial, LightJob(trial.folder, _environment(trial), block, **settings))
+    until_the_end.callback(trial.kill_all_that_is_left)
+
+
+def _launch(trial: Trial, light: LightJob) -> None:
+    trial.watch(int(fork(launch, light).pid or 0))
+
+
+def _environment(trial: Trial) -> dict[str, str]:
+    folder = trial.folder
+    return {
+        **trial.node.environment,
+        "XDG_RUNTIME_DIR": str(folder / "runtime"),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+    }
+
+
+def _stand_in_for_systemd(folder: Path, cgroup: Path) -> None:
+    """Have a user's systemd that puts scopes into a cgroup, as far as a guardian is concerned."""
+    (folder / "runtime" / "systemd").mkdir()
+    (folder / "runtime" / "systemd" / "private").touch()
+    (folder / "bin").mkdir()
+    command = folder / "bin" / "systemd-run"
+    command.write_text(
+        f'#!/bin/sh\necho $$ > {cgroup}/cgroup.procs\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$@"\n'
+    )
+    command.chmod(0o755)
+
+
+def _wait_for_the_moment(way: Way, trial: Trial) -> None:
+    """Let the job come to where it is ended."""
+    if way.launcher is None and way.when != "starting":
+        trial.wait_until((trial.folder / way.when).exists, way.when)
+    if "end_by" not in way.settings:
+        time.sleep(trial.draw.uniform(0.0, _WITHIN_S[way.when]))
+    if way.when in ("profile", "run"):
+        trial.wait_until(lambda: all(trial.node.locked_clocks_mhz()), "locked clocks on all GPUs")
+
+
+def _is_locked_at(gpu: StubGpu, moment_s: float) -> bool:
+    """Whether a GPU's clock was locked at a moment."""
+    before = [clock for clock, at_s in zip(gpu.changes_mhz(), gpu.change_times_s(), strict=True) if at_s <= moment_s]
+    return bool(before and before[-1])
+
+
+def _restored_at_s(gpu: StubGpu) -> float:
+    """When a GPU's clock was reset and not locked again; -inf if it was never locked."""
+    restored_s = -math.inf
+    for clock, at_s in zip(reversed(gpu.changes_mhz()), reversed(gpu.change_times_s()), strict=True):
+        if clock:
+            return restored_s
+        restored_s = at_s
+    return -math.inf
+
+
+def _is_restored_later(trial: Trial, *, by_command: bool) -> bool:
+    """Whether ``perseus-ds reset``, or the next job on the node, restores the clocks that are left locked."""
+    node = trial.node
+    if by_command:
+        done = node.run("-m", "perseus_ds", "reset", environment={"XDG_RUNTIME_DIR": str(trial.folder / "runtime")})
+        return done.returncode == 0 and not any(node.locked_clocks_mhz())
+    left = [(gpu, gpu.change_count) for gpu in node.gpus if gpu.locked_clock_mhz]
+    before = trial.output().count(_SAYS_SO)
+    block = {
+        "mode": "run",
+        "frontier": str(trial.folder / "frontier"),
+        "device": "nvml",
+        "output_dir": str(trial.folder / "next"),
+    }
+    _launch(trial, LightJob(trial.folder, _environment(trial), block, steps=3))
+    trial.look()
+    trial.wait_until(trial.has_ended, "the end of the next job")
+    is_reset_first = all(gpu.changes_mhz()[count:][:1] == [0] for gpu, count in left)
+    return is_reset_first and trial.output().count(_SAYS_SO) - before == len(left)
