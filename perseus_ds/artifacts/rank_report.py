@@ -13,10 +13,24 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Self
+
+
+class _Numbers:
+    """A dataclass whose fields are sent as numbers."""
+
+    def as_numbers(self) -> list[float]:
+        """Return the fields in their order."""
+        return [float(getattr(self, name)) for name, _ in _FIELDS[type(self)]]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> Self:
+        """Return what :meth:`as_numbers` was made of."""
+        return cls(**{name: kind(number) for (name, kind), number in zip(_FIELDS[cls], numbers, strict=True)})
 
 
 @dataclass(frozen=True)
-class RankReport:
+class RankReport(_Numbers):
     """One rank's report of an iteration to rank 0, as numbers.
 
     Attributes:
@@ -67,18 +81,9 @@ class RankReport:
     assignment: int = 0
     promised_slowdown: float = 0.0
 
-    def as_numbers(self) -> list[float]:
-        """Return the fields in their order."""
-        return [float(getattr(self, name)) for name, _ in _REPORT_FIELDS]
-
-    @classmethod
-    def from_numbers(cls, numbers: Sequence[float]) -> RankReport:
-        """Return what :meth:`as_numbers` was made of."""
-        return cls(**{name: kind(number) for (name, kind), number in zip(_REPORT_FIELDS, numbers, strict=True)})
-
 
 @dataclass(frozen=True)
-class JobReport:
+class JobReport(_Numbers):
     """What all ranks are told of an iteration: as many numbers, however many ranks there are.
 
     Attributes:
@@ -127,15 +132,6 @@ class JobReport:
     assignment: int = 0
     promised_slowdown: float = 0.0
     stretch_factor: float = 1.0
-
-    def as_numbers(self) -> list[float]:
-        """Return the fields in their order."""
-        return [float(getattr(self, name)) for name, _ in _JOB_FIELDS]
-
-    @classmethod
-    def from_numbers(cls, numbers: Sequence[float]) -> JobReport:
-        """Return what :meth:`as_numbers` was made of."""
-        return cls(**{name: kind(number) for (name, kind), number in zip(_JOB_FIELDS, numbers, strict=True)})
 
     @classmethod
     def of(cls, ranks: RankReports) -> JobReport:
@@ -200,9 +196,11 @@ def _fields_of(kind: type[RankReport] | type[JobReport]) -> tuple[tuple[str, Cal
     return tuple((field.name, types[field.name]) for field in dataclasses.fields(kind))
 
 
-_REPORT_FIELDS, _JOB_FIELDS = _fields_of(RankReport), _fields_of(JobReport)
-_PLACES = {name: place for place, (name, _) in enumerate(_REPORT_FIELDS)}
-JOB_REPORT_WIDTH = len(_JOB_FIELDS)
+_FIELDS: dict[type[_Numbers], tuple[tuple[str, Callable[[float], Any]], ...]] = {
+    kind: _fields_of(kind) for kind in (RankReport, JobReport)
+}
+_PLACES = {name: place for place, (name, _) in enumerate(_FIELDS[RankReport])}
+JOB_REPORT_WIDTH = len(_FIELDS[JobReport])
 # Of the number that a rank reports of its shapes.
 SHAPES = 2**48
 
