@@ -181,7 +181,8 @@ def test_a_job_serves_its_figures_while_it_trains_and_no_longer(tmp_path):
     assert values((tmp_path / "x.prom").read_text())["perseus_iterations_total", None] == 5.0
 
 
-def test_half_open_connections_keep_nobody_out_and_are_few():
+def test_half_open_connections_keep_nobody_out_and_are_few(monkeypatch):
+    monkeypatch.setattr(endpoint, "_SHARE", 1.0)
     port = free_port()
     with reporter(auto_job(), port=port), contextlib.ExitStack() as clients:
         get(port)

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, MetricsHandler
 _MOST_CONNECTIONS = 8
 _TIMEOUT_S = 5.0
 _PERIOD_S = 0.5
-_SHARE = 0.005
+_SHARE = 0.01
 """Of one processor, and so of Python's interpreter lock, which the training thread needs too."""
 _LONGEST_PAUSE_S = 0.5
 
