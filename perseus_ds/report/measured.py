@@ -77,7 +77,7 @@ def measured_points(histories: Sequence[History], *, pipelines: int = 1) -> list
     """
     points = []
     for history in histories:
-        run = f", {history.name}" if len(histories) > 1 else ""
+        run = f", run '{history.name}'" if len(histories) > 1 else ""
         # A run that only profiles was at default clocks only to warm up.
         found = at_default_clocks([history]) if history.mode != "profile" else None
         points.append(found and measured_point(f"default clocks{run}", None, found[1], pipelines))

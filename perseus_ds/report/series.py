@@ -78,7 +78,8 @@ def frontier_series(
         plan = plans[in_use]
         found.append(_point(in_use_label, plan.time_s, plan.energy_j, "blue", "star"))
     for point, symbol in zip(measured, itertools.cycle(MEASURED_SYMBOLS), strict=False):
-        label = f"measured: {point.label} ({point.iterations} iterations)"
+        iterations = "1 iteration" if point.iterations == 1 else f"{point.iterations} iterations"
+        label = f"measured: {point.label} ({iterations})"
         found.append(_point(label, point.time_s, point.energy_j, "purple", symbol))
     return found
 

@@ -33,7 +33,7 @@ def test_of_several_runs_each_point_says_which_it_is_from(tmp_path):
     write_log(tmp_path / "a", [start("observe"), *(record(n, "observe", 1.0, 10.0) for n in (1, 2))])
     write_log(tmp_path / "b", [start("run"), *(record(n, "run", 1.0, 9.0, plan=0) for n in (1, 2))])
     points = measured_points([read_history(tmp_path / name) for name in "ab"])
-    assert [point.label for point in points] == ["default clocks, a", "plan 0, b"]
+    assert [point.label for point in points] == ["default clocks, run 'a'", "plan 0, run 'b'"]
 
 
 @pytest.mark.parametrize(
