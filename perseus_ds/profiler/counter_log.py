@@ -16,7 +16,8 @@ from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 _HANGS_S = 3.0
 _OFTEN_S = 0.002
 _SELDOM_S = 0.010
-_SAME_CLOCK = 0.02
+# A lower clock that comes late is not reached yet; a limit may keep the GPU a little below a clock, off and on.
+_ABOVE, _BELOW = 0.02, 0.1
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,12 @@ class CounterLog:
         return [change for change in self._changes if start_s <= change[0] <= end_s]
 
     def reached_s(self, clock_mhz: int, start_s: float, end_s: float) -> float | None:
-        """Return when, between two moments, the GPU was first seen at a clock [s]; None if it was not.
+        """Return when, between two moments, the GPU was first seen at or a little below a clock [s]; None if it was not.
 
         The clock is read whenever the counter was refreshed.
         """
         for moment_s, read_mhz in self._clocks:
-            if start_s <= moment_s <= end_s and abs(read_mhz / clock_mhz - 1) <= _SAME_CLOCK:
+            if start_s <= moment_s <= end_s and -_BELOW <= read_mhz / clock_mhz - 1 <= _ABOVE:
                 return moment_s
         return None
 

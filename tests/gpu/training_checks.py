@@ -152,8 +152,8 @@ def alarms(machine: Any, results: Results) -> None:
             engine.train_batch(data)
             iterations += 1
             longest_s = max(longest_s, runtime._rank.clocks.failing_s, runtime._rank.driver.failing_s)
-            hung += runtime._supervision.driver_hangs()
-            failed += runtime._failed
+            hung += runtime._supervision.problem() is not None
+            failed += runtime._fallback.is_in_force
         results.add("time at full load", now_s() - begin_s, "s")
         results.add("iterations", iterations, at_least=1)
         results.add("longest wait for the driver seen", longest_s, "s")

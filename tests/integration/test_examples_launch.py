@@ -17,7 +17,9 @@ BIN = Path(sys.executable).parent
 QUICK = ["model=tiny", "log_every=1", "perseus.device=simulated", "perseus.simulated.longest_instruction_s=0.02"]
 QUICK_PROFILE = [
     "perseus.profile.sampling=stride",
-    "perseus.profile.clock_stride=16",
+    "perseus.profile.clock_stride=8",
+    # Lower clocks take little more power than waiting does: noise of short windows could put them below it.
+    "perseus.profile.min_clock_mhz=900",
     "perseus.profile.max_window_s=0.2",
 ]
 

@@ -14,7 +14,7 @@ CHOSEN = {
     "SIGTERM, on which the script goes on; SIGKILL",
     "a rank ends: segfault",
     "a rank ends: exec",
-    "both guardians; when replaced, all ranks",
+    "the first guardian; when replaced, all ranks",
     "both guardians and all at once",
     "the job's cgroup, one guardian in a scope",
 }
