@@ -108,7 +108,7 @@ class CounterLog:
         return [change for change in self._changes if start_s <= change[0] <= end_s]
 
     def reached_s(self, clock_mhz: int, start_s: float, end_s: float) -> float | None:
-        """Return when, between two moments, the GPU was first seen at or a little below a clock [s]; None if it was not.
+        """Return when, between two moments, the GPU was first at or a little below a clock [s]; None if it was not.
 
         The clock is read whenever the counter was refreshed.
         """
