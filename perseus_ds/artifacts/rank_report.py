@@ -201,6 +201,8 @@ _FIELDS: dict[type[_Numbers], tuple[tuple[str, Callable[[float], Any]], ...]] = 
 }
 _PLACES = {name: place for place, (name, _) in enumerate(_FIELDS[RankReport])}
 JOB_REPORT_WIDTH = len(_FIELDS[JobReport])
+STRETCH_FACTOR = [name for name, _ in _FIELDS[JobReport]].index("stretch_factor")
+"""The place of the one number of a :class:`JobReport` that differs from pipeline to pipeline."""
 # Of the number that a rank reports of its shapes.
 SHAPES = 2**48
 

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.artifacts.rank_report import JOB_REPORT_WIDTH, JobReport, RankReport, RankReports
+from perseus_ds.artifacts.rank_report import JOB_REPORT_WIDTH, STRETCH_FACTOR, JobReport, RankReport, RankReports
 from perseus_ds.distributed import Communicator, Pending
 
 
@@ -65,5 +65,5 @@ class ReportExchange:
         ranks = self._arrived = RankReports(numbers, self._communicator.pipeline_of_rank)
         told = np.tile(JobReport.of(ranks).as_numbers(), (len(numbers), 1))
         if stretch_factors:
-            told[:, -1] = np.asarray(stretch_factors)[ranks.pipeline_of_rank]
+            told[:, STRETCH_FACTOR] = np.asarray(stretch_factors)[ranks.pipeline_of_rank]
         return told

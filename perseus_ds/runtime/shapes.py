@@ -184,9 +184,10 @@ class _Shapes:
         """Return the shape of an iteration, and the shapes that a rank cannot tell from it by its first forward."""
         communicator = self._rank.communicator
         rank, known = communicator.topology.rank, [*dict.fromkeys([*self._planned, *self._seen])]
+        total_number = shapes_number(rank, total)
         own = _Told(
-            shapes_number(rank, first) + 3 * shapes_number(rank, total),
-            shapes_number(rank, total),
+            shapes_number(rank, first) + 3 * total_number,
+            total_number,
             frozenset(place for place, other in enumerate(known) if other.first == first),
         )
         told = communicator.agree(own, _Told.of_all)

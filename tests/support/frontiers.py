@@ -35,15 +35,7 @@ def save_random_plan(
     plan = FrequencyPlan(
         instructions, tuple(tuple(draw.choice(clocks_mhz) for _ in s) for s in instructions), 1.0, 100.0
     )
-    provenance = Provenance(
-        schedule=schedule.name,
-        micro_batches=schedule.micro_batches,
-        stages=schedule.num_stages,
-        blocking_power_w=80.0,
-        solver="none",
-        simulated=simulated,
-    )
-    Frontier((plan,), 1.0, plan, provenance).save(folder)
+    _save_only(plan, schedule, folder, blocking_power_w=80.0, simulated=simulated)
     return plan
 
 
@@ -57,16 +49,23 @@ def save_mixed_plan(folder: Path, schedule: Schedule, profile: StageProfile) -> 
             for stream in problem.instructions
         )
     )
+    _save_only(plan, schedule, folder, blocking_power_w=1.0)
+    return plan
+
+
+def _save_only(
+    plan: FrequencyPlan, schedule: Schedule, folder: Path, *, blocking_power_w: float, simulated: bool = True
+) -> None:
+    """Save a frontier of this plan alone."""
     provenance = Provenance(
         schedule=schedule.name,
         micro_batches=schedule.micro_batches,
         stages=schedule.num_stages,
-        blocking_power_w=1,
+        blocking_power_w=blocking_power_w,
         solver="none",
-        simulated=True,
+        simulated=simulated,
     )
     Frontier((plan,), plan.time_s, plan, provenance).save(folder)
-    return plan
 
 
 def save_true_frontier(
