@@ -25,7 +25,10 @@ def _one_rank(trial: Trial, number: int) -> float:
 
 
 def _launcher(trial: Trial, number: int) -> float:
-    return tell([trial.launcher], number)
+    """Tell the process that has started the ranks."""
+    parent = trial.ranks[0].parent()
+    assert parent is not None
+    return tell([parent], number)
 
 
 def _group(trial: Trial, number: int) -> float:
@@ -232,6 +235,11 @@ DEEPSPEED = [
     Way("torchrun: SIGKILL to one rank", partial(_one_rank, number=signal.SIGKILL), launcher="torchrun"),
     Way("torchrun: SIGKILL to it and its ranks", _tree, launcher="torchrun"),
     Way("torchrun: SIGKILL to all, profiling", _tree, when="profile", launcher="torchrun"),
-    Way("deepspeed: SIGTERM to it", partial(_launcher, number=signal.SIGTERM), launcher="deepspeed"),
+    # A `deepspeed` of one node does not hand on a SIGTERM: it ends alone, and training goes on.
+    Way(
+        "deepspeed: SIGTERM to the process it starts ranks with",
+        partial(_launcher, number=signal.SIGTERM),
+        launcher="deepspeed",
+    ),
     Way("deepspeed: SIGKILL to it and its ranks", _tree, launcher="deepspeed"),
 ]
