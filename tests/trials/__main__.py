@@ -48,7 +48,7 @@ class Row:
 def run(ways: Sequence[tuple[Way, int]], folder: Path) -> list[Row]:
     """Try each way so many times."""
     library = build(folder)
-    extensions = extension.compiled(folder, RANKS) if any(way.launcher for way, _ in ways) else None
+    extensions = extension.compiled(folder, RANKS) if any(way.launcher for way, times in ways if times) else None
     rows = []
     for number, (way, times) in enumerate(ways):
         row = Row(way)
