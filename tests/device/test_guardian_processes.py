@@ -29,6 +29,8 @@ for gpu in gpus:
 if end == "fork" and os.fork() == 0:
     time.sleep(60)
     os._exit(0)
+if end == "close when continued":
+    signal.signal(signal.SIGCONT, lambda *_: print(guardian.close(), flush=True))
 print(*guardian.pids, flush=True)
 if end == "exit":
     sys.exit(0)
@@ -159,20 +161,46 @@ def test_a_guardian_that_is_gone_is_started_again(node: Node) -> None:
     assert restored(node.stub, [0, 0, 0, 0])
 
 
-def test_guardians_start_each_other_again_while_the_rank_is_stopped(node: Node) -> None:
-    rank = node.rank("wait", 0)
+def stop_and_replace_guardians(node: Node, rank: subprocess.Popen[str]) -> None:
+    """Stop a rank, so that it does nothing, and kill each guardian once the other one has started a new one."""
     node.guardians_of(rank)
     os.kill(rank.pid, signal.SIGSTOP)
     before = guardians_of(node.stub)
     for guardian in before:
         guardian.kill()
-        assert becomes_true(partial(two_watch, node.stub, 1, besides=[guardian])), "a rank that is stopped does nothing"
+        assert becomes_true(partial(two_watch, node.stub, 1, besides=[guardian]))
     after = guardians_of(node.stub)
     node.guardians.update(guardian.pid for guardian in after)
     assert not set(before) & set(after)
     assert len({os.getsid(pid) for pid in (rank.pid, *(guardian.pid for guardian in after))}) == 3
+
+
+def test_guardians_start_each_other_again_and_restore_when_the_rank_is_gone(node: Node) -> None:
+    rank = node.rank("wait", 0)
+    stop_and_replace_guardians(node, rank)
+    assert node.stub.locked_clocks_mhz() == [1200, 0, 0, 0]
     rank.kill()
     assert restored(node.stub, [0, 0, 0, 0])
+
+
+def test_a_rank_closes_its_connection_with_guardians_that_it_did_not_register_with(node: Node) -> None:
+    rank = node.rank("close when continued", 0)
+    stop_and_replace_guardians(node, rank)
+    os.kill(rank.pid, signal.SIGCONT)
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == "True\n"
+    assert node.stub.locked_clocks_mhz() == [0, 0, 0, 0]
+    assert rank.poll() is None
+
+
+def test_however_many_start_guardians_two_stay(node: Node) -> None:
+    ranks = [node.rank("wait", index) for index in range(3)]
+    assert len({node.guardians_of(rank) for rank in ranks}) == 1
+    before = guardians_of(node.stub)
+    kill(*(guardian.pid for guardian in before))
+    assert becomes_true(lambda: two_watch(node.stub, len(ranks), before))
+    assert becomes_true(lambda: len(guardians_of(node.stub)) == 2)
+    node.guardians.update(guardian.pid for guardian in guardians_of(node.stub))
 
 
 @pytest.mark.parametrize("end", ["exit", "raise", "abort"])

@@ -26,8 +26,16 @@ def guardians_of(node: StubNvml) -> list[psutil.Process]:
 
 def two_watch(node: StubNvml, ranks: int, besides: Iterable[psutil.Process] = ()) -> bool:
     """Return whether two guardians, others than some, watch so many ranks."""
-    watching = {guardian for guardian in guardians_of(node) if _watched_by(guardian) >= ranks}
-    return len(watching - {*besides}) == 2
+    found = guardians_of(node)
+    starting = {child for guardian in found for child in _children_of(guardian)}  # copies of those that start them
+    watching = {guardian for guardian in found if _watched_by(guardian) >= ranks}
+    return len(watching - starting - {*besides}) == 2
+
+
+def _children_of(guardian: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return guardian.children()
+    return []
 
 
 def _watched_by(guardian: psutil.Process) -> int:
