@@ -76,6 +76,7 @@ class ClockReadback:
         self._read_s: float | None = None
         self._default_readings = 0
         self._held_readings = 0
+        self._default_mhz: deque[int] = deque(maxlen=_REMEMBERED)
 
     def watch_default_clocks(self) -> None:
         """Look for a minute of default clocks whether something keeps the busy GPU below its highest clock."""
@@ -91,6 +92,12 @@ class ClockReadback:
             return 0.0
         # Copies, because the clocks' thread adds to them.
         return statistics.median(tuple(self._calls_s)) + statistics.median(tuple(self._settling_s))
+
+    @property
+    def default_mhz(self) -> int | None:
+        """The clock of the GPU while it is busy and nobody has locked it [MHz]; None where it was not read."""
+        read_mhz = tuple(self._default_mhz)
+        return statistics.median_low(read_mhz) if read_mhz else None
 
     @property
     def has_settled(self) -> bool:
@@ -157,6 +164,8 @@ class ClockReadback:
         except GpuError:
             self._default_readings = 0
             return
+        if "idle" not in reasons:
+            self._default_mhz.append(reached_mhz)
         limits = tuple(reason for reason in reasons if reason not in _NO_LIMITS)
         is_below = reached_mhz < (1 - _TOLERANCE) * self._gpu.supported_clocks_mhz()[-1]
         self._held_readings = self._held_readings + 1 if is_below and "idle" not in reasons else 0
