@@ -56,6 +56,13 @@ def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
     assert written.iterations == phases.count("profile")
 
 
+def test_a_profile_tells_the_clock_that_was_read_while_the_job_warmed_up(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("plan")
+    assert StageProfile.load(job.folder).info.default_clock_mhz == job.gpu.supported_clocks_mhz()[-1]
+    job.close()
+
+
 def test_every_iteration_has_one_record_in_order(start):
     job = start(mode="auto")
     trained = len(job.train_until("run")) + len(job.train(3))
