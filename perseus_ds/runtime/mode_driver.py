@@ -163,8 +163,9 @@ class ModeDriver:
         except Exception as error:  # the other ranks wait for this report
             self._on_error(error)
             later = {}
-        measured = {"time_s": seen.time_s, "energy_j": seen.energy_j, "event_bytes": self._rank.communicator.messages.size}
-        shapes = shapes_number(self._rank.communicator.topology.rank, seen.shapes[1])
+        communicator = self._rank.communicator
+        measured = {"time_s": seen.time_s, "energy_j": seen.energy_j, "event_bytes": communicator.messages.size}
+        shapes = shapes_number(communicator.topology.rank, seen.shapes[1])
         known = {**measured, "shapes": shapes, "closed": self._is_closed, **following.reported, **later}
         return replace(own, **known), following.stretch_factors
 

@@ -194,9 +194,7 @@ class _Shapes:
         rank = self._rank.communicator.topology.rank
         total_number = shapes_number(rank, total)
         alike = [float(other.first == first) for other in self._known]
-        words = [
-            sum(2.0**bit * here for bit, here in enumerate(alike[begin : begin + _BITS])) for begin in (0, _BITS)
-        ]
+        words = [sum(2.0**bit * here for bit, here in enumerate(alike[begin : begin + _BITS])) for begin in (0, _BITS)]
         numbers = [(shapes_number(rank, first) + 3 * total_number) % SHAPES, total_number, *words]
         with contextlib.suppress(RuntimeError):  # the connection to a rank that is gone
             self._told = self._exchanges.start(numbers, _of_all, Widths(len(numbers)))

@@ -20,9 +20,7 @@ from perseus_ds.torch_pipelining.order import read_order, stages_of
 from perseus_ds.torch_pipelining.topology import RankGroups
 
 
-def make_runtime(
-    schedule: Any, config: PerseusConfig, groups: RankGroups, others: Sequence[str]
-) -> PerseusRuntime:
+def make_runtime(schedule: Any, config: PerseusConfig, groups: RankGroups, others: Sequence[str]) -> PerseusRuntime:
     """Make the runtime of a schedule that is about to train; every rank must do so at once.
 
     Args:

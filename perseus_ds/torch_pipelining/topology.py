@@ -41,7 +41,9 @@ class RankGroups:
         rank, ours = dist.get_rank(), ranks_of(pipeline)
         copies = None if data_parallel is None else ranks_of(data_parallel)
         if rank not in ours or (copies is not None and rank not in copies):
-            raise ConfigError(f"perseus: rank {rank} is not in its own pipeline {ours} or data_parallel group {copies}.")
+            raise ConfigError(
+                f"perseus: rank {rank} is not in its own pipeline {ours} or data_parallel group {copies}."
+            )
         return cls(ours, copies)
 
     def topology(self, all_ranks: AllRanks) -> PipelineTopology:
