@@ -204,7 +204,7 @@ class _Addresses(c10d.Store):
     def get(self, key: str) -> bytes:
         return self._known.get(key) or self._store.get(key)
 
-    def wait(self, keys: list[str], timeout: timedelta = _SETUP_TIMEOUT) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta = _SETUP_TIMEOUT) -> None:
         if self._known.keys() >= set(keys):
             return
         device = keys[0].rpartition("/")[0]
