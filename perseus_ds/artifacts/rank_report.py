@@ -141,23 +141,26 @@ class JobReport(_Numbers):
     def of(cls, ranks: RankReports) -> JobReport:
         """Return what all ranks are told; their stretch factors are still to be filled in."""
         rank_0 = ranks.of_rank_0
-        drift, drift_most = _typical_and_most(ranks.by_pipeline(ranks.column("drift")))
-        pace, beside = _pace_and_drift_beside_it(ranks)
-        beside_typical, beside_most = _typical_and_most(beside)
+        most, least, total = (dict(zip(_PLACES, row, strict=True)) for row in ranks.extremes_and_sums())
+        drift = drift_most = pace = math.nan
+        beside = beside_most = 0.0
+        if not math.isnan(rank_0.drift):
+            drift, drift_most = _typical_and_most(ranks.by_pipeline(ranks.column("drift")))
+            pace, beside, beside_most = _pace_and_drift_beside_it(ranks)
         return cls(
-            time_s=float(ranks.column("time_s").max()),
-            energy_j=float(ranks.column("energy_j").sum()),
-            least_energy_j=float(ranks.column("energy_j").min()),
-            failed=bool(ranks.column("failed").any()),
-            closed=bool(ranks.column("closed").any()),
-            vote=bool(ranks.column("vote").any()),
+            time_s=most["time_s"],
+            energy_j=total["energy_j"],
+            least_energy_j=least["energy_j"],
+            failed=bool(most["failed"]),
+            closed=bool(most["closed"]),
+            vote=bool(most["vote"]),
             rank_0_votes=rank_0.vote,
-            event_bytes=int(ranks.column("event_bytes").sum()),
+            event_bytes=int(total["event_bytes"]),
             shapes=float(int(ranks.column("shapes").astype(np.int64).sum()) % SHAPES),
-            drift=math.nan if math.isnan(rank_0.drift) else drift,
+            drift=drift,
             drift_most=drift_most,
             pace=pace,
-            drift_beside_pace=beside_typical,
+            drift_beside_pace=beside,
             drift_beside_pace_most=beside_most,
             plan=rank_0.plan,
             paused=rank_0.paused,
@@ -189,6 +192,10 @@ class RankReports:
         largest = np.full(self.pipeline_of_rank.max() + 1, -np.inf)
         np.fmax.at(largest, self.pipeline_of_rank, of_ranks)
         return largest
+
+    def extremes_and_sums(self) -> list[list[float]]:
+        """Return of every field the largest, the least and the sum over all ranks; NaN where one is."""
+        return [reduced(self._numbers, axis=0).tolist() for reduced in (np.max, np.min, np.sum)]
 
     @property
     def of_rank_0(self) -> RankReport:
@@ -222,10 +229,12 @@ def _typical_and_most(pipelines: npt.NDArray[np.float64]) -> tuple[float, float]
     return float(np.sort(pipelines)[(len(pipelines) - 1) // 2]), float(pipelines.max())
 
 
-def _pace_and_drift_beside_it(ranks: RankReports) -> tuple[float, npt.NDArray[np.float64]]:
+def _pace_and_drift_beside_it(ranks: RankReports) -> tuple[float, float, float]:
+    """Return the pace, and how far the typical pipeline is from it and the one that is farthest."""
     low, high = ranks.column("pace_low"), ranks.column("pace_high")
     known = low > 0
     if not known.any():
-        return math.nan, ranks.by_pipeline(np.zeros_like(low))
+        return math.nan, 0.0, 0.0
     pace = float(np.median(np.sqrt(low[known] * high[known])))
-    return pace, ranks.by_pipeline(np.where(known, np.maximum(high / pace - 1, 1 - low / pace), 0.0))
+    beside = ranks.by_pipeline(np.where(known, np.maximum(high / pace - 1, 1 - low / pace), 0.0))
+    return pace, *_typical_and_most(beside)

@@ -207,8 +207,8 @@ class _Addresses(c10d.Store):
     def wait(self, keys: list[str], timeout: timedelta = _SETUP_TIMEOUT) -> None:
         if self._known.keys() >= set(keys):
             return
-        device = keys[0].rpartition("/")[0]
-        of_all = [f"{device}/{place}" for place in range(self._size)]
+        device, _, place = keys[0].rpartition("/")
+        of_all = [f"{device}/{place}" for place in range(self._size)] if place.isdigit() else keys
         self._store.wait(of_all, timeout)
         self._known |= zip(of_all, self._store.multi_get(of_all), strict=True)
 

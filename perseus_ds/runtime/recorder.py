@@ -132,7 +132,7 @@ class Recorder:
             return
         event = event.model_copy(update={"time": event.time or time.time(), "simulated": self._simulated})
         if self._has_started:
-            self._writer.write(lambda: event)
+            self._writer.write(event)
         else:
             self._before_start.append(event)
 
@@ -164,10 +164,10 @@ class Recorder:
             return
         if self._monitor is not None:
             record = self._of_job(iteration, reports)
-            self._writer.write(lambda: record)
+            self._writer.write_soon(lambda: record)
             self._tell_monitor(record, iteration.samples)
         else:
-            self._writer.write(partial(self._of_job, iteration, reports))
+            self._writer.write_soon(partial(self._of_job, iteration, reports))
         if self._steps_per_print and iteration.number % self._steps_per_print == 0 and (last := self.last):
             self._print(last)
 
