@@ -183,7 +183,7 @@ class Recorder:
         if self._writer is None:
             return
         for age_s, line in self._communicator.messages.take_all():
-            self._writer.write(partial(self._of_other, line, time.time() - age_s))
+            self._writer.write_soon(partial(self._of_other, line, time.time() - age_s))
 
     def _of_other(self, line: bytes, at: float) -> Record:
         # Clocks of nodes may be minutes apart: rank 0's tells the time of all records.
