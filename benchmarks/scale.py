@@ -287,6 +287,7 @@ def alone(ranks: int) -> dict[str, float]:
             exchange.received()
             assert exchange.ranks is not None
             recorder.add(IterationContext(number, number, "run", plan=1), exchange.ranks)
+            assert recorder.last is not None  # is written long before the next one ends
         status = len(recorder.facts().model_dump_json())
         recorder.close()
         lines = [len(line) for line in (Path(folder) / FILE_NAME).read_text().splitlines()]

@@ -216,6 +216,8 @@ def test_a_job_goes_on_with_another_node_when_one_is_lost(make_cluster, plain_ru
     lost, survivor = cluster.nodes[lost_rank], cluster.nodes[1 - lost_rank]
     checkpoint = cluster.folder / "checkpoint"
     for node in cluster.nodes:
+        # Else a launcher that stays that of rank 0 does not tell a new one where rank 0 is (torch 2.13).
+        node.variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         put_plan(node, 2)
         put(node, 2, steps=1_000_000, keep_every=5, resume_from=str(checkpoint), perseus=under_a_plan(node))
     store = ["--rdzv-backend=c10d", f"--rdzv-endpoint={survivor.name}:{STORE_PORT}", "--rdzv-id=job"]
