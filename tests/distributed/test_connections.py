@@ -161,3 +161,21 @@ def test_an_interface_is_chosen_as_nccl_reads_its_variable(value, chosen):
 
 def test_interfaces_of_this_host_have_an_address():
     assert "lo" in groups._interfaces()
+
+
+def test_the_addresses_of_a_group_are_asked_for_at_once():
+    asked = []
+
+    class Asked:
+        def wait(self, keys, timeout):
+            asked.append(("wait", keys))
+
+        def multi_get(self, keys):
+            asked.append(("multi_get", keys))
+            return [key.encode() for key in keys]
+
+    addresses = groups._Addresses(Asked(), 3)
+    for key in ("0/0", "0/1", "0/2"):
+        addresses.wait([key], timedelta(minutes=3))
+        assert addresses.get(key) == key.encode()
+    assert asked == [("wait", ["0/0", "0/1", "0/2"]), ("multi_get", ["0/0", "0/1", "0/2"])]
