@@ -13,6 +13,7 @@ training.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
@@ -27,23 +28,21 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MICRO_BATCHES, ITERATIONS = 64, 60
-# Rows of a micro-batch, micro-batches and turns: instructions of 1.5 and of some 10 ms in iterations of 200 ms, and
-# iterations of 2 s; instructions of large models take 20 to 300 ms.
-ENGINES = {"short": (64, 64, 12), "long": (512, 10, 12), "2 s": (512, 100, 3)}
-_ITERATIONS_OF_TURN = 4
+# Time of a pass [s], micro-batches, and turns. Passes of large models take 20 to 300 ms.
+ENGINES = {"short": (0.0015, 64, 40), "0.2 s": (0.01, 10, 40), "2 s": (0.1, 10, 8), "2 s, many": (0.01, 100, 8)}
+_ITERATIONS_OF_TURN = 3
 MODES = ("observe", "run")
-# Memory that tensors had is kept: pages that are given back and taken again cost more than Perseus, by chance.
-_MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(10**9), "MALLOC_MMAP_THRESHOLD_": str(10**9), "MALLOC_TOP_PAD_": str(10**8)}
 CLOCKS_MHZ = (1410, 1200)
 INSTRUCTION_S = 0.05
 LATENCY_S = 0.015
+LAYERS = 4
 
 
 def main() -> None:
     """Measure each way in processes of its own and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--child", choices=sorted(CHILDREN), help=argparse.SUPPRESS)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.child:
         print(json.dumps(CHILDREN[arguments.child]()))
@@ -60,25 +59,27 @@ def main() -> None:
                 if (value := run(name, Path(folder), stub.environment)) is not None:
                     found[name].append(value)
     per = {name: [statistics.median(v) for v in zip(*runs, strict=True)] for name, runs in found.items() if runs}
-    report(per["perseus"][0], per["zeus"][0] if "zeus" in per else None, per)
+    report(per["perseus"][0], per["zeus"][0] if "zeus" in per else None, found)
 
 
-def report(ours_s: float, zeus_s: float | None, engines: dict[str, list[float]]) -> None:
-    """Print seconds per instruction, and per iteration of DeepSpeed, as ratios."""
+def report(ours_s: float, zeus_s: float | None, engines: dict[str, list[list[float]]]) -> None:
+    """Print seconds per instruction, and what is added to iterations of DeepSpeed in each repetition."""
     print("Training thread, per instruction (begin and end, the clock changes every time):")
     print(f"  perseus-ds  {ours_s * 1e6:6.1f} µs, without the CUDA events it records on a GPU")
     if zeus_s is None:
         print("  zeus        skipped: its pipeline optimizer cannot be imported (pip install zeus[pfo])")
     else:
         print(f"  zeus        {zeus_s * 1e6:6.1f} µs, without its synchronize\n  ratio       {ours_s / zeus_s:6.2f}")
-    print("Iteration of DeepSpeed's pipeline engine, one stage; in run mode a clock change at every instruction:")
-    for name, (_, micro_batches, _) in ENGINES.items():
+    print("Iterations of DeepSpeed's pipeline engine, one stage; in run mode a clock change at every pass.")
+    print("Added time and its standard error; the same of plain iterations; added processor time of the thread:")
+    for name, (pass_s, micro_batches, _) in ENGINES.items():
         for mode in MODES:
-            plain_s, ratio, again, cpu, cpu_again = engines[f"{mode} {name}"]
-            instruction_s = plain_s / micro_batches / 2
-            print(f"  {mode}, plain {plain_s * 1e3:.1f} ms of instructions that take {instruction_s * 1e3:.1f} ms")
-            print(f"    time      {ratio:.4f} with perseus-ds to plain, {again:.4f} plain again")
-            print(f"    processor {cpu:.4f} and {cpu_again:.4f}, of the training thread: also on a busy machine")
+            print(f"  {mode}, {2 * micro_batches} passes of {pass_s * 1e3:.1f} ms")
+            for plain_s, added_s, error_s, again_s, cpu_s in engines[f"{mode} {name}"]:
+                print(
+                    f"    {plain_s * 1e3:7.1f} ms  {added_s / plain_s:+.2%} ± {error_s / plain_s:.2%}"
+                    f"  ({again_s / plain_s:+.2%})  {cpu_s / plain_s:+.2%}"
+                )
 
 
 def run(name: str, folder: Path, environment: dict[str, str]) -> list[float] | None:
@@ -88,7 +89,7 @@ def run(name: str, folder: Path, environment: dict[str, str]) -> list[float] | N
     done = subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, **environment, **_MALLOC, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -194,14 +195,13 @@ def _repeat(iteration: Callable[[], None]) -> None:
         time.sleep(0.02)
 
 
-def engines(mode: str, rows: int, micro_batches: int, turns: int) -> list[float]:
-    """Return seconds per iteration of DeepSpeed alone; relative to that, with Perseus, and alone once more.
+def engines(mode: str, pass_s: float, micro_batches: int, turns: int) -> list[float]:
+    """Return seconds per iteration of DeepSpeed alone, and what Perseus adds to it, with its standard error.
 
-    Then the same two ratios of the training thread's processor time.
+    Then what a second turn without Perseus adds, and the processor time that Perseus adds on the training thread.
 
-    One engine is of DeepSpeed's own class and of that with Perseus in turns: two engines differ by one to two percent,
-    since their tensors lie elsewhere in memory. The first iteration of each turn does not count. Ratios are medians
-    over neighbouring turns, and the last one of each kind says how far they can be trusted.
+    One engine is of DeepSpeed's own class and of that with Perseus in turns; a turn with Perseus is compared with the
+    two around it. The first iteration of each turn does not count, and neither does a tenth of the turns at each end.
     """
     import torch
 
@@ -209,25 +209,36 @@ def engines(mode: str, rows: int, micro_batches: int, turns: int) -> list[float]
     block = {"mode": mode, "device": "nvml", "output_dir": tempfile.mkdtemp()}
     if mode == "run":
         block["frontier"] = frontier
-    engine = _engine(block, rows, micro_batches)
-    data = iter(lambda: (torch.zeros(rows, 384), torch.zeros(rows, 384)), None)
+    engine = _engine(block, pass_s, micro_batches)
+    data = iter(lambda: (torch.zeros(1, 8), torch.zeros(1, 8)), None)
     with_perseus = type(engine)
     plain = with_perseus.__mro__[2]  # after the class with Perseus, and what it adds
     _turn(engine, with_perseus, data)
-    found = [[_turn(engine, c, data) for c in (plain, with_perseus, plain)] for _ in range(turns)]
+    before = first = _turn(engine, plain, data)
+    added, again = [], []
+    for _ in range(turns):
+        ours, after = (_turn(engine, c, data) for c in (with_perseus, plain))
+        added.append([o - (b + a) / 2 for o, b, a in zip(ours, before, after, strict=True)])
+        again.append(after[0] - before[0])
+        before = after
     engine.__class__ = with_perseus
     engine.destroy()
-    return [
-        statistics.median(turn[0][0] for turn in found),
-        *(statistics.median(turn[n][kind] / turn[0][kind] for turn in found) for kind in (0, 1) for n in (1, 2)),
-    ]
+    time_s, error_s = _mean([seconds for seconds, _ in added])
+    return [first[0], time_s, error_s, _mean(again)[0], _mean([cpu for _, cpu in added])[0]]
+
+
+def _mean(values: list[float]) -> tuple[float, float]:
+    """Return the mean without a tenth of the values at each end, and its standard error."""
+    left_out = len(values) // 10
+    kept = sorted(values)[left_out : len(values) - left_out]
+    return statistics.mean(kept), statistics.stdev(kept) / len(kept) ** 0.5
 
 
 def _turn(engine: Any, engine_class: type, data: Any) -> tuple[float, float]:
-    """Return the median time and processor time of this thread of some iterations as an engine of a class [s]."""
+    """Return the mean time and processor time of this thread of some iterations as an engine of a class [s]."""
     engine.__class__ = engine_class
     times = [_timed(engine, data) for _ in range(_ITERATIONS_OF_TURN)][1:]
-    return statistics.median(time for time, _ in times), statistics.median(cpu for _, cpu in times)
+    return statistics.mean(time for time, _ in times), statistics.mean(cpu for _, cpu in times)
 
 
 def _timed(engine: Any, data: Any) -> tuple[float, float]:
@@ -237,7 +248,7 @@ def _timed(engine: Any, data: Any) -> tuple[float, float]:
     return time.perf_counter() - began_s, time.thread_time() - began_cpu_s
 
 
-def _engine(block: dict[str, Any], rows: int, micro_batches: int) -> Any:
+def _engine(block: dict[str, Any], pass_s: float, micro_batches: int) -> Any:
     import deepspeed
     import torch
     from deepspeed.pipe import LayerSpec, PipelineModule
@@ -247,10 +258,11 @@ def _engine(block: dict[str, Any], rows: int, micro_batches: int) -> Any:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
-    layers = [LayerSpec(torch.nn.Linear, 384, 384) for _ in range(4)]
+    work = _work(pass_s / LAYERS)
+    layers = [LayerSpec(_working_layer(), work) for _ in range(LAYERS)]
     module = PipelineModule(layers=layers, num_stages=1, loss_fn=torch.nn.MSELoss())
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": rows,
+        "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
         "steps_per_print": 10**9,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}},
@@ -258,6 +270,53 @@ def _engine(block: dict[str, Any], rows: int, micro_batches: int) -> Any:
     }
     built, *_ = perseus_ds.initialize(model=module, model_parameters=list(module.parameters()), config=config)
     return built
+
+
+def _work(duration_s: float) -> Callable[[], object]:
+    """Return a function that computes for some time [s] without Python's lock, and the same each time.
+
+    It uses no memory to speak of: iterations of matrix multiplications differ by one to two percent with where their
+    tensors lie, which is more than Perseus adds.
+    """
+
+    def hashed(rounds: int) -> float:
+        began_s = time.perf_counter()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
+        return time.perf_counter() - began_s
+
+    tried = 10_000
+    rounds = int(tried * duration_s / min(hashed(tried) for _ in range(20)))
+    return partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", rounds)
+
+
+def _working_layer() -> type:
+    """Return a class of layers that do some work in each pass and multiply by a weight."""
+    import torch
+
+    class Multiplied(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, inputs: Any, weight: Any, work: Any) -> Any:
+            ctx.save_for_backward(inputs, weight)
+            ctx.work = work
+            work()
+            return inputs * weight
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            ctx.work()
+            inputs, weight = ctx.saved_tensors
+            return gradient * weight, (gradient * inputs).sum().view(1), None
+
+    class WorkingLayer(torch.nn.Module):
+        def __init__(self, work: Callable[[], object]) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+            self._work = work
+
+        def forward(self, inputs: Any) -> Any:
+            return Multiplied.apply(inputs, self.weight, self._work)  # type: ignore[no-untyped-call]
+
+    return WorkingLayer
 
 
 CHILDREN: dict[str, Callable[[], list[float]]] = {

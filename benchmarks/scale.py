@@ -35,14 +35,15 @@ from scale_network import (  # type: ignore[import-not-found]
     LATENCY_S,
     ModelCommunicator,
     Network,
+    wait_s,
 )
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
 from perseus_ds.artifacts.rank_report import RankReport
-from perseus_ds.artifacts.run_file import FILE_NAME
-from perseus_ds.artifacts.run_records import Started
+from perseus_ds.artifacts.run_file import FILE_NAME, read_records
+from perseus_ds.artifacts.run_records import ClockRefused, Started
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.gpu.driver_call import DriverCall
 from perseus_ds.device.gpu.simulated import SimulatedGpu
@@ -68,6 +69,7 @@ UNTIL_RUN, MEASURED, LEAF = 60, 24, 1
 REAL_ITERATION_S = 0.1
 SLOW_PIPELINE, SLOWER = 1, 1.2
 DEFAULT_J, PLANNED_J = 900.0, 800.0
+STORE = "rank 0: set-up, processor time with the key-value store [s]"
 
 
 class RealRank:
@@ -194,24 +196,28 @@ def modelled(ranks: int, until_run: int = UNTIL_RUN, measured: int = MEASURED) -
             )
             for rank in (0, LEAF)
         }
-        built_s = time.thread_time() - began_s
+        built_s, built = time.thread_time() - began_s, len(log)
         others = [rank for rank in range(ranks) if rank not in whole]
         draw = np.random.default_rng(0)
         slow = SLOWER if pipeline_of_rank.max() > 0 else 1.0
-        rounds_s, recorded, phases = [], [], []
-        for _ in range(until_run + measured):
+        rounds_s, recorded, phases, waits = [], [], [], []
+        for number in range(until_run + measured):
             energy_j = energy_of(whole[0].driver.next.phase)
             network.begin_round()
             for rank, real in whole.items():
                 network.rank = rank
                 real.iterate(slow)
+            if number == until_run:
+                whole[LEAF].recorder.own_event(ClockRefused(rank=LEAF, clock_mhz=1410, reached_mhz=1200))
             reports = _reports(pipeline_of_rank[others], slow, energy_j, draw)
             for rank, report in zip(others, reports.tolist(), strict=True):
                 network.exchange(rank, report)
             rounds_s.append(network.finish_round())
             phases.append(whole[0].driver.next.phase)
+            waits.append(len(log))
             whole[0].recorder._writer.flush(60)  # type: ignore[union-attr]
             recorded.append((Path(name) / FILE_NAME).stat().st_size)
+        told = sum(isinstance(record, ClockRefused) for record in read_records(Path(name)))
         status = len(json_of(whole[0].control))
         records_s = time.clock_gettime(
             time.pthread_getcpuclockid(whole[0].recorder._writer._thread.ident)  # type: ignore[union-attr,arg-type]
@@ -224,6 +230,8 @@ def modelled(ranks: int, until_run: int = UNTIL_RUN, measured: int = MEASURED) -
         plan = first.driver.next.plan
         assert plan == leaf.driver.next.plan, "both decide alike"
         assert bool(plan) is (slow > 1), "both follow the slow pipeline"
+        assert told == 1, "the leaf's event is recorded"
+        assert waits[-1] == waits[-measured - 1], "no iteration under plans waits for all ranks"
         return {
             "rank 0: training thread [ms]": 1e3 * statistics.median(first.training_s[last]),
             "rank 0: torch's threads [ms]": 1e3 * statistics.median(network.callbacks_s[0][last]),
@@ -231,10 +239,13 @@ def modelled(ranks: int, until_run: int = UNTIL_RUN, measured: int = MEASURED) -
             "leaf: training thread [ms]": 1e3 * statistics.median(leaf.training_s[last]),
             "rank 0: sent and received [bytes]": statistics.median(network.bytes_of[0][last]),
             "leaf: sent and received [bytes]": statistics.median(network.bytes_of[LEAF][last]),
+            "leaf: sent and received with an event to tell [bytes]": max(network.bytes_of[LEAF][last]),
             "leaf: messages": statistics.median(network.messages_of[LEAF][last]),
             "from the last report to the last answer, network [ms]": 1e3 * statistics.median(rounds_s[last]),
             "set-up: processor time on rank 0 and a leaf [s]": built_s,
-            "set-up: collectives": len(log),
+            "set-up: collectives that wait for all ranks": built,
+            "from then until a plan is kept: collectives that wait for all ranks": waits[-1] - built,
+            "each of them, by its messages one after the other [ms]": 1e3 * wait_s(ranks),
             "run.jsonl [bytes an iteration]": (recorded[-1] - recorded[-measured - 1]) / measured,
             "control status [bytes]": status,
         }
@@ -276,6 +287,7 @@ def alone(ranks: int) -> dict[str, float]:
             exchange.received()
             assert exchange.ranks is not None
             recorder.add(IterationContext(number, number, "run", plan=1), exchange.ranks)
+            assert recorder.last is not None  # is written long before the next one ends
         status = len(recorder.facts().model_dump_json())
         recorder.close()
         lines = [len(line) for line in (Path(folder) / FILE_NAME).read_text().splitlines()]
@@ -314,24 +326,28 @@ def _one_of(rank: int, ranks: int, iterations: int, address: str, results: Any) 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    communicator = Communicator(topology_of(rank, ranks, stages=4, tensor=1))
+    communicator = Communicator(topology_of(rank, ranks, tensor=1))
     who = {0: "rank 0", LEAF: "leaf"}.get(rank, "")
     figures = {
         f"{who}: set-up [s]": time.perf_counter() - began_s,
-        f"{who}: set-up, processor time [s]": time.process_time() - began_cpu_s,
+        STORE if rank == 0 else f"{who}: set-up, processor time [s]": time.process_time() - began_cpu_s,
     }
     exchange, ready_s = ReportExchange(communicator), time.process_time()
     training_s, waited_s = [], []
+    if rank in (LEAF, ranks - 1):
+        communicator.messages.add(b"an event")
     for _ in range(iterations):
         time.sleep(REAL_ITERATION_S)
         began_s, began_cpu_s = time.perf_counter(), time.thread_time()
         exchange.received()
         waited_s.append(time.perf_counter() - began_s)
-        exchange.send(RankReport(1.0, 10.0), [1.0] * (ranks // 4) if rank == 0 else ())
+        report = RankReport(1.0, 10.0, event_bytes=communicator.messages.size)
+        exchange.send(report, [1.0] * (ranks // STAGES) if rank == 0 else ())
         training_s.append(time.thread_time() - began_cpu_s)
     told = exchange.received()
     assert told is not None
     assert told.energy_j == 10.0 * ranks
+    assert len(communicator.messages.take_all()) == (2 if rank == 0 else 0)
     figures[f"{who}: training thread [ms]"] = 1e3 * statistics.median(training_s)
     figures[f"{who}: waited [ms], median"] = 1e3 * statistics.median(waited_s)
     figures[f"{who}: processor time of all threads [ms an iteration]"] = (
@@ -354,7 +370,12 @@ def main() -> None:
         print(json.dumps(alone(arguments.alone)))
         return
     if arguments.real:
-        _print({ranks: real(ranks) for ranks in arguments.real})
+        measured = {ranks: real(ranks) for ranks in arguments.real}
+        _print(measured)
+        if len(measured) > 1:
+            (fewest, first), *_, (most, last) = sorted(measured.items())
+            each_s = (last[STORE] - first[STORE]) / (most - fewest)
+            print(f"by a straight line, the store takes {each_s * SIZES[-1]:.1f} s to connect {SIZES[-1]} ranks")
         return
     found = {}
     for ranks in arguments.ranks:

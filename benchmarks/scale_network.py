@@ -13,12 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from perseus_ds.distributed import PipelineTopology
+from perseus_ds.distributed import Messages, PipelineTopology, Widths
 from perseus_ds.distributed.exchange import PendingAnswer, start_exchange
-from perseus_ds.distributed.tree import Tree
+from perseus_ds.distributed.tree import GROUP_SIZE, Tree, groups_of
 
 LATENCY_S = 50e-6
 BANDWIDTH_B_PER_S = 10e9 / 8
+
+
+def wait_s(ranks: int) -> float:
+    """Return how long a rank waits for all others by ``Communicator.agree``, all of which have come already [s].
+
+    In each group of a level: sizes to everybody around the group, values to its first rank; then size and value from
+    it, each in three steps.
+    """
+    levels = sum(1 for _ in groups_of(0, ranks))
+    return levels * (GROUP_SIZE - 1 + 1 + 2 * 3) * LATENCY_S
 
 
 class Network:
@@ -33,6 +43,7 @@ class Network:
         rank: Whose code runs now.
         size: Number of ranks.
         trees: Of each rank.
+        messages: Of each rank.
         meetings: Gathers and scatters under way.
         bytes_of: By rank, sent and received in each round.
         messages_of: By rank, sent and received in each round.
@@ -53,12 +64,13 @@ class Network:
         self._bytes: dict[int, int] = defaultdict(int)
         self._messages: dict[int, int] = defaultdict(int)
         self._callbacks: dict[int, float] = defaultdict(float)
-        self._width = 0
+        self._widths = Widths(0)
         self.meetings: dict[Any, _Meeting] = {}
         self.trees = {
             rank: Tree(ranks, rank, self._connected(rank))  # type: ignore[arg-type]
             for rank in sorted(self.present)
         }
+        self.messages = {rank: Messages() for rank in self.present}
 
     def begin_round(self) -> None:
         """Begin an exchange: all links are idle, and it is second 0."""
@@ -66,10 +78,12 @@ class Network:
         for of_ranks in (self._free_s, self._bytes, self._messages, self._callbacks):
             of_ranks.clear()
 
-    def exchange(self, rank: int, numbers: list[float], answers: Any = None, width: int = 0) -> PendingAnswer:
-        """Have a rank begin its exchange."""
-        self.rank, self._width = rank, width or self._width
-        return start_exchange(self.trees[rank], numbers, answers, self._width)
+    def exchange(
+        self, rank: int, numbers: Sequence[float], answers: Any = None, widths: Widths | None = None
+    ) -> PendingAnswer:
+        """Have a rank begin its exchange; without widths, as the rank before it."""
+        self.rank, self._widths = rank, widths or self._widths
+        return start_exchange(self.trees[rank], numbers, answers, self._widths, self.messages[rank])
 
     def finish_round(self) -> float:
         """Deliver all messages; return when the last one arrived [s]."""
@@ -162,7 +176,7 @@ class _Group:
         if self.is_first:
             meeting.begun[first] = begun
             for absent in set(self._ranks) - self._network.present:
-                self._network.send(absent, first, size, partial(arrive, absent, numbers[:1].repeat(len(numbers), 1)))
+                self._network.send(absent, first, size, partial(arrive, absent, numbers.clone()))
             arrive(first, numbers.clone())
         else:
             self._network.send(self._rank, first, size, lambda: arrive(self._rank, numbers.clone()))
@@ -204,6 +218,7 @@ class ModelCommunicator:
 
     def __init__(self, network: Network, topology: PipelineTopology, pipeline_of_rank: Any, log: list[Any]) -> None:
         self.topology = topology
+        self.messages = network.messages[topology.rank]
         self.world_size = network.size
         self.pipeline_of_rank = np.zeros(0, int) if pipeline_of_rank is None else pipeline_of_rank
         self.is_first = topology.rank == 0
@@ -237,8 +252,8 @@ class ModelCommunicator:
     def pipeline_barrier(self) -> None:
         pass
 
-    def start_exchange(self, numbers: list[float], answers: Any, width: int) -> PendingAnswer:
-        return self._network.exchange(self.topology.rank, numbers, answers, width)
+    def start_exchange(self, numbers: list[float], answers: Any, widths: Widths) -> PendingAnswer:
+        return self._network.exchange(self.topology.rank, numbers, answers, widths)
 
     def _first(self, value: Any) -> Any:
         self._calls += 1

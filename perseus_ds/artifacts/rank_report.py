@@ -51,10 +51,11 @@ class RankReport(_Numbers):
             to rank; below 2^48.
         closed: Whether this rank has been closed, so that all leave the mode.
         vote: Whether this rank asks for something that the phase decides together, such as one more iteration.
-        events: Events of this rank that rank 0 has not been told of.
+        event_bytes: Bytes of the events, of this rank and of those it passes on, that rank 0 has not been told of.
         plan: Rank 0's decision: what the policy asks for, as a place on the frontier.
         paused: Rank 0's decision: whether to run at default clocks.
         halts: Rank 0's decision: whether all ranks wait before that iteration.
+        caps_power: Rank 0's decision: whether the policy in force limits power, so that plans are judged by it.
         assignment: Number of rank 0's decision, another one whenever the plan of any pipeline is another.
         promised_slowdown: Of the whole job by that decision, as the profile has it.
     """
@@ -74,10 +75,11 @@ class RankReport(_Numbers):
     shapes: float = 0.0
     closed: bool = False
     vote: bool = False
-    events: int = 0
+    event_bytes: int = 0
     plan: int = 0
     paused: bool = False
     halts: bool = False
+    caps_power: bool = False
     assignment: int = 0
     promised_slowdown: float = 0.0
 
@@ -94,7 +96,7 @@ class JobReport(_Numbers):
         closed: Whether a rank has been closed, so that all leave the mode.
         vote: Whether a rank has voted.
         rank_0_votes: Whether rank 0 has.
-        events: Events of ranks that rank 0 has not been told of.
+        event_bytes: Bytes of the events that rank 0 has not been told of.
         shapes: A whole number that differs when the shapes of the inputs differ on any rank.
         drift: How far the pipelines are from the profile, by their lower median; NaN where that was not looked at. One
             pipeline alone is a straggler, for which nothing has to be measured again.
@@ -106,6 +108,7 @@ class JobReport(_Numbers):
         plan: As rank 0 has reported it.
         paused: Likewise.
         halts: Likewise.
+        caps_power: Likewise.
         assignment: Likewise.
         promised_slowdown: Likewise.
         stretch_factor: How many times as long as the policy's plan the plan of this rank's pipeline may take, by rank
@@ -119,7 +122,7 @@ class JobReport(_Numbers):
     closed: bool = False
     vote: bool = False
     rank_0_votes: bool = False
-    events: int = 0
+    event_bytes: int = 0
     shapes: float = 0.0
     drift: float = math.nan
     drift_most: float = math.nan
@@ -129,6 +132,7 @@ class JobReport(_Numbers):
     plan: int = 0
     paused: bool = False
     halts: bool = False
+    caps_power: bool = False
     assignment: int = 0
     promised_slowdown: float = 0.0
     stretch_factor: float = 1.0
@@ -137,27 +141,31 @@ class JobReport(_Numbers):
     def of(cls, ranks: RankReports) -> JobReport:
         """Return what all ranks are told; their stretch factors are still to be filled in."""
         rank_0 = ranks.of_rank_0
-        drift, drift_most = _typical_and_most(ranks.by_pipeline(ranks.column("drift")))
-        pace, beside = _pace_and_drift_beside_it(ranks)
-        beside_typical, beside_most = _typical_and_most(beside)
+        most, least, total = (dict(zip(_PLACES, row, strict=True)) for row in ranks.extremes_and_sums())
+        drift = drift_most = pace = math.nan
+        beside = beside_most = 0.0
+        if not math.isnan(rank_0.drift):
+            drift, drift_most = _typical_and_most(ranks.by_pipeline(ranks.column("drift")))
+            pace, beside, beside_most = _pace_and_drift_beside_it(ranks)
         return cls(
-            time_s=float(ranks.column("time_s").max()),
-            energy_j=float(ranks.column("energy_j").sum()),
-            least_energy_j=float(ranks.column("energy_j").min()),
-            failed=bool(ranks.column("failed").any()),
-            closed=bool(ranks.column("closed").any()),
-            vote=bool(ranks.column("vote").any()),
+            time_s=most["time_s"],
+            energy_j=total["energy_j"],
+            least_energy_j=least["energy_j"],
+            failed=bool(most["failed"]),
+            closed=bool(most["closed"]),
+            vote=bool(most["vote"]),
             rank_0_votes=rank_0.vote,
-            events=int(ranks.column("events").sum()),
+            event_bytes=int(total["event_bytes"]),
             shapes=float(int(ranks.column("shapes").astype(np.int64).sum()) % SHAPES),
-            drift=math.nan if math.isnan(rank_0.drift) else drift,
+            drift=drift,
             drift_most=drift_most,
             pace=pace,
-            drift_beside_pace=beside_typical,
+            drift_beside_pace=beside,
             drift_beside_pace_most=beside_most,
             plan=rank_0.plan,
             paused=rank_0.paused,
             halts=rank_0.halts,
+            caps_power=rank_0.caps_power,
             assignment=rank_0.assignment,
             promised_slowdown=rank_0.promised_slowdown,
         )
@@ -185,6 +193,10 @@ class RankReports:
         np.fmax.at(largest, self.pipeline_of_rank, of_ranks)
         return largest
 
+    def extremes_and_sums(self) -> list[list[float]]:
+        """Return of every field the largest, the least and the sum over all ranks; NaN where one is."""
+        return [reduced(self._numbers, axis=0).tolist() for reduced in (np.max, np.min, np.sum)]
+
     @property
     def of_rank_0(self) -> RankReport:
         """The report of rank 0, whose decisions count."""
@@ -200,9 +212,8 @@ _FIELDS: dict[type[_Numbers], tuple[tuple[str, Callable[[float], Any]], ...]] = 
     kind: _fields_of(kind) for kind in (RankReport, JobReport)
 }
 _PLACES = {name: place for place, (name, _) in enumerate(_FIELDS[RankReport])}
-JOB_REPORT_WIDTH = len(_FIELDS[JobReport])
-STRETCH_FACTOR = [name for name, _ in _FIELDS[JobReport]].index("stretch_factor")
-"""The place of the one number of a :class:`JobReport` that differs from pipeline to pipeline."""
+ALIKE = len(_FIELDS[JobReport]) - 1
+"""How many numbers of a :class:`JobReport` are the same for all ranks: all but the last one, the stretch factor."""
 # Of the number that a rank reports of its shapes.
 SHAPES = 2**48
 
@@ -218,10 +229,12 @@ def _typical_and_most(pipelines: npt.NDArray[np.float64]) -> tuple[float, float]
     return float(np.sort(pipelines)[(len(pipelines) - 1) // 2]), float(pipelines.max())
 
 
-def _pace_and_drift_beside_it(ranks: RankReports) -> tuple[float, npt.NDArray[np.float64]]:
+def _pace_and_drift_beside_it(ranks: RankReports) -> tuple[float, float, float]:
+    """Return the pace, and how far the typical pipeline is from it and the one that is farthest."""
     low, high = ranks.column("pace_low"), ranks.column("pace_high")
     known = low > 0
     if not known.any():
-        return math.nan, ranks.by_pipeline(np.zeros_like(low))
+        return math.nan, 0.0, 0.0
     pace = float(np.median(np.sqrt(low[known] * high[known])))
-    return pace, ranks.by_pipeline(np.where(known, np.maximum(high / pace - 1, 1 - low / pace), 0.0))
+    beside = ranks.by_pipeline(np.where(known, np.maximum(high / pace - 1, 1 - low / pace), 0.0))
+    return pace, *_typical_and_most(beside)

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from perseus_ds.artifacts.record_base import Event, RunRecord
 
 SCHEMA_VERSION = 2
+MOST_FAILED_RANKS = 16
+"""Of a record; the others are counted."""
 
 
 class IterationRecord(RunRecord):
@@ -42,7 +44,10 @@ class IterationRecord(RunRecord):
     drift: float | None = Field(None, description="How far instructions are from the profile, when last looked at.")
     clock_changes: int = Field(0, description="Clock changes of all GPUs.")
     clock_skips: int = Field(0, description="Clock changes left out.")
-    failed_ranks: tuple[int, ...] = Field((), description="Ranks that have fallen back to default clocks.")
+    failed_ranks: tuple[int, ...] = Field(
+        (), description="Ranks that have fallen back to default clocks, the first 16 of them."
+    )
+    more_failed_ranks: int = Field(0, description="How many more have.")
     clocks_asked_mhz: tuple[int | None, ...] | None = Field(
         None, description="By rank, the clock that its GPU was asked for when it was last read; null at default clocks."
     )

@@ -20,7 +20,6 @@ _RESET_AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0)
 _TRY_AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """After each refusal in a row of a driver that is busy; after the last one there is no further attempt."""
 
-
 _Item: TypeAlias = ClockRequest | Trial | Flag
 """A flag is set as soon as all requests before it are done."""
 
@@ -61,15 +60,13 @@ class ClockController:
         self._on_start = on_start
         self._time = timebase
         self.readback = ClockReadback(gpu, on_refusal, timebase)
-        # Others append, the worker alone removes.
-        self._pending: deque[_Item] = deque()
+        self._pending: deque[_Item] = deque()  # others append, the worker alone removes
         # Notified when an item is pending, or the worker is to stop.
         self._changed = timebase.condition()
         self._stopping = Flag(timebase)
         self._putting: int | None = None  # the thread that adds an item
-        self._failed = self._is_idle = False
-        # None stands for the default, the driver's own clock management.
-        self._requested: int | None = None
+        self._failed = self._is_idle = self._is_waiting = False
+        self._requested: int | None = None  # the default, the driver's own clock management
         self._busy_since_s: float | None = None
         self.changes = self.overtaken = self._refusals = 0
         self._worker = timebase.thread(self._work, "perseus-clocks")
@@ -164,10 +161,11 @@ class ClockController:
 
     def _put(self, item: _Item) -> None:
         self._pending.append(item)
-        self._putting = threading.get_ident()
-        with self._changed:
-            self._changed.notify_all()
-        self._putting = None
+        if self._is_waiting:  # otherwise the worker looks before it waits
+            self._putting = threading.get_ident()
+            with self._changed:
+                self._changed.notify_all()
+            self._putting = None
 
     def _work(self) -> None:
         try:
@@ -206,8 +204,10 @@ class ClockController:
     def _wait_for_more_than(self, count: int, timeout_s: float | None) -> None:
         """Wait until more items are pending, or the worker is to stop; at most for some time [s]."""
         with self._changed:
+            self._is_waiting = True
             if len(self._pending) <= count and not self._stopping.is_set():
                 self._changed.wait(timeout_s)
+            self._is_waiting = False
 
     def _handle(self, request: ClockRequest) -> None:
         if request.after is not None and not self._wait_for(request.after):

@@ -50,8 +50,6 @@ class ClockReadback:
     """Decides when to read the clock back, and what the readings mean; for the controller's worker thread.
 
     Attributes:
-        latency_s: Time from a request until the clock has changed: the median time of the driver's calls plus the
-            median time of the changes after them [s]; 0 as long as too few were seen.
         reading: The clock requested and the clock read when it had had time to follow [MHz]; NaN at default clocks.
     """
 
@@ -66,7 +64,6 @@ class ClockReadback:
         self._gpu = gpu
         self._on_refusal = on_refusal
         self._time = timebase
-        self.latency_s = 0.0
         self.reading: tuple[float, float] = _NO_READING
         self._calls_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._settling_s: deque[float] = deque(maxlen=_REMEMBERED)
@@ -79,10 +76,28 @@ class ClockReadback:
         self._read_s: float | None = None
         self._default_readings = 0
         self._held_readings = 0
+        self._default_mhz: deque[int] = deque(maxlen=_REMEMBERED)
 
     def watch_default_clocks(self) -> None:
         """Look for a minute of default clocks whether something keeps the busy GPU below its highest clock."""
         self._default_readings = _DEFAULT_READINGS
+
+    @property
+    def latency_s(self) -> float:
+        """How late a clock follows its request [s]; 0 as long as too few were seen.
+
+        The median time of the driver's calls plus the median time of the changes after them.
+        """
+        if len(self._calls_s) < _ENOUGH or not self._settling_s:
+            return 0.0
+        # Copies, because the clocks' thread adds to them.
+        return statistics.median(tuple(self._calls_s)) + statistics.median(tuple(self._settling_s))
+
+    @property
+    def default_mhz(self) -> int | None:
+        """The clock of the GPU while it is busy and nobody has locked it [MHz]; None where it was not read."""
+        read_mhz = tuple(self._default_mhz)
+        return statistics.median_low(read_mhz) if read_mhz else None
 
     @property
     def has_settled(self) -> bool:
@@ -105,7 +120,6 @@ class ClockReadback:
         self._is_settling = clock_mhz is not None and (
             self._changes <= _REMEMBERED or self._changes % _SETTLE_EVERY == 0
         )
-        self._update_latency()
 
     def due_in_s(self) -> float | None:
         """Return how long until :meth:`read` is due [s]; None for never, until something changes."""
@@ -135,7 +149,6 @@ class ClockReadback:
             if self._is_settling and reached_mhz <= requested_mhz * (1 + _TOLERANCE):
                 self._settling_s.append(since_s)
                 self._is_settling = False
-                self._update_latency()
         elif is_over:
             self._refuse(requested_mhz, reached_mhz)
         if is_over:
@@ -151,6 +164,8 @@ class ClockReadback:
         except GpuError:
             self._default_readings = 0
             return
+        if "idle" not in reasons:
+            self._default_mhz.append(reached_mhz)
         limits = tuple(reason for reason in reasons if reason not in _NO_LIMITS)
         is_below = reached_mhz < (1 - _TOLERANCE) * self._gpu.supported_clocks_mhz()[-1]
         self._held_readings = self._held_readings + 1 if is_below and "idle" not in reasons else 0
@@ -167,7 +182,3 @@ class ClockReadback:
         if "idle" not in reasons:  # A GPU with nothing to do may lower its clock by itself.
             self._refused.add(requested_mhz)
             self._on_refusal(Refusal(requested_mhz, reached_mhz, reasons))
-
-    def _update_latency(self) -> None:
-        if len(self._calls_s) >= _ENOUGH and self._settling_s:
-            self.latency_s = statistics.median(self._calls_s) + statistics.median(self._settling_s)

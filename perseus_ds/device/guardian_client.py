@@ -2,16 +2,17 @@
 
 A locked clock survives the process that locked it, ``kill -9`` included, so another process must notice its end. The
 first rank of a node starts the guardians, and every rank registers its GPUs with both over Unix sockets: where one is
-killed together with all ranks, the other one restores the clocks. Ranks start a guardian again that is gone.
+killed together with all ranks, the other one restores the clocks. A guardian watches the other one as well, and
+starts it again if it ends while ranks live (:mod:`perseus_ds.device.guardian_peer`). Ranks do so where both are gone.
 
-A guardian is no descendant of the rank and has a session of its own, one of them also a systemd scope of its own where
-the user can have one, so a signal to the job's process tree or group does not reach it. It sees a rank's end by the
+A guardian is no descendant of the rank and has a session of its own, and a systemd scope of its own where the user can
+have one, so a signal to the job's process tree, group or cgroup does not reach it. It sees a rank's end by the
 socket, which the kernel closes, and by the process itself (a forked data-loading worker may hold the socket open for
 longer). It then restores the GPUs that no other rank has registered, and ends with the last rank.
 
-Where a scheduler kills by cgroup, or the container ends with the job, the guardians are killed too: run ``perseus-ds
-reset`` in the scheduler's prologue and epilogue there. The next job of this user on the node resets what is left as
-well (:mod:`perseus_ds.device.lock_records`).
+Where there is no scope to have, a scheduler that kills by cgroup kills the guardians too, and so does the end of a
+container: run ``perseus-ds reset`` in the scheduler's prologue and epilogue there. The next job of this user on the
+node resets what is left as well (:mod:`perseus_ds.device.lock_records`), and in any case the clocks of its own GPUs.
 
 The guardian itself is :mod:`perseus_ds.device.guardian_daemon`.
 """
@@ -21,23 +22,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
+import secrets
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import asdict
 
-from perseus_ds.device import local_socket
+from perseus_ds.device import guardian_process, local_socket
+from perseus_ds.device.guarded_ranks import Registration
+from perseus_ds.device.guardian_process import ANSWER_TIMEOUT_S, names_of
 from perseus_ds.errors import GpuError
 from perseus_ds.timebase import REAL_TIME, Timebase
 
-_START_TIMEOUT_S = 30.0
 _AGAIN_S = 0.05
 _LOOK_S = 0.2
-GUARDIANS = 2
 
 
 class Guardian:
@@ -55,14 +54,13 @@ class Guardian:
         Raises:
             GpuError: One cannot be started, or it cannot open one of the GPUs.
         """
-        self._names = [f"{name}/{number}" for number in range(GUARDIANS)]
-        self._addresses = addresses
-        self._time = timebase
+        self._names = names_of(name)
+        self._registration = Registration(f"{os.getpid()}.{secrets.token_hex(8)}", tuple(addresses))
         self._closing = threading.Lock()
         self._closed = threading.Event()
-        with ThreadPoolExecutor(GUARDIANS) as pool:
-            self._posts = list(pool.map(self._post, self._names))
-        threading.Thread(target=self._replace_dead_ones, name="perseus-guardians", daemon=True).start()
+        with ThreadPoolExecutor(len(self._names)) as pool:
+            self._posts = list(pool.map(lambda name: _Post.start(name, self._registration, timebase), self._names))
+        threading.Thread(target=self._register_again, name="perseus-guardians", daemon=True).start()
 
     @classmethod
     def start(cls, addresses: Sequence[str], job: str | None = None, timebase: Timebase = REAL_TIME) -> Guardian:
@@ -100,22 +98,28 @@ class Guardian:
         closed = [post.close(timeout_s) for post in self._posts]  # all of them
         return any(closed)
 
-    def _post(self, name: str) -> _Post:
-        return _Post.start(name, self._addresses, self._time)
+    def _register_again(self) -> None:
+        """Register with guardians that have taken the place of others, as long as this rank is registered.
 
-    def _replace_dead_ones(self) -> None:
-        """Start guardians again that are gone, as long as this rank is registered."""
+        The other guardian starts it again; where none is left, this rank does.
+        """
         while not self._closed.wait(_LOOK_S):
-            for number, post in enumerate(self._posts):
-                if post.alive:
+            none_is_left = not self.alive
+            for number, name in enumerate(self._names):
+                if self._posts[number].alive:
                     continue
                 with contextlib.suppress(GpuError, OSError):
-                    new = self._post(self._names[number])
-                    with self._closing:
-                        if self._closed.is_set():
-                            new.close()
-                        else:
-                            self._posts[number] = new
+                    connect = guardian_process.connect_or_start if none_is_left else guardian_process.connect
+                    new = _Post.register(connect(name), self._registration)
+                    if new is not None:
+                        self._replace(number, new)
+
+    def _replace(self, number: int, new: _Post) -> None:
+        with self._closing:
+            if self._closed.is_set():
+                new.close()
+            else:
+                self._posts[number] = new
 
 
 class _Post:
@@ -130,41 +134,41 @@ class _Post:
         self.pid = pid
 
     @classmethod
-    def start(cls, name: str, addresses: Sequence[str], timebase: Timebase) -> _Post:
-        """Register GPUs with the guardian of a name; start it if there is none.
+    def start(cls, name: str, registration: Registration, timebase: Timebase) -> _Post:
+        """Register with the guardian of a name; start it if there is none.
 
         Raises:
             GpuError: It cannot be started, or it cannot open one of the GPUs.
         """
-        deadline_s = timebase.now_s() + _START_TIMEOUT_S
+        deadline_s = timebase.now_s() + ANSWER_TIMEOUT_S
         while timebase.now_s() < deadline_s:
-            post = cls._register(name, addresses)
+            post = cls.register(guardian_process.connect_or_start(name), registration)
             if post is not None:
                 return post
             timebase.sleep(_AGAIN_S)  # It was just ending with its last rank, or does not listen yet.
         raise GpuError(
-            f"No guardian answered within {_START_TIMEOUT_S:.0f} s. "
+            f"No guardian answered within {ANSWER_TIMEOUT_S:.0f} s. "
             f"Clocks may stay locked after a kill -9; `perseus-ds reset` restores them."
         )
 
     @classmethod
-    def _register(cls, name: str, addresses: Sequence[str]) -> _Post | None:
-        """Register GPUs with the guardian of a name; None if it does not answer."""
-        connection = _connect(name)
+    def register(cls, connection: socket.socket | None, registration: Registration) -> _Post | None:
+        """Register with a guardian; None if there is no connection with it, or it does not answer.
+
+        Raises:
+            GpuError: It cannot open one of the GPUs.
+        """
         if connection is None:
-            _spawn(name)
-            connection = _connect(name)
-            if connection is None:
-                return None
+            return None
         try:
-            answer = local_socket.exchange(connection, {"gpus": list(addresses)})
+            answer = local_socket.exchange(connection, asdict(registration))
             connection.setblocking(False)
         except OSError:
             connection.close()
             return None
         if answer["error"] is not None:
             connection.close()
-            raise GpuError(f"The guardian cannot watch {', '.join(addresses)}: {answer['error']}")
+            raise GpuError(f"The guardian cannot watch {', '.join(registration.gpus)}: {answer['error']}")
         return cls(connection, answer["pid"])
 
     @property
@@ -207,58 +211,3 @@ def socket_name(job: str | None) -> str:
     # Sockets are per network namespace, process ids per pid namespace: containers may share one and not the other.
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return f"\0perseus-ds-guardian/{os.getuid()}/{namespace}/{hashlib.sha256(job.encode()).hexdigest()[:16]}"
-
-
-def _connect(name: str) -> socket.socket | None:
-    try:
-        connection = local_socket.connect(name, _START_TIMEOUT_S)
-    except OSError:
-        return None
-    _, uid = local_socket.peer(connection)
-    if uid != os.getuid():
-        connection.close()
-        raise GpuError(f"The guardian's socket {name[1:]} belongs to user {uid}. Ask them to end that process.")
-    return connection
-
-
-def _spawn(name: str) -> None:
-    """Start a guardian; returns once it listens, or another one does."""
-    complaint = ""
-    for launcher in _launchers(name):
-        status, complaint = _run([*launcher, sys.executable, "-m", "perseus_ds.device.guardian_daemon", name[1:]])
-        if status == 0:
-            return
-    raise GpuError(f"The guardian process failed to start: {complaint}")
-
-
-def _launchers(name: str) -> list[list[str]]:
-    """Return what to start a guardian with, best first; the last guardian gets a systemd scope, and so a cgroup."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    systemd_run = shutil.which("systemd-run")
-    if not name.endswith(f"/{GUARDIANS - 1}") or systemd_run is None or not runtime:
-        return [[]]
-    if not Path(runtime, "systemd", "private").exists():
-        return [[]]
-    return [[systemd_run, "--user", "--scope", "--quiet", "--collect", "--"], []]
-
-
-def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Run a guardian until it serves; return its exit status and the last line of its complaint."""
-    package_parent = str(Path(__file__).resolve().parents[2])
-    search = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        command,
-        cwd="/",  # Not among the user's modules, and in no file system that somebody may want to unmount.
-        env={**os.environ, "PYTHONPATH": search},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        _, complaint = process.communicate(timeout=_START_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise GpuError(f"The guardian did not start within {_START_TIMEOUT_S:.0f} s: is the node overloaded?") from None
-    last = complaint.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
-    return process.returncode, f"exit status {process.returncode}: {last[0]}"

@@ -14,11 +14,13 @@ import socket
 import sys
 import syslog
 import threading
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 from perseus_ds.device import local_socket
+from perseus_ds.device.guarded_ranks import GuardedRanks, Registration
+from perseus_ds.device.guardian_peer import Peer
+from perseus_ds.device.guardian_process import other_name
 from perseus_ds.device.lock_records import left_locks
 from perseus_ds.device.watched_process import WatchedProcess
 from perseus_ds.errors import GpuError
@@ -29,7 +31,6 @@ _REGISTRATION_TIMEOUT_S = 30.0
 _POLL_S = 0.2
 _RESTORE_ATTEMPTS = 3
 _RETRY_S = 0.5
-_HUNG_S = 10.0
 
 
 class Resettable(Protocol):
@@ -57,60 +58,59 @@ def open_gpu(address: str) -> Resettable:
     raise GpuError(f"Unknown GPU address {address!r}: expected nvml:… or zeus:….")
 
 
-class _Guarded:
-    """Counts the living ranks that have registered each GPU."""
+class _Service:
+    """Serves ranks and the other guardian, each on a thread of its own, because a driver call may hang."""
 
-    def __init__(self) -> None:
-        self._ranks: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def add(self, addresses: Iterable[str]) -> None:
-        with self._lock:
-            self._ranks.update(addresses)
-
-    def remove(self, addresses: Iterable[str]) -> list[str]:
-        """Return those that no other rank has registered."""
-        with self._lock:
-            self._ranks.subtract(addresses)
-            return [address for address in addresses if self._ranks[address] <= 0]
-
-
-class _Watch(threading.Thread):
-    """Watches one rank from its registration to its end; a thread, because a driver call may hang.
-
-    Attributes:
-        ended_s: When the rank was seen to be gone [s]; None before.
-    """
-
-    def __init__(self, connection: socket.socket, guarded: _Guarded, timebase: Timebase) -> None:
-        super().__init__(daemon=True)
-        self._connection = connection
-        self._guarded = guarded
+    def __init__(self, ranks: GuardedRanks, timebase: Timebase) -> None:
+        self._ranks = ranks
         self._time = timebase
-        self.ended_s: float | None = None
 
-    def run(self) -> None:
-        with self._connection:
-            pid, uid = local_socket.peer(self._connection)
-            if uid != os.getuid():
-                return
-            with contextlib.closing(WatchedProcess(pid)) as process:
-                self._guard(process)
+    def start(self, connection: socket.socket) -> None:
+        """Serve the process at the other end of a connection."""
+        self._on_thread(self._serve, connection)
 
-    def _guard(self, process: WatchedProcess) -> None:
-        try:
-            self._connection.settimeout(_REGISTRATION_TIMEOUT_S)
-            addresses = set(local_socket.receive(self._connection)["gpus"])
-            gpus = {address: open_gpu(address) for address in addresses}
-        except Exception as error:
-            self._answer(str(error))
+    def _on_thread(self, serve: Callable[..., None], connection: socket.socket, *arguments: object) -> None:
+        def run() -> None:
+            with connection:
+                serve(connection, *arguments)
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        if local_socket.peer(connection)[1] != os.getuid():
             return
-        self._guarded.add(addresses)
-        self._answer(None)
-        process.wait_until_gone_or_readable(self._connection)
-        self.ended_s = self._time.now_s()
-        errors = [self._restore(address, gpus[address]) for address in self._guarded.remove(addresses)]
-        self._answer("; ".join(filter(None, errors)) or None)  # Read by a rank that closes, not by a dead one.
+        connection.settimeout(_REGISTRATION_TIMEOUT_S)
+        try:
+            message, handed_over = local_socket.receive_with_sockets(connection)
+            is_guardian = "ranks" in message
+            ranks = [Registration(rank["rank"], tuple(rank["gpus"])) for rank in message.get("ranks", [message])]
+        except Exception as error:
+            _answer(connection, str(error))
+            return
+        if is_guardian:
+            for rank, its_connection in zip(ranks, handed_over, strict=True):
+                self._on_thread(self._guard, its_connection, rank, False)
+            connection.settimeout(None)
+            connection.recv(1)  # returns when the other guardian has ended
+        else:
+            self._guard(connection, ranks[0], waits_for_answer=True)
+
+    def _guard(self, connection: socket.socket, rank: Registration, waits_for_answer: bool) -> None:
+        """Watch a rank until it ends, then reset its clocks."""
+        pid, _ = local_socket.peer(connection)
+        with contextlib.closing(WatchedProcess(pid)) as process, self._ranks.living(connection, rank):
+            problem = None
+            try:
+                gpus = {address: open_gpu(address) for address in rank.gpus}
+            except Exception as error:
+                problem = str(error)
+            if waits_for_answer:
+                _answer(connection, problem)
+            if problem is None:
+                process.wait_until_gone_or_readable(connection)
+                errors = [self._restore(address, gpus[address]) for address in self._ranks.end(connection)]
+                # Read by a rank that closes, not by a dead one.
+                _answer(connection, "; ".join(filter(None, errors)) or None)
 
     def _restore(self, address: str, gpu: Resettable) -> str | None:
         error = restore(gpu, self._time)
@@ -120,14 +120,10 @@ class _Watch(threading.Thread):
                     left.forget()
         return error
 
-    def _answer(self, error: str | None) -> None:
-        with contextlib.suppress(OSError):
-            local_socket.send(self._connection, {"error": error, "pid": os.getpid()})
 
-    def is_pending(self) -> bool:
-        """Whether there is still something to wait for."""
-        hangs = self.ended_s is not None and self._time.now_s() - self.ended_s > _HUNG_S
-        return self.is_alive() and not hangs
+def _answer(connection: socket.socket, error: str | None) -> None:
+    with contextlib.suppress(OSError):
+        local_socket.send(connection, {"error": error, "pid": os.getpid()})
 
 
 def restore(gpu: Resettable, timebase: Timebase) -> str | None:
@@ -144,27 +140,23 @@ def restore(gpu: Resettable, timebase: Timebase) -> str | None:
     return error_text
 
 
-def guard(listener: socket.socket, timebase: Timebase = REAL_TIME) -> None:
-    """Serve ranks until the last one is gone, or none came."""
-    guarded = _Guarded()
-    watches: list[_Watch] = []
+def guard(listener: socket.socket, ranks: GuardedRanks, timebase: Timebase = REAL_TIME) -> None:
+    """Serve ranks, and the other guardian, until the last rank is gone, or none came."""
+    service = _Service(ranks, timebase)
     listener.settimeout(_POLL_S)
     first_by_s = timebase.now_s() + _FIRST_RANK_TIMEOUT_S
-    had_ranks = False
-    while watches or (not had_ranks and timebase.now_s() < first_by_s):
+    while ranks.are_left or (not ranks.had_any and timebase.now_s() < first_by_s):
         with contextlib.suppress(TimeoutError):
             connection, _ = listener.accept()
             connection.setblocking(True)
-            watches.append(_Watch(connection, guarded, timebase))
-            watches[-1].start()
-            had_ranks = True
-        watches = [watch for watch in watches if watch.is_pending()]
+            service.start(connection)
 
 
 def main() -> None:
     """Become the guardian of a name, unless another process is."""
+    name = "\0" + sys.argv[1]
     try:
-        listener = local_socket.listen("\0" + sys.argv[1])
+        listener = local_socket.listen(name)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return  # Another rank has started it already.
@@ -178,7 +170,9 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
-    guard(listener)
+    ranks = GuardedRanks(REAL_TIME)
+    REAL_TIME.thread(Peer(other_name(name), ranks, REAL_TIME).watch, "perseus-peer").start()
+    guard(listener, ranks)
 
 
 if __name__ == "__main__":

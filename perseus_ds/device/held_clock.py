@@ -128,4 +128,5 @@ class HeldClock:
         finally:
             with self._changed:
                 self._called_s = None
-                self._changed.notify_all()
+                if self._is_released:  # nobody else waits
+                    self._changed.notify_all()

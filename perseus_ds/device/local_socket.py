@@ -6,13 +6,16 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 LONGEST_LINE = 65536
 """Bytes; a longer line is no message of ours, and must not fill the memory."""
 _LONGEST_ANSWER = 64 * LONGEST_LINE
 """Bytes; the status of a job has figures of every rank."""
+_PART = 65536
+_MOST_SOCKETS = 253
+"""Linux sends no more at once."""
 
 
 class LocalSocketError(OSError):
@@ -70,29 +73,55 @@ def connect(address: str, timeout_s: float) -> socket.socket:
     return connection
 
 
-def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
-    """Send an object.
+def send(connection: socket.socket, message: Mapping[str, Any], sockets: Sequence[socket.socket] = ()) -> None:
+    """Send an object; with it copies of sockets, for :func:`receive_with_sockets`.
 
     Raises:
         OSError: The other end is gone, or does not read within the connection's time-out.
     """
-    connection.sendall(json.dumps(message).encode() + b"\n")
+    line = json.dumps(message).encode() + b"\n"
+    sent = socket.send_fds(connection, [line], [each.fileno() for each in sockets]) if sockets else 0
+    connection.sendall(line[sent:])
 
 
 def receive(connection: socket.socket, most_bytes: int = LONGEST_LINE) -> dict[str, Any]:
     """Return the object that the other end sends next, in a line that is no longer than so many bytes.
 
+    What comes with the line, after its end, is dropped.
+
     Raises:
         LocalSocketError: It sent something else, or closed the connection before the end of the line.
         OSError: The other end does not send within the connection's time-out.
     """
-    line = b""
-    while not line.endswith(b"\n"):
-        received = connection.recv(65536)
+    return _finish(connection, b"", most_bytes)
+
+
+def receive_with_sockets(connection: socket.socket) -> tuple[dict[str, Any], list[socket.socket]]:
+    """Return the object that the other end sends next, and copies of the sockets that it sends with it.
+
+    Raises:
+        OSError: As :func:`receive`.
+    """
+    begin, descriptors, _, _ = socket.recv_fds(connection, _PART, _MOST_SOCKETS)
+    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    for each in sockets:
+        each.set_inheritable(False)
+    try:
+        return _finish(connection, begin, LONGEST_LINE), sockets
+    except OSError:
+        for each in sockets:
+            each.close()
+        raise
+
+
+def _finish(connection: socket.socket, line: bytes, most_bytes: int) -> dict[str, Any]:
+    """Receive the rest of a line; return its object."""
+    while b"\n" not in line:
+        received = connection.recv(_PART)
         line += received
         if not received or len(line) > most_bytes:
             raise LocalSocketError(f"expected a line with a JSON object, got {len(line)} bytes without its end")
-    return parse(line)
+    return parse(line.partition(b"\n")[0])
 
 
 def parse(line: bytes) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def _connect(name: str, place: int, size: int) -> Any:
     Raises:
         PerseusError: They cannot be connected.
     """
-    store = c10d.PrefixStore(name, c10d._get_default_store())
+    store = _Addresses(c10d.PrefixStore(name, c10d._get_default_store()), size)
     with _interface_of_nccl():
         try:
             return dist.ProcessGroupGloo(store, place, size, _SETUP_TIMEOUT)
@@ -179,6 +179,38 @@ def _connect(name: str, place: int, size: int) -> Any:
                 f"{used}: {str(error).splitlines()[0]}. Set {_GLOO}, on every node, to the interface by which nodes "
                 "reach each other; `ip -brief address` lists them."
             ) from error
+
+
+class _Addresses(c10d.Store):
+    """A store as gloo uses it to connect a group: asked for the address of one rank, it gets those of all at once.
+
+    The job's store answers all ranks of the job one after the other, so the number of questions decides how long that
+    takes.
+
+    Args:
+        store: Of the group.
+        size: Number of ranks; keys end with the place of one.
+    """
+
+    def __init__(self, store: c10d.Store, size: int) -> None:
+        super().__init__()
+        self._store = store
+        self._size = size
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        return self._known.get(key) or self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta = _SETUP_TIMEOUT) -> None:
+        if self._known.keys() >= set(keys):
+            return
+        device, _, place = keys[0].rpartition("/")
+        of_all = [f"{device}/{place}" for place in range(self._size)] if place.isdigit() else keys
+        self._store.wait(of_all, timeout)
+        self._known |= zip(of_all, self._store.multi_get(of_all), strict=True)
 
 
 @contextmanager

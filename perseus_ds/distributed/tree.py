@@ -1,12 +1,14 @@
 """The ranks of a job as a tree of small groups, so that no rank is connected with all others.
 
 Eight ranks one after the other, mostly those of a node, are a group; the first rank of each group is in a group of the
-next level with the first ranks of seven others, and so on up to rank 0. A rank that is first nowhere, a *leaf*, is in
-one group however large the job.
+next level with the first ranks of up to seven others, and so on up to rank 0. A rank that is first nowhere, a *leaf*,
+is in one group however large the job.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -73,14 +75,29 @@ def groups_of(place: int, size: int) -> Iterator[tuple[range, int]]:
     Yields:
         The places of the ranks of a group, and for how many ranks each of them stands at most.
     """
-    stride = 1
-    while place % stride == 0 and stride < size:
-        span = stride * GROUP_SIZE
+    for stride, span in itertools.pairwise(_strides(size)):
+        if place % stride:
+            return
         begin = place - place % span
         members = range(begin, min(begin + span, size), stride)
         if len(members) > 1:
             yield members, stride
-        stride = span
+
+
+def _strides(size: int) -> list[int]:
+    """Return for how many ranks a member of a group stands on each level, and last how many all of them are at most.
+
+    All members of a group send as much as the largest one, so the last two levels are such that few are not full.
+    """
+    strides = [1]
+    while strides[-1] < size:
+        left = math.ceil(size / strides[-1])
+        group = GROUP_SIZE
+        if len(strides) > 1 and GROUP_SIZE < left <= GROUP_SIZE**2:
+            sizes = range(math.ceil(left / GROUP_SIZE), GROUP_SIZE + 1)
+            group = min(sizes, key=lambda group: group * math.ceil(left / group))
+        strides.append(strides[-1] * group)
+    return strides
 
 
 class Tree:
@@ -104,7 +121,7 @@ class Tree:
                 connect([ranks[p] for p in places], str(stride)),
                 tuple(min(stride, size - p) for p in places),
                 stride,
-                is_top=stride * GROUP_SIZE >= size,
+                is_top=places[0] == 0 and len(places) * stride >= size,
             )
             for places, stride in groups_of(place, size)
         )

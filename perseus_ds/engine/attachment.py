@@ -92,8 +92,12 @@ class EngineAttachment(Attachment):
     def _note_shapes(self, kind: Kind, arguments: Mapping[str, Any]) -> float:
         """Tell simulated GPUs the shapes of an instruction's inputs; return a number for those of a forward, else 0."""
         if isinstance(self._timers, SimulatedExecution):
-            self._timers.input_shapes = self._input_shapes(arguments)
-        return float((hash(self._input_shapes(arguments)) & 0xFFFFFFFF) + 1) if kind is Kind.FORWARD else 0.0
+            shapes = self._timers.input_shapes = self._input_shapes(arguments)
+        elif kind is Kind.FORWARD:
+            shapes = self._input_shapes(arguments)
+        else:
+            return 0.0
+        return float((hash(shapes) & 0xFFFFFFFF) + 1) if kind is Kind.FORWARD else 0.0
 
     def _input_shapes(self, arguments: Mapping[str, Any]) -> tuple[torch.Size, ...]:
         """Return the shapes of the inputs that a command works on; none where the engine keeps them in its own way."""

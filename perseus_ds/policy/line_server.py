@@ -1,8 +1,4 @@
-"""Answers lines of local clients, on one thread with a small share of a processor, however many clients there are.
-
-The thread shares Python's interpreter lock with the training thread, so what it does is bounded: after each round it
-sleeps for many times as long as the round took.
-"""
+"""Answers lines of local clients, on one thread with a small share of a processor, however many clients there are."""
 
 from __future__ import annotations
 
@@ -18,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from perseus_ds.device import local_socket
+from perseus_ds.device.processor_share import ProcessorShare
 
 _SHARE = 0.005
 """Of one processor."""
-_LONGEST_PAUSE_S = 0.5
 _AT_ONCE = 8
 _MOST_CLIENTS = 64
 _TIMEOUT_S = 5.0
@@ -71,6 +67,7 @@ class LineServer:
         self._answer = answer
         self._clients: OrderedDict[int, _Client] = OrderedDict()
         self._selector = selectors.DefaultSelector()
+        self._processor = ProcessorShare(_SHARE)
         self._is_closed = False
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -92,9 +89,9 @@ class LineServer:
                     with contextlib.suppress(Exception):
                         self._accept() if key.fileobj is self._listener else self._advance(key.fd)
                 self._drop_late()
-                pause_s = min(_LONGEST_PAUSE_S, (time.thread_time() - began_s) / _SHARE)
+                self._processor.add(time.thread_time() - began_s)
                 if not self._is_closed:
-                    time.sleep(pause_s)
+                    time.sleep(self._processor.pause_s())
             for client in self._clients.values():
                 client.connection.close()
 

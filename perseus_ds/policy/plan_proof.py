@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from perseus_ds.artifacts.rank_report import JobReport
-from perseus_ds.policy.policies import CheapestPolicy, PowerCapPolicy, SimplePolicy
 
 # Windows of the energy counter below some seconds are noisy: this many refreshes, and at least so many iterations.
 _REFRESHES = 60
@@ -231,12 +230,12 @@ class Comparison:
         )
 
 
-def is_kept(comparison: Comparison, policy: SimplePolicy | CheapestPolicy) -> bool:
+def is_kept(comparison: Comparison, *, caps_power: bool) -> bool:
     """Return whether a plan is kept: it saves energy in time, or keeps power down under a policy that asks for it."""
-    return comparison.draws_less if isinstance(policy, PowerCapPolicy) else comparison.wins
+    return comparison.draws_less if caps_power else comparison.wins
 
 
-def is_in_doubt(comparison: Comparison, policy: SimplePolicy | CheapestPolicy) -> bool:
+def is_in_doubt(comparison: Comparison, *, caps_power: bool) -> bool:
     """Return whether default clocks have to be measured again: a plan no longer wins, or all may be faster."""
-    no_longer_wins = comparison.draws_more if isinstance(policy, PowerCapPolicy) else comparison.loses
+    no_longer_wins = comparison.draws_more if caps_power else comparison.loses
     return no_longer_wins or comparison.is_faster

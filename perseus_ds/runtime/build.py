@@ -71,7 +71,6 @@ def profile_info(
         simulated=gpu.simulated,
         gpu=gpu.name,
         driver=gpu.driver,
-        default_clock_mhz=gpu.supported_clocks_mhz()[-1],
         schedule=schedule.name,
         stages=schedule.num_stages,
         pipeline_ranks=topology.pipeline_ranks,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from perseus_ds.distributed import Widths
 from perseus_ds.errors import GpuError
 from perseus_ds.runtime.job import Rank
 
@@ -60,7 +61,8 @@ def wait_together(rank: Rank, is_over: Callable[[], bool], is_closed: Callable[[
     while True:
         is_over_here = rank.communicator.is_first and is_over()
         spent_j = _energy_j(rank) - begin_j
-        sent = rank.communicator.start_exchange([float(is_over_here), float(is_closed()), spent_j], _of_job, 3)
+        numbers = [float(is_over_here), float(is_closed()), spent_j]
+        sent = rank.communicator.start_exchange(numbers, _of_job, Widths(3))
         while not sent.is_there_within(_LOOK_EVERY_S):
             pass
         is_over_now, closed, energy_j = sent.result().tolist()
@@ -72,9 +74,9 @@ def wait_together(rank: Rank, is_over: Callable[[], bool], is_closed: Callable[[
     return Waited(time_s, energy_j, bool(closed))
 
 
-def _of_job(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _of_job(numbers: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return for all ranks whether it is over, whether one is closed, and the energy of all."""
-    return np.tile([*numbers[:, :2].max(axis=0), numbers[:, 2].sum()], (len(numbers), 1))
+    return np.array([*numbers[:, :2].max(axis=0), numbers[:, 2].sum()]), np.zeros((len(numbers), 0))
 
 
 def _energy_j(rank: Rank) -> float:

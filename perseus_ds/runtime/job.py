@@ -15,6 +15,7 @@ from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.device.gpu.driver_call import DriverCall
 from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.runtime.cache import cache_key
 from perseus_ds.runtime.config import PerseusConfig
@@ -48,6 +49,10 @@ class Job:
     def profile_path(self) -> Path:
         """The profile that this job writes."""
         return self.output_dir / "profile.csv"
+
+    def forwards_of(self, pipeline_rank: int) -> int:
+        """Return how many forwards an iteration has on a rank of a pipeline."""
+        return sum(instruction.kind is Kind.FORWARD for instruction in self.schedule.instructions[pipeline_rank])
 
     def of_shape(self, number: int, shape: str) -> Job:
         """Return the job as its iterations with inputs of one shape are: with a folder and fingerprint of their own."""

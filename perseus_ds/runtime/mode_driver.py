@@ -163,8 +163,9 @@ class ModeDriver:
         except Exception as error:  # the other ranks wait for this report
             self._on_error(error)
             later = {}
-        measured = {"time_s": seen.time_s, "energy_j": seen.energy_j, "events": self._recorder.events_to_report}
-        shapes = shapes_number(self._rank.communicator.topology.rank, seen.shapes[1])
+        communicator = self._rank.communicator
+        measured = {"time_s": seen.time_s, "energy_j": seen.energy_j, "event_bytes": communicator.messages.size}
+        shapes = shapes_number(communicator.topology.rank, seen.shapes[1])
         known = {**measured, "shapes": shapes, "closed": self._is_closed, **following.reported, **later}
         return replace(own, **known), following.stretch_factors
 
@@ -212,15 +213,11 @@ class ModeDriver:
             self._rank.timebase.sleep(_POLL_S)
         if self._rank.communicator.is_connected:
             self.send_report_if_known()
-        self._add(self._exchange.look_within(_LAST_REPORTS_S))
+        self._record(self._exchange.look_within(_LAST_REPORTS_S))
 
     def _record(self, reports: JobReport | None) -> None:
-        """Record the iteration that all ranks have reported; every rank must do so at the same time."""
-        if reports is not None and reports.events:
-            self._recorder.gather_events()
-        self._add(reports)
-
-    def _add(self, reports: JobReport | None) -> None:
+        """Record the iteration that all ranks have reported, and the events that have come with their reports."""
+        self._recorder.add_events_of_others()
         ended, self._ended = self._ended, None
         ranks = self._exchange.ranks
         if reports is not None and ended is not None and ranks is not None:

@@ -236,7 +236,7 @@ def _under_plan(
     outcome = yield from prove(runner, profiles_again=profiles_again)
     if isinstance(outcome, Outcome):
         return outcome
-    kept = runner.of_policy(partial(is_kept, outcome))
+    kept = is_kept(outcome, caps_power=runner.caps_power)
     recorder.plan_judged(runner.wanted.plan, outcome, kept=kept)
     if learn(outcome):
         return Outcome.REPRICED

@@ -50,6 +50,7 @@ class NextIteration:
         shape: Number of the shape of its inputs, where shapes have plans of their own.
         by_shape: What to run instead, by the number of the shape of the first inputs; an iteration with others runs at
             default clocks. Empty where all shapes run alike.
+        tell_shapes: Told the numbers of the shapes of its inputs as soon as they are known; None where nobody asks.
         outlook: What follows; None where the job trains on like this.
         reported: Fields of this rank's report of the iteration that has just ended.
         reported_later: Returns more of them, once the device has done that iteration.
@@ -67,6 +68,7 @@ class NextIteration:
     aligns_tail: bool = False
     shape: int | None = None
     by_shape: Mapping[float, NextIteration] = field(default_factory=dict)
+    tell_shapes: Callable[[float, float], None] | None = None
     outlook: Outlook | None = None
     reported: Mapping[str, Any] = field(default_factory=dict)
     reported_later: Callable[[], Mapping[str, Any]] = dict

@@ -19,7 +19,7 @@ from perseus_ds.policy.drift import DriftWatch, reported_drift
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.plan_follower import PlanFollower
 from perseus_ds.policy.plan_proof import Comparison, IterationSample
-from perseus_ds.policy.policies import PolicyConfig
+from perseus_ds.policy.policies import PowerCapPolicy
 from perseus_ds.policy.stragglers import computed_and_tail_s
 from perseus_ds.runtime.halting import Halt, Waited
 from perseus_ds.runtime.job import Job, Rank
@@ -40,6 +40,7 @@ class PlanRunner:
     Attributes:
         wanted: The next iteration.
         drifts_by_shape: Whether instructions have drifted because inputs have other shapes.
+        caps_power: Whether the policy in force limits power, as rank 0 has reported it.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class PlanRunner:
         self._drift = DriftWatch(job.config.max_drift)
         self._has_announced_drift = False
         self.drifts_by_shape = False
+        self.caps_power = False
         self._chooser = PlanChooser(rank, recorder, control, frontier, self._follower)
         self._iterations = 0
         self._default = default
@@ -123,6 +125,7 @@ class PlanRunner:
         if ran is not None:
             self._follower.statistics.add_stop(seen.stopped_s)
         if seen.reports is not None:
+            self.caps_power = seen.reports.caps_power
             if ran is not None and not ran.order.paused:
                 self._learn(seen.reports, seen.ranks, ran)
             self._add_to_sample(seen.reports, ran)
@@ -210,10 +213,6 @@ class PlanRunner:
         self._sample, self._looks = IterationSample(sample.counter_period_s), 0
         return comparison
 
-    def of_policy(self, decide: Callable[[PolicyConfig], bool]) -> bool:
-        """Return what rank 0's policy decides; every rank must ask at once."""
-        return self._communicator.from_first(lambda: decide(self._chooser.in_force))
-
     def _add_to_sample(self, reports: JobReport, ran: InForce | None) -> None:
         """Add an iteration to those that are compared with default clocks; all of them run alike, clocks settled."""
         if self._default is None:
@@ -282,6 +281,7 @@ class PlanRunner:
         looks = bool(self._frontier.instruction_times_s) and self._iterations % _DRIFT_EVERY == 0
         later = partial(self._own_times, seen, self._ran, looks) if seen is not None else dict
         decided, factors = self._orders.decided.order.as_reported(), self._orders.stretch_factors
+        decided = {**decided, "caps_power": isinstance(self._chooser.in_force, PowerCapPolicy)}
         return replace(self._planned, reported=decided, reported_later=later, stretch_factors=factors)
 
     def _own_times(self, seen: IterationMeasurement, ran: InForce | None, looks_for_drift: bool) -> Mapping[str, float]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 from perseus_ds.artifacts.io import open_without_links
 from perseus_ds.artifacts.record_follower import RecordFollower
@@ -18,8 +21,13 @@ from perseus_ds.artifacts.run_records import Record
 from perseus_ds.report.live.progress import JobLog
 
 logger = logging.getLogger("perseus_ds")
+# Records of iterations are made and written together: one by one they would take time from training in each.
+_TOGETHER_S = 0.5
 # Of a disk that is full for hours the last records are kept, some megabytes.
 _MOST_UNWRITTEN = 10_000
+
+_Waiting: TypeAlias = tuple[Callable[[], Record], float] | threading.Event
+"""What makes a record, and how long it may wait [s]; or what is set once all before it is written."""
 
 
 class RecordWriter:
@@ -35,15 +43,19 @@ class RecordWriter:
         self._path = directory / FILE_NAME
         self._log = log
         self._on_record = on_record
-        self._waiting: queue.SimpleQueue[Callable[[], Record] | threading.Event] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
         self._unwritten: deque[bytes] = deque(maxlen=_MOST_UNWRITTEN)
         self._works = True
         self._thread = threading.Thread(target=self._write_all, name="perseus-records", daemon=True)
         self._thread.start()
 
-    def write(self, make: Callable[[], Record]) -> None:
-        """Have a record made and written; returns at once, from any thread."""
-        self._waiting.put(make)
+    def write(self, record: Record) -> None:
+        """Have a record written; returns at once, from any thread."""
+        self._waiting.put((lambda: record, 0.0))
+
+    def write_soon(self, make: Callable[[], Record]) -> None:
+        """Have a record made and written within half a second; returns at once, from any thread."""
+        self._waiting.put((make, _TOGETHER_S))
 
     def flush(self, timeout_s: float = 5.0) -> None:
         """Wait until everything given so far is written, or writing takes longer than some time [s]."""
@@ -56,22 +68,43 @@ class RecordWriter:
             for _, records in RecordFollower(self._path.parent).read():
                 self._log.add(records)
         while True:
-            waiting = self._waiting.get()
+            made, written = self._made(self._next_together())
+            if made:
+                self._append([to_line(record).encode() for record in made])
+            for event in written:
+                event.set()
+
+    def _next_together(self) -> list[_Waiting]:
+        """Wait for what is to be done, and for what comes while that may still wait."""
+        found: list[_Waiting] = []
+        end_s = math.inf
+        with contextlib.suppress(queue.Empty):
+            while True:
+                rest_s = None if math.isinf(end_s) else max(0.0, end_s - time.monotonic())
+                found.append(waiting := self._waiting.get(timeout=rest_s))
+                may_wait_s = 0.0 if isinstance(waiting, threading.Event) else waiting[1]
+                end_s = min(end_s, time.monotonic() + may_wait_s)
+        return found
+
+    def _made(self, together: list[_Waiting]) -> tuple[list[Record], list[threading.Event]]:
+        """Make records; return them, and what is to be set once they are written."""
+        made, written = [], []
+        for waiting in together:
             if isinstance(waiting, threading.Event):
-                waiting.set()
+                written.append(waiting)
                 continue
             try:
-                record = waiting()
+                made.append(waiting[0]())
             except Exception as error:  # the records after it are of use all the same
                 logger.warning("perseus: a record of this job cannot be made (%r); it is left out.", error)
                 continue
-            self._on_record(record)
-            self._log.add([record])
-            self._append(to_line(record).encode())
+            self._on_record(made[-1])
+        self._log.add(made)
+        return made, written
 
-    def _append(self, line: bytes) -> None:
-        """Write a line, after those that could not be written: the disk may have been full for a while."""
-        self._unwritten.append(line)
+    def _append(self, lines: list[bytes]) -> None:
+        """Write lines, after those that could not be written: the disk may have been full for a while."""
+        self._unwritten.extend(lines)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open_without_links(self._path, append=True) as file:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import time
-from collections import deque
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,16 @@ import numpy as np
 
 from perseus_ds.artifacts.rank_report import RankReports
 from perseus_ds.artifacts.record_base import Event
-from perseus_ds.artifacts.run_records import Ended, IterationRecord, PlanJudged, ProfileWritten, Started
+from perseus_ds.artifacts.run_file import from_line, to_line
+from perseus_ds.artifacts.run_records import (
+    MOST_FAILED_RANKS,
+    Ended,
+    IterationRecord,
+    PlanJudged,
+    ProfileWritten,
+    Record,
+    Started,
+)
 from perseus_ds.distributed import Communicator
 from perseus_ds.policy.assignment import Forecast
 from perseus_ds.policy.plan_proof import Comparison
@@ -74,7 +82,7 @@ class IterationContext:
 
 
 class Recorder:
-    """Records iterations and events on rank 0; other ranks keep their events until rank 0 asks for them.
+    """Records iterations and events on rank 0; other ranks send it their events with their reports.
 
     Records are made on a thread of their own where nobody on the training thread needs them.
     """
@@ -107,7 +115,6 @@ class Recorder:
         self._writer = RecordWriter(directory, self._log, self._progress.add) if communicator.is_first else None
         self._before_start: list[Event] = []
         self._has_started = False
-        self._own_events: deque[tuple[float, Event]] = deque()
         self._summarised = 0
         self._drift: float | None = None
         self._by_rank = RankFigures()
@@ -125,21 +132,16 @@ class Recorder:
             return
         event = event.model_copy(update={"time": event.time or time.time(), "simulated": self._simulated})
         if self._has_started:
-            self._writer.write(lambda: event)
+            self._writer.write(event)
         else:
             self._before_start.append(event)
 
     def own_event(self, event: Event) -> None:
-        """Record an event of this rank, from any thread; on other ranks once reported to rank 0."""
+        """Record an event of this rank, from any thread; another rank than 0 sends it to rank 0."""
         if self._communicator.is_first:
             self.event(event)
         else:
-            self._own_events.append((time.monotonic(), event))
-
-    @property
-    def events_to_report(self) -> int:
-        """How many events of this rank not yet reported to rank 0."""
-        return len(self._own_events)
+            self._communicator.messages.add(to_line(event).encode())
 
     def profile_written(self, path: Path, **figures: float) -> None:
         """Record that a profile was measured, with its cost; see :class:`ProfileWritten`."""
@@ -162,10 +164,10 @@ class Recorder:
             return
         if self._monitor is not None:
             record = self._of_job(iteration, reports)
-            self._writer.write(lambda: record)
+            self._writer.write_soon(lambda: record)
             self._tell_monitor(record, iteration.samples)
         else:
-            self._writer.write(partial(self._of_job, iteration, reports))
+            self._writer.write_soon(partial(self._of_job, iteration, reports))
         if self._steps_per_print and iteration.number % self._steps_per_print == 0 and (last := self.last):
             self._print(last)
 
@@ -176,16 +178,16 @@ class Recorder:
             self._writer.flush()
         return self._last
 
-    def gather_events(self) -> None:
-        """Record the events that other ranks have kept; every rank must do so at the same time."""
-        now_s = time.monotonic()
-        own = [
-            (now_s - at_s, event) for at_s, event in (self._own_events.popleft() for _ in range(len(self._own_events)))
-        ]
+    def add_events_of_others(self) -> None:
+        """Record the events that other ranks have sent; on rank 0 only."""
+        if self._writer is None:
+            return
+        for age_s, line in self._communicator.messages.take_all():
+            self._writer.write_soon(partial(self._of_other, line, time.time() - age_s))
+
+    def _of_other(self, line: bytes, at: float) -> Record:
         # Clocks of nodes may be minutes apart: rank 0's tells the time of all records.
-        for events in self._communicator.gather(own):
-            for age_s, event in events:
-                self.event(event.model_copy(update={"time": time.time() - age_s}))
+        return from_line(line).model_copy(update={"time": at, "simulated": self._simulated})
 
     def close(self) -> None:
         """Print time, energy and saving of the training in one line, record them, and wait until all is written."""
@@ -219,6 +221,7 @@ class Recorder:
             self._drift = None
         elif np.isfinite(drift).any():
             self._drift = float(np.nanmax(drift))
+        failed = np.flatnonzero(reports.column("failed")).tolist()
         forecast = iteration.forecast
         self._last = IterationRecord(
             simulated=self._simulated,
@@ -240,7 +243,8 @@ class Recorder:
             drift=None if self._drift is None else _rounded(self._drift),
             clock_changes=int(reports.column("clock_changes").sum()),
             clock_skips=int(reports.column("clock_skips").sum()),
-            failed_ranks=tuple(np.flatnonzero(reports.column("failed")).tolist()),
+            failed_ranks=tuple(failed[:MOST_FAILED_RANKS]),
+            more_failed_ranks=max(0, len(failed) - MOST_FAILED_RANKS),
             next_phase=iteration.outlook.phase if iteration.outlook else None,
             next_in_s=_seconds(iteration.outlook.in_s) if iteration.outlook else None,
             **self._by_rank.of(reports),

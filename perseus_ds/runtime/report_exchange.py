@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.artifacts.rank_report import JOB_REPORT_WIDTH, STRETCH_FACTOR, JobReport, RankReport, RankReports
-from perseus_ds.distributed import Communicator, Pending
+from perseus_ds.artifacts.rank_report import ALIKE, JobReport, RankReport, RankReports
+from perseus_ds.distributed import MOST_MESSAGE_BYTES, Communicator, Pending, Widths
 
 
 class ReportExchange:
@@ -27,16 +27,19 @@ class ReportExchange:
         self._communicator = communicator
         self._pending: Pending | None = None
         self._arrived: RankReports | None = None
+        # Bytes of events that ranks may send with their next report: as many as they have said to have.
+        self._event_bytes = 0
 
     def send(self, report: RankReport, stretch_factors: Sequence[float] = ()) -> None:
-        """Begin to send this rank's report; returns at once.
+        """Begin to send this rank's report, and its events if all ranks know that there are some; returns at once.
 
         Args:
             report: Of this rank.
             stretch_factors: Rank 0's decision: of each pipeline; none for 1 throughout.
         """
         answers = partial(self._answers, stretch_factors)
-        self._pending = self._communicator.start_exchange(report.as_numbers(), answers, JOB_REPORT_WIDTH)
+        widths = Widths(ALIKE, 1, min(self._event_bytes, MOST_MESSAGE_BYTES))
+        self._pending = self._communicator.start_exchange(report.as_numbers(), answers, widths)
 
     def received(self) -> JobReport | None:
         """Return what all ranks are told of the reports sent last; None if there are none, or it was returned already.
@@ -58,12 +61,14 @@ class ReportExchange:
     def _told(self, pending: Pending) -> JobReport | None:
         numbers = pending.result()
         self.ranks = self._arrived
-        return None if np.isnan(numbers).all() else JobReport.from_numbers(numbers.tolist())
-
-    def _answers(self, stretch_factors: Sequence[float], numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return what each rank is told: the same of the job, and the stretch factor of its own pipeline."""
-        ranks = self._arrived = RankReports(numbers, self._communicator.pipeline_of_rank)
-        told = np.tile(JobReport.of(ranks).as_numbers(), (len(numbers), 1))
-        if stretch_factors:
-            told[:, STRETCH_FACTOR] = np.asarray(stretch_factors)[ranks.pipeline_of_rank]
+        told = None if np.isnan(numbers).all() else JobReport.from_numbers(numbers.tolist())
+        self._event_bytes = 0 if told is None else told.event_bytes
         return told
+
+    def _answers(
+        self, stretch_factors: Sequence[float], numbers: npt.NDArray[np.float64]
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Return what all ranks are told of the job, and for each of them the stretch factor of its own pipeline."""
+        ranks = self._arrived = RankReports(numbers, self._communicator.pipeline_of_rank)
+        factors = np.asarray(stretch_factors)[ranks.pipeline_of_rank] if stretch_factors else np.ones(len(numbers))
+        return np.array(JobReport.of(ranks).as_numbers()[:ALIKE]), factors[:, None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 from pathlib import Path
 
 from perseus_ds.artifacts.frontier import Frontier
@@ -126,7 +125,7 @@ def run(runner: PlanRunner, *, profiles_again: bool) -> Phase[Outcome]:
             return Outcome.DRIFTED
         runner.advance(seen)
         comparison = runner.comparison(until_sure=False)
-        if comparison is not None and runner.of_policy(partial(is_in_doubt, comparison)):
+        if comparison is not None and is_in_doubt(comparison, caps_power=runner.caps_power):
             return Outcome.IN_DOUBT
 
 

@@ -88,6 +88,7 @@ class PerseusRuntime:
         self._in_iteration = False
         # Ranks without a tail do not take part in its barrier.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
+        self._forwards = job.forwards_of(communicator.topology.pipeline_rank)
         self._closed = False
         if config.mode != "observe":
             communicator.together(gpu.check_lock_permission)
@@ -156,7 +157,7 @@ class PerseusRuntime:
         self._has_clocks = self._check()
         plan = self.next.clocks if self._has_clocks else ClockPlan.none()
         self._hooks.prepare(plan, aligns_tail=self.next.aligns_tail and self._has_tail)
-        self._shapes = InputShapes()
+        self._shapes = InputShapes(self._forwards, self.next.tell_shapes)
         begun = self._energy_at(self._timers.start_iteration())
         start_s = self._rank.timebase.now_s()
         self._in_iteration = True

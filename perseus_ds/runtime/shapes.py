@@ -1,19 +1,25 @@
 """Profiles and plans for each shape of inputs: every shape that comes often goes through phases of its own.
 
 Only the first ranks could know the shape of an iteration before it begins. So each rank knows what to run for every
-shape, and chooses when the inputs of its first forward are there. After the iteration all ranks tell each other which
-inputs they had; all then advance the phases of the same shape, which see the iterations of that shape only.
+shape, and chooses when the inputs of its first forward are there. When the inputs of its last forward are there, it
+begins to tell the others which inputs it has had. After the iteration all ranks know those of all, and advance the
+phases of the same shape, which see the iterations of that shape only.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from perseus_ds.artifacts.rank_report import SHAPES, JobReport, shapes_number
 from perseus_ds.artifacts.run_records import ShapePlanned
+from perseus_ds.distributed import Pending, Widths
 from perseus_ds.errors import PerseusError
 from perseus_ds.runtime.job import Rank
 from perseus_ds.runtime.phases import UNPLANNED, IterationMeasurement, NextIteration, Phase, Resumed
@@ -26,6 +32,8 @@ _OFTEN, _LAST = 5, 50
 _UNUSED = 500
 # Iterations that begin as those of a shape do and turn out to be of another one: at most so many, and this share.
 _CONFUSED, _CONFUSED_SHARE = 2, 0.05
+# A number holds so many bits, one for each known shape; two numbers hold those of all.
+_BITS = 32
 
 
 @dataclass(frozen=True)
@@ -41,30 +49,6 @@ class Shape:
     number: float
     total: float
     first: float = field(compare=False)
-
-
-@dataclass(frozen=True)
-class _Told:
-    """What ranks tell each other of an iteration's inputs.
-
-    Attributes:
-        number: Sum over ranks of a number of their shapes.
-        total: The same of all forwards, whatever their order.
-        alike: Which of the known shapes begin with the same inputs on a rank.
-    """
-
-    number: int
-    total: int
-    alike: frozenset[int]
-
-    @classmethod
-    def of_all(cls, told: Sequence[_Told]) -> _Told:
-        """Return what some ranks tell together."""
-        return cls(
-            sum(one.number for one in told),
-            sum(one.total for one in told),
-            frozenset().union(*(one.alike for one in told)),
-        )
 
 
 @dataclass
@@ -131,6 +115,13 @@ def _run(shapes: _Shapes) -> Phase[None]:
             reported = ran.wanted.reported
 
 
+def _of_all(numbers: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return what ranks tell together: sums of the numbers of their shapes, and the shapes that begin alike on one."""
+    of_ranks = numbers.astype(np.int64)
+    told = [*(of_ranks[:, :2].sum(axis=0) % SHAPES), *np.bitwise_or.reduce(of_ranks[:, 2:], axis=0)]
+    return np.array(told, dtype=float), np.zeros((len(numbers), 0))
+
+
 class _Shapes:
     """The shapes of a job: the same on all ranks, which call all methods together."""
 
@@ -150,6 +141,8 @@ class _Shapes:
         self._iterations = 0
         self._numbers = 0
         self._progress: dict[str, Any] = {}
+        self._exchanges = rank.communicator.more_exchanges()
+        self._told: Pending | None = None
 
     def next_iteration(self, last: _Planned | None, reported: Mapping[str, Any]) -> NextIteration:
         """Return what to run: until its shape is known, what the last shape asks for.
@@ -160,7 +153,9 @@ class _Shapes:
         """
         by_shape = {shape.first: planned.wanted for shape, planned in self._planned.items() if planned.phases}
         begin = last.wanted if last is not None else UNPLANNED
-        return replace(begin, by_shape=by_shape, reported=reported, progress=lambda: self._progress)
+        return replace(
+            begin, by_shape=by_shape, tell_shapes=self._tell, reported=reported, progress=lambda: self._progress
+        )
 
     def of(self, seen: IterationMeasurement) -> _Planned | None:
         """Return the shape of an iteration, if it is planned; one that has come often becomes so."""
@@ -182,16 +177,32 @@ class _Shapes:
 
     def _told_together(self, first: float, total: float) -> tuple[Shape, set[Shape]]:
         """Return the shape of an iteration, and the shapes that a rank cannot tell from it by its first forward."""
-        communicator = self._rank.communicator
-        rank, known = communicator.topology.rank, [*dict.fromkeys([*self._planned, *self._seen])]
+        if self._told is None:  # inputs of some forwards are not known
+            self._tell(first, total)
+        pending, self._told = self._told, None
+        told = np.full(1, np.nan) if pending is None else pending.result()
+        if np.isnan(told).any():
+            raise PerseusError("ranks could not tell each other the shapes of their inputs")
+        number, of_all, *words = told.astype(np.int64).tolist()
+        bits = [word >> bit & 1 for word in words for bit in range(_BITS)]
+        return Shape(number, of_all, first), {shape for shape, bit in zip(self._known, bits, strict=False) if bit}
+
+    def _tell(self, first: float, total: float) -> None:
+        """Begin to tell all ranks which inputs this rank has; once for each iteration that ends."""
+        if self._told is not None:
+            return
+        rank = self._rank.communicator.topology.rank
         total_number = shapes_number(rank, total)
-        own = _Told(
-            shapes_number(rank, first) + 3 * total_number,
-            total_number,
-            frozenset(place for place, other in enumerate(known) if other.first == first),
-        )
-        told = communicator.agree(own, _Told.of_all)
-        return Shape(told.number % SHAPES, told.total % SHAPES, first), {known[place] for place in told.alike}
+        alike = [float(other.first == first) for other in self._known]
+        words = [sum(2.0**bit * here for bit, here in enumerate(alike[begin : begin + _BITS])) for begin in (0, _BITS)]
+        numbers = [(shapes_number(rank, first) + 3 * total_number) % SHAPES, total_number, *words]
+        with contextlib.suppress(RuntimeError):  # the connection to a rank that is gone
+            self._told = self._exchanges.start(numbers, _of_all, Widths(len(numbers)))
+
+    @property
+    def _known(self) -> list[Shape]:
+        """The shapes that an iteration may be like; no more of them than two words have bits."""
+        return [*dict.fromkeys([*self._planned, *self._seen])]
 
     def advance(self, planned: _Planned, received: IterationMeasurement | Resumed | None) -> None:
         """Have the phases of a shape decide on its next iteration; None lets them begin."""

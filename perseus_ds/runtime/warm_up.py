@@ -73,6 +73,7 @@ def warm_up(job: Job, rank: Rank, *, keeps_passes: bool = False) -> Phase[Baseli
     Raises:
         PerseusError: On all ranks, if the GPU of one cannot be measured.
     """
+    rank.clocks.watch_default_clocks()
     spans: list[list[Span]] = []
     begins_s: list[float] = []
     times_s: list[float] = []
@@ -114,13 +115,15 @@ def _info(job: Job, rank: Rank, spans: list[list[Span]], begins_s: list[float], 
     if communicator.topology.is_shown:
         ours = communicator.pipeline_gather((spans, [begin_s - offset_s for begin_s in begins_s]))
     pipeline = [spans for spans, _ in ours]
-    reports = communicator.gather((tail_durations_s([spans]), power_w))
+    reports = communicator.gather((tail_durations_s([spans]), power_w, rank.clocks.readback.default_mhz))
+    default_mhz = [clock_mhz for *_, clock_mhz in reports if clock_mhz is not None]
     rest = {
         "load_s": load_durations_s(pipeline),
         "transfers": _transfers(job.schedule, ours) if reports else [],
         "others": other_durations(pipeline),
-        "tail_s": typical_tails_s([tails for tails, _ in reports]),
-        "blocking_power_w": statistics.mean(power_w for _, power_w in reports) if reports else power_w,
+        "tail_s": typical_tails_s([tails for tails, *_ in reports]),
+        "blocking_power_w": statistics.mean(power_w for _, power_w, _ in reports) if reports else power_w,
+        "default_clock_mhz": statistics.median_low(default_mhz) if default_mhz else None,
         "job": profile_key,
         "streams": ScheduleStreams.of(job.schedule),
     }

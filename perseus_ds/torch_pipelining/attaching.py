@@ -11,7 +11,7 @@ from perseus_ds.runtime.settings import settings_of
 from perseus_ds.torch_pipelining.attachment import ScheduleAttachment
 from perseus_ds.torch_pipelining.contract import check_schedule
 from perseus_ds.torch_pipelining.order import read_order, stages_of
-from perseus_ds.torch_pipelining.topology import find_topology
+from perseus_ds.torch_pipelining.topology import RankGroups
 
 S = TypeVar("S")
 
@@ -43,13 +43,13 @@ def attach(
     check_schedule(target)
     read_order(target)
     stage = stages_of(target)[0]
-    topology = find_topology(stage.group if pipeline is None else pipeline, data_parallel)
-    if len(topology.pipeline) != stage.group_size:
+    groups = RankGroups.of(stage.group if pipeline is None else pipeline, data_parallel)
+    if len(groups.pipeline) != stage.group_size:
         raise ConfigError(
-            f"perseus: the pipeline has ranks {topology.pipeline}, expected the {stage.group_size} ranks of the "
+            f"perseus: the pipeline has ranks {groups.pipeline}, expected the {stage.group_size} ranks of the "
             "process group of its stages."
         )
-    target.perseus = ScheduleAttachment(target, settings, topology)
+    target.perseus = ScheduleAttachment(target, settings, groups)
     return schedule
 
 

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
-from perseus_ds.distributed import PipelineTopology
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Other
 from perseus_ds.runtime.attachment import Attachment
@@ -16,6 +15,7 @@ from perseus_ds.runtime.runtime import PerseusRuntime
 from perseus_ds.torch_pipelining.hooks import Hooks
 from perseus_ds.torch_pipelining.order import REDUCE_GRAD, computes_input_gradients, stages_of
 from perseus_ds.torch_pipelining.schedule_job import make_runtime, model_name
+from perseus_ds.torch_pipelining.topology import RankGroups
 
 Method = Callable[..., Any]
 
@@ -27,10 +27,10 @@ class ScheduleAttachment(Attachment):
     the next ``step()``, an ``eval()``, or the end of the attachment.
     """
 
-    def __init__(self, schedule: Any, config: PerseusConfig, topology: PipelineTopology) -> None:
+    def __init__(self, schedule: Any, config: PerseusConfig, groups: RankGroups) -> None:
         super().__init__(config, model_name(schedule))
         self._schedule = schedule
-        self._topology = topology
+        self._groups = groups
         self._iteration = ExitStack()
         # Set while step() trains: the passes that stages run then are those of the iteration.
         self._training: PerseusRuntime | None = None
@@ -91,7 +91,7 @@ class ScheduleAttachment(Attachment):
         return schedule._n_microbatches, id(getattr(schedule, "pipeline_order_with_comms", None))
 
     def _make(self, others: Sequence[str]) -> PerseusRuntime:
-        return make_runtime(self._schedule, self._config, self._topology, others)
+        return make_runtime(self._schedule, self._config, self._groups, others)
 
     def _forward(self, stage: Any, method: Method, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as scope:

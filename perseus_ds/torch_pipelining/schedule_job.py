@@ -10,35 +10,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from perseus_ds.distributed import Communicator, PipelineTopology
+from perseus_ds.distributed import Communicator
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.runtime.build import open_together, profile_info
 from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
 from perseus_ds.torch_pipelining.order import read_order, stages_of
+from perseus_ds.torch_pipelining.topology import RankGroups
 
 
-def make_runtime(
-    schedule: Any, config: PerseusConfig, topology: PipelineTopology, others: Sequence[str]
-) -> PerseusRuntime:
+def make_runtime(schedule: Any, config: PerseusConfig, groups: RankGroups, others: Sequence[str]) -> PerseusRuntime:
     """Make the runtime of a schedule that is about to train; every rank must do so at once.
 
     Args:
         schedule: A schedule of ``torch.distributed.pipelining``.
         config: The ``perseus`` block.
-        topology: Place of this rank in the job.
+        groups: Of this rank.
         others: Models of the other engines of this process.
 
     Raises:
         PerseusError: On all ranks, what went wrong on one.
     """
-    communicator = Communicator(topology)
+    communicator = Communicator(groups.topology)
     order = _order_of_all_ranks(communicator, schedule)
     device = torch.device(stages_of(schedule)[0].device)
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     gpu, timers = open_together(communicator, config, device, local_rank=local_rank)
-    info = profile_info(order, gpu, topology, libraries=(), model=model_name(schedule))
+    info = profile_info(order, gpu, communicator.topology, libraries=(), model=model_name(schedule))
     return PerseusRuntime(
         Job(config, order, info, _fingerprint(schedule), (model_name(schedule), *others)),
         communicator=communicator,

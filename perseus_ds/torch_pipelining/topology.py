@@ -2,48 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
-from perseus_ds.distributed import PipelineTopology
+from perseus_ds.distributed import AllRanks, PipelineTopology
 from perseus_ds.errors import ConfigError
 
 Ranks = tuple[int, ...]
 
 
-def find_topology(pipeline: Any, data_parallel: Any) -> PipelineTopology:
-    """Return this rank's place in the job; every rank must ask at the same time.
+@dataclass(frozen=True)
+class RankGroups:
+    """The groups of this rank.
 
-    Args:
-        pipeline: Process group or one-dimensional ``DeviceMesh`` of this rank's pipeline; None for all ranks.
-        data_parallel: The same of the ranks that train the same stages on other data. None: every pipeline trains on
-            data of its own.
-
-    Raises:
-        ConfigError: The groups do not fit each other.
+    Attributes:
+        pipeline: Global ranks of its pipeline, first stage first.
+        data_parallel: Those that train the same stages on other data; None where every pipeline has data of its own.
     """
-    rank = dist.get_rank()
-    ours = ranks_of(pipeline)
-    copies = None if data_parallel is None else ranks_of(data_parallel)
-    if rank not in ours or (copies is not None and rank not in copies):
-        raise ConfigError(f"perseus: rank {rank} is not in its own pipeline {ours} or data_parallel group {copies}.")
-    places: list[Any] = [None] * dist.get_world_size()
-    group = dist.new_group(backend="gloo")
-    dist.all_gather_object(places, (ours, copies), group=group)
-    dist.destroy_process_group(group)
-    pipelines = sorted({place[0] for place in places})
-    if copies is None:
-        return PipelineTopology(rank, ours, pipelines.index(ours), len(pipelines))
-    # Pipelines at the same place in their data-parallel groups share their stages, by tensor parallelism and the like.
-    at = ours.index(rank)
-    number = sorted(copies).index(rank)
-    peers = tuple(
-        other
-        for other, (theirs, their_copies) in enumerate(places)
-        if theirs.index(other) == at and sorted(their_copies).index(other) == number
-    )
-    return PipelineTopology(rank, ours, number, len(copies), peers if len(peers) > 1 else ())
+
+    pipeline: Ranks
+    data_parallel: Ranks | None
+
+    @classmethod
+    def of(cls, pipeline: Any, data_parallel: Any) -> RankGroups:
+        """Read them.
+
+        Args:
+            pipeline: Process group or one-dimensional ``DeviceMesh`` of this rank's pipeline; None for all ranks.
+            data_parallel: The same of the ranks that train the same stages on other data. None: every pipeline trains
+                on data of its own.
+
+        Raises:
+            ConfigError: This rank is not in its own groups.
+        """
+        rank, ours = dist.get_rank(), ranks_of(pipeline)
+        copies = None if data_parallel is None else ranks_of(data_parallel)
+        if rank not in ours or (copies is not None and rank not in copies):
+            raise ConfigError(
+                f"perseus: rank {rank} is not in its own pipeline {ours} or data_parallel group {copies}."
+            )
+        return cls(ours, copies)
+
+    def topology(self, all_ranks: AllRanks) -> PipelineTopology:
+        """Return this rank's place in the job; every rank must ask at the same time."""
+        rank, ours, copies = all_ranks.rank, self.pipeline, self.data_parallel
+        at, number = ours.index(rank), -1 if copies is None else sorted(copies).index(rank)
+        rows = all_ranks.gather((at, number, ours[0]))
+        places = all_ranks.from_first(lambda: np.array(rows, dtype=np.int32))
+        if copies is None:
+            pipelines = np.unique(places[:, 2]).tolist()
+            return PipelineTopology(rank, ours, pipelines.index(ours[0]), len(pipelines))
+        # Pipelines at the same place in their data-parallel groups share their stages, by tensor parallelism and the
+        # like.
+        peers = tuple(np.flatnonzero((places[:, :2] == (at, number)).all(axis=1)).tolist())
+        return PipelineTopology(rank, ours, number, len(copies), peers if len(peers) > 1 else ())
 
 
 def ranks_of(group: Any) -> Ranks:

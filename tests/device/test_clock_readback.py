@@ -51,6 +51,20 @@ def test_a_limit_at_default_clocks_is_reported_once_and_looked_for_for_a_minute(
     assert stub.calls("clock_info") == (11 if expected else 120)
 
 
+@pytest.mark.parametrize(("reasons", "expected"), [(POWER_CAP, 1305), (IDLE, None)], ids=["busy", "idle"])
+def test_the_default_clock_is_that_of_a_busy_gpu(stub_nvml_here: StubNvml, stub_time: StubTime, reasons, expected):
+    stub = stub_nvml_here.gpus[0]
+    stub.limit_clock_mhz, stub.throttle_reasons = 1305, reasons
+    gpu = NvmlGpu(0)
+    clocks = ClockController(gpu, lambda error: None, timebase=stub_time)
+    assert clocks.readback.default_mhz is None, "it was not read"
+    clocks.watch_default_clocks()
+    stub_time.sleep(5.0)
+    assert clocks.readback.default_mhz == expected
+    clocks.close()
+    gpu.close()
+
+
 @pytest.mark.parametrize(("reasons", "expected"), [(0, [(None, 1200, ())]), (IDLE, [])], ids=["busy", "idle"])
 def test_default_clocks_below_the_highest_without_a_limit_are_reported_once(
     stub_nvml_here: StubNvml, stub_time: StubTime, reasons, expected

@@ -10,8 +10,10 @@ import pytest
 from stub_nvml.controller import StubNvml
 
 from perseus_ds.device import local_socket
-from perseus_ds.device.guardian_client import GUARDIANS, Guardian, socket_name
+from perseus_ds.device.guarded_ranks import GuardedRanks
+from perseus_ds.device.guardian_client import Guardian, socket_name
 from perseus_ds.device.guardian_daemon import guard, restore
+from perseus_ds.device.guardian_process import names_of
 from perseus_ds.errors import GpuError
 
 GENEROUS_S = 60.0
@@ -65,7 +67,7 @@ def serving(tmp_path, now):
     """A guardian on a thread; its address, and the thread."""
     address = f"\0perseus-ds-test/{tmp_path}"
     with local_socket.listen(address) as listener:
-        thread = threading.Thread(target=guard, args=(listener, now), daemon=True)
+        thread = threading.Thread(target=guard, args=(listener, GuardedRanks(now), now), daemon=True)
         thread.start()
         yield address, thread
         now.seconds += 1000.0
@@ -84,7 +86,7 @@ def test_a_driver_that_hangs_keeps_the_guardian_for_ten_seconds_only(serving, no
     address, thread = serving
     gpu = stub_nvml_here.gpus[0]
     connection = local_socket.connect(address, GENEROUS_S)
-    registered = local_socket.exchange(connection, {"gpus": [f"nvml:{gpu.uuid.decode()}"]})
+    registered = local_socket.exchange(connection, {"rank": "0", "gpus": [f"nvml:{gpu.uuid.decode()}"]})
     assert registered == {"error": None, "pid": os.getpid()}
     gpu.hang("reset_locked")
     connection.close()
@@ -108,8 +110,8 @@ def test_ranks_give_up_when_no_guardian_answers(now, tmp_path: Path) -> None:
             pass
 
     with contextlib.ExitStack() as listening:
-        for number in range(GUARDIANS):
-            listener = listening.enter_context(local_socket.listen(f"{socket_name(job)}/{number}"))
+        for name in names_of(socket_name(job)):
+            listener = listening.enter_context(local_socket.listen(name))
             server = threading.Thread(target=hang_up, args=[listener], daemon=True)
             server.start()
             listening.callback(server.join, GENEROUS_S)

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from guardians import guardians_of, two_watch
 from stub_nvml.controller import StubNvml
 
 RANK = """
@@ -157,6 +159,22 @@ def test_a_guardian_that_is_gone_is_started_again(node: Node) -> None:
     assert restored(node.stub, [0, 0, 0, 0])
 
 
+def test_guardians_start_each_other_again_while_the_rank_is_stopped(node: Node) -> None:
+    rank = node.rank("wait", 0)
+    node.guardians_of(rank)
+    os.kill(rank.pid, signal.SIGSTOP)
+    before = guardians_of(node.stub)
+    for guardian in before:
+        guardian.kill()
+        assert becomes_true(partial(two_watch, node.stub, 1, besides=[guardian])), "a rank that is stopped does nothing"
+    after = guardians_of(node.stub)
+    node.guardians.update(guardian.pid for guardian in after)
+    assert not set(before) & set(after)
+    assert len({os.getsid(pid) for pid in (rank.pid, *(guardian.pid for guardian in after))}) == 3
+    rank.kill()
+    assert restored(node.stub, [0, 0, 0, 0])
+
+
 @pytest.mark.parametrize("end", ["exit", "raise", "abort"])
 def test_a_rank_that_ends_by_itself_is_seen(node: Node, end: str) -> None:
     node.guardians_of(node.rank(end, 1))
@@ -253,7 +271,7 @@ def test_a_guardian_that_cannot_open_the_gpu_says_why(stub_nvml: StubNvml, tmp_p
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_one_guardian_gets_a_scope_of_systemd_where_the_user_may_have_one(
+def test_each_guardian_gets_a_scope_of_systemd_where_the_user_may_have_one(
     stub_nvml: StubNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool
 ) -> None:
     """The stand-in for ``systemd-run`` only notes that it was asked; a scope that is refused is done without."""
@@ -268,9 +286,9 @@ def test_one_guardian_gets_a_scope_of_systemd_where_the_user_may_have_one(
     node = Node(stub_nvml, str(tmp_path))
     rank = node.rank("close", 0)
     node.guardians_of(rank)
-    (words,) = asked.read_text().splitlines()
-    assert words.startswith("--user --scope ")
-    assert words.endswith("/1"), "the second guardian alone"
+    lines = asked.read_text().splitlines()
+    assert all(line.startswith("--user --scope ") for line in lines)
+    assert sorted(line[-2:] for line in lines) == ["/0", "/1"]
     rank.kill()
     rank.communicate()
     assert becomes_true(lambda: not any(is_running(pid) for pid in node.guardians))

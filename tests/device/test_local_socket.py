@@ -71,6 +71,46 @@ def test_anything_else_is_refused(ends, sent, message):
         local_socket.receive(ours)
 
 
+def test_what_comes_with_a_line_after_its_end_is_dropped(ends):
+    ours, theirs = ends
+    theirs.sendall(b'{"n": 1}\n{"n": 2}\n')
+    assert local_socket.receive(ours) == {"n": 1}
+
+
+@pytest.mark.parametrize("length", [0, 50_000])
+def test_sockets_are_sent_with_a_message(ends, length):
+    ours, theirs = ends
+    here, there = socket.socketpair()
+    message = {"text": "x" * length}
+    with here, there:
+        local_socket.send(theirs, message, [there])
+        there.close()
+        received, (copy,) = local_socket.receive_with_sockets(ours)
+        with copy:
+            assert received == message
+            assert not copy.get_inheritable()
+            copy.sendall(b"hello")
+            assert here.recv(5) == b"hello"
+        assert here.recv(1) == b"", "no other copy is left"
+
+
+def test_a_message_without_sockets_has_none(ends):
+    ours, theirs = ends
+    local_socket.send(theirs, {"n": 1})
+    assert local_socket.receive_with_sockets(ours) == ({"n": 1}, [])
+
+
+def test_sockets_of_a_message_that_is_refused_are_closed(ends):
+    ours, theirs = ends
+    here, there = socket.socketpair()
+    with here, there:
+        socket.send_fds(theirs, [b"[]\n"], [there.fileno()])
+        there.close()
+        with pytest.raises(LocalSocketError, match="expected a JSON object"):
+            local_socket.receive_with_sockets(ours)
+        assert here.recv(1) == b""
+
+
 def test_a_line_without_end_does_not_fill_the_memory(ends):
     ours, theirs = ends
     theirs.sendall(b"x" * 70_000)  # and the connection stays open

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from perseus_ds.distributed import Communicator, PipelineTopology, groups
+from perseus_ds.distributed import Communicator, PipelineTopology, Widths, groups
 from perseus_ds.distributed.groups import GlooGroup, gloo_interface
 from perseus_ds.distributed.tree import GROUP_SIZE, groups_of
 from perseus_ds.errors import PerseusError
@@ -65,12 +65,25 @@ class Job:
 def test_a_rank_is_connected_with_its_group_and_its_pipeline_and_with_its_stage_when_that_is_needed(monkeypatch):
     job = Job(monkeypatch, rank=6)
     communicator = job.communicator()
-    arrived, everyone, exchanges, pipeline = job.made
+    arrived, everyone, pipeline = job.made
     assert arrived == "all are there"
-    assert [group[:2] for group in (everyone, exchanges, pipeline)] == [(6, 8), (6, 8), (1, 2)]
+    assert [group[:2] for group in (everyone, pipeline)] == [(6, 8), (1, 2)]
     monkeypatch.setattr(GlooGroup, "broadcast", lambda group, value: value)
     communicator.stage_max(1.0)
-    assert job.made[4][:2] == (2, 4)
+    assert job.made[3][:2] == (2, 4)
+
+
+def test_collectives_begin_when_the_exchange_before_them_is_over(monkeypatch):
+    """They share groups, in which messages are told apart by their order."""
+    job = Job(monkeypatch, rank=1)
+    communicator = job.communicator()
+    order = []
+    monkeypatch.setattr(Job, "wait", lambda job: order.append("exchange is over"))
+    monkeypatch.setattr(GlooGroup, "barrier", lambda group: order.append("barrier"))
+    communicator.start_exchange([1.0], np.array, Widths(1))
+    assert order == []
+    communicator.barrier()
+    assert order == ["exchange is over", "barrier"]
 
 
 @pytest.mark.parametrize("size", [1, 2, GROUP_SIZE, GROUP_SIZE + 1, 5 * GROUP_SIZE**2 + 3])
@@ -98,7 +111,7 @@ def test_setting_up_fails_soon_and_training_may_pause_for_days(monkeypatch):
     job = Job(monkeypatch, rank=1)
     communicator = job.communicator()
     assert {timeout for _, _, timeout, _ in job.made[1:]} == {timedelta(minutes=3)}
-    communicator.start_exchange([1.0], np.array, 1)
+    communicator.start_exchange([1.0], np.array, Widths(1))
     communicator._pipeline._broadcast(None)
     assert job.waits == [timedelta(days=7)] * 3
 

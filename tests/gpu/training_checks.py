@@ -23,6 +23,7 @@ from gpu.training import (
 from torch.autograd import DeviceType
 from torch.profiler import profile, supported_activities
 
+from perseus_ds.distributed import Widths
 from perseus_ds.engine.replay import Replay
 
 _MODES = ("observe", "profile", "run")
@@ -127,7 +128,7 @@ def _collectives(communicator: Any) -> None:
     communicator.stage_max(1.0)
     communicator.from_first(lambda: 1)
     communicator.all_sum(1.0)
-    communicator.start_exchange([1.0], lambda numbers: numbers, 1).result()
+    communicator.start_exchange([1.0], lambda numbers: (numbers[0], numbers), Widths(1, 1)).result()
 
 
 def _count(machine: Any, function: Callable[[], object]) -> int:

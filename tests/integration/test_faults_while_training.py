@@ -1,11 +1,10 @@
 """Faults while training under a plan, on the real pynvml and a stub driver: training goes on as without Perseus."""
 
-import psutil
 import pytest
 from frontiers import save_random_plan
+from guardians import guardians_of
 from job import QUICK_PROFILE, run, run_while
 from run_log import events, iterations, wait_until
-from stub_nvml.controller import STATE_VARIABLE
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
 
@@ -30,16 +29,8 @@ def forbidden(stub):
         stub.gpus[1].fail(function, "no_permission")
 
 
-def is_guardian_of(process, stub):
-    try:
-        is_guardian = "guardian_daemon" in " ".join(process.cmdline())
-        return is_guardian and process.environ().get(STATE_VARIABLE) == stub.environment[STATE_VARIABLE]
-    except psutil.Error:  # it has ended meanwhile
-        return False
-
-
 def without_guardian(stub):
-    guardians = [process for process in psutil.process_iter() if is_guardian_of(process, stub)]
+    guardians = guardians_of(stub)
     assert guardians
     for guardian in guardians:
         guardian.kill()

@@ -167,9 +167,9 @@ def test_jobs_of_a_folder_are_found_when_they_begin(tmp_path):
 
 def test_a_job_of_many_ranks_is_told_in_few_words():
     by_pipeline = tuple(float(number) for number in range(200))
-    asked, failed = (1400,) * 10_000, tuple(range(300))
+    asked, failed = (1400,) * 10_000, {"failed_ranks": tuple(range(16)), "more_failed_ranks": 284}
     last = planned_iteration(
-        27, energy_by_pipeline_j=by_pipeline, clocks_asked_mhz=asked, clocks_reached_mhz=asked, failed_ranks=failed
+        27, energy_by_pipeline_j=by_pipeline, clocks_asked_mhz=asked, clocks_reached_mhz=asked, **failed
     )
     lines = list(sentences(facts_of([started(), last]), {}))
     assert sum(len(line) for line in lines) < 3000

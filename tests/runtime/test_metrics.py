@@ -19,6 +19,7 @@ from virtual_job import VirtualJob
 
 from perseus_ds.artifacts.run_file import read_records
 from perseus_ds.artifacts.run_records import Ended, Failed
+from perseus_ds.device.processor_share import LONGEST_PAUSE_S
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.live.progress import JobLog
 from perseus_ds.runtime.config import MetricsConfig, parse_block
@@ -215,7 +216,7 @@ def test_the_time_that_answers_take_is_followed_by_pauses_in_which_nobody_is_ans
     rounds = NotStopping(30)
     server.serve_until(rounds)
     asked.join()
-    assert 0 < max(rounds.pauses_s) <= endpoint._LONGEST_PAUSE_S
+    assert 0 < max(rounds.pauses_s) <= LONGEST_PAUSE_S
 
 
 def test_a_client_that_sends_byte_after_byte_is_ended(monkeypatch):

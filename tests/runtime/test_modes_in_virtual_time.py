@@ -12,6 +12,7 @@ from worker_at_once import WorkerAtOnce
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import (
+    ClockRefused,
     Drifted,
     Ended,
     Failed,
@@ -54,6 +55,15 @@ def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
     assert [event.plan for event in events(job, PlanChosen)] == [planned[0].plan]
     (written,) = events(job, ProfileWritten)
     assert written.iterations == phases.count("profile")
+
+
+def test_a_profile_tells_the_clock_that_was_read_while_the_job_warmed_up(start):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("plan")
+    job.close()
+    (refused,) = [event for event in events(job, ClockRefused) if event.clock_mhz is None]  # at default clocks
+    assert StageProfile.load(job.folder).info.default_clock_mhz == refused.reached_mhz
+    assert refused.reached_mhz < job.gpu.model.top_clock_mhz, "the board's power limit keeps it lower"
 
 
 def test_every_iteration_has_one_record_in_order(start):

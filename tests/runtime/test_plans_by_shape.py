@@ -4,6 +4,7 @@ import json
 
 import pytest
 from virtual_job import SLOWER, events, in_order
+from virtual_pipeline import VirtualPipeline
 from worker_at_once import WorkerAtOnce
 
 from perseus_ds.artifacts.profile import StageProfile
@@ -92,6 +93,26 @@ def test_shapes_without_order_run_under_their_own_plans(job):
     assert len({(record.shape, shape) for record, shape in zip(records, shapes, strict=True)}) == 2
     late = [record.late for record in records]
     assert max(late) < 0.02
+
+
+@pytest.mark.extended
+def test_ranks_know_the_shape_of_an_iteration_without_a_collective_that_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
+    job = VirtualPipeline(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, mode="auto", **SLOWER)
+
+    def train_both(pairs):
+        for number in range(2 * pairs):
+            job.shape = 1.0 + number % 2
+            job.train(1)
+        return [phase for phase, _, _ in job.taken[-2 * pairs :]]
+
+    while set(train_both(10)) != {"run"}:
+        assert len(job.taken) < 600
+    train_both(20)
+    collectives = [runtime._communicator._calls for runtime in job.runtimes]
+    assert set(train_both(10)) == {"run"}
+    assert [runtime._communicator._calls for runtime in job.runtimes] == collectives
+    assert {record.shape for record in job.close()[-20:]} == {1, 2}
 
 
 def test_iterations_that_begin_alike_and_go_on_differently_are_not_planned_by_shape(job):

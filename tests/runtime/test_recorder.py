@@ -8,7 +8,7 @@ import os
 import pytest
 from lone_communicator import LoneCommunicator, reports_of
 
-from perseus_ds.artifacts.run_file import read_records
+from perseus_ds.artifacts.run_file import from_line, read_records, to_line
 from perseus_ds.artifacts.run_records import ClockRefused, Drifted, IterationRecord, Started
 from perseus_ds.distributed import PipelineTopology
 from perseus_ds.policy.assignment import Forecast
@@ -148,45 +148,48 @@ def test_drift_is_that_of_the_last_look_until_the_job_profiles_again(tmp_path):
     assert [record.drift for record in read_records(tmp_path)[1:5]] == [0.03, 0.03, None, None]
 
 
-def test_a_rank_tells_its_events_once_they_are_asked_for(tmp_path):
+def test_a_rank_sends_its_events_and_writes_nothing(tmp_path):
     class SecondRank(LoneCommunicator):
         is_first = False
-        told = None
-
-        def gather(self, value):
-            self.told = value
-            return []
 
     communicator = SecondRank(PipelineTopology(1, (0, 1)))
     recorder = Recorder(communicator, tmp_path, simulated=False)
     recorder.start(Started())
     recorder.event(Drifted(drift=0.1))
     recorder.own_event(ClockRefused(rank=1, clock_mhz=1400, reached_mhz=1200))
-    assert recorder.events_to_report == 1
-    recorder.add(IterationContext(1, 8, "run"), reports_of({"events": 1}))
-    assert communicator.told is None
-    recorder.gather_events()
-    ((age_s, event),) = communicator.told
-    assert (event.clock_mhz, age_s >= 0) == (1400, True)
-    assert recorder.events_to_report == 0
+    recorder.add(IterationContext(1, 8, "run"), reports_of({}))
+    recorder.add_events_of_others()
+    assert communicator.messages.size > 0
+    ((age_s, line),) = communicator.messages.take_all()
+    assert (from_line(line).clock_mhz, age_s >= 0) == (1400, True)
     recorder.close()
     assert not (tmp_path / "run.jsonl").exists()
 
 
 def test_events_of_other_ranks_are_dated_by_the_clock_of_rank_0s_node(tmp_path, monkeypatch):
-    """Clocks of nodes may be minutes apart, so a rank tells how long ago something happened."""
-
-    class FirstOfTwo(LoneCommunicator):
-        def gather(self, value):
-            return [value, [(12.0, ClockRefused(rank=1, clock_mhz=1400, reached_mhz=1200))]]
-
-    recorder = Recorder(FirstOfTwo(), tmp_path, simulated=False)
-    recorder.start(Started())
+    """Clocks of nodes may be minutes apart, so a message tells how long ago something happened."""
+    communicator, now_s = LoneCommunicator(), 500.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
     monkeypatch.setattr("time.time", lambda: 1000.0)
-    recorder.gather_events()
+    recorder = Recorder(communicator, tmp_path, simulated=False)
+    recorder.start(Started())
+    communicator.messages.add(to_line(ClockRefused(rank=1, clock_mhz=1400, reached_mhz=1200)).encode())
+    now_s = 512.0
+    recorder.add_events_of_others()
     recorder.close()
     (refused,) = [record for record in read_records(tmp_path) if isinstance(record, ClockRefused)]
     assert refused.time == 988.0
+
+
+def test_a_record_names_sixteen_failed_ranks_and_counts_the_others(tmp_path):
+    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=False)
+    recorder.start(Started())
+    recorder.add(IterationContext(1, 8, "run"), reports_of(*({"failed": rank > 1} for rank in range(22))))
+    recorder.add(IterationContext(2, 16, "run"), reports_of({}, {"failed": True}))
+    recorder.close()
+    many, few = [record for record in read_records(tmp_path) if isinstance(record, IterationRecord)]
+    assert (many.failed_ranks, many.more_failed_ranks) == (tuple(range(2, 18)), 4)
+    assert (few.failed_ranks, few.more_failed_ranks) == ((1,), 0)
 
 
 def test_a_monitor_that_fails_is_told_no_more(tmp_path, caplog):

@@ -6,7 +6,7 @@ from virtual_job import events
 from virtual_pipeline import VirtualPipeline
 from worker_at_once import WorkerAtOnce
 
-from perseus_ds.artifacts.run_records import Failed, Recovered
+from perseus_ds.artifacts.run_records import Failed, PlanJudged, Recovered
 
 RANKS = 2
 
@@ -51,6 +51,17 @@ def test_after_a_fault_of_one_driver_under_a_plan_all_ranks_are_under_it_again(j
     assert caplog.text.count("the driver works again. This rank runs under plans again.") == 1
     assert [event.rank for event in events(job, Failed)] == [1]
     assert [event.rank for event in events(job, Recovered)] == [1]
+
+
+def test_under_a_plan_that_was_judged_no_rank_waits_for_all_others_whatever_one_has_to_tell(job):
+    train_until(job, lambda: events(job, PlanJudged))
+    job.train(2)
+    collectives = [runtime._communicator._calls for runtime in job.runtimes]
+    job.train(20)
+    job.runtimes[1]._recorder.own_event(Failed(rank=1, error="something"))
+    job.train(20)
+    assert [runtime._communicator._calls for runtime in job.runtimes] == collectives
+    assert [event.rank for event in events(job, Failed)] == [1]
 
 
 def test_a_mode_that_ended_by_a_fault_while_profiling_begins_again(job):

@@ -5,7 +5,7 @@ import numpy as np
 from perseus_ds.artifacts.rank_report import JobReport, RankReport, RankReports
 from perseus_ds.device.moments import PassedMoment
 from perseus_ds.device.timers import FinishedIteration
-from perseus_ds.distributed import PipelineTopology
+from perseus_ds.distributed import Messages, PipelineTopology
 from perseus_ds.runtime.phases import IterationMeasurement
 
 
@@ -19,6 +19,7 @@ class LoneCommunicator:
     def __init__(self, topology=None):
         self.topology = topology or PipelineTopology(0, (0,))
         self.pipeline_of_rank = np.array([0])
+        self.messages = Messages()
 
     def gather(self, value):
         return [value]
@@ -44,8 +45,14 @@ class LoneCommunicator:
 
     pipeline_barrier = barrier
 
-    def start_exchange(self, numbers, answers, width):
-        return _Arrived(answers(np.array([numbers], dtype=float))[0])
+    def start_exchange(self, numbers, answers, widths):
+        common, own = answers(np.array([numbers], dtype=float))
+        return _Arrived(np.concatenate([common, own[0]]))
+
+    start = start_exchange
+
+    def more_exchanges(self):
+        return self
 
 
 class _Arrived:

@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 
+from perseus_ds.distributed import Messages
 from perseus_ds.errors import PerseusError
 
 
@@ -75,7 +76,8 @@ class VirtualCommunicator:
 
     def __init__(self, meetings, topology):
         self._meetings = meetings
-        self._calls = self._exchanges = 0
+        self._calls = self._exchanges = self._connected = 0
+        self.messages = Messages()
         self.topology = topology
         self.world_size = topology.pipeline_ranks
 
@@ -87,11 +89,19 @@ class VirtualCommunicator:
     def pipeline_of_rank(self):
         return np.zeros(self.world_size if self.is_first else 0, int)
 
-    def start_exchange(self, numbers, answers, width):
+    def start_exchange(self, numbers, answers, widths):
         self._exchanges += 1
-        name = "exchange", self._exchanges
-        self._meetings.bring(name, self.topology.rank, (numbers, answers))
-        return _Exchange(self._meetings, name, self.topology.rank, self.world_size)
+        return self._exchange(("exchange", self._exchanges), numbers, answers, widths)
+
+    def more_exchanges(self):
+        self._connected += 1
+        return _MoreExchanges(self._exchange, self._connected)
+
+    def _exchange(self, name, numbers, answers, widths):
+        size = 0 if self.is_first else widths.message_bytes
+        block = self.messages.take_block(size) if size else None
+        self._meetings.bring(name, self.topology.rank, (numbers, answers, block))
+        return _Exchange(self._meetings, name, self.topology.rank, self.world_size, self.messages)
 
     def pipeline_gather(self, value):
         return self._all("pipeline_gather", value)
@@ -144,19 +154,34 @@ class VirtualCommunicator:
         self._all("pipeline_barrier", None)
 
     def _all(self, collective, value):
+        """Meet all ranks; those of a collective of all ranks have begun the same exchanges, which share its groups."""
         self._calls += 1
-        self._meetings.bring(self._calls, self.topology.rank, (collective, value))
+        kind = collective if collective.startswith("pipeline") else f"{collective} after {self._exchanges} exchanges"
+        self._meetings.bring(self._calls, self.topology.rank, (kind, value))
         brought = [entry for _, entry in sorted(self._meetings.wait(self._calls, self.world_size).items())]
         if len({name for name, _ in brought}) > 1:
             raise OrderError(f"collective {self._calls}, by rank: {brought}")
         return [theirs for _, theirs in brought]
 
 
+class _MoreExchanges:
+    """Exchanges that may be under way beside others."""
+
+    def __init__(self, exchange, number):
+        self._exchange, self._number = exchange, number
+        self._begun = 0
+
+    def start(self, numbers, answers, widths):
+        self._begun += 1
+        return self._exchange(("more", self._number, self._begun), numbers, answers, widths)
+
+
 class _Exchange:
     """Numbers on their way to rank 0 and back; the answers are made once, when the first rank has all numbers."""
 
-    def __init__(self, meetings, name, rank, size):
+    def __init__(self, meetings, name, rank, size, messages):
         self._meetings, self._name, self._rank, self._size = meetings, name, rank, size
+        self._messages = messages
         self._answer = None
 
     def result(self):
@@ -164,8 +189,12 @@ class _Exchange:
             brought = self._meetings.wait(self._name, self._size)
             if "answers" not in brought:
                 numbers = [brought[rank][0] for rank in range(self._size)]
-                brought["answers"] = brought[0][1](np.array(numbers, dtype=float))
+                common, own = brought[0][1](np.array(numbers, dtype=float))
+                brought["answers"] = [np.concatenate([common, alone]) for alone in own]
             self._answer = brought["answers"][self._rank]
+            if self._rank == 0:
+                for _, _, block in (brought[rank] for rank in range(self._size) if brought[rank][2] is not None):
+                    self._messages.add_block(block)
         return self._answer
 
     def is_there_within(self, timeout_s):

@@ -114,7 +114,9 @@ class VirtualJob:
 
 
 def events(job, kind):
-    """The events of a kind in a job's records."""
+    """The events of a kind in a job's records, all of which are written first."""
+    rank_0 = job.runtimes[0] if hasattr(job, "runtimes") else job.runtime
+    rank_0._recorder._writer.flush()
     return [record for record in read_records(job.folder) if isinstance(record, kind)]
 
 

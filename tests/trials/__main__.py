@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from stub_nvml.controller import build
+from trials import extension
+from trials.light_job import RANKS
 from trials.trial import NotPossibleError, Outcome, Way, attempt
 from trials.ways import DEEPSPEED, LIGHT
 
@@ -43,26 +45,27 @@ class Row:
         return len(self.outcomes) - len(self.restored_s) - self.later
 
 
-def run(ways: Iterable[tuple[Way, int]], folder: Path) -> list[Row]:
+def run(ways: Sequence[tuple[Way, int]], folder: Path) -> list[Row]:
     """Try each way so many times."""
     library = build(folder)
+    extensions = extension.compiled(folder, RANKS) if any(way.launcher for way, times in ways if times) else None
     rows = []
     for number, (way, times) in enumerate(ways):
         row = Row(way)
         rows.append(row)
         try:
             for seed in range(times):
-                row.outcomes.append(_attempt(way, library, folder / f"{number}-{seed}", seed))
+                row.outcomes.append(_attempt(way, library, folder / f"{number}-{seed}", seed, extensions))
         except NotPossibleError as error:
             row.problem = str(error)
         print(line_of(row), file=sys.stderr, flush=True)
     return rows
 
 
-def _attempt(way: Way, library: Path, folder: Path, seed: int) -> Outcome:
+def _attempt(way: Way, library: Path, folder: Path, seed: int, extensions: Path | None) -> Outcome:
     """Try a way; a trial that hangs counts as one whose clocks stay locked."""
     try:
-        return attempt(way, library, folder, seed)
+        return attempt(way, library, folder, seed, extensions)
     except TimeoutError as error:
         print(f"{way.name}, seed {seed}: {error}", file=sys.stderr, flush=True)
         return Outcome(0, None)

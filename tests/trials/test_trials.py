@@ -15,8 +15,10 @@ CHOSEN = {
     "a rank ends: segfault",
     "a rank ends: exec",
     "the first guardian; when replaced, all ranks",
+    "all ranks are stopped; each guardian, when the other is replaced; all ranks",
     "both guardians and all at once",
-    "the job's cgroup, one guardian in a scope",
+    "both guardians and all at once, records of locked clocks too",
+    "the job's cgroup, guardians in scopes",
 }
 
 

@@ -6,7 +6,10 @@ import contextlib
 import math
 import os
 import random
+import shutil
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,12 +20,14 @@ import job
 import psutil
 from forked import fork, free_port
 from frontiers import save_random_plan
+from guardians import guardians_of, two_watch
 from job import QUICK_PROFILE
-from stub_nvml.controller import STATE_VARIABLE, StubGpu, StubNvml
+from stub_nvml.controller import StubGpu, StubNvml
+from trials import extension
 from trials.cgroups import killed_as_a_whole, of_little_memory
 from trials.light_job import RANKS, LightJob, launch
 
-GIVE_UP_S = 120.0
+GIVE_UP_S = 300.0
 """Ends a trial that hangs."""
 _POLL_S = 0.002
 _LOOK_S = 0.02
@@ -30,7 +35,6 @@ _WITHIN_S = {"starting": 1.5, "profile": 0.25, "run": 0.25, "closing": 0.2}
 """A job is ended at a random moment of so long a time."""
 _SAYS_SO = "died and left the clock of"
 CGROUPS = {"cgroup": killed_as_a_whole, "small_cgroup": of_little_memory}
-_GUARDIAN = "perseus_ds.device.guardian_daemon"
 
 
 class NotPossibleError(Exception):
@@ -66,6 +70,7 @@ class Way:
         launcher: ``torchrun`` or ``deepspeed``, for a job of DeepSpeed; None for a :class:`LightJob`.
         prepare: Prepares the GPUs.
         has_systemd: Whether there is a stand-in for the user's systemd.
+        loses_records: Whether the records of locked clocks are lost at the end of the job.
     """
 
     name: str
@@ -76,6 +81,7 @@ class Way:
     launcher: str | None = None
     prepare: Callable[[StubNvml], object] = lambda node: None
     has_systemd: bool = False
+    loses_records: bool = False
 
 
 class Trial:
@@ -130,6 +136,10 @@ class Trial:
         """The node's guardians, the older one first."""
         return guardians_of(self.node)
 
+    def has_two_guardians(self, besides: Iterable[psutil.Process] = ()) -> bool:
+        """Whether two guardians, others than some, watch all ranks."""
+        return two_watch(self.node, RANKS, besides)
+
     def has_ended(self) -> bool:
         """Whether all processes of the job have ended, and the node's guardians."""
         time.sleep(_LOOK_S)
@@ -161,17 +171,6 @@ class Trial:
                     process.kill()
 
 
-def guardians_of(node: StubNvml) -> list[psutil.Process]:
-    """Return the guardians of a node, the older one first."""
-    state_file = node.environment[STATE_VARIABLE]
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if _GUARDIAN in process.cmdline() and process.environ().get(STATE_VARIABLE) == state_file:
-                found.append(process)
-    return sorted(found, key=lambda process: process.create_time())
-
-
 def _is_running(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -194,7 +193,7 @@ def kill(processes: Iterable[psutil.Process]) -> float:
     return tell(chosen, signal.SIGKILL)
 
 
-def attempt(way: Way, library: Path, folder: Path, seed: int) -> Outcome:
+def attempt(way: Way, library: Path, folder: Path, seed: int, extensions: Path | None = None) -> Outcome:
     """Run a job and end it.
 
     Args:
@@ -202,6 +201,7 @@ def attempt(way: Way, library: Path, folder: Path, seed: int) -> Outcome:
         library: The stub driver.
         folder: To work in; not there yet.
         seed: Of the moment at which the job is ended.
+        extensions: Where DeepSpeed's extension is compiled, for a job of DeepSpeed.
 
     Raises:
         NotPossibleError: This system lacks what is needed.
@@ -212,20 +212,24 @@ def attempt(way: Way, library: Path, folder: Path, seed: int) -> Outcome:
     way.prepare(node)
     trial = Trial(node, random.Random(f"{way.name} {seed}"), folder)
     with contextlib.ExitStack() as until_the_end:
-        _start(way, trial, until_the_end)
+        _start(way, trial, extensions, until_the_end)
         _wait_for_the_moment(way, trial)
         trial.look()
         ended_s = way.end(trial)
         trial.wait_until(trial.has_ended, "the end of all processes")
         locked = sum(_is_locked_at(gpu, ended_s) for gpu in node.gpus)
         if any(node.locked_clocks_mhz()):
-            return Outcome(locked, None, _is_restored_later(trial, by_command=bool(seed % 2)))
+            if way.loses_records:
+                shutil.rmtree(trial.folder / "runtime")
+                (trial.folder / "runtime").mkdir()
+            is_restored = _is_restored_later(trial, by_command=bool(seed % 2), says_so=not way.loses_records)
+            return Outcome(locked, None, is_restored)
         # The other ranks go on until they notice the end of a rank that has ended itself.
         concerned = node.gpus[-1:] if "end_by" in way.settings else node.gpus
         return Outcome(locked, max([0.0, *(_restored_at_s(gpu) - ended_s for gpu in concerned)]))
 
 
-def _start(way: Way, trial: Trial, until_the_end: contextlib.ExitStack) -> None:
+def _start(way: Way, trial: Trial, extensions: Path | None, until_the_end: contextlib.ExitStack) -> None:
     """Start the job."""
     save_random_plan(trial.folder / "frontier", simulated=False)
     block: dict[str, Any] = {"device": "nvml", "output_dir": str(trial.folder / "perseus"), "cache": False}
@@ -234,9 +238,14 @@ def _start(way: Way, trial: Trial, until_the_end: contextlib.ExitStack) -> None:
     else:
         block |= {"mode": "auto", "profile": {**QUICK_PROFILE, "warm_up": 3}}
     if way.launcher is not None:
+        assert extensions is not None
         environment = {**trial.node.environment, "XDG_RUNTIME_DIR": str(trial.folder / "runtime")}
+        environment |= extension.copied(extensions, trial.folder)
         process = job.start(trial.folder, RANKS, environment, way.launcher, perseus=block, steps=1_000_000)
         trial.watch(process.pid)
+        output = threading.Thread(target=_keep_output, args=[process, trial.folder / "output.log"])
+        output.start()
+        until_the_end.callback(output.join)
         until_the_end.callback(process.wait)
         until_the_end.callback(trial.kill_all_that_is_left)
         return
@@ -252,6 +261,14 @@ def _start(way: Way, trial: Trial, until_the_end: contextlib.ExitStack) -> None:
     settings["end_after_s"] = trial.draw.uniform(0.0, 0.25)
     _launch(trial, LightJob(trial.folder, _environment(trial), block, **settings))
     until_the_end.callback(trial.kill_all_that_is_left)
+
+
+def _keep_output(process: subprocess.Popen[str], path: Path) -> None:
+    assert process.stdout is not None
+    with process.stdout, path.open("w") as file:
+        for line in process.stdout:
+            file.write(line)
+            file.flush()
 
 
 def _launch(trial: Trial, light: LightJob) -> None:
@@ -307,8 +324,14 @@ def _restored_at_s(gpu: StubGpu) -> float:
     return -math.inf
 
 
-def _is_restored_later(trial: Trial, *, by_command: bool) -> bool:
-    """Whether ``perseus-ds reset``, or the next job on the node, restores the clocks that are left locked."""
+def _is_restored_later(trial: Trial, *, by_command: bool, says_so: bool) -> bool:
+    """Whether ``perseus-ds reset``, or the next job on the node, restores the clocks that are left locked.
+
+    Args:
+        trial: The trial.
+        by_command: Whether the command is to do it.
+        says_so: Whether the next job must say so.
+    """
     node = trial.node
     if by_command:
         done = node.run("-m", "perseus_ds", "reset", environment={"XDG_RUNTIME_DIR": str(trial.folder / "runtime")})
@@ -325,4 +348,5 @@ def _is_restored_later(trial: Trial, *, by_command: bool) -> bool:
     trial.look()
     trial.wait_until(trial.has_ended, "the end of the next job")
     is_reset_first = all(gpu.changes_mhz()[count:][:1] == [0] for gpu, count in left)
-    return is_reset_first and trial.output().count(_SAYS_SO) - before == len(left)
+    said = trial.output().count(_SAYS_SO) - before
+    return is_reset_first and said == (len(left) if says_so else 0)

@@ -7,6 +7,7 @@ import signal
 import time
 from functools import partial
 
+import psutil
 from stub_nvml.controller import StubNvml
 from trials.light_job import ENDS
 from trials.trial import Trial, Way, kill, tell
@@ -24,7 +25,10 @@ def _one_rank(trial: Trial, number: int) -> float:
 
 
 def _launcher(trial: Trial, number: int) -> float:
-    return tell([trial.launcher], number)
+    """Tell the process that has started the ranks."""
+    parent = trial.ranks[0].parent()
+    assert parent is not None
+    return tell([parent], number)
 
 
 def _group(trial: Trial, number: int) -> float:
@@ -43,12 +47,40 @@ def _with_guardians(trial: Trial, which: slice) -> float:
 
 def _guardians_then_ranks(trial: Trial, which: slice) -> float:
     """Kill guardians; the ranks follow once others have taken their place."""
-    before = trial.guardians
-    kill(before[which])
-    trial.wait_until(lambda: len([g for g in trial.guardians if g not in before[which]]) == 2, "two guardians again")
+    _replace(trial, trial.guardians[which])
+    time.sleep(trial.draw.uniform(0.0, 0.5))
+    return kill(trial.ranks)
+
+
+def _replace(trial: Trial, guardians: list[psutil.Process]) -> None:
+    """Kill guardians and wait until others have taken their place."""
+    kill(guardians)
+    trial.wait_until(lambda: trial.has_two_guardians(besides=guardians), "two guardians again")
+    trial.look()
+
+
+def _guardian_then_ranks_soon(trial: Trial, which: slice) -> float:
+    """Kill a guardian and, within half a second, the job."""
+    kill(trial.guardians[which])
     time.sleep(trial.draw.uniform(0.0, 0.5))
     trial.look()
-    return kill(trial.ranks)
+    return kill(trial.tree)
+
+
+def _guardian_ranks_successor(trial: Trial) -> float:
+    """Kill a guardian, within half a second the job, and then the one that has taken the guardian's place, if any."""
+    before = trial.guardians
+    now_s = _guardian_then_ranks_soon(trial, slice(0, 1))
+    kill(set(trial.guardians) - set(before))
+    return now_s
+
+
+def _guardians_in_turn(trial: Trial) -> float:
+    """Stop the ranks; kill each guardian after the other one has started a new one; then kill the ranks."""
+    tell(trial.ranks, signal.SIGSTOP)
+    for guardian in trial.guardians:
+        _replace(trial, [guardian])
+    return kill(trial.tree)
 
 
 def _one_after_the_other(trial: Trial) -> float:
@@ -171,7 +203,13 @@ LIGHT = [
         Way(f"{name}; when replaced, all ranks", partial(_guardians_then_ranks, which=which))
         for name, which in _GUARDIANS.items()
     ),
-    Way("the job's cgroup, one guardian in a scope", _cgroup, settings={"cgroup": True}, has_systemd=True),
+    *(
+        Way(f"{name}; within 0.5 s all ranks", partial(_guardian_then_ranks_soon, which=_GUARDIANS[name]))
+        for name in ("the first guardian", "the second guardian")
+    ),
+    Way("the first guardian; within 0.5 s all ranks; its successor", _guardian_ranks_successor),
+    Way("all ranks are stopped; each guardian, when the other is replaced; all ranks", _guardians_in_turn),
+    Way("the job's cgroup, guardians in scopes", _cgroup, settings={"cgroup": True}, has_systemd=True),
     Way(
         "one guardian, the other one, all ranks, within 1 s",
         _one_after_the_other,
@@ -182,6 +220,12 @@ LIGHT = [
         partial(_with_guardians, which=_GUARDIANS["both guardians"]),
         ends_guardians=True,
     ),
+    Way(
+        "both guardians and all at once, records of locked clocks too",
+        partial(_with_guardians, which=_GUARDIANS["both guardians"]),
+        ends_guardians=True,
+        loses_records=True,
+    ),
     Way("the job's cgroup, guardians in it", _cgroup, settings={"cgroup": True}, ends_guardians=True),
 ]
 
@@ -191,6 +235,11 @@ DEEPSPEED = [
     Way("torchrun: SIGKILL to one rank", partial(_one_rank, number=signal.SIGKILL), launcher="torchrun"),
     Way("torchrun: SIGKILL to it and its ranks", _tree, launcher="torchrun"),
     Way("torchrun: SIGKILL to all, profiling", _tree, when="profile", launcher="torchrun"),
-    Way("deepspeed: SIGTERM to it", partial(_launcher, number=signal.SIGTERM), launcher="deepspeed"),
+    # A `deepspeed` of one node does not hand on a SIGTERM: it ends alone, and training goes on.
+    Way(
+        "deepspeed: SIGTERM to the process it starts ranks with",
+        partial(_launcher, number=signal.SIGTERM),
+        launcher="deepspeed",
+    ),
     Way("deepspeed: SIGKILL to it and its ranks", _tree, launcher="deepspeed"),
 ]

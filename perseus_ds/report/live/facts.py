@@ -93,6 +93,7 @@ class JobFacts(_Facts):
     straggler_slowdown: float = Field(description="How many times as long it takes.")
     drift: float | None
     failed_ranks: tuple[int, ...]
+    more_failed_ranks: int
     recent_times_s: tuple[float, ...]
     recent_powers_w: tuple[float | None, ...]
     events: tuple[Happened, ...]

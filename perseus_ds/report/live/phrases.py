@@ -190,8 +190,8 @@ def straggler(facts: JobFacts) -> str:
 def problems(facts: JobFacts) -> str:
     """Return what does not work; empty if nothing."""
     ranks = ", ".join(map(str, facts.failed_ranks[:_MANY]))
-    more = f" and {len(facts.failed_ranks) - _MANY} more" if len(facts.failed_ranks) > _MANY else ""
-    return f"fallen back to default clocks: rank {ranks}{more}" if ranks else ""
+    more = max(0, len(facts.failed_ranks) - _MANY) + facts.more_failed_ranks
+    return f"fallen back to default clocks: rank {ranks}{f' and {more} more' if more else ''}" if ranks else ""
 
 
 def policy(facts: JobFacts) -> str:

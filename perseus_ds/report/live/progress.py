@@ -176,6 +176,7 @@ class JobProgress:
             straggler_slowdown=chosen.slowdown if chosen else 1.0,
             drift=last.drift if last else None,
             failed_ranks=last.failed_ranks if last else (),
+            more_failed_ranks=last.more_failed_ranks if last else 0,
             recent_times_s=tuple(record.time_s for record in recent),
             recent_powers_w=tuple(powers_w),
             events=tuple(Happened(time=event.time, text=event_in_words(event)) for event in self._events),

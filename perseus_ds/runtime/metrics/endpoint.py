@@ -12,12 +12,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, MetricsHandler
 
+from perseus_ds.device.processor_share import ProcessorShare
+
 _MOST_CONNECTIONS = 8
 _TIMEOUT_S = 5.0
 _PERIOD_S = 0.5
 _SHARE = 0.01
-"""Of one processor, and so of Python's interpreter lock, which the training thread needs too."""
-_LONGEST_PAUSE_S = 0.5
+"""Of one processor."""
 
 
 class MetricsServer(TCPServer):
@@ -45,8 +46,7 @@ class MetricsServer(TCPServer):
         self._lock = threading.Lock()
         # With the time at which each has to end; the oldest first.
         self._open: dict[socket.socket, float] = {}
-        # Of a processor, for which no pause has been made yet.
-        self._used_s = 0.0
+        self._processor = ProcessorShare(_SHARE)
         super().__init__((host, port), type("_HandlerOfJob", (_Handler,), {"registry": registry}))
 
     def serve_until(self, stopping: threading.Event) -> None:
@@ -56,8 +56,8 @@ class MetricsServer(TCPServer):
                 began_s = time.thread_time()
                 self.handle_request()
                 self._end_connections(before_s=time.monotonic())
-                self._add_use(time.thread_time() - began_s)
-                stopping.wait(self._pause_s())
+                self._processor.add(time.thread_time() - began_s)
+                stopping.wait(self._processor.pause_s())
         self._end_connections(before_s=math.inf)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -82,18 +82,7 @@ class MetricsServer(TCPServer):
             with self._lock:
                 self._open.pop(request, None)
             self.shutdown_request(request)
-            self._add_use(time.thread_time())
-
-    def _add_use(self, seconds: float) -> None:
-        with self._lock:
-            self._used_s += seconds
-
-    def _pause_s(self) -> float:
-        """Return for how long to answer nobody."""
-        with self._lock:
-            pause_s = min(_LONGEST_PAUSE_S, self._used_s / _SHARE)
-            self._used_s -= pause_s * _SHARE
-            return pause_s
+            self._processor.add(time.thread_time())
 
     def _end_connections(self, before_s: float) -> None:
         """End the connections whose time is over at some moment."""

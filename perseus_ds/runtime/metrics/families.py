@@ -117,7 +117,9 @@ def _of_now(facts: JobFacts, own: _Labelled) -> Iterator[Metric]:
         "perseus_straggler_slowdown_ratio": (
             "How many times as long the slowest pipeline takes; 1 without a straggler.", facts.straggler_slowdown
         ),
-        "perseus_failed_ranks": ("Ranks that have fallen back to default clocks.", len(facts.failed_ranks)),
+        "perseus_failed_ranks": (
+            "Ranks that have fallen back to default clocks.", len(facts.failed_ranks) + facts.more_failed_ranks
+        ),
         "perseus_ranks_below_clock": (
             "Ranks whose GPU does not reach the clock that it was asked for.", len(facts.ranks_below_their_clock)
         ),
