@@ -12,6 +12,7 @@ from pipelines import EarlyRecomputation, GPipe, dual_pipe_v, one_f_one_b, synth
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.errors import ConfigError, DeadlineError, ProfileError, ScheduleError
 from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.exact import solver
 from perseus_ds.optimizer.exact.certificate import Verifier
 from perseus_ds.optimizer.exact.parallel_paths import find_path_pairs
 from perseus_ds.optimizer.exact.problem import Problem
@@ -251,6 +252,34 @@ def test_no_micro_batches_and_deadlines_out_of_reach_are_refused():
     frontier = optimize(one_f_one_b(2, 3), synthetic_profile(2), blocking_power_w=POWER_W, plans=4)
     with pytest.raises(DeadlineError, match="T_min"):
         frontier.lookup(frontier.t_min_s * 0.99)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_plans_of_long_iterations_meet_their_deadlines_and_are_proven(name, monkeypatch):
+    schedule = SCHEDULES[name]()
+    problem = Problem(Dag.build(schedule), synthetic_profile(schedule.num_stages, **FIXED), POWER_W)
+    monkeypatch.setattr(solver, "_LONG", 0)
+    proven = solve(problem)
+    assert proven.plans[0].time_s == pytest.approx(problem.t_min_s, rel=1e-9)
+    verifier = Verifier(problem)
+    for number, plan in enumerate(proven.plans):
+        assert plan.lower_bound_j == verifier.bound_j(plan.time_s, *proven.certificates.flow_w(number))
+        assert plan.lower_bound_j <= plan.energy_j
+
+
+def test_gaps_of_long_iterations_are_nearly_those_of_a_full_search(monkeypatch):
+    problem = Problem(Dag.build(one_f_one_b(4, 40)), synthetic_profile(4), POWER_W)
+    full = solve(problem, plans=40)
+    monkeypatch.setattr(solver, "_LONG", 0)
+    proven = solve(problem, plans=40)
+    assert proven.plans != full.plans
+    assert len(proven.plans) > 36
+    assert np.mean([plan.gap for plan in proven.plans]) < np.mean([plan.gap for plan in full.plans]) + 1e-3
+
+
+def test_a_long_iteration_that_cannot_be_slower_has_one_plan(monkeypatch):
+    monkeypatch.setattr(solver, "_LONG", 0)
+    test_where_the_highest_clock_is_the_most_frugal_there_is_one_plan()
 
 
 def two_clocks_profile(stages, seed):

@@ -80,6 +80,18 @@ def test_on_pipelines_both_save_the_same(schedule, slowdown):
     check(relaxation_of(Dag.build(schedule)), slowdown)
 
 
+@pytest.mark.parametrize("slowdown", [1.0201, 1.06, 1.15])
+def test_between_two_optima_the_optimum_is_found_from_the_pieces_that_compete(slowdown):
+    relaxation = relaxation_of(Dag.build(one_f_one_b(4, 12)))
+    problem = relaxation.network.problem
+    faster, slower = (relaxation.solve(problem.t_min_s * times) for times in (1.02, 1.2))
+    deadline_s = problem.t_min_s * slowdown
+    between = relaxation.solve_between(deadline_s, faster, slower)
+    assert between.deadline_s == pytest.approx(deadline_s, rel=1e-9)
+    optimum_j = highs_saving_j(relaxation, deadline_s)
+    assert our_saving_j(relaxation, between) == pytest.approx(optimum_j, rel=1e-3)
+
+
 def test_highs_saves_nothing_where_there_is_no_time():
     relaxation = relaxation_of(Dag.build(one_f_one_b(2, 2)))
     at_once_j = highs_saving_j(relaxation, relaxation.network.problem.t_min_s)

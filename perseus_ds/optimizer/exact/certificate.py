@@ -21,12 +21,13 @@ replaced by a joint minimum, which is never lower: see ``parallel_paths``.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.optimizer.exact.parallel_paths import PathPairs, find_path_pairs
+from perseus_ds.optimizer.exact.hull import Corners
+from perseus_ds.optimizer.exact.parallel_paths import PathPairs, find_path_pairs, matching
 from perseus_ds.optimizer.exact.problem import Problem
 
 Floats = npt.NDArray[np.float64]
@@ -46,13 +47,14 @@ class Verifier:
         self.problem = problem
         dag = problem.dag
         self._head = np.repeat(np.arange(len(dag.nodes)), [len(b) for b in dag.predecessors])
-        self._tail = np.array([u for before in dag.predecessors for u in before], dtype=np.intp)
+        self._tail = np.fromiter(chain.from_iterable(dag.predecessors), np.intp, len(self._head))
         self._is_first = np.array([not before for before in dag.predecessors])
         fastest_s = problem.durations_s(problem.fastest)
         self._ready_s = (dag.finish_s(fastest_s) - fastest_s)[problem.node]
         self._rest_s = (-dag.latest_finish_s(fastest_s, 0.0))[problem.node]
         self._pairs = find_path_pairs(problem)
         self._fastest_s = np.array([group.options.time_s[0] for group in problem.groups])[problem.group]
+        self._corners = [Corners.of(group.options.time_s, group.cost_j) for group in problem.groups]
         self._members = [np.flatnonzero(problem.group == g) for g in range(len(problem.groups))]
 
     def bound_j(self, time_s: float, edge_flow_w: Floats, source_flow_w: Floats) -> float:
@@ -83,20 +85,22 @@ class Verifier:
 
     def _least_j(self, time_s: float, price_w: Floats) -> Floats:
         """Return the least ``c + price * t`` of every decision over the clocks possible by ``time_s``."""
-        room_s = time_s - self._rest_s - self._ready_s
+        longest_s = np.maximum(time_s - self._rest_s - self._ready_s + 1e-9 * time_s, self._fastest_s)
         result = np.empty(len(price_w))
-        for group, members in zip(self.problem.groups, self._members, strict=True):
-            longest_s = np.maximum(room_s[members] + 1e-9 * time_s, group.options.time_s[0])
-            values = group.cost_j + price_w[members, None] * group.options.time_s
-            values[group.options.time_s > longest_s[:, None]] = np.inf
-            result[members] = values.min(axis=1)
+        for group, corners, members in zip(self.problem.groups, self._corners, self._members, strict=True):
+            result[members] = corners.least_j(price_w[members])
+            # Where not all clocks are possible, the hull may promise too much.
+            some = members[longest_s[members] < group.options.time_s[-1]]
+            values = group.cost_j + price_w[some, None] * group.options.time_s
+            values[group.options.time_s > longest_s[some, None]] = np.inf
+            result[some] = values.min(axis=1)
         return result
 
     def _joint_gain_j(self, least_j: Floats, price_w: Floats, edge_flow_w: Floats) -> float:
         """Return by how much joint minima over parallel paths exceed the sums of ``least_j``."""
         flows_w = [tuple(edge_flow_w[edges].min(axis=1) for edges in pairs.edges) for pairs in self._pairs]
         gains_j = [self._gains_j(*args, least_j, price_w) for args in zip(self._pairs, flows_w, strict=True)]
-        chosen = _matching([pairs.rank for pairs in self._pairs], [float(g.sum()) for g in gains_j])
+        chosen = matching([pairs.rank for pairs in self._pairs], [float(g.sum()) for g in gains_j])
         # Paths may share an edge; together they must not use more than its flow.
         used_w = np.zeros(len(edge_flow_w))
         for number in chosen:
@@ -113,25 +117,10 @@ class Verifier:
     def _gains_j(self, pairs: PathPairs, flows_w: tuple[Floats, ...], least_j: Floats, price_w: Floats) -> Floats:
         """Return for each pair of paths what its joint minimum adds, never below 0."""
         first_w, second_w = flows_w
-        joint_j = pairs.least_j(first_w + second_w) - pairs.fixed_s[0] * first_w - pairs.fixed_s[1] * second_w
+        joint_j = pairs.corners.least_j(first_w + second_w) - pairs.fixed_s[0] * first_w - pairs.fixed_s[1] * second_w
         # Flow beyond that of the paths pays for each instruction on its own.
         path_w = np.stack([first_w, first_w, second_w, second_w], axis=1)
         beyond_w = price_w[pairs.decisions] - path_w
         joint_j += (beyond_w * self._fastest_s[pairs.decisions]).sum(axis=1)
         gain_j: Floats = np.maximum(joint_j - least_j[pairs.decisions].sum(axis=1), 0.0)
         return gain_j
-
-
-def _matching(ranks: list[int], gains_j: list[float]) -> list[int]:
-    """Choose among pairs of ranks (r, r + 1) those of greatest gain in which no rank occurs twice."""
-    of_rank: dict[int, list[int]] = defaultdict(list)
-    for number, rank in enumerate(ranks):
-        of_rank[rank].append(number)
-    # The best choice among the ranks below, and the best one of those that leave the last of them free.
-    best: tuple[float, list[int]] = (0.0, [])
-    free: tuple[float, list[int]] = (0.0, [])
-    for rank in range(max(ranks, default=-1) + 1):
-        numbers = of_rank[rank]
-        taken = (free[0] + sum(gains_j[n] for n in numbers), free[1] + numbers)
-        free, best = best, max(best, taken, key=lambda choice: choice[0])
-    return best[1]

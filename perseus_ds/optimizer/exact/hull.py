@@ -48,6 +48,32 @@ class Pieces:
     saving_w: Floats
 
 
+@dataclass(frozen=True)
+class Corners:
+    """The corners of a lower hull of cost over time.
+
+    Attributes:
+        time_s: Shape (k,), rising [s].
+        cost_j: Shape (k,), falling [J].
+    """
+
+    time_s: Floats
+    cost_j: Floats
+
+    @classmethod
+    def of(cls, time_s: Floats, cost_j: Floats) -> Corners:
+        """Return those of points with rising time and falling cost."""
+        kept = lower_hull(time_s, cost_j)
+        return cls(time_s[kept], cost_j[kept])
+
+    def least_j(self, price_w: Floats) -> Floats:
+        """Return the least of ``cost + price * time`` for each price of a second [J]."""
+        saving_w = -np.diff(self.cost_j) / np.diff(self.time_s)
+        corner = np.searchsorted(-saving_w, -price_w)
+        result: Floats = self.cost_j[corner] + price_w * self.time_s[corner]
+        return result
+
+
 class HullTable:
     """The hulls of all groups, for every number of clocks that are fast enough to be usable."""
 

@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.artifacts.profile import lower_hull
+from perseus_ds.optimizer.exact.hull import Corners
 from perseus_ds.optimizer.exact.problem import InstructionGroup, Problem
 
 Floats = npt.NDArray[np.float64]
@@ -45,27 +45,14 @@ class PathPairs:
         decisions: Shape (pairs, 4): two decisions of the first path and two of the second.
         edges: Two arrays of shape (pairs, edges of the path): indices of the DAG's edges along each path.
         fixed_s: What each path takes beside its decisions [s].
-        length_s: Shape (corners,): corners of the hull of G, rising [s].
-        cost_j: Shape (corners,): G at the corners: least effective energy of the four instructions [J].
+        corners: Those of G's hull: least effective energy of the four instructions by length.
     """
 
     rank: int
     decisions: Indices
     edges: tuple[Indices, Indices]
     fixed_s: tuple[float, float]
-    length_s: Floats
-    cost_j: Floats
-
-    def least_j(self, flow_w: Floats) -> Floats:
-        """Return the least of ``cost + flow * length`` for each pair [J].
-
-        Args:
-            flow_w: Shape (pairs,) [W].
-        """
-        saving_w = -np.diff(self.cost_j) / np.diff(self.length_s)
-        corner = np.searchsorted(-saving_w, -flow_w)
-        result: Floats = self.cost_j[corner] + flow_w * self.length_s[corner]
-        return result
+    corners: Corners
 
 
 def find_path_pairs(problem: Problem) -> list[PathPairs]:
@@ -86,6 +73,21 @@ def find_path_pairs(problem: Problem) -> list[PathPairs]:
         fixed_s = tuple(float(problem.fixed_s[list(path.nodes[1:-1])].sum()) for path in pair)
         found[rank, groups, fixed_s, tuple(len(path.nodes) for path in pair)].append(pair)
     return [finder.joined(pairs) for pairs in found.values()]
+
+
+def matching(ranks: list[int], gains_j: list[float]) -> list[int]:
+    """Choose among pairs of ranks (r, r + 1) those of greatest gain in which no rank occurs twice."""
+    of_rank: dict[int, list[int]] = defaultdict(list)
+    for number, rank in enumerate(ranks):
+        of_rank[rank].append(number)
+    # The best choice among the ranks below, and the best one of those that leave the last of them free.
+    best: tuple[float, list[int]] = (0.0, [])
+    free: tuple[float, list[int]] = (0.0, [])
+    for rank in range(max(ranks, default=-1) + 1):
+        numbers = of_rank[rank]
+        taken = (free[0] + sum(gains_j[n] for n in numbers), free[1] + numbers)
+        free, best = best, max(best, taken, key=lambda choice: choice[0])
+    return best[1]
 
 
 class _Finder:
@@ -142,15 +144,14 @@ class _Finder:
         decisions = np.array([[p.first, p.last, q.first, q.last] for p, q in pairs], dtype=np.intp)
         fixed_s = tuple(float(self.problem.fixed_s[list(path.nodes[1:-1])].sum()) for path in (first, second))
         groups = [self.problem.groups[g] for g in self.problem.group[decisions[0]]]
-        first_cost = _path_cost(groups[0], groups[1], fixed_s[0])
-        length_s, cost_j = _longer(first_cost, _path_cost(groups[2], groups[3], fixed_s[1]))
+        paths = _path_cost(groups[0], groups[1], fixed_s[0]), _path_cost(groups[2], groups[3], fixed_s[1])
+        corners = _longer(*paths)
         return PathPairs(
             rank=self.rank(first),
             decisions=decisions,
             edges=(self._edges([p for p, _ in pairs]), self._edges([q for _, q in pairs])),
             fixed_s=(fixed_s[0], fixed_s[1]),
-            length_s=length_s,
-            cost_j=cost_j,
+            corners=corners,
         )
 
     def _edges(self, paths: list[_Path]) -> Indices:
@@ -168,12 +169,10 @@ def _path_cost(first: InstructionGroup, last: InstructionGroup, fixed_s: float) 
     return length_s[order], np.minimum.accumulate(cost_j[order])
 
 
-def _longer(first: tuple[Floats, Floats], second: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
+def _longer(first: tuple[Floats, Floats], second: tuple[Floats, Floats]) -> Corners:
     """Return the hull of the least energy of both paths by the length of the longer one."""
     length_s = np.union1d(first[0], second[0])
     length_s = length_s[length_s >= max(first[0][0], second[0][0])]
     cost_j = sum(cost[np.searchsorted(length, length_s, side="right") - 1] for length, cost in (first, second))
     falls = np.concatenate(([True], np.diff(cost_j) < 0))
-    length_s, cost_j = length_s[falls], cost_j[falls]
-    corners = lower_hull(length_s, cost_j)
-    return length_s[corners], cost_j[corners]
+    return Corners.of(length_s[falls], cost_j[falls])

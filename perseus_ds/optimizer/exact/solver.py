@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +28,12 @@ from perseus_ds.optimizer.exact.switches import SwitchCosts, settle
 Floats = npt.NDArray[np.float64]
 Progress = Callable[[str, float], None]
 
+_deadline_s = attrgetter("deadline_s")
 _NEAR = 1e-7
 """The relaxed problem has no interior at ``T_min`` itself, so it is solved this much later, relative."""
 _FIRST_SWEEPS, _LATER_SWEEPS = 2, 2
+_LONG = 20_000
+"""In iterations of so many instructions, plans are searched for at the solved deadlines only, from one start each."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,18 @@ def solve_exact(problem: Problem, *, plans: int, switches: SwitchCosts, progress
     time_s = np.array([r.deadline_s for r in solved])
     time_s[0] = problem.t_min_s
     deadline_s = time_s if len(solved) == 1 else spread(time_s, bounds.energies_j, plans)
-    target_s = _between(np.stack([r.event_s for r in solved], axis=1), time_s, deadline_s)
-    event_s = _round(network, target_s, deadline_s, progress)
+    target_s = np.stack([r.event_s for r in solved], axis=1)
     table = OptionTable(problem.groups)
+    if _is_long(problem):
+        progress("clocks", 0.0)
+        found_s = Descent(network, table).run(round_late(network, table, target_s, time_s), _FIRST_SWEEPS)
+        # Where micro-batches are many, the change from one plan to another within the iteration costs next to nothing.
+        other_s = np.setdiff1d(deadline_s, time_s)
+        _, mixed_s = _mixtures(network, table, found_s, time_s, other_s, slow_first=True)
+        event_s = np.concatenate([found_s, mixed_s], axis=1)
+        progress("clocks", 1.0)
+    else:
+        event_s = _round(network, table, _between(target_s, time_s, deadline_s), deadline_s, progress)
     options = settle(network, table, event_s, switches)
     choices = options - table.begin[problem.group][:, None]
     return _proven(problem, bounds, choices)
@@ -65,12 +79,18 @@ def solve_exact(problem: Problem, *, plans: int, switches: SwitchCosts, progress
 
 def _relaxed(problem: Problem, relaxation: Relaxation, bounds: Bounds, count: int, progress: Progress) -> list[Relaxed]:
     """Solve the relaxed problem at ``T_min``, at ``T*`` and where the bound bends between them."""
-    solved: dict[float, Relaxed] = {}
+    solved: list[Relaxed] = []
 
     def record(relaxed: Relaxed) -> Tangent:
-        solved[relaxed.deadline_s] = relaxed
+        insort(solved, relaxed, key=_deadline_s)
         progress("bounds", len(solved) / (count + 1))
         return bounds.add(relaxed)
+
+    def at(time_s: float) -> Tangent:
+        if not _is_long(problem):
+            return record(relaxation.solve(time_s))
+        after = bisect(solved, time_s, key=_deadline_s)
+        return record(relaxation.solve_between(time_s, solved[after - 1], solved[after]))
 
     fastest_s = problem.t_min_s * (1 + _NEAR)
     slowest_s = problem.time_s(problem.most_frugal)
@@ -80,9 +100,12 @@ def _relaxed(problem: Problem, relaxation: Relaxation, bounds: Bounds, count: in
     if star is None or star.deadline_s > slowest_s:
         star = relaxation.solve(max(slowest_s, fastest_s * (1 + _NEAR)))
     if star.deadline_s > fastest_s * (1 + 10 * _NEAR):
-        refine(left, record(star), lambda time_s: record(relaxation.solve(time_s)), count)
-    bounds.sort()
-    return [solved[time_s] for time_s in sorted(solved)]
+        refine(left, record(star), at, count)
+    return solved
+
+
+def _is_long(problem: Problem) -> bool:
+    return len(problem.node) >= _LONG
 
 
 def _between(values: Floats, known_s: Floats, wanted_s: Floats) -> Floats:
@@ -94,9 +117,8 @@ def _between(values: Floats, known_s: Floats, wanted_s: Floats) -> Floats:
     return values[:, right - 1] * (1 - share) + values[:, right] * share
 
 
-def _round(network: Network, target_s: Floats, deadline_s: Floats, progress: Progress) -> Floats:
+def _round(network: Network, table: OptionTable, target_s: Floats, deadline_s: Floats, progress: Progress) -> Floats:
     """Return event times of good plans with measured clocks, shape (events, plans) [s]."""
-    table = OptionTable(network.problem.groups)
     descent = Descent(network, table)
     best_s: Floats | None = None
     for number, hull_only in enumerate((True, False)):
@@ -108,28 +130,34 @@ def _round(network: Network, target_s: Floats, deadline_s: Floats, progress: Pro
     best_s = _better(descent, descent.run(mixed_s, _LATER_SWEEPS), best_s)
     for number, slow_first in enumerate((True, False)):
         progress("clocks", 0.5 + number / 4)
-        cost_j = descent.cost_j(best_s) + network.problem.waiting_energy_j(1.0) * deadline_s
-        fast, slow = _chords(deadline_s, cost_j)
-        between = np.flatnonzero(fast != slow)
-        durations_s = durations_at(network, table, options_at(network, table, best_s))
-        spliced_s = splice(
-            network,
-            durations_s[:, slow[between]],
-            durations_s[:, fast[between]],
-            deadline_s[between],
-            slow_first=slow_first,
-        )
-        best_s[:, between] = _better(descent, descent.run(spliced_s, _LATER_SWEEPS), best_s[:, between])
+        mixed, start_s = _mixtures(network, table, best_s, deadline_s, deadline_s, slow_first=slow_first)
+        best_s[:, mixed] = _better(descent, descent.run(start_s, _LATER_SWEEPS), best_s[:, mixed])
     progress("clocks", 1.0)
     return best_s
 
 
-def _chords(time_s: Floats, energy_j: Floats) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """For every plan, the plans on the lower hull of all that are next to it, the faster and the slower."""
-    on_hull = np.array(lower_hull(time_s, energy_j))
-    right = np.clip(np.searchsorted(on_hull, np.arange(len(time_s))), 0, len(on_hull) - 1)
-    left = np.where(on_hull[right] == np.arange(len(time_s)), right, right - 1)
-    return on_hull[left], on_hull[right]
+def _mixtures(
+    network: Network, table: OptionTable, event_s: Floats, time_s: Floats, deadline_s: Floats, *, slow_first: bool
+) -> tuple[npt.NDArray[np.intp], Floats]:
+    """Return which deadlines lie between those of plans on the plans' lower hull, and mixtures of the two next to each.
+
+    Args:
+        network: The events.
+        table: The options of the plans.
+        event_s: The plans, shape (events, plans) [s].
+        time_s: Shape (plans,): their deadlines, rising [s].
+        deadline_s: Deadlines to plan for, none outside of ``time_s`` [s].
+        slow_first: Whether the slower part comes first.
+    """
+    options = options_at(network, table, event_s)
+    cost_j = table.cost_j[options].sum(axis=0) + network.problem.waiting_energy_j(1.0) * time_s
+    on_hull = np.array(lower_hull(time_s, cost_j))
+    right = np.clip(np.searchsorted(time_s[on_hull], deadline_s), 0, len(on_hull) - 1)
+    left = np.where(time_s[on_hull[right]] <= deadline_s, right, right - 1)
+    mixed = np.flatnonzero(left != right)
+    durations_s = durations_at(network, table, options)
+    slow_s, fast_s = durations_s[:, on_hull[right[mixed]]], durations_s[:, on_hull[left[mixed]]]
+    return mixed, splice(network, slow_s, fast_s, deadline_s[mixed], slow_first=slow_first)
 
 
 def _better(descent: Descent, new_s: Floats, old_s: Floats | None) -> Floats:
