@@ -35,6 +35,7 @@ def run_ranks(
     environment: dict[str, str],
     command: Sequence[str],
     until: Callable[[], bool] = lambda: False,
+    give_up_s: float = GIVE_UP_S,
 ) -> tuple[int, str]:
     """Run a Python script on as many processes as ranks.
 
@@ -44,6 +45,7 @@ def run_ranks(
         environment: Variables to set.
         command: The script and its arguments.
         until: Asked every tenth of a second; once it is true the ranks are ended.
+        give_up_s: After so long they are ended as hung [s].
 
     Returns:
         The first exit code that is not 0, else 0, and what the ranks printed; 124 where they had to be ended because
@@ -62,7 +64,7 @@ def run_ranks(
     ]
     os.set_blocking(reader, True)
     thread.start()
-    deadline_s = time.monotonic() + GIVE_UP_S
+    deadline_s = time.monotonic() + give_up_s
     stopped = hung = False
     while (alive := [p for p in processes if p.exitcode is None]) and not any(p.exitcode for p in processes):
         wait([p.sentinel for p in alive], timeout=0.1)

@@ -5,6 +5,7 @@ without Perseus, at every step, and that all ranks are under a plan again after 
 """
 
 import csv
+import math
 import os
 import random
 import signal
@@ -98,6 +99,7 @@ class HostileRanks:
             RANKS,
             environment=self._stub.environment,
             perseus=self._perseus,
+            give_up_s=math.inf,  # a job that hangs is not back under a plan, which is noticed
             steps=1_000_000,
             followed=True,
             **checkpoint,
@@ -175,8 +177,10 @@ class HostileRanks:
         """Return what differs from a job without Perseus and without faults."""
         ours = losses(self._job.folder)
         steps = max(ours) + 1
-        without = run(self._folder / "without", RANKS, steps=steps, followed=True)
-        theirs = losses(self._folder / "without") if without.returncode == 0 else {}
+        without = run(self._folder / "without", RANKS, give_up_s=math.inf, steps=steps, followed=True)
+        if without.returncode != 0:
+            return [f"the job without Perseus failed: {without.output[-2000:]}"]
+        theirs = losses(self._folder / "without")
         if sorted(ours) != list(range(steps)):
             return ["steps are missing in losses.csv"]
         different = [step for step in ours if ours[step] != theirs.get(step)]

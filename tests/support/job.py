@@ -104,11 +104,17 @@ def launch(folder: Path, ranks: int, environment: dict[str, str] | None = None, 
     return finish(start(folder, ranks, environment, **job), folder)
 
 
-def run(folder: Path, ranks: int, environment: dict[str, str] | None = None, **job: Any) -> Finished:
+def run(
+    folder: Path,
+    ranks: int,
+    environment: dict[str, str] | None = None,
+    give_up_s: float = run_log.GIVE_UP_S,
+    **job: Any,
+) -> Finished:
     """Run a job to its end on forked ranks, which start sooner than those of a launcher."""
     _prepare(folder, ranks, job)
-    command = [str(SCRIPT), str(folder)]
-    return Finished(folder, *run_ranks(folder, ranks, {**_environment(folder), **(environment or {})}, command))
+    variables, command = {**_environment(folder), **(environment or {})}, [str(SCRIPT), str(folder)]
+    return Finished(folder, *run_ranks(folder, ranks, variables, command, give_up_s=give_up_s))
 
 
 def run_while(during: Callable[[Running], None], folder: Path, ranks: int, **job: Any) -> Finished:
