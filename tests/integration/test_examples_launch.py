@@ -35,7 +35,7 @@ def train(example, ranks, folder, *overrides, until=never):
     folder.mkdir()
     environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(folder / "cache")}
     script = str(ROOT / "examples" / example / "train.py")
-    returncode, output = run_ranks(folder, ranks, environment, [script, *QUICK, *overrides], until)
+    returncode, output = run_ranks(folder, ranks, environment, [script, *QUICK, *overrides], until=until)
     assert returncode == 0, output[-4000:]
     losses = [float(loss) for loss in re.findall(r"steps: \d+ loss: ([\d.]+)", output)]
     return losses, run_log.iterations(run_log.records(folder / "perseus"))

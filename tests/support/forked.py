@@ -34,6 +34,7 @@ def run_ranks(
     ranks: int,
     environment: dict[str, str],
     command: Sequence[str],
+    *,
     until: Callable[[], bool] = lambda: False,
     give_up_s: float = GIVE_UP_S,
 ) -> tuple[int, str]:
