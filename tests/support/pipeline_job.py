@@ -95,7 +95,10 @@ def main() -> None:
     torch.set_num_threads(1)
     if dtype_of(job) is torch.half:
         set_accelerator(HalfPrecisionCpu())
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=job.get("timeout_s", 1800)))
+    timeout = timedelta(seconds=job.get("timeout_s", 1800))
+    # That of the groups that DeepSpeed makes later, to which it passes none.
+    torch.distributed.distributed_c10d.default_pg_timeout = timeout
+    deepspeed.init_distributed("gloo", timeout=timeout)
     torch.manual_seed(11)
     module = pipeline_module(job)
     for layer in module.forward_funcs[: max(0, job.get("frozen_layers", 0) - module._local_start)]:
