@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.counter_log import CounterLog
 from perseus_ds.profiler.profile_config import ProfileConfig
-from perseus_ds.profiler.rows import MeasuredRow
+from perseus_ds.profiler.rows import MeasuredRow, known, typical
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _REFRESHES_AT_A_TIME = 5
@@ -193,7 +192,7 @@ class OfflineProfiler:
                 clock_mhz=clock_mhz,
                 samples=len(repeated.times_s),
                 time_relative_error=time_error,
-                energy_relative_error=error_j / energy_j,
+                energy_relative_error=known(error_j / energy_j),
                 reached_mhz=int(repeated.clock_mhz) if held else None,
                 temperature_c=repeated.state.temperature_c,
                 power_state=repeated.state.power_state,
@@ -254,11 +253,13 @@ class OfflineProfiler:
     def _evaluate(
         self, log: CounterLog, begin_s: float, end_s: float, count: int, spans: Sequence[Span]
     ) -> RepetitionResult | None:
-        refreshes = len(log.readings(begin_s, end_s))
-        if refreshes < _REFRESHES_AT_A_TIME - 1 and end_s - begin_s <= 10 * self._config.max_window_s:
-            return None
-        power = log.power(begin_s, end_s, at_least_s=(end_s - begin_s) / count)
         cycle_s = (end_s - begin_s) / count
+        has_time = end_s - begin_s <= 10 * self._config.max_window_s
+        if has_time and len(log.readings(begin_s, end_s)) < _REFRESHES_AT_A_TIME - 1:
+            return None
+        power = log.power(begin_s, end_s, at_least_s=cycle_s)
+        if has_time and math.isinf(power.relative_error):
+            return None
         gap_s = cycle_s - sum(span.time_s for span in spans) / count
         times_s = [span.time_s for span in spans if _kind(span) is _kind(spans[-1])]
         energy_j = power.watts * cycle_s - self._blocking_power_w * gap_s
@@ -285,15 +286,6 @@ class OfflineProfiler:
             self._work.run(stage, kind)
             self._execution.end(operation)
         return self._execution.finish_iteration().spans()
-
-
-def typical(times_s: Sequence[float]) -> tuple[float, float]:
-    """Return the median and its relative standard error from the median deviation, which outliers do not change."""
-    median_s = statistics.median(times_s)
-    deviation_s = statistics.median(abs(time_s - median_s) for time_s in times_s)
-    # A standard deviation is 1.48 median deviations; the standard error of a median is 1.25 times that of a mean.
-    error = 1.48 * 1.25 * deviation_s / math.sqrt(len(times_s)) / median_s
-    return median_s, error if len(times_s) > 2 else math.inf
 
 
 def _kind(span: Span) -> Kind | None:

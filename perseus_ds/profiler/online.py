@@ -25,7 +25,7 @@ from perseus_ds.device.timers import Span
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.fixed_durations import tails_s
-from perseus_ds.profiler.rows import MeasuredRow
+from perseus_ds.profiler.rows import MeasuredRow, known
 
 Key = tuple[int, Kind]
 Floats = npt.NDArray[np.float64]
@@ -160,7 +160,7 @@ class OnlineProfiler:
             time_relative_error=error,
             temperature_c=self._state[clock_mhz].temperature_c,
             power_state=self._state[clock_mhz].power_state,
-            energy_relative_error=math.hypot(error or 0.0, _LEAST_ERROR, beyond * self.power_error(clock_mhz)),
+            energy_relative_error=known(math.hypot(error or 0.0, _LEAST_ERROR, beyond * self.power_error(clock_mhz))),
         )
         return MeasuredRow(Measurement(*key, clock_mhz, time_s, power_w * time_s), quality)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from perseus_ds.artifacts.profile_csv import Measurement, combine_ranks
@@ -20,6 +21,20 @@ class MeasuredRow:
     quality: RowQuality
 
 
+def typical(times_s: Sequence[float]) -> tuple[float, float]:
+    """Return the median and its relative standard error from the median deviation, which outliers do not change."""
+    median_s = statistics.median(times_s)
+    deviation_s = statistics.median(abs(time_s - median_s) for time_s in times_s)
+    # A standard deviation is 1.48 median deviations; the standard error of a median is 1.25 times that of a mean.
+    error = 1.48 * 1.25 * deviation_s / math.sqrt(len(times_s)) / median_s
+    return median_s, error if len(times_s) > 2 else math.inf
+
+
+def known(relative_error: float) -> float | None:
+    """Return an error as rows say it: None for one that too few readings leave unknown, which is infinite."""
+    return relative_error if math.isfinite(relative_error) else None
+
+
 def combine_rows(rows: Iterable[MeasuredRow]) -> list[MeasuredRow]:
     """Combine the rows of ranks that share a stage into one per kind and clock: slowest time, mean energy."""
     by_key: dict[tuple[int, Kind, int], list[MeasuredRow]] = defaultdict(list)
@@ -31,13 +46,13 @@ def combine_rows(rows: Iterable[MeasuredRow]) -> list[MeasuredRow]:
 def _combine_one(rows: list[MeasuredRow]) -> MeasuredRow:
     slowest = max(rows, key=lambda row: row.measurement.time_s)
     errors = [row.quality.energy_relative_error for row in rows]
-    known = [error for error in errors if error is not None]
+    found = [error for error in errors if error is not None]
     return MeasuredRow(
         combine_ranks([row.measurement for row in rows]),
         slowest.quality.model_copy(
             update={
                 "samples": min(row.quality.samples for row in rows),
-                "energy_relative_error": math.hypot(*known) / len(known) if len(known) == len(rows) else None,
+                "energy_relative_error": math.hypot(*found) / len(found) if len(found) == len(rows) else None,
                 "reached_mhz": min((r for row in rows if (r := row.quality.reached_mhz) is not None), default=None),
             }
         ),

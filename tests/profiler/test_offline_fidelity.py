@@ -15,9 +15,9 @@ from perseus_ds.device.timers import FinishedIteration, Span
 from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.denoise import denoise
-from perseus_ds.profiler.offline import OfflineProfiler, typical
+from perseus_ds.profiler.offline import OfflineProfiler
 from perseus_ds.profiler.profile_config import ProfileConfig
-from perseus_ds.profiler.rows import reached_only
+from perseus_ds.profiler.rows import reached_only, typical
 
 
 class Rank:
@@ -144,6 +144,26 @@ def test_a_clock_that_follows_late_is_waited_for():
     assert row.measurement.time_s == pytest.approx(0.002 * model.slowdown(705), rel=0.001)
     assert row.measurement.energy_j / row.measurement.time_s == pytest.approx(model.power_w(705), rel=0.01)
     assert row.quality.reached_mhz is None
+
+
+class LateCounter(SimulatedGpu):
+    """A GPU whose driver takes 1.5 s for its first answer: refreshes are seen at the end of a window only."""
+
+    answers = 0
+
+    def energy_j(self):
+        self.answers += 1
+        if self.answers == 1:
+            self._time.sleep(1.5)
+        return super().energy_j()
+
+
+@pytest.mark.parametrize(("max_window_s", "is_known"), [(0.3, True), (0.19, False)])
+def test_an_error_that_readings_do_not_show_yet_is_waited_for_and_else_left_open(max_window_s, is_known):
+    rank = Rank({(0, Kind.FORWARD): 0.25})
+    rank.gpu = LateCounter(DEVICES["a100-sxm"], timebase=rank.now)
+    (row,) = measure(rank, [1410], max_window_s=max_window_s)
+    assert (row.quality.energy_relative_error is not None) is is_known
 
 
 def test_repetitions_end_when_the_error_is_small_enough():
