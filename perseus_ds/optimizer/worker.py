@@ -29,6 +29,8 @@ from perseus_ds.errors import PerseusError
 
 _NICENESS = 10
 """Training on the same cores goes first."""
+# More threads of the linear algebra wait for each other in loops, and are no faster.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # ``python -P -m`` of Python 3.11, for 3.10 too. Without -P, the first entry of the path is the current folder.
 _START = (
     "import sys\n"
@@ -81,7 +83,7 @@ class OptimizeResult(StrictModel):
 
 
 class OptimizeWorker:
-    """A running process that optimises, at a lower priority than its parent's."""
+    """A running process that optimises on one thread, at a lower priority than its parent's."""
 
     def __init__(self, request: OptimizeRequest, log_path: Path) -> None:
         """Start the process.
@@ -102,7 +104,11 @@ class OptimizeWorker:
             order.write(request.model_dump_json().encode())
             order.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START], stdin=order, stdout=self._output, stderr=log
+                [sys.executable, "-c", _START],
+                stdin=order,
+                stdout=self._output,
+                stderr=log,
+                env={**os.environ, **_ONE_THREAD},
             )
 
     def poll(self) -> OptimizeResult | None:

@@ -1,11 +1,13 @@
 """The optimiser in a process of its own, started as a training job starts it."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from pipelines import GPipe, dual_pipe_v, one_f_one_b, synthetic_profile
 from pydantic import ValidationError
@@ -54,6 +56,19 @@ def test_it_says_how_long_it_will_take(tmp_path):
     assert estimates[0] is None
     assert any(remaining_s is not None and remaining_s > 0 for remaining_s in estimates)
     assert worker.remaining_s() == 0
+
+
+def test_it_takes_one_thread_on_a_machine_with_more_processors(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    before = psutil.Process().children()
+    worker = OptimizeWorker(request(tmp_path, one_f_one_b(4, 32), plans=60), tmp_path / "optimize.log")
+    (process,) = set(psutil.Process().children()) - set(before)
+    threads = set()
+    while worker.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            threads.add(process.num_threads())
+        time.sleep(0.002)
+    assert max(threads) == 1
 
 
 def test_a_failure_is_a_result_with_its_reason(tmp_path):

@@ -31,7 +31,8 @@ class Laplacian:
         row[self.order] = np.arange(n)
         a, b = row[self.tail[self.inner]], row[self.head[self.inner]]
         self.band = int(np.abs(a - b).max(initial=0))
-        self.cell = np.abs(a - b) * n + np.minimum(a, b)
+        # By columns, as LAPACK has them: it copies other bands.
+        self.cell = np.minimum(a, b) * (self.band + 1) + np.abs(a - b)
         self.to_end = self.head == self.events - 1
 
     def factorise(self, weight: Floats) -> None:
@@ -41,7 +42,7 @@ class Laplacian:
         self.to_end_weight = _sums(self.tail[self.to_end], weight[self.to_end], self.events)
         self.end_diagonal = float(diagonal[-1])
         if n:
-            band = _sums(self.cell, -weight[self.inner], (self.band + 1) * n).reshape(-1, n)
+            band = _sums(self.cell, -weight[self.inner], (self.band + 1) * n).reshape(n, -1).T
             band[0] += diagonal[self.order] * (1 + 1e-13)
             self.factor = cholesky_banded(band, lower=True, overwrite_ab=True, check_finite=False)
 
