@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,3 +175,9 @@ class StageProfile:
     def at_highest_clock(self, stage: int, kind: Kind) -> Measurement:
         """Return the row of the highest clock measured, which is not always the fastest."""
         return self.at(stage, kind, int(self.options(stage, kind).clock_mhz[-1]))
+
+    def where(self, keep: Callable[[int, Kind, int], bool]) -> StageProfile:
+        """Return the rows of those stages, kinds and clocks [MHz] for which ``keep`` holds, with their quality."""
+        quality = [row for row in self.info.rows if keep(row.stage, row.kind, row.clock_mhz)]
+        rows = [row for row in self.measurements if keep(row.stage, row.kind, row.clock_mhz)]
+        return StageProfile(rows, self.info.model_copy(update={"rows": quality}))

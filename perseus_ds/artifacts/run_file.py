@@ -23,8 +23,10 @@ _KNOWN: dict[str, type[Event]] = {
 
 
 def to_line(record: Record) -> str:
-    """Return a record as its line of ``run.jsonl``."""
-    return record.model_dump_json() + "\n"
+    """Return a record as its line of ``run.jsonl``; characters that UTF-8 does not have become question marks."""
+    # Paths whose bytes are not UTF-8 have such characters, and errors quote paths.
+    texts = {name: value.encode(errors="replace").decode() for name, value in record if isinstance(value, str)}
+    return record.model_copy(update=texts).model_dump_json() + "\n"
 
 
 def from_line(line: str | bytes) -> Record:

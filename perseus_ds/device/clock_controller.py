@@ -218,7 +218,7 @@ class ClockController:
         elif self._is_overtaken():
             self.overtaken += 1
             return
-        if request.clock_mhz != self._clock.clock_mhz:
+        if not self._clock.is_at(request.clock_mhz):
             self._apply(request.clock_mhz)
         else:
             self._busy_since_s = None  # nothing that was requested is left undone

@@ -13,8 +13,7 @@ from perseus_ds.timebase import Timebase
 class HeldClock:
     """Makes the calls that change a GPU's clock; after :meth:`release` it makes none.
 
-    Attributes:
-        clock_mhz: The clock that was last set [MHz]; None for the default, the driver's own clock management.
+    The default clock, the driver's own clock management, is None.
     """
 
     def __init__(self, gpu: Gpu, timebase: Timebase) -> None:
@@ -24,13 +23,18 @@ class HeldClock:
         self._called_s: float | None = None
         self._is_released = False
         self._releasing: threading.Thread | None = None
-        self.clock_mhz: int | None = None
+        self._clock_mhz: int | None = None
+        self._is_known = True
 
     @property
     def waiting_s(self) -> float:
         """How long the driver has not answered the call under way [s]; 0 if there is none."""
         called_s = self._called_s
         return 0.0 if called_s is None else self._time.now_s() - called_s
+
+    def is_at(self, clock_mhz: int | None) -> bool:
+        """Return whether the driver was last told, and has accepted, to hold this clock [MHz]."""
+        return self._is_known and self._clock_mhz == clock_mhz
 
     def set(self, clock_mhz: int | None) -> float | None:
         """Set a clock, None for the default; returns how long the call took [s], None if it was not made.
@@ -41,8 +45,7 @@ class HeldClock:
         with self._call() as may_call:
             if not may_call:
                 return None
-            # Noted first: if the call fails half-way the clock may have changed, and must be restored.
-            self.clock_mhz = clock_mhz
+            self._is_known = False  # if the call fails half-way, the clock may have changed or not
             begin_s = self._time.now_s()
             if clock_mhz is None:
                 self._gpu.reset_clock()
@@ -50,16 +53,15 @@ class HeldClock:
                 self._gpu.lock_clock(clock_mhz)
             if self._is_released and clock_mhz is not None:  # the call was late, and release() has not waited for it
                 self._gpu.reset_clock()
-                self.clock_mhz = None
+                clock_mhz = None
+            self._clock_mhz, self._is_known = clock_mhz, True
             return self._time.now_s() - begin_s
 
     def reset(self) -> bool:
         """Return the clock to the default; returns whether that is done, or left to :meth:`release`."""
-        before_mhz = self.clock_mhz
         try:
             self.set(None)
         except Exception:
-            self.clock_mhz = before_mhz
             return False
         return True
 
@@ -103,9 +105,9 @@ class HeldClock:
             self._releasing = threading.current_thread()
             self._wait_until(lambda: self._called_s is None, timeout_s)
         try:
-            if self._called_s is None and self.clock_mhz is not None:
+            if self._called_s is None and not self.is_at(None):
                 self._gpu.reset_clock()
-                self.clock_mhz = None
+                self._clock_mhz, self._is_known = None, True
         finally:
             with self._changed:
                 self._releasing = None

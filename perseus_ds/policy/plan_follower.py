@@ -27,6 +27,9 @@ _OLD_KEYS = {"rooms": "stretch_factors", "pace": "statistics"}
 class PlanFollower:
     """Learns on all ranks how iterations go; what pipelines do is known, and decided, on rank 0.
 
+    Attributes:
+        idle_power_w: Of all GPUs while they wait [W].
+
     Args:
         frontier: The plans.
         pipeline_of_rank: On rank 0, for each rank its data-parallel pipeline; elsewhere empty.
@@ -38,7 +41,7 @@ class PlanFollower:
         self._pipelines = int(pipeline_of_rank.max(initial=-1)) + 1
         self._gpus_per_rank = gpus_per_rank
         self._stragglers = StragglerWatch(self._pipelines)
-        self._idle_power_w = frontier.provenance.blocking_power_w * gpus_per_rank * len(frontier.instructions)
+        self.idle_power_w = frontier.provenance.blocking_power_w * gpus_per_rank * len(frontier.instructions)
         self._plan: int | None = None
         self.statistics = RunStatistics()
 
@@ -71,7 +74,7 @@ class PlanFollower:
             gpus_per_rank=self._gpus_per_rank,
             running=self._plan,
             iterations_ahead=iterations_ahead,
-            idle_power_w=self._idle_power_w,
+            idle_power_w=self.idle_power_w,
             signals=signals or {},
             timetable=timetable,
         )

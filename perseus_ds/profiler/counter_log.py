@@ -84,7 +84,7 @@ class CounterLog:
         self.state = GpuState()
         self._last_j: float | None = None
         self._stop = Flag(timebase)
-        self._error: Exception | None = None
+        self._error: GpuError | None = None
         self._thread = timebase.thread(self._read_until_stopped, "perseus-energy")
 
     def __enter__(self) -> CounterLog:
@@ -172,8 +172,10 @@ class CounterLog:
             self._read()
             while not self._stop.wait(self._refreshes.next_reading_in_s(self._time.now_s())):
                 self._read()
-        except Exception as error:
+        except GpuError as error:
             self._error = error
+        except Exception as error:  # those who ask for readings know only the errors of a GPU
+            self._error = GpuError(f"{self._gpu.name}: the energy counter cannot be read ({error!r}).")
 
 
 def _slope(before: tuple[float, float], after: tuple[float, float]) -> float:

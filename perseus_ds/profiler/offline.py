@@ -6,28 +6,26 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
-from perseus_ds.artifacts.profile import Measurement
-from perseus_ds.artifacts.profile_metadata import RowQuality
-from perseus_ds.device.gpu.base import Gpu, GpuState
+from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.device.timers import Execution, Span
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.counter_log import CounterLog
 from perseus_ds.profiler.profile_config import ProfileConfig
-from perseus_ds.profiler.rows import MeasuredRow, known, typical
+from perseus_ds.profiler.repetition import Repetition
+from perseus_ds.profiler.rows import MeasuredRow
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _REFRESHES_AT_A_TIME = 5
 _FEWEST_CYCLES = 4
+# What is of no use yet is measured for up to this many of the longest times.
+_MOST_WINDOWS = 10
 _SETTLED = 0.03
 _MOST_TO_SETTLE = 10
 _LONGEST_TO_SETTLE_S = 1.0
-# A clock was not reached if the clock read back is lower than this fraction of it.
-_NOT_REACHED = 0.985
 # Answers that ranks sharing a stage exchange; the largest one applies to all.
 _DONE, _GO_ON, _GIVE_UP = 0.0, 1.0, math.inf
 _PEER_FAILED = "a rank that has this rank's stage could not measure it; see its own message"
@@ -76,25 +74,6 @@ class ClockLock(Protocol):
 
     def has_settled(self) -> bool:
         """Return whether the GPU runs at it, or is known not to reach it."""
-
-
-@dataclass(frozen=True)
-class RepetitionResult:
-    """Measurements of a repeated cycle of instructions.
-
-    Attributes:
-        times_s: Times of the last instruction of the cycle.
-        energy_j: Mean energy of one cycle.
-        energy_error: Relative standard error of ``energy_j``.
-        clock_mhz: Median clock at which the GPU ran.
-        state: Of the GPU at the end.
-    """
-
-    times_s: list[float]
-    energy_j: float
-    energy_error: float
-    clock_mhz: float
-    state: GpuState
 
 
 class OfflineProfiler:
@@ -150,15 +129,15 @@ class OfflineProfiler:
         self._lock(clock_mhz)
         rows = []
         problem: ProfileError | None = None
-        forward: dict[int, RepetitionResult] = {}
+        forward: dict[int, Repetition] = {}
         for stage, kind in self._work.instructions:
             cycle = [Kind.FORWARD] if kind is Kind.FORWARD else [Kind.FORWARD, Kind.BACKWARD]
             self._settle(stage, cycle)
-            repeated = self._repeat(stage, cycle)
+            repeated = self._repeat(stage, cycle, None if kind is Kind.FORWARD else forward[stage])
             if kind is Kind.FORWARD:
                 forward[stage] = repeated
             try:
-                rows.append(self._row(stage, kind, clock_mhz, repeated, forward[stage]))
+                rows.append(repeated.row(stage, kind, clock_mhz))
             except ProfileError as error:  # peers continue with the next kind and need this rank for it
                 problem = problem or error
         if problem is not None:
@@ -169,35 +148,6 @@ class OfflineProfiler:
         with self._together():
             self._clocks.set_and_wait(clock_mhz)
         self._agree(_DONE)
-
-    def _row(
-        self, stage: int, kind: Kind, clock_mhz: int, repeated: RepetitionResult, forward: RepetitionResult
-    ) -> MeasuredRow:
-        energy_j, error_j = repeated.energy_j, repeated.energy_j * repeated.energy_error
-        if kind is Kind.BACKWARD:
-            energy_j -= forward.energy_j
-            error_j = math.hypot(error_j, forward.energy_j * forward.energy_error)
-        if energy_j <= 0:
-            raise ProfileError(
-                f"stage {stage}, {kind}, {clock_mhz} MHz: measured {energy_j:.3g} J, expected more than 0. "
-                "Make perseus.profile.max_window_s longer."
-            )
-        time_s, time_error = typical(repeated.times_s)
-        held = repeated.clock_mhz < _NOT_REACHED * clock_mhz
-        return MeasuredRow(
-            Measurement(stage, kind, clock_mhz, time_s, energy_j),
-            RowQuality(
-                stage=stage,
-                kind=kind,
-                clock_mhz=clock_mhz,
-                samples=len(repeated.times_s),
-                time_relative_error=time_error,
-                energy_relative_error=known(error_j / energy_j),
-                reached_mhz=int(repeated.clock_mhz) if held else None,
-                temperature_c=repeated.state.temperature_c,
-                power_state=repeated.state.power_state,
-            ),
-        )
 
     def _settle(self, stage: int, cycle: Sequence[Kind]) -> None:
         """Repeat until times are steady and the clock is read back as locked: caches and clock have settled."""
@@ -212,8 +162,14 @@ class OfflineProfiler:
             if self._agree(_DONE if is_steady and has_clock else _GO_ON) == _DONE:
                 break
 
-    def _repeat(self, stage: int, cycle: Sequence[Kind]) -> RepetitionResult:
-        """Repeat a cycle until time and energy are accurate enough, or the longest time is over."""
+    def _repeat(self, stage: int, cycle: Sequence[Kind], forward: Repetition | None) -> Repetition:
+        """Repeat a cycle until time and energy are accurate enough, or the longest time is over.
+
+        Args:
+            stage: Whose instructions are repeated.
+            cycle: A forward, or a forward and its backward.
+            forward: In the second case, what the forward alone takes.
+        """
         spans: list[Span] = []
         count = 0
         with CounterLog(self._gpu, self._time) as log:
@@ -221,12 +177,16 @@ class OfflineProfiler:
             while True:
                 count += self._repeat_for(self._portion_s, lambda: spans.extend(self._run(stage, cycle)))
                 end_s = self._time.now_s()
-                times_s = [span.time_s for span in spans if _kind(span) is cycle[-1]]
                 with self._together():
-                    found = self._evaluate(log, begin_s, end_s, count, spans)
-                unknown = found is None or max(found.energy_error, typical(times_s)[1]) > self._config.relative_error
-                go_on = (unknown and end_s - begin_s < self._config.max_window_s) or count < _FEWEST_CYCLES
-                if self._agree(_GO_ON if go_on or found is None else _DONE) == _DONE:
+                    found = self._evaluate(log, begin_s, end_s, count=count, spans=spans, forward=forward)
+                windows = (end_s - begin_s) / self._config.max_window_s
+                go_on = (
+                    found is None
+                    or count < _FEWEST_CYCLES
+                    or (windows < 1 and found.relative_error > self._config.relative_error)
+                    or (windows < _MOST_WINDOWS and not found.is_told_from_waiting(self._blocking_power_w))
+                )
+                if self._agree(_GO_ON if go_on else _DONE) == _DONE:
                     assert found is not None
                     return found
 
@@ -251,19 +211,31 @@ class OfflineProfiler:
         return largest
 
     def _evaluate(
-        self, log: CounterLog, begin_s: float, end_s: float, count: int, spans: Sequence[Span]
-    ) -> RepetitionResult | None:
+        self,
+        log: CounterLog,
+        begin_s: float,
+        end_s: float,
+        *,
+        count: int,
+        spans: Sequence[Span],
+        forward: Repetition | None,
+    ) -> Repetition | None:
         cycle_s = (end_s - begin_s) / count
-        has_time = end_s - begin_s <= 10 * self._config.max_window_s
+        has_time = end_s - begin_s <= _MOST_WINDOWS * self._config.max_window_s
         if has_time and len(log.readings(begin_s, end_s)) < _REFRESHES_AT_A_TIME - 1:
             return None
         power = log.power(begin_s, end_s, at_least_s=cycle_s)
         if has_time and math.isinf(power.relative_error):
             return None
         gap_s = cycle_s - sum(span.time_s for span in spans) / count
-        times_s = [span.time_s for span in spans if _kind(span) is _kind(spans[-1])]
-        energy_j = power.watts * cycle_s - self._blocking_power_w * gap_s
-        return RepetitionResult(times_s, energy_j, power.relative_error, power.clock_mhz, log.state)
+        return Repetition(
+            times_s=[span.time_s for span in spans if _kind(span) is _kind(spans[-1])],
+            cycle_j=power.watts * cycle_s - self._blocking_power_w * gap_s,
+            cycle_error=power.relative_error,
+            clock_mhz=power.clock_mhz,
+            state=log.state,
+            forward=forward,
+        )
 
     def _repeat_for(self, portion_s: float, run: Callable[[], object]) -> int:
         """Run for about this time, as often as the peers of the stage; return how often."""

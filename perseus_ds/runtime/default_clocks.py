@@ -21,14 +21,16 @@ class DefaultIterations:
     Args:
         counter_period_s: How often energy counters are refreshed [s].
 
+    Their times are those that all ranks have reported, an iteration later: asking for the last one's would wait for the
+    device, which iterations under a plan do not.
+
     Attributes:
         sample: Time and energy of the whole job.
-        spans: Operations of this rank in the last of them.
     """
 
     def __init__(self, counter_period_s: float) -> None:
         self.sample = IterationSample(counter_period_s)
-        self.spans: deque[list[Span]] = deque(maxlen=_KEPT)
+        self._latest: deque[IterationMeasurement] = deque(maxlen=_KEPT)
         self._iterations = 0
         self._last_s: float | None = None
 
@@ -38,14 +40,19 @@ class DefaultIterations:
         unsettled = max(0, _SETTLED + 1 - self._iterations)
         return self.sample.remaining_s(self._last_s, unsettled) if self._last_s else None
 
+    def spans(self) -> list[list[Span]]:
+        """Return the operations of this rank in the last of them; waits until the device has done them."""
+        return [without_gaps(seen.spans(), seen.time_s) for seen in self._latest]
+
     def add(self, seen: IterationMeasurement) -> None:
         """Add an iteration, and the reports of the one before it."""
         self._iterations += 1
-        self._last_s = seen.time_s
         if self._iterations >= _SETTLED:
-            self.spans.append(without_gaps(seen.spans(), seen.time_s))
-        if self._iterations > _SETTLED and seen.reports is not None:
-            self.sample.add_reports(seen.reports)
+            self._latest.append(seen)
+        if seen.reports is not None:
+            self._last_s = seen.reports.time_s
+            if self._iterations > _SETTLED:
+                self.sample.add_reports(seen.reports)
 
 
 def measure_default(default: DefaultIterations) -> Phase[None]:

@@ -56,7 +56,8 @@ def _measure_tail(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline) 
     share = sum(tail_s.values()) / len(baseline.spans) / baseline.time_s
     if rank.communicator.all_max(share) < TAIL_MATTERS:
         return []
-    clocks = clocks_to_choose_from(rank.gpu, job.config.profile)
+    # All ranks go through as many clocks: rank 0's.
+    clocks = rank.communicator.from_first(lambda: clocks_to_choose_from(rank.gpu, job.config.profile))
     even = [clocks[round(i * (len(clocks) - 1) / (_TAIL_CLOCKS - 1))] for i in range(_TAIL_CLOCKS)]
     tail = _TailRows(sorted({c for c in even if c >= clocks[-1] / 2}, reverse=True))
     recorder.say(f"the tail takes {share:.0%} of an iteration: measuring it at {len(tail.left)} clocks while training")

@@ -6,6 +6,7 @@ from types import TracebackType
 
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.clock_transitions import ClockTransition
+from perseus_ds.device.moments import Moment
 from perseus_ds.device.rank_clocks import ClockPlan, IterationClocks
 from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator
@@ -39,23 +40,32 @@ class OperationHooks:
         self._requested_for: tuple[ClockPlan, float] = self.plan, 0.0
         self._transition: ClockTransition | None = None
         self._aligns_tail = False
+        self._begun: Moment | None = None
 
-    def prepare(self, plan: ClockPlan, *, aligns_tail: bool) -> None:
-        """Request the first clock of an iteration, and plan the others.
+    def start_iteration(self, plan: ClockPlan, *, aligns_tail: bool) -> Moment:
+        """Request the first clock of an iteration, and plan the others; returns when the device begins it.
 
         Args:
             plan: The clocks.
             aligns_tail: Whether all ranks begin their tails together, so that waiting is not counted as work.
         """
-        self.plan = plan
+        self._begun = self._timers.start_iteration()
+        self.change_plan(plan)
         self._aligns_tail = aligns_tail
+        return self._begun
+
+    def change_plan(self, plan: ClockPlan) -> None:
+        """Request the first clock of other clocks for an iteration of which no operation was issued yet."""
+        self.plan = plan
+        self._aligns_tail = False
         latency_s = self._clocks.latency_s
         planned, planned_latency_s = self._requested_for
         # Those of the iteration before are kept unless the plan or the latency has changed.
         if plan is not planned or abs(latency_s - planned_latency_s) > _LATENCY_MOVED * planned_latency_s:
             self.requested = plan.transitions(latency_s)
             self._requested_for = plan, latency_s
-        self._clocks.request(self.requested.first_mhz)
+        # The device may still be at the iteration before, which keeps its clocks.
+        self._clocks.request(self.requested.first_mhz, self._begun)
 
     def drop_plan(self) -> None:
         """Continue at default clocks; may be called from any thread."""
@@ -83,8 +93,9 @@ class OperationHooks:
     def end(self, operation: Operation) -> None:
         """An operation was issued: as soon as it is over, the next instruction's clock is due."""
         moment = self._timers.end(operation)
-        if self._transition is not None and isinstance(operation, Compute):
-            self._clocks.request(self._transition.next_clock_mhz, moment)
+        transition = self._transition  # another thread may drop it
+        if transition is not None and isinstance(operation, Compute):
+            self._clocks.request(transition.next_clock_mhz, moment)
 
 
 class OperationScope:

@@ -165,6 +165,8 @@ class PlanChooser:
         """Record and add the cost of a time in which training stood still."""
         end_s, energy_j = self._rank.timebase.date().timestamp(), waited.energy_j
         self._recorder.event(Halted(time_s=round(waited.time_s, 3), energy_j=round(energy_j, 3)))
+        if not math.isfinite(energy_j):
+            energy_j = self._follower.idle_power_w * waited.time_s
         signal = self._signal()
         if signal is not None:
             self._control.costs.add_halt(signal, begin_s=end_s - waited.time_s, end_s=end_s, energy_j=energy_j)

@@ -85,7 +85,7 @@ def compare_prediction(
     gpus_per_rank = _gpus_per_rank(rank)
     predicted_s, predicted_j = frontier.baseline.time_s, gpus_per_rank * frontier.baseline.energy_j
     first_pipeline = rank.communicator.topology.data_parallel_rank == 0
-    own = (list(default.spans), before and before.spans) if first_pipeline else None
+    own = (default.spans(), before and before.spans) if first_pipeline else None
     ranks = [found for found in rank.communicator.gather(own) if found is not None]
 
     def correct() -> tuple[Verdict, dict[str, float]]:

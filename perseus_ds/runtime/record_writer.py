@@ -68,9 +68,9 @@ class RecordWriter:
             for _, records in RecordFollower(self._path.parent).read():
                 self._log.add(records)
         while True:
-            made, written = self._made(self._next_together())
-            if made:
-                self._append([to_line(record).encode() for record in made])
+            lines, written = self._made(self._next_together())
+            if lines:
+                self._append(lines)
             for event in written:
                 event.set()
 
@@ -86,21 +86,21 @@ class RecordWriter:
                 end_s = min(end_s, time.monotonic() + may_wait_s)
         return found
 
-    def _made(self, together: list[_Waiting]) -> tuple[list[Record], list[threading.Event]]:
-        """Make records; return them, and what is to be set once they are written."""
-        made, written = [], []
+    def _made(self, together: list[_Waiting]) -> tuple[list[bytes], list[threading.Event]]:
+        """Make records; return their lines, and what is to be set once they are written."""
+        lines, written = [], []
         for waiting in together:
             if isinstance(waiting, threading.Event):
                 written.append(waiting)
                 continue
             try:
-                made.append(waiting[0]())
+                record = waiting[0]()
+                lines.append(to_line(record).encode())
+                self._on_record(record)
+                self._log.add([record])
             except Exception as error:  # the records after it are of use all the same
                 logger.warning("perseus: a record of this job cannot be made (%r); it is left out.", error)
-                continue
-            self._on_record(made[-1])
-        self._log.add(made)
-        return made, written
+        return lines, written
 
     def _append(self, lines: list[bytes]) -> None:
         """Write lines, after those that could not be written: the disk may have been full for a while."""

@@ -100,7 +100,8 @@ def prove(runner: PlanRunner, *, profiles_again: bool) -> Phase[Comparison | Out
         if runner.has_drifted(seen, profiles_again=profiles_again) and profiles_again:
             return Outcome.DRIFTED
         runner.advance(seen)
-        in_s = runner.verdict_in_s(seen.time_s)
+        if seen.reports is not None:
+            in_s = runner.verdict_in_s(seen.reports.time_s)
         comparison = runner.comparison(until_sure=True)
         if comparison is not None:
             return comparison

@@ -156,9 +156,9 @@ class PerseusRuntime:
         changes, overtaken = clocks.changes, clocks.overtaken
         self._has_clocks = self._check()
         plan = self.next.clocks if self._has_clocks else ClockPlan.none()
-        self._hooks.prepare(plan, aligns_tail=self.next.aligns_tail and self._has_tail)
         self._shapes = InputShapes(self._forwards, self.next.tell_shapes)
-        begun = self._energy_at(self._timers.start_iteration())
+        aligns_tail = self.next.aligns_tail and self._has_tail
+        begun = self._energy_at(self._hooks.start_iteration(plan, aligns_tail=aligns_tail))
         start_s = self._rank.timebase.now_s()
         self._in_iteration = True
         try:
@@ -193,7 +193,7 @@ class PerseusRuntime:
         if self._driver.holds_report:
             self._driver.send_report_if_known()
         if inputs and self._shapes.add(inputs) and self._driver.choose(inputs) and self._has_clocks:
-            self._hooks.prepare(ClockPlan.none() if self._fallback.is_in_force else self.next.clocks, aligns_tail=False)
+            self._hooks.change_plan(ClockPlan.none() if self._fallback.is_in_force else self.next.clocks)
         return OperationScope(self._hooks, operation)
 
     def instruction(self, instruction: Instruction, inputs: float = 0.0) -> AbstractContextManager[None]:

@@ -26,7 +26,7 @@ class RecordingGpu(SimulatedGpu):
     def __init__(self, timebase, **settings):
         super().__init__(DEVICES["a100-sxm"], lock_latency_s=LATENCY_S, timebase=timebase, **settings)
         self.set_at = []
-        self.refusal = None
+        self.refusal = self.refusal_to_reset = None
 
     @property
     def clocks_set(self):
@@ -39,6 +39,8 @@ class RecordingGpu(SimulatedGpu):
         super().lock_clock(clock_mhz)
 
     def reset_clock(self):
+        if self.refusal_to_reset is not None:
+            raise self.refusal_to_reset
         self._note(None)
         super().reset_clock()
 
@@ -270,6 +272,41 @@ def test_a_busy_driver_is_no_longer_failing_once_default_clocks_are_requested(cl
     clocks.request(None)
     now.sleep(A_WHILE_S)
     assert clocks.failing_s == 0.0
+
+
+def test_a_reset_that_a_busy_driver_refused_is_made_when_it_is_asked_for_again(clocks, gpu, now):
+    clocks.set_and_wait(1200)
+    gpu.refusal_to_reset = GpuBusyError("the driver did not answer in time")
+    clocks.reset_when_idle(0.01)
+    now.sleep(0.1)
+    clocks.request(None)
+    now.sleep(0.1)
+    assert clocks.failing_s > 0
+    gpu.refusal_to_reset = None
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1200, None]
+    assert clocks.failing_s == 0
+
+
+def test_a_reset_that_a_busy_driver_refused_is_made_at_the_end(clocks, gpu, now):
+    clocks.set_and_wait(1200)
+    gpu.refusal_to_reset = GpuBusyError("the driver did not answer in time")
+    clocks.request(None)
+    now.sleep(0.1)
+    gpu.refusal_to_reset = None
+    clocks.close()
+    assert gpu.clocks_set == [1200, None]
+
+
+def test_a_clock_is_set_though_it_was_the_last_one_before_a_refused_change(clocks, gpu, now):
+    clocks.set_and_wait(1110)
+    gpu.refusal = gpu.refusal_to_reset = GpuBusyError("the driver did not answer in time")
+    clocks.request_early(1410, PassedMoment(now.now_s()), 0.0)
+    clocks.request(1410)
+    now.sleep(0.1)
+    gpu.refusal = gpu.refusal_to_reset = None
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1110, 1410]
 
 
 def test_a_driver_that_stays_busy_is_given_up_after_a_minute(clocks, gpu, errors, now):

@@ -72,6 +72,17 @@ def test_an_error_of_the_gpu_reaches_who_asks(now):
             log.power_w(0.0, 1.0)
 
 
+def test_an_unknown_error_reaches_who_asks_as_one_of_the_gpu(now):
+    class OddGpu(SimulatedGpu):
+        def energy_j(self):
+            raise OSError(5, "input/output error")
+
+    with CounterLog(OddGpu(DEVICES["a100-sxm"], timebase=now), now) as log:
+        now.sleep(0.02)
+        with pytest.raises(GpuError, match=r"cannot be read.*input/output error"):
+            log.power_w(0.0, 1.0)
+
+
 class CountingGpu(SimulatedGpu):
     """Counts the readings of its counter."""
 

@@ -247,3 +247,16 @@ def test_copies_of_the_inputs_are_not_part_of_a_pass():
     rank.prepare_s = 0.05
     (row,) = measure(rank, CLOCKS[:1])
     assert row.measurement.time_s == pytest.approx(0.1 * rank.gpu.model.slowdown(CLOCKS[0]), rel=1e-6)
+
+
+def test_what_noise_puts_below_waiting_is_measured_for_longer():
+    """A backward shorter than its forward, in windows of a fifth of a second, on a GPU with 50 % noise on power."""
+    distinct = 0
+    for seed in range(30):
+        rank = Rank({(0, Kind.FORWARD): 0.06, (0, Kind.BACKWARD): 0.03}, power_noise=0.5, seed=seed)
+        try:
+            rows = [row.measurement for row in measure(rank, CLOCKS[-3:], max_window_s=0.2)]
+        except ProfileError:  # less than nothing
+            continue
+        distinct += all(row.energy_j > rank.gpu.model.blocking_power_w * row.time_s for row in rows)
+    assert distinct > 21

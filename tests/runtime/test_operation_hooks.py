@@ -30,6 +30,9 @@ class Calls:
     def request_early(self, clock_mhz, begun, delay_s):
         self.made.append(("early", clock_mhz, begun, pytest.approx(delay_s)))
 
+    def start_iteration(self):
+        return "iteration begun"
+
     def begin(self, operation):
         self.made.append(("begin", operation))
         return ("begun", operation)
@@ -60,12 +63,18 @@ def surround(hooks, operation):
         pass
 
 
+def test_the_first_clock_is_asked_for_once_the_device_has_done_the_iteration_before(hooks, calls):
+    assert hooks.start_iteration(ClockPlan.of_rank(PLAN, 0), aligns_tail=False) == "iteration begun"
+    hooks.change_plan(ClockPlan.constant(1110))
+    assert calls.made == [("request", 1410, "iteration begun"), ("request", 1110, "iteration begun")]
+
+
 def test_an_instruction_asks_for_its_clock_before_it_and_for_the_next_one_when_it_is_over(hooks, calls):
-    hooks.prepare(ClockPlan.of_rank(PLAN, 0), aligns_tail=False)
+    hooks.start_iteration(ClockPlan.of_rank(PLAN, 0), aligns_tail=False)
     first = Compute(STREAM[0])
     surround(hooks, first)
     assert calls.made == [
-        ("request", 1410, None),
+        ("request", 1410, "iteration begun"),
         ("request", 1410, None),
         ("begin", first),
         ("end", first),
@@ -76,14 +85,14 @@ def test_an_instruction_asks_for_its_clock_before_it_and_for_the_next_one_when_i
 def test_a_higher_clock_is_asked_for_one_latency_early(hooks, calls):
     calls.latency_s = 0.02
     times = {(i.stage, i.kind, clock): 0.1 for i in STREAM for clock in CLOCKS}
-    hooks.prepare(ClockPlan.of_rank(PLAN, 0, times), aligns_tail=False)
+    hooks.start_iteration(ClockPlan.of_rank(PLAN, 0, times), aligns_tail=False)
     second = Compute(STREAM[1])
     surround(hooks, second)
     assert ("early", 1410, ("begun", second), 0.08) in calls.made
 
 
 def test_what_has_no_clock_to_choose_is_only_timed(hooks, calls):
-    hooks.prepare(ClockPlan.of_rank(PLAN, 0), aligns_tail=False)
+    hooks.start_iteration(ClockPlan.of_rank(PLAN, 0), aligns_tail=False)
     calls.made.clear()
     load = Load(stage=0, micro_batch=0)
     surround(hooks, load)
@@ -91,7 +100,7 @@ def test_what_has_no_clock_to_choose_is_only_timed(hooks, calls):
 
 
 def test_the_first_command_of_the_tail_waits_for_the_device_and_for_all_ranks(hooks, calls):
-    hooks.prepare(ClockPlan.none(), aligns_tail=True)
+    hooks.start_iteration(ClockPlan.none(), aligns_tail=True)
     calls.made.clear()
     for _ in range(2):
         surround(hooks, Compute(TAIL))
@@ -100,7 +109,7 @@ def test_the_first_command_of_the_tail_waits_for_the_device_and_for_all_ranks(ho
 
 
 def test_a_dropped_plan_asks_for_nothing_but_default_clocks(hooks, calls):
-    hooks.prepare(ClockPlan.of_rank(PLAN, 0), aligns_tail=False)
+    hooks.start_iteration(ClockPlan.of_rank(PLAN, 0), aligns_tail=False)
     operation = Compute(STREAM[0])
     with OperationScope(hooks, operation):
         hooks.drop_plan()
@@ -112,11 +121,11 @@ def test_a_dropped_plan_asks_for_nothing_but_default_clocks(hooks, calls):
 
 def test_transitions_are_planned_anew_only_for_another_plan_or_latency(hooks, calls):
     plan = ClockPlan.of_rank(PLAN, 0)
-    hooks.prepare(plan, aligns_tail=False)
+    hooks.start_iteration(plan, aligns_tail=False)
     requested = hooks.requested
     calls.latency_s = 0.0
-    hooks.prepare(plan, aligns_tail=False)
+    hooks.start_iteration(plan, aligns_tail=False)
     assert hooks.requested is requested
     calls.latency_s = 0.02
-    hooks.prepare(plan, aligns_tail=False)
+    hooks.start_iteration(plan, aligns_tail=False)
     assert hooks.requested is not requested

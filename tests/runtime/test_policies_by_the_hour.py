@@ -11,7 +11,7 @@ from virtual_job import VirtualJob
 from perseus_ds.artifacts.hour_records import CostsSoFar, Halted, TimetableMade
 from perseus_ds.artifacts.run_file import read_records
 from perseus_ds.artifacts.run_records import Failed, IterationRecord, PlanChosen, PolicyChanged
-from perseus_ds.errors import SignalError
+from perseus_ds.errors import GpuBusyError, SignalError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.control_socket import parse_order
 
@@ -127,6 +127,26 @@ def test_a_job_stands_still_while_energy_is_dear_and_says_so(start, tmp_path, ca
     assert ended_s[-1] <= BEGIN_S + 360
     assert [e.halts for e in events(job, PlanChosen)].count(True) == 1
     assert "cost" in capsys.readouterr().out
+
+
+def test_a_halt_whose_energy_cannot_be_read_costs_what_idle_gpus_do(start, tmp_path):
+    signal = write_signal(tmp_path / "prices.csv", 10, 10, 900, 900, 10, 10, 10)
+    job = start(**cheapest(signal, 6, 180, may_pause=True))
+    energy_j = job.gpu.energy_j
+
+    def busy_as_the_halt_begins():
+        if 150 < job.time.seconds < 175:
+            raise GpuBusyError("the driver did not answer in time")
+        return energy_j()
+
+    job.gpu.energy_j = busy_as_the_halt_begins
+    job.train(180)
+    job.close()
+    (halt,) = events(job, Halted)
+    assert halt.energy_j is None
+    costs = events(job, CostsSoFar)[-1]
+    assert costs.halted_s == pytest.approx(120, abs=4)
+    assert costs.cost > 900 / 3.6e9 * 110 * job.gpu.model.blocking_power_w
 
 
 @pytest.mark.parametrize("how", ["policy", "pause", "close"])

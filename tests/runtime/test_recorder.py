@@ -9,11 +9,13 @@ import pytest
 from lone_communicator import LoneCommunicator, reports_of
 
 from perseus_ds.artifacts.run_file import from_line, read_records, to_line
-from perseus_ds.artifacts.run_records import ClockRefused, Drifted, IterationRecord, Started
+from perseus_ds.artifacts.run_records import ClockRefused, Drifted, Failed, IterationRecord, Started
 from perseus_ds.distributed import PipelineTopology
 from perseus_ds.policy.assignment import Forecast
 from perseus_ds.report.history import read_history
+from perseus_ds.report.live.progress import JobLog
 from perseus_ds.report.totals import shares_of
+from perseus_ds.runtime.record_writer import RecordWriter
 from perseus_ds.runtime.recorder import IterationContext, Recorder
 
 
@@ -202,6 +204,17 @@ def test_a_monitor_that_fails_is_told_no_more(tmp_path, caplog):
     assert monitor.calls == 1
     assert caplog.text.count("monitor failed (No space left on device)") == 1
     assert len(read_records(tmp_path)) == 4
+
+
+def test_a_record_that_cannot_be_written_is_left_out_and_those_after_it_are_not(tmp_path, caplog):
+    writer = RecordWriter(tmp_path, JobLog("job"), lambda record: None)
+    writer.write_soon(lambda: Failed(error=object()))
+    writer.write(Failed.model_construct(event="failure", rank=[object()]))
+    writer.write(Failed(error="/data/\udcff: no such file"))
+    writer.flush()
+    (record,) = read_records(tmp_path)
+    assert record.error == "/data/?: no such file"
+    assert caplog.text.count("cannot be made") == 2
 
 
 def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):

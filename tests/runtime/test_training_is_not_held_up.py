@@ -1,7 +1,12 @@
 """Iterations that are only launched: training waits neither for the device nor for other ranks, in virtual time."""
 
+import itertools
+
 import pytest
-from virtual_job import VirtualJob
+from virtual_job import SLOWER, VirtualJob, events
+
+from perseus_ds.artifacts.run_records import PlanJudged
+from perseus_ds.pipeline.instruction import Kind
 
 
 @pytest.fixture
@@ -58,3 +63,22 @@ def test_a_job_that_ends_while_the_device_hangs_waits_two_seconds_for_its_last_i
     begin_s = job.time.now_s()
     job.runtime.close()
     assert job.time.now_s() - begin_s < 10.0
+
+
+@pytest.mark.parametrize("host_s", [0.0, 0.03])
+def test_time_that_the_host_takes_while_the_device_computes_is_no_part_of_a_comparison(start, host_s):
+    job = start(cuda=True, mode="auto", **SLOWER)
+    work, forwards = job.work, itertools.count()
+
+    def work_after_host(kind):
+        if kind is Kind.FORWARD and next(forwards) % 3 == 0:
+            job.time.sleep(host_s)
+        work(kind)
+
+    job.work = work_after_host
+    job.train_until("run")
+    job.train(100)
+    job.close()
+    (judged,) = events(job, PlanJudged)
+    assert judged.wins
+    assert judged.slowdown == pytest.approx(0.1933, abs=0.002)
