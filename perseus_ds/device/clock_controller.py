@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from perseus_ds.device.clock_readback import ClockReadback, Refusal
-from perseus_ds.device.clock_request import ClockRequest, Trial
+from perseus_ds.device.clock_request import ClockRequest, Trial, next_request
 from perseus_ds.device.gpu.base import Gpu
 from perseus_ds.device.held_clock import HeldClock
 from perseus_ds.device.moments import Moment, PassedMoment
@@ -141,6 +141,11 @@ class ClockController:
         since_s = self._busy_since_s
         return self._clock.waiting_s if since_s is None else self._time.now_s() - since_s
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the default clock was restored for good."""
+        return self._stopping.is_set()
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the worker and restore the default clock; from any thread, and harmless when called again.
 
@@ -160,7 +165,8 @@ class ClockController:
             self._worker.join(max(0.0, end_s - self._time.now_s()))
 
     def _put(self, item: _Item) -> None:
-        self._pending.append(item)
+        if not self.is_closed:
+            self._pending.append(item)
         if self._is_waiting:  # otherwise the worker looks before it waits
             self._putting = threading.get_ident()
             with self._changed:
@@ -213,7 +219,7 @@ class ClockController:
         if request.after is not None and not self._wait_for(request.after):
             return
         if request.after is not None and request.delay_s is not None:
-            if self._sleep_until(request.after.passed_s() + request.delay_s):
+            if self._sleep_until(request.after.passed_s() + request.delay_s, is_idle=request.clock_mhz is None):
                 return  # the next request says what to do
         elif self._is_overtaken():
             self.overtaken += 1
@@ -251,10 +257,7 @@ class ClockController:
         self._refusals += 1
 
     def _wait_for(self, moment: Moment) -> bool:
-        """Wait until the GPU has passed a moment; returns whether it has, unless the worker is to stop.
-
-        If a reading of the clock is due meanwhile, it is made.
-        """
+        """Wait until the GPU has passed a moment, or to stop, and read the clock meanwhile; returns whether it has."""
         while not self._stopping.is_set():
             if moment.query():
                 moment.passed_s()  # the sooner it is asked, the better the moments after it are known
@@ -268,11 +271,12 @@ class ClockController:
                 self._clock.read(self.readback.read)
         return False
 
-    def _sleep_until(self, until_s: float) -> bool:
-        """Sleep, but not beyond the time at which the next request is due; returns whether it is due, or to stop."""
+    def _sleep_until(self, until_s: float, *, is_idle: bool) -> bool:
+        """Sleep until a moment [s], or the next request is due, or there is one at all; returns whether it was that."""
         while True:
             count = len(self._pending)
-            if self._is_overtaken() or self._stopping.is_set():
+            is_asked = is_idle and next_request(self._pending) is not None
+            if is_asked or self._is_overtaken() or self._stopping.is_set():
                 return True
             rest_s = until_s - self._time.now_s()
             if rest_s <= 0:
@@ -281,13 +285,9 @@ class ClockController:
             self._wait_for_more_than(count, min(rest_s, _POLL_S) if count else rest_s)
 
     def _is_overtaken(self) -> bool:
-        """Whether the next request, not counting early ones, is due already."""
-        for item in tuple(self._pending):
-            if not isinstance(item, ClockRequest):
-                return False
-            if item.delay_s is None:
-                return item.after is None or item.after.query()
-        return False
+        """Whether the next request is due already."""
+        following = next_request(self._pending)
+        return following is not None and (following.after is None or following.after.query())
 
     def _fail(self, error: Exception) -> None:
         """Give up, and return the clock to the default if the driver permits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from perseus_ds.device.held_clock import HeldClock
@@ -20,6 +21,16 @@ class ClockRequest(NamedTuple):
     clock_mhz: int | None
     after: Moment | None
     delay_s: float | None = None
+
+
+def next_request(items: Iterable[object]) -> ClockRequest | None:
+    """Return the first request that must be done; None if there is none, or something else comes before it."""
+    for item in tuple(items):
+        if not isinstance(item, ClockRequest):
+            return None
+        if item.delay_s is None:
+            return item
+    return None
 
 
 class Trial:

@@ -57,6 +57,16 @@ class GuardedRanks:
             others = [other for other in self._living.values() if other.rank != ended.rank]
             return [gpu for gpu in ended.gpus if not any(gpu in other.gpus for other in others)]
 
+    def still_ending(self, connection: socket.socket) -> None:
+        """Count an ended rank as left for a while longer: its clocks are not reset yet."""
+        with self._lock:
+            self._ended_s[connection] = self._time.now_s()
+
+    def have_registered(self, gpu: str) -> bool:
+        """Return whether a living rank may lock the GPU of an address."""
+        with self._lock:
+            return any(gpu in rank.gpus for rank in self._living.values())
+
     def copies(self) -> list[tuple[Registration, socket.socket]]:
         """Return the living ranks, each with a copy of its connection."""
         with self._lock:

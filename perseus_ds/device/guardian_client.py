@@ -174,10 +174,11 @@ class _Post:
     @property
     def alive(self) -> bool:
         """Whether the guardian still watches."""
-        if self._connection is None:
+        connection = self._connection  # another thread may close it
+        if connection is None:
             return False
         try:
-            return self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+            return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
             return True
         except OSError:

@@ -1,4 +1,4 @@
-"""The guardian: ``python -m perseus_ds.device.guardian_daemon NAME``.
+"""The guardian, a process of its own (:mod:`perseus_ds.device.guardian_process`).
 
 The ranks' side, and what it is for, is :mod:`perseus_ds.device.guardian_client`. It imports neither torch nor
 DeepSpeed, so that it starts quickly and stays small.
@@ -21,7 +21,7 @@ from perseus_ds.device import local_socket
 from perseus_ds.device.guarded_ranks import GuardedRanks, Registration
 from perseus_ds.device.guardian_peer import Peer
 from perseus_ds.device.guardian_process import other_name
-from perseus_ds.device.lock_records import left_locks
+from perseus_ds.device.lock_records import is_held, left_locks
 from perseus_ds.device.watched_process import WatchedProcess
 from perseus_ds.errors import GpuError
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -31,6 +31,8 @@ _REGISTRATION_TIMEOUT_S = 30.0
 _POLL_S = 0.2
 _RESTORE_ATTEMPTS = 3
 _RETRY_S = 0.5
+# After the last of these attempts, for about two minutes; pauses are shorter than a driver takes to count as hung.
+_INSIST_AFTER_S = (1.0, 2.0, 4.0, *[8.0] * 14)
 
 
 class Resettable(Protocol):
@@ -84,6 +86,8 @@ class _Service:
             message, handed_over = local_socket.receive_with_sockets(connection)
             is_guardian = "ranks" in message
             ranks = [Registration(rank["rank"], tuple(rank["gpus"])) for rank in message.get("ranks", [message])]
+            if is_guardian and len(handed_over) != len(ranks):
+                raise ValueError(f"{len(ranks)} ranks with {len(handed_over)} connections")
         except Exception as error:
             _answer(connection, str(error))
             return
@@ -108,17 +112,24 @@ class _Service:
                 _answer(connection, problem)
             if problem is None:
                 process.wait_until_gone_or_readable(connection)
-                errors = [self._restore(address, gpus[address]) for address in self._ranks.end(connection)]
+                errors = {address: restore(gpus[address], self._time) for address in self._ranks.end(connection)}
+                for address in [address for address, error in errors.items() if error is None]:
+                    _forget(address)
                 # Read by a rank that closes, not by a dead one.
-                _answer(connection, "; ".join(filter(None, errors)) or None)
+                _answer(connection, "; ".join(filter(None, errors.values())) or None)
+                self._insist(connection, {address: gpus[address] for address, error in errors.items() if error})
 
-    def _restore(self, address: str, gpu: Resettable) -> str | None:
-        error = restore(gpu, self._time)
-        if error is None:
-            for left in left_locks():
-                if left.address == address:
-                    left.forget()
-        return error
+    def _insist(self, connection: socket.socket, refused: dict[str, Resettable]) -> None:
+        """Go on trying to reset clocks that a driver has refused to reset, unless a living process uses the GPU."""
+        for pause_s in _INSIST_AFTER_S:
+            if not refused:
+                break
+            self._time.sleep(pause_s)
+            self._ranks.still_ending(connection)
+            for address, gpu in tuple(refused.items()):
+                if not self._ranks.have_registered(address) and not is_held(address) and _refusal(gpu) is None:
+                    _forget(address)
+                    del refused[address]
 
 
 def _answer(connection: socket.socket, error: str | None) -> None:
@@ -126,18 +137,32 @@ def _answer(connection: socket.socket, error: str | None) -> None:
         local_socket.send(connection, {"error": error, "pid": os.getpid()})
 
 
+def _forget(address: str) -> None:
+    """Remove the records of dead processes that held a GPU, whose clock is reset."""
+    for left in left_locks():
+        if left.address == address:
+            left.forget()
+
+
+def _refusal(gpu: Resettable) -> str | None:
+    """Reset a clock; return why the driver refused, None if it did not."""
+    try:
+        gpu.reset_clock()
+    except GpuError as error:
+        return str(error)
+    return None
+
+
 def restore(gpu: Resettable, timebase: Timebase) -> str | None:
     """Return a GPU to its default clock, in a few attempts; returns the last error, or None."""
-    error_text = ""
+    refusal: str | None = None
     for attempt in range(_RESTORE_ATTEMPTS):
         timebase.sleep(_RETRY_S if attempt else 0)
-        try:
-            gpu.reset_clock()
+        refusal = _refusal(gpu)
+        if refusal is None:
             return None
-        except GpuError as error:
-            error_text = str(error)
-    syslog.syslog(syslog.LOG_ERR, f"perseus-ds guardian: clocks may stay locked, run `perseus-ds reset`: {error_text}")
-    return error_text
+    syslog.syslog(syslog.LOG_ERR, f"perseus-ds guardian: clocks may stay locked, run `perseus-ds reset`: {refusal}")
+    return refusal
 
 
 def guard(listener: socket.socket, ranks: GuardedRanks, timebase: Timebase = REAL_TIME) -> None:
@@ -146,10 +171,19 @@ def guard(listener: socket.socket, ranks: GuardedRanks, timebase: Timebase = REA
     listener.settimeout(_POLL_S)
     first_by_s = timebase.now_s() + _FIRST_RANK_TIMEOUT_S
     while ranks.are_left or (not ranks.had_any and timebase.now_s() < first_by_s):
-        with contextlib.suppress(TimeoutError):
+        try:
             connection, _ = listener.accept()
-            connection.setblocking(True)
+        except TimeoutError:
+            continue
+        except OSError:  # too many files are open; what waits to be accepted still does later
+            timebase.sleep(_POLL_S)
+            continue
+        connection.setblocking(True)
+        try:
             service.start(connection)
+        except RuntimeError:  # too many threads; who asked tries again
+            connection.close()
+            timebase.sleep(_POLL_S)
 
 
 def main() -> None:

@@ -19,6 +19,11 @@ from perseus_ds.errors import GpuError
 
 GUARDIANS = 2
 ANSWER_TIMEOUT_S = 30.0
+_TIMEOUT_S = ANSWER_TIMEOUT_S
+# A user's systemd that is stuck must not use up the time that ranks wait for an answer.
+_SCOPE_TIMEOUT_S = 10.0
+_DAEMON = "perseus_ds.device.guardian_daemon"
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
 
 def names_of(job: str) -> list[str]:
@@ -66,10 +71,14 @@ def connect_or_start(name: str) -> socket.socket | None:
 
 def _start(name: str) -> None:
     """Start a guardian; returns once it listens, or another one does."""
-    complaint = ""
+    complaint: str | None = ""
     for launcher in _launchers():
-        status, complaint = _run([*launcher, sys.executable, "-m", "perseus_ds.device.guardian_daemon", name[1:]])
-        if status == 0:
+        # Behind the standard library: beside this package there may be an old copy of a part of it.
+        code = f"import sys; sys.path.append({_PACKAGE_PARENT!r}); from {_DAEMON} import main; main()"
+        complaint = _run(
+            [*launcher, sys.executable, "-c", code, name[1:]], _SCOPE_TIMEOUT_S if launcher else _TIMEOUT_S
+        )
+        if complaint is None:
             return
     raise GpuError(f"The guardian process failed to start: {complaint}")
 
@@ -83,23 +92,23 @@ def _launchers() -> list[list[str]]:
     return [[systemd_run, "--user", "--scope", "--quiet", "--collect", "--"], []]
 
 
-def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Run a guardian until it serves; return its exit status and the last line of its complaint."""
-    package_parent = str(Path(__file__).resolve().parents[2])
-    search = dict.fromkeys([package_parent, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    process = subprocess.Popen(
-        command,
-        cwd="/",  # Not among the user's modules, and in no file system that somebody may want to unmount.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, search))},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+def _run(command: Sequence[str], timeout_s: float) -> str | None:
+    """Run a guardian until it serves; return why it does not, None if it does."""
     try:
-        _, complaint = process.communicate(timeout=ANSWER_TIMEOUT_S)
+        process = subprocess.Popen(
+            command,
+            cwd="/",  # Not among the user's modules, and in no file system that somebody may want to unmount.
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:  # no memory for another process, or too many of them
+        return str(error)
+    try:
+        _, complaint = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise GpuError(f"The guardian did not start within {ANSWER_TIMEOUT_S:.0f} s: is the node overloaded?") from None
+        return f"it did not start within {timeout_s:.0f} s: is the node overloaded?"
     last = complaint.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
-    return process.returncode, f"exit status {process.returncode}: {last[0]}"
+    return f"exit status {process.returncode}: {last[0]}" if process.returncode else None

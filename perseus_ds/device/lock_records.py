@@ -52,7 +52,7 @@ class HeldLock:
             OSError: There is no folder for it that is this user's alone.
         """
         folder = _folder()
-        self._path = folder / f"{os.getpid()}.{secrets.token_hex(8)}"
+        self._path = folder / f"{_own_prefix()}{secrets.token_hex(8)}"
         # Nobody may see the file before it is locked.
         hidden = folder / f".{self._path.name}"
         self._file = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -74,27 +74,38 @@ def left_locks() -> Iterator[LeftLock]:
 
     Meanwhile nobody else is told of them.
     """
-    dead: list[LeftLock] = []
-    held: set[str] = set()
     with contextlib.ExitStack() as files, contextlib.suppress(OSError):
-        for path in sorted(_folder().glob("[0-9]*.*")):
-            pid = path.name.partition(".")[0]
-            # A process that opens its own file and closes it would lose its lock.
-            if not pid.isdecimal() or int(pid) == os.getpid():
-                continue
-            with contextlib.suppress(OSError):
-                file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-                files.callback(os.close, file)
-                left = LeftLock(os.read(file, _LONGEST).decode(errors="replace").strip(), int(pid), path)
-                if _is_free(file):
-                    dead.append(left)
-                else:
-                    held.add(left.address)
-        for left in dead:
-            if left.address in held:
-                left.forget()
-            elif left.path.exists():
+        found = list(_records(files))
+        held = {record.address for record, is_free in found if not is_free}
+        for left, is_free in found:
+            if is_free and left.address not in held and left.path.exists():
                 yield left
+
+
+def is_held(address: str) -> bool:
+    """Return whether another living process of this user may hold the GPU of an address locked."""
+    with contextlib.ExitStack() as files, contextlib.suppress(OSError):
+        return any(record.address == address and not is_free for record, is_free in _records(files))
+    return False
+
+
+def _records(files: contextlib.ExitStack) -> Iterator[tuple[LeftLock, bool]]:
+    """Yield the files of other processes, each with whether it is a dead one's; the dead ones' are kept locked."""
+    for path in sorted(_folder().glob("[0-9]*.*")):
+        pid = path.name.partition(".")[0]
+        # A process that opens its own file and closes it would lose its lock.
+        if not pid.isdecimal() or path.name.startswith(_own_prefix()):
+            continue
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            files.callback(os.close, file)
+            address = os.read(file, _LONGEST).decode(errors="replace").strip()
+            yield LeftLock(address, int(pid), path), _is_free(file)
+
+
+def _own_prefix() -> str:
+    """Return how the names of this process's files begin; containers may share the folder, and not process ids."""
+    return f"{os.getpid()}.{os.stat('/proc/self/ns/pid').st_ino}."
 
 
 def _is_free(file: int) -> bool:

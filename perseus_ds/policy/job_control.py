@@ -27,6 +27,7 @@ class JobControl:
         policy: Decides which plan to run.
         paused: Whether to run at default clocks.
         steps: Steps done, those before a checkpoint included.
+        own_steps: Steps that this process has done.
         progress: What a checkpoint, or the plans before these, kept of the progress under plans, until plans are run.
         signals: The signals of the policy; None but on rank 0.
         costs: What the job's energy has cost by a signal.
@@ -47,7 +48,7 @@ class JobControl:
         self.policy = policy
         self._configured = policy
         self.paused = False
-        self.steps = 0
+        self.steps = self.own_steps = 0
         self.progress: Mapping[str, Any] = {}
         self.signals: SignalWatch | None = None
         self.costs = CostAccount()
@@ -56,6 +57,11 @@ class JobControl:
         self._job_status = job_status
         self._lock = threading.Lock()
         self._reported: dict[int, tuple[int, float]] = {}
+
+    def count_step(self) -> None:
+        """Count a step that is done."""
+        self.steps += 1
+        self.own_steps += 1
 
     def straggler(self) -> Straggler | None:
         """Return the slowest of the reported stragglers, if one is due."""

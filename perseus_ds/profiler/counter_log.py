@@ -27,11 +27,13 @@ class Power:
     Attributes:
         watts: The average.
         relative_error: Its standard error, infinite where it is not known yet.
+        values: From how many values that error is.
         clock_mhz: The median of the clocks read back meanwhile; not a number where none was.
     """
 
     watts: float
     relative_error: float
+    values: int
     clock_mhz: float
 
 
@@ -146,7 +148,7 @@ class CounterLog:
             statistics.stdev(steps_w) / math.sqrt(len(steps_w)) / watts if len(steps_w) > 1 and watts > 0 else math.inf
         )
         clocks = [clock for moment, clock in self._clocks if start_s <= moment <= end_s]
-        return Power(watts, error, statistics.median(clocks) if clocks else math.nan)
+        return Power(watts, error, len(steps_w), statistics.median(clocks) if clocks else math.nan)
 
     def power_w(self, start_s: float, end_s: float) -> float:
         """Return the average power between two moments [W].

@@ -232,6 +232,7 @@ class OfflineProfiler:
             times_s=[span.time_s for span in spans if _kind(span) is _kind(spans[-1])],
             cycle_j=power.watts * cycle_s - self._blocking_power_w * gap_s,
             cycle_error=power.relative_error,
+            values=power.values,
             clock_mhz=power.clock_mhz,
             state=log.state,
             forward=forward,

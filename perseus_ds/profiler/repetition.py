@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from scipy.special import stdtrit
+
 from perseus_ds.artifacts.profile import Measurement
 from perseus_ds.artifacts.profile_metadata import RowQuality
 from perseus_ds.device.gpu.base import GpuState
@@ -14,8 +16,8 @@ from perseus_ds.profiler.rows import MeasuredRow, known, typical
 
 # A clock was not reached if the clock read back is lower than this fraction of it.
 _NOT_REACHED = 0.985
-# Two energies differ if they do so by this many standard errors.
-_STANDARD_ERRORS = 3.0
+# How probable it must be that two energies differ.
+_SURE = 0.999
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Repetition:
         times_s: Times of the last instruction of the cycle.
         cycle_j: Mean energy of one cycle.
         cycle_error: Relative standard error of ``cycle_j``.
+        values: From how many values that error is.
         clock_mhz: Median clock at which the GPU ran.
         state: Of the GPU at the end.
         forward: The forward repeated alone, if it is not the last instruction of the cycle.
@@ -34,6 +37,7 @@ class Repetition:
     times_s: list[float]
     cycle_j: float
     cycle_error: float
+    values: int
     clock_mhz: float
     state: GpuState
     forward: Repetition | None
@@ -52,7 +56,9 @@ class Repetition:
             blocking_power_w: Power of a GPU that waits [W].
         """
         energy_j, error_j = self._energy_j()
-        return abs(energy_j - blocking_power_w * typical(self.times_s)[0]) >= _STANDARD_ERRORS * error_j
+        values = min(self.values, self.forward.values if self.forward is not None else self.values)
+        errors = float(stdtrit(max(1, values - 1), _SURE))  # Student's: an error from few values is itself uncertain
+        return abs(energy_j - blocking_power_w * typical(self.times_s)[0]) >= errors * error_j
 
     def row(self, stage: int, kind: Kind, clock_mhz: int) -> MeasuredRow:
         """Return the row of the last instruction.

@@ -114,7 +114,7 @@ class ModeDriver:
         """
         reports = self._received()
         self._record(reports)
-        self._control.steps += 1
+        self._control.count_step()
         ran = IterationContext(self._control.steps, samples, self.next.phase, self.next.shape, ended=time.time())
         begun_s, ended_s = seen.host_s
         stopped_s = 0.0 if self._ended_s is None else begun_s - self._ended_s

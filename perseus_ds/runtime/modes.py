@@ -115,7 +115,7 @@ def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phas
 
     def start(number: int, shape: Shape) -> Phase[None]:
         if number == 0:
-            return _only(_profile_and_run(job, rank, recorder, control, frontier))
+            return _only(_profile_and_run(job, rank, recorder, control, frontier, tails_of=profile))
         own = job.of_shape(number, repr(shape))
         known = frontier_of_an_earlier_run(own, rank, recorder)
         return _only(_profile_and_run(own, rank, recorder, control, known, tails_of=profile))
@@ -153,7 +153,7 @@ def _profile_and_run(
     runner: PlanRunner | None = None
     baseline: Baseline | None = None
     profiles = 0
-    begun = control.steps
+    begun = control.own_steps
     rests = Rests(_REST)
     price = SwitchPrice()
     while True:
@@ -176,7 +176,7 @@ def _profile_and_run(
             runner = PlanRunner(job, rank, recorder, control, frontier=frontier, default=default.sample)
         else:
             runner.compare_with(default.sample)
-        may_profile = profiles < _MOST_PROFILES + (control.steps - begun) // _PROFILED_AGAIN_EVERY
+        may_profile = profiles < _MOST_PROFILES + (control.own_steps - begun) // _PROFILED_AGAIN_EVERY
         outcome = yield from _under_plan(
             recorder,
             runner,

@@ -40,14 +40,27 @@ class Supervision:
             restore: Restores the default clock; called when the process ends.
 
         Raises:
-            GpuError: The guardian cannot be started.
+            GpuError: On all ranks, if the guardian of one cannot be started.
         """
         self._rank = rank
-        self._guardian = _start_guardian(job, rank)
-        self._held = _hold(self._guardian, rank)
-        self._server = _listen(job, rank, recorder, control)
-        self._metrics = _report_metrics(job, rank, recorder)
-        self._switch_interval = None if job.config.mode == "observe" else ShortSwitchInterval()
+        self._guardian: Guardian | None = None
+        self._held: HeldLock | None = None
+        self._server: ControlServer | None = None
+        self._metrics: MetricsReporter | None = None
+        self._switch_interval: ShortSwitchInterval | None = None
+
+        def start() -> None:
+            self._guardian = _start_guardian(job, rank)
+            self._held = _hold(self._guardian, rank)
+            self._server = _listen(job, rank, recorder, control)
+            self._metrics = _report_metrics(job, rank, recorder)
+            self._switch_interval = None if job.config.mode == "observe" else ShortSwitchInterval()
+
+        try:
+            rank.communicator.together(start)
+        except BaseException:
+            self.close()
+            raise
         self._exit_guard = ExitGuard(restore, reset_clock=rank.clocks.close)
 
     @property
@@ -57,6 +70,8 @@ class Supervision:
 
     def problem(self) -> GpuError | None:
         """Return what keeps clocks from being set safely, if anything."""
+        if self._rank.clocks.is_closed:
+            return GpuError("this process was told to end, and its clock was restored")
         if self._guardian is not None and not self._guardian.alive:
             return GpuError("the guardian, which restores the clocks if the job is killed, is gone")
         if self._driver_silent_s > DRIVER_HANGS_S:

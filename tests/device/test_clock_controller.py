@@ -374,6 +374,28 @@ def test_a_clock_that_is_requested_in_time_is_not_idle(clocks, gpu, now):
     assert gpu.clocks_set == [1200]
 
 
+def test_a_clock_is_not_idle_while_the_device_is_at_the_iteration_before_the_next_one(clocks, gpu, now):
+    """The host has launched an iteration of more than two seconds, and waits for it in the next one."""
+    clocks.set_and_wait(1200)
+    clocks.reset_when_idle(2.0)
+    next_begun = LaterMoment(now)
+    clocks.request(1200, after=next_begun)
+    now.sleep(10.0)
+    next_begun.pass_now()
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1200]
+
+
+def test_a_closed_controller_keeps_no_requests(clocks, gpu, now):
+    clocks.set_and_wait(1200)
+    clocks.close()
+    assert clocks.is_closed
+    clocks.request(1110)
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1200, None]
+    assert not clocks._pending
+
+
 def test_a_clock_at_its_default_is_left_alone_when_idle(clocks, gpu, now):
     clocks.reset_when_idle(0.0)
     now.sleep(A_WHILE_S)

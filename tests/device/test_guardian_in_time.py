@@ -99,6 +99,70 @@ def test_a_driver_that_hangs_keeps_the_guardian_for_ten_seconds_only(serving, no
     gpu.hang("reset_locked", False)
 
 
+def test_a_clock_that_a_busy_driver_refuses_to_reset_is_reset_later(serving, now, stub_nvml_here: StubNvml) -> None:
+    address, thread = serving
+    gpu = stub_nvml_here.gpus[0]
+    gpu.locked_clock_mhz = 1200
+    connection = local_socket.connect(address, GENEROUS_S)
+    local_socket.exchange(connection, {"rank": "0", "gpus": [f"nvml:{gpu.uuid.decode()}"]})
+    gpu.fail("reset_locked", "unknown")
+    sleep = now.sleep
+
+    def sleep_until_it_works(seconds):
+        sleep(seconds)
+        if now.seconds > 60.0:
+            gpu.fail("reset_locked", "none")
+
+    now.sleep = sleep_until_it_works
+    connection.close()
+    thread.join(GENEROUS_S)
+    assert not thread.is_alive()
+    assert gpu.locked_clock_mhz == 0
+    assert 60.0 < now.seconds < 80.0
+
+
+def test_a_guardian_outlives_a_lack_of_files_and_of_threads(now, monkeypatch, tmp_path):
+    address = f"\0perseus-ds-test/{tmp_path}"
+    failures = iter([OSError(24, "too many open files"), RuntimeError("can't start new thread")])
+    with local_socket.listen(address) as listener:
+
+        class Scarce:
+            """A listener that gets no connection at first, and then one that no thread serves."""
+
+            settimeout = listener.settimeout
+
+            def accept(self):
+                problem = next(failures, None)
+                if isinstance(problem, OSError):
+                    raise problem
+                accepted = listener.accept()
+                if problem is not None:
+                    monkeypatch.setattr(threading.Thread, "start", fail_once(problem))
+                return accepted
+
+        def fail_once(problem):
+            start = threading.Thread.start
+
+            def fail(thread):
+                monkeypatch.setattr(threading.Thread, "start", start)
+                raise problem
+
+            return fail
+
+        ranks = GuardedRanks(now)
+        now.sleep = lambda seconds: None
+        thread = threading.Thread(target=guard, args=(Scarce(), ranks, now), daemon=True)
+        thread.start()
+        refused = local_socket.connect(address, GENEROUS_S)
+        assert refused.recv(1) == b""
+        served = local_socket.connect(address, GENEROUS_S)
+        assert local_socket.exchange(served, {"rank": "0", "gpus": []})["error"] is None
+        served.close()
+        refused.close()
+        thread.join(GENEROUS_S)
+        assert not thread.is_alive()
+
+
 def test_ranks_give_up_when_no_guardian_answers(now, tmp_path: Path) -> None:
     job = str(tmp_path)
 

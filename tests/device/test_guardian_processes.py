@@ -16,6 +16,8 @@ import pytest
 from guardians import guardians_of, two_watch
 from stub_nvml.controller import StubNvml
 
+from perseus_ds.device import guardian_process, local_socket
+
 RANK = """
 import os, signal, sys, time
 from perseus_ds.device.gpu.nvml import NvmlGpu
@@ -320,6 +322,20 @@ def test_each_guardian_gets_a_scope_of_systemd_where_the_user_may_have_one(
     rank.kill()
     rank.communicate()
     assert becomes_true(lambda: not any(is_running(pid) for pid in node.guardians))
+
+
+@pytest.mark.parametrize("launcher", [["/bin/sh", "-c", "sleep 60"], ["/no/such/systemd-run"]])
+def test_a_guardian_is_started_without_a_scope_where_systemd_is_stuck_or_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: list[str]
+) -> None:
+    monkeypatch.setattr(guardian_process, "_launchers", lambda: [launcher, []])
+    monkeypatch.setattr(guardian_process, "_SCOPE_TIMEOUT_S", 0.1)
+    connection = guardian_process.connect_or_start(f"\0perseus-ds-test/{tmp_path}/0")
+    assert connection is not None
+    with connection:
+        answer = local_socket.exchange(connection, {"rank": "0", "gpus": []})
+    assert answer["error"] is None
+    assert becomes_true(lambda: not is_running(answer["pid"]))
 
 
 def test_jobs_do_not_share_a_guardian(node: Node, stub_nvml: StubNvml, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from perseus_ds.device import lock_records
-from perseus_ds.device.lock_records import HeldLock, left_locks
+from perseus_ds.device.lock_records import HeldLock, is_held, left_locks
 
 HOLD = """
 import sys, time
@@ -74,6 +74,22 @@ def test_ones_own_lock_is_not_left_and_stays_held(hold):
     assert addresses() == []
     held.release()
     held.release()
+
+
+def test_a_lock_of_another_container_is_left_though_its_process_had_the_same_number(hold, tmp_path):
+    end(hold("nvml:GPU-1"))
+    (record,) = tmp_path.glob("*/*")
+    record.rename(record.with_name(f"{os.getpid()}.1.0123456789abcdef"))
+    assert addresses() == [("nvml:GPU-1", os.getpid())]
+
+
+def test_whether_another_living_process_holds_a_gpu_is_known(hold):
+    mine, process = HeldLock("nvml:GPU-2"), hold("nvml:GPU-1")
+    assert is_held("nvml:GPU-1")
+    assert not is_held("nvml:GPU-2")
+    end(process)
+    assert not is_held("nvml:GPU-1")
+    mine.release()
 
 
 def test_a_folder_that_others_can_write_is_not_used(hold, tmp_path):

@@ -180,7 +180,7 @@ def _process_namespace(process: psutil.Process) -> str:
     return ""
 
 
-def _command(process: psutil.Process) -> list[str]:
+def _command(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
-        return process.cmdline()
-    return []
+        return " ".join(process.cmdline())
+    return ""

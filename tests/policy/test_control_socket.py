@@ -122,6 +122,12 @@ def test_a_checkpoint_of_another_version_changes_nothing_but_the_steps(orders, c
     assert "cannot be read" in caplog.text
 
 
+def test_steps_before_a_checkpoint_are_no_steps_of_this_process(orders):
+    orders.restore({}, steps=9)
+    orders.count_step()
+    assert (orders.steps, orders.own_steps) == (10, 1)
+
+
 DEADLINE = '{"command": "policy", "policy": {"name": "deadline", "finish_by": "2030-01-01T00:00Z", "total_steps": %s}}'
 
 

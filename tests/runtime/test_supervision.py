@@ -1,10 +1,18 @@
 """What keeps clocks from being set safely, and clocks that dead processes have left locked."""
 
 import re
+import signal
+import time
 from types import SimpleNamespace
 
 import pytest
+from guardians import guardians_of
+from lone_communicator import LoneCommunicator
 
+from perseus_ds.device.gpu.nvml import NvmlGpu
+from perseus_ds.device.lock_records import left_locks
+from perseus_ds.errors import GpuError
+from perseus_ds.policy.job_control import JobControl
 from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.supervision import Supervision, reset_left_clocks
 
@@ -12,7 +20,9 @@ from perseus_ds.runtime.supervision import Supervision, reset_left_clocks
 @pytest.fixture
 def rank():
     return SimpleNamespace(
-        clocks=SimpleNamespace(failing_s=0.0, close=lambda: None), driver=SimpleNamespace(failing_s=0.0)
+        clocks=SimpleNamespace(failing_s=0.0, close=lambda: None, is_closed=False),
+        driver=SimpleNamespace(failing_s=0.0),
+        communicator=LoneCommunicator(),
     )
 
 
@@ -34,6 +44,32 @@ def test_a_driver_that_is_silent_is_a_problem_after_three_seconds(supervision, r
     assert problem_after(2.9) is None
     assert "the driver does not answer" in str(problem_after(3.1))
     assert problem_after(0.0) is None
+
+
+def test_a_clock_that_was_restored_for_good_is_a_problem(supervision, rank):
+    rank.clocks.is_closed = True
+    assert "was told to end" in str(supervision.problem())
+
+
+def test_what_was_started_is_ended_where_another_rank_could_not_start(rank, tmp_path, stub_nvml_here, monkeypatch):
+    for name, value in stub_nvml_here.environment.items():
+        monkeypatch.setenv(name, value)
+
+    class Broken(LoneCommunicator):
+        def together(self, check):
+            check()
+            raise GpuError("the guardian of rank 1 failed to start")
+
+    rank.communicator = Broken()
+    rank.gpu = NvmlGpu(0)
+    job = SimpleNamespace(config=parse_block({"mode": "run", "frontier": "f", "output_dir": str(tmp_path)}))
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(GpuError, match="of rank 1"):
+        Supervision(job, rank, recorder=None, control=JobControl(job.config.policy, 1), restore=lambda: None)
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert list(left_locks()) == []
+    while guardians_of(stub_nvml_here):  # they end with their last rank
+        time.sleep(0.05)
 
 
 def test_a_clock_that_a_dead_process_left_locked_is_reset_and_named_once(stub_nvml_here, caplog):

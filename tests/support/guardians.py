@@ -19,7 +19,7 @@ def guardians_of(node: StubNvml) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if _MODULE in process.cmdline() and process.environ().get(STATE_VARIABLE) == state_file:
+            if _MODULE in " ".join(process.cmdline()) and process.environ().get(STATE_VARIABLE) == state_file:
                 found.append(process)
     return sorted(found, key=lambda process: process.create_time())
 
