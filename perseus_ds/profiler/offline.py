@@ -227,14 +227,16 @@ class OfflineProfiler:
         power = log.power(begin_s, end_s, at_least_s=cycle_s)
         if has_time and math.isinf(power.relative_error):
             return None
-        gap_s = cycle_s - sum(span.time_s for span in spans) / count
+        times_s = [span.time_s for span in spans if _kind(span) is _kind(spans[-1])]
+        busy_s = sum(span.time_s for span in spans) / count
         return Repetition(
-            times_s=[span.time_s for span in spans if _kind(span) is _kind(spans[-1])],
-            cycle_j=power.watts * cycle_s - self._blocking_power_w * gap_s,
+            times_s=times_s,
+            cycle_j=power.watts * cycle_s - self._blocking_power_w * (cycle_s - busy_s),
             cycle_error=power.relative_error,
             values=power.values,
             clock_mhz=power.clock_mhz,
             state=log.state,
+            forward_s=busy_s - sum(times_s) / count,
             forward=forward,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 
 from scipy.special import stdtrit
@@ -31,6 +32,7 @@ class Repetition:
         values: From how many values that error is.
         clock_mhz: Median clock at which the GPU ran.
         state: Of the GPU at the end.
+        forward_s: Mean time of the forward in a cycle that has a backward, 0 elsewhere.
         forward: The forward repeated alone, if it is not the last instruction of the cycle.
     """
 
@@ -40,6 +42,7 @@ class Repetition:
     values: int
     clock_mhz: float
     state: GpuState
+    forward_s: float
     forward: Repetition | None
 
     @property
@@ -94,4 +97,6 @@ class Repetition:
         error_j = self.cycle_j * self.cycle_error
         if self.forward is None:
             return self.cycle_j, error_j
-        return self.cycle_j - self.forward.cycle_j, math.hypot(error_j, self.forward.cycle_j * self.forward.cycle_error)
+        # It has the power that it has alone, but where the host is busy it may take another time.
+        forward_j = self.forward.cycle_j / statistics.fmean(self.forward.times_s) * self.forward_s
+        return self.cycle_j - forward_j, math.hypot(error_j, forward_j * self.forward.cycle_error)

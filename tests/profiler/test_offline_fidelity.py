@@ -260,3 +260,24 @@ def test_what_noise_puts_below_waiting_is_measured_for_longer():
             continue
         distinct += all(row.energy_j > rank.gpu.model.blocking_power_w * row.time_s for row in rows)
     assert distinct > 26
+
+
+class ContendedRank(Rank):
+    """A rank whose forwards take three times as long while they are repeated alone: the host was busy then."""
+
+    last = None
+
+    def run(self, stage, kind):
+        alone = kind is self.last is Kind.FORWARD
+        self.last = kind
+        self.gpu.begin_work()
+        self.gpu.finish_work(self.work_s[stage, kind] * (3 if alone else 1))
+
+
+def test_the_energy_of_a_backward_does_not_depend_on_how_long_its_forward_took_before():
+    work_s = {(0, Kind.FORWARD): 0.05, (0, Kind.BACKWARD): 0.1}
+    _, backward = measure(ContendedRank(work_s), CLOCKS[:1])
+    model = DEVICES["a100-sxm"]
+    time_s = 0.1 * model.slowdown(CLOCKS[0])
+    assert backward.measurement.time_s == pytest.approx(time_s)
+    assert backward.measurement.energy_j == pytest.approx(time_s * model.power_w(CLOCKS[0]), rel=0.02)
