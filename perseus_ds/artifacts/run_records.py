@@ -89,7 +89,7 @@ class ProfilingBegun(Event):
 
     event: Literal["profiling"] = "profiling"
     clocks: int = Field(0, description="How many clocks are measured, at most.")
-    longest_s: float | None = Field(None, description="How long it takes at most [s].")
+    longest_s: float | None = Field(None, description="How long it usually takes at most [s].")
 
 
 class ProfileWritten(Event):

@@ -58,7 +58,7 @@ class GuardedRanks:
             return [gpu for gpu in ended.gpus if not any(gpu in other.gpus for other in others)]
 
     def still_ending(self, connection: socket.socket) -> None:
-        """Count an ended rank as left for a while longer: its clocks are not reset yet."""
+        """Count an ended rank as left for a while longer: the driver answers, and its clocks may not be reset yet."""
         with self._lock:
             self._ended_s[connection] = self._time.now_s()
 

@@ -15,6 +15,7 @@ import sys
 import syslog
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from perseus_ds.device import local_socket
@@ -112,7 +113,9 @@ class _Service:
                 _answer(connection, problem)
             if problem is None:
                 process.wait_until_gone_or_readable(connection)
-                errors = {address: restore(gpus[address], self._time) for address in self._ranks.end(connection)}
+                ended = self._ranks.end(connection)
+                tried = partial(self._ranks.still_ending, connection)
+                errors = {address: restore(gpus[address], self._time, tried) for address in ended}
                 for address in [address for address, error in errors.items() if error is None]:
                     _forget(address)
                 # Read by a rank that closes, not by a dead one.
@@ -120,16 +123,22 @@ class _Service:
                 self._insist(connection, {address: gpus[address] for address, error in errors.items() if error})
 
     def _insist(self, connection: socket.socket, refused: dict[str, Resettable]) -> None:
-        """Go on trying to reset clocks that a driver has refused to reset, unless a living process uses the GPU."""
+        """Go on trying to reset clocks that a driver has refused to reset.
+
+        Not while a living process of this user has registered the GPU, or has a record of it: the clock is its own.
+        """
         for pause_s in _INSIST_AFTER_S:
             if not refused:
                 break
             self._time.sleep(pause_s)
             self._ranks.still_ending(connection)
             for address, gpu in tuple(refused.items()):
-                if not self._ranks.have_registered(address) and not is_held(address) and _refusal(gpu) is None:
+                if self._ranks.have_registered(address) or is_held(address):
+                    continue
+                if _refusal(gpu) is None:
                     _forget(address)
                     del refused[address]
+                self._ranks.still_ending(connection)
 
 
 def _answer(connection: socket.socket, error: str | None) -> None:
@@ -153,12 +162,22 @@ def _refusal(gpu: Resettable) -> str | None:
     return None
 
 
-def restore(gpu: Resettable, timebase: Timebase) -> str | None:
-    """Return a GPU to its default clock, in a few attempts; returns the last error, or None."""
+def restore(gpu: Resettable, timebase: Timebase, tried: Callable[[], None] = lambda: None) -> str | None:
+    """Return a GPU to its default clock, in a few attempts.
+
+    Args:
+        gpu: The GPU.
+        timebase: The time to live in.
+        tried: Called after each attempt: the driver does not hang.
+
+    Returns:
+        The last error; None if the clock is the default one.
+    """
     refusal: str | None = None
     for attempt in range(_RESTORE_ATTEMPTS):
         timebase.sleep(_RETRY_S if attempt else 0)
         refusal = _refusal(gpu)
+        tried()
         if refusal is None:
             return None
     syslog.syslog(syslog.LOG_ERR, f"perseus-ds guardian: clocks may stay locked, run `perseus-ds reset`: {refusal}")

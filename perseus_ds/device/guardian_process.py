@@ -22,8 +22,12 @@ ANSWER_TIMEOUT_S = 30.0
 _TIMEOUT_S = ANSWER_TIMEOUT_S
 # A user's systemd that is stuck must not use up the time that ranks wait for an answer.
 _SCOPE_TIMEOUT_S = 10.0
-_DAEMON = "perseus_ds.device.guardian_daemon"
-_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+# This package, whichever others there are. What it imports is looked for elsewhere first: beside it there may be an old
+# copy of a part of the standard library.
+_CODE = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); import perseus_ds; "
+    "sys.path.append(sys.path.pop(0)); from perseus_ds.device.guardian_daemon import main; main()"
+)
 
 
 def names_of(job: str) -> list[str]:
@@ -73,11 +77,8 @@ def _start(name: str) -> None:
     """Start a guardian; returns once it listens, or another one does."""
     complaint: str | None = ""
     for launcher in _launchers():
-        # Behind the standard library: beside this package there may be an old copy of a part of it.
-        code = f"import sys; sys.path.append({_PACKAGE_PARENT!r}); from {_DAEMON} import main; main()"
-        complaint = _run(
-            [*launcher, sys.executable, "-c", code, name[1:]], _SCOPE_TIMEOUT_S if launcher else _TIMEOUT_S
-        )
+        timeout_s = _SCOPE_TIMEOUT_S if launcher else _TIMEOUT_S
+        complaint = _run([*launcher, sys.executable, "-c", _CODE, name[1:]], timeout_s)
         if complaint is None:
             return
     raise GpuError(f"The guardian process failed to start: {complaint}")

@@ -17,7 +17,7 @@ class IterationClocks:
     """The clocks that one rank requests in an iteration.
 
     Attributes:
-        first_mhz: To request before it begins; None for the default.
+        first_mhz: To request as it begins; None for the default.
         by_instruction: What to request around each instruction.
         skipped: Number of clock changes of the plan that are left out because there is no time for them.
     """

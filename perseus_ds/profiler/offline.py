@@ -21,6 +21,8 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 _REFRESHES_AT_A_TIME = 5
 _FEWEST_CYCLES = 4
+# The error of a mean of fewer values is too uncertain to be of use.
+_FEWEST_VALUES = 4
 # What is of no use yet is measured for up to this many of the longest times.
 _MOST_WINDOWS = 10
 _SETTLED = 0.03
@@ -163,7 +165,7 @@ class OfflineProfiler:
                 break
 
     def _repeat(self, stage: int, cycle: Sequence[Kind], forward: Repetition | None) -> Repetition:
-        """Repeat a cycle until time and energy are accurate enough, or the longest time is over.
+        """Repeat a cycle until time and energy are accurate enough, or the longest time is over; longer if need be.
 
         Args:
             stage: Whose instructions are repeated.
@@ -225,14 +227,14 @@ class OfflineProfiler:
         if has_time and len(log.readings(begin_s, end_s)) < _REFRESHES_AT_A_TIME - 1:
             return None
         power = log.power(begin_s, end_s, at_least_s=cycle_s)
-        if has_time and math.isinf(power.relative_error):
+        if has_time and (math.isinf(power.relative_error) or power.values < _FEWEST_VALUES):
             return None
         times_s = [span.time_s for span in spans if _kind(span) is _kind(spans[-1])]
         busy_s = sum(span.time_s for span in spans) / count
         return Repetition(
             times_s=times_s,
             cycle_j=power.watts * cycle_s - self._blocking_power_w * (cycle_s - busy_s),
-            cycle_error=power.relative_error,
+            error_j=power.relative_error * power.watts * cycle_s,
             values=power.values,
             clock_mhz=power.clock_mhz,
             state=log.state,

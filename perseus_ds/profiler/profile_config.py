@@ -32,4 +32,9 @@ class ProfileConfig(StrictModel):
     relative_error: float = Field(
         0.01, gt=0, lt=1, description="Instructions are repeated until their time and energy are known this well."
     )
-    max_window_s: float = Field(4.0, gt=0, description="Longest time an instruction is repeated at one clock [s].")
+    max_window_s: float = Field(
+        4.0,
+        gt=0,
+        description="Longest time an instruction is repeated at one clock [s]; up to ten times that where its energy "
+        "is not known to be above that of waiting.",
+    )

@@ -28,7 +28,7 @@ class Repetition:
     Attributes:
         times_s: Times of the last instruction of the cycle.
         cycle_j: Mean energy of one cycle.
-        cycle_error: Relative standard error of ``cycle_j``.
+        error_j: Standard error of ``cycle_j``.
         values: From how many values that error is.
         clock_mhz: Median clock at which the GPU ran.
         state: Of the GPU at the end.
@@ -38,7 +38,7 @@ class Repetition:
 
     times_s: list[float]
     cycle_j: float
-    cycle_error: float
+    error_j: float
     values: int
     clock_mhz: float
     state: GpuState
@@ -48,7 +48,8 @@ class Repetition:
     @property
     def relative_error(self) -> float:
         """Relative standard error of the cycle's energy, or of the time if that is larger."""
-        return max(self.cycle_error, typical(self.times_s)[1])
+        error = self.error_j / self.cycle_j if self.cycle_j > 0 else math.inf
+        return max(error, typical(self.times_s)[1])
 
     def is_told_from_waiting(self, blocking_power_w: float) -> bool:
         """Return whether the last instruction's energy surely differs from that of waiting as long.
@@ -94,9 +95,8 @@ class Repetition:
 
     def _energy_j(self) -> tuple[float, float]:
         """Return the energy of the last instruction and its standard error [J]."""
-        error_j = self.cycle_j * self.cycle_error
         if self.forward is None:
-            return self.cycle_j, error_j
+            return self.cycle_j, self.error_j
         # It has the power that it has alone, but where the host is busy it may take another time.
-        forward_j = self.forward.cycle_j / statistics.fmean(self.forward.times_s) * self.forward_s
-        return self.cycle_j - forward_j, math.hypot(error_j, forward_j * self.forward.cycle_error)
+        times = self.forward_s / statistics.fmean(self.forward.times_s)
+        return self.cycle_j - times * self.forward.cycle_j, math.hypot(self.error_j, times * self.forward.error_j)

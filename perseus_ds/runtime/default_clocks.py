@@ -36,7 +36,7 @@ class DefaultIterations:
 
     @property
     def remaining_s(self) -> float | None:
-        """About how long it takes until they are enough [s]; None before the first one."""
+        """About how long it takes until they are enough [s]; None before the first report of one."""
         unsettled = max(0, _SETTLED + 1 - self._iterations)
         return self.sample.remaining_s(self._last_s, unsettled) if self._last_s else None
 
@@ -49,10 +49,10 @@ class DefaultIterations:
         self._iterations += 1
         if self._iterations >= _SETTLED:
             self._latest.append(seen)
-        if seen.reports is not None:
+        if seen.reports is not None and self._iterations > 1:
             self._last_s = seen.reports.time_s
-            if self._iterations > _SETTLED:
-                self.sample.add_reports(seen.reports)
+        if seen.reports is not None and self._iterations > _SETTLED:
+            self.sample.add_reports(seen.reports)
 
 
 def measure_default(default: DefaultIterations) -> Phase[None]:

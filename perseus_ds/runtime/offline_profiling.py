@@ -106,7 +106,7 @@ def _measure(
     most = most_clocks(settings, len(clocks_to_choose_from(rank.gpu, settings)))
     longest_s = most * communicator.all_max(len(passes.instructions)) * settings.max_window_s
     recorder.say(
-        f"measuring up to {most} clocks, at most {longest_s:.0f} s; the energy counter moves every "
+        f"measuring up to {most} clocks, usually at most {longest_s:.0f} s; the energy counter moves every "
         f"{baseline.counter_period_s * 1e3:.0f} ms"
     )
     recorder.event(ProfilingBegun(clocks=most, longest_s=round(longest_s, 3)))

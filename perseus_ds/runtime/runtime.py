@@ -49,7 +49,7 @@ class PerseusRuntime:
     """Perseus on one rank, called by the code that executes the schedule.
 
     ``iteration()`` surrounds a training iteration and ``operation()`` each of its operations. Between two iterations
-    the clock is the next one's first; it is the default after 2 s, within ``paused()``, and from ``close()`` on.
+    of a plan the clock is its first; it is the default after 2 s, within ``paused()``, and from ``close()`` on.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ import pytest
 from stub_nvml.controller import StubNvml
 
 from perseus_ds.device import local_socket
+from perseus_ds.device.gpu.nvml import NvmlGpu
 from perseus_ds.device.guarded_ranks import GuardedRanks
 from perseus_ds.device.guardian_client import Guardian, socket_name
 from perseus_ds.device.guardian_daemon import guard, restore
@@ -99,8 +100,18 @@ def test_a_driver_that_hangs_keeps_the_guardian_for_ten_seconds_only(serving, no
     gpu.hang("reset_locked", False)
 
 
-def test_a_clock_that_a_busy_driver_refuses_to_reset_is_reset_later(serving, now, stub_nvml_here: StubNvml) -> None:
+@pytest.mark.parametrize("call_s", [0.0, 5.0])
+def test_a_clock_that_a_busy_driver_refuses_to_reset_is_reset_later(
+    serving, now, stub_nvml_here: StubNvml, monkeypatch, call_s
+) -> None:
     address, thread = serving
+    reset = NvmlGpu.reset_clock
+
+    def take_a_while(gpu):
+        now.sleep(call_s)
+        reset(gpu)
+
+    monkeypatch.setattr(NvmlGpu, "reset_clock", take_a_while)
     gpu = stub_nvml_here.gpus[0]
     gpu.locked_clock_mhz = 1200
     connection = local_socket.connect(address, GENEROUS_S)
@@ -118,7 +129,7 @@ def test_a_clock_that_a_busy_driver_refuses_to_reset_is_reset_later(serving, now
     thread.join(GENEROUS_S)
     assert not thread.is_alive()
     assert gpu.locked_clock_mhz == 0
-    assert 60.0 < now.seconds < 80.0
+    assert 60.0 < now.seconds < 80.0 + 2 * call_s
 
 
 def test_a_guardian_outlives_a_lack_of_files_and_of_threads(now, monkeypatch, tmp_path):

@@ -338,6 +338,16 @@ def test_a_guardian_is_started_without_a_scope_where_systemd_is_stuck_or_gone(
     assert becomes_true(lambda: not is_running(answer["pid"]))
 
 
+def test_a_guardian_is_of_the_package_that_starts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "perseus_ds").mkdir()
+    (tmp_path / "perseus_ds" / "__init__.py").write_text("raise ImportError('another version')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    connection = guardian_process.connect_or_start(f"\0perseus-ds-test/{tmp_path}/0")
+    assert connection is not None
+    with connection:
+        assert local_socket.exchange(connection, {"rank": "0", "gpus": []})["error"] is None
+
+
 def test_jobs_do_not_share_a_guardian(node: Node, stub_nvml: StubNvml, tmp_path: Path) -> None:
     other = Node(stub_nvml, f"{tmp_path}/other")
     mine, theirs = node.rank("wait", 0), other.rank("wait", 1)

@@ -281,3 +281,12 @@ def test_the_energy_of_a_backward_does_not_depend_on_how_long_its_forward_took_b
     time_s = 0.1 * model.slowdown(CLOCKS[0])
     assert backward.measurement.time_s == pytest.approx(time_s)
     assert backward.measurement.energy_j == pytest.approx(time_s * model.power_w(CLOCKS[0]), rel=0.02)
+
+
+@pytest.mark.parametrize(("forward_s", "backward_s", "clock_mhz"), [(0.1, 0.2, 1410), (0.06, 0.03, 810)])
+def test_what_is_clearly_above_waiting_is_measured_for_one_window(forward_s, backward_s, clock_mhz):
+    for seed in range(6):
+        rank = Rank({(0, Kind.FORWARD): forward_s, (0, Kind.BACKWARD): backward_s}, power_noise=0.02, seed=seed)
+        begin_s = rank.now.now_s()
+        measure(rank, [clock_mhz], max_window_s=4.0)
+        assert rank.now.now_s() - begin_s < 2 * 4.0 + 2.0, seed
