@@ -295,7 +295,7 @@ def test_auto_begins_again_when_the_batch_size_changes(make, block):
     engine.perseus.close()
     phases = [record["phase"] for record in iterations(block)]
     assert phases.count("calibrate") == 2
-    # Its power limit keeps the simulated GPU below its highest clock, which is said if the clock is read while it is busy.
+    # A power limit keeps the simulated GPU below its highest clock; that is said if the clock is read while it is busy.
     expected = {"start", "end", "refused"}
     assert {r["event"] for r in records(block) if "event" in r} <= expected
 
