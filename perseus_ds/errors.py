@@ -45,5 +45,9 @@ class GpuBusyError(GpuError):
     """The driver did not do what was asked of it now, and may do it later."""
 
 
+class ConnectionLostError(PerseusError, RuntimeError):
+    """Ranks cannot tell each other anything any more."""
+
+
 class VersionError(PerseusError, ImportError):
     """The installed DeepSpeed is not one that Perseus works with."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from perseus_ds.distributed.connections import Connections
 from perseus_ds.distributed.exchange import Answers, Exchanges, PendingAnswer, Widths, start_exchange
 from perseus_ds.distributed.groups import GlooGroup
 from perseus_ds.distributed.messages import Messages
@@ -24,7 +26,8 @@ class AllRanks:
     """All ranks of the job, as a tree; every rank must make it, and call each method, at the same time.
 
     No rank is connected with all others, and none but rank 0 gets a value of each. Exchanges and other collectives
-    share the tree: one that waits begins when the last exchange is over, which each rank must have begun.
+    share the tree: one that waits begins when the last exchange is over, which each rank must have begun. Once a
+    connection is lost, all methods raise :class:`~perseus_ds.errors.ConnectionLostError`, on all ranks.
 
     Attributes:
         rank: Global rank.
@@ -43,12 +46,16 @@ class AllRanks:
         self.messages = Messages()
         _wait_for_all_ranks()
         self._name = _next_name(self.world_size)
+        self._connections = Connections(self._name)
         self._tree = self._tree_of("all", range(self.world_size))
         self._exchange: PendingAnswer | None = None
         self._connected = 0
 
     def _tree_of(self, name: str, ranks: Sequence[int]) -> Tree:
-        return Tree(ranks, self.rank, lambda some, level: GlooGroup(some, f"{self._name}/{name}/{level}"))
+        return Tree(ranks, self.rank, partial(self._group_of, name))
+
+    def _group_of(self, tree: str, ranks: Sequence[int], level: str) -> GlooGroup:
+        return GlooGroup(ranks, f"{self._name}/{tree}/{level}", self._connections)
 
     @property
     def is_first(self) -> bool:

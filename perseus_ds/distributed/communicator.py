@@ -9,7 +9,6 @@ from typing import TypeVar
 import numpy as np
 
 from perseus_ds.distributed.all_ranks import AllRanks
-from perseus_ds.distributed.groups import GlooGroup
 from perseus_ds.distributed.topology import PipelineTopology
 from perseus_ds.distributed.tree import Tree
 
@@ -36,7 +35,7 @@ class Communicator(AllRanks):
         super().__init__()
         self.topology = topology if isinstance(topology, PipelineTopology) else topology(self)
         pipeline = sorted(self.topology.pipeline)
-        self._pipeline = GlooGroup(pipeline, f"{self._name}/pipeline") if len(pipeline) > 1 else None
+        self._pipeline = self._group_of("pipeline", pipeline, "all") if len(pipeline) > 1 else None
         places = self.gather((self.topology.pipeline_rank, self.topology.data_parallel_rank))
         self.pipeline_of_rank = np.array([pipeline for _, pipeline in places], dtype=np.int64)
         self._place_of_rank = self.from_first(lambda: np.array([place for place, _ in places], dtype=np.int16))

@@ -11,16 +11,17 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.futures import Future
 
 from perseus_ds.distributed.messages import Messages, words_of
-from perseus_ds.distributed.tree import Started, Tree
+from perseus_ds.distributed.tree import Group, Started, Tree
+from perseus_ds.errors import ConnectionLostError
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 Answers: TypeAlias = Callable[[Numbers], tuple[Numbers, Numbers]]
@@ -52,7 +53,7 @@ class Pending(Protocol):
         """Wait for it; shape (common + own,).
 
         Raises:
-            RuntimeError: A rank is gone.
+            ConnectionLostError: It may never come.
         """
 
     def is_there_within(self, timeout_s: float) -> bool:
@@ -77,7 +78,7 @@ class PendingAnswer:
 
     def settle(self) -> None:
         """Wait until it is there, or will not come."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(ConnectionLostError):
             self._wait()
 
     def is_there_within(self, timeout_s: float) -> bool:
@@ -111,7 +112,7 @@ def start_exchange(
         return PendingAnswer(received.is_over, received.wait)
     passing = _Passing(tree, answers, widths, messages)
     passing.up(0, own)
-    return PendingAnswer(passing.done.done, passing.done.wait)
+    return PendingAnswer(passing.done.done, passing.wait)
 
 
 class Exchanges:
@@ -141,11 +142,18 @@ class _Passing:
     """
 
     def __init__(self, tree: Tree, answers: Answers, widths: Widths, messages: Messages) -> None:
-        self.done: Future[torch.Tensor] = Future()
+        self.done: futures.Future[torch.Tensor] = futures.Future()
         self._tree = tree
         self._answers = answers
         self._widths = widths
         self._messages = messages
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the answer, and return it."""
+        if not self.done.done():
+            connections = self._tree.levels[0].group.connections
+            connections.wait(lambda timeout_s: bool(futures.wait([self.done], timeout_s).done))
+        return self.done.result()
 
     def up(self, number: int, numbers: torch.Tensor) -> None:
         """Send the numbers of this rank and those it stands for up from a level."""
@@ -166,7 +174,7 @@ class _Passing:
                         self._messages.add_block(block[rows.numel() :])
                 self.up(number + 1, torch.cat(found))
 
-            self._follow(level.group.start_gather(sent), pass_on)
+            self._follow(level.group, level.group.start_gather(sent), pass_on)
         else:
             level.group.start_gather(_with_messages(rows, self._messages, widths))
             received = level.group.start_scatter([], (widths.common + level.most * widths.own,))
@@ -175,7 +183,7 @@ class _Passing:
                 common, own = block()[: widths.common], block()[widths.common :]
                 self.down(number - 1, common, own.view(level.most, widths.own)[: len(numbers)])
 
-            self._follow(received, pass_back)
+            self._follow(level.group, received, pass_back)
 
     def down(self, number: int, common: torch.Tensor, own: torch.Tensor) -> None:
         """Send the answers for this rank and those it stands for down from a level."""
@@ -193,14 +201,14 @@ class _Passing:
             logger.exception("perseus: unexpected")
             return np.full(self._widths.common, np.nan), np.full((len(numbers), self._widths.own), np.nan)
 
-    def _follow(self, begun: Started[Any], follow: Callable[[Callable[[], Any]], None]) -> None:
-        """Go on once a collective is over; whoever waits for the answer learns of what fails."""
+    def _follow(self, group: Group, begun: Started[Any], follow: Callable[[Callable[[], Any]], None]) -> None:
+        """Go on once a collective is over; who waits for the answer, here or on other ranks, learns of what fails."""
 
         def go_on(result: Callable[[], Any]) -> None:
             try:
                 follow(result)
             except Exception as error:
-                self.done.set_exception(RuntimeError(str(error)))  # type: ignore[arg-type]
+                self.done.set_exception(group.connections.lose(error))
 
         begun.then(go_on)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from perseus_ds.distributed.connections import Connections
 from perseus_ds.errors import PerseusError
 
 T = TypeVar("T")
@@ -31,14 +32,17 @@ class GlooGroup:
 
     Attributes:
         is_first: Whether this rank is the first one.
+        connections: That it uses.
     """
 
-    def __init__(self, ranks: Sequence[int], name: str) -> None:
+    def __init__(self, ranks: Sequence[int], name: str, connections: Connections) -> None:
         """Connect them.
 
         Args:
             ranks: Global ranks, in ascending order.
             name: Another one for each group that this rank is in.
+            connections: Of this rank; all methods raise :class:`~perseus_ds.errors.ConnectionLostError` once one of
+                them is lost.
 
         Raises:
             PerseusError: They cannot be connected; the message says what to set.
@@ -47,26 +51,25 @@ class GlooGroup:
         self.is_first = place == 0
         self._size = len(ranks)
         self._group = _connect(f"perseus/{name}/{ranks[0]}", place, len(ranks))
+        self.connections = connections
+        connections.add(self._group)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value on the first, an empty list elsewhere."""
         content, sizes = self._with_sizes(value)
-        received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if self.is_first else []
-        self._gather(_of_size(content, max(sizes)), received).wait()
+        received = self._gather(_of_size(content, max(sizes))).wait()
         return [_loaded(content[:size]) for content, size in zip(received, sizes, strict=False)]
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value."""
         content, sizes = self._with_sizes(value)
-        received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
-        self._all_gather(_of_size(content, max(sizes)), received)
+        received = self._all_gather(_of_size(content, max(sizes)))
         return [_loaded(content[:size]) for content, size in zip(received, sizes, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
         """Return the first rank's value."""
         content = _dumped(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
-        size = torch.tensor([len(content)])
-        self._broadcast(size)
+        size = self._broadcast(torch.tensor([len(content)]))
         if not self.is_first:
             content = torch.empty(int(size), dtype=torch.uint8)
         self._broadcast(content)
@@ -74,43 +77,51 @@ class GlooGroup:
 
     def barrier(self) -> None:
         """Wait for all of them."""
-        options = c10d.BarrierOptions()
-        options.timeout = _TIMEOUT
-        self._group.barrier(options).wait()
+        options = _with_timeout(c10d.BarrierOptions())
+        self._begin(lambda: self._group.barrier(options), None).wait()
 
     def start_gather(self, numbers: torch.Tensor) -> Underway[list[torch.Tensor]]:
         """Begin to gather numbers, as many of each rank; on the first rank the result has them all."""
-        received = [torch.empty_like(numbers) for _ in range(self._size)] if self.is_first else []
-        return Underway(self._gather(numbers, received), received)
+        return self._gather(numbers)
 
     def start_scatter(self, numbers: Sequence[torch.Tensor], shape: Sequence[int]) -> Underway[torch.Tensor]:
         """Begin to scatter numbers of a shape; on the first rank, those for each rank are given."""
         own = torch.empty(tuple(shape), dtype=torch.float64)
-        options = c10d.ScatterOptions()
-        options.rootRank, options.timeout = 0, _TIMEOUT
-        return Underway(self._group.scatter([own], [list(numbers)] if self.is_first else [], options), own)
+        options = _with_timeout(c10d.ScatterOptions())
+        options.rootRank = 0
+        sent = [list(numbers)] if self.is_first else []
+        return self._begin(lambda: self._group.scatter([own], sent, options), own)
 
     def _with_sizes(self, value: Any) -> tuple[torch.Tensor, list[int]]:
         """Return a value as bytes, and how many the values of all ranks have."""
         content = _dumped(value)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
-        self._all_gather(torch.tensor([len(content)]), sizes)
-        return content, list(map(int, sizes))
+        return content, list(map(int, self._all_gather(torch.tensor([len(content)]))))
 
-    def _gather(self, own: torch.Tensor, received: list[torch.Tensor]) -> Any:
-        options = c10d.GatherOptions()
-        options.rootRank, options.timeout = 0, _TIMEOUT
-        return self._group.gather([received] if self.is_first else [], [own], options)
+    def _gather(self, own: torch.Tensor) -> Underway[list[torch.Tensor]]:
+        received = [torch.empty_like(own) for _ in range(self._size)] if self.is_first else []
+        options = _with_timeout(c10d.GatherOptions())
+        options.rootRank = 0
+        into = [received] if self.is_first else []
+        return self._begin(lambda: self._group.gather(into, [own], options), received)
 
-    def _all_gather(self, own: torch.Tensor, received: list[torch.Tensor]) -> None:
-        options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
-        options.timeout = _TIMEOUT
-        self._group.allgather([received], [own], options).wait()
+    def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        received = [torch.empty_like(own) for _ in range(self._size)]
+        options = _with_timeout(c10d.AllgatherOptions())  # type: ignore[attr-defined]
+        return self._begin(lambda: self._group.allgather([received], [own], options), received).wait()
 
-    def _broadcast(self, values: torch.Tensor) -> None:
-        options = c10d.BroadcastOptions()
-        options.rootRank, options.timeout = 0, _TIMEOUT
-        self._group.broadcast([values], options).wait()
+    def _broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        options = _with_timeout(c10d.BroadcastOptions())
+        options.rootRank = 0
+        return self._begin(lambda: self._group.broadcast([values], options), values).wait()
+
+    def _begin(self, begin: Callable[[], Any], result: T) -> Underway[T]:
+        self.connections.check()
+        return Underway(begin(), result, self.connections)
+
+
+def _with_timeout(options: Any) -> Any:
+    options.timeout = _TIMEOUT
+    return options
 
 
 def _dumped(value: Any) -> torch.Tensor:
@@ -133,11 +144,13 @@ class Underway(Generic[T]):
     Args:
         work: As torch returns it.
         result: Complete once it is over.
+        connections: That it uses.
     """
 
-    def __init__(self, work: Any, result: T) -> None:
+    def __init__(self, work: Any, result: T, connections: Connections) -> None:
         self._work = work
         self._result = result
+        self._connections = connections
 
     def is_over(self) -> bool:
         """Return whether there is nothing left to wait for."""
@@ -147,19 +160,29 @@ class Underway(Generic[T]):
         """Wait until it is over.
 
         Raises:
-            RuntimeError: A rank is gone.
+            ConnectionLostError: What is waited for may never come.
         """
-        self._work.wait()
-        return self._result
+        if not self.is_over():
+            self._connections.wait(self._is_over_within)
+        return self._result_of(self._work.wait)
 
     def then(self, follow: Callable[[Callable[[], T]], None]) -> None:
         """Call a function on a thread of torch once it is over; what it is given returns the result or raises."""
+        self._work.get_future().then(lambda future: follow(lambda: self._result_of(future.value)))
 
-        def result_of(future: torch.futures.Future[Any]) -> T:
-            future.value()
-            return self._result
+    def _is_over_within(self, timeout_s: float) -> bool:
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError:  # it takes longer, or it has failed
+            return self.is_over()
+        return True
 
-        self._work.get_future().then(lambda future: follow(lambda: result_of(future)))
+    def _result_of(self, end: Callable[[], object]) -> T:
+        try:
+            end()
+        except RuntimeError as error:
+            raise self._connections.lose(error) from error
+        return self._result
 
 
 def _connect(name: str, place: int, size: int) -> Any:

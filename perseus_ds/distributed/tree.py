@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from perseus_ds.distributed.connections import Connections
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 # Larger groups are connected more slowly: every rank of a group is connected with every other.
@@ -36,6 +38,9 @@ class Group(Protocol):
 
     @property
     def is_first(self) -> bool: ...
+
+    @property
+    def connections(self) -> Connections: ...
 
     def gather(self, value: Any) -> list[Any]: ...
 

@@ -63,8 +63,6 @@ def wait_together(rank: Rank, is_over: Callable[[], bool], is_closed: Callable[[
         spent_j = _energy_j(rank) - begin_j
         numbers = [float(is_over_here), float(is_closed()), spent_j]
         sent = rank.communicator.start_exchange(numbers, _of_job, Widths(3))
-        while not sent.is_there_within(_LOOK_EVERY_S):
-            pass
         is_over_now, closed, energy_j = sent.result().tolist()
         if is_over_now or closed:
             break

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from perseus_ds.artifacts.rank_report import JobReport, RankReport, shapes_number
+from perseus_ds.errors import ConnectionLostError
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.profiler.offline import RepeatableInstructions
 from perseus_ds.runtime.fallback import may_pass
@@ -152,8 +153,11 @@ class ModeDriver:
     def send_report(self) -> None:
         """Send the report of the last iteration, unless it was sent; wait for the device."""
         unsent, self._unsent = self._unsent, None
-        if unsent is not None:
-            self._exchange.send(*unsent())
+        try:
+            if unsent is not None:
+                self._exchange.send(*unsent())
+        except ConnectionLostError as error:
+            self._leave(error)
 
     def _report(
         self, seen: IterationMeasurement, own: RankReport, following: NextIteration
@@ -173,9 +177,18 @@ class ModeDriver:
         """Return what all ranks have reported of the iteration before; keep what it did where that is wanted."""
         self.send_report()
         keep, self._keep = self._keep, None
-        if keep is not None:
-            keep()
-        return self._exchange.received()
+        try:
+            if keep is not None:
+                keep()
+            return self._exchange.received()
+        except ConnectionLostError as error:
+            self._leave(error)
+            return None
+
+    def _leave(self, error: ConnectionLostError) -> None:
+        """Train on without the other ranks' reports, at default clocks, as they do."""
+        self._on_error(error)
+        self.observe()
 
     def choose(self, shape: float) -> bool:
         """Have the iteration that has begun run what its first inputs ask for; return whether shapes are told apart."""

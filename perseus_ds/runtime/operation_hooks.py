@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import TracebackType
 
 from perseus_ds.device.clock_controller import ClockController
@@ -10,6 +11,7 @@ from perseus_ds.device.moments import Moment
 from perseus_ds.device.rank_clocks import ClockPlan, IterationClocks
 from perseus_ds.device.timers import Execution
 from perseus_ds.distributed import Communicator
+from perseus_ds.errors import ConnectionLostError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Operation
 
@@ -80,7 +82,8 @@ class OperationHooks:
         if self._aligns_tail and operation.instruction.kind is Kind.TAIL:
             self._aligns_tail = False
             self._timers.wait()
-            self._communicator.barrier()
+            with contextlib.suppress(ConnectionLostError):  # the next report says so
+                self._communicator.barrier()
         transition = self._transition = self.requested.by_instruction.get(operation.instruction)
         if transition is None:
             self._timers.begin(operation)

@@ -13,9 +13,9 @@ def wait_until_restored(*gpus):
     wait_until(lambda: not any(gpu.locked_clock_mhz for gpu in gpus), "default clocks")
 
 
-def assert_same_losses(finished, folder):
+def assert_same_losses(finished, folder, ranks):
     """Without Perseus the job has the same losses."""
-    without = run(folder, 2, steps=len(finished.ranks[0]["losses"]))
+    without = run(folder, ranks, steps=len(finished.ranks[0]["losses"]))
     assert [rank["losses"] for rank in finished.ranks] == [rank["losses"] for rank in without.ranks]
 
 
@@ -37,9 +37,9 @@ def without_guardian(stub):
     wait_until_restored(*stub.gpus)  # by the ranks themselves
 
 
-def run_under_a_plan(folder, stub, during):
+def run_under_a_plan(folder, stub, during, ranks=2, **job):
     """Run a job; ``during`` steers it after 20 clock changes."""
-    save_random_plan(folder / "frontier", simulated=False)
+    save_random_plan(folder / "frontier", ranks=ranks, simulated=False)
     block = {"mode": "run", "frontier": str(folder / "frontier"), "device": "nvml"}
 
     def later(job):
@@ -47,8 +47,8 @@ def run_under_a_plan(folder, stub, during):
         job.wait_for(lambda records: len(iterations(records)) >= 2)
         during(job)
 
-    finished = run_while(later, folder / "job", 2, environment=stub.environment, perseus=block)
-    assert_same_losses(finished, folder / "without")
+    finished = run_while(later, folder / "job", ranks, environment=stub.environment, perseus=block, **job)
+    assert_same_losses(finished, folder / "without", ranks)
     assert finished.iterations()[0]["failed_ranks"] == []
     return finished
 
@@ -79,6 +79,29 @@ def test_training_goes_on_at_default_clocks(tmp_path, make_stub_nvml, fault, fai
     assert finished.output.count("Training goes on at default clocks") == len(failed), "and one warning"
     if fault is without_guardian:
         wait_until_restored(*stub.gpus)
+
+
+def test_training_outlives_the_connections_of_perseus(tmp_path, make_stub_nvml):
+    """Rank 2 loses its own; rank 0 notices; rank 1, which is connected with rank 0, is told by the job's store."""
+    stub = make_stub_nvml(3)
+
+    def during(job):
+        job.order("cut")
+        wait_until(lambda: not (job.folder / "cut").exists(), "the connections are cut")
+        wait_until_restored(*stub.gpus)
+        steps = len(losses_of(job.folder))
+        wait_until(lambda: len(losses_of(job.folder)) >= steps + 10, "10 steps more")
+
+    finished = run_under_a_plan(tmp_path, stub, during, ranks=3, followed=True)
+    assert not any(gpu.locked_clock_mhz for gpu in stub.gpus)
+    (failure,) = finished.events("failure")
+    assert (failure["rank"], "a connection between ranks is lost (rank " in failure["error"]) == (0, True)
+    assert finished.output.count("Training goes on at default clocks") == 3
+    assert "Traceback" not in finished.output
+
+
+def losses_of(folder):
+    return (folder / "losses.csv").read_text().splitlines()
 
 
 @pytest.mark.parametrize("function", ["set_locked", "energy"])
@@ -138,7 +161,7 @@ def test_training_goes_on_when_the_driver_hangs_while_profiling(tmp_path, make_s
         job.wait_for(lambda records: {r["rank"] for r in events(records, "failure")} == {0, 1})
 
     finished = run_while(during, tmp_path / "job", 2, environment=stub.environment, perseus=block)
-    assert_same_losses(finished, tmp_path / "without")
+    assert_same_losses(finished, tmp_path / "without", 2)
     assert not (tmp_path / "job" / "perseus" / "profile.csv").exists()
     stub.gpus[1].hang("energy", False)
     wait_until_restored(*stub.gpus)

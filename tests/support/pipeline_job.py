@@ -3,8 +3,8 @@
 Started with the folder's path. Every rank writes ``rank<N>.json`` into the folder: losses by step, a hash of its
 weights, what Perseus says of itself; and its process into ``pid<N>``. A test steers a running job by files in the
 folder: the job ends after the step during which ``stop`` appears, and the pipeline ``slow_pipeline`` is slow while
-``slow`` is there. A job that is ``followed`` writes each loss to ``losses.csv``, and saves a checkpoint when ``save``
-appears, which it then removes.
+``slow`` is there. The last rank's connections with others break when ``cut`` appears. A job that is ``followed`` writes
+each loss to ``losses.csv``, and saves a checkpoint when ``save`` appears, which it then removes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 import deepspeed
 import psutil
 import torch
+from cut_connections import Connected
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -112,6 +113,7 @@ def main() -> None:
     }
     if job.get("perseus") is not None:
         config["perseus"] = job["perseus"]
+    job["connected"] = Connected()
     engine, *_ = perseus_ds.initialize(
         # An optimizer wants parameters, be they frozen.
         model=module,
@@ -157,6 +159,7 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
     if "policy" in job:
         engine.perseus.set_policy(job["policy"])
     first = resume(engine, module, data, job)
+    rank = torch.distributed.get_rank()
     seeded = bool({"save_at_end", "resume_from", "followed"} & job.keys())
     slow = SlowPipeline(engine, job["slow_pipeline"], folder / "slow") if "slow_pipeline" in job else None
     for step in range(first, first + job["steps"]):
@@ -164,6 +167,9 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
             torch.manual_seed(step)
         if slow:
             slow.update()
+        if rank == job["stages"] - 1 and (folder / "cut").exists():
+            (folder / "cut").unlink()
+            job["connected"].cut()
         if "buckets" in job:
             engine.reset_activation_shape()
         losses.append(float(engine.train_batch(data)))
@@ -179,7 +185,7 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         if step in job.get("look_after", ()):
             resources.append(resources_of(engine))
         if step == job.get("end_after"):
-            end(job["end_by"], torch.distributed.get_rank())
+            end(job["end_by"], rank)
     return {"losses": losses, "resources": resources}
 
 
