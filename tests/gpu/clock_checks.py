@@ -16,7 +16,7 @@ from perseus_ds.pipeline.schedule import Compute
 _PASS = Compute(Instruction(0, Kind.FORWARD, 0))
 _LENGTHS_S = (0.002, 0.005, 0.003, 0.004)
 _OPERATIONS = 1000
-_REQUESTS = 100
+_REQUESTS = 300
 _BETWEEN_S = 0.02
 _EARLY_S = 0.012
 
@@ -113,6 +113,7 @@ def _asked(
     The GPU is idle when the iteration begins, so that its first event passes as soon as it is recorded.
     """
     _calibrate(machine)
+    occupy(0.01)  # kernels are loaded before, not while, the GPU is busy
     execution, errors = machine.execution(), []
     interval = ShortSwitchInterval()  # as in a job
     clocks = ClockController(machine.gpu, errors.append, on_start=execution.use_device, timebase=machine.timebase)

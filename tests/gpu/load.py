@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +14,19 @@ _AHEAD = 2
 
 
 @contextmanager
-def full_load(machine: Any) -> Iterator[None]:
-    """Compute on another thread, without a pause on the GPU."""
+def full_load(machine: Any, launch: Callable[[float], None] | None = None) -> Iterator[None]:
+    """Compute on another thread, without a pause on the GPU.
+
+    Args:
+        machine: The machine.
+        launch: Launches work that takes some time [s]; by default what draws most.
+    """
     stop = Flag(machine.timebase)
 
     def work() -> None:
         launched: deque[Any] = deque()
         while not stop.is_set():
-            machine.compute(_PART_S)
+            (launch or machine.compute)(_PART_S)
             ended = machine.cuda.Event(enable_timing=True, blocking=True)
             ended.record()
             launched.append(ended)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +32,14 @@ def why_no_gpu() -> str | None:
 def versions() -> dict[str, str]:
     """Return the versions of what the checks rest on."""
     names = ("perseus-ds", "torch", "deepspeed", "nvidia-ml-py")
-    return {name: importlib.metadata.version(name) for name in names} | {"CUDA": str(torch.version.cuda)}
+    return {name: _version(name) for name in names} | {"CUDA": str(torch.version.cuda)}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # it is found by PYTHONPATH
+        return "not installed"
 
 
 class OneGpu:
@@ -45,6 +54,8 @@ class OneGpu:
         backend: Of ``torch.distributed``.
         block: The part of a ``perseus`` block that chooses the GPU.
         size: Of the models: width, rows of a micro-batch, layers, micro-batches.
+        long_size: Of one with many layers, whose inputs are a small part of what it keeps in memory.
+        stage_size: Of one whose activations go through the host's memory.
         setups: How models are trained (``gpu.training.SETUPS``).
     """
 
@@ -54,6 +65,8 @@ class OneGpu:
     backend = "nccl"
     block: ClassVar[dict[str, Any]] = {"device": "nvml"}
     size = (1024, 16384, 4, 8)
+    long_size = (1024, 16384, 12, 8)
+    stage_size = (1024, 2048, 8, 8)
     setups = ("bf16", "fp16", "ZeRO-1", "recomputation", "contiguous recomputation", "torch.compile")
 
     def __init__(self) -> None:
@@ -62,9 +75,8 @@ class OneGpu:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.gpu = RecordingGpu(index_of_cuda_device(self.device.index, self._uuid))
         self._side = torch.cuda.Stream()
-        self._matrices = [torch.randn(_MATRIX, _MATRIX, device=self.device, dtype=torch.bfloat16) for _ in range(2)]
-        self._product = torch.empty_like(self._matrices[0])
-        self._product_s: float | None = None
+        self._heavy = _Products(self, torch.randn(_MATRIX, _MATRIX, device=self.device, dtype=torch.bfloat16))
+        self._light = _Products(self, torch.zeros(_MATRIX, _MATRIX, device=self.device, dtype=torch.bfloat16))
         self._cycles_per_s: float | None = None
 
     @property
@@ -88,9 +100,12 @@ class OneGpu:
         return CudaExecution(self.device)
 
     def compute(self, seconds: float) -> None:
-        """Launch matrix products that take about so long; returns at once."""
-        for _ in range(max(1, round(seconds / self._one_product_s()))):
-            self._multiply()
+        """Launch matrix products that take about so long, and may reach the power limit; returns at once."""
+        self._heavy.launch(seconds)
+
+    def compute_lightly(self, seconds: float) -> None:
+        """Launch products of zeros that take about so long and draw far less; returns at once."""
+        self._light.launch(seconds)
 
     def sleep(self, seconds: float) -> None:
         """Launch a kernel that does nothing for so long, in cycles of the clock that was found; returns at once."""
@@ -145,7 +160,7 @@ class OneGpu:
         """Return the cycles of a waiting kernel per second, by the host's clock."""
         if self._cycles_per_s is None:
             self._cycles_per_s = 1e9
-            self._repeat_for(_WARM_UP_S, lambda: torch.cuda._sleep(10_000_000))
+            self.repeat_for(_WARM_UP_S, lambda: torch.cuda._sleep(10_000_000))
             torch.cuda.synchronize()
             began_s = self.timebase.now_s()
             torch.cuda._sleep(1_000_000_000)
@@ -153,23 +168,37 @@ class OneGpu:
             self._cycles_per_s = 1e9 / (self.timebase.now_s() - began_s)
         return self._cycles_per_s
 
-    def _one_product_s(self) -> float:
-        if self._product_s is None:
-            self._repeat_for(_WARM_UP_S, self._multiply)
-            torch.cuda.synchronize()
-            began_s = self.timebase.now_s()
-            for _ in range(200):
-                self._multiply()
-            torch.cuda.synchronize()
-            self._product_s = (self.timebase.now_s() - began_s) / 200
-        return self._product_s
-
-    def _multiply(self) -> None:
-        torch.mm(*self._matrices, out=self._product)
-
-    def _repeat_for(self, seconds: float, launch: Any) -> None:
+    def repeat_for(self, seconds: float, launch: Callable[[], object]) -> None:
+        """Launch something again and again for so long."""
         end_s = self.timebase.now_s() + seconds
         while self.timebase.now_s() < end_s:
             for _ in range(20):
                 launch()
             torch.cuda.synchronize()
+
+
+class _Products:
+    """Products of a matrix with itself."""
+
+    def __init__(self, machine: OneGpu, matrix: torch.Tensor) -> None:
+        self._machine = machine
+        self._matrix = matrix
+        self._product = torch.empty_like(matrix)
+
+    def launch(self, seconds: float) -> None:
+        for _ in range(max(1, round(seconds / self._one_s))):
+            self._multiply()
+
+    @cached_property
+    def _one_s(self) -> float:
+        self._machine.repeat_for(_WARM_UP_S, self._multiply)
+        torch.cuda.synchronize()
+        now_s = self._machine.timebase.now_s
+        began_s = now_s()
+        for _ in range(200):
+            self._multiply()
+        torch.cuda.synchronize()
+        return (now_s() - began_s) / 200
+
+    def _multiply(self) -> None:
+        torch.mm(self._matrix, self._matrix, out=self._product)

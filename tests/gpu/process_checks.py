@@ -31,26 +31,19 @@ def graph(machine: Any, results: Results) -> None:
     clocks = ClockController(machine.gpu, errors.append, on_start=execution.use_device, timebase=machine.timebase)
     value = torch.zeros(1, device=machine.device)
     own, side = torch.cuda.Stream(), torch.cuda.Stream()
-    captured = torch.cuda.CUDAGraph()
     machine.sleep(0.001)
-    with torch.cuda.stream(own):
-        value.add_(1)  # loads the kernel before the capture
+    value.add_(1)
+    _capture(machine, own, value, 1)  # what a first capture loads may wait for the GPU
     torch.cuda.synchronize()
     value.zero_()
+    torch.cuda.synchronize()
     try:
         with torch.cuda.stream(side):
             execution.start_iteration()
             execution.begin(_PASS)
             machine.sleep(0.3)
             clocks.request(machine.gpu.supported_clocks_mhz()[-2], execution.end(_PASS))
-        with torch.cuda.stream(own):
-            captured.capture_begin(capture_error_mode="global")
-            began_s = machine.timebase.now_s()
-            for _ in range(_ADDITIONS):
-                value.add_(1)
-                time.sleep(0.001)
-            ended_s = machine.timebase.now_s()
-            captured.capture_end()
+        captured, began_s, ended_s = _capture(machine, own, value, _ADDITIONS)
         captured.replay()
         torch.cuda.synchronize()
         asked_s = [change.at_s for change in machine.gpu.changes]
@@ -59,6 +52,22 @@ def graph(machine: Any, results: Results) -> None:
     results.add_fact("the captured graph computes what was captured", value.item() == _ADDITIONS)
     results.add_fact("a clock was asked for during the capture", any(began_s < at_s < ended_s for at_s in asked_s))
     results.add("errors of the clocks' thread", len(errors), at_most=0)
+
+
+def _capture(machine: Any, stream: Any, value: Any, additions: int) -> tuple[Any, float, float]:
+    """Capture additions to a value, one each millisecond; return the graph, and when the capture began and ended."""
+    import torch
+
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        captured.capture_begin(capture_error_mode="global")
+        began_s = machine.timebase.now_s()
+        for _ in range(additions):
+            value.add_(1)
+            time.sleep(0.001)
+        ended_s = machine.timebase.now_s()
+        captured.capture_end()
+    return captured, began_s, ended_s
 
 
 def sigterm(machine: Any, results: Results) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import traceback
@@ -9,6 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from perseus_ds.artifacts.evidence import CheckResult, Figure
+
+UNFINISHED = "it did not come to its end"
+"""Why a check failed of which only some parts were made."""
 
 
 class Results:
@@ -19,9 +23,15 @@ class Results:
         notes: What is to be known of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, after_part: Callable[[Results], None] = lambda results: None) -> None:
+        """Begin without any.
+
+        Args:
+            after_part: Called after each part of the check.
+        """
         self.figures: list[Figure] = []
         self.notes: list[str] = []
+        self._after_part = after_part
 
     def add(
         self, name: str, value: float, unit: str = "", *, at_least: float | None = None, at_most: float | None = None
@@ -45,11 +55,39 @@ class Results:
         except Exception as error:
             self.add_fact(f"{what}: could be made", False)
             self.note(f"{what}: {last_line(error)}")
+        self._after_part(self)
 
 
-def performed(name: str, title: str, check: Callable[[Any, Results], None], machine: Callable[[], Any]) -> CheckResult:
-    """Make a check on a machine and return its result; whatever it raises is the reason why it failed."""
-    began_s, results, reason = time.perf_counter(), Results(), ""
+def performed(
+    name: str,
+    title: str,
+    check: Callable[[Any, Results], None],
+    machine: Callable[[], Any],
+    after_part: Callable[[CheckResult], None] = lambda result: None,
+) -> CheckResult:
+    """Make a check on a machine and return its result; whatever it raises is the reason why it failed.
+
+    Args:
+        name: Of the check.
+        title: Of the check.
+        check: Makes it.
+        machine: Opens the machine.
+        after_part: Called after each part with what is known by then, as a check that failed.
+    """
+    began_s, reason = time.perf_counter(), ""
+
+    def result_of(results: Results, reason: str) -> CheckResult:
+        return CheckResult(
+            name=name,
+            title=title,
+            outcome="failed" if reason else "passed",
+            reason=reason or None,
+            took_s=round(time.perf_counter() - began_s, 3),
+            figures=results.figures,
+            notes=results.notes,
+        )
+
+    results = Results(lambda results: after_part(result_of(results, UNFINISHED)))
     try:
         check(machine(), results)
         if not results.figures:
@@ -63,15 +101,7 @@ def performed(name: str, title: str, check: Callable[[Any, Results], None], mach
         if not f.is_within_limits
     ]
     reason = "; ".join([reason] * bool(reason) + beyond)
-    return CheckResult(
-        name=name,
-        title=title,
-        outcome="failed" if reason else "passed",
-        reason=reason or None,
-        took_s=round(time.perf_counter() - began_s, 3),
-        figures=results.figures,
-        notes=results.notes,
-    )
+    return result_of(results, reason)
 
 
 def last_line(error: BaseException) -> str:
@@ -82,7 +112,7 @@ def last_line(error: BaseException) -> str:
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest value below or at which a share of the values is."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def add_times(results: Results, name: str, times_s: Sequence[float], *, p99_at_most_ms: float | None = None) -> None:

@@ -86,8 +86,8 @@ def train_one_rank(folder: str, mode: str, iterations: str, module: str, name: s
     rank = int(os.environ["RANK"])
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_RANKS)
     deepspeed.init_distributed("gloo", dist_init_required=False)
-    _stage_transfers_through_host()
-    width, rows, layers, micro_batches = machine.size
+    transfer_through_host()
+    width, rows, layers, micro_batches = machine.stage_size
     torch.manual_seed(3)
     model = PipelineModule(
         layers=[LayerSpec(Block, width) for _ in range(layers)],
@@ -107,7 +107,7 @@ def train_one_rank(folder: str, mode: str, iterations: str, module: str, name: s
     if mode != "plain":
         config["perseus"] = {**machine.block, **block_of(machine, mode, Path(folder)), "output_dir": str(output)}
     engine, *_ = perseus_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    data = batches(machine, Setup())
+    data = batches(machine, Setup(), machine.stage_size)
     losses, phases = [], []
     while len(losses) < int(iterations) and not (mode == "profile" and phases.count("observe") == 2):
         phases.append("" if mode == "plain" else engine.perseus.phase)
@@ -126,20 +126,23 @@ def train_one_rank(folder: str, mode: str, iterations: str, module: str, name: s
     torch.distributed.destroy_process_group()
 
 
-def _stage_transfers_through_host() -> None:
-    """Let DeepSpeed's engine send and receive by way of the host's memory, since gloo sends nothing from a GPU."""
-    import torch
-    from deepspeed.runtime.pipe import p2p
+def transfer_through_host() -> None:
+    """Let all code send and receive by way of the host's memory, since gloo sends nothing from a GPU.
 
-    send, receive = p2p.send, p2p.recv
+    DeepSpeed's engine and the measurement of blocking power both look these functions up when they need them.
+    """
+    import torch.distributed as dist
+    from torch import Tensor, empty
 
-    def send_from_host(tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> Any:
-        return send(tensor.detach().cpu(), dest_stage, async_op)
+    send, receive = dist.send, dist.recv
 
-    def receive_on_host(tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> Any:
-        on_host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        done = receive(on_host, src_stage, async_op)
+    def send_from_host(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
+        return send(tensor.detach().cpu(), *arguments, **named)
+
+    def receive_on_host(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
+        on_host = empty(tensor.shape, dtype=tensor.dtype)
+        source = receive(on_host, *arguments, **named)
         tensor.data.copy_(on_host)
-        return done
+        return source
 
-    p2p.send, p2p.recv = send_from_host, receive_on_host
+    dist.send, dist.recv = send_from_host, receive_on_host  # type: ignore[assignment]

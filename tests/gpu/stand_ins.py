@@ -15,7 +15,7 @@ from virtual_cuda import CudaOnGpu
 from virtual_time import VirtualTime
 
 from perseus_ds.artifacts.evidence import Machine
-from perseus_ds.device.gpu.device_models import COMPUTE_BOUND
+from perseus_ds.device.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.timers import CudaExecution
 from perseus_ds.timebase import REAL_TIME
@@ -49,10 +49,13 @@ class VirtualMachine:
         return wanted_s
 
     def execution(self) -> CudaExecution:
-        return CudaExecution(torch.device("cuda", 0), self.cuda, self.timebase, relax_capture=lambda: None)
+        return CudaExecution(torch.device("cuda", 0), self.cuda, self.timebase, relax_capture=lambda: True)
 
     def compute(self, seconds: float) -> None:
         self.cuda.launch(COMPUTE_BOUND, seconds)
+
+    def compute_lightly(self, seconds: float) -> None:
+        self.cuda.launch(MEMORY_BOUND, seconds)
 
     def sleep(self, seconds: float) -> None:
         self.cuda.enqueue(lambda: self.timebase.sleep(seconds))
@@ -84,7 +87,7 @@ class HostMachine:
         "device": "simulated",
         "simulated": {"longest_instruction_s": 0.01, "counter_period_s": 0.02, "lock_latency_s": 0.002},
     }
-    size = (8, 4, 2, 4)
+    size = stage_size = long_size = (8, 4, 2, 4)
     setups = ("bf16", "contiguous recomputation")
 
     def __init__(self) -> None:

@@ -8,10 +8,11 @@ from gpu import checks, nvml_checks
 from gpu.checks import CHECKS, collected, made_in_a_process
 from gpu.machine import why_no_gpu
 from gpu.recording import Change, GuardError, RecordingGpu, guard_nvml
-from gpu.results import Results, performed
+from gpu.results import Results, percentile, performed
 from gpu.stand_ins import HostMachine, VirtualMachine
 
 from perseus_ds.artifacts.evidence import CheckResult, Machine
+from perseus_ds.device.gpu.device_models import MEMORY_BOUND
 from perseus_ds.errors import GpuError
 from perseus_ds.profiler.counter_log import CounterLog
 
@@ -116,6 +117,18 @@ def test_a_check_passes_where_counter_and_events_are_right(name):
     assert len(result.figures) > 3
 
 
+def test_every_wave_of_the_load_is_counted():
+    ratios = [figure.value for figure in made("counter").figures if "of waves of" in figure.name]
+    assert ratios == pytest.approx([1.0] * 4, abs=0.001)
+
+
+def test_waves_are_not_judged_where_the_steady_load_reaches_the_power_limit(monkeypatch):
+    monkeypatch.setattr("gpu.energy_checks._steady_load", lambda machine, log: (100.0, ["sw_power_cap"]))
+    result = made("counter")
+    assert result.outcome == "passed"
+    assert any("reaches the power limit" in note for note in result.notes)
+
+
 def test_a_counter_that_misses_energy_of_short_waves_is_found(monkeypatch):
     readings = CounterLog.readings
 
@@ -123,7 +136,8 @@ def test_a_counter_that_misses_energy_of_short_waves_is_found(monkeypatch):
         return [(at_s, 0.9 * energy_j) for at_s, energy_j in readings(log, begin_s, end_s)]
 
     monkeypatch.setattr(
-        "gpu.energy_checks._steady_power_w", lambda machine, log: machine.simulated_gpu.model.power_w(1410)
+        "gpu.energy_checks._steady_load",
+        lambda machine, log: (machine.simulated_gpu.model.power_w(1410, MEMORY_BOUND), []),
     )
     monkeypatch.setattr(CounterLog, "readings", without_a_tenth)
     result = made("counter")
@@ -195,6 +209,11 @@ def test_a_check_that_raises_or_measures_nothing_has_failed(raises, reason):
     assert (result.outcome, result.reason) == ("failed", reason)
 
 
+@pytest.mark.parametrize(("share", "found"), [(0.99, 98), (0.985, 98), (0.98, 97), (0.01, 0), (1.0, 99), (0.0, 0)])
+def test_a_percentile_is_the_smallest_value_that_reaches_its_share(share, found):
+    assert percentile(range(100), share) == found
+
+
 def test_an_attempt_keeps_what_was_measured_before_it_failed():
     results = Results()
 
@@ -220,6 +239,23 @@ def test_a_process_that_dies_or_hangs_is_a_check_that_failed(tmp_path, monkeypat
     assert result.outcome == "failed"
     assert reason in result.reason
     assert collected(tmp_path) is None, "no machine is known"
+
+
+def test_a_check_that_is_given_up_keeps_the_parts_that_were_made(tmp_path, monkeypatch):
+    program = """
+import os, sys
+from gpu import checks
+def check(machine, results):
+    results.attempt("first", lambda: results.add("first", 1))
+    os.kill(os.getpid(), 9)
+checks.Check.load = lambda self: check
+checks.make(*sys.argv[1:])
+"""
+    monkeypatch.setattr(checks, "_CHILD", program)
+    result = made_in_a_process("spans", tmp_path, HOST)
+    assert (result.outcome, [figure.name for figure in result.figures]) == ("failed", ["first"])
+    assert result.reason.startswith("its process ended with -9")
+    assert collected(tmp_path).machine.simulated
 
 
 def write(folder, name, machine, outcome="passed", at_s=0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import itertools
 import os
@@ -24,6 +25,8 @@ from one_rank_engine import one_rank
 from torch import nn
 
 import perseus_ds
+from perseus_ds.artifacts.run_file import read_records
+from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.pipeline.schedule import read_schedule, schedule_class
 from perseus_ds.runtime import devices
 
@@ -110,6 +113,7 @@ def engine_of(
         yield engine
     finally:
         engine.destroy()
+        gc.collect()
 
 
 def _make_engine(machine: Any, setup: Setup, block: dict[str, Any] | None, size: tuple[int, ...] | None) -> Any:
@@ -166,11 +170,15 @@ class Trained:
         bits: By name: losses, and hashes of weights, optimizer state and random-number generators.
         phases: Of its iterations under Perseus.
         changes: How many clock changes its GPU was asked for; None where that is not recorded.
+        has_profile: Whether it wrote a profile.
+        failures: What made it fall back to default clocks.
     """
 
     bits: dict[str, object]
     phases: list[str]
     changes: int | None
+    has_profile: bool
+    failures: list[str]
 
 
 def train(machine: Any, setup: Setup, block: dict[str, Any]) -> Trained:
@@ -184,7 +192,15 @@ def train(machine: Any, setup: Setup, block: dict[str, Any]) -> Trained:
             phases.append(engine.perseus.phase)
             losses.append(repr(engine.train_batch(data).item()))
         changes = getattr(engine.perseus.runtime._rank.gpu, "changes", None)
-        return Trained(bits_of(engine, machine, losses), phases, None if changes is None else len(changes))
+        bits = bits_of(engine, machine, losses)
+    output = Path(block["output_dir"])
+    return Trained(
+        bits,
+        phases,
+        None if changes is None else len(changes),
+        (output / "profile.csv").exists(),
+        [record.error for record in read_records(output) if isinstance(record, Failed) and record.event == "failure"],
+    )
 
 
 def train_without(machine: Any, setup: Setup, counts: Collection[int]) -> dict[int, dict[str, object]]:
@@ -200,7 +216,7 @@ def train_without(machine: Any, setup: Setup, counts: Collection[int]) -> dict[i
     return found
 
 
-def train_until_profiled(engine: Any, data: Any) -> None:
+def train_until_profiled(engine: Any, data: Any, output: Path) -> None:
     """Train until the profile is written.
 
     Raises:
@@ -209,8 +225,13 @@ def train_until_profiled(engine: Any, data: Any) -> None:
     for _ in range(_MOST_ITERATIONS):
         engine.train_batch(data)
         if engine.perseus.phase == "observe":
-            return
-    raise AssertionError(f"no profile after {_MOST_ITERATIONS} iterations")
+            break
+    assert_profiled(output)
+
+
+def assert_profiled(output: Path) -> None:
+    """Raise an AssertionError if no profile was written: a mode that fails ends in the phase ``observe`` as well."""
+    assert (output / "profile.csv").exists(), "no profile was written; see what the job printed"
 
 
 def bits_of(engine: Any, machine: Any, losses: Sequence[str]) -> dict[str, object]:
