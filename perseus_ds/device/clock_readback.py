@@ -28,7 +28,7 @@ _DEFAULT_READINGS = 120
 _HELD_READINGS = 6
 """So many readings below the highest clock, one after the other and without a limit, are no transition."""
 # These say that nobody asks for more, not that the GPU cannot.
-_NO_LIMITS = frozenset({"idle", "applications_clocks_setting", "display_clocks_setting", "sync_boost"})
+_NO_LIMITS = frozenset({"idle", "applications_clocks_setting", "display_clock_setting", "sync_boost"})
 
 
 @dataclass(frozen=True)

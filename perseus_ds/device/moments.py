@@ -120,6 +120,5 @@ class CudaOrigin:
         return self.event.elapsed_time(event) / 1e3
 
     def _by_the_iteration_before_s(self) -> float:
-        if self._before is None:
-            return math.inf
-        return self._before._latest_s + self._before.since_s(self.event)
+        before = self._before  # which the training thread may drop meanwhile
+        return math.inf if before is None else before._latest_s + before.since_s(self.event)

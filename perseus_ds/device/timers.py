@@ -1,8 +1,7 @@
 """Times the operations of an iteration on the device that the engine computes with.
 
-There are three kinds: on the host (its clock), on CUDA (events of the device, read once it has passed them: training
-never waits for them) and on a simulated GPU (the host's clock; each instruction takes as long as the simulated GPU
-needs).
+There are three kinds: on the host (its clock), on CUDA (events that are read once the device has passed them) and on a
+simulated GPU (the host's clock; each instruction takes as long as the simulated GPU needs).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from perseus_ds.device.flop_counter import FlopCounter
 from perseus_ds.device.gpu.device_models import MEMORY_BOUND
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.moments import CudaEvent, CudaMoment, CudaOrigin, Moment, PassedMoment
-from perseus_ds.device.stream_capture import relax_stream_capture
+from perseus_ds.device.stream_capture import Captures, EventOutsideCaptures, relax_stream_capture
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Operation
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -166,6 +165,7 @@ class CudaExecution:
         cuda: Makes events and waits for them.
         timebase: The host's clock.
         relax_capture: Lets the calling thread use CUDA while another one captures a graph.
+        captures: Those that no thread may use CUDA beside; None where threads are relaxed.
     """
 
     def __init__(
@@ -174,9 +174,11 @@ class CudaExecution:
         cuda: Cuda = torch.cuda,
         timebase: Timebase = REAL_TIME,
         relax_capture: Callable[[], object] = relax_stream_capture,
+        captures: Captures | None = None,
     ) -> None:
         self._cuda = cuda
         self._relax_capture = relax_capture
+        self._captures = captures
         self._time = timebase
         self._device = cuda.current_device() if device.index is None else device.index
         self._marks: list[tuple[Operation, CudaEvent, CudaEvent]] = []
@@ -215,9 +217,8 @@ class CudaExecution:
 
     def _record(self) -> CudaEvent:
         # Blocking: a thread that waits for it, the clocks' thread, sleeps instead of occupying a core.
-        event = self._cuda.Event(enable_timing=True, blocking=True)
-        event.record()
-        return event
+        (event := self._cuda.Event(enable_timing=True, blocking=True)).record()
+        return EventOutsideCaptures(event, self._captures, self._time) if self._captures else event
 
 
 class SimulatedExecution(HostExecution):

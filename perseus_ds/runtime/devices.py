@@ -6,12 +6,13 @@ import logging
 
 import torch
 
-from perseus_ds.device.gpu.base import Gpu
+from perseus_ds.device.gpu.base import Gpu, counts_whole_module
 from perseus_ds.device.gpu.nvml import NvmlGpu
 from perseus_ds.device.gpu.nvml_lookup import index_of_cuda_device
 from perseus_ds.device.gpu.power_integrator import with_energy
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.gpu.simulated_conditions import OneAtATimeOnNode
+from perseus_ds.device.stream_capture import captures_to_avoid
 from perseus_ds.device.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
 from perseus_ds.runtime.config import PerseusConfig
 
@@ -34,6 +35,9 @@ def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_ra
     if isinstance(gpu, NvmlGpu):
         for setting in gpu.administrator_settings:
             logger.warning("perseus: rank %d, %s: %s", rank, gpu, setting)
+        if counts_whole_module(gpu.name):
+            told = "its energy counter covers the whole Grace-Hopper module, and so do all energies and savings."
+            logger.warning("perseus: rank %d, %s: %s", rank, gpu, told)
     return with_energy(gpu)
 
 
@@ -41,7 +45,7 @@ def execution_on(gpu: Gpu, device: torch.device, config: PerseusConfig) -> Execu
     """Return what times operations on a GPU."""
     if isinstance(gpu, SimulatedGpu):
         return SimulatedExecution(gpu, transfer_s=config.simulated.transfer_s, tail_s=config.simulated.tail_s)
-    return CudaExecution(device) if device.type == "cuda" else HostExecution()
+    return CudaExecution(device, captures=captures_to_avoid()) if device.type == "cuda" else HostExecution()
 
 
 def _open_bare_gpu(config: PerseusConfig, device: torch.device, rank: int, local_rank: int) -> Gpu:

@@ -199,12 +199,9 @@ def test_doctor_finds_zeusd(
 def test_doctor_finds_what_an_administrator_has_set(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
     stub_nvml_here.gpus[1].application_clock_mhz = 1200
     stub_nvml_here.gpus[2].power_limit_w = 300.0
-    for name in ("application_clock", "power_limit"):
+    for name in ("application_clock", "power_limit", "power_profiles"):
         stub_nvml_here.gpus[3].fail(name, "not_supported")
-    found = [
-        [(f.level, f.text, f.remedy) for f in findings if f.what == "default"]
-        for findings in examine_gpus(lock=False, timebase=stub_time)
-    ]
+    found = settings_found(stub_time)
     (clock,), (power,) = found[1], found[2]
     assert clock[0] == power[0] == "warn"
     assert "its application clock is 1200 MHz of 1410: default clocks stay below that" in clock[1]
@@ -212,3 +209,30 @@ def test_doctor_finds_what_an_administrator_has_set(stub_nvml_here: StubNvml, st
     assert "its power limit is 300 W of 400 W" in power[1]
     assert "nvidia-smi -i 2 -pl 400" in power[2]
     assert found[0] == found[3] == []
+
+
+def test_doctor_finds_power_profiles(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
+    stub_nvml_here.gpus[1].power_profiles[0] = 1 << 1 | 1 << 7
+    stub_nvml_here.gpus[1].power_profiles[7] = 1 << 30
+    none, ((level, text, remedy),), *_ = settings_found(stub_time)
+    assert (none, level) == ([], "warn")
+    assert "its power profile is MAX_Q, LLM_TRAINING, number 254: default clocks and powers are those" in text
+    assert "nvidia-smi power-profiles --help" in remedy
+
+
+def test_a_gpu_whose_default_application_clock_is_below_the_highest_is_as_it_should_be(
+    stub_nvml_here: StubNvml, stub_time: StubTime
+) -> None:
+    gpu = stub_nvml_here.gpus[0]
+    gpu.application_clock_mhz = gpu.default_application_clock_mhz = 1095
+    assert settings_found(stub_time)[0] == []
+    gpu.application_clock_mhz = 1080
+    assert "its application clock is 1080 MHz of 1410" in settings_found(stub_time)[0][0][1]
+
+
+def settings_found(timebase: StubTime) -> list[list[tuple[str, str, str | None]]]:
+    """What was found to be set, GPU by GPU."""
+    return [
+        [(f.level, f.text, f.remedy) for f in findings if f.what == "default"]
+        for findings in examine_gpus(lock=False, timebase=timebase)
+    ]

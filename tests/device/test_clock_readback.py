@@ -4,7 +4,9 @@ import pytest
 from stub_nvml.controller import StubNvml
 from stub_nvml.fixtures import StubTime
 
+from perseus_ds.device import clock_readback
 from perseus_ds.device.clock_controller import ClockController
+from perseus_ds.device.gpu import nvml
 from perseus_ds.device.gpu.nvml import NvmlGpu
 
 POWER_CAP, IDLE = 0x4, 0x1
@@ -49,6 +51,10 @@ def test_a_limit_at_default_clocks_is_reported_once_and_looked_for_for_a_minute(
     assert [(r.clock_mhz, r.reasons) for r in refusals] == expected
     assert errors == []
     assert stub.calls("clock_info") == (11 if expected else 120)
+
+
+def test_reasons_that_limit_nothing_are_reasons_of_the_driver():
+    assert set(nvml._THROTTLE_REASONS.values()) > clock_readback._NO_LIMITS
 
 
 @pytest.mark.parametrize(("reasons", "expected"), [(POWER_CAP, 1305), (IDLE, None)], ids=["busy", "idle"])

@@ -11,7 +11,7 @@ from virtual_time import VirtualTime
 from perseus_ds.device.clock_controller import ClockController
 from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.device.gpu.simulated import SimulatedGpu
-from perseus_ds.device.stream_capture import relax_stream_capture
+from perseus_ds.device.stream_capture import Captures, captures_to_avoid, relax_stream_capture
 from perseus_ds.device.timers import CudaExecution
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
@@ -68,3 +68,98 @@ def test_the_clocks_thread_queries_events_only_in_the_relaxed_mode():
     clocks.close()
     assert set(queried_in) == {RELAXED}
     assert "MainThread" not in runtime.mode_of, "the training thread keeps its own mode"
+
+
+class Graph:
+    """A stand-in for ``torch.cuda.CUDAGraph`` whose captures fail if another thread asks for an event meanwhile."""
+
+    def __init__(self):
+        self.is_capturing = False
+        self.failures = 0
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        if capture_error_mode == "wrong":
+            raise RuntimeError("no such mode")
+        self.is_capturing = True
+
+    def capture_end(self):
+        self.is_capturing = False
+
+
+def watched_graph():
+    """A class of its own, which is changed, and the captures of its objects."""
+    kind = type("WatchedGraph", (Graph,), {"capture_begin": Graph.capture_begin, "capture_end": Graph.capture_end})
+    return kind(), Captures(kind)
+
+
+def test_where_the_mode_cannot_be_exchanged_the_clocks_thread_stays_away_from_captures():
+    now, (_, captures) = VirtualTime(), watched_graph()
+    cuda, calls = VirtualCuda(now), []
+    execution = CudaExecution(torch.device("cuda:0"), cuda, now, relax_capture=lambda: False, captures=captures)
+    clocks = ClockController(
+        SimulatedGpu(DEVICES["a100-sxm"], timebase=now), pytest.fail, on_start=execution.use_device, timebase=now
+    )
+    execution.begin(Compute(Instruction(0, Kind.FORWARD, 0)))
+    cuda.launch(0.1)
+    ended = execution.end(Compute(Instruction(0, Kind.FORWARD, 0)))
+    query = ended.event.event.query
+    ended.event.event.query = lambda: (calls.append(captures._calls), query())[1]
+    clocks.request(1110, ended)
+    now.sleep(1.0)
+    clocks.close()
+    assert clocks.changes == 1
+    assert set(calls) == {1}, "captures wait for each of them"
+
+
+def test_a_capture_waits_for_a_call_that_is_under_way_and_calls_wait_for_it():
+    graph, captures = watched_graph()
+    order, may_end, has_begun = [], threading.Event(), threading.Event()
+
+    def call():
+        with captures.outside():
+            has_begun.set()
+            may_end.wait()
+            order.append("call")
+
+    def capture():
+        graph.capture_begin()
+        order.append("capture")
+
+    first = threading.Thread(target=call)
+    first.start()
+    has_begun.wait()
+    capturing = threading.Thread(target=capture)
+    capturing.start()
+    while not captures._capturing:
+        pass
+    second = threading.Thread(target=call)
+    second.start()
+    may_end.set()
+    capturing.join()
+    order.append("captured")
+    graph.capture_end()
+    for thread in (first, second):
+        thread.join()
+    assert order == ["call", "capture", "captured", "call"]
+
+
+def test_a_capture_that_cannot_begin_keeps_nobody_waiting_and_its_own_thread_may_call():
+    graph, captures = watched_graph()
+    with pytest.raises(RuntimeError, match="no such mode"):
+        graph.capture_begin(capture_error_mode="wrong")
+    graph.capture_begin()
+    with captures.outside():
+        pass
+    graph.capture_end()
+    with captures.outside():
+        pass
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
+def test_captures_are_watched_once_where_there_is_no_runtime_to_ask(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", type("OtherGraph", (Graph,), {}))
+    captures_to_avoid.cache_clear()
+    captures = captures_to_avoid()
+    assert isinstance(captures, Captures)
+    assert captures_to_avoid() is captures
+    captures_to_avoid.cache_clear()

@@ -13,6 +13,7 @@ from gpu.recording import RecordingGpu, guard_nvml
 
 from perseus_ds.artifacts.evidence import Machine
 from perseus_ds.device.gpu.nvml_lookup import index_of_cuda_device
+from perseus_ds.device.stream_capture import captures_to_avoid
 from perseus_ds.device.timers import CudaExecution
 from perseus_ds.timebase import REAL_TIME
 
@@ -97,7 +98,7 @@ class OneGpu:
 
     def execution(self) -> CudaExecution:
         """Return what times operations on the GPU."""
-        return CudaExecution(self.device)
+        return CudaExecution(self.device, captures=captures_to_avoid())
 
     def compute(self, seconds: float) -> None:
         """Launch matrix products that take about so long, and may reach the power limit; returns at once."""

@@ -298,6 +298,7 @@ def test_the_checks_of_training_are_made_with_the_real_engine(tmp_path, name):
     result = made_in_a_process(name, tmp_path, HOST)
     facts = [figure for figure in result.figures if figure.name.endswith("the same bits")]
     assert all(figure.value == 1 for figure in facts), result.notes
+    assert result.outcome == "passed" or name not in ("training", "stages"), (result.reason, result.notes)
     not_made = {figure.name for figure in result.figures if figure.name.endswith("could be made")}
     assert not_made == ({"peak: could be made"} if name == "memory" else set()), result.notes
     assert len(result.figures) >= 2, result.reason

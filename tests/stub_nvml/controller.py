@@ -21,7 +21,8 @@ A100_CLOCKS_MHZ = tuple(range(1410, 209, -15))
 FUNCTIONS = (
     "init", "shutdown", "driver_version", "count", "by_index", "by_uuid", "by_pci", "uuid", "name", "pci_info",
     "memory_clocks", "graphics_clocks", "set_locked", "reset_locked", "clock_info", "energy", "power", "reasons",
-    "mig_mode", "application_clock", "power_limit", "default_power_limit",
+    "mig_mode", "application_clock", "default_application_clock", "power_limit", "default_power_limit",
+    "power_profiles",
 )  # fmt: skip
 ERRORS = {
     "none": 0, "not_supported": 3, "no_permission": 4, "driver_not_loaded": 9, "timeout": 10, "function_not_found": 13,
@@ -43,6 +44,7 @@ class StubGpu(ctypes.Structure):
         ("locked_clock_mhz", ctypes.c_uint32), ("previous_clock_mhz", ctypes.c_uint32),
         ("limit_clock_mhz", ctypes.c_uint32), ("has_energy_counter", ctypes.c_uint32),
         ("mig_enabled", ctypes.c_uint32), ("application_clock_mhz", ctypes.c_uint32),
+        ("default_application_clock_mhz", ctypes.c_uint32), ("power_profiles", ctypes.c_uint32 * 8),
         ("throttle_reasons", ctypes.c_uint64),
         ("locked_at_s", ctypes.c_double), ("settle_s", ctypes.c_double), ("lock_latency_s", ctypes.c_double),
         ("counter_period_s", ctypes.c_double), ("power_w", ctypes.c_double), ("power_limit_w", ctypes.c_double),
@@ -172,5 +174,5 @@ def _fill(gpu: StubGpu, index: int, clocks_mhz: Sequence[int]) -> None:
     gpu.has_energy_counter = 1
     gpu.counter_period_s = 0.1
     gpu.power_w = 250.0
-    gpu.application_clock_mhz = max(clocks_mhz)
+    gpu.application_clock_mhz = gpu.default_application_clock_mhz = max(clocks_mhz)
     gpu.power_limit_w = gpu.default_power_limit_w = 400.0

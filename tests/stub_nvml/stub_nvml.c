@@ -23,7 +23,7 @@ enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, 
 
 enum function { INIT, SHUTDOWN, DRIVER_VERSION, COUNT, BY_INDEX, BY_UUID, BY_PCI, UUID, NAME, PCI_INFO, MEMORY_CLOCKS,
                 GRAPHICS_CLOCKS, SET_LOCKED, RESET_LOCKED, CLOCK_INFO, ENERGY, POWER, REASONS, MIG_MODE,
-                APPLICATION_CLOCK, POWER_LIMIT, DEFAULT_POWER_LIMIT, FUNCTIONS };
+                APPLICATION_CLOCK, DEFAULT_APPLICATION_CLOCK, POWER_LIMIT, DEFAULT_POWER_LIMIT, POWER_PROFILES, FUNCTIONS };
 
 struct change {
     double at_s; /* CLOCK_MONOTONIC, or virtual */
@@ -38,7 +38,8 @@ struct gpu {
     uint32_t locked_clock_mhz; /* 0: not locked */
     uint32_t previous_clock_mhz; /* in effect until settled */
     uint32_t limit_clock_mhz; /* the clock stays below this one, as at a power limit; 0: no limit */
-    uint32_t has_energy_counter, mig_enabled, application_clock_mhz;
+    uint32_t has_energy_counter, mig_enabled, application_clock_mhz, default_application_clock_mhz;
+    uint32_t power_profiles[8]; /* a bit for each that is in force */
     uint64_t throttle_reasons;
     double locked_at_s, settle_s, lock_latency_s, counter_period_s, power_w, power_limit_w, default_power_limit_w;
     double power_by_clock; /* which share of power_w is drawn in proportion to the clock */
@@ -298,6 +299,24 @@ int nvmlDeviceGetApplicationsClock(struct gpu *gpu, int type, unsigned *mhz) {
     int error = call(gpu, APPLICATION_CLOCK);
     if (!error) *mhz = type == 2 ? gpu->memory_clocks_mhz[0] : gpu->application_clock_mhz;
     return error;
+}
+
+int nvmlDeviceGetDefaultApplicationsClock(struct gpu *gpu, int type, unsigned *mhz) {
+    int error = call(gpu, DEFAULT_APPLICATION_CLOCK);
+    if (!error) *mhz = type == 2 ? gpu->memory_clocks_mhz[0] : gpu->default_application_clock_mhz;
+    return error;
+}
+
+struct power_profiles { /* nvmlWorkloadPowerProfileCurrentProfiles_v1_t */
+    unsigned version, supported[8], requested[8], enforced[8];
+};
+
+int nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(struct gpu *gpu, struct power_profiles *profiles) {
+    int error = call(gpu, POWER_PROFILES);
+    if (error) return error;
+    if (profiles->version != (0x1000000 | sizeof *profiles)) return INVALID_ARGUMENT;
+    memcpy(profiles->enforced, gpu->power_profiles, sizeof profiles->enforced);
+    return SUCCESS;
 }
 
 int nvmlDeviceGetPowerManagementLimit(struct gpu *gpu, unsigned *milliwatts) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -22,6 +23,12 @@ _THROTTLE_REASONS = {
     0x040: "hw_thermal_slowdown",
     0x080: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
+}
+_POWER_PROFILE = "NVML_POWER_PROFILE_"
+_POWER_PROFILES = {
+    number: name.removeprefix(_POWER_PROFILE)
+    for name, number in vars(pynvml).items()
+    if name.startswith(_POWER_PROFILE) and name != f"{_POWER_PROFILE}MAX" and "OPERATION" not in name
 }
 
 
@@ -197,10 +204,15 @@ class NvmlGpu:
         """
         found = []
         top_mhz = self._clocks_mhz[-1]
-        application_mhz = self._optional(
-            "Reading the application clock", "nvmlDeviceGetApplicationsClock", pynvml.NVML_CLOCK_SM
+        application_mhz, usual_mhz = (
+            self._optional(f"Reading the {which}application clock", function, pynvml.NVML_CLOCK_SM)
+            for which, function in (
+                ("", "nvmlDeviceGetApplicationsClock"),
+                ("default ", "nvmlDeviceGetDefaultApplicationsClock"),
+            )
         )
-        if application_mhz is not None and application_mhz < top_mhz:
+        # Some GPUs have a default application clock below the highest, and exceed it as long as nobody sets another.
+        if application_mhz is not None and application_mhz < top_mhz and application_mhz != usual_mhz:
             found.append(
                 f"its application clock is {application_mhz} MHz of {top_mhz}: default clocks stay below that, and a "
                 f"lock by Perseus does not. `nvidia-smi -i {self.index} -rac` resets it."
@@ -212,7 +224,27 @@ class NvmlGpu:
                 f"its power limit is {limit_mw / 1e3:.0f} W of {default_mw / 1e3:.0f} W: plans are made for that limit "
                 f"and hold as long as it stays. `nvidia-smi -i {self.index} -pl {default_mw / 1e3:.0f}` resets it."
             )
+        if profiles := self._power_profiles():
+            found.append(
+                f"its power profile is {', '.join(profiles)}: default clocks and powers are those of that profile, and "
+                "plans hold as long as it stays. `nvidia-smi power-profiles --help` says how to clear it."
+            )
         return found
+
+    def _power_profiles(self) -> list[str]:
+        """Return the workload power profiles in force, by NVML's names; none where the GPU has no such profiles."""
+        kind = getattr(pynvml, "c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t", None)
+        if kind is None:  # an older binding
+            return []
+        current = kind()
+        try:
+            get = "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles"
+            self._ask("Reading the power profiles", get, ctypes.byref(current))
+        except GpuError:
+            return []
+        words = enumerate(current.enforcedProfilesMask.mask)
+        numbers = [32 * place + bit for place, word in words for bit in range(32) if word >> bit & 1]
+        return [_POWER_PROFILES.get(number, f"number {number}") for number in numbers]
 
     def _optional(self, what: str, function: str, *arguments: int) -> int | None:
         """Return a setting; None where the GPU or its driver does not have it."""
