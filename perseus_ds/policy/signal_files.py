@@ -36,6 +36,8 @@ _VALUES = [
 _ONE_EACH = ("area", "sequence", "zone id")
 # Characters of a time or of names that a message repeats.
 _LONGEST = 200
+_FIRST_YEAR, _LAST_YEAR = 1970, 2200
+_FIRST_S, _END_S = (datetime(year, 1, 1, tzinfo=timezone.utc).timestamp() for year in (_FIRST_YEAR, _LAST_YEAR + 1))
 _MISSING = ("", "-", "n/e", "n/a")
 _DAY_FIRST = re.compile(r"(\d\d)[./](\d\d)[./](\d{4}) (\d\d):(\d\d)(?::(\d\d))?(?: \((CES?T)\))?")
 _CENTRAL_EUROPE = ZoneInfo("Europe/Brussels")
@@ -52,8 +54,12 @@ class _Row:
     value: Any
 
 
-def read_signal(path: Path) -> Signal:
+def read_signal(path: Path, now: datetime | None = None) -> Signal:
     """Read a signal; a file with nothing but one number is a signal that does not change.
+
+    Args:
+        path: The file.
+        now: The time that it must have a value for; None if any will do.
 
     Raises:
         SignalError: The file is missing, is of another form, or has values that cannot be used; the message names
@@ -61,9 +67,12 @@ def read_signal(path: Path) -> Signal:
     """
     text = read_text(path, SignalError, "file of a signal", MOST_CSV_BYTES)
     try:
-        return parse_signal(text.strip())
+        signal = parse_signal(text.strip())
+        if now is not None:
+            signal.check_is_of(now)
     except SignalError as error:
         raise SignalError(f"{path}: {error}") from None
+    return signal
 
 
 def parse_signal(text: str) -> Signal:
@@ -148,6 +157,8 @@ def _signal(rows: Sequence[_Row], stamps: _Stamps, unit: str) -> Signal:
         if value is None:
             raise SignalError(f"{row.where}: expected a number, got {str(row.value)!r:.200}.")
         begin_s, end_s = stamps(row, begins_s[-1] if begins_s else -math.inf)
+        if not _FIRST_S <= begin_s < _END_S:
+            raise SignalError(f"{row.where}: expected a year from {_FIRST_YEAR} to {_LAST_YEAR}, got {row.time!r}.")
         if begins_s and begin_s <= begins_s[-1]:
             raise SignalError(f"{row.where}: {row.time} is not after the time of the row above. Sort the rows by time.")
         begins_s.append(begin_s)
@@ -206,7 +217,10 @@ def _interval(row: _Row, above_s: float, zone: tzinfo) -> tuple[float, float]:
             f"{row.where}: expected two times such as 01/01/2025 00:00:00 - 01/01/2025 01:00:00, got {row.time!r}."
         ) from None
     begin_s = _in_zone(*begin, zone, above_s)
-    return begin_s, _in_zone(*end, zone, begin_s)
+    end_s = _in_zone(*end, zone, begin_s)
+    if end_s <= begin_s:
+        raise SignalError(f"{row.where}: expected an end after the begin, got {row.time!r}.")
+    return begin_s, end_s
 
 
 def _day_first(text: str) -> Iterator[tuple[datetime, str]]:
