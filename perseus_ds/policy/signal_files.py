@@ -107,7 +107,8 @@ def _from_csv(text: str) -> Signal:
     for column, name in enumerate(header):
         if name.lower() in _ONE_EACH and len(kinds := {row[column] for row in rows if len(row) > column}) > 1:
             raise SignalError(
-                f'"{name}" differs: {", ".join(sorted(kinds)[:4])}. One signal is of one of them; remove the others.'
+                f'"{name}" differs: {", ".join(map(repr, sorted(kinds)[:4]))[:_LONGEST]}. '
+                "One signal is of one of them; remove the others."
             )
     shortest = max(time, value)
     given = [
@@ -138,7 +139,7 @@ def _from_json(text: str) -> Signal:
         key = next((key for key in _JSON_VALUES if key in entry), None)
         if time is None or key is None:
             raise SignalError(
-                f'entry {number}: expected "time" and "value", found {", ".join(map(repr, entry))[:200]}.'
+                f'entry {number}: expected "time" and "value", found {", ".join(map(repr, entry))[:_LONGEST]}.'
             )
         unit = unit or ("gCO2eq/kWh" if key == "carbonIntensity" else str(entry.get("unit", "")))
         rows.append(_Row(f"entry {number}", str(time)[:_LONGEST], entry[key]))
@@ -160,10 +161,10 @@ def _signal(rows: Sequence[_Row], stamps: _Stamps, unit: str) -> Signal:
         if not _FIRST_S <= begin_s < _END_S:
             raise SignalError(f"{row.where}: expected a year from {_FIRST_YEAR} to {_LAST_YEAR}, got {row.time!r}.")
         if begins_s and begin_s <= begins_s[-1]:
-            raise SignalError(f"{row.where}: {row.time} is not after the time of the row above. Sort the rows by time.")
+            raise SignalError(f"{row.where}: {row.time!r} is not after the time of the row above. Sort the rows.")
         begins_s.append(begin_s)
         values.append(value)
-    return signal_of(begins_s, values, end_s=end_s, unit=unit)
+    return signal_of(begins_s, values, end_s=end_s, unit=unit[:_LONGEST])
 
 
 def _number(text: object) -> float | None:
@@ -193,7 +194,7 @@ def _with_zone(row: _Row, above_s: float) -> tuple[float, None]:
     time = _iso(row)
     if time.tzinfo is None:
         raise SignalError(
-            f"{row.where}: {row.time} has no time zone. Write it as 2026-11-22T08:00:00+01:00, or with Z for UTC."
+            f"{row.where}: {row.time!r} has no time zone. Write it as 2026-11-22T08:00:00+01:00, or with Z for UTC."
         )
     return time.timestamp(), None
 

@@ -128,8 +128,8 @@ BAD = {
     own(1, "nan", 3): "row 3: expected a number, got 'nan'",
     own(1, "inf", 3): "row 3: expected a number, got 'inf'",
     own(1, 2, "", 4, 5): "gap between 2026-11-22T01:00:00Z and 2026-11-22T03:00:00Z: other values are 60 min apart",
-    own(1, 2, 3) + "\n2026-11-22T01:00:00+00:00,4": "row 5: 2026-11-22T01:00:00.00:00 is not after .* Sort the rows",
-    own(1, 2).replace("+00:00", ""): "row 2: 2026-11-22T00:00:00 has no time zone",
+    own(1, 2, 3) + "\n2026-11-22T01:00:00+00:00,4": "row 5: '2026-11-22T01:00:00.00:00' is not after .* Sort the rows",
+    own(1, 2).replace("+00:00", ""): "row 2: '2026-11-22T00:00:00' has no time zone",
     own(1, 2).replace("2026-11-22T01", "midnight"): "row 3: expected a time such as .*, got 'midnight",
     own(1, 2, start="0001-01-01T00:00:00+14:00"): "row 2: expected a year from 1970 to 2200, got '0001",
     own(1, 2, start="2200-12-31T23:00:00+00:00"): "row 3: expected a year from 1970 to 2200, got '2201",
@@ -143,8 +143,34 @@ BAD = {
     '[{"time": ': "not a complete JSON file",
     entsoe([("2025", 1)]): "row 2: expected two times",
     entsoe([("41/01/2025 00:00:00 - 01/01/2025 01:00:00", 1)]): "row 2: expected two times",
-    "MTU (UTC),Area,Day-ahead Price (EUR/MWh)\nx,BZN|FR,1\ny,BZN|DE-LU,2": "Area.* differs: BZN.DE-LU, BZN.FR",
+    "MTU (UTC),Area,Day-ahead Price (EUR/MWh)\nx,BZN|FR,1\ny,BZN|DE-LU,2": "Area.* differs: 'BZN.DE-LU', 'BZN.FR'",
 }
+
+
+HOSTILE = "\x1b]0;PWNED\x07" + "A" * 100_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"time,value,area\n2026-11-22T00:00:00Z,1,{HOSTILE}\n2026-11-22T01:00:00Z,1,b",
+        "time,value\n2026-11-22\x1b00:00,1\n2026-11-22T01:00:00Z,1",
+        "time,value\n2026-11-22T01:00:00Z,1\n2026-11-22\x9b00:00+00:00,1",
+        f"time,{HOSTILE}\n1,2",
+        json.dumps([{HOSTILE: 1}]),
+    ],
+    ids=["area", "no time zone", "not sorted", "columns", "keys"],
+)
+def test_what_is_wrong_with_a_signal_is_said_in_few_and_printable_characters(text):
+    with pytest.raises(SignalError) as raised:
+        parse_signal(text)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 800
+
+
+def test_the_unit_of_a_signal_has_few_characters():
+    rows = own(1, 2).replace("value", f"value [{HOSTILE}]")
+    assert len(parse_signal(rows).unit) == 200
 
 
 @pytest.mark.parametrize(("text", "message"), BAD.items(), ids=lambda text: text[:20])

@@ -48,6 +48,11 @@ def reports(energy_j=80.0, **fields):
     return reports_of({"time_s": 1.1, "energy_j": energy_j, "clock_changes": 6, "clock_skips": 2, **fields})
 
 
+def test_what_is_said_holds_no_control_characters(tmp_path, capsys):
+    Recorder(LoneCommunicator(), tmp_path, simulated=False).say("\x1b]0;PWNED\x07")
+    assert capsys.readouterr().out == "perseus: \\x1b]0;PWNED\\x07\n"
+
+
 def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, capsys):
     monitor = Told()
     recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True, monitor=monitor, steps_per_print=2)
