@@ -13,7 +13,7 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from perseus_ds.artifacts.io import parse_json, read_text
-from perseus_ds.artifacts.limits import MOST_CSV_BYTES
+from perseus_ds.artifacts.limits import MOST_SIGNAL_BYTES, MOST_SIGNAL_VALUE, MOST_SIGNAL_VALUES
 from perseus_ds.errors import SignalError
 from perseus_ds.policy.signal_values import Signal, signal_of
 
@@ -38,6 +38,7 @@ _ONE_EACH = ("area", "sequence", "zone id")
 _LONGEST = 200
 _FIRST_YEAR, _LAST_YEAR = 1970, 2200
 _FIRST_S, _END_S = (datetime(year, 1, 1, tzinfo=timezone.utc).timestamp() for year in (_FIRST_YEAR, _LAST_YEAR + 1))
+_MOST_COLUMNS = 1000
 _MISSING = ("", "-", "n/e", "n/a")
 _DAY_FIRST = re.compile(r"(\d\d)[./](\d\d)[./](\d{4}) (\d\d):(\d\d)(?::(\d\d))?(?: \((CES?T)\))?")
 _CENTRAL_EUROPE = ZoneInfo("Europe/Brussels")
@@ -65,7 +66,7 @@ def read_signal(path: Path, now: datetime | None = None) -> Signal:
         SignalError: The file is missing, is of another form, or has values that cannot be used; the message names
             file and row.
     """
-    text = read_text(path, SignalError, "file of a signal", MOST_CSV_BYTES)
+    text = read_text(path, SignalError, "file of a signal", MOST_SIGNAL_BYTES)
     try:
         signal = parse_signal(text.strip())
         if now is not None:
@@ -93,12 +94,13 @@ def parse_signal(text: str) -> Signal:
 
 def _from_csv(text: str) -> Signal:
     lines = text.splitlines()
+    _check_count(len(lines) - 1)
     delimiter = max(",;\t", key=lines[0].count)
     try:
         header, *rows = csv.reader(lines, delimiter=delimiter)
     except csv.Error as error:
         raise SignalError(f"not a CSV file ({error}).") from None
-    header = [name.strip() for name in header]
+    header = [name.strip() for name in header[:_MOST_COLUMNS]]
     time = next((column for column, name in enumerate(header) if _TIME.fullmatch(name)), None)
     found = [(column, match) for p in _VALUES for column, name in enumerate(header) if (match := p.fullmatch(name))]
     if time is None or not found:
@@ -133,6 +135,7 @@ def _from_json(text: str) -> Signal:
             'expected a list of objects such as {"time": "2026-11-22T08:00:00+00:00", "value": 81.3}, or an answer of '
             "Electricity Maps with a list under " + ", ".join(f'"{key}"' for key in _LISTS) + "."
         )
+    _check_count(len(entries))
     rows = []
     for number, entry in enumerate(entries, start=1):
         time = entry.get("time", entry.get("datetime"))
@@ -146,6 +149,11 @@ def _from_json(text: str) -> Signal:
     return _signal(rows, _with_zone, unit)
 
 
+def _check_count(count: int) -> None:
+    if count > MOST_SIGNAL_VALUES:
+        raise SignalError(f"{count} values, at most {MOST_SIGNAL_VALUES} are read. Remove those of the past.")
+
+
 def _signal(rows: Sequence[_Row], stamps: _Stamps, unit: str) -> Signal:
     """Return the signal of rows; those without a value are left out, such as an hour that a clock change skips."""
     begins_s: list[float] = []
@@ -156,7 +164,9 @@ def _signal(rows: Sequence[_Row], stamps: _Stamps, unit: str) -> Signal:
             continue
         value = _number(row.value)
         if value is None:
-            raise SignalError(f"{row.where}: expected a number, got {str(row.value)!r:.200}.")
+            raise SignalError(
+                f"{row.where}: expected a number of at most {MOST_SIGNAL_VALUE:g}, got {str(row.value)!r:.200}."
+            )
         begin_s, end_s = stamps(row, begins_s[-1] if begins_s else -math.inf)
         if not _FIRST_S <= begin_s < _END_S:
             raise SignalError(f"{row.where}: expected a year from {_FIRST_YEAR} to {_LAST_YEAR}, got {row.time!r}.")
@@ -168,12 +178,12 @@ def _signal(rows: Sequence[_Row], stamps: _Stamps, unit: str) -> Signal:
 
 
 def _number(text: object) -> float | None:
-    """Return a finite number, or None if it is none."""
+    """Return a number that is not too large, or None if it is none."""
     try:
         value = float(text)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return None
-    return value if math.isfinite(value) and not isinstance(text, bool) else None
+    return value if abs(value) <= MOST_SIGNAL_VALUE and not isinstance(text, bool) else None
 
 
 _Stamps = Callable[[_Row, float], tuple[float, "float | None"]]
