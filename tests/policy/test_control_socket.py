@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import socket
 import stat
 from pathlib import Path
@@ -99,6 +100,13 @@ def test_the_command_gives_orders(folder, orders, capsys):
     assert json.loads(capsys.readouterr().out)["paused"] is True
     assert main(["control", "straggler", f"run={folder}", "slowdown=1.2"]) == 2
     assert "pipeline is missing" in capsys.readouterr().err
+
+
+def test_no_order_is_given_to_a_process_of_another_user(folder, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(local_socket, "peer", lambda connection: (1, 1001))
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        send_order(folder, {"command": "status"})
 
 
 def test_state_survives_a_checkpoint_but_for_a_policy_changed_in_the_config(orders):
