@@ -86,20 +86,20 @@ class Hours:
         Args:
             hull: Of their options.
             places: Which hours they are; by ascending absolute price.
-            lengths_s: Of all hours.
-            prices: Of all hours.
+            lengths_s: Of each.
+            prices: Of each.
         """
         self.hull = hull
         self.places = places
-        self._of_all = lengths_s, prices
-        self._lengths_s, self._prices = lengths_s[places], prices[places]
-        self._sizes = np.abs(self._prices)
-        self._length_sums = _sums(self._lengths_s)
-        self._price_sums = _sums(self._lengths_s * self._prices)
+        self._lengths_s, self._prices = lengths_s, prices
+        self._sizes = np.abs(prices)
+        self._length_sums = _sums(lengths_s)
+        self._price_sums = _sums(lengths_s * prices)
 
     def before(self, place: int) -> Hours:
         """Return those of the hours that are before one."""
-        return Hours(self.hull, self.places[self.places < place], *self._of_all)
+        is_before = self.places < place
+        return Hours(self.hull, self.places[is_before], self._lengths_s[is_before], self._prices[is_before])
 
     def totals(self, marginal: float) -> tuple[float, float]:
         """Return steps and cost of all hours with each segment that costs at most so much for a step."""
@@ -133,6 +133,31 @@ class Hours:
             begins[:falling] = np.searchsorted(self._sizes, sizes[:falling], "left")
             ends[:falling] = len(self.places)
         return begins, ends
+
+
+class LastHour:
+    """The hour in which a job ends.
+
+    Attributes:
+        hull: Of its options.
+        places: Which hour it is, shape (1,).
+    """
+
+    def __init__(self, hull: Hull, place: int, length_s: float, price: float) -> None:
+        self.hull = hull
+        self.places: Places = np.array([place])
+        self._length_s, self._price = length_s, price
+        self._costs = hull.slopes * abs(price)
+
+    def totals(self, marginal: float) -> tuple[float, float]:
+        """Return its steps and cost, as of :class:`Hours`."""
+        corner = self._costs.searchsorted(marginal, "right")
+        rate, power_w = float(self.hull.rates[corner]), float(self.hull.powers_w[corner])
+        return self._length_s * rate, self._length_s * power_w * self._price
+
+    def corners(self, marginal: float) -> Places:
+        """Return how far its hull is filled, as of :class:`Hours`."""
+        return np.array([self._costs.searchsorted(marginal, "right")])
 
 
 def _sums(values: Numbers) -> Numbers:

@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.policy.hourly_hulls import Hours, Hull, Option, Places
+from perseus_ds.policy.hourly_hulls import Hours, Hull, LastHour, Option, Places
 from perseus_ds.policy.signal_values import Numbers
 
 _DONE = -2
@@ -120,7 +120,11 @@ class _Programme:
         order = np.argsort(np.abs(prices))
         negative = prices[order] < 0
         places = {1: order[~negative], -1: order[negative]}
-        self._hours = [self._of(Hull(options, sign), hours) for sign, hours in places.items() if hours.size]
+        self._hours = [
+            Hours(Hull(options, sign), hours, self._lengths_s[hours], prices[hours])
+            for sign, hours in places.items()
+            if hours.size
+        ]
         self._ending = {sign: Hull([*options, Option(_DONE, 0.0, 0.0)], sign) for sign in places}
 
     def possible(self) -> npt.NDArray[np.bool_]:
@@ -182,16 +186,14 @@ class _Programme:
         begins_s = np.stack([self._edges_s[:count], self._edges_s[1 : count + 1] - lengths_s * slow], axis=1).ravel()
         return _together(begins_s, parts_s, plans.T.ravel())
 
-    def _up_to(self, last: int) -> list[Hours]:
+    def _up_to(self, last: int) -> list[Hours | LastHour]:
         """Return the hours up to one in which the job ends."""
-        ending = self._of(self._ending[-1 if self._prices[last] < 0 else 1], np.array([last]))
+        length_s, price = float(self._lengths_s[last]), float(self._prices[last])
+        ending = LastHour(self._ending[-1 if price < 0 else 1], last, length_s, price)
         return [*(hours.before(last) for hours in self._hours), ending]
 
-    def _of(self, hull: Hull, places: Places) -> Hours:
-        return Hours(hull, places, self._lengths_s, self._prices)
 
-
-def _filled(hours: Sequence[Hours], marginal: float) -> _Filled:
+def _filled(hours: Sequence[Hours | LastHour], marginal: float) -> _Filled:
     steps, costs = zip(*(each.totals(marginal) for each in hours), strict=True)
     return _Filled(marginal, sum(steps), sum(costs))
 
