@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from typing import Any
 
 # These change the order in which a terminal shows what follows.
@@ -15,6 +17,13 @@ def printable(text: str) -> str:
     Terminals take sequences of control characters for commands. The ends of lines and tabs stay.
     """
     return "".join(c.encode("unicode_escape").decode() if _is_control(c) else c for c in text)
+
+
+def log_printable(record: logging.LogRecord) -> bool:
+    """Make the text of a line of a log printable; a filter for a logger, which lets all lines pass."""
+    with contextlib.suppress(Exception):  # the logger itself says where a text and its values do not fit
+        record.msg, record.args = printable(record.getMessage()), ()
+    return True
 
 
 def _is_control(character: str) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from perseus_ds.artifacts.limits import MOST_RECORD_LINE_BYTES
+from perseus_ds.artifacts.limits import MOST_RECORD_BYTES, MOST_RECORD_LINE_BYTES
 from perseus_ds.artifacts.run_file import FILE_NAME, from_line
 from perseus_ds.artifacts.run_records import Record
 
@@ -42,11 +43,13 @@ class RecordFollower:
         longer valid.
 
         Raises:
-            OSError: It cannot be read.
+            OSError: It cannot be read, is no regular file, or too large.
         """
-        # A FIFO is read without waiting for who writes to it.
+        # A FIFO is opened without waiting for who writes to it.
         with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_RECORD_BYTES:
+                raise OSError(f"{self._path}: expected a regular file of at most {MOST_RECORD_BYTES} bytes")
             head = file.read(_HEAD_BYTES)
             is_same = status.st_ino == self._inode and status.st_size >= self._offset and head.startswith(self._head)
             is_new = self._offset > 0 and not is_same

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,7 +93,7 @@ def receive(connection: socket.socket, most_bytes: int = LONGEST_LINE) -> dict[s
 
     Raises:
         LocalSocketError: It sent something else, or closed the connection before the end of the line.
-        OSError: The other end does not send within the connection's time-out.
+        OSError: The other end does not send all of it within the connection's time-out.
     """
     return _finish(connection, b"", most_bytes)
 
@@ -115,12 +117,21 @@ def receive_with_sockets(connection: socket.socket) -> tuple[dict[str, Any], lis
 
 
 def _finish(connection: socket.socket, line: bytes, most_bytes: int) -> dict[str, Any]:
-    """Receive the rest of a line; return its object."""
-    while b"\n" not in line:
-        received = connection.recv(_PART)
-        line += received
-        if not received or len(line) > most_bytes:
-            raise LocalSocketError(f"expected a line with a JSON object, got {len(line)} bytes without its end")
+    """Receive the rest of a line, within the connection's time-out; return its object."""
+    timeout_s = connection.gettimeout()
+    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    try:
+        while b"\n" not in line:
+            rest_s = end_s - time.monotonic()
+            if rest_s <= 0:
+                raise TimeoutError("timed out")
+            connection.settimeout(None if math.isinf(rest_s) else rest_s)
+            received = connection.recv(_PART)
+            line += received
+            if not received or len(line) > most_bytes:
+                raise LocalSocketError(f"expected a line with a JSON object, got {len(line)} bytes without its end")
+    finally:
+        connection.settimeout(timeout_s)
     return parse(line.partition(b"\n")[0])
 
 

@@ -9,7 +9,8 @@ from datetime import datetime, timezone
 import numpy as np
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.policy.hourly_programme import HALT, Option, cheapest
+from perseus_ds.policy.hourly_hulls import HALT, Option
+from perseus_ds.policy.hourly_programme import cheapest
 from perseus_ds.policy.policies import CheapestPolicy
 from perseus_ds.policy.signal_values import Signal
 from perseus_ds.policy.situation import MARGIN, Decision, Situation
@@ -78,16 +79,18 @@ def make_timetable(
     bound = cheapest(options, edges_s, values, left)
     if bound is None:
         return None
-    in_reserve = cheapest(options, *signal.between(begin_s, end_s - MARGIN * (end_s - begin_s)), left + 1)
+    in_reserve = cheapest(options, *signal.between(begin_s, end_s - MARGIN * (end_s - begin_s)), left + 1, near=bound)
     solution = in_reserve or bound
+    edges_s, plans = solution.parts()
     return Timetable(
         policy=policy,
         signal=signal,
-        entries=solution.entries,
+        edges_s=edges_s,
+        plans=plans,
         rates={option.plan: option.rate for option in options},
         made_s=begin_s,
         step=situation.step,
-        valid_until_s=min(signal.next_change_s(begin_s), solution.entries[-1].end_s),
+        valid_until_s=min(signal.next_change_s(begin_s), float(edges_s[-1])),
         cost=solution.cost / _J_PER_KWH,
         bound=bound.cost / _J_PER_KWH,
         fastest_cost=cost_of_one(options[0], signal, begin_s, left) / _J_PER_KWH,

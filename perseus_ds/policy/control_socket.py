@@ -140,6 +140,9 @@ def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
     address = read_json(path, ConfigError, ADDRESS_FILE)
     try:
         with local_socket.connect(str(address.get("socket")), _TIMEOUT_S) as connection:
+            user, owner = os.getuid(), local_socket.peer(connection)[1]
+            if owner not in (user, 0) and user != 0:
+                raise PermissionError
             answer = local_socket.exchange(connection, order)
     except PermissionError:
         raise ConfigError(f"{path}: the job belongs to another user, who alone can control it.") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,17 +82,27 @@ class CostAccount:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what a checkpoint kept; the time in which the job did not run is lost under any plan."""
-        lost_s = self._now_s - float(state["saved_at"])
-        at_s = state["at"]
-        self.iterations, self.cost = int(state["iterations"]), float(state["cost"])
-        self.fastest_cost, self.halted_s = float(state["fastest_cost"]), float(state["halted_s"])
-        self.bound = None if state["bound"] is None else float(state["bound"])
-        self._fastest_at_s = None if at_s is None else float(at_s) + lost_s
+        """Take up what a checkpoint kept; the time in which the job did not run is lost under any plan.
+
+        Raises:
+            Exception: It is damaged; nothing has changed.
+        """
+        cost, fastest_cost, halted_s = (_finite(state[name]) for name in ("cost", "fastest_cost", "halted_s"))
+        bound, at_s = (None if state[name] is None else _finite(state[name]) for name in ("bound", "at"))
+        lost_s = self._now_s - _finite(state["saved_at"])
+        self.iterations = int(state["iterations"])
+        self.cost, self.fastest_cost, self.halted_s, self.bound = cost, fastest_cost, halted_s, bound
+        self._fastest_at_s = None if at_s is None else at_s + lost_s
 
     @property
     def _now_s(self) -> float:
         return self._timebase.date().timestamp()
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is not finite")
+    return float(value)
 
 
 def _cost(signal: Signal, begin_s: float, end_s: float, energy_j: float) -> float:

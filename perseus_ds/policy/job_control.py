@@ -17,6 +17,7 @@ from perseus_ds.policy.signal_watch import SignalWatch
 from perseus_ds.policy.stragglers import Straggler
 
 logger = logging.getLogger("perseus_ds")
+_MOST_STEPS = 10**12
 _POLICY: TypeAdapter[PolicyConfig] = TypeAdapter(PolicyConfig)
 
 
@@ -143,7 +144,7 @@ class JobControl:
         if state:
             try:
                 same_policy = self._take_up(state)
-            except (KeyError, TypeError, ValueError) as error:  # saved by another version
+            except Exception as error:  # saved by another version, or damaged
                 logger.warning(
                     "perseus: what the checkpoint holds of Perseus cannot be read (%r); it is ignored.", error
                 )
@@ -155,14 +156,16 @@ class JobControl:
         entries = state["stragglers"] if "stragglers" in state else state["told"]  # as earlier versions called it
         reported = {int(p): (int(step), float(s)) for p, (step, s) in entries.items()}
         paused, steps = bool(state["paused"]), int(state["steps"])
+        if not 0 <= steps <= _MOST_STEPS or not all(1 <= slowdown < math.inf for _, slowdown in reported.values()):
+            raise ValueError(f"steps {steps}, stragglers {reported}")
+        if configured == self._configured and "costs" in state:
+            self.costs.restore(state["costs"])
         with self._lock:
             self._reported = {p: entry for p, entry in reported.items() if p < self._pipelines}
             self.paused, self.steps = paused, steps
             if configured != self._configured:
                 return False
             self.policy = policy
-        if "costs" in state:
-            self.costs.restore(state["costs"])
         if self.signals is not None:
             self.signals.follow_if_possible(policy)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -143,10 +144,18 @@ class PlanFollower:
         return {**self.state(), "plan": None, "statistics": self.statistics.state_of_stops()}
 
     def restore(self, state: Mapping[str, Any]) -> int | None:
-        """Restore what :meth:`state` returned; return the plan that the policy asked for then, if it is known."""
+        """Restore what :meth:`state` returned; return the plan that the policy asked for then, if it is known.
+
+        Raises:
+            Exception: It is damaged; nothing has changed.
+        """
         state = {_OLD_KEYS.get(key, key): value for key, value in state.items()}
-        self._plan = None if state["plan"] is None else min(int(state["plan"]), len(self._frontier.plans) - 1)
+        plan = None if state["plan"] is None else min(max(0, int(state["plan"])), len(self._frontier.plans) - 1)
+        factors = tuple(float(factor) for factor in state["stretch_factors"])
+        if not all(1 <= factor < math.inf for factor in factors):
+            raise ValueError(f"stretch factors {factors}")
         self.statistics.restore(state["statistics"])
-        if len(state["stretch_factors"]) == self._pipelines:
-            self._stragglers.stretch_factors = tuple(state["stretch_factors"])
-        return self._plan
+        if len(factors) == self._pipelines:
+            self._stragglers.stretch_factors = factors
+        self._plan = plan
+        return plan

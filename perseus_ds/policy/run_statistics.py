@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _REMEMBERED = 10
+_LARGEST = 1e18
 
 
 class RunStatistics:
@@ -54,14 +55,25 @@ class RunStatistics:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as plain values."""
-        return {"stopped_s": self.stopped_s, "stops": self._stops, "times": [*self._times], "powers": [*self._powers]}
+        powers = [list(power) for power in self._powers]
+        return {"stopped_s": self.stopped_s, "stops": self._stops, "times": [*self._times], "powers": powers}
 
     def state_of_stops(self) -> dict[str, Any]:
         """Return the same without the ratios, which belong to the plans of one profile."""
         return {**self.state(), "times": [], "powers": []}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what a checkpoint kept; later measurements gradually replace it."""
-        self.stopped_s, self._stops = float(state["stopped_s"]), int(state["stops"])
-        self._times = deque(state["times"], maxlen=_REMEMBERED)
-        self._powers = deque(state["powers"], maxlen=_REMEMBERED)
+        """Take up what a checkpoint kept; later measurements gradually replace it.
+
+        Raises:
+            Exception: It is damaged; nothing has changed.
+        """
+        stopped_s, stops = float(state["stopped_s"]), int(state["stops"])
+        times = [float(time) for time in state["times"]]
+        powers = [(float(measured_w), float(promised_w)) for measured_w, promised_w in state["powers"]]
+        divisors = [*times, *(promised_w for _, promised_w in powers)]
+        figures = [stopped_s, stops, *divisors, *(measured_w for measured_w, _ in powers)]
+        if not all(0 <= figure <= _LARGEST for figure in figures) or 0 in divisors:
+            raise ValueError(f"statistics {state}")
+        self.stopped_s, self._stops = stopped_s, stops
+        self._times, self._powers = deque(times, maxlen=_REMEMBERED), deque(powers, maxlen=_REMEMBERED)

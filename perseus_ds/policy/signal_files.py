@@ -13,7 +13,7 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from perseus_ds.artifacts.io import parse_json, read_text
-from perseus_ds.artifacts.limits import MOST_CSV_BYTES
+from perseus_ds.artifacts.limits import MOST_SIGNAL_BYTES, MOST_SIGNAL_VALUE, MOST_SIGNAL_VALUES
 from perseus_ds.errors import SignalError
 from perseus_ds.policy.signal_values import Signal, signal_of
 
@@ -36,6 +36,9 @@ _VALUES = [
 _ONE_EACH = ("area", "sequence", "zone id")
 # Characters of a time or of names that a message repeats.
 _LONGEST = 200
+_FIRST_YEAR, _LAST_YEAR = 1970, 2200
+_FIRST_S, _END_S = (datetime(year, 1, 1, tzinfo=timezone.utc).timestamp() for year in (_FIRST_YEAR, _LAST_YEAR + 1))
+_MOST_COLUMNS = 1000
 _MISSING = ("", "-", "n/e", "n/a")
 _DAY_FIRST = re.compile(r"(\d\d)[./](\d\d)[./](\d{4}) (\d\d):(\d\d)(?::(\d\d))?(?: \((CES?T)\))?")
 _CENTRAL_EUROPE = ZoneInfo("Europe/Brussels")
@@ -52,18 +55,25 @@ class _Row:
     value: Any
 
 
-def read_signal(path: Path) -> Signal:
+def read_signal(path: Path, now: datetime | None = None) -> Signal:
     """Read a signal; a file with nothing but one number is a signal that does not change.
+
+    Args:
+        path: The file.
+        now: The time that it must have a value for; None if any will do.
 
     Raises:
         SignalError: The file is missing, is of another form, or has values that cannot be used; the message names
             file and row.
     """
-    text = read_text(path, SignalError, "file of a signal", MOST_CSV_BYTES)
+    text = read_text(path, SignalError, "file of a signal", MOST_SIGNAL_BYTES)
     try:
-        return parse_signal(text.strip())
+        signal = parse_signal(text.strip())
+        if now is not None:
+            signal.check_is_of(now)
     except SignalError as error:
         raise SignalError(f"{path}: {error}") from None
+    return signal
 
 
 def parse_signal(text: str) -> Signal:
@@ -84,12 +94,13 @@ def parse_signal(text: str) -> Signal:
 
 def _from_csv(text: str) -> Signal:
     lines = text.splitlines()
+    _check_count(len(lines) - 1)
     delimiter = max(",;\t", key=lines[0].count)
     try:
         header, *rows = csv.reader(lines, delimiter=delimiter)
     except csv.Error as error:
         raise SignalError(f"not a CSV file ({error}).") from None
-    header = [name.strip() for name in header]
+    header = [name.strip() for name in header[:_MOST_COLUMNS]]
     time = next((column for column, name in enumerate(header) if _TIME.fullmatch(name)), None)
     found = [(column, match) for p in _VALUES for column, name in enumerate(header) if (match := p.fullmatch(name))]
     if time is None or not found:
@@ -98,7 +109,8 @@ def _from_csv(text: str) -> Signal:
     for column, name in enumerate(header):
         if name.lower() in _ONE_EACH and len(kinds := {row[column] for row in rows if len(row) > column}) > 1:
             raise SignalError(
-                f'"{name}" differs: {", ".join(sorted(kinds)[:4])}. One signal is of one of them; remove the others.'
+                f'"{name}" differs: {", ".join(map(repr, sorted(kinds)[:4]))[:_LONGEST]}. '
+                "One signal is of one of them; remove the others."
             )
     shortest = max(time, value)
     given = [
@@ -123,17 +135,23 @@ def _from_json(text: str) -> Signal:
             'expected a list of objects such as {"time": "2026-11-22T08:00:00+00:00", "value": 81.3}, or an answer of '
             "Electricity Maps with a list under " + ", ".join(f'"{key}"' for key in _LISTS) + "."
         )
+    _check_count(len(entries))
     rows = []
     for number, entry in enumerate(entries, start=1):
         time = entry.get("time", entry.get("datetime"))
         key = next((key for key in _JSON_VALUES if key in entry), None)
         if time is None or key is None:
             raise SignalError(
-                f'entry {number}: expected "time" and "value", found {", ".join(map(repr, entry))[:200]}.'
+                f'entry {number}: expected "time" and "value", found {", ".join(map(repr, entry))[:_LONGEST]}.'
             )
         unit = unit or ("gCO2eq/kWh" if key == "carbonIntensity" else str(entry.get("unit", "")))
         rows.append(_Row(f"entry {number}", str(time)[:_LONGEST], entry[key]))
     return _signal(rows, _with_zone, unit)
+
+
+def _check_count(count: int) -> None:
+    if count > MOST_SIGNAL_VALUES:
+        raise SignalError(f"{count} values, at most {MOST_SIGNAL_VALUES} are read. Remove those of the past.")
 
 
 def _signal(rows: Sequence[_Row], stamps: _Stamps, unit: str) -> Signal:
@@ -146,22 +164,26 @@ def _signal(rows: Sequence[_Row], stamps: _Stamps, unit: str) -> Signal:
             continue
         value = _number(row.value)
         if value is None:
-            raise SignalError(f"{row.where}: expected a number, got {str(row.value)!r:.200}.")
+            raise SignalError(
+                f"{row.where}: expected a number of at most {MOST_SIGNAL_VALUE:g}, got {str(row.value)!r:.200}."
+            )
         begin_s, end_s = stamps(row, begins_s[-1] if begins_s else -math.inf)
+        if not _FIRST_S <= begin_s < _END_S:
+            raise SignalError(f"{row.where}: expected a year from {_FIRST_YEAR} to {_LAST_YEAR}, got {row.time!r}.")
         if begins_s and begin_s <= begins_s[-1]:
-            raise SignalError(f"{row.where}: {row.time} is not after the time of the row above. Sort the rows by time.")
+            raise SignalError(f"{row.where}: {row.time!r} is not after the time of the row above. Sort the rows.")
         begins_s.append(begin_s)
         values.append(value)
-    return signal_of(begins_s, values, end_s=end_s, unit=unit)
+    return signal_of(begins_s, values, end_s=end_s, unit=unit[:_LONGEST])
 
 
 def _number(text: object) -> float | None:
-    """Return a finite number, or None if it is none."""
+    """Return a number that is not too large, or None if it is none."""
     try:
         value = float(text)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return None
-    return value if math.isfinite(value) and not isinstance(text, bool) else None
+    return value if abs(value) <= MOST_SIGNAL_VALUE and not isinstance(text, bool) else None
 
 
 _Stamps = Callable[[_Row, float], tuple[float, "float | None"]]
@@ -182,7 +204,7 @@ def _with_zone(row: _Row, above_s: float) -> tuple[float, None]:
     time = _iso(row)
     if time.tzinfo is None:
         raise SignalError(
-            f"{row.where}: {row.time} has no time zone. Write it as 2026-11-22T08:00:00+01:00, or with Z for UTC."
+            f"{row.where}: {row.time!r} has no time zone. Write it as 2026-11-22T08:00:00+01:00, or with Z for UTC."
         )
     return time.timestamp(), None
 
@@ -206,7 +228,10 @@ def _interval(row: _Row, above_s: float, zone: tzinfo) -> tuple[float, float]:
             f"{row.where}: expected two times such as 01/01/2025 00:00:00 - 01/01/2025 01:00:00, got {row.time!r}."
         ) from None
     begin_s = _in_zone(*begin, zone, above_s)
-    return begin_s, _in_zone(*end, zone, begin_s)
+    end_s = _in_zone(*end, zone, begin_s)
+    if end_s <= begin_s:
+        raise SignalError(f"{row.where}: expected an end after the begin, got {row.time!r}.")
+    return begin_s, end_s
 
 
 def _day_first(text: str) -> Iterator[tuple[datetime, str]]:

@@ -35,8 +35,13 @@ class Signal:
     @cached_property
     def mean(self) -> float:
         """The mean over its time; what is assumed of the time after its end."""
-        lengths_s = np.diff([*self.begins_s, self.end_s])
-        return float(np.average(self.values, weights=lengths_s)) if np.isfinite(lengths_s).all() else self.values[-1]
+        begins_s, values = self._arrays
+        lengths_s = np.diff(begins_s, append=self.end_s)
+        return float(np.average(values, weights=lengths_s)) if np.isfinite(lengths_s).all() else self.values[-1]
+
+    @cached_property
+    def _arrays(self) -> tuple[Numbers, Numbers]:
+        return np.array(self.begins_s), np.array(self.values)
 
     def at(self, time_s: float) -> float:
         """Return the value at a time [Unix seconds]; the mean where the signal has ended or not begun."""
@@ -65,9 +70,12 @@ class Signal:
         Returns:
             Edges of the parts [Unix seconds], shape (parts + 1,), and values, shape (parts,).
         """
-        inner = [edge_s for edge_s in (*self.begins_s, self.end_s) if begin_s < edge_s < end_s]
-        edges = np.array([begin_s, *inner, end_s])
-        return edges, np.array([self.at(edge_s) for edge_s in edges[:-1]])
+        first = bisect.bisect_right(self.begins_s, begin_s)
+        after = max(first, bisect.bisect_left(self.begins_s, end_s))
+        begins_s, values = (of_all[first:after] for of_all in self._arrays)
+        end = [self.end_s] if begin_s < self.end_s < end_s else []
+        edges_s = np.concatenate([[begin_s], begins_s, end, [end_s]])
+        return edges_s, np.concatenate([[self.at(begin_s)], values, [self.mean for _ in end]])
 
     def mean_between(self, begin_s: float, end_s: float) -> float:
         """Return the mean over a span of time [Unix seconds]."""

@@ -113,12 +113,12 @@ class SignalWatch:
         return found[0]
 
     def _read(self, file: str) -> Signal:
-        signal = read_signal(Path(file))
         try:
-            signal.check_is_of(self._timebase.date())
-        except SignalError as error:
-            raise SignalError(f"{file}: {error}") from None
-        return signal
+            return read_signal(Path(file), self._timebase.date())
+        except SignalError:
+            raise
+        except Exception as error:  # whatever a file holds, the thread goes on
+            raise SignalError(f"{file}: the signal cannot be read ({error!r}).") from error
 
     def _watch(self) -> None:
         while True:
@@ -153,6 +153,6 @@ def _signature(path: str) -> _Signature | None:
     """Return what differs when a file has changed; None if it is not there."""
     try:
         status = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):  # a name may hold characters that no name has
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino

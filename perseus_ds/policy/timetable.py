@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
-from perseus_ds.policy.hourly_programme import HALT, Entry
+import numpy as np
+
+from perseus_ds.policy.hourly_hulls import HALT, Places
 from perseus_ds.policy.policies import CheapestPolicy
-from perseus_ds.policy.signal_values import Signal
+from perseus_ds.policy.signal_values import Numbers, Signal
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Timetable:
     """Plans by time, as decided at one moment; costs are values of the signal times kWh.
 
     Attributes:
         policy: The policy that it is of.
         signal: The signal that it is of.
-        entries: Consecutive; at least one.
+        edges_s: When each part begins, and when the last one ends [Unix seconds], shape (parts + 1,).
+        plans: What runs in each part; ``HALT`` if nothing does, shape (parts,).
         rates: Steps per second of each plan, standing still included.
         made_s: When it was made [Unix seconds].
         step: Steps done then.
@@ -30,7 +34,8 @@ class Timetable:
 
     policy: CheapestPolicy
     signal: Signal
-    entries: tuple[Entry, ...]
+    edges_s: Numbers
+    plans: Places
     rates: Mapping[int, float]
     made_s: float
     step: int
@@ -42,15 +47,29 @@ class Timetable:
 
     def halts_at(self, time_s: float) -> bool:
         """Whether nothing runs at a time [Unix seconds]."""
-        return any(entry.plan == HALT for entry in self.entries if entry.begin_s <= time_s < entry.end_s)
+        part = self._part_at(time_s)
+        return 0 <= part < len(self.plans) and bool(self.plans[part] == HALT)
 
     def plan_at(self, time_s: float) -> int:
         """Return the plan that runs at a time [Unix seconds], or next; after the end the last one."""
-        plans = [entry for entry in self.entries if entry.plan != HALT]
-        return next((entry for entry in plans if time_s < entry.end_s), plans[-1]).plan
+        runs = self._runs
+        following = int(np.searchsorted(runs, self._part_at(time_s)))
+        return int(self.plans[runs[min(following, len(runs) - 1)]])
 
     def steps_at(self, time_s: float) -> float:
         """Return how many steps are done at a time [Unix seconds] if all goes as decided."""
-        return self.step + sum(
-            self.rates[entry.plan] * max(0.0, min(time_s, entry.end_s) - entry.begin_s) for entry in self.entries
-        )
+        return self.step + float(np.interp(time_s, self.edges_s, self._steps_done))
+
+    def _part_at(self, time_s: float) -> int:
+        return int(np.searchsorted(self.edges_s, time_s, "right")) - 1
+
+    @cached_property
+    def _runs(self) -> Places:
+        """Places of the parts in which a plan runs."""
+        return np.flatnonzero(self.plans != HALT)
+
+    @cached_property
+    def _steps_done(self) -> Numbers:
+        """Steps that are done at each edge, of those that are left."""
+        rates = np.array([self.rates[plan] for plan in self.plans.tolist()])
+        return np.concatenate([[0.0], np.cumsum(rates * np.diff(self.edges_s))])

@@ -23,6 +23,8 @@ from perseus_ds.runtime.job import Rank
 from perseus_ds.runtime.recorder import Recorder
 
 logger = logging.getLogger("perseus_ds")
+# A timetable is recorded at each value of the signal, and later ones replace what is far ahead.
+_MOST_ENTRIES = 200
 
 
 def follow_signals(rank: Rank, recorder: Recorder, control: JobControl) -> None:
@@ -148,14 +150,15 @@ class PlanChooser:
             return
         costs = self._control.costs
         costs.bound = timetable.bound if costs.bound is None else costs.bound
+        begins_s = timetable.edges_s[:-1][:_MOST_ENTRIES]
         self._recorder.event(
             TimetableMade(
                 cost=timetable.cost,
                 bound=timetable.bound,
                 fastest_cost=timetable.fastest_cost,
                 unit=timetable.signal.unit,
-                entries=tuple((round(entry.begin_s, 1), entry.plan) for entry in timetable.entries),
-                ends=round(timetable.entries[-1].end_s, 1),
+                entries=tuple(zip(begins_s.round(1).tolist(), timetable.plans.tolist(), strict=False)),
+                ends=round(float(timetable.edges_s[-1]), 1),
                 mean_from=timetable.mean_from_s,
             )
         )

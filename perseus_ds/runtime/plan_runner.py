@@ -111,7 +111,7 @@ class PlanRunner:
         plan = None
         try:
             plan = self._follower.restore(progress) if progress else None
-        except (KeyError, TypeError, ValueError) as error:  # saved by another version
+        except Exception as error:  # saved by another version, or damaged
             logger.warning("perseus: the checkpoint's progress under plans cannot be read (%r); it is ignored.", error)
         control = self._control
         return lambda: (

@@ -64,9 +64,13 @@ class RecordWriter:
         written.wait(timeout_s)
 
     def _write_all(self) -> None:
-        with contextlib.suppress(OSError):  # there is no earlier start, or nobody can read of it
+        try:
             for _, records in RecordFollower(self._path.parent).read():
                 self._log.add(records)
+        except FileNotFoundError:
+            pass  # there is no earlier start
+        except Exception as error:  # those of this start are of use all the same
+            logger.warning("perseus: the records of earlier starts cannot be read (%r).", error)
         while True:
             lines, written = self._made(self._next_together())
             if lines:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from perseus_ds.artifacts.printable import log_printable, printable
 from perseus_ds.artifacts.rank_report import RankReports
 from perseus_ds.artifacts.record_base import Event
 from perseus_ds.artifacts.run_file import from_line, to_line
@@ -36,6 +37,7 @@ from perseus_ds.runtime.rank_figures import RankFigures
 from perseus_ds.runtime.record_writer import RecordWriter
 
 logger = logging.getLogger("perseus_ds")
+logger.addFilter(log_printable)  # warnings of all modules quote files
 _MONITOR_TAGS = {
     "iteration_time_s": "time_s",
     "iteration_energy_j": "energy_j",
@@ -210,7 +212,7 @@ class Recorder:
         if not self._communicator.is_first:
             return
         with contextlib.suppress(Exception):  # a terminal that is gone or knows no such character, a full disk
-            print(f"perseus: {text}" + (", simulated GPUs" if self._simulated else ""), flush=True)
+            print(printable(f"perseus: {text}") + (", simulated GPUs" if self._simulated else ""), flush=True)
 
     def _of_job(self, iteration: IterationContext, reports: RankReports) -> IterationRecord:
         energies_j = reports.column("energy_j")

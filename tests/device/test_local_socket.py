@@ -118,6 +118,33 @@ def test_a_line_without_end_does_not_fill_the_memory(ends):
         local_socket.receive(ours)
 
 
+class Dripping:
+    """A connection over which one byte comes each second, and what time it is."""
+
+    def __init__(self, timeout_s):
+        self.timeout_s = timeout_s
+        self.now_s = 0.0
+
+    def gettimeout(self):
+        return self.timeout_s
+
+    def settimeout(self, timeout_s):
+        self.timeout_s = timeout_s
+
+    def recv(self, size):
+        self.now_s += 1.0
+        return b" "
+
+
+def test_the_time_out_is_of_the_whole_line(monkeypatch):
+    connection = Dripping(5.0)
+    monkeypatch.setattr(local_socket.time, "monotonic", lambda: connection.now_s)
+    with pytest.raises(TimeoutError):
+        local_socket.receive(connection)
+    assert connection.now_s == 5.0
+    assert connection.timeout_s == 5.0
+
+
 def test_a_silent_end_is_waited_for_only_so_long(ends):
     ours, _ = ends
     ours.settimeout(0.01)

@@ -137,7 +137,7 @@ def test_the_mean_is_assumed_where_the_signal_ends_before_the_deadline_and_that_
 def test_without_a_signal_every_hour_costs_the_same_and_the_deadline_is_still_met():
     decision = decide(policy(3, 1000), FRONTIER, situation(None))
     assert "cannot be read" in decision.problem
-    assert decision.timetable.entries[-1].end_s <= NOW_S + 3 * 3600
+    assert decision.timetable.edges_s[-1] <= NOW_S + 3 * 3600
 
 
 def test_a_deadline_that_cannot_be_met_runs_the_fastest_plan_and_says_so():

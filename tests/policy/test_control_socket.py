@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import math
+import os
 import socket
 import stat
 from pathlib import Path
@@ -12,6 +14,7 @@ from perseus_ds.cli.main import main
 from perseus_ds.device import local_socket
 from perseus_ds.errors import ConfigError
 from perseus_ds.policy.control_socket import ControlServer, send_order
+from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import EnergyOptimalPolicy, SlowdownPolicy
 
@@ -99,6 +102,13 @@ def test_the_command_gives_orders(folder, orders, capsys):
     assert "pipeline is missing" in capsys.readouterr().err
 
 
+def test_no_order_is_given_to_a_process_of_another_user(folder, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(local_socket, "peer", lambda connection: (1, 1001))
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        send_order(folder, {"command": "status"})
+
+
 def test_state_survives_a_checkpoint_but_for_a_policy_changed_in_the_config(orders):
     orders.policy = EnergyOptimalPolicy(name="energy_optimal")
     orders.set_straggler(1, 1.4)
@@ -119,6 +129,28 @@ def test_a_checkpoint_of_another_version_changes_nothing_but_the_steps(orders, c
     fresh = JobControl(SlowdownPolicy(), 2)
     fresh.restore(state, steps=9)
     assert fresh.state() == {**JobControl(SlowdownPolicy(), 2).state(), "steps": 9}
+    assert "cannot be read" in caplog.text
+
+
+DAMAGED = {
+    "steps": [math.inf, math.nan, 10**400, -1, "x", None],
+    "stragglers": [None, {"0": [math.inf, 2]}, {"0": [1, math.inf]}, {"0": [1, 0.5]}, {"0": 5}, {"x": [1, 2]}, []],
+    "policy": [None, {"name": "nothing"}, 5],
+    "costs": [None, {}, 5, {**CostAccount().state(), "cost": math.nan}, {**CostAccount().state(), "iterations": 1e400}],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(key, value) for key, values in DAMAGED.items() for value in values],
+    ids=lambda part: str(part)[:20],
+)
+def test_a_damaged_checkpoint_is_ignored(orders, caplog, key, value):
+    fresh = JobControl(SlowdownPolicy(), 2)
+    before, costs = fresh.state(), {**fresh.costs.state(), "saved_at": 0}
+    assert not fresh.restore({**orders.state(), "paused": True, key: value})
+    assert fresh.state() == before
+    assert {**fresh.costs.state(), "saved_at": 0} == costs
     assert "cannot be read" in caplog.text
 
 

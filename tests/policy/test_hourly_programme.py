@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from perseus_ds.policy.hourly_programme import HALT, Option, cheapest
+from perseus_ds.policy import hourly_programme
+from perseus_ds.policy.hourly_hulls import HALT, Option
+from perseus_ds.policy.hourly_programme import cheapest
 
 FRONTIER = [Option(0, 1.0, 1000.0), Option(1, 0.9, 800.0), Option(2, 0.8, 690.0), Option(3, 0.7, 600.0)]
 IDLE = Option(HALT, 0.0, 250.0)
@@ -34,15 +36,21 @@ def least_cost_ending_in(last, options, edges_s, prices, steps):
     return result.fun if result.status == 0 else np.inf
 
 
+def parts(solution):
+    """What runs, from when to when."""
+    edges_s, plans = solution.parts()
+    return list(zip(plans.tolist(), edges_s[:-1], edges_s[1:], strict=True))
+
+
 def totals(solution, options, edges_s, prices):
     """Steps and cost of a timetable, added up hour by hour."""
     by_plan = {option.plan: option for option in options}
     steps = cost = 0.0
-    for entry in solution.entries:
+    for plan, first_s, last_s in parts(solution):
         for begin_s, end_s, price in zip(edges_s, edges_s[1:], prices, strict=False):
-            time_s = max(0.0, min(entry.end_s, end_s) - max(entry.begin_s, begin_s))
-            steps += by_plan[entry.plan].rate * time_s
-            cost += by_plan[entry.plan].power_w * price * time_s
+            time_s = max(0.0, min(last_s, end_s) - max(first_s, begin_s))
+            steps += by_plan[plan].rate * time_s
+            cost += by_plan[plan].power_w * price * time_s
     return steps, cost
 
 
@@ -69,45 +77,60 @@ def test_no_assignment_that_ends_in_time_costs_less_by_highs(data):
     assert done == pytest.approx(steps, rel=1e-6)
     if prices.min() >= 0:  # a job that is done early does not idle on to be paid for it
         assert cost == pytest.approx(best, rel=1e-6, abs=1e-7 * scale + 1e-9)
-    assert all(
-        a.end_s == pytest.approx(b.begin_s) for a, b in zip(solution.entries, solution.entries[1:], strict=False)
-    )
+    assert (np.diff(solution.parts()[0]) > 0).all()
 
 
 def test_a_job_for_which_there_is_not_enough_time_has_no_solution():
     assert cheapest(FRONTIER, hours(2), np.array([1.0, 2.0]), 7200 * 1.001) is None
-    assert cheapest(FRONTIER, hours(2), np.array([1.0, 2.0]), 7200).entries[-1].end_s == 7200
+    assert cheapest(FRONTIER, hours(2), np.array([1.0, 2.0]), 7200).parts()[0][-1] == 7200
 
 
 def test_fast_plans_run_while_energy_is_cheap():
     solution = cheapest(FRONTIER, hours(3), np.array([1.0, 3.0, 1.0]), 0.9 * 3 * 3600)
-    assert [(e.plan, round(e.end_s)) for e in solution.entries] == [(0, 3600), (3, 7200), (0, 10800)]
+    assert [(plan, round(end_s)) for plan, _, end_s in parts(solution)] == [(0, 3600), (3, 7200), (0, 10800)]
 
 
 def test_a_job_halts_at_an_hour_that_costs_more_than_idling_through_it():
     steps, prices = 2 * 3600, np.array([1.0, 9.0, 1.0])
     halting = cheapest([*FRONTIER, IDLE], hours(3), prices, steps)
-    assert [e.plan for e in halting.entries] == [0, HALT, 0]
+    assert halting.parts()[1].tolist() == [0, HALT, 0]
     assert halting.cost == pytest.approx(2 * 3600 * 1000 + 9 * 3600 * 250)
     never = cheapest(FRONTIER, hours(3), prices, steps)
-    assert HALT not in {e.plan for e in never.entries}
+    assert HALT not in never.parts()[1]
     assert never.cost > halting.cost
 
 
 def test_a_job_ends_early_where_idling_for_cheaper_hours_would_cost_more():
     solution = cheapest([*FRONTIER, IDLE], hours(10), np.array([1.0] * 9 + [0.9]), 3600)
-    assert solution.entries[-1].end_s < 3 * 3600
-    assert HALT not in {e.plan for e in solution.entries}
+    assert solution.parts()[0][-1] < 3 * 3600
+    assert HALT not in solution.parts()[1]
 
 
 def test_at_most_one_hour_before_the_last_is_divided_between_plans():
     prices = np.random.default_rng(0).uniform(0.5, 2.0, 168)
     solution = cheapest(FRONTIER, hours(168), prices, 0.83 * 168 * 3600)
-    inside = [e.end_s for e in solution.entries[:-1] if e.end_s % 3600 > 1e-6]
+    inside = [end_s for end_s in solution.parts()[0][1:-1] if end_s % 3600 > 1e-6]
     assert len(inside) <= 2
 
 
 def test_at_one_price_plans_are_divided_in_time_the_fast_one_first():
     solution = cheapest(FRONTIER, hours(2), np.ones(2), 0.85 * 7200)
-    assert [e.plan for e in solution.entries] == [1, 2]
-    assert solution.entries[-1].end_s == pytest.approx(7200)
+    assert solution.parts()[1].tolist() == [1, 2]
+    assert solution.parts()[0][-1] == pytest.approx(7200)
+
+
+@pytest.mark.parametrize("options", [FRONTIER, [*FRONTIER, IDLE]], ids=["always on", "may halt"])
+def test_a_year_of_quarter_hours_takes_no_more_work_than_a_day(options, monkeypatch):
+    solved = []
+    solve = hourly_programme._Programme.solve
+    monkeypatch.setattr(hourly_programme._Programme, "solve", lambda *about: solved.append(about) or solve(*about))
+    prices = 75 + 35 * np.sin(np.arange(35_040) * np.pi / 48) + np.random.default_rng(0).normal(0, 8, 35_040)
+    edges_s = np.arange(len(prices) + 1) * 900.0
+    solution = cheapest(options, edges_s, prices, 0.7 * edges_s[-1])
+    assert len(solved) <= 20
+    assert cheapest(options, edges_s, prices, 0.7 * edges_s[-1], near=solution).cost == pytest.approx(solution.cost)
+
+
+def test_prices_whose_costs_are_no_numbers_do_not_keep_the_decision_from_ending():
+    with np.errstate(all="ignore"):
+        cheapest([*FRONTIER, IDLE], hours(50), np.tile([1e308, -1e308], 25), 0.7 * 50 * 3600)

@@ -6,6 +6,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from perseus_ds.errors import SignalError
+from perseus_ds.policy import signal_files
 from perseus_ds.policy.signal_files import parse_signal, read_signal
 from perseus_ds.policy.signal_values import Signal
 
@@ -125,12 +126,18 @@ BAD = {
     "": "the file is empty",
     "time,value": "it has no values",
     own(1): "one value only",
-    own(1, "nan", 3): "row 3: expected a number, got 'nan'",
-    own(1, "inf", 3): "row 3: expected a number, got 'inf'",
+    own(1, "nan", 3): "row 3: expected a number .*, got 'nan'",
+    own(1, "inf", 3): "row 3: expected a number .*, got 'inf'",
+    own(1, "-1e10", 3): r"row 3: expected a number of at most 1e\+09, got '-1e10'",
     own(1, 2, "", 4, 5): "gap between 2026-11-22T01:00:00Z and 2026-11-22T03:00:00Z: other values are 60 min apart",
-    own(1, 2, 3) + "\n2026-11-22T01:00:00+00:00,4": "row 5: 2026-11-22T01:00:00.00:00 is not after .* Sort the rows",
-    own(1, 2).replace("+00:00", ""): "row 2: 2026-11-22T00:00:00 has no time zone",
+    own(1, 2, 3) + "\n2026-11-22T01:00:00+00:00,4": "row 5: '2026-11-22T01:00:00.00:00' is not after .* Sort the rows",
+    own(1, 2).replace("+00:00", ""): "row 2: '2026-11-22T00:00:00' has no time zone",
     own(1, 2).replace("2026-11-22T01", "midnight"): "row 3: expected a time such as .*, got 'midnight",
+    own(1, 2, start="0001-01-01T00:00:00+14:00"): "row 2: expected a year from 1970 to 2200, got '0001",
+    own(1, 2, start="2200-12-31T23:00:00+00:00"): "row 3: expected a year from 1970 to 2200, got '2201",
+    entsoe([("01/01/0001 00:00 - 01/01/0001 01:00", 1)]): "row 2: expected a year from",
+    entsoe([("31/12/9999 22:00 - 31/12/9999 23:00", 1)], "MTU (UTC)"): "row 2: expected a year from",
+    entsoe([("02/01/2026 00:00 - 01/01/2026 00:00", 1)]): "row 2: expected an end after the begin",
     "hour,price\n1,2": "found the columns 'hour', 'price'",
     "[1, 2]": "expected a list of objects",
     '{"zone": "DE"}': "expected a list of objects",
@@ -138,8 +145,55 @@ BAD = {
     '[{"time": ': "not a complete JSON file",
     entsoe([("2025", 1)]): "row 2: expected two times",
     entsoe([("41/01/2025 00:00:00 - 01/01/2025 01:00:00", 1)]): "row 2: expected two times",
-    "MTU (UTC),Area,Day-ahead Price (EUR/MWh)\nx,BZN|FR,1\ny,BZN|DE-LU,2": "Area.* differs: BZN.DE-LU, BZN.FR",
+    "MTU (UTC),Area,Day-ahead Price (EUR/MWh)\nx,BZN|FR,1\ny,BZN|DE-LU,2": "Area.* differs: 'BZN.DE-LU', 'BZN.FR'",
 }
+
+
+HOSTILE = "\x1b]0;PWNED\x07" + "A" * 100_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"time,value,area\n2026-11-22T00:00:00Z,1,{HOSTILE}\n2026-11-22T01:00:00Z,1,b",
+        "time,value\n2026-11-22\x1b00:00,1\n2026-11-22T01:00:00Z,1",
+        "time,value\n2026-11-22T01:00:00Z,1\n2026-11-22\x9b00:00+00:00,1",
+        f"time,{HOSTILE}\n1,2",
+        json.dumps([{HOSTILE: 1}]),
+    ],
+    ids=["area", "no time zone", "not sorted", "columns", "keys"],
+)
+def test_what_is_wrong_with_a_signal_is_said_in_few_and_printable_characters(text):
+    with pytest.raises(SignalError) as raised:
+        parse_signal(text)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 800
+
+
+def test_the_unit_of_a_signal_has_few_characters():
+    rows = own(1, 2).replace("value", f"value [{HOSTILE}]")
+    assert len(parse_signal(rows).unit) == 200
+
+
+@pytest.mark.parametrize("form", ["csv", "json"])
+def test_a_signal_has_at_most_as_many_values_as_a_year_has_quarter_hours(form, monkeypatch):
+    def text(count):
+        rows = own(*range(count), step_h=0.25)
+        if form == "csv":
+            return rows
+        return json.dumps([dict(zip(("time", "value"), row.split(","), strict=True)) for row in rows.split()[1:]])
+
+    monkeypatch.setattr(signal_files, "MOST_SIGNAL_VALUES", 3)
+    assert len(parse_signal(text(3)).values) == 3
+    with pytest.raises(SignalError, match=r"^4 values, at most 3 are read"):
+        parse_signal(text(4))
+
+
+def test_a_file_that_is_too_large_for_a_signal_is_not_read(tmp_path):
+    with (tmp_path / "prices.csv").open("wb") as file:
+        file.truncate(8 * 2**20 + 1)
+    with pytest.raises(SignalError, match=r"prices.csv: 8388609 bytes, at most 8388608 are read of a file of a signal"):
+        read_signal(tmp_path / "prices.csv")
 
 
 @pytest.mark.parametrize(("text", "message"), BAD.items(), ids=lambda text: text[:20])
@@ -169,6 +223,11 @@ def test_the_time_before_a_new_file_begins_keeps_the_values_of_the_file_before()
 
 def test_a_span_of_time_is_cut_where_values_change_and_the_mean_follows_the_end():
     signal = Signal((0.0, 10.0, 20.0), (1.0, 2.0, 6.0), 30.0)
-    edges, values = signal.between(5.0, 50.0)
-    assert edges.tolist() == [5, 10, 20, 30, 50]
-    assert values.tolist() == [1, 2, 6, 3]
+    for begin_s, end_s, edges_s, values in (
+        (5, 50, [5, 10, 20, 30, 50], [1, 2, 6, 3]),
+        (10, 20, [10, 20], [2]),
+        (-5, 30, [-5, 0, 10, 20, 30], [3, 1, 2, 6]),
+        (31, 32, [31, 32], [3]),
+    ):
+        found = signal.between(begin_s, end_s)
+        assert [part.tolist() for part in found] == [edges_s, values]

@@ -14,6 +14,7 @@ from perseus_ds.artifacts.run_records import Failed, IterationRecord, PlanChosen
 from perseus_ds.errors import GpuBusyError, SignalError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.control_socket import parse_order
+from perseus_ds.runtime import plan_chooser
 
 WORK_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.1 * (2 - 1 / 6), Kind.TAIL: 0.01}
 BEGIN = datetime(2026, 11, 22, tzinfo=timezone.utc)
@@ -199,6 +200,16 @@ def test_a_changed_signal_is_taken_up_and_a_bad_one_is_not(start, tmp_path, capl
     made = len(events(job, TimetableMade))
     job.train(5)
     assert len(events(job, TimetableMade)) == made + 1
+
+
+def test_a_timetable_is_recorded_with_the_entries_that_come_first(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_chooser, "_MOST_ENTRIES", 2)
+    signal = write_signal(tmp_path / "prices.csv", 50, 90, 20, 70, 30, 80, 40, 60)
+    job = start(**cheapest(signal, 6, 380))
+    job.train(2)
+    made = events(job, TimetableMade)[0]
+    assert len(made.entries) == 2
+    assert made.entries[0][0] <= made.entries[1][0] < made.ends - 60
 
 
 def test_a_signal_that_cannot_be_used_is_an_error_before_training(start, tmp_path):

@@ -15,6 +15,7 @@ from perseus_ds.policy.assignment import Forecast
 from perseus_ds.report.history import read_history
 from perseus_ds.report.live.progress import JobLog
 from perseus_ds.report.totals import shares_of
+from perseus_ds.runtime import record_writer
 from perseus_ds.runtime.record_writer import RecordWriter
 from perseus_ds.runtime.recorder import IterationContext, Recorder
 
@@ -46,6 +47,11 @@ def under_plan(number):
 
 def reports(energy_j=80.0, **fields):
     return reports_of({"time_s": 1.1, "energy_j": energy_j, "clock_changes": 6, "clock_skips": 2, **fields})
+
+
+def test_what_is_said_holds_no_control_characters(tmp_path, capsys):
+    Recorder(LoneCommunicator(), tmp_path, simulated=False).say("\x1b]0;PWNED\x07")
+    assert capsys.readouterr().out == "perseus: \\x1b]0;PWNED\\x07\n"
 
 
 def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, capsys):
@@ -215,6 +221,21 @@ def test_a_record_that_cannot_be_written_is_left_out_and_those_after_it_are_not(
     (record,) = read_records(tmp_path)
     assert record.error == "/data/?: no such file"
     assert caplog.text.count("cannot be made") == 2
+
+
+def test_records_of_earlier_starts_that_cannot_be_read_do_not_keep_new_ones_from_being_written(
+    tmp_path, monkeypatch, caplog
+):
+    def fail(follower):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(record_writer.RecordFollower, "read", fail)
+    log = JobLog("job")
+    writer = RecordWriter(tmp_path, log, lambda record: None)
+    writer.write(Failed(error="new"))
+    writer.flush()
+    assert [record.error for record in read_records(tmp_path)] == ["new"]
+    assert caplog.text.count("earlier starts cannot be read") == 1
 
 
 def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
 
+from perseus_ds.artifacts.io import open_without_links
+from perseus_ds.errors import GpuError
 from perseus_ds.timebase import Timebase
 
 Condition = Literal[
@@ -129,6 +131,9 @@ class OneAtATimeOnNode:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        with self._path.open("w") as file:
+        # Others can guess the name.
+        with open_without_links(self._path, append=True) as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                raise GpuError(f"{self._path}: it belongs to another user. Remove it, or set TMPDIR to another folder.")
             fcntl.flock(file, fcntl.LOCK_EX)
             yield

@@ -1,11 +1,15 @@
 """Conditions that make simulated GPUs as unpleasant as real ones may be."""
 
+import os
+import tempfile
+
 import pytest
 from virtual_time import VirtualTime
 
 from perseus_ds.device.gpu.device_models import DEVICES
 from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.device.gpu.simulated_conditions import OneAtATime, OneAtATimeOnNode
+from perseus_ds.errors import GpuError
 
 MODEL = DEVICES["a100-sxm"]
 
@@ -54,6 +58,24 @@ def test_processes_of_a_node_take_turns_too():
     with OneAtATimeOnNode().turn():
         pass
     with OneAtATimeOnNode().turn():
+        pass
+
+
+def test_the_file_by_which_processes_take_turns_is_no_link_and_of_this_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    queue = OneAtATimeOnNode()
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    queue._path.symlink_to(precious)
+    with pytest.raises(OSError), queue.turn():  # noqa: PT011 - the system's own words
+        pass
+    assert precious.read_text() == "precious"
+    queue._path.unlink()
+    precious.rename(queue._path)
+    with queue.turn():
+        assert queue._path.read_text() == "precious", "nothing is written"
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    with pytest.raises(GpuError, match="belongs to another user"), queue.turn():
         pass
 
 
