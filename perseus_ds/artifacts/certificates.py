@@ -65,6 +65,12 @@ class Certificates:
 
     def save(self, directory: Path) -> Path:
         """Write the file completely or not at all; return its path."""
+        path = directory / FILE_NAME
+        write_atomically(path, self.to_bytes())
+        return path
+
+    def to_bytes(self) -> bytes:
+        """Return the contents of the file."""
         data = io.BytesIO()
         np.savez_compressed(
             data,
@@ -76,9 +82,7 @@ class Certificates:
             mixed=self.mixed,
             share=self.share,
         )
-        path = directory / FILE_NAME
-        write_atomically(path, data.getvalue())
-        return path
+        return data.getvalue()
 
     @classmethod
     def load(cls, path: Path) -> Certificates:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -35,17 +36,54 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: The disk is full or the folder is not writable; a file already there is unharmed.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    write_together([(path, content)])
+
+
+def write_together(files: Iterable[tuple[Path, str | bytes]], outdated: Iterable[Path] = ()) -> None:
+    """Write files that belong together: where one of them cannot be written, all old files stay as they are.
+
+    Args:
+        files: Paths and contents; each is written as by :func:`write_atomically`.
+        outdated: Files that are not valid beside the new ones; they are removed at the end.
+
+    Raises:
+        OSError: The disk is full or a folder is not writable; it names the file.
+    """
+    temporaries: list[tuple[Path, Path]] = []
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        for path, content in files:
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+            temporaries.append((temporary, path))
+            with _naming(path):
+                if path.is_dir():
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+                _write_new(temporary, content.encode() if isinstance(content, str) else content)
+        for temporary, path in temporaries:
+            with _naming(path):
+                os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        for temporary, _ in temporaries:
+            temporary.unlink(missing_ok=True)
         raise
+    for path in outdated:
+        path.unlink(missing_ok=True)
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in errors; the system names a temporary one, or none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def open_without_links(path: Path, *, append: bool) -> BinaryIO:

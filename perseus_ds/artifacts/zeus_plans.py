@@ -11,7 +11,7 @@ from pathlib import Path
 from reprlib import repr as shortened
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.io import read_text, write_atomically
+from perseus_ds.artifacts.io import read_text, write_together
 from perseus_ds.artifacts.limits import MOST_CLOCK_MHZ, MOST_PLAN_BYTES, MOST_PLAN_FILES, MOST_PLANS_BYTES, MOST_STAGES
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.errors import FrontierError
@@ -22,7 +22,7 @@ Pairs = list[list[tuple[str, int]]]
 
 
 def export_zeus(frontier: Frontier, directory: Path) -> list[Path]:
-    """Write every plan as a file that Zeus's server loads; the number is the plan's in ``frontier.csv``.
+    """Write every plan as a file that Zeus's server loads, or none; the number is the plan's in ``frontier.csv``.
 
     A tail's clock is left out: Zeus knows forward and backward passes only.
 
@@ -30,11 +30,9 @@ def export_zeus(frontier: Frontier, directory: Path) -> list[Path]:
         The files, the fastest plan first.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for number, plan in enumerate(frontier.plans):
-        path = directory / f"freqs_pipeline_{number:05d}.py"
-        write_atomically(path, _literal(number, plan))
-        paths.append(path)
+    paths = [directory / f"freqs_pipeline_{number:05d}.py" for number in range(len(frontier.plans))]
+    plans = zip(paths, enumerate(frontier.plans), strict=True)
+    write_together((path, _literal(number, plan)) for path, (number, plan) in plans)
     return paths
 
 

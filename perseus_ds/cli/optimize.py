@@ -79,7 +79,5 @@ def run(arguments: Arguments) -> int:
             progress=progress,
             solver=cast("Solver", arguments.solver.name),
         )
-    print(save_and_summarise(frontier, arguments.profile, arguments.out))
-    if frontier.certificates is not None and arguments.certificates:
-        print(f"Written: {frontier.certificates.save(arguments.out)}")
+    print(save_and_summarise(frontier, arguments.profile, arguments.out, certificates=arguments.certificates))
     return 0

@@ -9,14 +9,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
 from perseus_ds.artifacts.frontier import Frontier, describe
 
 
-def save_and_summarise(frontier: Frontier, profile: Path, out: Path) -> str:
+def save_and_summarise(frontier: Frontier, profile: Path, out: Path, *, certificates: bool = False) -> str:
     """Save a frontier with the path of its profile, and return the lines to print about it."""
     provenance = frontier.provenance.model_copy(update={"profile": str(profile)})
-    path = replace(frontier, provenance=provenance).save(out)
-    return f"{frontier_summary(frontier)}\nWritten: {path} and {path.with_suffix('.csv').name}"
+    path = replace(frontier, provenance=provenance).save(out, certificates=certificates)
+    more = f"\nWritten: {path.with_name(CERTIFICATES)}" if certificates else ""
+    return f"{frontier_summary(frontier)}\nWritten: {path} and {path.with_suffix('.csv').name}{more}"
 
 
 def frontier_summary(frontier: Frontier) -> str:
