@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,22 @@ from tqdm import tqdm
 
 from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
 from perseus_ds.artifacts.frontier import Frontier, describe
+from perseus_ds.errors import ConfigError
+
+
+def check_folder(out: Path) -> Path:
+    """Check, before anything is computed, that a folder for a command's output can be made and written to; return it.
+
+    Raises:
+        ConfigError: It cannot.
+        OSError: There can be no such path.
+    """
+    existing = next(path for path in (out, *out.parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"{out}: cannot be a folder ({existing} is a file). Give another one, out=….")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{out}: nothing can be written to {existing}. Give another folder, out=….")
+    return out
 
 
 def save_and_summarise(frontier: Frontier, profile: Path, out: Path, *, certificates: bool = False) -> str:

@@ -1,9 +1,7 @@
 """A disk that becomes full: what was there before stays, all of it."""
 
-import contextlib
-import resource
-
 import pytest
+from full_disk import disk_with
 from pipelines import one_f_one_b, synthetic_profile
 
 from perseus_ds.artifacts.frontier import Frontier
@@ -18,17 +16,6 @@ PROFILE = synthetic_profile(2, blocking_power_w=80.0, micro_batches=3)
 @pytest.fixture(scope="module")
 def frontier():
     return optimize(one_f_one_b(2, 3), PROFILE, plans=4)
-
-
-@contextlib.contextmanager
-def disk_with(free):
-    """Let no file grow beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (free, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def contents(folder):
@@ -53,10 +40,8 @@ def test_old_results_survive(tmp_path, frontier, saver, free):
         path.write_text("old")
     (tmp_path / "certificates.npz").write_text("old")
     before = contents(tmp_path)
-    with (
-        disk_with(0 if free == "nothing" else max(sizes) - 1),
-        pytest.raises(OSError, match="File too large") as caught,
-    ):
+    free_bytes = 0 if free == "nothing" else max(sizes) - 1
+    with disk_with(free_bytes), pytest.raises(OSError, match="File too large") as caught:
         SAVERS[saver](tmp_path, frontier)
     assert contents(tmp_path) == before
     assert caught.value.filename in {str(tmp_path / name) for name in before}
