@@ -86,6 +86,14 @@ def _naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
+def is_there(path: Path) -> bool:
+    """Return whether a file or folder exists that this user can look up.
+
+    ``Path.exists`` raises errors for names that are too long and for folders of other users.
+    """
+    return os.path.exists(path)
+
+
 def open_without_links(path: Path, *, append: bool) -> BinaryIO:
     """Open a file to be written little by little; the caller closes it.
 
