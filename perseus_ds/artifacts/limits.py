@@ -24,6 +24,8 @@ MOST_INSTRUCTIONS = 65_536
 MOST_CLOCK_MHZ = 100_000
 LEAST, MOST_SECONDS, MOST_JOULES, MOST_WATTS = 1e-9, 1e9, 1e15, 1e9
 """Times, energies and powers beyond these are no measurements, and their products could overflow."""
+MOST_UNIX_SECONDS = 1e11
+"""In the year 5138: later moments are none that a calendar can show."""
 
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 Stage = Annotated[int, Field(ge=0, lt=MOST_STAGES)]
@@ -35,6 +37,7 @@ Clock = Annotated[int, Field(gt=0, le=MOST_CLOCK_MHZ)]
 Time = Annotated[float, Field(ge=LEAST, le=MOST_SECONDS)]
 Energy = Annotated[float, Field(ge=LEAST, le=MOST_JOULES)]
 Duration = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+UnixTime = Annotated[float, Field(ge=0, le=MOST_UNIX_SECONDS)]
 Power = Annotated[float, Field(ge=0, le=MOST_WATTS)]
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 """A name or a path, on one line: no control characters."""

@@ -110,8 +110,18 @@ def test_a_frontier_beyond_the_limits_names_file_and_key(tmp_path, keys, value):
 
 @pytest.mark.parametrize(
     "line",
-    [b"\xff\xfe", b"[" * 100_000, b'{"event": "x", "time": 1e400}', b"9" * 5000, b'{"event": "x", "y": [[1e300]]}'],
-    ids=["bytes", "deep", "infinite", "digits", "large"],
+    [
+        *(
+            b"\xff\xfe",
+            b"[" * 100_000,
+            b'{"event": "x", "time": 1e400}',
+            b"9" * 5000,
+            b'{"event": "x", "y": [[1e300]]}',
+        ),
+        *(b'{"event": "x", "time": 1e18}', b'{"event": "drift", "time": -1}'),
+        b'{"iteration": 1, "phase": "run", "time_s": 1.0, "ended": 1e12}',
+    ],
+    ids=["bytes", "deep", "infinite", "digits", "large", "year", "before 1970", "ended"],
 )
 def test_a_record_beyond_the_limits_names_the_line(tmp_path, line):
     (tmp_path / "run.jsonl").write_bytes(line + b'\n{"event": "end"}\n')

@@ -25,7 +25,7 @@ FILES = (
 
 # What has ended in a traceback, or did not end, in some program that reads files.
 HOSTILE = [
-    *(None, True, "", -1, 0, 1, 2**31, 2**63, 10**9, 10**400, -(10**400), 0.5, -0.0, 5e-324, 1e-9, 1e15, 1e300),
+    *(None, True, "", -1, 0, 1, 2**31, 2**63, 10**9, 10**400, -(10**400), 0.5, -0.0, 5e-324, 1e-9, 1e15, 1e18, 1e300),
     *(float("inf"), float("nan"), [], {}, [[]], [{}], [None], {"": None}, "x" * 70_000, "\x00", "\x1b]0;title\x07"),
     *("\u202e", "../../../etc/passwd", "/dev/zero", "os:system", ":x", "..:x", "=1+1", "<script>", "%s%n", "1e400"),
     *("9" * 5000, "nan", "-inf", "1_000", "٣", "0x10", "1,5", '"', "'", ";", "\r", "\ufeff"),
