@@ -13,7 +13,7 @@ from pathlib import Path
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
 from perseus_ds.artifacts.certificates import Certificates
@@ -32,6 +32,7 @@ from perseus_ds.artifacts.limits import (
 )
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import DeadlineError, FrontierError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Schedule
@@ -132,14 +133,19 @@ class Frontier:
 
         Returns:
             The path of ``frontier.json``.
+
+        Raises:
+            FrontierError: A number is beyond the limits of what is read again.
+            OSError: As :func:`write_together`.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         path, proofs = directory / "frontier.json", directory / CERTIFICATES
-        files: list[tuple[Path, str | bytes]] = [
-            (directory / "frontier.csv", self._csv()),
-            (path, self._file().model_dump_json() + "\n"),
-        ]
+        try:
+            contents = self._file().model_dump_json() + "\n"
+        except ValidationError as error:
+            raise FrontierError(explain(error, _FrontierFile, f"{path}: ")) from None
+        files: list[tuple[Path, str | bytes]] = [(directory / "frontier.csv", self._csv()), (path, contents)]
         if certificates and self.certificates is not None:
             write_together([*files, (proofs, self.certificates.to_bytes())])
         else:

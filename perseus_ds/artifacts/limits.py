@@ -19,6 +19,8 @@ MOST_PLANS_BYTES = 64 * MIB
 
 MOST_STAGES = 4_096
 MOST_MICRO_BATCHES = 65_536
+MOST_PLANS = 10_000
+"""Computed for one frontier."""
 MOST_INSTRUCTIONS = 65_536
 """Stages times micro-batches: an iteration with more does not fit into memory as a DAG."""
 MOST_CLOCK_MHZ = 100_000
