@@ -43,7 +43,8 @@ def write_together(files: Iterable[tuple[Path, str | bytes]], outdated: Iterable
     """Write files that belong together: where one of them cannot be written, all old files stay as they are.
 
     Args:
-        files: Paths and contents; each is written as by :func:`write_atomically`.
+        files: Paths and contents; each is written as by :func:`write_atomically`. Names of files whose bytes are not
+            UTF-8 have characters that UTF-8 does not have either; these are written as their escapes.
         outdated: Files that are not valid beside the new ones; they are removed at the end.
 
     Raises:
@@ -57,7 +58,9 @@ def write_together(files: Iterable[tuple[Path, str | bytes]], outdated: Iterable
             with _naming(path):
                 if path.is_dir():
                     raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-                _write_new(temporary, content.encode() if isinstance(content, str) else content)
+                _write_new(
+                    temporary, content.encode(errors="backslashreplace") if isinstance(content, str) else content
+                )
         for temporary, path in temporaries:
             with _naming(path):
                 os.replace(temporary, path)

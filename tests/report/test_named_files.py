@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 from run_folders import make_job, write_auto_run
@@ -59,6 +60,15 @@ def test_an_argument_whose_name_is_too_long_is_an_error(folder, capsys, words):
     err = capsys.readouterr().err
     assert f"perseus-ds {words[0]}: {LONG}" in err
     assert "File name too long" in err
+
+
+@pytest.mark.parametrize("command", ["report", "compare", "trace", "plot", "watch"])
+def test_a_folder_whose_name_is_not_utf_8_is_shown(folder, monkeypatch, command):
+    renamed = folder.rename(folder.with_name(os.fsdecode(b"run\xff")))
+    monkeypatch.chdir(renamed)
+    assert main([command, "."]) == 0
+    page = {"report": "report.html", "compare": "comparison.html"}.get(command)
+    assert page is None or r"run\udcff" in (renamed / page).read_text(encoding="utf-8")
 
 
 def test_a_run_that_is_no_folder_is_named(folder, capsys):
