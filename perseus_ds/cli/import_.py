@@ -32,6 +32,8 @@ class Arguments:
 
 def run(arguments: Arguments) -> int:
     """Write the frontier and print what it saves."""
+    from itertools import chain
+
     from perseus_ds.artifacts.profile import StageProfile
     from perseus_ds.artifacts.zeus_plans import read_plans
     from perseus_ds.cli.inputs import naming, schedule_of_plans
@@ -41,9 +43,10 @@ def run(arguments: Arguments) -> int:
 
     profile = StageProfile.load(arguments.profile)
     plans = read_plans(arguments.plans)
-    schedule = schedule_of_plans(next(iter(plans.values())), profile, arguments.schedule)
+    first = next(plans)
+    schedule = schedule_of_plans(first[1], profile, arguments.schedule)
     out = check_folder(arguments.out)
     with naming(arguments.profile):
         problem = problem_for(schedule, profile, arguments.blocking_power_w)
-    print(save_and_summarise(judge(plans, problem), arguments.profile, out))
+    print(save_and_summarise(judge(chain([first], plans), problem), arguments.profile, out))
     return 0
