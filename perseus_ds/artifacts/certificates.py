@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 FILE_NAME = "certificates.npz"
 SCHEMA_VERSION = 1
 _MOST_BYTES = 256 * MIB
-_MOST_SCHEDULE_BYTES, _MOST_SCHEDULE_LISTS = 32 * MIB, 2_000_000
+_MOST_SCHEDULE_BYTES, _MOST_SCHEDULE_LISTS = 32 * MIB, 1_000_000
 _REMEDY = 'Run "perseus-ds optimize" with certificates=true again.'
 # Name -> type and number of dimensions of each array.
 _ARRAYS = {

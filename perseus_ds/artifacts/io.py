@@ -190,13 +190,15 @@ def parse_json(data: str | bytes) -> Any:
     return pydantic_core.from_json(data)
 
 
-def read_json(path: Path, error_class: type[PerseusError], what: str) -> dict[str, Any]:
+def read_json(
+    path: Path, error_class: type[PerseusError], what: str, most_bytes: int = MOST_JSON_BYTES
+) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
         PerseusError: As ``error_class``, when the file is missing, too large, cut off or not an object.
     """
-    data = read_bytes(path, error_class, what, MOST_JSON_BYTES)
+    data = read_bytes(path, error_class, what, most_bytes)
     try:
         raw = parse_json(data)
     except ValueError as error:

@@ -27,6 +27,8 @@ _KNOWN: dict[str, type[Event]] = {
     name: kind for kind in Event.__subclasses__() for name in typing.get_args(kind.model_fields["event"].annotation)
 }
 
+_ITERATION_KEYS = frozenset((*IterationRecord.model_fields, "saved"))
+
 
 def to_line(record: Record) -> str:
     """Return a record as its line of ``run.jsonl``; characters that UTF-8 does not have become question marks."""
@@ -44,12 +46,13 @@ def from_line(line: str | bytes) -> Record:
     raw = parse_json(line)
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
-    raw = bounded(raw)
     if "event" in raw:
+        raw = bounded(raw)
         if raw["event"] == "start":
             raw.setdefault("schema_version", 1)  # which had no such key
         return _KNOWN.get(str(raw["event"]), Event).model_validate(raw)
-    return IterationRecord.model_validate(_with_default_energy(raw))
+    known = {key: None if value is None else bounded(value) for key, value in raw.items() if key in _ITERATION_KEYS}
+    return IterationRecord.model_validate(_with_default_energy(known))
 
 
 def _with_default_energy(raw: Mapping[str, Any]) -> Mapping[str, Any]:
