@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import io
-import struct
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
 from perseus_ds.artifacts.io import open_bounded, write_atomically
+from perseus_ds.artifacts.limits import MIB
+from perseus_ds.artifacts.npz import read_arrays
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import FrontierError
@@ -24,7 +22,8 @@ Floats = npt.NDArray[np.float64]
 
 FILE_NAME = "certificates.npz"
 SCHEMA_VERSION = 1
-_MOST_BYTES = 2**30
+_MOST_BYTES = 256 * MIB
+_MOST_SCHEDULE_BYTES, _MOST_SCHEDULE_LISTS = 32 * MIB, 1_000_000
 _REMEDY = 'Run "perseus-ds optimize" with certificates=true again.'
 # Name -> type and number of dimensions of each array.
 _ARRAYS = {
@@ -65,6 +64,12 @@ class Certificates:
 
     def save(self, directory: Path) -> Path:
         """Write the file completely or not at all; return its path."""
+        path = directory / FILE_NAME
+        write_atomically(path, self.to_bytes())
+        return path
+
+    def to_bytes(self) -> bytes:
+        """Return the contents of the file."""
         data = io.BytesIO()
         np.savez_compressed(
             data,
@@ -76,9 +81,7 @@ class Certificates:
             mixed=self.mixed,
             share=self.share,
         )
-        path = directory / FILE_NAME
-        write_atomically(path, data.getvalue())
-        return path
+        return data.getvalue()
 
     @classmethod
     def load(cls, path: Path) -> Certificates:
@@ -91,15 +94,15 @@ class Certificates:
         if not path.exists():
             raise FrontierError(f"{path}: no such file; it holds the proofs of the lower bounds. {_REMEDY}")
         try:
-            with (
-                open_bounded(path, FrontierError, FILE_NAME, _MOST_BYTES) as file,
-                zipfile.ZipFile(file) as archive,
-            ):
-                arrays = _read(archive)
+            with open_bounded(path, FrontierError, FILE_NAME, _MOST_BYTES) as file:
+                arrays = read_arrays(file, _ARRAYS, _MOST_BYTES)
             version = int(arrays["schema_version"])
             if version != SCHEMA_VERSION:
                 raise ValueError(f"schema_version is {version}, this perseus-ds reads {SCHEMA_VERSION}")
-            streams = ScheduleStreams.model_validate_json(arrays["schedule"].tobytes())
+            schedule = arrays["schedule"].tobytes()
+            if len(schedule) > _MOST_SCHEDULE_BYTES or schedule.count(b"[") > _MOST_SCHEDULE_LISTS:
+                raise ValueError(f"schedule: more than {_MOST_SCHEDULE_BYTES} bytes or {_MOST_SCHEDULE_LISTS} lists")
+            streams = ScheduleStreams.model_validate_json(schedule)
             result = cls(
                 streams.to_schedule(),
                 arrays["edge_flow_w"],
@@ -110,10 +113,8 @@ class Certificates:
             result._check()
         except ValidationError as error:
             raise FrontierError(f"{explain(error, ScheduleStreams, f'{path}: schedule.')} {_REMEDY}") from None
-        except (zipfile.BadZipFile, zlib.error, struct.error, ValueError, RuntimeError, EOFError) as error:
+        except ValueError as error:
             raise FrontierError(f"{path}: not a complete file of certificates ({error}). {_REMEDY}") from None
-        except OSError as error:
-            raise FrontierError(f"{path}: cannot be read ({error.strerror}).") from None
         return result
 
     def _check(self) -> None:
@@ -124,25 +125,3 @@ class Certificates:
             raise ValueError(f"mixed: expected indices of {flows} flows")
         if not ((self.share >= 0) & (self.share <= 1)).all():
             raise ValueError("share: expected fractions from 0 to 1")
-
-
-def _read(archive: zipfile.ZipFile) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays, after checking from their headers alone that they are the expected ones."""
-    expected = {f"{name}.npy" for name in _ARRAYS}
-    if set(archive.namelist()) != expected or len(archive.namelist()) != len(expected):
-        raise ValueError(f"expected {', '.join(sorted(expected))}, found {', '.join(sorted(archive.namelist()))[:200]}")
-    total = sum(entry.file_size for entry in archive.infolist())
-    if total > _MOST_BYTES:
-        raise ValueError(f"{total} bytes of arrays, at most {_MOST_BYTES} are read")
-    return {name: _array(archive, name, *form) for name, form in _ARRAYS.items()}
-
-
-def _array(archive: zipfile.ZipFile, name: str, dtype: str, dimensions: int) -> npt.NDArray[Any]:
-    with archive.open(f"{name}.npy") as file:
-        if np.lib.format.read_magic(file) != (1, 0):
-            raise ValueError(f"{name}: another version of the npy format")
-        shape, fortran, found = np.lib.format.read_array_header_1_0(file)
-        if found != np.dtype(dtype) or len(shape) != dimensions or fortran:
-            raise ValueError(f"{name}: expected {dtype} in {dimensions} dimensions, found {found} of shape {shape}")
-        # frombuffer and reshape fail where the shape does not fit what is there.
-        return np.frombuffer(file.read(), dtype).reshape(shape)

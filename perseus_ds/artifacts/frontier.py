@@ -13,11 +13,11 @@ from pathlib import Path
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
 from perseus_ds.artifacts.certificates import Certificates
-from perseus_ds.artifacts.io import FileModel, read_json, validated, write_atomically
+from perseus_ds.artifacts.io import FileModel, read_json, validated, write_together
 from perseus_ds.artifacts.limits import (
     Clock,
     Duration,
@@ -32,6 +32,7 @@ from perseus_ds.artifacts.limits import (
 )
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import DeadlineError, FrontierError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Schedule
@@ -66,8 +67,8 @@ class Frontier:
         provenance: The inputs that it was computed from.
         instruction_times_s: The profile's duration of an instruction, by stage, kind and clock [s].
         schedule: The schedule that the plans are for; None in files that do not hold it.
-        certificates: The proofs of the plans' lower bounds, where they were just computed; not part of the files
-            that ``save`` writes.
+        certificates: The proofs of the plans' lower bounds, where they were just computed; ``save`` writes them on
+            request.
     """
 
     plans: tuple[FrequencyPlan, ...]
@@ -123,19 +124,33 @@ class Frontier:
         """
         return self.lookup(max(self.t_min_s * (1 + max_slowdown), self.plans[0].time_s))
 
-    def save(self, directory: Path | str) -> Path:
-        """Write ``frontier.csv`` and ``frontier.json``, each complete or not at all.
+    def save(self, directory: Path | str, *, certificates: bool = False) -> Path:
+        """Write ``frontier.csv`` and ``frontier.json``, all complete or not at all.
+
+        Args:
+            directory: Where to write them.
+            certificates: Whether to write ``certificates.npz`` too, where there are any.
 
         Returns:
             The path of ``frontier.json``.
+
+        Raises:
+            FrontierError: A number is beyond the limits of what is read again.
+            OSError: As :func:`write_together`.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        # Certificates that lie there belong to an older frontier.
-        (directory / CERTIFICATES).unlink(missing_ok=True)
-        write_atomically(directory / "frontier.csv", self._csv())
-        path = directory / "frontier.json"
-        write_atomically(path, self._file().model_dump_json() + "\n")
+        path, proofs = directory / "frontier.json", directory / CERTIFICATES
+        try:
+            contents = self._file().model_dump_json() + "\n"
+        except ValidationError as error:
+            raise FrontierError(explain(error, _FrontierFile, f"{path}: ")) from None
+        files: list[tuple[Path, str | bytes]] = [(directory / "frontier.csv", self._csv())]
+        if certificates and self.certificates is not None:
+            write_together([*files, (proofs, self.certificates.to_bytes()), (path, contents)])
+        else:
+            # Certificates that lie there belong to an older frontier.
+            write_together([*files, (path, contents)], outdated=[proofs])
         return path
 
     @classmethod

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -35,17 +36,85 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: The disk is full or the folder is not writable; a file already there is unharmed.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    write_together([(path, content)])
+
+
+def write_together(files: Iterable[tuple[Path, str | bytes]], outdated: Iterable[Path] = ()) -> None:
+    """Write files that belong together: where one of them cannot be written, all old files stay as they are.
+
+    There is no last file while others are replaced, so that new and old ones are never read together.
+
+    Args:
+        files: Paths and contents, the one without which the others are not read last; each is written as by
+            :func:`write_atomically`. Names of files whose bytes are not
+            UTF-8 have characters that UTF-8 does not have either; these are written as their escapes.
+        outdated: Files that are not valid beside the new ones; they are removed at the end.
+
+    Raises:
+        OSError: The disk is full or a folder is not writable; it names the file.
+    """
+    temporaries: list[tuple[Path, Path]] = []
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        for path, content in files:
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+            temporaries.append((temporary, path))
+            with _naming(path):
+                if path.is_dir():
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+                _write_new(
+                    temporary, content.encode(errors="backslashreplace") if isinstance(content, str) else content
+                )
+        with _out_of_sight(temporaries[-1][1] if len(temporaries) > 1 else None):
+            for temporary, path in temporaries:
+                with _naming(path):
+                    os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        for temporary, _ in temporaries:
+            temporary.unlink(missing_ok=True)
         raise
+    for path in outdated:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _out_of_sight(path: Path | None) -> Iterator[None]:
+    """Take a file away, and put it back if what is done meanwhile fails."""
+    if path is None or not os.path.lexists(path):
+        yield
+        return
+    hidden = path.with_name(f".{path.name}.{secrets.token_hex(8)}.old")
+    os.rename(path, hidden)
+    try:
+        yield
+    except BaseException:
+        os.rename(hidden, path)
+        raise
+    hidden.unlink()
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in errors; the system names a temporary one, or none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def is_there(path: Path) -> bool:
+    """Return whether a file or folder exists that this user can look up.
+
+    ``Path.exists`` raises errors for names that are too long and for folders of other users.
+    """
+    return os.path.exists(path)
 
 
 def open_without_links(path: Path, *, append: bool) -> BinaryIO:
@@ -133,19 +202,23 @@ def parse_json(data: str | bytes) -> Any:
         ValueError: It is not JSON, or beyond the limits.
     """
     data = data.encode() if isinstance(data, str) else data
-    values = sum(data.count(separator) for separator in (b",", b"[", b"{"))
+    values = len(data)
+    if values > MOST_JSON_VALUES:
+        values = sum(data.count(separator) for separator in (b",", b"[", b"{"))
     if values > MOST_JSON_VALUES:
         raise ValueError(f"{values} values, at most {MOST_JSON_VALUES} are read")
     return pydantic_core.from_json(data)
 
 
-def read_json(path: Path, error_class: type[PerseusError], what: str) -> dict[str, Any]:
+def read_json(
+    path: Path, error_class: type[PerseusError], what: str, most_bytes: int = MOST_JSON_BYTES
+) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
         PerseusError: As ``error_class``, when the file is missing, too large, cut off or not an object.
     """
-    data = read_bytes(path, error_class, what, MOST_JSON_BYTES)
+    data = read_bytes(path, error_class, what, most_bytes)
     try:
         raw = parse_json(data)
     except ValueError as error:

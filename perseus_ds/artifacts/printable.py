@@ -16,6 +16,8 @@ def printable(text: str) -> str:
 
     Terminals take sequences of control characters for commands. The ends of lines and tabs stay.
     """
+    if text.isascii() and text.isprintable():  # nearly all are, and characters one by one take long
+        return text
     return "".join(c.encode("unicode_escape").decode() if _is_control(c) else c for c in text)
 
 
@@ -38,12 +40,15 @@ def bounded(value: Any) -> Any:
     Raises:
         ValueError: A number is not finite, or too large.
     """
-    if isinstance(value, str):
+    kind = type(value)
+    if kind is float or kind is int:  # most values are numbers
+        if not -_LARGEST <= value <= _LARGEST:
+            raise ValueError(f"a number beyond {_LARGEST:g}")
+        return value
+    if kind is str:
         return printable(value)
-    if isinstance(value, dict):
-        return {printable(key): bounded(part) for key, part in value.items()}
-    if isinstance(value, list):
+    if kind is list:
         return [bounded(part) for part in value]
-    if isinstance(value, float | int) and not abs(value) <= _LARGEST:
-        raise ValueError(f"a number beyond {_LARGEST:g}")
+    if kind is dict:
+        return {printable(key): bounded(part) for key, part in value.items()}
     return value

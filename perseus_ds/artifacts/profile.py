@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.artifacts.io import write_atomically
+from perseus_ds.artifacts.io import write_together
 from perseus_ds.artifacts.profile_csv import COLUMNS, Measurement, check, read_rows
 from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality, TransferDuration, load_info
 from perseus_ds.errors import ProfileError
@@ -120,15 +120,13 @@ class StageProfile:
         return profile
 
     def save(self, path: Path | str) -> None:
-        """Write ``profile.csv``, and ``profile.json`` in the same folder, each complete or not at all."""
+        """Write ``profile.csv``, and ``profile.json`` in the same folder, both complete or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [",".join(COLUMNS)]
         lines += [f"{m.stage},{m.kind},{m.clock_mhz},{m.time_s!r},{m.energy_j!r}" for m in self.measurements]
-        # A profile.csv that exists always belongs to the profile.json in its folder.
-        path.unlink(missing_ok=True)
-        write_atomically(path.with_suffix(".json"), self.info.model_dump_json(indent=2) + "\n")
-        write_atomically(path, "\n".join(lines) + "\n")
+        info = self.info.model_dump_json(indent=2) + "\n"
+        write_together([(path.with_suffix(".json"), info), (path, "\n".join(lines) + "\n")])
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from perseus_ds.artifacts.limits import UnixTime
+
 
 class RunRecord(BaseModel):
     """A line of ``run.jsonl``."""
@@ -20,4 +22,4 @@ class Event(RunRecord):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     event: str
-    time: float = Field(0.0, description="When [Unix seconds].")
+    time: UnixTime = Field(0.0, description="When [Unix seconds].")

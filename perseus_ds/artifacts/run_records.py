@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from perseus_ds.artifacts.limits import UnixTime
 from perseus_ds.artifacts.record_base import Event, RunRecord
 
 SCHEMA_VERSION = 2
@@ -22,7 +23,7 @@ class IterationRecord(RunRecord):
     """One iteration of the whole job."""
 
     iteration: int = Field(description="Training step, 1 first.")
-    ended: float | None = Field(None, description="When it ended [Unix seconds].")
+    ended: UnixTime | None = Field(None, description="When it ended [Unix seconds].")
     phase: str = Field(description="What Perseus was doing.")
     next_phase: str | None = Field(None, description="The phase after this one, where known.")
     next_in_s: float | None = Field(None, description="When it begins, counted from here, as estimated [s].")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import types
 import typing
 from collections.abc import Sequence
@@ -20,6 +19,8 @@ from perseus_ds.errors import ConfigError
 
 # OmegaConf's mark of a value that must be given.
 REQUIRED = "???"
+# Beyond it, products of numbers could overflow.
+_LARGEST = 1e18
 _NAMES = {Path: "path", int: "whole number", float: "number", str: "text"}
 
 
@@ -110,7 +111,7 @@ class Argument:
         if self.is_list and self.required and not values:
             return False
         numbers = [number for number in values if isinstance(number, (int, float))]
-        return all(math.isfinite(n) and (self.at_least is None or n >= self.at_least) for n in numbers)
+        return all(abs(n) <= _LARGEST and (self.at_least is None or n >= self.at_least) for n in numbers)
 
 
 def arguments_of(declaration: type) -> dict[str, Argument]:

@@ -31,7 +31,9 @@ def run(arguments: Arguments) -> int:
     """Write one file a plan."""
     from perseus_ds.artifacts.frontier import Frontier
     from perseus_ds.artifacts.zeus_plans import export_zeus
+    from perseus_ds.cli.output import check_folder
 
-    paths = export_zeus(Frontier.load(arguments.frontier), arguments.out)
+    frontier = Frontier.load(arguments.frontier)
+    paths = export_zeus(frontier, check_folder(arguments.out))
     print(f"Written: {len(paths)} plans, {paths[0]} (fastest) to {paths[-1].name} (least energy)")
     return 0

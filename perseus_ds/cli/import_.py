@@ -32,17 +32,21 @@ class Arguments:
 
 def run(arguments: Arguments) -> int:
     """Write the frontier and print what it saves."""
+    from itertools import chain
+
     from perseus_ds.artifacts.profile import StageProfile
     from perseus_ds.artifacts.zeus_plans import read_plans
     from perseus_ds.cli.inputs import naming, schedule_of_plans
-    from perseus_ds.cli.output import save_and_summarise
+    from perseus_ds.cli.output import check_folder, save_and_summarise
     from perseus_ds.optimizer import problem_for
     from perseus_ds.optimizer.imported_plans import judge
 
     profile = StageProfile.load(arguments.profile)
     plans = read_plans(arguments.plans)
-    schedule = schedule_of_plans(next(iter(plans.values())), profile, arguments.schedule)
+    first = next(plans)
+    schedule = schedule_of_plans(first[1], profile, arguments.schedule)
+    out = check_folder(arguments.out)
     with naming(arguments.profile):
         problem = problem_for(schedule, profile, arguments.blocking_power_w)
-    print(save_and_summarise(judge(plans, problem), arguments.profile, arguments.out))
+    print(save_and_summarise(judge(chain([first], plans), problem), arguments.profile, out))
     return 0

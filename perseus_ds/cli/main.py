@@ -47,6 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # nobody reads the output any more, as with "| head"; the rest of it goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        print(printable(f"perseus-ds {words[0]}: {where}{error.strerror or error}."), file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(printable(f"perseus-ds {words[0]}: interrupted."), file=sys.stderr)
         return 130

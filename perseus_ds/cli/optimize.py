@@ -58,7 +58,7 @@ def run(arguments: Arguments) -> int:
     """Write the frontier and print what it saves."""
     from perseus_ds.artifacts.profile import StageProfile
     from perseus_ds.cli.inputs import naming, schedule_for
-    from perseus_ds.cli.output import progress_bar, save_and_summarise
+    from perseus_ds.cli.output import check_folder, progress_bar, save_and_summarise
     from perseus_ds.optimizer import optimize
 
     if arguments.certificates and arguments.solver is not SolverChoice.exact:
@@ -67,6 +67,7 @@ def run(arguments: Arguments) -> int:
     schedule = schedule_for(
         profile, schedule=arguments.schedule, stages=arguments.stages, micro_batches=arguments.micro_batches
     )
+    out = check_folder(arguments.out)
     with naming(arguments.profile), progress_bar() as progress:
         frontier = optimize(
             schedule,
@@ -79,7 +80,5 @@ def run(arguments: Arguments) -> int:
             progress=progress,
             solver=cast("Solver", arguments.solver.name),
         )
-    print(save_and_summarise(frontier, arguments.profile, arguments.out))
-    if frontier.certificates is not None and arguments.certificates:
-        print(f"Written: {frontier.certificates.save(arguments.out)}")
+    print(save_and_summarise(frontier, arguments.profile, out, certificates=arguments.certificates))
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,14 +10,32 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
 from perseus_ds.artifacts.frontier import Frontier, describe
+from perseus_ds.errors import ConfigError
 
 
-def save_and_summarise(frontier: Frontier, profile: Path, out: Path) -> str:
+def check_folder(out: Path) -> Path:
+    """Check, before anything is computed, that a folder for a command's output can be made and written to; return it.
+
+    Raises:
+        ConfigError: It cannot.
+        OSError: There can be no such path.
+    """
+    existing = next(path for path in (out, *out.parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"{out}: cannot be a folder ({existing} is a file). Give another one, out=….")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{out}: nothing can be written to {existing}. Give another folder, out=….")
+    return out
+
+
+def save_and_summarise(frontier: Frontier, profile: Path, out: Path, *, certificates: bool = False) -> str:
     """Save a frontier with the path of its profile, and return the lines to print about it."""
     provenance = frontier.provenance.model_copy(update={"profile": str(profile)})
-    path = replace(frontier, provenance=provenance).save(out)
-    return f"{frontier_summary(frontier)}\nWritten: {path} and {path.with_suffix('.csv').name}"
+    path = replace(frontier, provenance=provenance).save(out, certificates=certificates)
+    more = f"\nWritten: {path.with_name(CERTIFICATES)}" if certificates else ""
+    return f"{frontier_summary(frontier)}\nWritten: {path} and {path.with_suffix('.csv').name}{more}"
 
 
 def frontier_summary(frontier: Frontier) -> str:

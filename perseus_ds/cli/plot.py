@@ -34,6 +34,7 @@ def run(arguments: Arguments) -> int:
     """Write ``frontier.png`` and ``timeline.png``."""
     from perseus_ds.artifacts.plan import check_instructions
     from perseus_ds.cli.inputs import frontier_and_profile, naming, schedule_of
+    from perseus_ds.cli.output import check_folder
     from perseus_ds.pipeline.dag import Dag
     from perseus_ds.report.history import read_history
     from perseus_ds.report.measured import measured_points
@@ -56,11 +57,8 @@ def run(arguments: Arguments) -> int:
     dag = Dag.build(schedule)
     with naming(arguments.profile or folder):
         before, after = timeline(dag, profile, frontier.baseline), timeline(dag, profile, plan)
-    out = arguments.out or folder
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be a folder ({error.strerror}). Give another one, out=….") from None
+    out = check_folder(arguments.out or folder)
+    out.mkdir(parents=True, exist_ok=True)
     frontier_picture(frontier, out / "frontier.png", in_use=plan, measured=measured)
     timeline_picture(before, after, provenance, out / "timeline.png")
     print(f"Written: {out / 'frontier.png'} and timeline.png")

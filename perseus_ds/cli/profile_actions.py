@@ -9,6 +9,7 @@ import numpy as np
 
 from perseus_ds.artifacts.profile import ClockOptions, StageProfile
 from perseus_ds.cli.inputs import naming, schedule_for
+from perseus_ds.cli.output import check_folder
 from perseus_ds.errors import ConfigError
 from perseus_ds.optimizer import problem_for
 from perseus_ds.pipeline.instruction import Kind
@@ -107,7 +108,7 @@ def convert(profile: StageProfile, power_w: float | None, out: Path) -> None:
 
 
 def _write(profile: StageProfile, out: Path) -> None:
-    profile.save(out / "profile.csv")
+    profile.save(check_folder(out) / "profile.csv")
     print(f"{_heading(profile)}\nWritten: {out / 'profile.csv'} and profile.json")
 
 

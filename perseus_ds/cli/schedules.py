@@ -53,7 +53,7 @@ def run(arguments: Arguments) -> int:
     from perseus_ds.artifacts.profile import StageProfile
     from perseus_ds.artifacts.schedule_table import ScheduleTable
     from perseus_ds.cli.inputs import naming
-    from perseus_ds.cli.output import progress_bar
+    from perseus_ds.cli.output import check_folder, progress_bar
     from perseus_ds.cli.schedule_choice import choose_schedules
     from perseus_ds.optimizer.schedule_comparison import compare_schedules
     from perseus_ds.report.schedules import schedules_picture, schedules_text
@@ -75,6 +75,8 @@ def run(arguments: Arguments) -> int:
         ranks=ranks,
         chunks=arguments.stages_per_rank,
     )
+    folder = arguments.profile if arguments.profile.is_dir() else arguments.profile.parent
+    out = check_folder(arguments.out or folder)
     with naming(arguments.profile), progress_bar() as progress:
         compared = compare_schedules(
             profile,
@@ -87,11 +89,7 @@ def run(arguments: Arguments) -> int:
     table = ScheduleTable(
         profile=str(arguments.profile), simulated=profile.info.simulated, gpu=profile.info.gpu, schedules=compared
     )
-    out = arguments.out or (arguments.profile if arguments.profile.is_dir() else arguments.profile.parent)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be a folder ({error.strerror}). Give another one, out=….") from None
+    out.mkdir(parents=True, exist_ok=True)
     table.save(out / "schedules.json")
     schedules_picture(table, out / "schedules.png")
     print(f"{schedules_text(table)}\nWritten: {out / 'schedules.json'} and schedules.png")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance, drop_dominated
+from perseus_ds.artifacts.limits import MOST_JOULES, MOST_PLANS, MOST_SECONDS, MOST_WATTS
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError, ProfileError
@@ -56,13 +57,15 @@ def optimize(
     """
     if plans < 2:
         raise ConfigError(f"plans={plans}: a frontier needs at least 2, one for T_min and one for T*.")
-    for name, value, unit in (
-        ("switch_cost_j", switch_cost_j, "joules"),
-        ("switch_cost_s", switch_cost_s, "seconds"),
-        ("least_dwell_s", least_dwell_s, "seconds"),
+    if plans > MOST_PLANS:
+        raise ConfigError(f"plans={plans}: at most {MOST_PLANS} are computed.")
+    for name, value, most, unit in (
+        ("switch_cost_j", switch_cost_j, MOST_JOULES, "joules"),
+        ("switch_cost_s", switch_cost_s, MOST_SECONDS, "seconds"),
+        ("least_dwell_s", least_dwell_s, MOST_SECONDS, "seconds"),
     ):
-        if not 0 <= value < float("inf"):
-            raise ConfigError(f"{name}={value}: expected a number of {unit} >= 0.")
+        if not 0 <= value <= most:
+            raise ConfigError(f"{name}={value}: expected a number of {unit} >= 0, at most {most:g}.")
     problem = problem_for(schedule, profile, blocking_power_w, switch_cost_s)
     report = progress or (lambda what, done: None)
     if solver == "lowtime":
@@ -87,8 +90,8 @@ def problem_for(
             "blocking_power_w is missing: the profile has no profile.json that holds it. Give what a GPU draws "
             "while it waits, such as blocking_power_w=83.64 (A100, from the Perseus paper)."
         )
-    if not 0 <= power_w < float("inf"):
-        raise ConfigError(f"blocking_power_w={power_w}: expected a number of watts >= 0.")
+    if not 0 <= power_w <= MOST_WATTS:
+        raise ConfigError(f"blocking_power_w={power_w}: expected a number of watts >= 0, at most {MOST_WATTS:g}.")
     if schedule.num_stages > profile.num_stages:
         raise ProfileError(
             f"The schedule has {schedule.num_stages} stages, the profile {profile.num_stages}. "

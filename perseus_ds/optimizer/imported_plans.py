@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from perseus_ds.artifacts.frontier import Frontier
@@ -12,7 +13,7 @@ from perseus_ds.optimizer.exact.problem import Problem
 from perseus_ds.pipeline.instruction import Kind
 
 
-def judge(plans: dict[Path, Pairs], problem: Problem) -> Frontier:
+def judge(plans: Iterable[tuple[Path, Pairs]], problem: Problem) -> Frontier:
     """Return the frontier of plans made elsewhere, with time and energy computed from the profile's rows.
 
     Tails for which the profile has rows, but the plans no clock, run at the highest clock.
@@ -21,7 +22,7 @@ def judge(plans: dict[Path, Pairs], problem: Problem) -> Frontier:
         FrontierError: A plan does not fit the schedule or the profile; the message names its file.
     """
     judged = []
-    for path, pairs in plans.items():
+    for path, pairs in plans:
         clocks = _clocks(path, pairs, problem)
         try:
             judged.append(problem.evaluate(clocks))

@@ -80,6 +80,13 @@ def _check_inputs(frontier: Frontier, certificates: Certificates, problem: Probl
         raise FrontierError(f"{len(frontier.plans)} plans, but certificates for {len(certificates.share)}.")
     if not _equal(frontier.t_min_s, problem.t_min_s):
         raise FrontierError(f"T_min is {frontier.t_min_s!r} s, by the profile {problem.t_min_s!r} s.")
+    # Before any flow is mixed: those of a damaged file may be as wide as memory.
+    widths = certificates.edge_flow_w.shape[1], certificates.source_flow_w.shape[1]
+    edges, nodes = sum(map(len, problem.dag.predecessors)), len(problem.dag.nodes)
+    if widths != (edges, nodes):
+        raise FrontierError(
+            f"the certificates' flows have {widths[0]} edges and {widths[1]} nodes, the schedule {edges} and {nodes}."
+        )
     rows = {(row.stage, row.kind, row.clock_mhz): row.time_s for row in problem.profile.measurements}
     for (stage, kind, clock_mhz), time_s in frontier.instruction_times_s.items():
         if rows.get((stage, kind, clock_mhz)) != time_s:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import IterationRecord
-from perseus_ds.report.history import History
+from perseus_ds.report.history import History, Iteration
 from perseus_ds.report.palette import variable
 from perseus_ds.report.savings import Reference
 from perseus_ds.report.series import QUANTITIES, Series, curve_values, profile_curves
@@ -32,7 +32,7 @@ _PHASES = {
 _OTHER_PHASE = ("soft", "diamond-open")
 _DRAWN_EVENTS = ("plan", "proof", "profile", "policy", "drift", "failure")
 _AT_THE_BOTTOM = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": False}
-_MOST_POINTS, _MOST_EVENTS = 1500, 200
+_MOST_POINTS, _MOST_EVENTS, _MOST_PHASES = 1500, 200, 20
 
 
 def frontier_figure(frontier: Frontier, series: Sequence[Series], in_use: int) -> Figure:
@@ -96,24 +96,25 @@ def history_figure(histories: Sequence[History], reference: Reference | None) ->
     Phases are told by colour and symbol, events by dotted lines, jobs by solid ones with their name.
     """
     starts = [0, *itertools.accumulate(len(history.steps) for history in histories)]
-    iterations = [
-        (start + step.number, history.name, step.record)
-        for start, history in zip(starts, histories, strict=False)
-        for step in history.steps
-    ]
-    data = []
-    for phase in dict.fromkeys(record.phase for _, _, record in iterations):
-        shown = [item for item in iterations if item[2].phase == phase]
-        every = math.ceil(len(shown) / _MOST_POINTS)
-        data += _phase_traces(phase, every, shown[::every])
+    data, count = [], starts[-1]
+    phases = Counter(step.record.phase for history in histories for step in history.steps)
+    for phase, of_phase in itertools.islice(phases.items(), _MOST_PHASES):
+        every = math.ceil(of_phase / _MOST_POINTS)
+        iterations = (
+            (start + step.number, history.name, step.record)
+            for start, history in zip(starts, histories, strict=False)
+            for step in history.steps
+            if step.record.phase == phase
+        )
+        data += _phase_traces(phase, every, list(itertools.islice(iterations, 0, None, every)))
     if reference is not None:
-        data += _reference_traces(reference, len(iterations))
-    layout = _two_rows(("energy [J]", "time [s]"), "iteration", [0.4, len(iterations) + 0.6])
+        data += _reference_traces(reference, count)
+    layout = _two_rows(("energy [J]", "time [s]"), "iteration", [0.4, count + 0.6])
     layout["shapes"], layout["annotations"] = _event_lines(histories, starts)
     return {"data": data, "layout": layout}
 
 
-def _phase_traces(phase: str, every: int, shown: Sequence[tuple[int, str, IterationRecord]]) -> list[Figure]:
+def _phase_traces(phase: str, every: int, shown: Sequence[tuple[int, str, Iteration]]) -> list[Figure]:
     name = phase if every == 1 else f"{phase}, one in {every}"
     colour, symbol = _PHASES.get(phase, _OTHER_PHASE)
     texts = [

@@ -6,20 +6,44 @@ that trained last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from perseus_ds.artifacts.record_base import Event
-from perseus_ds.artifacts.run_file import read_records
+from perseus_ds.artifacts.run_file import iterate_records
 from perseus_ds.artifacts.run_records import IterationRecord, ProfileWritten, Record, Started
+from perseus_ds.report.parts import PartSums
 
 # In this phase instructions are not yet stretched, so its times and energies are not valid.
 _NOT_TRAINING = "calibrate"
 _PLANNING = ("auto", "run")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """What a report needs of an iteration's record; the whole one takes ten times the memory.
+
+    Attributes:
+        iteration: As in :class:`IterationRecord`, like all others.
+    """
+
+    iteration: int
+    ended: float | None
+    phase: str
+    plan: int | None
+    shape: int | None
+    time_s: float
+    energy_j: float | None
+    default_energy_j: float | None
+
+    @classmethod
+    def of(cls, record: IterationRecord) -> Iteration:
+        """Return that of a record."""
+        r = record
+        return cls(r.iteration, r.ended, r.phase, r.plan, r.shape, r.time_s, r.energy_j, r.default_energy_j)
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """An iteration and its place in the job's history.
 
@@ -31,7 +55,7 @@ class Step:
     """
 
     number: int
-    record: IterationRecord
+    record: Iteration
     frontier: tuple[str | None, int]
     disturbed: bool
 
@@ -59,6 +83,8 @@ class History:
         starts: Its starts, the first one first.
         steps: All iterations but those that calibrate a simulated GPU.
         occurrences: All events.
+        by_rank: The energy of each rank.
+        by_pipeline: The energy of each data-parallel pipeline.
         simulated: Whether any of it is simulated.
         left_out: Number of iterations of other jobs in the same file.
     """
@@ -68,6 +94,8 @@ class History:
     starts: tuple[Started, ...]
     steps: tuple[Step, ...] = field(repr=False)
     occurrences: tuple[Occurrence, ...] = field(repr=False)
+    by_rank: PartSums = field(default_factory=PartSums, repr=False)
+    by_pipeline: PartSums = field(default_factory=PartSums, repr=False)
     simulated: bool = False
     left_out: int = 0
 
@@ -117,16 +145,25 @@ def read_history(folder: Path, name: str | None = None) -> History:
     Raises:
         ConfigError: The file is missing, or a line of it is no record.
     """
-    everything = read_records(folder)
-    records = _of_last_job(everything)
+    jobs: dict[str | None, _Job] = {}
+    job = last = jobs[None] = _Job()
+    for record in iterate_records(folder):
+        if isinstance(record, Started):
+            job = jobs.setdefault(record.job, _Job())
+        job.add(record)
+        # The job that trained last; where none did, the one that started last.
+        if trains(record) or not last.steps:
+            last = job
     return History(
         folder=folder,
         name=name or folder.resolve().name,
-        starts=tuple(record for record in records if isinstance(record, Started)),
-        steps=tuple(_steps(records)),
-        occurrences=tuple(_occurrences(records)),
-        simulated=any(record.simulated for record in records),
-        left_out=sum(map(trains, everything)) - sum(map(trains, records)),
+        starts=tuple(found.event for found in last.occurrences if isinstance(found.event, Started)),
+        steps=tuple(last.steps),
+        occurrences=tuple(last.occurrences),
+        by_rank=last.by_rank,
+        by_pipeline=last.by_pipeline,
+        simulated=last.simulated,
+        left_out=sum(len(other.steps) for other in jobs.values() if other is not last),
     )
 
 
@@ -135,35 +172,33 @@ def trains(record: Record) -> bool:
     return isinstance(record, IterationRecord) and record.phase != _NOT_TRAINING
 
 
-def _of_last_job(records: Sequence[Record]) -> list[Record]:
-    starts: list[list[Record]] = [[]]
-    for record in records:
-        if isinstance(record, Started):
-            starts.append([])
-        starts[-1].append(record)
-    jobs = [start[0].job if start and isinstance(start[0], Started) else None for start in starts]
-    trained = [job for job, start in zip(jobs, starts, strict=True) if any(map(trains, start))]
-    last = (trained or jobs)[-1]
-    return [record for job, start in zip(jobs, starts, strict=True) if job == last for record in start]
+class _Job:
+    """What is known so far of one of the jobs that ran in a folder."""
 
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.occurrences: list[Occurrence] = []
+        self.by_rank, self.by_pipeline = PartSums(), PartSums()
+        self.simulated = False
+        self._frontier: tuple[str | None, int] = None, 0
+        self._is_first = True
 
-def _steps(records: Sequence[Record]) -> Iterator[Step]:
-    number, profiles, frontier, is_first = 0, 0, None, True
-    for record in records:
-        if isinstance(record, Started):
-            frontier, is_first = record.frontier, True
-        elif isinstance(record, ProfileWritten):
-            profiles += 1
-        elif isinstance(record, IterationRecord) and trains(record):
-            number += 1
-            yield Step(number, record, (frontier, profiles), disturbed=is_first or bool(record.failed_ranks))
-            is_first = False
-
-
-def _occurrences(records: Sequence[Record]) -> Iterator[Occurrence]:
-    steps = 0
-    for record in records:
+    def add(self, record: Record) -> None:
+        self.simulated |= record.simulated
         if isinstance(record, Event):
-            yield Occurrence(steps, record)
-        else:
-            steps += trains(record)
+            self._happened(record)
+        elif trains(record):
+            disturbed = self._is_first or bool(record.failed_ranks)
+            self.steps.append(Step(len(self.steps) + 1, Iteration.of(record), self._frontier, disturbed))
+            self._is_first = False
+            known_s = 0.0 if record.energy_j is None else record.time_s
+            self.by_rank.add(known_s, record.energy_by_rank_j)
+            self.by_pipeline.add(known_s, record.energy_by_pipeline_j)
+
+    def _happened(self, event: Event) -> None:
+        (event.model_extra or {}).clear()  # keys of later versions, of any size
+        self.occurrences.append(Occurrence(len(self.steps), event))
+        if isinstance(event, Started):
+            self._frontier, self._is_first = (event.frontier, self._frontier[1]), True
+        elif isinstance(event, ProfileWritten):
+            self._frontier = self._frontier[0], self._frontier[1] + 1

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perseus_ds.report.history import History
+from perseus_ds.report.parts import Share
 from perseus_ds.report.savings import Reference, Savings, reference_for, savings_of
 from perseus_ds.report.sources import Sources
-from perseus_ds.report.totals import RunTotals, Share, shares_of, totals_of
+from perseus_ds.report.totals import RunTotals, shares_of, totals_of
 from perseus_ds.report.trend import Trend, trend_of
 
 

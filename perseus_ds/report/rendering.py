@@ -76,8 +76,10 @@ def write_output(content: str, out: Path | None, folder: Path, name: str) -> Pat
     Raises:
         ConfigError: It cannot be written there.
     """
-    path = folder / name if out is None else out / name if out.is_dir() else out
+    path = out or folder / name
     try:
+        if out is not None and out.is_dir():
+            path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
     except OSError as error:

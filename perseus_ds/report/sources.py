@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.io import is_there
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.timeline import MeasuredIteration, TimelineFile
@@ -92,8 +93,9 @@ def find_sources(
     Raises:
         PerseusError: What was named is wrong, a file that was found is broken, or there is nothing at all.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; expected the output_dir of a training run.")
+    for named in (folder, *runs):
+        if not named.is_dir():
+            raise ConfigError(f"{named}: no such folder; expected the output_dir of a training run.")
     found = Sources(folder)
     folders = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
     _read_histories(found, list(runs) or [path for path in folders if (path / "run.jsonl").is_file()])
@@ -149,7 +151,7 @@ def _read_histories(found: Sources, folders: Sequence[Path]) -> None:
 
 
 def _read_frontier(found: Sources, path: Path | None) -> None:
-    named = [Path(h.frontier) for h in found.histories if h.frontier and Path(h.frontier).exists()]
+    named = [Path(h.frontier) for h in found.histories if h.frontier and is_there(Path(h.frontier))]
     path = path or (named[-1] if named else None)
     if path is None:
         found.missing.append(
@@ -163,7 +165,7 @@ def _read_frontier(found: Sources, path: Path | None) -> None:
 
 def _read_profile(found: Sources, path: Path | None) -> None:
     origin = found.frontier.provenance.profile if found.frontier else None
-    if path is None and origin and Path(origin).exists():
+    if path is None and origin and is_there(Path(origin)):
         path = Path(origin)
     if path is None:
         found.missing.append(

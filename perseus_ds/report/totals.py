@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.artifacts.run_records import IterationRecord, ProfileWritten
+from perseus_ds.artifacts.run_records import ProfileWritten
 from perseus_ds.report.history import History
+from perseus_ds.report.parts import Share
 
 
 @dataclass(frozen=True)
@@ -80,38 +80,7 @@ def totals_of(history: History, size: JobSize) -> RunTotals:
     )
 
 
-@dataclass(frozen=True)
-class Share:
-    """A part of the job's energy.
-
-    Attributes:
-        name: Of a rank or a pipeline.
-        energy_j: Over the whole run [J].
-        power_w: On average [W].
-    """
-
-    name: str
-    energy_j: float
-    power_w: float
-
-
 def shares_of(history: History) -> list[Share]:
     """Return the energy by rank; where that is not recorded, by pipeline, if there are several."""
-    records = [step.record for step in history.steps]
-    by_rank = _sums(records, (record.energy_by_rank_j for record in records), "rank")
-    by_pipeline = _sums(records, (record.energy_by_pipeline_j for record in records), "pipeline")
+    by_rank, by_pipeline = history.by_rank.shares("rank"), history.by_pipeline.shares("pipeline")
     return by_rank or (by_pipeline if len(by_pipeline) > 1 else [])
-
-
-def _sums(records: Sequence[IterationRecord], energies: Iterable[tuple[float, ...] | None], name: str) -> list[Share]:
-    known: list[tuple[float, ...]] = []
-    time_s = since_s = 0.0
-    for record, parts in zip(records, energies, strict=True):
-        since_s += record.time_s if record.energy_j is not None else 0.0
-        if parts is not None:  # of all iterations since the last record that has them
-            known.append(parts)
-            time_s, since_s = time_s + since_s, 0.0
-    if len(set(map(len, known))) != 1:  # none, or the job was resumed at another size
-        return []
-    sums_j = [sum(column) for column in zip(*known, strict=True)]
-    return [Share(f"{name} {number}", energy_j, energy_j / time_s) for number, energy_j in enumerate(sums_j)]

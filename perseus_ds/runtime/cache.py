@@ -11,7 +11,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from perseus_ds.artifacts.io import write_atomically
+from perseus_ds.artifacts.io import write_together
 from perseus_ds.artifacts.profile_metadata import ProfileInfo
 
 _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
@@ -75,5 +75,4 @@ class Cache:
     def restore(self, target: Path) -> None:
         """Copy the files into a run's output folder."""
         target.mkdir(parents=True, exist_ok=True)
-        for name in _FILES:
-            write_atomically(target / name, (self.directory / name).read_bytes())
+        write_together((target / name, (self.directory / name).read_bytes()) for name in _FILES)

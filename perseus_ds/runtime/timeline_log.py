@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perseus_ds.artifacts.io import write_atomically
+from perseus_ds.artifacts.limits import MOST_OPERATIONS
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
 from perseus_ds.device.timers import Span
 from perseus_ds.distributed import Communicator
@@ -102,10 +103,11 @@ class TimelineLog:
         for theirs_s, spans, clock_mhz in by_rank:
             late_s = statistics.median(ours - theirs for ours, theirs in zip(reference_s, theirs_s, strict=True))
             operations.append([entry for span in spans for entry in _entries(span, late_s, clock_mhz)])
-        self._file.iterations.append(
-            MeasuredIteration(iteration=ran.number, phase=ran.phase, plan=ran.plan, ranks=operations)
-        )
-        self._write()
+        iteration = MeasuredIteration(iteration=ran.number, phase=ran.phase, plan=ran.plan, ranks=operations)
+        # What could not be read again is not written: iterations of large jobs are fewer.
+        if self._file.operations + iteration.operations <= MOST_OPERATIONS:
+            self._file.iterations.append(iteration)
+            self._write()
 
     def _write(self) -> None:
         try:

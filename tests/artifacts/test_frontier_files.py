@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import json
 
 import pytest
@@ -36,6 +37,13 @@ def test_saving_and_loading_changes_nothing(tmp_path):
     assert path == tmp_path / "new" / "folder" / "frontier.json"
     assert Frontier.load(path) == frontier()
     assert Frontier.load(path.parent) == frontier()
+
+
+def test_a_number_that_could_not_be_read_again_is_not_written(tmp_path):
+    changed = dataclasses.replace(frontier(), t_min_s=1e10)
+    with pytest.raises(FrontierError, match=r"frontier\.json: t_min_s: expected a number .* got 10000000000\.0"):
+        changed.save(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_csv_has_one_line_a_plan_and_says_what_is_simulated(tmp_path):

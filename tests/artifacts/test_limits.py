@@ -110,8 +110,18 @@ def test_a_frontier_beyond_the_limits_names_file_and_key(tmp_path, keys, value):
 
 @pytest.mark.parametrize(
     "line",
-    [b"\xff\xfe", b"[" * 100_000, b'{"event": "x", "time": 1e400}', b"9" * 5000, b'{"event": "x", "y": [[1e300]]}'],
-    ids=["bytes", "deep", "infinite", "digits", "large"],
+    [
+        *(
+            b"\xff\xfe",
+            b"[" * 100_000,
+            b'{"event": "x", "time": 1e400}',
+            b"9" * 5000,
+            b'{"event": "x", "y": [[1e300]]}',
+        ),
+        *(b'{"event": "x", "time": 1e18}', b'{"event": "drift", "time": -1}'),
+        b'{"iteration": 1, "phase": "run", "time_s": 1.0, "ended": 1e12}',
+    ],
+    ids=["bytes", "deep", "infinite", "digits", "large", "year", "before 1970", "ended"],
 )
 def test_a_record_beyond_the_limits_names_the_line(tmp_path, line):
     (tmp_path / "run.jsonl").write_bytes(line + b'\n{"event": "end"}\n')
@@ -129,6 +139,30 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
         read_json(tmp_path / "many", ConfigError, "thing")
     with pytest.raises(ConfigError, match="File name too long"):
         read_text(tmp_path / ("x" * 5000), ConfigError, "thing", 10)
+
+
+@pytest.mark.parametrize(
+    ("limit", "lines"),
+    [
+        ("MOST_RECORDS", ['{"iteration": 1, "phase": "run", "time_s": 1.0}'] * 4),
+        ("MOST_EVENTS", ['{"event": "x"}'] * 4),
+        ("MOST_EVENT_BYTES", ['{"event": "x"}', '{"event": "y"}']),
+    ],
+)
+def test_too_many_records_are_refused(tmp_path, monkeypatch, limit, lines):
+    monkeypatch.setattr(f"perseus_ds.artifacts.run_file.{limit}", 3 if limit != "MOST_EVENT_BYTES" else 20)
+    (tmp_path / "run.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    assert len(read_records(tmp_path)) == len(lines) - 1
+    (tmp_path / "run.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ConfigError, match=rf"run\.jsonl, line {len(lines)}: at most "):
+        read_records(tmp_path)
+
+
+def test_too_many_operations_are_refused_before_they_are_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr("perseus_ds.artifacts.timeline.MOST_OPERATIONS", 3)
+    (tmp_path / "timeline.json").write_text('{"iterations": [{"ranks": [[0, 0], [0]]}, 5, {"ranks": [7, [0]]}]}')
+    with pytest.raises(ConfigError, match=r"timeline\.json: 4 operations, at most 3 are read\.$"):
+        TimelineFile.load(tmp_path / "timeline.json")
 
 
 def test_a_file_replaces_a_link_and_does_not_follow_it(tmp_path):

@@ -146,17 +146,6 @@ def test_saving_and_loading_changes_nothing(tmp_path):
     assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["profile.csv", "profile.json"]
 
 
-def test_a_save_that_fails_leaves_no_profile_to_be_accepted(tmp_path, monkeypatch):
-    synthetic_profile(1).save(tmp_path / "profile.csv")
-    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        synthetic_profile(2).save(tmp_path / "profile.csv")
-    monkeypatch.undo()
-    assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
-    with pytest.raises(ProfileError, match="no such profile"):
-        StageProfile.load(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

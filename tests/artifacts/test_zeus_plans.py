@@ -1,4 +1,5 @@
 import ast
+import tracemalloc
 
 import pytest
 from pipelines import dual_pipe_v, one_f_one_b, synthetic_profile
@@ -44,23 +45,50 @@ def test_a_tail_without_a_clock_runs_at_the_highest(tmp_path):
     assert {clocks[-1] for plan in back.plans for clocks in plan.clocks_mhz} == {1410}
 
 
+def test_comments_and_trailing_commas_are_read_as_python_reads_them(tmp_path):
+    text = "# plan (1)\n[\n  [('forward', 900), (\"backward\", 1410,),],  # it's rank 0\n  [],\n]\n# [end\n"
+    (tmp_path / "plan.py").write_text(text)
+    assert read_zeus(tmp_path / "plan.py") == ast.literal_eval(text)
+
+
+def test_plans_are_read_one_at_a_time(tmp_path):
+    (tmp_path / "freqs_pipeline_00000.py").write_text(GOOD)
+    (tmp_path / "freqs_pipeline_00001.py").write_text("nonsense")
+    plans = read_plans(tmp_path)
+    assert next(plans)[0].name == "freqs_pipeline_00000.py"
+    with pytest.raises(FrontierError, match=r"freqs_pipeline_00001\.py: not a list"):
+        next(plans)
+
+
+def test_a_large_plan_takes_little_memory(tmp_path):
+    text = "[[" + "('forward', 1410), " * 10_000 + "]]"
+    (tmp_path / "plan.py").write_text(text)
+    tracemalloc.start()
+    try:
+        assert len(read_zeus(tmp_path / "plan.py")[0]) == 10_000
+        assert tracemalloc.get_traced_memory()[1] < 30 * len(text)
+    finally:
+        tracemalloc.stop()
+
+
 GOOD = "[[('forward', 900), ('backward', 900)], [('forward', 1410), ('backward', 1410)]]"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("__import__('os').system('echo owned > owned')", "not a Python literal"),
-        ("[[('forward', 900)]", "not a Python literal"),
-        ("", "not a Python literal"),
-        ("[" * 5000, "not a Python literal"),
+        ("__import__('os').system('echo owned > owned')", "not a list"),
+        ("[[('forward', 900)]", "not a list"),
+        ("", "not a list"),
+        ("[" * 5000, "not a list"),
         ("{}", "expected one list per rank"),
         ("[]", "expected one list per rank"),
         ("[3]", "rank 0: expected a list, found 3"),
         ("[[], [('forward', 900), 3]]", r"rank 1, instruction 1: expected \(instruction, MHz\).* found 3"),
-        ("[[('forward', '900')]]", r"rank 0, instruction 0: .* found \('forward', '900'\)"),
+        ("[[('forward', '900')]]", r"rank 0, instruction 0: .* found \['forward', '900'\]"),
         ("[[('forward', -1)]]", r"rank 0, instruction 0"),
-        ("[[('forward', True)]]", r"rank 0, instruction 0"),
+        ("[[('forward', True)]]", "not a list"),
+        ("[[('forward', true)]]", r"rank 0, instruction 0"),
     ],
 )
 def test_a_bad_plan_file_is_named_and_never_executed(tmp_path, monkeypatch, text, message):

@@ -130,6 +130,11 @@ def test_help_imports_nothing_heavy():
             "straggler: expected a number, at least 1",
         ),
         (["control", "statu", "run"], "expected one of status, policy, straggler, pause, resume, got 'statu'; did you"),
+        (
+            ["emulate", "x", "profile=y", f"pipelines={'9' * 400}"],
+            "pipelines: expected a whole number, at least 1, got 999",
+        ),
+        (["emulate", "x", "profile=y", "pipelines=2", "time_scale=1e300"], "time_scale: expected a number, at least 0"),
         (["completion", "fish"], "shell: expected bash or zsh, got 'fish'."),
     ],
 )

@@ -237,3 +237,11 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
 
 def test_a_single_iteration_is_shown():
     assert rendered(JobScreen(facts_of([started(), default_iteration(1, "warm-up")])))
+
+
+def test_an_event_in_no_year_is_left_out(tmp_path, capsys):
+    write(tmp_path, auto_job())
+    with (tmp_path / "run.jsonl").open("a") as file:
+        file.write('{"event": "drift", "time": 1e18}\n')
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    assert "1 lines of its records cannot be read and are left out" in " ".join(capsys.readouterr().out.split())

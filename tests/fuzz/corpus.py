@@ -25,7 +25,7 @@ FILES = (
 
 # What has ended in a traceback, or did not end, in some program that reads files.
 HOSTILE = [
-    *(None, True, "", -1, 0, 1, 2**31, 2**63, 10**9, 10**400, -(10**400), 0.5, -0.0, 5e-324, 1e-9, 1e15, 1e300),
+    *(None, True, "", -1, 0, 1, 2**31, 2**63, 10**9, 10**400, -(10**400), 0.5, -0.0, 5e-324, 1e-9, 1e15, 1e18, 1e300),
     *(float("inf"), float("nan"), [], {}, [[]], [{}], [None], {"": None}, "x" * 70_000, "\x00", "\x1b]0;title\x07"),
     *("\u202e", "../../../etc/passwd", "/dev/zero", "os:system", ":x", "..:x", "=1+1", "<script>", "%s%n", "1e400"),
     *("9" * 5000, "nan", "-inf", "1_000", "٣", "0x10", "1,5", '"', "'", ";", "\r", "\ufeff"),
@@ -33,6 +33,17 @@ HOSTILE = [
 _TEXTS = [
     *("9" * 5000, "1e400", "NaN", "null", "[" * 100_000, '{"a":' * 100_000, "-" * 10_000, "(" * 10_000, "\x00", "\r"),
     *('"\\ud800"', "\udc00", "\n", ",", '"', "'''", "\x1b[2J", "\u2028", "0" * 100, "." * 100, "#", "\t"),
+]
+_HEADERS = [
+    b"\x93NUMPY\x01\x00\x76\x00" + text.encode().ljust(117) + b"\n"
+    for text in (
+        "{'descr': '<i8', 'fortran_order': False, 'shape': (",
+        "{'descr', []}",
+        "{1: 2, 'a': 3}",
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (999999999999, 999999999999), }",
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (0, 999999999999), }",
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (-1,), }",
+    )
 ]
 BYTES = [b"", b"\x00", b"\xff\xfe", b"\x80", *(text.encode("utf-8", "surrogatepass") for text in _TEXTS)]
 
@@ -64,7 +75,7 @@ def damaged(name: str, content: bytes) -> st.SearchStrategy[bytes]:
     elif name.endswith(".csv"):
         ways.append(_lines_changed(content.splitlines(), lambda line: _cells_changed(line.decode().split(","))))
     elif name.endswith(".npz"):
-        ways.append(_arrays_changed(content))
+        ways += [_arrays_changed(content), _members_changed(content)]
     else:
         ways.append(_cells_changed(content.decode().split(",")))
     return st.one_of(*ways)
@@ -153,6 +164,21 @@ def _arrays_changed(draw: st.DrawFn, content: bytes) -> bytes:
     data = io.BytesIO()
     np.savez(data, **arrays)
     return data.getvalue()
+
+
+@st.composite
+def _members_changed(draw: st.DrawFn, content: bytes) -> bytes:
+    """Change the bytes of an array, its header included, which the archive's own checksums hide from other ways."""
+    data, chosen = io.BytesIO(), draw(st.sampled_from(sorted(zipfile.ZipFile(io.BytesIO(content)).namelist())))
+    compression = draw(st.sampled_from([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]))
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(data, "w", compression) as new:
+        for name in old.namelist():
+            array = old.read(name)
+            if name == chosen:
+                shown = draw(st.sampled_from([_bytes_changed(array[:128]), st.sampled_from(_HEADERS)]))
+                array = draw(shown) + array[128:]
+            new.writestr(name, array)
+    return draw(_bytes_changed(data.getvalue())) if draw(st.integers(0, 3)) == 0 else data.getvalue()
 
 
 def is_right(folder: Path) -> bool:

@@ -60,13 +60,13 @@ _PROFILE = [
     for name, out in (("show", None), ("compare", None), ("validate", None), ("merge", OUT), ("convert", OUT))
 ]
 _STATUS = ("control", {"command": module_of("control").Command.status, "run": RUN})
-# Pictures take a second each: `plot` and `profile show out=` are tried by `make fuzz` alone.
+_WATCH = [("watch", {"run": RUN, "once": True, "json": as_json}) for as_json in (False, True)]
 COMMANDS = {
     "run/profile.csv": [_OPTIMIZE, *_PROFILE, _VERIFY, _EMULATE, _IMPORT, _REPORT],
     "run/profile.json": [_OPTIMIZE, *_PROFILE, _VERIFY, _IMPORT, _REPORT],
     "run/frontier.json": [("export", {"frontier": FRONTIER, "out": OUT}), _VERIFY, _EMULATE, _REPORT, _TRACE],
     "run/certificates.npz": [_VERIFY],
-    "run/run.jsonl": [_REPORT, _TRACE, ("compare", {"runs": [RUN], "out": OUT / "comparison.html"})],
+    "run/run.jsonl": [_REPORT, _TRACE, *_WATCH, ("compare", {"runs": [RUN], "out": OUT / "comparison.html"})],
     "run/timeline.json": [_REPORT, _TRACE],
     corpus.CURVE: [("emulate", _CURVE)],
     corpus.PLAN: [_IMPORT],
@@ -86,7 +86,12 @@ READERS = {
     corpus.SIGNAL: read_signal,
     corpus.EVIDENCE: Evidence.load,
 }
-PLOT = ("plot", {"frontier": FRONTIER, "profile": PROFILE, "out": OUT})
+# Pictures take a second each: these are tried by `make fuzz` alone.
+PICTURES = [
+    ("plot", {"frontier": FRONTIER, "profile": PROFILE, "out": OUT}),
+    ("schedules", {"profile": PROFILE, "schedules": ["deepspeed_1f1b"], "plans": 4, "out": OUT}),
+    ("profile", {"action": module_of("profile").Action.show, "profile": PROFILE, "out": OUT / "profile.png"}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +149,7 @@ def run(command, arguments):
 
 
 def test_the_corpus_is_right(folder):
-    for commands in COMMANDS.values():
+    for commands in [*COMMANDS.values(), PICTURES]:
         for command, arguments in commands:
             if command != "control":
                 module = module_of(command)
@@ -154,7 +159,7 @@ def test_the_corpus_is_right(folder):
 @pytest.mark.parametrize("name", [name for name in corpus.FILES if name in COMMANDS])
 def test_a_damaged_file_is_an_error_in_words_or_does_no_harm(folder, name):
     content = (folder / name).read_bytes()
-    commands = [*COMMANDS[name], PLOT] if EXAMPLES and "run/" in name else COMMANDS[name]
+    commands = [*COMMANDS[name], *PICTURES] if EXAMPLES and "run/" in name else COMMANDS[name]
 
     @settings(SETTINGS, max_examples=tries(0.2))
     @given(corpus.damaged(name, content), st.sampled_from(commands))

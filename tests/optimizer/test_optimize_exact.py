@@ -239,9 +239,15 @@ def test_a_profile_that_cannot_be_planned_for_is_refused(profile, words):
         ({"blocking_power_w": float("nan")}, "blocking_power_w=nan"),
         ({"plans": 1}, "plans=1"),
         ({"switch_cost_j": -1.0}, "switch_cost_j=-1.0"),
+        ({"switch_cost_j": 1e300}, r"switch_cost_j=1e\+300: expected a number of joules >= 0, at most 1e\+15"),
+        ({"switch_cost_s": 1e10}, "switch_cost_s=10000000000.0"),
+        ({"least_dwell_s": 1e10}, "least_dwell_s=10000000000.0"),
+        ({"blocking_power_w": 1e10}, "blocking_power_w=10000000000.0"),
+        ({"plans": 999_999_999}, "plans=999999999: at most 10000 are computed"),
     ],
 )
-def test_an_argument_out_of_range_is_refused(arguments, words):
+def test_an_argument_out_of_range_is_refused_before_planning(arguments, words, monkeypatch):
+    monkeypatch.setattr("perseus_ds.optimizer.solve_exact", None)
     with pytest.raises(ConfigError, match=words):
         optimize(one_f_one_b(2, 3), synthetic_profile(2), **{"blocking_power_w": POWER_W, **arguments})
 

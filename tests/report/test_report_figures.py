@@ -1,6 +1,7 @@
 """The figures a team lead asks for: what was saved, per plan, per sample, per rank, on the bill, over time."""
 
 import re
+import tracemalloc
 
 import pytest
 from run_folders import make_job, record, write_auto_run, write_log
@@ -8,6 +9,7 @@ from run_folders import make_job, record, write_auto_run, write_log
 from perseus_ds.artifacts.run_records import ProfileWritten
 from perseus_ds.cli.main import main
 from perseus_ds.report.alternatives import alternatives, one_percent_slower
+from perseus_ds.report.figures import history_figure
 from perseus_ds.report.history import read_history
 from perseus_ds.report.jobs import jobs_of, main_job
 from perseus_ds.report.savings import Factors, Reference
@@ -101,6 +103,30 @@ def test_energy_is_told_by_rank_else_by_pipeline(tmp_path):
     assert [share.energy_j for share in shares_of(read_history(tmp_path))] == [20.0, 60.0, 40.0, 80.0]
     write_log(tmp_path, [START, record(1, "observe", 2.0, 100.0) | {"energy_by_pipeline_j": [100.0]}])
     assert shares_of(read_history(tmp_path)) == []
+
+
+def test_energy_by_rank_of_iterations_without_energy_is_no_figure(tmp_path):
+    write_log(tmp_path, [START, record(1, "observe", 2.0, None) | {"energy_by_rank_j": [1.0, 2.0]}])
+    assert shares_of(read_history(tmp_path)) == []
+
+
+def test_a_long_job_takes_little_memory_whatever_its_records_hold(tmp_path):
+    by_rank = {"energy_by_rank_j": [25.0 + n for n in range(64)], "clocks_reached_mhz": [1410 + n for n in range(64)]}
+    event = {"event": "eclipse", "by": ["the moon"] * 1000}
+    write_log(tmp_path, [START, *[event] * 50, *(record(n, "observe", 2.0, 100.0) | by_rank for n in range(1, 2001))])
+    tracemalloc.start()
+    try:
+        history = read_history(tmp_path)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(shares_of(history)) == 64
+    assert kept / len(history.steps) < 500
+
+
+def test_many_phases_are_not_all_drawn(tmp_path):
+    write_log(tmp_path, [START, *(record(n, f"phase {n}", 2.0, 100.0) for n in range(1, 100))])
+    assert len(history_figure([read_history(tmp_path)], None)["data"]) == 40
 
 
 def test_the_trend_shows_a_saving_that_fades(tmp_path):

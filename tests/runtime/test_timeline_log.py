@@ -52,6 +52,15 @@ def test_operations_of_all_ranks_lie_on_the_first_ones_axis(log, tmp_path):
     assert first[2].target == 1
 
 
+def test_what_could_not_be_read_again_is_not_written(log, tmp_path, monkeypatch):
+    monkeypatch.setattr("perseus_ds.runtime.timeline_log.MOST_OPERATIONS", 9)
+    for number in range(3):
+        log.keep(Ran(number, "run", number, {}), seen(spans=SPANS))
+    log.keep(Ran(3, "run", 3, {}), seen(spans=SPANS[:1]))
+    kept = TimelineFile.load(tmp_path / "timeline.json").iterations
+    assert [(iteration.iteration, iteration.operations) for iteration in kept] == [(0, 6), (3, 2)]
+
+
 def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     log = TimelineLog(LoneCommunicator(), tmp_path / "file", gpu="A100", simulated=True)

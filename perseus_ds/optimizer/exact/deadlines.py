@@ -13,6 +13,8 @@ Floats = npt.NDArray[np.float64]
 
 _FLAT = 2e-6
 """Two tangents this close to the curve, relative to its height, need no third between them."""
+_SAME = 1e-9
+"""Between two times this close, relative to them, there is no other worth planning for."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ def refine(left: Tangent, right: Tangent, at: Callable[[float], Tangent], count:
         unknown_j, _, left, right = heapq.heappop(queue)
         if -unknown_j <= _FLAT * right.energy_j:
             break
+        if right.time_s - left.time_s <= _SAME * right.time_s:
+            continue
         middle = at((left.time_s + right.time_s) / 2)
         found.append(middle)
         for pair in ((left, middle), (middle, right)):

@@ -1,0 +1,94 @@
+"""A disk that becomes full: what was there before stays, all of it."""
+
+import os
+
+import pytest
+from full_disk import disk_with
+from pipelines import one_f_one_b, synthetic_profile
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.io import write_together
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.zeus_plans import export_zeus
+from perseus_ds.optimizer import optimize
+
+PROFILE = synthetic_profile(2, blocking_power_w=80.0, micro_batches=3)
+
+
+@pytest.fixture(scope="module")
+def frontier():
+    return optimize(one_f_one_b(2, 3), PROFILE, plans=4)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+SAVERS = {
+    "profile": lambda folder, frontier: PROFILE.save(folder / "profile.csv"),
+    "frontier": lambda folder, frontier: frontier.save(folder),
+    "frontier with certificates": lambda folder, frontier: frontier.save(folder, certificates=True),
+    "certificates": lambda folder, frontier: frontier.certificates.save(folder),
+    "plans for Zeus": lambda folder, frontier: export_zeus(frontier, folder),
+}
+
+
+@pytest.mark.parametrize("free", ["nothing", "for all but the largest file"])
+@pytest.mark.parametrize("saver", SAVERS)
+def test_old_results_survive(tmp_path, frontier, saver, free):
+    SAVERS[saver](tmp_path, frontier)
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    for path in tmp_path.iterdir():
+        path.write_text("old")
+    (tmp_path / "certificates.npz").write_text("old")
+    before = contents(tmp_path)
+    free_bytes = 0 if free == "nothing" else max(sizes) - 1
+    with disk_with(free_bytes), pytest.raises(OSError, match="File too large") as caught:
+        SAVERS[saver](tmp_path, frontier)
+    assert contents(tmp_path) == before
+    assert caught.value.filename in {str(tmp_path / name) for name in before}
+
+
+def test_a_folder_in_the_place_of_a_file_leaves_the_others(tmp_path):
+    (tmp_path / "a").write_text("old")
+    (tmp_path / "b").mkdir()
+    with pytest.raises(IsADirectoryError, match=f"{tmp_path}/b"):
+        write_together([(tmp_path / "a", "new"), (tmp_path / "b", "new")])
+    assert (tmp_path / "a").read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
+def test_a_file_that_cannot_be_replaced_leaves_all_and_no_temporary_one(tmp_path, monkeypatch):
+    PROFILE.save(tmp_path / "profile.csv")
+    before = contents(tmp_path)
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match=f"disk full: '{tmp_path}/profile.json'"):
+        synthetic_profile(3).save(tmp_path / "profile.csv")
+    assert contents(tmp_path) == before
+
+
+def test_new_and_old_files_are_never_read_together(tmp_path, frontier, monkeypatch):
+    """Whoever is killed while files are replaced leaves no file that readers begin with."""
+    for save in SAVERS.values():
+        save(tmp_path, frontier)
+    replace, seen = os.replace, []
+
+    def look(temporary, path):
+        begins = path.with_name("profile.csv" if path.stem == "profile" else "frontier.json")
+        seen.append(begins.exists())
+        replace(temporary, path)
+
+    monkeypatch.setattr("os.replace", look)
+    PROFILE.save(tmp_path / "profile.csv")
+    frontier.save(tmp_path, certificates=True)
+    assert seen == [False] * 5
+
+
+def test_what_was_saved_together_is_read_together(tmp_path, frontier):
+    frontier.save(tmp_path, certificates=True)
+    PROFILE.save(tmp_path / "profile.csv")
+    assert Frontier.load(tmp_path) == frontier
+    assert StageProfile.load(tmp_path).measurements == PROFILE.measurements
+    assert (tmp_path / "certificates.npz").is_file()
+    frontier.save(tmp_path)
+    assert not (tmp_path / "certificates.npz").exists()
