@@ -18,6 +18,11 @@ DRAWN = """
     const plots = [...document.querySelectorAll(".plot")], timeline = document.getElementById("timeline");
     return plots.every(plot => plot.querySelector(".main-svg")) && (!timeline || timeline.querySelector(".bar"));
 """
+SCREENS = [
+    pytest.param(width, scheme, marks=() if (width, scheme) == (390, "dark") else pytest.mark.extended)
+    for width in (1280, 844, 390)
+    for scheme in ("light", "dark")
+]
 PLOTS = {"frontier", "history", "profile-time", "profile-energy", "profile-power"}
 
 
@@ -213,8 +218,7 @@ CUT_OFF = """
 """
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 844, 390])
+@pytest.mark.parametrize(("width", "scheme"), SCREENS)
 def test_it_fits_every_screen_in_light_and_dark(browser, page, width, scheme):
     with browser.default_screen():
         browser.prefer(scheme)
@@ -287,7 +291,7 @@ def test_a_step_of_the_slider_draws_few_elements_and_only_the_timeline_that_chan
     assert opened.js("return document.querySelector('.panel').firstChild === window.kept")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.extended), "dark"])
 def test_axe_finds_nothing_that_keeps_anybody_from_reading_it(opened, scheme):
     from axe_core_python.selenium import Axe
 
@@ -321,8 +325,7 @@ def test_a_long_run_shows_its_trend(browser, tmp_path, job):
     assert browser.complaints() == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 844, 390])
+@pytest.mark.parametrize(("width", "scheme"), SCREENS)
 def test_a_comparison_fits_every_screen_and_is_accessible(browser, tmp_path, width, scheme):
     from axe_core_python.selenium import Axe
 

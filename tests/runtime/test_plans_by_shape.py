@@ -57,6 +57,7 @@ def test_shapes_that_alternate_from_the_start_each_get_a_profile_and_a_plan_that
     assert len(events(job, ProfileWritten)) == 3, "one of both shapes, and one of each"
 
 
+@pytest.mark.extended
 def test_a_shape_whose_proportions_differ_gets_a_profile_beside_that_of_the_first(job):
     while job.runtime.next.phase != "run":
         train(job, [1.0])
@@ -70,6 +71,7 @@ def test_a_shape_whose_proportions_differ_gets_a_profile_beside_that_of_the_firs
     assert len(events(job, ProfileWritten)) == 2
 
 
+@pytest.mark.extended
 def test_a_shape_that_is_seldom_or_never_comes_again_runs_at_default_clocks(job):
     alternate(job, 420)
     assert train(job, [3.0]) == ["observe"]
@@ -129,6 +131,7 @@ def test_iterations_that_begin_alike_and_go_on_differently_are_not_planned_by_sh
     assert [event.given_up for event in events(job, ShapePlanned) if event.given_up is None] == []
 
 
+@pytest.mark.extended
 def test_a_shape_that_cannot_be_profiled_runs_at_default_clocks_and_the_others_go_on(start, monkeypatch):
     job = start(mode="auto", **SLOWER)
     fails = WorkerAtOnce.__init__

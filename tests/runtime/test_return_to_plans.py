@@ -34,7 +34,10 @@ def runs_plans(job):
     return all(r.next.plan is not None and not r._fallback.is_in_force for r in job.runtimes)
 
 
-@pytest.mark.parametrize("fault", DRIVER_FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, marks=() if fault == "driver error" else pytest.mark.extended) for fault in DRIVER_FAULTS],
+)
 def test_after_a_fault_of_one_driver_under_a_plan_all_ranks_are_under_it_again(job, fault, caplog):
     train_until(job, lambda: runs_plans(job))
     gpu = job.gpus[1]
@@ -74,6 +77,7 @@ def test_a_mode_that_ended_by_a_fault_while_profiling_begins_again(job):
     train_until(job, lambda: runs_plans(job))
 
 
+@pytest.mark.extended
 def test_a_fault_that_comes_back_at_once_is_told_once(job, caplog):
     train_until(job, lambda: runs_plans(job))
     for _ in range(5):
