@@ -121,6 +121,13 @@ def _saved(engine: Any, outside: list[State]) -> Callable[[], None]:
     return restore
 
 
+def drop_checkpoints() -> None:
+    """Drop the checkpoints of activations that forwards keep in one buffer for all of them, as the backward does."""
+    for name in CHECKPOINTING_STATE:
+        if isinstance(getattr(checkpointing, name, None), list):
+            setattr(checkpointing, name, [])
+
+
 def _assign(owner: Any, name: str, value: Any) -> None:
     if value is not _ABSENT:
         setattr(owner, name, value)

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from perseus_ds.engine.isolation import differences, isolated, optimizer_tensors, weights_fingerprint
+from perseus_ds.engine.isolation import (
+    differences,
+    drop_checkpoints,
+    isolated,
+    optimizer_tensors,
+    weights_fingerprint,
+)
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Operation
 
@@ -205,6 +211,7 @@ class Replay:
             if name in vars(engine):
                 setattr(engine, name, None)
         engine.fwd_outputs = []
+        drop_checkpoints()
 
     def isolated(self) -> AbstractContextManager[None]:
         """Leave the engine, gradients, module buffers and random number generators as they were."""

@@ -259,6 +259,31 @@ def test_offsets_of_checkpointing_and_gradient_stores_are_put_back():
         checkpointing.data_offsets = []
 
 
+@pytest.fixture
+def contiguous_checkpoints():
+    """DeepSpeed keeps the checkpoints of all forwards in one buffer, with room for those of one micro-batch."""
+    settings = {"partition_activations": True, "contiguous_checkpointing": True}
+    checkpointing.configure(None, **settings, num_checkpoints=2)
+    yield
+    checkpointing.configure(None, **dict.fromkeys(settings, False), num_checkpoints=2)
+
+
+@pytest.mark.usefixtures("contiguous_checkpoints")
+def test_forwards_are_repeated_however_few_checkpoints_there_is_room_for():
+    losses = []
+    for repeated in (False, True):
+        engine, data = make_engine(seed_layers=True, activation_checkpoint_interval=1)
+        replay = replay_of(engine, data)
+        if repeated:
+            with replay.isolated():
+                for _ in range(3):
+                    replay.prepare(0, Kind.FORWARD)
+                    replay.run(0, Kind.FORWARD)
+                repeat(replay)
+        losses.append([engine.train_batch(data).item() for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
 def ours(caplog):
     return [record for record in caplog.records if record.name == "perseus_ds"]
 
