@@ -38,6 +38,7 @@ class Connections:
         self._key = f"perseus/{name}/lost"
         self._rank = dist.get_rank()
         self._groups: list[Any] = []
+        self._random = random.Random()  # training has its own numbers
         self._cause = ""
         # Before the job's own collectives, which wait for ranks that wait here, end the job.
         self._longest_s = _timeout_s() / 2
@@ -84,7 +85,7 @@ class Connections:
             self.check()
             waited_s += _SLICE_S  # not by the clock: a scheduler may stop all ranks for hours
             if waited_s >= look_s:
-                look_s = waited_s + random.uniform(0.5, 1.0) * _LOOK_EVERY_S
+                look_s = waited_s + self._random.uniform(0.5, 1.0) * _LOOK_EVERY_S
                 self._look()
             if waited_s > self._longest_s:
                 raise self.lose(f"nothing has arrived for {waited_s:.0f} s")
