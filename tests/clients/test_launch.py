@@ -198,15 +198,18 @@ def test_engines_of_an_untouched_script_get_perseus(tmp_path, make):
     "launcher",
     [
         ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "perseus_ds.launch"],
-        [
-            str(Path(sys.executable).with_name("deepspeed")),
-            "--master_port",
-            "29617",
-            "--num_gpus",
-            "2",
-            "--module",
-            "perseus_ds.launch",
-        ],
+        pytest.param(
+            [
+                str(Path(sys.executable).with_name("deepspeed")),
+                "--master_port",
+                "29617",
+                "--num_gpus",
+                "2",
+                "--module",
+                "perseus_ds.launch",
+            ],
+            marks=pytest.mark.extended,
+        ),
     ],
     ids=["torchrun", "deepspeed"],
 )
