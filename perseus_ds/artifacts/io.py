@@ -46,8 +46,8 @@ def write_together(files: Iterable[tuple[Path, str | bytes]], outdated: Iterable
 
     Args:
         files: Paths and contents, the one without which the others are not read last; each is written as by
-            :func:`write_atomically`. Names of files whose bytes are not
-            UTF-8 have characters that UTF-8 does not have either; these are written as their escapes.
+            :func:`write_atomically`. Names of files whose bytes are not UTF-8 have characters that UTF-8 does not
+            have either; these are written as their escapes.
         outdated: Files that are not valid beside the new ones; they are removed at the end.
 
     Raises:

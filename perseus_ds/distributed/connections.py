@@ -58,7 +58,11 @@ class Connections:
 
     def lose(self, cause: object) -> ConnectionLostError:
         """Give up all connections because of what has failed on this rank; return the error that says so."""
-        return self._give_up(f"rank {self._rank}: {cause}".splitlines()[0])
+        told = f"rank {self._rank}: {cause}".splitlines()[0]
+        if not self._cause:
+            with contextlib.suppress(RuntimeError):  # the store of a job that ends
+                self._store.set(self._key, told)
+        return self._give_up(told)
 
     def _give_up(self, cause: str) -> ConnectionLostError:
         if not self._cause:
@@ -66,8 +70,6 @@ class Connections:
             for group in self._groups:
                 # Never destroyed: that would wait, at the end of the job, for collectives of which ranks have left.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-            with contextlib.suppress(RuntimeError):  # the store of a job that ends
-                self._store.set(self._key, cause)
         return ConnectionLostError(self._cause)
 
     def wait(self, is_over_within: Callable[[float], bool]) -> None:
@@ -80,9 +82,10 @@ class Connections:
             ConnectionLostError: It may never come.
         """
         waited_s, look_s = 0.0, _LOOK_AFTER_S
-        self.check()
-        while not is_over_within(_SLICE_S):
+        while True:
             self.check()
+            if is_over_within(_SLICE_S):
+                return
             waited_s += _SLICE_S  # not by the clock: a scheduler may stop all ranks for hours
             if waited_s >= look_s:
                 look_s = waited_s + self._random.uniform(0.5, 1.0) * _LOOK_EVERY_S

@@ -100,8 +100,7 @@ class ModeDriver:
                 self.next.halt.waited(waited)
         except Exception as error:  # such as the connection to a rank that is gone
             logger.debug("perseus: waiting failed", exc_info=True)
-            self._on_error(error)
-            self.observe()
+            self._leave(error)
 
     def end_iteration(self, seen: IterationMeasurement, own: RankReport, samples: int) -> None:
         """Record the iteration before, of which all have reported; ask for the next one.
@@ -185,8 +184,8 @@ class ModeDriver:
             self._leave(error)
             return None
 
-    def _leave(self, error: ConnectionLostError) -> None:
-        """Train on without the other ranks' reports, at default clocks, as they do."""
+    def _leave(self, error: Exception) -> None:
+        """Leave the mode because of an error; training goes on at default clocks, as on the other ranks."""
         self._on_error(error)
         self.observe()
 
@@ -244,8 +243,7 @@ class ModeDriver:
             self.observe()
         except Exception as error:  # errors of Perseus are the same on all ranks
             logger.debug("perseus: the mode ended", exc_info=True)
-            self._on_error(error)
-            self.observe()
+            self._leave(error)
             if may_pass(error):
                 self._mode = after_a_fault(self._start, self._rests.next(self._control.steps))
                 self.next = next(self._mode)

@@ -20,7 +20,7 @@ TWO_LEVELS = GROUP_SIZE + 3
 
 
 class Ranks:
-    """Ranks of a job, each a thread; one after the other connects first, so that sockets can be told apart."""
+    """Ranks of a job, each a thread."""
 
     def __init__(self, monkeypatch, size):
         self._here = threading.local()

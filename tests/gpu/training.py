@@ -31,7 +31,7 @@ from perseus_ds.pipeline.schedule import read_schedule, schedule_class
 from perseus_ds.runtime import devices
 
 _BATCHES = 4
-_MOST_ITERATIONS = 400
+MOST_ITERATIONS = 400
 DONE = {"observe": ("observe", 6), "profile": ("observe", 3), "run": ("run", 3)}
 """By mode: a phase, and how many iterations of it are enough."""
 
@@ -188,7 +188,7 @@ def train(machine: Any, setup: Setup, block: dict[str, Any]) -> Trained:
     wanted, count = DONE[block["mode"]]
     with engine_of(machine, setup, block) as engine:
         data = batches(machine, setup)
-        while phases.count(wanted) < count and len(phases) < _MOST_ITERATIONS:
+        while phases.count(wanted) < count and len(phases) < MOST_ITERATIONS:
             phases.append(engine.perseus.phase)
             losses.append(repr(engine.train_batch(data).item()))
         changes = getattr(engine.perseus.runtime._rank.gpu, "changes", None)
@@ -222,7 +222,7 @@ def train_until_profiled(engine: Any, data: Any, output: Path) -> None:
     Raises:
         AssertionError: It is not after many iterations.
     """
-    for _ in range(_MOST_ITERATIONS):
+    for _ in range(MOST_ITERATIONS):
         engine.train_batch(data)
         if engine.perseus.phase == "observe":
             break

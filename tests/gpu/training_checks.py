@@ -11,6 +11,7 @@ from unittest.mock import patch
 from gpu.results import Results
 from gpu.training import (
     DONE,
+    MOST_ITERATIONS,
     SETUPS,
     Setup,
     assert_profiled,
@@ -29,7 +30,6 @@ from perseus_ds.engine.replay import Replay
 
 _MODES = ("observe", "profile", "run")
 _TRAINED = 5
-_MOST_ITERATIONS = 400
 
 
 def untouched(machine: Any, results: Results) -> None:
@@ -95,7 +95,7 @@ def _peaks_bytes(
     """Return the peak memory of each iteration: of a few, or until passes were repeated."""
     found = []
     with engine_of(machine, setup, block, size) as engine:
-        for number in range(_MOST_ITERATIONS):
+        for number in range(MOST_ITERATIONS):
             if number >= _TRAINED if block is None else engine.perseus.phase == "observe":
                 break
             machine.forget_peak()

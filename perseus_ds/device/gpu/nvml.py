@@ -204,12 +204,11 @@ class NvmlGpu:
         """
         found = []
         top_mhz = self._clocks_mhz[-1]
-        application_mhz, usual_mhz = (
-            self._optional(f"Reading the {which}application clock", function, pynvml.NVML_CLOCK_SM)
-            for which, function in (
-                ("", "nvmlDeviceGetApplicationsClock"),
-                ("default ", "nvmlDeviceGetDefaultApplicationsClock"),
-            )
+        application_mhz = self._optional(
+            "Reading the application clock", "nvmlDeviceGetApplicationsClock", pynvml.NVML_CLOCK_SM
+        )
+        usual_mhz = self._optional(
+            "Reading the default application clock", "nvmlDeviceGetDefaultApplicationsClock", pynvml.NVML_CLOCK_SM
         )
         # Some GPUs have a default application clock below the highest, and exceed it as long as nobody sets another.
         if application_mhz is not None and application_mhz < top_mhz and application_mhz != usual_mhz:
