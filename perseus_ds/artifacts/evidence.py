@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from perseus_ds.artifacts.io import FileModel, read_json, validated, write_atomically
-from perseus_ds.artifacts.limits import Duration, Text
+from perseus_ds.artifacts.limits import MOST_EVIDENCE_BYTES, Duration, Keyed, Many, Text
 from perseus_ds.artifacts.printable import bounded
 from perseus_ds.errors import ConfigError
 
@@ -62,7 +62,7 @@ class Machine(FileModel):
     simulated: bool
     gpu: Text
     driver: Text | None
-    versions: dict[Text, Text]
+    versions: Keyed[Text, Text]
 
 
 class CheckResult(FileModel):
@@ -83,8 +83,8 @@ class CheckResult(FileModel):
     outcome: Literal["passed", "failed"]
     reason: Lines | None = None
     took_s: Duration
-    figures: list[Figure] = Field(default_factory=list)
-    notes: list[Lines] = Field(default_factory=list)
+    figures: Many[Figure] = Field(default_factory=list)
+    notes: Many[Lines] = Field(default_factory=list)
 
 
 class Evidence(FileModel):
@@ -103,8 +103,8 @@ class Evidence(FileModel):
     schema_version: Literal[1] = 1
     made: Text
     machine: Machine
-    checks: list[CheckResult]
-    not_made: list[Text] = Field(default_factory=list)
+    checks: Many[CheckResult]
+    not_made: Many[Text] = Field(default_factory=list)
 
     def save(self, folder: Path) -> Path:
         """Write ``evidence.json`` into a folder, and return its path.
@@ -123,7 +123,7 @@ class Evidence(FileModel):
         Raises:
             ConfigError: It is missing, or no such file; the message names the key.
         """
-        raw = read_json(path, ConfigError, "evidence.json of checks on a GPU")
+        raw = read_json(path, ConfigError, "evidence.json of checks on a GPU", MOST_EVIDENCE_BYTES)
         try:
             raw = bounded(raw)
         except ValueError as error:

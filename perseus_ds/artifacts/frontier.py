@@ -19,9 +19,11 @@ from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
 from perseus_ds.artifacts.certificates import Certificates
 from perseus_ds.artifacts.io import FileModel, read_json, validated, write_together
 from perseus_ds.artifacts.limits import (
+    MOST_PLANS,
     Clock,
     Duration,
     Energy,
+    Many,
     MicroBatch,
     MicroBatchCount,
     Power,
@@ -206,7 +208,7 @@ class _PlanFile(FileModel):
     time_s: Time
     energy_j: Energy
     lower_bound_j: Energy | None = None
-    clocks_mhz: list[list[Clock]]
+    clocks_mhz: Many[Many[Clock]]
 
     @classmethod
     def of(cls, plan: FrequencyPlan) -> _PlanFile:
@@ -224,7 +226,7 @@ class _PlanFile(FileModel):
         return FrequencyPlan(instructions, clocks, self.time_s, self.energy_j, self.lower_bound_j)
 
 
-_Stream = Annotated[list[tuple[Stage, Kind, MicroBatch]], Field(min_length=1)]
+_Stream = Annotated[Many[tuple[Stage, Kind, MicroBatch]], Field(min_length=1)]
 
 
 class _FrontierFile(FileModel):
@@ -233,10 +235,10 @@ class _FrontierFile(FileModel):
     provenance: Provenance
     t_min_s: Time
     t_star_s: Time
-    instructions: list[_Stream] = Field(min_length=1)
+    instructions: Many[_Stream] = Field(min_length=1)
     baseline: _PlanFile
-    plans: list[_PlanFile] = Field(min_length=1)
-    instruction_times_s: list[tuple[Stage, Kind, Clock, Time]] = Field(default_factory=list)
+    plans: Many[_PlanFile] = Field(min_length=1, max_length=MOST_PLANS)
+    instruction_times_s: Many[tuple[Stage, Kind, Clock, Time]] = Field(default_factory=list)
     streams: ScheduleStreams | None = None
 
     def to_frontier(self) -> Frontier:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from perseus_ds.artifacts.limits import MOST_JSON_BYTES, MOST_JSON_VALUES
+from perseus_ds.artifacts.limits import MOST_JSON_BYTES, MOST_JSON_VALUES, with_few_keys
 from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import PerseusError
 
@@ -23,6 +23,11 @@ class FileModel(BaseModel):
     """The contents of a JSON file, or a part of them: unknown keys and numbers that are not finite are errors."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_keys(cls, found: Any) -> Any:
+        return with_few_keys(found)
 
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -10,10 +10,14 @@ from pydantic import Field
 
 from perseus_ds.artifacts.io import FileModel, read_json, validated
 from perseus_ds.artifacts.limits import (
+    MOST_CSV_ROWS,
+    MOST_DURATIONS,
     Clock,
     Count,
     Duration,
     Index,
+    Keyed,
+    Many,
     MicroBatchCount,
     Power,
     Stage,
@@ -89,12 +93,12 @@ class ProfileInfo(FileModel):
     micro_batch_size: Count | None = None
     model: Text | None = None
     job: Text | None = None
-    versions: dict[Text, Text] = Field(default_factory=dict)
-    load_s: dict[Stage, Duration] = Field(default_factory=dict)
-    tail_s: dict[Stage, Duration] = Field(default_factory=dict)
-    transfers: list[TransferDuration] = Field(default_factory=list)
-    others: list[OtherDuration] = Field(default_factory=list)
-    rows: list[RowQuality] = Field(default_factory=list)
+    versions: Keyed[Text, Text] = Field(default_factory=dict)
+    load_s: Keyed[Stage, Duration] = Field(default_factory=dict)
+    tail_s: Keyed[Stage, Duration] = Field(default_factory=dict)
+    transfers: Many[TransferDuration] = Field(default_factory=list, max_length=MOST_DURATIONS)
+    others: Many[OtherDuration] = Field(default_factory=list, max_length=MOST_DURATIONS)
+    rows: Many[RowQuality] = Field(default_factory=list, max_length=MOST_CSV_ROWS)
 
     @property
     def fixed_durations(self) -> FixedDurations:

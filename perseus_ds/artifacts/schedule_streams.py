@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from perseus_ds.artifacts.io import FileModel
-from perseus_ds.artifacts.limits import MOST_INSTRUCTIONS, MOST_STAGES, Index, MicroBatch, MicroBatchCount, Stage, Text
+from perseus_ds.artifacts.limits import (
+    MOST_INSTRUCTIONS,
+    MOST_STAGES,
+    MOST_STREAM_PARTS,
+    Index,
+    MicroBatch,
+    MicroBatchCount,
+    Stage,
+    Text,
+)
 from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import (
@@ -23,14 +33,40 @@ from perseus_ds.pipeline.schedule import (
     Wait,
 )
 
+
+def _command(operation: Any) -> Any:
+    return operation[0] if isinstance(operation, (list, tuple)) and operation else None
+
+
+def _of_bounded_size(ranks: Any) -> Any:
+    """Return what is written of all ranks, if it has not too many parts."""
+    operations = [operation for stream in _listed(ranks) for operation in _listed(stream)]
+    parts = len(operations) + sum(len(_listed(part)) for operation in operations for part in _listed(operation))
+    if parts > MOST_STREAM_PARTS:
+        raise ValueError(f"{parts} operations and transfers, at most {MOST_STREAM_PARTS} are read")
+    return ranks
+
+
+def _listed(found: Any) -> Sequence[Any]:
+    return found if isinstance(found, (list, tuple)) else ()
+
+
 _Transfer = tuple[Payload, Stage, Stage, MicroBatch]
-_Operation = (
-    tuple[Literal["compute"], Stage, Kind, MicroBatch]
-    | tuple[Literal["load"], Stage, MicroBatch]
-    | tuple[Literal["other"], Text, Stage, Index]
-    | tuple[Literal["exchange", "launch"], tuple[_Transfer, ...], tuple[_Transfer, ...]]
-    | tuple[Literal["wait"], tuple[_Transfer, ...]]
-)
+_Transfers = Annotated[tuple[_Transfer, ...], Field(fail_fast=True)]
+_Operation = Annotated[
+    Annotated[tuple[Literal["compute"], Stage, Kind, MicroBatch], Tag("compute")]
+    | Annotated[tuple[Literal["load"], Stage, MicroBatch], Tag("load")]
+    | Annotated[tuple[Literal["other"], Text, Stage, Index], Tag("other")]
+    | Annotated[tuple[Literal["exchange"], _Transfers, _Transfers], Tag("exchange")]
+    | Annotated[tuple[Literal["launch"], _Transfers, _Transfers], Tag("launch")]
+    | Annotated[tuple[Literal["wait"], _Transfers], Tag("wait")],
+    Discriminator(
+        _command,
+        custom_error_type="operation",
+        custom_error_message="Input should be an operation: compute, load, other, exchange, launch or wait",
+    ),
+]
+_Stream = Annotated[tuple[_Operation, ...], Field(fail_fast=True)]
 
 
 class ScheduleStreams(FileModel):
@@ -44,7 +80,11 @@ class ScheduleStreams(FileModel):
 
     name: Text
     micro_batches: MicroBatchCount
-    ranks: Annotated[tuple[tuple[_Operation, ...], ...], Field(min_length=1, max_length=MOST_STAGES)]
+    ranks: Annotated[
+        tuple[_Stream, ...],
+        Field(fail_fast=True, min_length=1, max_length=MOST_STAGES),
+        BeforeValidator(_of_bounded_size),
+    ]
 
     @classmethod
     def of(cls, schedule: Schedule) -> ScheduleStreams:
@@ -86,7 +126,7 @@ def _written(operation: Operation) -> _Operation:
             return ("wait", _transfers(transfers))
 
 
-def _transfers(transfers: tuple[Transfer, ...]) -> tuple[_Transfer, ...]:
+def _transfers(transfers: tuple[Transfer, ...]) -> _Transfers:
     return tuple((t.payload, t.source, t.target, t.micro_batch) for t in transfers)
 
 

@@ -14,6 +14,7 @@ from perseus_ds.artifacts.limits import (
     MOST_TIMELINE_BYTES,
     Clock,
     Index,
+    Many,
     MicroBatch,
     Stage,
     Text,
@@ -70,7 +71,7 @@ class MeasuredIteration(FileModel):
 
     iteration: Index
     phase: Text
-    ranks: Annotated[list[list[MeasuredOperation]], Field(min_length=1)]
+    ranks: Annotated[Many[Many[MeasuredOperation]], Field(min_length=1)]
     plan: Index | None = None
 
     @property
@@ -86,7 +87,7 @@ class TimelineFile(FileModel):
     schema_version: Literal[1] = 1
     simulated: bool
     gpu: Text
-    iterations: list[MeasuredIteration] = Field(default_factory=list)
+    iterations: Many[MeasuredIteration] = Field(default_factory=list)
 
     @classmethod
     def load(cls, path: Path) -> TimelineFile:

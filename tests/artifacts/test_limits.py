@@ -28,6 +28,11 @@ READERS = {
 }
 
 
+def with_streams(rank):
+    """Return a profile.json whose schedule has one rank."""
+    return json.dumps({"schema_version": 1, "streams": {"name": "1f1b", "micro_batches": 4, "ranks": [rank]}})
+
+
 @pytest.fixture
 def umask():
     """Sets the umask until the end of the test."""
@@ -66,6 +71,21 @@ def test_only_regular_files_are_read(tmp_path, name, kind):
         ('{"schema_version": 1, "blocking_power_w": 1e300}', r"blocking_power_w: .* got 1e\+300"),
         ('{"schema_version": 1, "gpu": "\\u001b]0;title"}', "profile.json: gpu"),
         ('{"schema_version": 1, "load_s": {"-1": 1.0}}', "profile.json: load_s"),
+        (with_streams([["fly", 0]] * 20), r"streams\.ranks\.0\.0: expected an operation: .* got \['fly', 0\]"),
+        (
+            with_streams([["load", 0, 0]] * 1_000_001),
+            r"streams\.ranks: 1000001 operations and transfers, at most 1000000",
+        ),
+        (
+            with_streams([["wait", [0] * 1_000_000]]),
+            r"streams\.ranks: 1000001 operations and transfers, at most 1000000",
+        ),
+        (
+            json.dumps({"schema_version": 1, "load_s": dict.fromkeys(range(4097), 1.0)}),
+            "load_s: 4097 keys, at most 4096",
+        ),
+        (json.dumps({"schema_version": 1, **dict.fromkeys(map(str, range(4096)))}), ": 4097 keys, at most 4096"),
+        (json.dumps({"schema_version": 1, "others": [{}] * 65_537}), "others.0.command: missing"),
     ],
 )
 def test_a_profile_json_beyond_the_limits_names_file_and_key(tmp_path, text, message):
@@ -73,6 +93,25 @@ def test_a_profile_json_beyond_the_limits_names_file_and_key(tmp_path, text, mes
     (tmp_path / "profile.json").write_text(text)
     with pytest.raises(PerseusError, match=message):
         StageProfile.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [
+        ("streams", {"name": "1f1b", "micro_batches": 4, "ranks": [0] * 1000}),
+        ("streams", {"name": "1f1b", "micro_batches": 4, "ranks": [[0] * 1000]}),
+        ("streams", {"name": "1f1b", "micro_batches": 4, "ranks": [[["wait", [0] * 1000]]]}),
+        *((key, [0] * 1000) for key in ("transfers", "others", "rows")),
+    ],
+)
+def test_of_many_wrong_values_the_first_is_named(tmp_path, key, wrong):
+    """What is wrong with each of a million took gigabytes."""
+    synthetic_profile(2).save(tmp_path / "profile.csv")
+    (tmp_path / "profile.json").write_text(json.dumps({"schema_version": 1, key: wrong}))
+    with pytest.raises(PerseusError) as error:
+        StageProfile.load(tmp_path)
+    assert f"profile.json: {key}" in str(error.value)
+    assert "more problems" not in str(error.value)
 
 
 @pytest.mark.parametrize("cells", ["1e300,forward,1410,1,1", "0,forward,1e300,1,1", "0,forward,1410,1e300,1"])

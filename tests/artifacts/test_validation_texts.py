@@ -15,10 +15,10 @@ def problems(block):
 
 def test_keys_deep_within_a_file_are_named_with_what_was_meant():
     row = {"stage": 0, "kind": "forward", "clock_mhz": 900, "samples": 1}
-    assert problems({"rows": [row, {**row, "kind": "fordward"}, {**row, "stge": 1}]}) == [
+    assert problems({"rows": [row, {**row, "kind": "fordward", "stge": 1}]}) == [
         "profile.json: rows.1.kind: expected 'forward', 'backward', 'backward_input', 'backward_weight', 'recompute' "
         "or 'tail', got 'fordward'; did you mean 'forward'?",
-        "profile.json: rows.2.stge: unknown key; did you mean 'stage'?",
+        "profile.json: rows.1.stge: unknown key; did you mean 'stage'?",
     ]
 
 
@@ -29,9 +29,9 @@ def test_a_missing_key_is_named_without_the_whole_block_around_it():
 
 
 def test_of_many_problems_the_first_are_told_and_the_others_are_counted():
-    lines = problems({"rows": [{}] * 30})
+    lines = problems(dict.fromkeys("abcdefghijklmnopqrstuvwxyz"))
     assert len(lines) == 11
-    assert lines[-1] == "profile.json: 110 more problems like these."
+    assert lines[-1] == "profile.json: 16 more problems like these."
 
 
 def test_long_values_are_cut_short():
