@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from perseus_ds.artifacts.printable import printable
 from perseus_ds.cli.commands import COMMANDS, module_of
+from perseus_ds.cli.printable import PrintableText
 from perseus_ds.errors import ConfigError, PerseusError
 
 _HELP = ("-h", "--help")
@@ -21,53 +23,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
         was interrupted or nobody read its output any more.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words == ["--version"]:
-        import importlib.metadata
-
-        print(f"perseus-ds {importlib.metadata.version('perseus-ds')}")
-        return 0
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
-    if not words or words[0] in _HELP:
-        from perseus_ds.cli.help import overview
-
-        print(overview())
-        return 0 if words else 2
-    from perseus_ds.artifacts.printable import printable
-    from perseus_ds.cli.printable import PrintableText
+    program = " ".join(["perseus-ds", *words[:1]])
 
     try:
         with contextlib.redirect_stdout(PrintableText(sys.stdout)):
-            code = _run(words[0], words[1:])
+            code = _run(words)
             sys.stdout.flush()
             return code
     except PerseusError as error:
-        print(printable(f"perseus-ds {words[0]}: {error}"), file=sys.stderr)
+        print(printable(f"{program}: {error}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # nobody reads the output any more, as with "| head"; the rest of it goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-        print(printable(f"perseus-ds {words[0]}: {where}{error.strerror or error}."), file=sys.stderr)
+        print(printable(f"{program}: {where}{error.strerror or error}."), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(printable(f"perseus-ds {words[0]}: interrupted."), file=sys.stderr)
+        print(printable(f"{program}: interrupted."), file=sys.stderr)
         return 130
 
 
-def _run(command: str, words: list[str]) -> int:
-    from perseus_ds.artifacts.printable import printable
+def _run(words: list[str]) -> int:
+    if words == ["--version"]:
+        import importlib.metadata
 
-    for word in (command, *words):
+        print(f"perseus-ds {importlib.metadata.version('perseus-ds')}")
+        return 0
+    if not words or words[0] in _HELP:
+        from perseus_ds.cli.help import overview
+
+        print(overview())
+        return 0 if words else 2
+    for word in words:
         if printable(word) != word:
             raise ConfigError(f"{word!r}: expected text without control characters, in UTF-8.")
+    command, *rest = words
     if command not in COMMANDS:
         from perseus_ds.artifacts.validation import did_you_mean
 
         hint = did_you_mean(command, COMMANDS) or f"commands are {', '.join(COMMANDS)}."
         raise ConfigError(f"there is no such command; {hint}")
-    if any(word in _HELP for word in words):
+    if any(word in _HELP for word in rest):
         from perseus_ds.cli.help import command_help
 
         print(command_help(command))
@@ -75,4 +75,4 @@ def _run(command: str, words: list[str]) -> int:
     from perseus_ds.cli.composition import compose
 
     module = module_of(command)
-    return int(module.run(compose(command, module.Arguments, words)))
+    return int(module.run(compose(command, module.Arguments, rest)))

@@ -1,5 +1,8 @@
 """Outputs that cannot be written are errors in words, and are found before anything is computed."""
 
+import subprocess
+import sys
+
 import pytest
 from full_disk import disk_with
 from pipelines import synthetic_profile
@@ -58,3 +61,14 @@ def test_a_full_disk_is_an_error_that_names_the_file(folder, capsys, command):
     assert f"perseus-ds {command.split()[0]}: out/" in err
     assert "File too large" in err
     assert not list((folder / "out").iterdir())
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["help", "optimize"], []])
+def test_text_that_cannot_be_printed_is_an_error_in_words(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "perseus_ds", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.endswith(": No space left on device.\n")
+    assert len(done.stderr.splitlines()) == 1
