@@ -15,7 +15,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
+import numpy as np
+
 from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.limits import MOST_SIGNAL_VALUES
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.schedule import read_schedule, schedule_class
@@ -80,6 +83,7 @@ def main() -> None:
         print(f"\n{gpu}, {arguments.micro_batches} micro-batches; T*/T_min {slowest:.3f}")
         for load in arguments.loads:
             compare(frontier, signal, round(load * WEEK_H * 3600 / frontier.plans[0].time_s), load)
+        decide_with_the_largest_file(frontier)
 
 
 def frontier_of(gpu: str, micro_batches: int) -> Frontier:
@@ -114,6 +118,30 @@ def compare(frontier: Frontier, signal: Signal, steps: int, load: float) -> None
         print(line)
 
 
+def decide_with_the_largest_file(frontier: Frontier) -> None:
+    """Print how long decisions take with as many prices as a file may have, throughout the time that they are for."""
+    generator = np.random.default_rng(0)
+    begin_s, end_s = MONDAY.timestamp(), MONDAY.timestamp() + 900 * MOST_SIGNAL_VALUES
+    values = [price(quarter // 4) + generator.normal(0, 5) for quarter in range(MOST_SIGNAL_VALUES)]
+    signal = Signal(tuple(begin_s + 900.0 * quarter for quarter in range(MOST_SIGNAL_VALUES)), tuple(values), end_s)
+    steps = round(0.85 * (end_s - begin_s) / frontier.plans[0].time_s)
+    for may_pause in (False, True):
+        finish_by = datetime.fromtimestamp(end_s, timezone.utc)
+        policy = CheapestPolicy(
+            name="cheapest", finish_by=finish_by, total_steps=steps, signal=FILE, may_pause=may_pause
+        )
+        job = _Job(frontier, policy, signal)
+        took_ms = []
+        for done in np.linspace(0, 0.95, 100):
+            job.step, job.now_s = round(done * steps), begin_s + done * (end_s - begin_s)
+            job.decide(iterations_ahead=1)
+            took_ms.append(1e3 * job.took_s[-1])
+        print(
+            f"  {MOST_SIGNAL_VALUES} prices{', may pause' if may_pause else ''}: decisions take "
+            f"{min(took_ms):.1f} to {max(took_ms):.1f} ms, median {np.median(took_ms):.1f} ms"
+        )
+
+
 def situation_of(frontier: Frontier, signal: Signal, step: int, now_s: float) -> Situation:
     gpus = GPUS_PER_STAGE * len(frontier.instructions)
     return Situation(
@@ -144,7 +172,7 @@ def run_cheapest(frontier: Frontier, policy: CheapestPolicy, signal: Signal) -> 
         job.iterate(choice)
         choice, following = following, job.decide(iterations_ahead=1)
     halted_h = job.costs.halted_s / 3600
-    return Outcome(job.costs.cost, (job.now_s - MONDAY.timestamp()) / 3600, halted_h, job.bound, 1e3 * job.longest_s)
+    return Outcome(job.costs.cost, (job.now_s - MONDAY.timestamp()) / 3600, halted_h, job.bound, 1e3 * max(job.took_s))
 
 
 class _Job:
@@ -155,7 +183,7 @@ class _Job:
         self.now_s = MONDAY.timestamp()
         self.step = 0
         self.bound = math.nan
-        self.longest_s = 0.0
+        self.took_s: list[float] = []
         self.costs = CostAccount()
 
     def decide(self, iterations_ahead: int) -> Decision:
@@ -163,7 +191,7 @@ class _Job:
         known = replace(known, running=self._running, iterations_ahead=iterations_ahead, timetable=self._timetable)
         begin_s = time.perf_counter()
         decision = decide(self._policy, self._frontier, known)
-        self.longest_s = max(self.longest_s, time.perf_counter() - begin_s)
+        self.took_s.append(time.perf_counter() - begin_s)
         self._timetable, self._running = decision.timetable, decision.plan
         if decision.timetable is not None and math.isnan(self.bound):
             self.bound = decision.timetable.bound
