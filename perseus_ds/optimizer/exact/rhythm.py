@@ -1,22 +1,29 @@
-"""Rhythms: in the middle of an iteration each rank repeats its instructions, each at one clock, in a common period.
+"""Rhythms: in the middle of an iteration each rank repeats its instructions, at the same clocks, in a common period.
 
 Neighbouring ranks wait for each other in every micro-batch, so all of them share the period. For a given one, each
-rank chooses alone: the clocks of least energy with which its work on one micro-batch fits. For a deadline between two
-rhythms, an iteration runs first in the faster one and then in the slower one. The relaxed problem mixes the clocks of
-each rank by itself instead, which real clocks cannot do without making neighbours wait.
+rank chooses alone: the clocks of least energy with which its work on one micro-batch fits. Where clocks repeat after
+two micro-batches, neighbours choose together: see ``alternation``. For a deadline between two rhythms, an iteration
+runs first in the faster one and then in the slower one. The relaxed problem mixes the clocks of each rank by itself
+instead, which real clocks cannot do without making neighbours wait.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.profile import lower_hull
+from perseus_ds.optimizer.exact.alternation import Alternation, Alternations, Work
 from perseus_ds.optimizer.exact.network import Network
 from perseus_ds.optimizer.exact.option_table import OptionTable
 from perseus_ds.optimizer.exact.rounding import durations_at, options_at, splice
+from perseus_ds.pipeline.instruction import Instruction, Kind
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -25,41 +32,74 @@ _MOST_COMBINATIONS = 1500
 """So many combinations of a rank's clocks are kept, evenly over time."""
 
 
+@dataclass(frozen=True)
+class _Found:
+    """Rhythms.
+
+    Attributes:
+        period_s: Shape (n,).
+        cost_j: Shape (n,): effective energy of all ranks for one micro-batch.
+        options: Shape (decisions, n).
+    """
+
+    period_s: Floats
+    cost_j: Floats
+    options: Indices
+
+
 class Rhythms:
     """The rhythms of a network that lie on the lower hull of energy over period, the fastest first."""
 
     def __init__(self, network: Network, table: OptionTable) -> None:
         self._network, self._table = network, table
-        decision_of = np.full(len(network.problem.dag.nodes), -1, dtype=np.intp)
-        decision_of[network.problem.node] = np.arange(network.decisions)
         self._steady = np.zeros(network.decisions, dtype=bool)
-        of_ranks = []
-        for nodes in network.problem.dag.compute_nodes:
-            decisions = decision_of[list(nodes)]
-            decisions = decisions[decisions >= 0]
-            groups, count = np.unique(network.problem.group[decisions], return_counts=True)
-            # What a rank does once, such as the tail, is not part of its rhythm.
-            repeated = groups[count > 1]
-            if len(repeated):
-                of_ranks.append((repeated, _all_combinations(table, repeated)))
-                self._steady[decisions[_repeats_all(network.problem.group[decisions], len(repeated))]] = True
-        self._options = self._on_hull(of_ranks)
+        ranks = _ranks(network, table)
+        for rank in ranks:
+            self._steady[rank.steady] = True
+        self._options = table.begin[network.problem.group][:, None]
+        if ranks:
+            found = self._repeating(ranks)
+            # Beyond the period of least energy, waiting included, there is nothing to plan for.
+            last = (found.cost_j + network.problem.waiting_energy_j(1.0) * found.period_s).argmin()
+            others = self._alternating(ranks, float(found.period_s[0]), float(found.period_s[last]))
+            period_s = np.concatenate([found.period_s, others.period_s])
+            cost_j = np.concatenate([found.cost_j, others.cost_j])
+            order = np.argsort(period_s, kind="stable")
+            kept = order[lower_hull(period_s[order], cost_j[order])]
+            self._options = np.concatenate([found.options, others.options], axis=1)[:, kept]
 
-    def _on_hull(self, of_ranks: list[tuple[Indices, _Combinations]]) -> Indices:
-        """Return the option of every decision, shape (decisions, rhythms)."""
+    def _repeating(self, ranks: Sequence[_Rank]) -> _Found:
+        """Return the rhythms of one micro-batch, those on the lower hull."""
         group = self._network.problem.group
-        if not of_ranks:
-            return self._table.begin[group][:, None]
-        period_s = np.unique(np.concatenate([combinations.time_s for _, combinations in of_ranks]))
-        period_s = period_s[period_s >= max(combinations.time_s[0] for _, combinations in of_ranks)]
-        cost_j = np.sum([combinations.cost_j[combinations.within(period_s)] for _, combinations in of_ranks], axis=0)
-        period_s = period_s[lower_hull(period_s, cost_j)]
-        result = np.repeat(self._table.begin[group][:, None], len(period_s), axis=1)
-        for groups, combinations in of_ranks:
-            chosen = combinations.options[combinations.within(period_s)]
-            for column, one in enumerate(groups):
-                result[group == one] = chosen[:, column]
-        return result
+        period_s = np.unique(np.concatenate([rank.combinations.time_s for rank in ranks]))
+        period_s = period_s[period_s >= max(rank.combinations.time_s[0] for rank in ranks)]
+        cost_j = np.sum([rank.combinations.cost_j[rank.combinations.within(period_s)] for rank in ranks], axis=0)
+        kept = lower_hull(period_s, cost_j)
+        period_s, cost_j = period_s[kept], cost_j[kept]
+        options = np.repeat(self._options, len(period_s), axis=1)
+        for rank in ranks:
+            chosen = rank.combinations.options[rank.combinations.within(period_s)]
+            for column, one in enumerate(rank.groups):
+                options[group == one] = chosen[:, column]
+        return _Found(period_s, cost_j, options)
+
+    def _alternating(self, ranks: Sequence[_Rank], first_s: float, last_s: float) -> _Found:
+        """Return rhythms of two micro-batches, with periods in a range."""
+        found: list[Alternation] = []
+        if all(len(rank.pairs) for rank in ranks):
+            works = [(self._work(forward), self._work(backward)) for forward, backward in (r.groups for r in ranks)]
+            found = Alternations(works).between(first_s, last_s)
+        options = np.repeat(self._options, len(found), axis=1)
+        for number, one in enumerate(found):
+            for rank, forwards, backwards in zip(ranks, one.forwards, one.backwards, strict=True):
+                forward, backward, is_odd = rank.pairs.T
+                options[forward, number] += forwards[is_odd]
+                options[backward, number] += backwards[is_odd]
+        return _Found(np.array([one.period_s for one in found]), np.array([one.cost_j for one in found]), options)
+
+    def _work(self, group: int) -> Work:
+        own = slice(self._table.begin[group], self._table.last[group] + 1)
+        return Work(self._table.time_s[own], self._table.cost_j[own])
 
     def mixed_into(self, event_s: Floats, deadline_s: Floats) -> Floats:
         """Replace the middle of plans by the mixture of two neighbouring rhythms that meets their deadlines.
@@ -136,3 +176,49 @@ def _repeats_all(groups: Indices, kinds: int) -> Indices:
     places = np.arange(max(0, len(groups) - kinds + 1))[:, None] + np.arange(kinds)
     windows = np.sort(groups[places], axis=1)
     return np.unique(places[(np.diff(windows, axis=1) > 0).all(axis=1)])
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What a rank repeats.
+
+    Attributes:
+        groups: Of its instructions, each of which it runs several times.
+        combinations: Of their options.
+        steady: Decisions that are part of a rhythm.
+        pairs: Shape (pairs, 3): a forward, the backward that follows, and 1 if that is one of an odd micro-batch. None
+            where the rank repeats anything else.
+    """
+
+    groups: Indices
+    combinations: _Combinations
+    steady: Indices
+    pairs: Indices
+
+
+def _ranks(network: Network, table: OptionTable) -> list[_Rank]:
+    """Return what each rank repeats, of those that repeat anything, along the pipeline."""
+    problem = network.problem
+    decision_of = np.full(len(problem.dag.nodes), -1, dtype=np.intp)
+    decision_of[problem.node] = np.arange(network.decisions)
+    found = []
+    for nodes in problem.dag.compute_nodes:
+        decisions = decision_of[list(nodes)]
+        decisions = decisions[decisions >= 0]
+        groups, count = np.unique(problem.group[decisions], return_counts=True)
+        # What a rank does once, such as the tail, is not part of its rhythm.
+        repeated = groups[count > 1]
+        if not len(repeated):
+            continue
+        steady = decisions[_repeats_all(problem.group[decisions], len(repeated))]
+        pairs = []
+        if [problem.groups[group].kind for group in repeated] == [Kind.FORWARD, Kind.BACKWARD]:
+            for pair in pairwise(decisions):
+                work = problem.dag.nodes[problem.node[pair[1]]].work
+                if isinstance(work, Instruction) and np.array_equal(problem.group[list(pair)], repeated):
+                    pairs.append([*pair, work.micro_batch % 2])
+        shape = np.array(pairs, dtype=np.intp).reshape(-1, 3)
+        found.append(
+            (problem.groups[repeated[0]].stage, _Rank(repeated, _all_combinations(table, repeated), steady, shape))
+        )
+    return [rank for _, rank in sorted(found, key=itemgetter(0))]

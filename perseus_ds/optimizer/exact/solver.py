@@ -31,7 +31,7 @@ Progress = Callable[[str, float], None]
 _deadline_s = attrgetter("deadline_s")
 _NEAR = 1e-7
 """The relaxed problem has no interior at ``T_min`` itself, so it is solved this much later, relative."""
-_FIRST_SWEEPS, _LATER_SWEEPS = 2, 2
+_FIRST_SWEEPS, _LATER_SWEEPS = 2, 3
 _LONG = 20_000
 """In iterations of so many instructions, plans are searched for at the solved deadlines only, from one start each."""
 
