@@ -32,9 +32,9 @@ from perseus_ds.artifacts.profile import lower_hull
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
-_VALUES, _FARTHEST = 161, 0.04
-"""So many values of d are tried, from 4 % below the period to 4 % above it."""
-_FEWEST_PERIODS, _MOST_STEPS = 8, 256
+_VALUES, _FARTHEST = 121, 0.03
+"""So many values of d are tried, from 3 % below the period to 3 % above it."""
+_FEWEST_PERIODS, _MOST_STEPS = 8, 512
 """Of so many steps from a rank to the next one, each for one period."""
 
 
@@ -86,10 +86,11 @@ class Alternations:
         keys = [b"".join(np.concatenate([work.time_s, work.cost_j]).tobytes() for work in rank) for rank in ranks]
         self._like = [keys.index(key) for key in keys]
 
-    def between(self, first_s: float, last_s: float) -> list[Alternation]:
-        """Return the best alternations for periods from the first to the last one; fewer where ranks differ more."""
-        count = max(_FEWEST_PERIODS, _MOST_STEPS // len(set(self._like)))
-        found = [self._best(float(period_s)) for period_s in np.unique(np.linspace(first_s, last_s, count))]
+    def at(self, period_s: Floats) -> list[Alternation]:
+        """Return the best alternation for each of some periods, at most; of fewer periods where more ranks differ."""
+        count = min(len(period_s), max(_FEWEST_PERIODS, _MOST_STEPS // len(set(self._like))))
+        tried_s = period_s[np.linspace(0, len(period_s) - 1, count).round().astype(np.intp)]
+        found = [self._best(float(one_s)) for one_s in tried_s]
         return [one for one in found if one is not None]
 
     def _best(self, period_s: float) -> Alternation | None:
@@ -144,10 +145,12 @@ class _Step:
         own_j = forward.cost_j[self._kept]
         # The values are symmetrical: two periods less the first one are the last one.
         for even, even_j in enumerate(self._backward_j[:, ::-1]):
-            for odd, odd_j in enumerate(self._backward_j):
+            for odd, odd_j in enumerate(self._backward_j[: even + 1]):
                 # Energies fall with time, so the smaller of two windows is that of more energy.
                 cost_j = np.maximum(even_j[:, None], odd_j) + np.maximum(odd_j[:, None], even_j)
                 np.minimum(self.cost_j, cost_j + (own_j[even] + own_j[odd]), out=self.cost_j)
+        # With even and odd exchanged, each d is two periods less d.
+        self.cost_j = np.minimum(self.cost_j, self.cost_j[::-1, ::-1])
 
     def options(self, before: int, after: int) -> tuple[Indices, Indices]:
         """Return the two forwards and the two backwards of least energy."""

@@ -30,6 +30,8 @@ Indices = npt.NDArray[np.intp]
 
 _MOST_COMBINATIONS = 1500
 """So many combinations of a rank's clocks are kept, evenly over time."""
+_PERIODS, _WORTHWHILE = 512, 0.001
+"""Rhythms of two micro-batches are searched where so much energy, relative, is between those of one and a bound."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,7 @@ class Rhythms:
         self._options = table.begin[network.problem.group][:, None]
         if ranks:
             found = self._repeating(ranks)
-            # Beyond the period of least energy, waiting included, there is nothing to plan for.
-            last = (found.cost_j + network.problem.waiting_energy_j(1.0) * found.period_s).argmin()
-            others = self._alternating(ranks, float(found.period_s[0]), float(found.period_s[last]))
+            others = self._alternating(ranks, self._improvable_s(ranks, found))
             period_s = np.concatenate([found.period_s, others.period_s])
             cost_j = np.concatenate([found.cost_j, others.cost_j])
             order = np.argsort(period_s, kind="stable")
@@ -83,12 +83,23 @@ class Rhythms:
                 options[group == one] = chosen[:, column]
         return _Found(period_s, cost_j, options)
 
-    def _alternating(self, ranks: Sequence[_Rank], first_s: float, last_s: float) -> _Found:
-        """Return rhythms of two micro-batches, with periods in a range."""
+    def _improvable_s(self, ranks: Sequence[_Rank], found: _Found) -> Floats:
+        """Return periods for which mixtures of rhythms need more than if each rank mixed its clocks by itself."""
+        waiting_w = self._network.problem.waiting_energy_j(1.0)
+        # Beyond the period of least energy, waiting included, there is nothing to plan for.
+        last = (found.cost_j + waiting_w * found.period_s).argmin()
+        period_s = np.linspace(found.period_s[0], found.period_s[last], _PERIODS)
+        bound_j = np.sum([rank.combinations.hull_j(period_s) for rank in ranks], axis=0)
+        above_j = np.interp(period_s, found.period_s, found.cost_j) - bound_j
+        result: Floats = period_s[above_j > _WORTHWHILE * (bound_j + waiting_w * period_s)]
+        return result
+
+    def _alternating(self, ranks: Sequence[_Rank], period_s: Floats) -> _Found:
+        """Return rhythms of two micro-batches, with periods among some."""
         found: list[Alternation] = []
-        if all(len(rank.pairs) for rank in ranks):
+        if len(period_s) and all(len(rank.pairs) for rank in ranks):
             works = [(self._work(forward), self._work(backward)) for forward, backward in (r.groups for r in ranks)]
-            found = Alternations(works).between(first_s, last_s)
+            found = Alternations(works).at(period_s)
         options = np.repeat(self._options, len(found), axis=1)
         for number, one in enumerate(found):
             for rank, forwards, backwards in zip(ranks, one.forwards, one.backwards, strict=True):
@@ -156,6 +167,12 @@ class _Combinations:
         return _Combinations(
             self.time_s[mine] + other.time_s[theirs], self.cost_j[mine] + other.cost_j[theirs], options
         )
+
+    def hull_j(self, period_s: Floats) -> Floats:
+        """Return the energy for each period of the cheapest mixture of combinations."""
+        kept = lower_hull(self.time_s, self.cost_j)
+        result: Floats = np.interp(period_s, self.time_s[kept], self.cost_j[kept])
+        return result
 
     def within(self, period_s: Floats) -> Indices:
         """Return for each period the combination of least energy that fits it; the fastest where none does."""
