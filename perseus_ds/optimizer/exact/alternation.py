@@ -61,7 +61,7 @@ class Alternation:
     """Clocks of all ranks.
 
     Attributes:
-        period_s: The least time for one micro-batch in which nobody waits for long.
+        period_s: The least time for one micro-batch in which they fit.
         cost_j: Effective energy of all ranks for one micro-batch.
         forwards: Shape (ranks, 2): the options of forwards before even and before odd backwards.
         backwards: Shape (ranks, 2): those of even and of odd backwards.
