@@ -32,13 +32,13 @@ def losses(ranks, folder, *overrides):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_loss_falls_on_stages_started_by_deepspeed(ranks, tmp_path):
-    command = [*DEEPSPEED, str(free_port()), "--num_gpus", str(ranks), TRAIN, *PLAIN, "steps=20"]
+    command = [*DEEPSPEED, str(free_port()), "--num_gpus", str(ranks), TRAIN, *PLAIN, "steps=12"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=GIVE_UP_S, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert not any(tmp_path.iterdir()), "the example left files behind"
     history = losses_in(done.stdout + done.stderr)
-    assert len(history) == 20
-    assert history[-1] < history[0] - 1.5
+    assert len(history) == 12
+    assert history[-1] < history[0] - 1
 
 
 @pytest.mark.extended

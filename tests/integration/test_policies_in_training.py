@@ -118,6 +118,7 @@ def test_a_running_job_takes_orders_and_a_checkpoint_keeps_them(tmp_path):
     ]
 
 
+@pytest.mark.extended
 def test_a_clock_that_the_gpu_does_not_reach_is_recorded_once(tmp_path):
     a40 = DEVICES["a40"]
     save_random_plan(tmp_path / "frontier", ranks=1, clocks_mhz=(a40.top_clock_mhz,))
