@@ -17,8 +17,9 @@ from pydantic import Field, ValidationError
 
 from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
 from perseus_ds.artifacts.certificates import Certificates
-from perseus_ds.artifacts.io import FileModel, read_json, validated, write_together
+from perseus_ds.artifacts.io import FileModel, check_amount, read_json, validated, write_together
 from perseus_ds.artifacts.limits import (
+    MOST_FRONTIER_VALUES,
     MOST_PLANS,
     Clock,
     Duration,
@@ -137,16 +138,19 @@ class Frontier:
             The path of ``frontier.json``.
 
         Raises:
-            FrontierError: A number is beyond the limits of what is read again.
+            FrontierError: A number is beyond the limits of what is read again, or there are too many.
             OSError: As :func:`write_together`.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         path, proofs = directory / "frontier.json", directory / CERTIFICATES
         try:
-            contents = self._file().model_dump_json() + "\n"
+            contents = (self._file().model_dump_json() + "\n").encode()
+            check_amount(contents, MOST_FRONTIER_VALUES)
         except ValidationError as error:
             raise FrontierError(explain(error, _FrontierFile, f"{path}: ")) from None
+        except ValueError as error:
+            raise FrontierError(f"{path}: it would have {error}. Ask for fewer plans.") from None
         files: list[tuple[Path, str | bytes]] = [(directory / "frontier.csv", self._csv())]
         if certificates and self.certificates is not None:
             write_together([*files, (proofs, self.certificates.to_bytes()), (path, contents)])
@@ -165,7 +169,8 @@ class Frontier:
         path = Path(path)
         if path.is_dir():
             path = path / "frontier.json"
-        raw = read_json(path, FrontierError, "frontier.json, as written by perseus-ds optimize")
+        what = "frontier.json, as written by perseus-ds optimize"
+        raw = read_json(path, FrontierError, what, most_values=MOST_FRONTIER_VALUES)
         if raw.get("format") != _FORMAT or raw.get("schema_version") != SCHEMA_VERSION:
             raise FrontierError(
                 f"{path}: expected format {_FORMAT!r} with schema_version {SCHEMA_VERSION}, found "

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TypeVar
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from perseus_ds.artifacts.limits import MOST_JSON_BYTES, MOST_JSON_VALUES, with_few_keys
+from perseus_ds.artifacts.limits import MOST_JSON_BYTES, MOST_JSON_OBJECTS, MOST_JSON_VALUES, with_few_keys
 from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import PerseusError
 
@@ -200,23 +200,37 @@ def read_text(path: Path, error_class: type[PerseusError], what: str, most_bytes
         raise error_class(f"{path}: not a {what}, because it is not UTF-8 ({error}).") from None
 
 
-def parse_json(data: str | bytes) -> Any:
+def parse_json(data: str | bytes, most_values: int = MOST_JSON_VALUES) -> Any:
     """Return the value of a JSON text; lists and objects are at most 200 deep, integers have at most 4300 digits.
 
     Raises:
         ValueError: It is not JSON, or beyond the limits.
     """
     data = data.encode() if isinstance(data, str) else data
-    values = len(data)
-    if values > MOST_JSON_VALUES:
-        values = sum(data.count(separator) for separator in (b",", b"[", b"{"))
-    if values > MOST_JSON_VALUES:
-        raise ValueError(f"{values} values, at most {MOST_JSON_VALUES} are read")
+    check_amount(data, most_values)
     return pydantic_core.from_json(data)
 
 
+def check_amount(data: bytes, most_values: int = MOST_JSON_VALUES) -> None:
+    """Check that a JSON text has not too many values and objects.
+
+    Raises:
+        ValueError: It has; the message has the numbers.
+    """
+    objects, values = data.count(b"{"), len(data)
+    if values > most_values:
+        values = sum(data.count(separator) for separator in (b",", b"[", b"{"))
+    for found, most, what in ((values, most_values, "values"), (objects, MOST_JSON_OBJECTS, "objects")):
+        if found > most:
+            raise ValueError(f"{found} {what}, at most {most} are read")
+
+
 def read_json(
-    path: Path, error_class: type[PerseusError], what: str, most_bytes: int = MOST_JSON_BYTES
+    path: Path,
+    error_class: type[PerseusError],
+    what: str,
+    most_bytes: int = MOST_JSON_BYTES,
+    most_values: int = MOST_JSON_VALUES,
 ) -> dict[str, Any]:
     """Read a JSON object.
 
@@ -225,7 +239,7 @@ def read_json(
     """
     data = read_bytes(path, error_class, what, most_bytes)
     try:
-        raw = parse_json(data)
+        raw = parse_json(data, most_values)
     except ValueError as error:
         raise error_class(f"{path}: not a complete JSON file ({error}). Write it again.") from None
     if not isinstance(raw, dict):

@@ -9,11 +9,14 @@ from pydantic import BeforeValidator, Field
 MIB = 2**20
 MOST_JSON_BYTES = 64 * MIB
 MOST_JSON_VALUES = 8_000_000
+MOST_FRONTIER_VALUES = 12_000_000
+"""120 plans of ``MOST_INSTRUCTIONS`` with a forward and a backward each, and their schedule."""
+MOST_JSON_OBJECTS = 1_000_000
 MOST_KEYS = 4_096
 """Of one object."""
 MOST_DURATIONS = 65_536
 """Of transfers, or of commands that are not known."""
-MOST_STREAM_PARTS = 1_000_000
+MOST_STREAM_PARTS = 1_250_000
 """Operations of a schedule, and their transfers."""
 MOST_CSV_BYTES = 64 * MIB
 MOST_CSV_ROWS = 500_000

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.io import write_together
+from perseus_ds.artifacts.limits import MOST_JSON_BYTES
 from perseus_ds.artifacts.profile_csv import COLUMNS, Measurement, check, read_rows
 from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality, TransferDuration, load_info
 from perseus_ds.errors import ProfileError
@@ -126,6 +127,8 @@ class StageProfile:
         lines = [",".join(COLUMNS)]
         lines += [f"{m.stage},{m.kind},{m.clock_mhz},{m.time_s!r},{m.energy_j!r}" for m in self.measurements]
         info = self.info.model_dump_json(indent=2) + "\n"
+        if len(info) > MOST_JSON_BYTES:  # of a long schedule, most of it is the indentation
+            info = self.info.model_dump_json() + "\n"
         write_together([(path.with_suffix(".json"), info), (path, "\n".join(lines) + "\n")])
 
     @property

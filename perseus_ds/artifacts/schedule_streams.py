@@ -82,7 +82,7 @@ class ScheduleStreams(FileModel):
     micro_batches: MicroBatchCount
     ranks: Annotated[
         tuple[_Stream, ...],
-        Field(fail_fast=True, min_length=1, max_length=MOST_STAGES),
+        Field(fail_fast=True, max_length=MOST_STAGES),
         BeforeValidator(_of_bounded_size),
     ]
 
@@ -98,15 +98,15 @@ class ScheduleStreams(FileModel):
         Raises:
             ScheduleError: No rank computes anything, or there is too much to compute.
         """
-        if self.micro_batches * len(self.ranks) > MOST_INSTRUCTIONS:
-            raise ScheduleError(
-                f"{self.name}: {len(self.ranks)} ranks and {self.micro_batches} micro-batches; ranks times "
-                f"micro-batches may be {MOST_INSTRUCTIONS} at most."
-            )
         ranks = tuple(tuple(_read(operation) for operation in stream) for stream in self.ranks)
         schedule = Schedule(self.name, self.micro_batches, ranks)
         if not any(schedule.instructions):
             raise ScheduleError(f"{self.name}: no rank computes anything.")
+        if self.micro_batches * schedule.num_stages > MOST_INSTRUCTIONS:
+            raise ScheduleError(
+                f"{self.name}: {schedule.num_stages} stages and {self.micro_batches} micro-batches; stages times "
+                f"micro-batches may be {MOST_INSTRUCTIONS} at most."
+            )
         return schedule
 
 

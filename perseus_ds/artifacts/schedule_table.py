@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from perseus_ds.artifacts.io import FileModel, write_atomically
-from perseus_ds.artifacts.limits import Many
 
 SCHEMA_VERSION = 1
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -37,14 +36,14 @@ class ComparedSchedule(FileModel):
     micro_batches: Count
     ranks: Count
     stages: Count
-    held_by_stage: Many[Count]
-    held_by_rank: Many[Positive]
+    held_by_stage: list[Count]
+    held_by_rank: list[Positive]
     t_min_s: Positive
     baseline_time_s: Positive
     baseline_energy_j: Positive
-    plans: Annotated[Many[tuple[Positive, Positive]], Field(min_length=1)]
+    plans: Annotated[list[tuple[Positive, Positive]], Field(min_length=1)]
     worst_gap: float
-    assumptions: Many[str]
+    assumptions: list[str]
 
     @property
     def t_star_s(self) -> float:
@@ -72,7 +71,7 @@ class ScheduleTable(FileModel):
     profile: str
     simulated: bool | None
     gpu: str | None
-    schedules: Annotated[Many[ComparedSchedule], Field(min_length=1)]
+    schedules: Annotated[list[ComparedSchedule], Field(min_length=1)]
 
     def save(self, path: Path) -> None:
         """Write the file completely or not at all."""

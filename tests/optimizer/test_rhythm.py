@@ -4,17 +4,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import dual_pipe_v, one_f_one_b, synthetic_profile
+from pipelines import GPipe, dual_pipe_v, one_f_one_b, synthetic_profile
 from published import stage_profile
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.optimizer import problem_for
+from perseus_ds.optimizer.exact.alternation import Alternations
 from perseus_ds.optimizer.exact.descent import Descent
 from perseus_ds.optimizer.exact.network import Network
 from perseus_ds.optimizer.exact.option_table import OptionTable
 from perseus_ds.optimizer.exact.relaxation import Relaxation
 from perseus_ds.optimizer.exact.rhythm import Rhythms
 from perseus_ds.optimizer.exact.rounding import durations_at, options_at, round_late
+from perseus_ds.pipeline.schedule import read_schedule
 
 
 def rounded(problem, deadline_s):
@@ -46,6 +48,28 @@ def test_rhythms_save_energy_on_a_gpu_whose_energy_drops_at_one_clock():
     with_s = descent.run(Rhythms(network, table).mixed_into(without_s, deadline_s), 2)
     energy_j = problem.energy_j(problem.fastest, problem.t_min_s)
     assert ((descent.cost_j(without_s) - descent.cost_j(with_s)) / energy_j).max() > 0.001
+
+
+def test_ranks_that_alternate_save_energy_that_clocks_of_one_micro_batch_do_not(monkeypatch):
+    problem = problem_for(one_f_one_b(8, 48), StageProfile.load(stage_profile("a40")), 70.38)
+    deadline_s = problem.t_min_s * np.array([1.008, 1.012, 1.02])
+    network, table, event_s = rounded(problem, deadline_s)
+    cost = Descent(network, table).cost_j
+    alternating_j = cost(Rhythms(network, table).mixed_into(event_s, deadline_s))
+    monkeypatch.setattr(Alternations, "at", lambda self, period_s: [])
+    repeating_j = cost(Rhythms(network, table).mixed_into(event_s, deadline_s))
+    energy_j = problem.energy_j(problem.fastest, problem.t_min_s)
+    assert ((repeating_j - alternating_j) / energy_j).max() > 0.001
+
+
+@pytest.mark.parametrize(
+    "schedule", [read_schedule(GPipe, ranks=4, micro_batches=12), dual_pipe_v(4, 12)], ids=["gpipe", "dualpipev"]
+)
+def test_schedules_of_another_order_have_no_alternating_ranks(schedule, monkeypatch):
+    monkeypatch.setattr(Alternations, "at", None)
+    profile = StageProfile.load(stage_profile("a40")).where(lambda stage, kind, clock: stage < schedule.num_stages)
+    problem = problem_for(schedule, profile, 70.38)
+    Rhythms(Network(problem), OptionTable(problem.groups))
 
 
 def test_a_pipeline_that_repeats_nothing_has_no_rhythm():

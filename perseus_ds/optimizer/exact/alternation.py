@@ -16,7 +16,8 @@ as the two differences add up to two periods. Rank r can then have the clocks of
     forward(r, 0) + backward(r, 0)  <=  2 period - d(r - 1),      backward(r, 0) + forward(r, 1)  <=  d(r),
     forward(r, 1) + backward(r, 1)  <=  d(r - 1),                 backward(r, 1) + forward(r, 0)  <=  2 period - d(r).
 
-The least energy follows rank by rank, for each of a few values of d: dynamic programming.
+The least energy follows rank by rank, for each of some values of d: dynamic programming. What has no clock to choose,
+such as transfers, is left out: plans made of alternations are timed by their DAG.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ Indices = npt.NDArray[np.intp]
 
 _VALUES, _FARTHEST = 121, 0.03
 """So many values of d are tried, from 3 % below the period to 3 % above it."""
-_FEWEST_PERIODS, _MOST_STEPS = 8, 512
-"""Of so many steps from a rank to the next one, each for one period."""
+_MOST_FORWARDS = 12
+"""So many options of a forward are tried, evenly over those on the lower hull: each pair of them takes time."""
+_MOST_STEPS = 512
+"""Periods are tried until periods times ranks that differ are so many."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,8 @@ class Alternation:
     """Clocks of all ranks.
 
     Attributes:
-        period_s: The least time for one micro-batch in which they fit.
-        cost_j: Effective energy of all ranks for one micro-batch.
+        period_s: The least time for one micro-batch in which they fit [s].
+        cost_j: Effective energy of all ranks for one micro-batch [J].
         forwards: Shape (ranks, 2): the options of forwards before even and before odd backwards.
         backwards: Shape (ranks, 2): those of even and of odd backwards.
     """
@@ -74,7 +77,7 @@ class Alternation:
 
 
 class Alternations:
-    """Finds alternations of least energy."""
+    """Finds alternations of least energy, among the forwards and the values of d that are tried."""
 
     def __init__(self, ranks: Sequence[tuple[Work, Work]]) -> None:
         """Set up the search.
@@ -87,8 +90,12 @@ class Alternations:
         self._like = [keys.index(key) for key in keys]
 
     def at(self, period_s: Floats) -> list[Alternation]:
-        """Return the best alternation for each of some periods, at most; of fewer periods where more ranks differ."""
-        count = min(len(period_s), max(_FEWEST_PERIODS, _MOST_STEPS // len(set(self._like))))
+        """Return the best alternation of each period that is tried; none for a period in which nothing fits.
+
+        Args:
+            period_s: Periods, rising [s]. Of many, some are tried, evenly.
+        """
+        count = min(len(period_s), max(1, _MOST_STEPS // len(set(self._like))))
         tried_s = period_s[np.linspace(0, len(period_s) - 1, count).round().astype(np.intp)]
         found = [self._best(float(one_s)) for one_s in tried_s]
         return [one for one in found if one is not None]
@@ -134,12 +141,13 @@ class _Step:
     """From one d to the next one, over a rank.
 
     Attributes:
-        cost_j: Shape (values, values): the rank's least energy by d before and d after it.
+        cost_j: Shape (values, values): the rank's least energy for two micro-batches by d before and after it [J].
     """
 
     def __init__(self, forward: Work, backward: Work, value_s: Floats) -> None:
         self._forward, self._backward, self._value_s = forward, backward, value_s
-        self._kept = np.array(lower_hull(forward.time_s, forward.cost_j))
+        kept = np.array(lower_hull(forward.time_s, forward.cost_j))
+        self._kept = kept[np.linspace(0, len(kept) - 1, min(len(kept), _MOST_FORWARDS)).round().astype(np.intp)]
         self._backward_j = np.array([backward.least_j(value_s - time_s) for time_s in forward.time_s[self._kept]])
         self.cost_j = np.full((len(value_s), len(value_s)), np.inf)
         own_j = forward.cost_j[self._kept]

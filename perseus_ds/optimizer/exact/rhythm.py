@@ -31,7 +31,10 @@ Indices = npt.NDArray[np.intp]
 _MOST_COMBINATIONS = 1500
 """So many combinations of a rank's clocks are kept, evenly over time."""
 _PERIODS, _WORTHWHILE = 512, 0.001
-"""Rhythms of two micro-batches are searched where so much energy, relative, is between those of one and a bound."""
+"""So many periods are looked at; rhythms of two micro-batches are searched where those of one need more energy than a
+bound by this fraction."""
+_FEWEST_PAIRS = 4
+"""A rank that seldom runs a forward and a backward in turns has no rhythm of two micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class _Found:
     """Rhythms.
 
     Attributes:
-        period_s: Shape (n,).
-        cost_j: Shape (n,): effective energy of all ranks for one micro-batch.
+        period_s: Shape (n,): time for one micro-batch [s].
+        cost_j: Shape (n,): effective energy of all ranks for one micro-batch [J].
         options: Shape (decisions, n).
     """
 
@@ -88,7 +91,7 @@ class Rhythms:
         waiting_w = self._network.problem.waiting_energy_j(1.0)
         # Beyond the period of least energy, waiting included, there is nothing to plan for.
         last = (found.cost_j + waiting_w * found.period_s).argmin()
-        period_s = np.linspace(found.period_s[0], found.period_s[last], _PERIODS)
+        period_s = np.unique(np.linspace(found.period_s[0], found.period_s[last], _PERIODS))
         bound_j = np.sum([rank.combinations.hull_j(period_s) for rank in ranks], axis=0)
         above_j = np.interp(period_s, found.period_s, found.cost_j) - bound_j
         result: Floats = period_s[above_j > _WORTHWHILE * (bound_j + waiting_w * period_s)]
@@ -97,7 +100,7 @@ class Rhythms:
     def _alternating(self, ranks: Sequence[_Rank], period_s: Floats) -> _Found:
         """Return rhythms of two micro-batches, with periods among some."""
         found: list[Alternation] = []
-        if len(period_s) and all(len(rank.pairs) for rank in ranks):
+        if len(period_s) and all(len(rank.pairs) >= _FEWEST_PAIRS for rank in ranks):
             works = [(self._work(forward), self._work(backward)) for forward, backward in (r.groups for r in ranks)]
             found = Alternations(works).at(period_s)
         options = np.repeat(self._options, len(found), axis=1)
@@ -203,8 +206,8 @@ class _Rank:
         groups: Of its instructions, each of which it runs several times.
         combinations: Of their options.
         steady: Decisions that are part of a rhythm.
-        pairs: Shape (pairs, 3): a forward, the backward that follows, and 1 if that is one of an odd micro-batch. None
-            where the rank repeats anything else.
+        pairs: Shape (pairs, 3): a forward, the backward that follows, and 1 if that is one of an odd micro-batch. No
+            rows where the rank repeats anything else.
     """
 
     groups: Indices
