@@ -67,8 +67,8 @@ class Rhythms:
             others = self._alternating(ranks, self._improvable_s(ranks, found))
             period_s = np.concatenate([found.period_s, others.period_s])
             cost_j = np.concatenate([found.cost_j, others.cost_j])
-            order = np.argsort(period_s, kind="stable")
-            kept = order[lower_hull(period_s[order], cost_j[order])]
+            falling = _falling(period_s, cost_j)
+            kept = falling[lower_hull(period_s[falling], cost_j[falling])]
             self._options = np.concatenate([found.options, others.options], axis=1)[:, kept]
 
     def _repeating(self, ranks: Sequence[_Rank]) -> _Found:
@@ -156,9 +156,7 @@ class _Combinations:
     """
 
     def __init__(self, time_s: Floats, cost_j: Floats, options: Indices) -> None:
-        order = np.lexsort((cost_j, time_s))
-        falling = np.minimum.accumulate(cost_j[order])
-        kept = order[np.concatenate(([True], falling[1:] < falling[:-1]))]
+        kept = _falling(time_s, cost_j)
         if len(kept) > _MOST_COMBINATIONS:
             kept = kept[np.unique(np.linspace(0, len(kept) - 1, _MOST_COMBINATIONS).round().astype(np.intp))]
         self.time_s, self.cost_j, self.options = time_s[kept], cost_j[kept], options[kept]
@@ -182,6 +180,14 @@ class _Combinations:
         found = np.searchsorted(self.time_s, period_s * (1 + 1e-12), side="right") - 1
         result: Indices = np.maximum(found, 0)
         return result
+
+
+def _falling(time_s: Floats, cost_j: Floats) -> Indices:
+    """Return the places of those that need less than all that are as fast or faster, by rising time."""
+    order = np.lexsort((cost_j, time_s))
+    least_j = np.minimum.accumulate(cost_j[order])
+    result: Indices = order[np.concatenate(([True], least_j[1:] < least_j[:-1]))]
+    return result
 
 
 def _all_combinations(table: OptionTable, groups: Indices) -> _Combinations:
