@@ -1,10 +1,13 @@
 """Fixtures for every test; in CI a skip that is not expected fails the run."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from fail_on_skip import FailOnSkip
-from job import PlainRuns
+from job import ENVIRONMENT, EXTENSIONS, PlainRuns
 from stub_nvml.fixtures import make_stub_nvml, stub_library, stub_nvml, stub_nvml_here, stub_time
 
 __all__ = ["make_stub_nvml", "stub_library", "stub_nvml", "stub_nvml_here", "stub_time"]
@@ -13,6 +16,15 @@ __all__ = ["make_stub_nvml", "stub_library", "stub_nvml", "stub_nvml_here", "stu
 def pytest_configure(config):
     if os.environ.get("CI"):
         config.pluginmanager.register(FailOnSkip())
+
+
+def pytest_sessionstart(session):
+    """Compile DeepSpeed's extension beside the first tests of a long session: later ones would wait for it together."""
+    has_workers = getattr(session.config.option, "numprocesses", None)
+    if has_workers and not hasattr(session.config, "workerinput") and not any(Path(EXTENSIONS).glob("**/*.so")):
+        code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **ENVIRONMENT}, **quiet)
 
 
 @pytest.fixture(scope="session")
