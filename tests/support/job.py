@@ -23,7 +23,6 @@ SIMULATED = {"longest_instruction_s": 0.03, "counter_period_s": 0.02, "lock_late
 QUICK_PROFILE = {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8, "max_window_s": 0.25}
 # Jobs have a cache of their own, but for what DeepSpeed compiles.
 EXTENSIONS = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")
-# Of two ninjas in turn each compiles the extension again.
 SEARCH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": EXTENSIONS, "PATH": SEARCH}
 
