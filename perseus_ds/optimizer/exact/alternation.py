@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ from perseus_ds.artifacts.profile import lower_hull
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
+Array = TypeVar("Array", Floats, Indices)
 
 _VALUES, _FARTHEST = 121, 0.03
 """So many values of d are tried, from 3 % below the period to 3 % above it."""
@@ -76,6 +78,11 @@ class Alternation:
     backwards: Indices
 
 
+def evenly(values: Array, most: int) -> Array:
+    """Return all values, or so many of them at even distances."""
+    return values[np.linspace(0, len(values) - 1, min(len(values), most)).round().astype(np.intp)]
+
+
 class Alternations:
     """Finds alternations of least energy, among the forwards and the values of d that are tried."""
 
@@ -95,8 +102,7 @@ class Alternations:
         Args:
             period_s: Periods, rising [s]. Of many, some are tried, evenly.
         """
-        count = min(len(period_s), max(1, _MOST_STEPS // len(set(self._like))))
-        tried_s = period_s[np.linspace(0, len(period_s) - 1, count).round().astype(np.intp)]
+        tried_s = evenly(period_s, max(1, _MOST_STEPS // len(set(self._like))))
         found = [self._best(float(one_s)) for one_s in tried_s]
         return [one for one in found if one is not None]
 
@@ -146,8 +152,8 @@ class _Step:
 
     def __init__(self, forward: Work, backward: Work, value_s: Floats) -> None:
         self._forward, self._backward, self._value_s = forward, backward, value_s
-        kept = np.array(lower_hull(forward.time_s, forward.cost_j))
-        self._kept = kept[np.linspace(0, len(kept) - 1, min(len(kept), _MOST_FORWARDS)).round().astype(np.intp)]
+        hull: Indices = np.array(lower_hull(forward.time_s, forward.cost_j), dtype=np.intp)
+        self._kept = evenly(hull, _MOST_FORWARDS)
         self._backward_j = np.array([backward.least_j(value_s - time_s) for time_s in forward.time_s[self._kept]])
         self.cost_j = np.full((len(value_s), len(value_s)), np.inf)
         own_j = forward.cost_j[self._kept]

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
-from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.profile import lower_hull
-from perseus_ds.optimizer.exact.alternation import Alternation, Alternations, Work
+from perseus_ds.optimizer.exact.alternation import Alternation, Alternations, Work, evenly
 from perseus_ds.optimizer.exact.network import Network
 from perseus_ds.optimizer.exact.option_table import OptionTable
 from perseus_ds.optimizer.exact.rounding import durations_at, options_at, splice
@@ -156,9 +155,7 @@ class _Combinations:
     """
 
     def __init__(self, time_s: Floats, cost_j: Floats, options: Indices) -> None:
-        kept = _falling(time_s, cost_j)
-        if len(kept) > _MOST_COMBINATIONS:
-            kept = kept[np.unique(np.linspace(0, len(kept) - 1, _MOST_COMBINATIONS).round().astype(np.intp))]
+        kept = evenly(_falling(time_s, cost_j), _MOST_COMBINATIONS)
         self.time_s, self.cost_j, self.options = time_s[kept], cost_j[kept], options[kept]
 
     def joined(self, other: _Combinations) -> _Combinations:
@@ -244,7 +241,5 @@ def _ranks(network: Network, table: OptionTable) -> list[_Rank]:
                 if isinstance(work, Instruction) and np.array_equal(problem.group[list(pair)], repeated):
                     pairs.append([*pair, work.micro_batch % 2])
         shape = np.array(pairs, dtype=np.intp).reshape(-1, 3)
-        found.append(
-            (problem.groups[repeated[0]].stage, _Rank(repeated, _all_combinations(table, repeated), steady, shape))
-        )
-    return [rank for _, rank in sorted(found, key=itemgetter(0))]
+        found.append(_Rank(repeated, _all_combinations(table, repeated), steady, shape))
+    return sorted(found, key=lambda rank: problem.groups[rank.groups[0]].stage)
