@@ -26,13 +26,13 @@ test-extended: $(READY)  ## More integration tests: faults, odd jobs, the exampl
 
 # Some of them: make test-gpu CHECKS="nvml or spans". No clock is changed. Results in runs/gpu, also of earlier calls.
 test-gpu: $(READY)  ## Checks on a real GPU, with evidence; where there is none, one line that says why they are skipped.
-	@$(BIN)/python tests/gpu/run.py "$(CHECKS)"
+	@$(BIN)/python tests/gpu_checks/run.py "$(CHECKS)"
 
 # With a folder for compiled extensions of its own: what another DeepSpeed has compiled is of no use, or harmful.
 test-oldest: .deepspeed-$(OLDEST_DEEPSPEED)/.ready  ## The oldest DeepSpeed that is supported, which has no DualPipeV.
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.deepspeed-$(OLDEST_DEEPSPEED)/extensions \
 	PYTHONPATH=$(CURDIR)/.deepspeed-$(OLDEST_DEEPSPEED) $(BIN)/pytest -k "not dualpipev" \
-		tests/engine tests/integration/test_training_is_untouched.py
+		tests/engines/deepspeed tests/integration/test_training_is_untouched.py
 
 .deepspeed-$(OLDEST_DEEPSPEED)/.ready: $(READY)
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
@@ -42,7 +42,7 @@ test-oldest: .deepspeed-$(OLDEST_DEEPSPEED)/.ready  ## The oldest DeepSpeed that
 fuzz: $(READY)  ## Damaged files on every command that reads them, for hours; always new ones.
 	FUZZ_EXAMPLES=20000 $(BIN)/pytest tests/fuzz -x -n 2
 
-trials: $(READY)  ## Jobs ended in all kinds of ways, six times each, on the stub driver: does a clock stay locked?
+trials: $(READY)  ## Jobs ended in some sixty scenarios, six times each, on the stub driver: does a clock stay locked?
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.torch_extensions PYTHONPATH=$(CURDIR):tests:tests/support $(BIN)/python -m trials
 
 lint: $(READY)  ## Style and types.
@@ -50,8 +50,8 @@ lint: $(READY)  ## Style and types.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(READY) $(DOCS)/.ready  ## The documentation as a site in site/; a link or anchor that leads nowhere is an error.
-	$(BIN)/python docs/reference.py
+docs: $(DOCS)/.ready  ## The documentation as a site in site/, without torch; a link that leads nowhere is an error.
+	PYTHONPATH=. $(DOCS)/bin/python docs/reference.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
 
 $(DOCS)/.ready: requirements-docs.lock

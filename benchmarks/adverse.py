@@ -26,15 +26,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from perseus_ds.device.gpu.simulated_conditions import CONDITIONS
-from perseus_ds.device.rank_clocks import ClockPlan
+from perseus_ds.clocks.transitions import ClockPlan
+from perseus_ds.gpu.simulated import CONDITIONS
 from perseus_ds.profiler import online
-from perseus_ds.runtime import modes, online_profiling, optimising
+from perseus_ds.runtime import modes, optimising, profiling
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 
-from virtual_pipeline import VirtualPipeline  # type: ignore[import-not-found]  # noqa: E402
-from worker_at_once import WorkerAtOnce  # type: ignore[import-not-found]  # noqa: E402
+from virtual_job import VirtualPipeline, WorkerAtOnce  # type: ignore[import-not-found]  # noqa: E402
 
 STAGES_S = (0.036, 0.034, 0.034, 0.05)
 COMPARED = 20
@@ -99,8 +98,8 @@ def without_countermeasures() -> Any:
     transitions = ClockPlan.transitions
     with (
         patch.object(ClockPlan, "transitions", lambda plan, latency_s: transitions(plan, 0.0)),
-        patch.object(online.OnlineProfiler, "_variation", lambda profiler, clock_mhz: 2e-5),
-        patch.object(online_profiling, "_KNOWN", math.inf),
+        patch.object(online.OnlineProfiler, "_variation", lambda *_: 2e-5),
+        patch.object(profiling, "_KNOWN", math.inf),
         patch.object(modes, "_learn_price", lambda *_: False),
     ):
         yield

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.device.gpu.device_models import DEVICES, Workload
-from perseus_ds.profiler.clock_model import estimate
+from perseus_ds.gpu.device_models import DEVICES, Workload
+from perseus_ds.profiler.estimates import estimate
 from perseus_ds.profiler.physical_model import Series
 
 Floats = npt.NDArray[np.float64]

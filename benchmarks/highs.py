@@ -8,7 +8,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array, csc_array, hstack
 
-from perseus_ds.optimizer.exact.relaxation import Relaxation, Relaxed
+from perseus_ds.optimizer.relaxation import Relaxation, Relaxed
 
 Method = Literal["highs-ipm", "highs-ds"]
 

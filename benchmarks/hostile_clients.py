@@ -32,9 +32,9 @@ import psutil
 from perseus_ds.policy.control_socket import ADDRESS_FILE, ControlServer, send_order
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import SlowdownPolicy
-from perseus_ds.report.live.progress import JobLog
 from perseus_ds.runtime.config import MetricsConfig
-from perseus_ds.runtime.metrics.reporting import MetricsReporter
+from perseus_ds.runtime.metrics import MetricsReporter
+from perseus_ds.runtime.progress import JobLog
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from live_records import BEGIN, auto_job  # type: ignore[import-not-found]

@@ -8,8 +8,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, csr_array, hstack, vstack
 
-from perseus_ds.optimizer.exact.network import Network
-from perseus_ds.optimizer.exact.problem import Problem
+from perseus_ds.optimizer.network import Network
+from perseus_ds.optimizer.problem import Problem
 
 
 @dataclass(frozen=True)

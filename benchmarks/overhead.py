@@ -123,10 +123,10 @@ def _runtime() -> tuple[Any, Any]:
     import torch
     import torch.distributed as dist
 
-    from perseus_ds.artifacts.profile_metadata import ProfileInfo
-    from perseus_ds.device.gpu.nvml import NvmlGpu
-    from perseus_ds.device.timers import HostExecution
-    from perseus_ds.distributed import Communicator, PipelineTopology
+    from perseus_ds.artifacts.profile import ProfileInfo
+    from perseus_ds.clocks.timers import HostExecution
+    from perseus_ds.gpu.nvml import NvmlGpu
+    from perseus_ds.ranks import Communicator, PipelineTopology
     from perseus_ds.runtime.config import parse_block
     from perseus_ds.runtime.job import Job
     from perseus_ds.runtime.runtime import PerseusRuntime
@@ -148,8 +148,8 @@ def _plan(instruction_s: float | None = None, micro_batches: int = MICRO_BATCHES
     """Return a schedule and a plan for it; without durations, every change is made however short the instructions."""
     from perseus_ds.artifacts.frontier import Frontier, Provenance
     from perseus_ds.artifacts.plan import FrequencyPlan
+    from perseus_ds.pipeline.commands import read_schedule, schedule_class
     from perseus_ds.pipeline.instruction import Kind
-    from perseus_ds.pipeline.schedule import read_schedule, schedule_class
 
     schedule = read_schedule(schedule_class("1f1b"), ranks=1, micro_batches=micro_batches)
     stream = tuple(i for i in schedule.instructions[0] if i.kind is not Kind.TAIL)

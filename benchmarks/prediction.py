@@ -25,10 +25,10 @@ from run_log import events, iterations  # type: ignore[import-not-found]  # noqa
 
 from perseus_ds.artifacts.profile import StageProfile  # noqa: E402
 from perseus_ds.optimizer import optimize  # noqa: E402
-from perseus_ds.optimizer.exact.problem import Problem  # noqa: E402
+from perseus_ds.optimizer.problem import Problem  # noqa: E402
+from perseus_ds.pipeline.commands import read_schedule, schedule_class  # noqa: E402
 from perseus_ds.pipeline.dag import Dag  # noqa: E402
 from perseus_ds.pipeline.instruction import Kind  # noqa: E402
-from perseus_ds.pipeline.schedule import read_schedule, schedule_class  # noqa: E402
 
 Figures = dict[str, float]
 """Deviations as fractions, by their name."""
@@ -73,7 +73,7 @@ def mixed_plan(folder: Path, schedule: str, ranks: int, micro_batches: int) -> F
     """A plan with a random clock for every instruction, on unequal stages: predicted against measured."""
     job = {"ranks": ranks, "work": [4, 2, 1, 3], "micro_batches": micro_batches, "dualpipev": schedule == "dualpipev"}
     simulated = {"simulated": {"longest_instruction_s": 0.06}}
-    measured = {"min_clock_mhz": 900, "max_window_s": 0.5, "warm_up": 5}
+    measured = {"min_clock_mhz": 900, "warm_up": 5}
     profile = profiled(folder, {"profile": measured, **simulated}, job)
     streams = read_schedule(schedule_class(schedule), ranks=ranks, micro_batches=micro_batches)
     plan = save_mixed_plan(folder / "frontier", streams, profile)
@@ -85,7 +85,7 @@ def tail(folder: Path) -> Figures:
     """Slow links and a heavy tail: the whole DAG, and forwards and backwards alone, against measured."""
     block = {"simulated": {"longest_instruction_s": 0.06, "transfer_s": 0.012, "tail_s": 0.12}}
     job = {"ranks": 2, "work": [4, 2, 3, 3], "micro_batches": 6}
-    measured = {"min_clock_mhz": 1050, "sampling": "stride", "clock_stride": 6, "max_window_s": 0.5, "warm_up": 5}
+    measured = {"min_clock_mhz": 1050, "sampling": "stride", "clock_stride": 6, "warm_up": 5}
     profile = profiled(folder, {**block, "profile": measured}, job)
     streams = read_schedule(schedule_class("1f1b"), ranks=2, micro_batches=6)
     frontier = optimize(streams, profile, plans=20)

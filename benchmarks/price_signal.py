@@ -16,19 +16,20 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import numpy as np
+from scipy import sparse
+from scipy.optimize import linprog
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.limits import MOST_SIGNAL_VALUES
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.optimizer import optimize
-from perseus_ds.pipeline.schedule import read_schedule, schedule_class
+from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.policy.cheapest import options_of
 from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.decisions import decide
+from perseus_ds.policy.hourly_programme import Option, Timetable, cheapest
 from perseus_ds.policy.policies import CheapestPolicy
-from perseus_ds.policy.signal_values import Signal
+from perseus_ds.policy.signals import MOST_SIGNAL_VALUES, Numbers, Signal
 from perseus_ds.policy.situation import Decision, Situation
-from perseus_ds.policy.timetable import Timetable
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data" / "sosp24" / "stage_profile"
 BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}
@@ -84,6 +85,39 @@ def main() -> None:
         for load in arguments.loads:
             compare(frontier, signal, round(load * WEEK_H * 3600 / frontier.plans[0].time_s), load)
         decide_with_the_largest_file(frontier)
+        beside_highs(frontier, signal)
+
+
+def beside_highs(frontier: Frontier, signal: Signal) -> None:
+    """Print the processor time of the cheapest assignment of plans to hours, and of HiGHS for its linear programme.
+
+    HiGHS gets only the programme of the hour in which the job ends best, which it would have to search as well.
+    """
+    options = [Option(n, 1 / plan.time_s, plan.energy_j / plan.time_s) for n, plan in enumerate(frontier.plans)]
+    rates, powers_w = np.array([(option.rate, option.power_w) for option in options]).T
+    for count in (24, WEEK_H):
+        edges_s: Numbers = MONDAY.timestamp() + 3600.0 * np.arange(count + 1, dtype=np.float64)
+        prices = np.array(signal.values[:count])
+        steps = 0.85 * 3600 * count * rates.max()
+        begin_s = time.process_time()
+        ours = cheapest(options, edges_s, prices, steps)
+        between_s = time.process_time()
+        assert ours is not None
+        hours = ours.last + 1
+        in_hour = sparse.kron(sparse.eye_array(hours), np.ones((1, len(options))), format="csr")
+        highs = linprog(
+            np.outer(prices[:hours], powers_w).ravel(),
+            A_eq=sparse.vstack([in_hour[:-1], np.tile(rates, hours)[None]]),
+            b_eq=[*np.diff(edges_s)[: hours - 1], steps],
+            A_ub=in_hour[-1:],
+            b_ub=[3600.0],
+            method="highs",
+        )
+        ours_s, highs_s = between_s - begin_s, time.process_time() - between_s
+        print(
+            f"  {count} hours x {len(options)} plans: ours {1e3 * ours_s:.1f} ms, HiGHS {1e3 * highs_s:.0f} ms "
+            f"(ratio {highs_s / ours_s:.0f}); cost {ours.cost / highs.fun:.9f} of HiGHS's"
+        )
 
 
 def frontier_of(gpu: str, micro_batches: int) -> Frontier:

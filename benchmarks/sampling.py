@@ -20,16 +20,17 @@ import numpy as np
 from scipy.interpolate import PchipInterpolator
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile
-from perseus_ds.device.gpu.device_models import DEVICES
+from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.optimizer import optimize, problem_for
+from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Schedule, read_schedule, schedule_class
-from perseus_ds.profiler.denoise import denoise
-from perseus_ds.profiler.sampling import AdaptiveSampler
+from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.profiler.clock_search import AdaptiveSampler
+from perseus_ds.profiler.estimates import denoise
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data" / "sosp24" / "stage_profile"
 BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}
-BUDGET = {"a100-sxm": 12, "a40": 15}
+BUDGET = {"a100-sxm": 8, "a40": 8}
 SLOWDOWNS = (0.0, 0.02, 0.05, 0.10, 0.15)
 PLANS = 60
 
@@ -41,10 +42,14 @@ class Judgement:
     Attributes:
         excess: Energy above that of plans made with the truth, mean over deadlines, with as much time.
         late: By how much the deadline is missed, worst of all.
+        time_error: Relative error of the predicted time, the largest of all plans.
+        energy_error: The same of the predicted energy.
     """
 
     excess: float
     late: float
+    time_error: float = 0.0
+    energy_error: float = 0.0
 
 
 class Judge:
@@ -59,7 +64,7 @@ class Judge:
     def of(self, profile: StageProfile) -> Judgement:
         """Optimise a profile and look at its plans."""
         frontier = optimize(self._schedule, profile, blocking_power_w=self._power_w, plans=PLANS)
-        excess, late = [], []
+        excess, late, time_errors, energy_errors = [], [], [], []
         for slowdown in SLOWDOWNS:
             deadline_s = self._best.t_min_s * (1 + slowdown)
             plan = frontier.lookup(max(deadline_s, frontier.plans[0].time_s))
@@ -68,7 +73,9 @@ class Judge:
             best = self._best.lookup(max(deadline_s, real.time_s, self._best.plans[0].time_s))
             excess.append(real.energy_j / best.energy_j - 1)
             late.append(real.time_s / deadline_s - 1)
-        return Judgement(statistics.mean(excess), max(late))
+            time_errors.append(plan.time_s / real.time_s - 1)
+            energy_errors.append(plan.energy_j / real.energy_j - 1)
+        return Judgement(statistics.mean(excess), max(late), max(time_errors, key=abs), max(energy_errors, key=abs))
 
 
 def only(profile: StageProfile, clocks_mhz: Sequence[int]) -> StageProfile:
@@ -100,9 +107,10 @@ def sample(profile: StageProfile, blocking_power_w: float, budget: int) -> list[
     """Measure the clocks that the sampler chooses until it is finished."""
     sampler = AdaptiveSampler(clocks_of(profile), blocking_power_w=blocking_power_w, budget=budget)
     asked: list[int] = []
-    while clocks := sampler.next_clocks():
+    rows: list[Measurement] = []
+    while clocks := sampler.next_clocks(rows):
         asked += clocks
-        sampler.add(m for m in profile.measurements if m.clock_mhz in clocks)
+        rows += [m for m in profile.measurements if m.clock_mhz in clocks]
     return asked
 
 

@@ -1,79 +1,87 @@
-"""What Perseus costs a job of many ranks: its real code on a modelled network, and on gloo.
+"""What Perseus costs a job of many ranks.
 
-    python benchmarks/scale.py                 # 64, 1 024 and 10 240 ranks on a modelled network
-    python benchmarks/scale.py --real 32 64    # as many processes on gloo, here
+    python benchmarks/scale.py                         # rank 0 and a leaf of 64, 1 024 and 10 240 ranks
+    python benchmarks/scale.py --clients 64 1024 10240 # a store with as many connections
+    python benchmarks/scale.py --real 32 64            # as many processes, here
 
-On the modelled network all ranks pass on reports and answers by the real code, in one process. Rank 0 and a leaf are
-whole: they go through the phases of run mode, with policy, stragglers and records. The others report what the leaf
-reports, with noise, and one pipeline becomes slow. A message takes the latency and its bytes divided by the bandwidth;
-a rank sends, and receives, one message after the other. Processor time is measured on this machine, by thread.
+Rank 0 and a leaf go through the phases of run mode, with policy, stragglers and records, and exchange their reports by
+a real store. The other ranks are one more client of it, which appends for each of them what the leaf reports, with
+noise, and one pipeline becomes slow. Processor time is measured by thread.
 
-On gloo each process is a rank with the real exchange and no training; times are of this machine, which all share.
+With ``--clients``, each rank has a connection of its own, and one thread does the exchange of all of them, so that what
+the store and its clients take is measured whole. With ``--real``, each process is a rank that trains nothing; reports
+also go by an asynchronous gather and broadcast in two steps on gloo, for comparison. Times are of this machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import multiprocessing
+import pickle
+import queue
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
-from scale_network import (  # type: ignore[import-not-found]
-    BANDWIDTH_B_PER_S,
-    LATENCY_S,
-    ModelCommunicator,
-    Network,
-    wait_s,
-)
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.artifacts.rank_report import RankReport
-from perseus_ds.artifacts.run_file import FILE_NAME, read_records
-from perseus_ds.artifacts.run_records import ClockRefused, Started
-from perseus_ds.device.clock_controller import ClockController
-from perseus_ds.device.gpu.driver_call import DriverCall
-from perseus_ds.device.gpu.simulated import SimulatedGpu
-from perseus_ds.device.moments import PassedMoment
-from perseus_ds.device.timers import FinishedIteration, HostExecution, Span
-from perseus_ds.distributed import Communicator, PipelineTopology
+from perseus_ds.artifacts.profile import ProfileInfo
+from perseus_ds.artifacts.run_records import FILE_NAME, ClockRefused, read_records
+from perseus_ds.clocks.controller import ClockController
+from perseus_ds.clocks.events import PassedEvent
+from perseus_ds.clocks.timers import FinishedIteration, HostExecution, Span
+from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute, Schedule, read_schedule, schedule_class
+from perseus_ds.pipeline.schedule import Compute, Schedule
 from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.policy.job_control import JobControl
+from perseus_ds.policy.reports import JobReport, RankReport, RankReports, ReportExchange
+from perseus_ds.ranks import (
+    Communicator,
+    Connection,
+    Pending,
+    PipelineTopology,
+    StoreChannel,
+    collected,
+    contribute,
+    delete,
+)
 from perseus_ds.runtime.config import parse_block
+from perseus_ds.runtime.iterations import IterationMeasurement
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.mode_driver import ModeDriver
-from perseus_ds.runtime.phases import IterationMeasurement
-from perseus_ds.runtime.recorder import IterationContext, Recorder
-from perseus_ds.runtime.report_exchange import ReportExchange
+from perseus_ds.runtime.recorder import Recorder
 
 SIZES = (64, 1024, 10240)
 STAGES, TENSOR, MICRO_BATCHES, PLANS = 8, 8, 32, 50
 ITERATION_S = 3.0
-LIKELY_ITERATION_S = 10.0
-UNTIL_RUN, MEASURED, LEAF = 60, 24, 1
+UNTIL_RUN, MEASURED, LEAF = 90, 24, 1
 REAL_ITERATION_S = 0.1
 SLOW_PIPELINE, SLOWER = 1, 1.2
 DEFAULT_J, PLANNED_J = 900.0, 800.0
-STORE = "rank 0: set-up, processor time with the key-value store [s]"
+FIELDS = [field.name for field in dataclasses.fields(RankReport)]
+REPORT = len(FIELDS)
+WAIT = timedelta(minutes=10)
 
 
 class RealRank:
-    """A rank on the modelled network that decides, reports and records by the real code.
+    """A rank that decides, reports and records by the real code.
 
     Attributes:
         training_s: Processor time of its training thread in each iteration [s].
@@ -81,13 +89,13 @@ class RealRank:
         driver: Of its mode.
     """
 
-    def __init__(self, communicator: ModelCommunicator, folder: Path, schedule: Schedule) -> None:
+    def __init__(self, communicator: Communicator, folder: Path, schedule: Schedule) -> None:
         block = {"mode": "run", "device": "simulated", "output_dir": str(folder), "frontier": str(folder / "frontier")}
         config = parse_block({**block, "cache": False})
         gpu = SimulatedGpu.named("a100-sxm")
         timers = HostExecution()
         clocks = ClockController(gpu, _raise, lambda refusal: None, timers.use_device)
-        self._rank = Rank(communicator, gpu, DriverCall(3.0), clocks, timers, torch.device("cpu"))
+        self._rank = Rank(communicator, gpu, clocks, timers, torch.device("cpu"))
         info = ProfileInfo(
             simulated=True,
             gpu=gpu.name,
@@ -101,7 +109,7 @@ class RealRank:
         self.recorder = Recorder(communicator, folder, simulated=True)
         self.control = JobControl(config.policy, communicator.topology.data_parallel, self._status)
         self.training_s: list[float] = []
-        self.driver = ModeDriver(job, self._rank, self.recorder, self.control, passes=None, on_error=_raise)
+        self.driver = ModeDriver(job, self._rank, self.recorder, self.control, on_error=_raise)
         self.recorder.start(job.started(communicator, gpu.name))
         self._spans = [
             Span(Compute(instruction), 0.01 * number, 0.01 * number + 0.009)
@@ -111,7 +119,7 @@ class RealRank:
     def iterate(self, slow: float) -> None:
         """End an iteration, and report it."""
         end_s = ITERATION_S * slow
-        finished = FinishedIteration(PassedMoment(0.0), PassedMoment(end_s), lambda: end_s, lambda: self._spans)
+        finished = FinishedIteration(PassedEvent(0.0), PassedEvent(end_s), lambda: end_s, lambda: self._spans)
         energy_j = energy_of(self.driver.next.phase)
         seen = IterationMeasurement(finished, lambda: energy_j, lambda: True, (0.0, end_s), {}, False)
         own = RankReport(math.nan, math.nan, 12, 0, False, 1200.0, 1200.0)
@@ -120,10 +128,10 @@ class RealRank:
         self.training_s.append(time.thread_time() - began_s)
 
     def close(self) -> None:
-        """End its threads."""
+        """End its threads, once all ranks have reported the last iteration."""
+        self.driver.close()
         self.recorder.close()
         self._rank.clocks.close()
-        self._rank.driver.close()
 
     def _status(self) -> dict[str, Any]:
         facts, last = self.recorder.facts().model_dump(mode="json"), self.recorder.last
@@ -179,76 +187,157 @@ def save_frontier(folder: Path, schedule: Schedule) -> None:
     Frontier(plans, ITERATION_S, plans[0], provenance, times_s).save(folder / "frontier")
 
 
-def modelled(ranks: int, until_run: int = UNTIL_RUN, measured: int = MEASURED) -> dict[str, float]:
-    """Return figures of a job on the modelled network, of its last iterations."""
-    network = Network(range(ranks))
-    pipeline_of_rank = np.array([topology_of(rank, ranks).data_parallel_rank for rank in range(ranks)])
-    log: list[Any] = []
-    schedule = read_schedule(schedule_class("1f1b"), ranks=STAGES, micro_batches=MICRO_BATCHES)
-    with tempfile.TemporaryDirectory() as name:
-        save_frontier(Path(name), schedule)
-        began_s = time.thread_time()
-        whole = {
-            rank: RealRank(
-                ModelCommunicator(network, topology_of(rank, ranks), pipeline_of_rank if rank == 0 else None, log),
-                Path(name),
-                schedule,
-            )
-            for rank in (0, LEAF)
-        }
-        built_s, built = time.thread_time() - began_s, len(log)
-        others = [rank for rank in range(ranks) if rank not in whole]
+class RankOfMany(Communicator):
+    """A rank of a job whose other ranks are one client of the store."""
+
+    is_connected = True
+
+    def __init__(self, topology: PipelineTopology, channel: StoreChannel) -> None:
+        super().__init__(topology, channel)
+        if self.is_rank_0:
+            places = [topology_of(rank, self.world_size).data_parallel_rank for rank in range(self.world_size)]
+            self.pipeline_of_rank = np.array(places)
+
+    def pipeline_gather(self, value: Any) -> list[Any]:
+        return [value] * self.topology.pipeline_ranks
+
+
+class LeafChannel(StoreChannel):
+    """The leaf's, which has all ranks but it and rank 0 bring what it brings, or reports of their own.
+
+    Attributes:
+        exchanges: How many were begun.
+        energy_j: That each of the other GPUs reports.
+    """
+
+    def __init__(self, connection: Connection, slow: float) -> None:
+        super().__init__(connection)
+        self.exchanges = 0
+        self.energy_j = DEFAULT_J
+        self._store_of_others = connection.open()
+        self._brought: queue.SimpleQueue[tuple[list[float], bytes]] = queue.SimpleQueue()
+        self._others = [rank for rank in range(self.world_size) if rank not in {0, LEAF}]
+        self._slow = [
+            slow if topology_of(rank, self.world_size).data_parallel_rank == SLOW_PIPELINE else 1.0
+            for rank in self._others
+        ]
+        threading.Thread(target=self._bring, args=[slow], daemon=True).start()
+
+    def exchange(
+        self, numbers: Sequence[float], content: bytes, reduce: Any, among: Sequence[int] = ()
+    ) -> Pending[Any]:
+        self.exchanges += 1
+        self._brought.put((list(numbers), content))
+        return super().exchange(numbers, content, reduce, among)
+
+    def _bring(self, slow: float) -> None:
         draw = np.random.default_rng(0)
-        slow = SLOWER if pipeline_of_rank.max() > 0 else 1.0
-        rounds_s, recorded, phases, waits = [], [], [], []
+        number = 0
+        while True:
+            numbers, content = self._brought.get()
+            number += 1
+            rows = np.tile(numbers, (len(self._others), 1))
+            if len(numbers) == REPORT:
+                like = RankReport(ITERATION_S * slow, self.energy_j, 12, 0, False, 1200.0, 1200.0, 2.7, 0.05, 0.01)
+                rows[:] = like.as_numbers()
+                rows[:, FIELDS.index("energy_j")] *= draw.normal(1, 0.01, len(rows))
+                rows[:, FIELDS.index("computed_s")] *= draw.normal(1, 0.002, len(rows)) * self._slow
+                content = b""
+            for rank, row in zip(self._others, rows.tolist(), strict=True):
+                contribute(
+                    self._store_of_others,
+                    f"perseus/0-{self.world_size - 1}/{number}",
+                    rank=rank,
+                    size=self.world_size,
+                    numbers=row,
+                    content=content,
+                )
+
+
+def rank_0_and_a_leaf(ranks: int, until_run: int = UNTIL_RUN, measured: int = MEASURED) -> dict[str, float]:
+    """Return figures of a job whose other ranks are one client of the store, of its last iterations."""
+    slow = SLOWER if ranks > STAGES * TENSOR else 1.0
+    schedule = read_schedule(schedule_class("1f1b"), ranks=STAGES, micro_batches=MICRO_BATCHES)
+    server = serve()
+    address = "127.0.0.1", server.port
+    leaf_channel = LeafChannel(Connection(LEAF, ranks, address), slow)
+    channels = {0: StoreChannel(Connection(0, ranks, address, server)), LEAF: leaf_channel}
+    phases, exchanges, recorded = [], [], []
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as threads:
+        save_frontier(Path(name), schedule)
+
+        def begin(rank: int) -> RealRank:
+            return RealRank(RankOfMany(topology_of(rank, ranks), channels[rank]), Path(name), schedule)
+
+        began_s = time.perf_counter()
+        first, leaf = threads.map(begin, (0, LEAF))
+        built_s, built = time.perf_counter() - began_s, leaf_channel.exchanges
         for number in range(until_run + measured):
-            energy_j = energy_of(whole[0].driver.next.phase)
-            network.begin_round()
-            for rank, real in whole.items():
-                network.rank = rank
-                real.iterate(slow)
+            leaf_channel.energy_j = energy_of(first.driver.next.phase)
+            list(threads.map(lambda real: real.iterate(slow), (first, leaf)))
             if number == until_run:
-                whole[LEAF].recorder.own_event(ClockRefused(rank=LEAF, clock_mhz=1410, reached_mhz=1200))
-            reports = _reports(pipeline_of_rank[others], slow, energy_j, draw)
-            for rank, report in zip(others, reports.tolist(), strict=True):
-                network.exchange(rank, report)
-            rounds_s.append(network.finish_round())
-            phases.append(whole[0].driver.next.phase)
-            waits.append(len(log))
-            whole[0].recorder._writer.flush(60)  # type: ignore[union-attr]
+                leaf.recorder.own_event(ClockRefused(rank=LEAF, clock_mhz=1410, reached_mhz=1200))
+            phases.append(first.driver.next.phase)
+            exchanges.append(leaf_channel.exchanges)
+            assert first.recorder.last is not None or number == 0
             recorded.append((Path(name) / FILE_NAME).stat().st_size)
         told = sum(isinstance(record, ClockRefused) for record in read_records(Path(name)))
-        status = len(json_of(whole[0].control))
-        records_s = time.clock_gettime(
-            time.pthread_getcpuclockid(whole[0].recorder._writer._thread.ident)  # type: ignore[union-attr,arg-type]
-        )
-        first, leaf = whole[0], whole[LEAF]
-        for real in whole.values():
-            real.close()
+        status = len(json_of(first.control))
+        plan = first.driver.next.plan
         last = slice(-measured, None)
         assert phases[last] == ["run"] * measured, phases
-        plan = first.driver.next.plan
         assert plan == leaf.driver.next.plan, "both decide alike"
         assert bool(plan) is (slow > 1), "both follow the slow pipeline"
         assert told == 1, "the leaf's event is recorded"
-        assert waits[-1] == waits[-measured - 1], "no iteration under plans waits for all ranks"
-        return {
-            "rank 0: training thread [ms]": 1e3 * statistics.median(first.training_s[last]),
-            "rank 0: torch's threads [ms]": 1e3 * statistics.median(network.callbacks_s[0][last]),
-            "rank 0: thread of records [ms]": 1e3 * records_s / (until_run + measured),
-            "leaf: training thread [ms]": 1e3 * statistics.median(leaf.training_s[last]),
-            "rank 0: sent and received [bytes]": statistics.median(network.bytes_of[0][last]),
-            "leaf: sent and received [bytes]": statistics.median(network.bytes_of[LEAF][last]),
-            "leaf: sent and received with an event to tell [bytes]": max(network.bytes_of[LEAF][last]),
-            "leaf: messages": statistics.median(network.messages_of[LEAF][last]),
-            "from the last report to the last answer, network [ms]": 1e3 * statistics.median(rounds_s[last]),
-            "set-up: processor time on rank 0 and a leaf [s]": built_s,
-            "set-up: collectives that wait for all ranks": built,
-            "from then until a plan is kept: collectives that wait for all ranks": waits[-1] - built,
-            "each of them, by its messages one after the other [ms]": 1e3 * wait_s(ranks),
-            "run.jsonl [bytes an iteration]": (recorded[-1] - recorded[-measured - 1]) / measured,
-            "control status [bytes]": status,
-        }
+        assert exchanges[-1] - exchanges[-measured] == measured - 1, "nothing but reports is exchanged under a plan"
+        list(threads.map(RealRank.close, (first, leaf)))
+    return {
+        "rank 0: training thread [ms]": 1e3 * statistics.median(first.training_s[last]),
+        "leaf: training thread [ms]": 1e3 * statistics.median(leaf.training_s[last]),
+        "leaf: numbers sent [bytes]": 8.0 * (2 + REPORT),
+        "set-up [s]": built_s,
+        "set-up: collectives that wait for all ranks": built,
+        "from then until a plan is kept: collectives that wait for all ranks": exchanges[-1] - built - len(phases),
+        "run.jsonl [bytes an iteration]": (recorded[-1] - recorded[-measured]) / (measured - 1),
+        "control status [bytes]": status,
+    }
+
+
+def with_clients(ranks: int, exchanges: int = 5) -> dict[str, float]:
+    """Return what exchanges of reports take, where each rank is a client of one store."""
+    server = serve()
+    with ThreadPoolExecutor(64) as threads:  # a client waits until the name of its host is looked up
+        stores = list(threads.map(lambda _: Connection(0, ranks, ("127.0.0.1", server.port)).open(), range(ranks)))
+    report = RankReport(ITERATION_S, 800.0).as_numbers()
+    wall_s, cpu_s, reduced_s = [], [], []
+    for number in range(exchanges):
+        key = f"perseus/{number}"
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        for rank, store in enumerate(stores):
+            contribute(store, key, rank=rank, size=ranks, numbers=report, content=b"")
+        stores[0].wait([f"{key}/all"], WAIT)
+        began_reducing_s = time.thread_time()
+        numbers, _ = collected(stores[0], key)
+        answer = pickle.dumps(JobReport.of(RankReports(numbers)))
+        reduced_s.append(time.thread_time() - began_reducing_s)
+        stores[0].set(f"{key}/answer", answer)
+        for store in stores[1:]:
+            store.wait([f"{key}/answer"], WAIT)
+            assert store.get(f"{key}/answer") == answer
+        delete(stores[0], key)
+        wall_s.append(time.perf_counter() - began_s)
+        cpu_s.append(time.process_time() - began_cpu_s)
+    return {
+        "an exchange, all its ranks one after the other [s]": statistics.median(wall_s),
+        "processor time of it, store and clients [s]": statistics.median(cpu_s),
+        "of it on rank 0's thread of Perseus, to read and to reduce [ms]": 1e3 * statistics.median(reduced_s),
+        "the same for each rank [us]": 1e6 * statistics.median(cpu_s) / ranks,
+    }
+
+
+def serve() -> Any:
+    """Return a store that this process serves."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def json_of(control: JobControl) -> str:
@@ -256,63 +345,15 @@ def json_of(control: JobControl) -> str:
     return json.dumps(control.carry_out(parse_order({"command": "status"})))
 
 
-def _reports(pipelines: Any, slow: float, energy_j: float, draw: Any) -> Any:
-    """Return reports of ranks of some pipelines as numbers: alike, with noise, and one pipeline is slow."""
-    like = RankReport(
-        ITERATION_S * slow, energy_j, 12, 0, False, 1200.0, 1200.0, computed_s=2.7, tail_s=0.05, drift=0.01
-    )
-    rows = np.tile(like.as_numbers(), (len(pipelines), 1))
-    rows[:, 1] *= draw.normal(1, 0.01, len(pipelines))
-    rows[:, 7] *= draw.normal(1, 0.002, len(pipelines)) * np.where(pipelines == SLOW_PIPELINE, slow, 1.0)
-    return rows
-
-
-def alone(ranks: int) -> dict[str, float]:
-    """Return what grows when this process is rank 0 of so many ranks, of which the others are only modelled.
-
-    It trains long enough for a record with figures by rank.
-    """
-    pipeline_of_rank = np.array([topology_of(rank, ranks).data_parallel_rank for rank in range(ranks)])
-    before = _resident_mb()
-    network = Network(range(ranks), present=[0])
-    communicator = ModelCommunicator(network, topology_of(0, ranks), pipeline_of_rank, [])
-    exchange = ReportExchange(communicator)
-    with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(communicator, Path(folder), simulated=True)
-        recorder.start(Started())
-        for number in range(1, 201):
-            network.begin_round()
-            exchange.send(RankReport(ITERATION_S, 800.123456, 12, 0, False, 1200.0, 1200.0), [1.2] * ranks)
-            network.finish_round()
-            exchange.received()
-            assert exchange.ranks is not None
-            recorder.add(IterationContext(number, number, "run", plan=1), exchange.ranks)
-            assert recorder.last is not None  # is written long before the next one ends
-        status = len(recorder.facts().model_dump_json())
-        recorder.close()
-        lines = [len(line) for line in (Path(folder) / FILE_NAME).read_text().splitlines()]
-    by_rank = max(lines) - statistics.median(lines)
-    return {
-        "rank 0: memory [MB]": _resident_mb() - before,
-        "run.jsonl, figures by rank [bytes an iteration]": by_rank / math.ceil(ranks / 64),
-        "control status, clocks by rank known [bytes]": status,
-    }
-
-
-def _resident_mb() -> float:
-    return float(psutil.Process().memory_info().rss) / 1e6
-
-
-def real(ranks: int, iterations: int = 100) -> dict[str, float]:
-    """Return figures of so many processes on gloo."""
+def real(ranks: int, by: str, iterations: int = 100) -> dict[str, float]:
+    """Return figures of so many processes, which exchange reports by the store or by groups on gloo."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    processes = [
-        context.Process(target=_one_of, args=(rank, ranks, iterations, address, results)) for rank in range(ranks)
-    ]
+    run = partial({"store": _by_store, "groups": _by_groups}[by], iterations=iterations)
+    processes = [context.Process(target=_one_of, args=(run, rank, ranks, address, results)) for rank in range(ranks)]
     for process in processes:
         process.start()
     found = dict(results.get(timeout=600) for _ in range(2))
@@ -322,74 +363,104 @@ def real(ranks: int, iterations: int = 100) -> dict[str, float]:
     return {**found[0], **found[LEAF]}
 
 
-def _one_of(rank: int, ranks: int, iterations: int, address: str, results: Any) -> None:
+def _one_of(run: Any, rank: int, ranks: int, address: str, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
-    began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    communicator = Communicator(topology_of(rank, ranks, tensor=1))
-    who = {0: "rank 0", LEAF: "leaf"}.get(rank, "")
-    figures = {
-        f"{who}: set-up [s]": time.perf_counter() - began_s,
-        STORE if rank == 0 else f"{who}: set-up, processor time [s]": time.process_time() - began_cpu_s,
-    }
-    exchange, ready_s = ReportExchange(communicator), time.process_time()
+    figures = run(topology_of(rank, ranks, tensor=1), ranks)
+    dist.barrier()
+    who = {0: "rank 0", LEAF: "leaf"}.get(rank)
+    if who:
+        results.put((rank, {f"{who}: {name}": value for name, value in figures.items()}))
+    dist.barrier()
+
+
+def _by_store(topology: PipelineTopology, ranks: int, iterations: int) -> dict[str, float]:
+    began_s = time.perf_counter()
+    communicator = Communicator(topology)
+    setup_s = time.perf_counter() - began_s
+    exchange = ReportExchange(communicator)
+    if topology.rank in {LEAF, ranks - 1}:
+        communicator.send_event(b"an event")
     training_s, waited_s = [], []
-    if rank in (LEAF, ranks - 1):
-        communicator.messages.add(b"an event")
     for _ in range(iterations):
         time.sleep(REAL_ITERATION_S)
         began_s, began_cpu_s = time.perf_counter(), time.thread_time()
         exchange.received()
         waited_s.append(time.perf_counter() - began_s)
-        report = RankReport(1.0, 10.0, event_bytes=communicator.messages.size)
-        exchange.send(report, [1.0] * (ranks // STAGES) if rank == 0 else ())
+        exchange.send(RankReport(1.0, 10.0), [1.0] * (ranks // STAGES) if topology.rank == 0 else ())
         training_s.append(time.thread_time() - began_cpu_s)
     told = exchange.received()
     assert told is not None
     assert told.energy_j == 10.0 * ranks
-    assert len(communicator.messages.take_all()) == (2 if rank == 0 else 0)
-    figures[f"{who}: training thread [ms]"] = 1e3 * statistics.median(training_s)
-    figures[f"{who}: waited [ms], median"] = 1e3 * statistics.median(waited_s)
-    figures[f"{who}: processor time of all threads [ms an iteration]"] = (
-        1e3 * (time.process_time() - ready_s) / iterations
-    )
-    communicator.barrier()
-    if who:
-        results.put((rank, figures))
+    assert len(communicator.received_events()) == (2 if topology.rank == 0 else 0)
+    dist.barrier()  # rank 0 serves the store until all have their answers
+    return _figures(setup_s, training_s, waited_s)
+
+
+def _by_groups(topology: PipelineTopology, ranks: int, iterations: int) -> dict[str, float]:
+    """Gather reports along the pipelines, and then across their first ranks; broadcast the answer the same way."""
+    first = topology.pipeline[0]
+    began_s = time.perf_counter()
+    pipeline = dist.new_group(list(topology.pipeline), backend="gloo", use_local_synchronization=True)
+    firsts = list(range(ranks // STAGES))
+    across = dist.new_group(firsts, backend="gloo", use_local_synchronization=True) if topology.rank in firsts else None
     dist.barrier()
+    setup_s = time.perf_counter() - began_s
+    report = torch.tensor(RankReport(1.0, 10.0).as_numbers(), dtype=torch.float64)
+    of_pipeline = [torch.empty_like(report) for _ in topology.pipeline]
+    of_all = [torch.empty(len(topology.pipeline), REPORT, dtype=torch.float64) for _ in firsts]
+    answer = torch.empty(REPORT, dtype=torch.float64)
+
+    def pass_on() -> None:
+        dist.gather(report, of_pipeline, dst=first, group=pipeline)
+        if across is not None and len(firsts) > 1:
+            dist.gather(torch.stack(of_pipeline), of_all if topology.rank == 0 else None, dst=0, group=across)
+            dist.broadcast(answer, src=0, group=across)
+        dist.broadcast(answer, src=first, group=pipeline)
+
+    training_s, waited_s = [], []
+    pending: list[Any] = []
+    for _ in range(iterations):
+        time.sleep(REAL_ITERATION_S)
+        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
+        for work in pending:
+            work.wait() if topology.rank != first else work.join()
+        waited_s.append(time.perf_counter() - began_s)
+        if topology.rank == first:
+            pending = [threading.Thread(target=pass_on)]
+            pending[0].start()
+        else:
+            gathered = dist.gather(report, None, dst=first, group=pipeline, async_op=True)
+            pending = [gathered, dist.broadcast(answer, src=first, group=pipeline, async_op=True)]
+        training_s.append(time.thread_time() - began_cpu_s)
+    for work in pending:
+        work.wait() if topology.rank != first else work.join()
+    return _figures(setup_s, training_s, waited_s)
+
+
+def _figures(setup_s: float, training_s: list[float], waited_s: list[float]) -> dict[str, float]:
+    return {
+        "set-up [s]": setup_s,
+        "training thread [ms]": 1e3 * statistics.median(training_s),
+        "waited [ms], median": 1e3 * statistics.median(waited_s),
+    }
 
 
 def main() -> None:
     """Print the figures, and how they grow."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--real", type=int, nargs="+", default=[], help="processes on gloo")
-    parser.add_argument("--ranks", type=int, nargs="+", default=SIZES, help="ranks on the modelled network")
-    parser.add_argument("--alone", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=SIZES, help="ranks, most of them one client")
+    parser.add_argument("--clients", type=int, nargs="+", default=[], help="clients of one store")
+    parser.add_argument("--real", type=int, nargs="+", default=[], help="processes")
     arguments = parser.parse_args()
-    if arguments.alone:
-        print(json.dumps(alone(arguments.alone)))
-        return
-    if arguments.real:
-        measured = {ranks: real(ranks) for ranks in arguments.real}
-        _print(measured)
-        if len(measured) > 1:
-            (fewest, first), *_, (most, last) = sorted(measured.items())
-            each_s = (last[STORE] - first[STORE]) / (most - fewest)
-            print(f"by a straight line, the store takes {each_s * SIZES[-1]:.1f} s to connect {SIZES[-1]} ranks")
-        return
-    found = {}
-    for ranks in arguments.ranks:
-        found[ranks] = modelled(ranks)
-        child = [sys.executable, __file__, "--alone", str(ranks)]
-        printed = subprocess.run(child, check=True, capture_output=True, text=True).stdout
-        found[ranks] |= json.loads(printed.splitlines()[-1])
-        bytes_each = found[ranks]["run.jsonl [bytes an iteration]"]
-        bytes_each += found[ranks]["run.jsonl, figures by rank [bytes an iteration]"]
-        found[ranks][f"run.jsonl [MB a day, {LIKELY_ITERATION_S:.0f} s an iteration]"] = (
-            bytes_each * 86400 / LIKELY_ITERATION_S / 1e6
-        )
-    print(f"latency {LATENCY_S * 1e6:.0f} us, bandwidth {BANDWIDTH_B_PER_S * 8e-9:.0f} Gbit/s, {STAGES} stages")
-    _print(found)
+    if arguments.clients:
+        _print({ranks: with_clients(ranks) for ranks in arguments.clients})
+    elif arguments.real:
+        for by in ("store", "groups"):
+            print(f"by {by}:")
+            _print({ranks: real(ranks, by) for ranks in arguments.real})
+    else:
+        _print({ranks: rank_0_and_a_leaf(ranks) for ranks in arguments.ranks})
 
 
 def _print(found: dict[int, dict[str, float]]) -> None:

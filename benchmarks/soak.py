@@ -32,7 +32,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "support")]
 from hostile_day import HostileDay  # type: ignore[import-not-found]  # noqa: E402
 from hostile_ranks import RANKS, HostileRanks  # type: ignore[import-not-found]  # noqa: E402
 from stub_nvml.controller import StubNvml, build  # type: ignore[import-not-found]  # noqa: E402
-from worker_at_once import WorkerAtOnce  # type: ignore[import-not-found]  # noqa: E402
+from virtual_job import WorkerAtOnce  # type: ignore[import-not-found]  # noqa: E402
 
 
 def virtual(folder: Path, seed: int, minutes: float) -> list[str]:

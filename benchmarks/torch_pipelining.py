@@ -33,10 +33,10 @@ from run_log import iterations, records  # type: ignore[import-not-found]  # noq
 from schedule_runs import STAGES_PER_RANK, run  # type: ignore[import-not-found]  # noqa: E402
 
 from perseus_ds.artifacts.profile import StageProfile  # noqa: E402
+from perseus_ds.engines.torch_pipelining.order import read_class  # noqa: E402
 from perseus_ds.optimizer import optimize  # noqa: E402
 from perseus_ds.pipeline.instruction import Kind  # noqa: E402
 from perseus_ds.pipeline.schedule import Schedule  # noqa: E402
-from perseus_ds.torch_pipelining.order import read_class  # noqa: E402
 
 SIMULATED = {"longest_instruction_s": 0.1, "counter_period_s": 0.02, "lock_latency_s": 0.002}
 MEASURED = {"min_clock_mhz": 900, "sampling": "stride", "clock_stride": 8, "warm_up": 5}

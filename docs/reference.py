@@ -13,8 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from perseus_ds.cli.arguments import Argument, arguments_of
-from perseus_ds.cli.commands import COMMANDS, description_of, module_of
-from perseus_ds.cli.help import usage
+from perseus_ds.cli.commands import COMMANDS, description_of, module_of, usage
 from perseus_ds.runtime.config import PerseusConfig
 
 FOLDER = Path(__file__).parent
@@ -26,8 +25,9 @@ def configuration() -> str:
     lines = [
         NOTE,
         "# Configuration\n",
-        "The `perseus` block of the DeepSpeed config, a dictionary or JSON file. All keys may be left out. An unknown",
-        "key or a wrong value is an error that names the key, before training starts.\n",
+        "The `perseus` block is a key of the DeepSpeed config, the `config` of `perseus_ds.attach`, or the variable",
+        "`PERSEUS` (JSON, or the path of a JSON file), whose keys replace those of the others. All keys may be left",
+        "out. An unknown key or a wrong value is an error that names the key, before training starts.\n",
         '```json\n{"train_micro_batch_size_per_gpu": 8, "perseus": {"enabled": true}}\n```\n',
         "## `perseus`\n",
         *_table(PerseusConfig),
@@ -46,10 +46,11 @@ def commands() -> str:
     lines = [
         NOTE,
         "# Commands\n",
-        "`perseus-ds COMMAND key=value …`; values are read as [Hydra](https://hydra.cc) reads them, so a list is",
-        "`[a,b]`. Words in capitals may be given without their key. `perseus-ds help COMMAND` prints a part of this",
-        'page; with `eval "$(perseus-ds completion bash)"` the shell completes commands, arguments and paths. Exit',
-        "code 0 is success, 1 a failure, 2 a wrong argument.",
+        "`perseus-ds COMMAND key=value …`; values are YAML, so a list is `[a,b]`. Words in capitals may be given",
+        "without their key. `perseus-ds help COMMAND` prints a part of this page; with",
+        '`eval "$(perseus-ds completion bash)"` the shell completes commands, arguments and paths.\n',
+        "Exit code 0 is success; 1 means that the answer is no (`doctor`, `reset`, `verify`, `profile validate`), or",
+        "that a GPU refused; 2 is for what the caller can mend: arguments, files, an output that cannot be written.",
     ]
     for command in COMMANDS:
         declaration = module_of(command).Arguments
@@ -127,7 +128,7 @@ def _name(annotation: Any) -> str:
         return ", ".join(f"`{value!r}`".replace("'", '"') for value in get_args(annotation))
     if _is_union(annotation):
         return " or ".join(_name(part) for part in get_args(annotation) if part is not type(None))
-    if get_origin(annotation) is tuple:
+    if get_origin(annotation) in (list, tuple):
         return f"list of {_name(get_args(annotation)[0])}"
     names = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text", time: "time of day"}
     return names.get(annotation, "time with a time zone")

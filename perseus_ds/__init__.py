@@ -1,6 +1,7 @@
-"""Perseus for DeepSpeed: pipeline-parallel training on less energy, without slowing down.
+"""Perseus: pipeline-parallel training on less energy, without slowing down.
 
-Importing this package is cheap: each name is imported when it is used, DeepSpeed and PyTorch when they are needed.
+Importing this package is cheap: each name is imported when it is used, DeepSpeed, PyTorch and Megatron-Core when they
+are needed.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from perseus_ds.artifacts.frontier import Frontier
     from perseus_ds.artifacts.profile import StageProfile
-    from perseus_ds.engine.pipeline_engine import initialize
+    from perseus_ds.engines.deepspeed.engine import initialize
     from perseus_ds.optimizer import optimize
-    from perseus_ds.pipeline.commands import register_command
+    from perseus_ds.pipeline.commands import read_schedule, register_command, schedule_class
     from perseus_ds.pipeline.instruction import Instruction, Kind
-    from perseus_ds.pipeline.schedule import read_schedule, schedule_class
     from perseus_ds.runtime.runtime import PerseusRuntime
 
 T = TypeVar("T")
@@ -42,9 +42,9 @@ _MODULES = {
     "PerseusRuntime": "perseus_ds.runtime.runtime",
     "StageProfile": "perseus_ds.artifacts.profile",
     "optimize": "perseus_ds.optimizer",
-    "read_schedule": "perseus_ds.pipeline.schedule",
+    "read_schedule": "perseus_ds.pipeline.commands",
     "register_command": "perseus_ds.pipeline.commands",
-    "schedule_class": "perseus_ds.pipeline.schedule",
+    "schedule_class": "perseus_ds.pipeline.commands",
 }
 
 
@@ -52,8 +52,9 @@ def attach(target: T, config: Mapping[str, Any] | None = None, *, pipeline: Any 
     """Let an engine or schedule train under Perseus; every rank must do so at once.
 
     Args:
-        target: An engine of any class derived from DeepSpeed's ``PipelineEngine``, or a schedule of
-            ``torch.distributed.pipelining``.
+        target: An engine of any class derived from DeepSpeed's ``PipelineEngine``, a schedule of
+            ``torch.distributed.pipelining``, or the module ``megatron.core`` or what its
+            ``get_forward_backward_func()`` returns, for all that trains by Megatron-Core in this process.
         config: A ``perseus`` block. By default that of the engine's config and of the variable ``PERSEUS``, and
             without these the default settings.
         pipeline: For a schedule, process group or one-dimensional ``DeviceMesh`` of this rank's pipeline; by default
@@ -62,17 +63,22 @@ def attach(target: T, config: Mapping[str, Any] | None = None, *, pipeline: Any 
             every pipeline trains on data of its own.
 
     Returns:
-        The same object, now with ``target.perseus``; unchanged if the block is disabled.
+        The same object, now with ``target.perseus``; unchanged if the block is disabled. For a function of
+        Megatron-Core, the function to train by; Perseus is ``megatron.core.perseus``.
 
     Raises:
-        ConfigError: The block or a group is wrong, or the object is neither.
+        ConfigError: The block or a group is wrong, or the object is none of these.
         ScheduleError: The order of a schedule is not known.
-        VersionError: The installed DeepSpeed or torch is not one that Perseus works with.
+        VersionError: The installed DeepSpeed, torch or Megatron-Core is not one that Perseus works with.
     """
     if _is_schedule_of_torch(target):
-        from perseus_ds.torch_pipelining.attaching import attach as attach_to_schedule
+        from perseus_ds.engines.torch_pipelining.engine import attach as attach_to_schedule
 
         return attach_to_schedule(target, config, pipeline=pipeline, data_parallel=data_parallel)
+    if _is_of_megatron(target) and pipeline is None and data_parallel is None:
+        from perseus_ds.engines.megatron.engine import attach as attach_to_megatron
+
+        return attach_to_megatron(target, config)
     if pipeline is not None or data_parallel is not None:
         from perseus_ds.errors import ConfigError
 
@@ -85,12 +91,16 @@ def attach(target: T, config: Mapping[str, Any] | None = None, *, pipeline: Any 
 def detach(target: T) -> T:
     """Leave an engine or schedule as it was before :func:`attach`; the clock is the default again.
 
-    The last iteration of a schedule ends here, so every rank must do so at once.
+    The last iteration of a schedule or of Megatron-Core ends here, so every rank must do so at once.
     """
     if _is_schedule_of_torch(target):
-        from perseus_ds.torch_pipelining.attaching import detach as detach_from_schedule
+        from perseus_ds.engines.torch_pipelining.engine import detach as detach_from_schedule
 
         return detach_from_schedule(target)
+    if _is_of_megatron(target):
+        from perseus_ds.engines.megatron.engine import detach as detach_from_megatron
+
+        return detach_from_megatron(target)
     return _of_deepspeed("detach")(target)  # type: ignore[no-any-return]
 
 
@@ -99,11 +109,17 @@ def _is_schedule_of_torch(target: object) -> bool:
     return any(base.__module__.startswith("torch.distributed.pipelining.") for base in type(target).__mro__)
 
 
+def _is_of_megatron(target: object) -> bool:
+    """Whether an object is Megatron-Core, or a function or object of it."""
+    owners = (getattr(target, "__name__", ""), getattr(target, "__module__", ""), type(target).__module__)
+    return any(f"{owner}.".startswith("megatron.core.") for owner in owners)
+
+
 def _of_deepspeed(name: str) -> Any:
-    from perseus_ds.engine.versions import require_deepspeed
+    from perseus_ds.engines.deepspeed.contract import require_deepspeed
 
     require_deepspeed()
-    return getattr(importlib.import_module("perseus_ds.engine.pipeline_engine"), name)
+    return getattr(importlib.import_module("perseus_ds.engines.deepspeed.engine"), name)
 
 
 def __getattr__(name: str) -> Any:

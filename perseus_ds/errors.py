@@ -46,8 +46,8 @@ class GpuBusyError(GpuError):
 
 
 class ConnectionLostError(PerseusError, RuntimeError):
-    """Ranks cannot tell each other anything any more."""
+    """A connection between ranks is lost."""
 
 
 class VersionError(PerseusError, ImportError):
-    """The installed DeepSpeed is not one that Perseus works with."""
+    """The installed DeepSpeed, torch or Megatron-Core is not one that Perseus works with."""

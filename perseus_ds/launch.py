@@ -1,8 +1,9 @@
-"""Runs a training script with Perseus attached to its DeepSpeed engines, without a change of its code.
+"""Runs a training script with Perseus attached to DeepSpeed's engines or to Megatron-Core, its code untouched.
 
 ``deepspeed --module perseus_ds.launch train.py …`` and ``torchrun -m perseus_ds.launch train.py …`` run ``train.py``;
-``… perseus_ds.launch -m package.module …`` runs a module. An engine gets Perseus if its config has a ``perseus``
-block or the environment variable ``PERSEUS`` is set; otherwise the script runs as without the launcher.
+``… perseus_ds.launch -m package.module …`` runs a module. An engine of DeepSpeed gets Perseus if its config has a
+``perseus`` block or the environment variable ``PERSEUS`` is set, Megatron-Core if the variable is set; otherwise the
+script runs as without the launcher.
 """
 
 from __future__ import annotations
@@ -10,22 +11,24 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import io
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-_ENGINE_MODULE = "deepspeed.runtime.pipe.engine"
+_DEEPSPEED = "deepspeed.runtime.pipe.engine"
+_MEGATRON = "megatron.core.pipeline_parallel.schedules"
 _USAGE = "usage: python -m perseus_ds.launch [-m] SCRIPT [ARGUMENT ...]"
 
 
 def main() -> None:
     """Run the script or module that the command line names, as ``python`` would."""
     before, name, arguments, is_module = parse(sys.argv[1:])
-    attach_when_deepspeed_is_imported()
+    attach_when_engines_are_imported()
     module, code = _load_module(name) if is_module else _load_script(name)
     sys.argv[:] = [str(module.__file__), *before, *arguments]
     sys.modules["__main__"] = module
@@ -56,25 +59,24 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str], bool]:
     return before, rest[0], rest[1:], is_module
 
 
-def attach_when_deepspeed_is_imported() -> None:
-    """Have Perseus attach to pipeline engines as they are made; DeepSpeed itself is not imported here."""
-    if _ENGINE_MODULE in sys.modules:
-        _attach_to_engines(sys.modules[_ENGINE_MODULE])
-    else:
-        sys.meta_path.insert(0, _EngineFinder())
+def attach_when_engines_are_imported() -> None:
+    """Have Perseus attach to what trains as it is made or first used; nothing of it is imported here."""
+    finder = _EngineFinder({_DEEPSPEED: _attach_to_engines, _MEGATRON: _attach_to_megatron})
+    sys.meta_path.insert(0, finder)
+    finder.attach_to_imported()
 
 
 def _attach_to_engines(engine_module: Any) -> None:
-    """Extend the constructor of the engines; Perseus is imported when the first engine is made."""
+    """Extend the constructor of DeepSpeed's engines; Perseus is imported when the first engine is made."""
     pipeline_engine = engine_module.PipelineEngine
     construct = pipeline_engine.__init__
 
     def first_construct(engine: Any, *args: Any, **kwargs: Any) -> None:
         pipeline_engine.__init__ = construct
-        from perseus_ds.engine.versions import require_deepspeed
+        from perseus_ds.engines.deepspeed.contract import require_deepspeed
 
         require_deepspeed()
-        from perseus_ds.engine.pipeline_engine import attach_to_engines_as_they_are_made
+        from perseus_ds.engines.deepspeed.engine import attach_to_engines_as_they_are_made
 
         attach_to_engines_as_they_are_made(pipeline_engine)
         pipeline_engine.__init__(engine, *args, **kwargs)
@@ -83,20 +85,49 @@ def _attach_to_engines(engine_module: Any) -> None:
     pipeline_engine.__init__ = first_construct
 
 
+def _attach_to_megatron(schedules: Any) -> None:
+    """Attach to Megatron-Core when a script first asks for the function that trains, if ``PERSEUS`` is set."""
+    get_function = schedules.get_forward_backward_func
+
+    def attach_and_get_function(*args: Any, **kwargs: Any) -> Any:
+        if schedules.get_forward_backward_func is attach_and_get_function:
+            schedules.get_forward_backward_func = get_function
+            if os.environ.get("PERSEUS", "").strip():
+                from perseus_ds.engines.megatron.engine import attach
+
+                attach(sys.modules["megatron.core"])
+        return get_function(*args, **kwargs)
+
+    attach_and_get_function.__wrapped__ = get_function  # type: ignore[attr-defined]
+    schedules.get_forward_backward_func = attach_and_get_function
+
+
 class _EngineFinder(MetaPathFinder):
-    """Notices the import of DeepSpeed's pipeline engine, and leaves the import itself to the others."""
+    """Notices the import of modules, and leaves the import itself to the others.
+
+    Args:
+        attach: By the name of a module, what to call with it once it is imported.
+    """
+
+    def __init__(self, attach: dict[str, Callable[[Any], None]]) -> None:
+        self._attach = attach
+
+    def attach_to_imported(self) -> None:
+        """Attach to the modules that were imported before."""
+        for name in self._attach.keys() & sys.modules.keys():
+            self._attach.pop(name)(sys.modules[name])
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _ENGINE_MODULE:
+        if name not in self._attach:
             return None
-        sys.meta_path.remove(self)
+        attach = self._attach.pop(name)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                _attach_to_engines(module)
+                attach(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -1,6 +1,7 @@
 """The packages that perseus-ds imports are those that pyproject.toml declares and requirements.lock pins."""
 
 import ast
+import subprocess
 import sys
 from importlib.metadata import packages_distributions
 from itertools import chain
@@ -55,3 +56,18 @@ def test_every_dependency_is_pinned_within_its_range(requirement):
     (pin,) = (p for p in pins if canonicalize_name(p.name) == canonicalize_name(wanted.name))
     (version,) = pin.specifier
     assert wanted.specifier.contains(version.version)
+
+
+def test_reference_pages_are_made_with_what_the_lock_of_the_docs_has():
+    script = "import sys, reference\nfor page in reference.PAGES.values():\n    page()\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT / "docs",
+        env={"PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+    )
+    modules = {name.split(b".")[0].decode() for name in done.stdout.split()} - sys.stdlib_module_names
+    found = {canonicalize_name(DISTRIBUTIONS[module][0]) for module in modules if module in DISTRIBUTIONS}
+    lines = (ROOT / "requirements-docs.lock").read_text(encoding="utf-8").splitlines()
+    assert found - {"perseus-ds", "setuptools"} <= names(line for line in lines if not line.startswith("#"))

@@ -12,8 +12,7 @@ import pytest
 from perseus_ds.artifacts.evidence import CheckResult, Evidence, Figure, Machine
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.profile_csv import COLUMNS
-from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality, TransferDuration
+from perseus_ds.artifacts.profile import COLUMNS, ProfileInfo, RowQuality, TransferDuration
 from perseus_ds.pipeline.instruction import Instruction, Kind
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +48,7 @@ def test_paths_named_in_contributing_exist():
     assert not [p for p in paths if not (ROOT / p).exists() and not (ROOT / "perseus_ds" / p).exists()]
 
 
-def test_the_layout_in_contributing_names_every_room():
+def test_the_layout_in_contributing_names_every_folder():
     rows = re.findall(r"^\| (`.*`) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     named = {name.strip("`/") for row in rows for name in row.split(", ")}
     entries = {path.name for path in (ROOT / "perseus_ds").iterdir() if path.suffix in ("", ".py")}
@@ -59,7 +58,7 @@ def test_the_layout_in_contributing_names_every_room():
 def test_classes_named_in_the_glossary_exist():
     named = set(re.findall(r"`([A-Z][a-z]+[A-Za-z]*)`", (ROOT / "docs/glossary.md").read_text()))
     source = "\n".join(path.read_text() for path in (ROOT / "perseus_ds").rglob("*.py"))
-    assert len(named) > 20
+    assert len(named) > 15
     assert not named - set(re.findall(r"^class (\w+)", source, re.MULTILINE))
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import hydra
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -29,6 +28,7 @@ from torch.utils.data import TensorDataset
 import perseus_ds
 
 try:
+    import hydra
     from transformers import AutoTokenizer, BertConfig
     from transformers.models.bert.modeling_bert import BertLayer
 except ModuleNotFoundError as error:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import hydra
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -27,6 +26,7 @@ from torch.utils.data import TensorDataset
 import perseus_ds
 
 try:
+    import hydra
     from transformers import AutoTokenizer, GPT2Config
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 except ModuleNotFoundError as error:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import hydra
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -25,6 +24,11 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 import perseus_ds
+
+try:
+    import hydra
+except ModuleNotFoundError as error:
+    sys.exit(f'{error}. Install what this example needs, in the folder of the repository: pip install ".[examples]"')
 
 EXPANSION = 4  # of a bottleneck's channels, from its narrow middle (at width factor 1) to its output
 NOISE = 1.0  # of synthetic images, relative to what tells their classes apart

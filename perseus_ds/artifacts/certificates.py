@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import io
+import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from perseus_ds.artifacts.io import open_bounded, parse_json, write_atomically
+from perseus_ds.artifacts.io import open_bounded, parse_json
 from perseus_ds.artifacts.limits import MIB
-from perseus_ds.artifacts.npz import read_arrays
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
-from perseus_ds.artifacts.validation import explain
+from perseus_ds.artifacts.validation import brief, explain
 from perseus_ds.errors import FrontierError
 from perseus_ds.pipeline.schedule import Schedule
 
@@ -23,7 +25,6 @@ Floats = npt.NDArray[np.float64]
 FILE_NAME = "certificates.npz"
 SCHEMA_VERSION = 1
 _MOST_BYTES = 256 * MIB
-_MOST_SCHEDULE_BYTES = 32 * MIB
 _REMEDY = 'Run "perseus-ds optimize" with certificates=true again.'
 # Name -> type and number of dimensions of each array.
 _ARRAYS = {
@@ -40,7 +41,7 @@ _ARRAYS = {
 class Certificates:
     """Flows through the DAG, and of which two flows each plan's proof is a mixture.
 
-    ``optimizer/exact/certificate.py`` states what a flow proves.
+    ``optimizer/bounds.py`` states what a flow proves.
 
     Attributes:
         schedule: The schedule whose DAG the flows belong to.
@@ -61,12 +62,6 @@ class Certificates:
         (first, second), share = self.mixed[plan], self.share[plan]
         edges, source = self.edge_flow_w, self.source_flow_w
         return (1 - share) * edges[first] + share * edges[second], (1 - share) * source[first] + share * source[second]
-
-    def save(self, directory: Path) -> Path:
-        """Write the file completely or not at all; return its path."""
-        path = directory / FILE_NAME
-        write_atomically(path, self.to_bytes())
-        return path
 
     def to_bytes(self) -> bytes:
         """Return the contents of the file."""
@@ -99,10 +94,7 @@ class Certificates:
             version = int(arrays["schema_version"])
             if version != SCHEMA_VERSION:
                 raise ValueError(f"schema_version is {version}, this perseus-ds reads {SCHEMA_VERSION}")
-            schedule = arrays["schedule"].tobytes()
-            if len(schedule) > _MOST_SCHEDULE_BYTES:
-                raise ValueError(f"schedule: more than {_MOST_SCHEDULE_BYTES} bytes")
-            streams = ScheduleStreams.model_validate(parse_json(schedule))
+            streams = ScheduleStreams.model_validate(parse_json(arrays["schedule"].tobytes()))
             result = cls(
                 streams.to_schedule(),
                 arrays["edge_flow_w"],
@@ -114,7 +106,7 @@ class Certificates:
         except ValidationError as error:
             raise FrontierError(f"{explain(error, ScheduleStreams, f'{path}: schedule.')} {_REMEDY}") from None
         except ValueError as error:
-            raise FrontierError(f"{path}: not a complete file of certificates ({error}). {_REMEDY}") from None
+            raise FrontierError(f"{path}: not a complete file of certificates ({brief(error)}). {_REMEDY}") from None
         return result
 
     def _check(self) -> None:
@@ -125,3 +117,38 @@ class Certificates:
             raise ValueError(f"mixed: expected indices of {flows} flows")
         if not ((self.share >= 0) & (self.share <= 1)).all():
             raise ValueError("share: expected fractions from 0 to 1")
+
+
+def read_arrays(file: BinaryIO, forms: Mapping[str, tuple[str, int]], most_bytes: int) -> dict[str, npt.NDArray[Any]]:
+    """Read the arrays of a file that ``numpy.savez`` or ``numpy.savez_compressed`` has written.
+
+    What the archive's directory declares is checked before anything is unpacked.
+
+    Args:
+        file: The file.
+        forms: Type and number of dimensions of each array, by name; there may be no others.
+        most_bytes: How large all arrays together may be.
+
+    Raises:
+        ValueError: It is damaged, too large, or holds something else.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+        if sorted(entry.filename for entry in entries) != sorted(f"{name}.npy" for name in forms):
+            raise ValueError(f"expected {', '.join(sorted(forms))}, found {len(entries)} others")
+        total = sum(entry.file_size for entry in entries)
+        if total > most_bytes:
+            raise ValueError(f"{total} bytes of arrays, at most {most_bytes} are read")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as loaded:
+            arrays = {name: np.asanyarray(loaded[name]) for name in forms}  # bytes where it is no array
+    except Exception as error:  # zipfile, zlib and NumPy raise errors of many kinds for what is damaged
+        raise ValueError(str(error) or type(error).__name__) from None
+    for name, (dtype, dimensions) in forms.items():
+        found = arrays[name]
+        if found.dtype != dtype or found.ndim != dimensions:
+            raise ValueError(
+                f"{name}: expected {dtype} in {dimensions} dimensions, found {found.dtype} of shape {found.shape}"
+            )
+    return arrays

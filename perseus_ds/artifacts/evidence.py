@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from perseus_ds.artifacts.io import FileModel, read_json, validated, write_atomically
-from perseus_ds.artifacts.limits import MOST_EVIDENCE_BYTES, Duration, Keyed, Many, Text
+from perseus_ds.artifacts.limits import MOST_EVIDENCE_BYTES, Duration, Many, Text
 from perseus_ds.artifacts.printable import bounded
 from perseus_ds.errors import ConfigError
 
@@ -62,7 +62,7 @@ class Machine(FileModel):
     simulated: bool
     gpu: Text
     driver: Text | None
-    versions: Keyed[Text, Text]
+    versions: dict[Text, Text]
 
 
 class CheckResult(FileModel):

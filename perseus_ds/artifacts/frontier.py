@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from reprlib import repr as shortened
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
 from perseus_ds.artifacts.certificates import Certificates
-from perseus_ds.artifacts.io import FileModel, check_amount, read_json, validated, write_together
+from perseus_ds.artifacts.io import FileModel, check_json_size, read_json, validated, write_together
 from perseus_ds.artifacts.limits import (
-    MOST_FRONTIER_VALUES,
     MOST_PLANS,
     Clock,
     Duration,
@@ -40,7 +38,6 @@ from perseus_ds.errors import DeadlineError, FrontierError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Schedule
 
-SCHEMA_VERSION = 1
 # Deadlines come from arithmetic on measured times; a plan that is late only by rounding is in time.
 _TOLERANCE = 1e-9
 
@@ -53,6 +50,7 @@ class Provenance(FileModel):
     stages: StageCount
     blocking_power_w: Power
     switch_cost_s: Duration = 0.0
+    least_dwell_s: Duration = 0.0
     solver: Text
     simulated: bool | None = None
     gpu: Text | None = None
@@ -146,7 +144,7 @@ class Frontier:
         path, proofs = directory / "frontier.json", directory / CERTIFICATES
         try:
             contents = (self._file().model_dump_json() + "\n").encode()
-            check_amount(contents, MOST_FRONTIER_VALUES)
+            check_json_size(contents)
         except ValidationError as error:
             raise FrontierError(explain(error, _FrontierFile, f"{path}: ")) from None
         except ValueError as error:
@@ -170,13 +168,7 @@ class Frontier:
         if path.is_dir():
             path = path / "frontier.json"
         what = "frontier.json, as written by perseus-ds optimize"
-        raw = read_json(path, FrontierError, what, most_values=MOST_FRONTIER_VALUES)
-        if raw.get("format") != _FORMAT or raw.get("schema_version") != SCHEMA_VERSION:
-            raise FrontierError(
-                f"{path}: expected format {_FORMAT!r} with schema_version {SCHEMA_VERSION}, found "
-                f"{shortened(raw.get('format'))} with {shortened(raw.get('schema_version'))}. "
-                'Run "perseus-ds optimize" again.'
-            )
+        raw = read_json(path, FrontierError, what)
         file = validated(raw, _FrontierFile, path, FrontierError, 'Run "perseus-ds optimize" again.')
         try:
             return file.to_frontier()
@@ -206,9 +198,6 @@ class Frontier:
         )
 
 
-_FORMAT: Literal["perseus-ds frontier"] = "perseus-ds frontier"
-
-
 class _PlanFile(FileModel):
     time_s: Time
     energy_j: Energy
@@ -235,8 +224,8 @@ _Stream = Annotated[Many[tuple[Stage, Kind, MicroBatch]], Field(min_length=1)]
 
 
 class _FrontierFile(FileModel):
-    format: Literal["perseus-ds frontier"] = _FORMAT
-    schema_version: int = SCHEMA_VERSION
+    format: Literal["perseus-ds frontier"] = "perseus-ds frontier"
+    schema_version: Literal[1] = 1
     provenance: Provenance
     t_min_s: Time
     t_star_s: Time

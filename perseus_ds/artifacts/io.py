@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from perseus_ds.artifacts.limits import MOST_JSON_BYTES, MOST_JSON_OBJECTS, MOST_JSON_VALUES, with_few_keys
-from perseus_ds.artifacts.validation import explain
+from perseus_ds.artifacts.limits import MIB
+from perseus_ds.artifacts.validation import brief, explain
 from perseus_ds.errors import PerseusError
+
+MOST_TEXT_BYTES = 16 * MIB
+MOST_JSON_BYTES = 64 * MIB
+MOST_JSON_PARTS = 3_000_000
+"""Objects, lists and keys: each takes some hundred bytes of memory."""
 
 
 class FileModel(BaseModel):
     """The contents of a JSON file, or a part of them: unknown keys and numbers that are not finite are errors."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_few_keys(cls, found: Any) -> Any:
-        return with_few_keys(found)
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -188,7 +188,7 @@ def read_bytes(path: Path, error_class: type[PerseusError], what: str, most_byte
     return data
 
 
-def read_text(path: Path, error_class: type[PerseusError], what: str, most_bytes: int) -> str:
+def read_text(path: Path, error_class: type[PerseusError], what: str, most_bytes: int = MOST_TEXT_BYTES) -> str:
     """Return the contents of a text file, without a byte order mark.
 
     Raises:
@@ -197,40 +197,36 @@ def read_text(path: Path, error_class: type[PerseusError], what: str, most_bytes
     try:
         return read_bytes(path, error_class, what, most_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise error_class(f"{path}: not a {what}, because it is not UTF-8 ({error}).") from None
+        raise error_class(f"{path}: not a {what}, because it is not UTF-8 ({brief(error)}).") from None
 
 
-def parse_json(data: str | bytes, most_values: int = MOST_JSON_VALUES) -> Any:
+def parse_json(data: str | bytes) -> Any:
     """Return the value of a JSON text; lists and objects are at most 200 deep, integers have at most 4300 digits.
 
     Raises:
-        ValueError: It is not JSON, or beyond the limits.
+        ValueError: It is not JSON, or too large.
     """
     data = data.encode() if isinstance(data, str) else data
-    check_amount(data, most_values)
+    check_json_size(data)
     return pydantic_core.from_json(data)
 
 
-def check_amount(data: bytes, most_values: int = MOST_JSON_VALUES) -> None:
-    """Check that a JSON text has not too many values and objects.
+def check_json_size(data: bytes) -> None:
+    """Check that a JSON text is not too large to be read.
 
     Raises:
-        ValueError: It has; the message has the numbers.
+        ValueError: It is; the message has the numbers.
     """
-    objects, values = data.count(b"{"), len(data)
-    if values > most_values:
-        values = sum(data.count(separator) for separator in (b",", b"[", b"{"))
-    for found, most, what in ((values, most_values, "values"), (objects, MOST_JSON_OBJECTS, "objects")):
-        if found > most:
-            raise ValueError(f"{found} {what}, at most {most} are read")
+    parts = sum(map(data.count, (b"{", b"[", b":")))
+    if len(data) > MOST_JSON_BYTES or parts > MOST_JSON_PARTS:
+        raise ValueError(
+            f"{len(data)} bytes with {parts} objects, lists and keys; at most {MOST_JSON_BYTES} with {MOST_JSON_PARTS} "
+            "are read"
+        )
 
 
 def read_json(
-    path: Path,
-    error_class: type[PerseusError],
-    what: str,
-    most_bytes: int = MOST_JSON_BYTES,
-    most_values: int = MOST_JSON_VALUES,
+    path: Path, error_class: type[PerseusError], what: str, most_bytes: int = MOST_JSON_BYTES
 ) -> dict[str, Any]:
     """Read a JSON object.
 
@@ -239,9 +235,9 @@ def read_json(
     """
     data = read_bytes(path, error_class, what, most_bytes)
     try:
-        raw = parse_json(data, most_values)
+        raw = parse_json(data)
     except ValueError as error:
-        raise error_class(f"{path}: not a complete JSON file ({error}). Write it again.") from None
+        raise error_class(f"{path}: not a complete JSON file ({brief(error)}). Write it again.") from None
     if not isinstance(raw, dict):
         raise error_class(f"{path}: expected a {what} (a JSON object), found a {type(raw).__name__}.")
     return raw

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 MIB = 2**20
-MOST_JSON_BYTES = 64 * MIB
-MOST_JSON_VALUES = 8_000_000
-MOST_FRONTIER_VALUES = 12_000_000
-"""120 plans of ``MOST_INSTRUCTIONS`` with a forward and a backward each, and their schedule."""
-MOST_JSON_OBJECTS = 1_000_000
-MOST_KEYS = 4_096
-"""Of one object."""
-MOST_DURATIONS = 65_536
-"""Of transfers, or of commands that are not known."""
-MOST_STREAM_PARTS = 1_250_000
-"""Operations of a schedule, and their transfers."""
-MOST_CSV_BYTES = 64 * MIB
-MOST_CSV_ROWS = 500_000
-MOST_SIGNAL_BYTES = 8 * MIB
-MOST_SIGNAL_VALUES = 40_000
-"""A year of quarter-hours."""
-MOST_SIGNAL_VALUE = 1e9
 MOST_RECORD_BYTES = 2048 * MIB
 MOST_RECORD_LINE_BYTES = 4 * MIB
 MOST_RECORDS = 1_000_000
 MOST_EVENTS, MOST_EVENT_BYTES = 50_000, 12 * MIB
 MOST_TIMELINE_BYTES, MOST_OPERATIONS = 16 * MIB, 100_000
 MOST_EVIDENCE_BYTES = 4 * MIB
-MOST_PLAN_BYTES = 4 * MIB
-MOST_PLAN_FILES = 1_000
-MOST_PLANS_BYTES = 64 * MIB
 
 MOST_STAGES = 4_096
 MOST_MICRO_BATCHES = 65_536
@@ -61,22 +41,6 @@ Power = Annotated[float, Field(ge=0, le=MOST_WATTS)]
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 """A name or a path, on one line: no control characters."""
 
-
-Key = TypeVar("Key")
 Value = TypeVar("Value")
-
-
-def with_few_keys(found: Any) -> Any:
-    """Return an object of a file if it has not too many keys.
-
-    Raises:
-        ValueError: It has.
-    """
-    if isinstance(found, dict) and len(found) > MOST_KEYS:
-        raise ValueError(f"{len(found)} keys, at most {MOST_KEYS} are read")
-    return found
-
-
-Keyed = Annotated[dict[Key, Value], BeforeValidator(with_few_keys)]
 Many = Annotated[list[Value], Field(fail_fast=True)]
 """Read up to the first value that is wrong: what is wrong with each of millions does not fit into memory."""

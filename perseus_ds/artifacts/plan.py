@@ -47,6 +47,19 @@ class FrequencyPlan:
         )
 
 
+def check_ranks(planned: int, expected: int, remedy: str = "") -> None:
+    """Check that a plan is for the ranks of a pipeline.
+
+    Raises:
+        PlanError: It is for another number of them; the message ends with the remedy.
+    """
+    if planned != expected:
+        remedy = remedy or f'Run "perseus-ds optimize" again for {expected} ranks.'
+        raise PlanError(
+            f"Plan does not fit this schedule: it is for {planned} ranks, the schedule has {expected}. {remedy}"
+        )
+
+
 def check_instructions(planned: Sequence[Sequence[Instruction]], expected: Sequence[Sequence[Instruction]]) -> None:
     """Check that a plan's instruction streams are those of a schedule.
 
@@ -59,11 +72,7 @@ def check_instructions(planned: Sequence[Sequence[Instruction]], expected: Seque
     expected = [[i for i in stream if i.kind is not Kind.TAIL or i.stage in tails] for stream in expected]
     micro_batches = 1 + max((i.micro_batch for stream in expected for i in stream), default=-1)
     remedy = f'Run "perseus-ds optimize" again for {len(expected)} ranks and {micro_batches} micro-batches.'
-    if len(planned) != len(expected):
-        raise PlanError(
-            f"Plan does not fit this schedule: it is for {len(planned)} ranks, the schedule has {len(expected)}. "
-            f"{remedy}"
-        )
+    check_ranks(len(planned), len(expected), remedy)
     for rank, (ours, theirs) in enumerate(zip(planned, expected, strict=True)):
         for position in range(max(len(ours), len(theirs))):
             plan_has = str(ours[position]) if position < len(ours) else "nothing"

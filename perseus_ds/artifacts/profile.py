@@ -1,25 +1,140 @@
-"""Time and energy of each stage's instructions at each clock, read from and written to ``profile.csv``."""
+"""A profile: time and energy of each stage's instructions at each clock.
+
+``profile.csv`` holds one measurement a row, ``profile.json`` beside it the device and job that were measured, fixed
+durations, and the quality of each row.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ConfigDict, Field, ValidationError
 
-from perseus_ds.artifacts.io import write_together
-from perseus_ds.artifacts.limits import MOST_JSON_BYTES
-from perseus_ds.artifacts.profile_csv import COLUMNS, Measurement, check, read_rows
-from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality, TransferDuration, load_info
+from perseus_ds.artifacts.io import MOST_JSON_BYTES, FileModel, read_json, read_text, validated, write_together
+from perseus_ds.artifacts.limits import (
+    Clock,
+    Count,
+    Duration,
+    Energy,
+    Index,
+    Many,
+    MicroBatchCount,
+    Power,
+    Stage,
+    StageCount,
+    Text,
+    Time,
+)
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import ProfileError
+from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Payload
 
-__all__ = ["ClockOptions", "Measurement", "ProfileInfo", "RowQuality", "StageProfile", "TransferDuration"]
-
+COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 Floats = npt.NDArray[np.float64]
+RelativeError = Annotated[float, Field(ge=0, le=1e9)]
+
+
+class TransferDuration(FileModel):
+    """How long a transfer over one boundary takes, without waiting for the other rank."""
+
+    payload: Payload
+    source: Stage
+    target: Stage
+    time_s: Duration
+
+
+class OtherDuration(FileModel):
+    """How long a command that perseus-ds does not know takes on one stage."""
+
+    command: Text
+    stage: Stage
+    time_s: Duration
+
+
+class RowQuality(FileModel):
+    """How well one row was measured.
+
+    Attributes:
+        samples: How often it was measured; 0 for a clock that was estimated from others.
+        time_relative_error: Standard error; None where unknown.
+        energy_relative_error: Standard error; None where unknown.
+        temperature_c: Of the GPU, when the measurement ended; None where unknown.
+        power_state: The same of its performance state, such as ``P0``.
+    """
+
+    stage: Stage
+    kind: Kind
+    clock_mhz: Clock
+    samples: Index
+    time_relative_error: RelativeError | None = None
+    energy_relative_error: RelativeError | None = None
+    temperature_c: Annotated[float, Field(ge=-300, le=1e4)] | None = None
+    power_state: Text | None = None
+
+
+class ProfileInfo(FileModel):
+    """The contents of ``profile.json``; all values are optional, since profiles of other programs have none of them."""
+
+    schema_version: Literal[1] = 1
+    simulated: bool | None = None
+    gpu: Text | None = None
+    driver: Text | None = None
+    blocking_power_w: Power | None = None
+    default_clock_mhz: Clock | None = None
+    schedule: Text | None = None
+    streams: ScheduleStreams | None = None
+    stages: StageCount | None = None
+    pipeline_ranks: StageCount | None = None
+    data_parallel: Count | None = None
+    tensor_parallel: Count | None = None
+    micro_batches: MicroBatchCount | None = None
+    micro_batch_size: Count | None = None
+    model: Text | None = None
+    job: Text | None = None
+    versions: dict[Text, Text] = Field(default_factory=dict)
+    load_s: dict[Stage, Duration] = Field(default_factory=dict)
+    tail_s: dict[Stage, Duration] = Field(default_factory=dict)
+    transfers: Many[TransferDuration] = Field(default_factory=list)
+    others: Many[OtherDuration] = Field(default_factory=list)
+    rows: Many[RowQuality] = Field(default_factory=list)
+
+    @property
+    def fixed_durations(self) -> FixedDurations:
+        """Durations of loads, tails and transfers, which have no clock to choose."""
+        return FixedDurations(
+            load_s=dict(self.load_s),
+            tail_s=dict(self.tail_s),
+            transfer_s={(t.payload, t.source, t.target): t.time_s for t in self.transfers},
+            other_s={(o.command, o.stage): o.time_s for o in self.others},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One row: time and energy of one kind of instruction of a stage at one clock, on one GPU."""
+
+    stage: int
+    kind: Kind
+    clock_mhz: int
+    time_s: float
+    energy_j: float
+
+
+def combine_ranks(rows: Sequence[Measurement]) -> Measurement:
+    """Return the slowest time and the mean energy of ranks that measured the same stage, kind and clock."""
+    slowest_s, mean_j = max(row.time_s for row in rows), sum(row.energy_j for row in rows) / len(rows)
+    return replace(rows[0], time_s=slowest_s, energy_j=mean_j)
 
 
 @dataclass(frozen=True)
@@ -51,7 +166,7 @@ class ClockOptions:
 
 
 def lower_hull(time_s: Floats, cost_j: Floats) -> list[int]:
-    """Return the indices of the points on the lower hull of points with rising time and falling cost."""
+    """Return the indices of the points on the lower hull of points with rising time."""
     kept: list[int] = []
     for index in range(len(time_s)):
         while len(kept) >= 2 and _above(time_s, cost_j, kept[-2], kept[-1], index):
@@ -82,7 +197,7 @@ class StageProfile:
         self.info = info or ProfileInfo()
         rows: dict[tuple[int, Kind], dict[int, Measurement]] = defaultdict(dict)
         for row in measurements:
-            check(row)
+            _check(row)
             known = rows[row.stage, row.kind].setdefault(row.clock_mhz, row)
             if known != row:
                 raise ProfileError(
@@ -107,9 +222,14 @@ class StageProfile:
         if not path.exists():
             raise ProfileError(f'{path}: no such profile. Measure one with "mode": "profile", or give its path.')
         info_path = path.with_suffix(".json")
-        info = load_info(info_path) if info_path.exists() else ProfileInfo()
+        info = ProfileInfo()
+        if info_path.exists():
+            remedy = "Measure the profile again, or remove the file to use the rows alone."
+            info = validated(
+                read_json(info_path, ProfileError, "profile.json"), ProfileInfo, info_path, ProfileError, remedy
+            )
         try:
-            profile = cls(read_rows(path), info)
+            profile = cls(_read_rows(path), info)
         except ProfileError as error:
             raise error if str(error).startswith(str(path)) else ProfileError(f"{path}: {error}") from None
         for row in info.rows:
@@ -182,3 +302,78 @@ class StageProfile:
         quality = [row for row in self.info.rows if keep(row.stage, row.kind, row.clock_mhz)]
         rows = [row for row in self.measurements if keep(row.stage, row.kind, row.clock_mhz)]
         return StageProfile(rows, self.info.model_copy(update={"rows": quality}))
+
+
+class _Row(FileModel):
+    """A row of ``profile.csv``; columns of other programs are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    stage: Stage
+    instruction: Kind
+    frequency: Clock
+    time: Time
+    energy: Energy
+
+
+def _check(row: Measurement) -> None:
+    cells = (row.stage, row.kind, row.clock_mhz, row.time_s, row.energy_j)
+    try:
+        _Row.model_validate(dict(zip(COLUMNS, cells, strict=True)))
+    except ValidationError as error:
+        where = f"stage {row.stage}, {row.kind}, {row.clock_mhz} MHz: "
+        raise ProfileError(f"{explain(error, _Row, where)} Measure it again.") from None
+
+
+def _read_rows(path: Path) -> list[Measurement]:
+    """Read a CSV; rows of different ranks are combined, rows of the same rank are not."""
+    combined: dict[tuple[int, Kind, int], list[tuple[tuple[str, ...], Measurement]]] = defaultdict(list)
+    try:
+        for line, record in _records(path):
+            row = _parse(f"{path}, line {line}: ", record)
+            rank = tuple(record.get(c) or "" for c in ("rank", "dp_rank", "tp_rank"))
+            combined[row.stage, row.kind, row.clock_mhz].append((rank, row))
+    except csv.Error as error:
+        raise ProfileError(f"{path}: not a CSV file ({error}).") from None
+    if not combined:
+        raise ProfileError(f'{path}: no rows. Measure a profile with "mode": "profile".')
+    return [row for entries in combined.values() for row in _combine(entries)]
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the cells of each row by column, with the number of its line."""
+    reader = csv.DictReader(
+        io.StringIO(read_text(path, ProfileError, "profile.csv"), newline=""), skipinitialspace=True
+    )
+    found = reader.fieldnames or ()
+    if missing := [column for column in COLUMNS if column not in found]:
+        raise ProfileError(
+            f"{path}: column {missing[0]!r} is missing. Expected the columns {','.join(COLUMNS)}, "
+            f"found {','.join(found)[:200] or 'an empty file'}."
+        )
+    for record in reader:
+        if None in record:
+            raise ProfileError(
+                f"{path}, line {reader.line_num}: more cells than columns. Write numbers with a decimal point."
+            )
+        if empty := [column for column in COLUMNS if not (record[column] or "").strip()]:
+            raise ProfileError(
+                f"{path}, line {reader.line_num}: {empty[0]} is empty; the file may be cut off. Measure it again."
+            )
+        yield reader.line_num, record
+
+
+def _parse(where: str, record: dict[str, str]) -> Measurement:
+    try:
+        row = _Row.model_validate(record)
+    except ValidationError as error:
+        raise ProfileError(f"{explain(error, _Row, where)} Measure it again.") from None
+    return Measurement(row.stage, row.instruction, row.frequency, row.time, row.energy)
+
+
+def _combine(entries: list[tuple[tuple[str, ...], Measurement]]) -> list[Measurement]:
+    """Combine rows of different ranks; rows of the same rank are returned as they are, to be compared."""
+    entries = list(dict.fromkeys(entries))
+    if len({rank for rank, _ in entries}) < len(entries):
+        return [row for _, row in entries]
+    return [combine_ranks([row for _, row in entries])]

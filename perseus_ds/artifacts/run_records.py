@@ -1,20 +1,54 @@
-"""The records of a job: what is known of each iteration and event, with their schema.
+"""``run.jsonl``: what is known of each iteration and event of a job, written line by line and read while it grows.
 
-Every rank reports each iteration (see :mod:`perseus_ds.artifacts.rank_report`). Rank 0 makes an
+Every rank reports each iteration (see :mod:`perseus_ds.policy.reports`). Rank 0 makes an
 :class:`IterationRecord` of all reports and writes it to ``run.jsonl``, one JSON object a line, between the job's
 events. What can be computed from a record (a saving, a lateness) is a property of it, and is never stored.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
+import stat
+import typing
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perseus_ds.artifacts.limits import UnixTime
-from perseus_ds.artifacts.record_base import Event, RunRecord
+from perseus_ds.artifacts.io import open_bounded, parse_json
+from perseus_ds.artifacts.limits import (
+    MOST_EVENT_BYTES,
+    MOST_EVENTS,
+    MOST_RECORD_BYTES,
+    MOST_RECORD_LINE_BYTES,
+    MOST_RECORDS,
+    UnixTime,
+)
+from perseus_ds.artifacts.printable import bounded
+from perseus_ds.errors import ConfigError
 
-SCHEMA_VERSION = 2
+
+class RunRecord(BaseModel):
+    """A line of ``run.jsonl``."""
+
+    # A later version may have more keys.
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    simulated: bool = False
+
+
+class Event(RunRecord):
+    """Something that happened between iterations; kinds that this version does not know are read as such."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    event: str
+    time: UnixTime = Field(0.0, description="When [Unix seconds].")
+
+
+SCHEMA_VERSION = 1
 MOST_FAILED_RANKS = 16
 """Of a record; the others are counted."""
 
@@ -85,14 +119,6 @@ class Started(Event):
     engines: list[str] | None = Field(None, description="Models of the process's engines; the first one trains.")
 
 
-class ProfilingBegun(Event):
-    """Training stops for a while: passes are repeated to measure a profile."""
-
-    event: Literal["profiling"] = "profiling"
-    clocks: int = Field(0, description="How many clocks are measured, at most.")
-    longest_s: float | None = Field(None, description="How long it usually takes at most [s].")
-
-
 class ProfileWritten(Event):
     """A profile was measured and written."""
 
@@ -102,15 +128,6 @@ class ProfileWritten(Event):
     iterations: int | None = Field(None, description="Iterations that were measured.")
     lost_s: float | None = Field(None, description="By how much they took longer than at default clocks [s].")
     lost_j: float | None = Field(None, description="By how much they used more energy [J].")
-    spent_s: float | None = Field(None, description="Time spent outside of training [s].")
-    spent_j: float | None = Field(None, description="Energy spent outside of training [J].")
-
-
-def against_default_clocks(extra_s: float, extra_j: float) -> str:
-    """Return how much more or less time and energy iterations took than at default clocks, in words."""
-    parts = [(abs(extra_s), "s", extra_s < 0), (abs(extra_j), "J", extra_j < 0)]
-    words = " and ".join(f"{amount:.4g} {unit} {'less' if less else 'more'}" for amount, unit, less in parts)
-    return f"{words} than at default clocks"
 
 
 class PlanChosen(Event):
@@ -130,7 +147,9 @@ class PlanJudged(Event):
 
     event: Literal["proof"] = "proof"
     plan: int | None = None
-    wins: bool = False
+    kept: bool = False
+    reason: str = Field("", description="Why it is kept or dropped.")
+    then: str = Field("", description="What follows: when it is compared or tried again.")
     slowdown: float = Field(0.0, description="As a fraction of the time at default clocks.")
     slowdown_error: float = Field(0.0, description="Its standard error.")
     promised_slowdown: float = Field(0.0, description="By the profile.")
@@ -169,12 +188,28 @@ class PolicyChanged(Event):
     problem: str | None = None
 
 
+class OrderGiven(Event):
+    """Somebody has ordered another policy, a pause or its end; it is pending until it is in force."""
+
+    event: Literal["order"] = "order"
+    policy: dict[str, Any] | None = Field(None, description="The policy that was ordered.")
+    paused: bool | None = Field(None, description="Whether a pause was ordered, or its end.")
+
+
+class PowerCapChanged(Event):
+    """Another power cap is in force."""
+
+    event: Literal["cap"] = "cap"
+    watts: float | None = Field(None, description="Of all GPUs of the job [W]; None without a cap.")
+    source: str = Field("", description="Where it comes from: the policy, or the file that it names.")
+
+
 class Drifted(Event):
     """Instructions take longer or shorter than profiled."""
 
     event: Literal["drift"] = "drift"
     drift: float = 0.0
-    profiles_again: bool | None = Field(None, description="Whether the job profiles again; None where not recorded.")
+    profiles_again: bool = Field(False, description="Whether the job profiles again.")
 
 
 class ClockRefused(Event):
@@ -202,27 +237,15 @@ class Recovered(Event):
     rank: int = 0
 
 
-class PlanTotals(BaseModel):
-    """Iterations under one plan, all of them together; those without a figure at default clocks are not counted."""
+class PlanSummary(BaseModel):
+    """Iterations under one plan, against the same iterations at default clocks."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     plan: int
     iterations: int
-    time_s: float
-    energy_j: float
-    default_s: float = Field(description="What they take at default clocks [s].")
-    default_j: float = Field(description="What they take at default clocks [J].")
-
-    @property
-    def slowdown(self) -> float:
-        """As a fraction of the time at default clocks."""
-        return self.time_s / self.default_s - 1
-
-    @property
-    def saved(self) -> float:
-        """As a fraction of the energy at default clocks."""
-        return 1 - self.energy_j / self.default_j
+    slowdown: float = Field(description="As a fraction of the time at default clocks.")
+    saved: float | None = Field(description="As a fraction of the energy at default clocks.")
 
 
 class Ended(Event):
@@ -235,18 +258,187 @@ class Ended(Event):
     without_energy: int = Field(0, description="Iterations whose energy could not be read.")
     clock_changes: int = 0
     clock_skips: int = 0
-    planned: int = Field(0, description="Iterations under plans.")
-    planned_j: float = Field(0.0, description="Their energy [J].")
-    default_j: float = Field(0.0, description="What they take at default clocks [J].")
-    planned_s: float = Field(0.0, description="The time of the iterations under plans [s].")
-    default_s: float = Field(0.0, description="What they take at default clocks [s].")
-    default_measured: bool = Field(False, description="Whether this job measured that; otherwise by the profile.")
-    plans: tuple[PlanTotals, ...] = Field((), description="The same by plan, in the order in which they ran.")
-
-    @property
-    def saved(self) -> float | None:
-        """Energy saved by the iterations under plans, as a fraction."""
-        return 1 - self.planned_j / self.default_j if self.default_j else None
+    planned: int = Field(0, description="Iterations under plans, over all starts of the job, like all that follows.")
+    saved_j: float = Field(0.0, description="Energy that they saved [J].")
+    gained_s: float = Field(0.0, description="Time that they gained [s].")
+    saved: float | None = Field(None, description="Energy that a typical one saved, as a fraction.")
+    slowdown: float | None = Field(None, description="How much longer a typical one took, as a fraction.")
+    baseline: str | None = Field(None, description="The iterations at default clocks that this is relative to.")
+    plans: tuple[PlanSummary, ...] = Field((), description="The same by plan, in the order in which they ran.")
 
 
 Record = IterationRecord | Event
+
+
+def trains(record: Record) -> bool:
+    """Return whether a record is of an iteration whose time and energy are valid."""
+    # While a simulated GPU is calibrated, instructions are not yet stretched.
+    return isinstance(record, IterationRecord) and record.phase != "calibrate"
+
+
+class TimetableMade(Event):
+    """A cheapest policy has decided which plan runs when; costs are values of its signal times kWh."""
+
+    event: Literal["timetable"] = "timetable"
+    cost: float = Field(0.0, description="Of all steps that are left.")
+    bound: float = Field(0.0, description="No assignment of plans to hours that ends in time costs less.")
+    fastest_cost: float = Field(0.0, description="Of the same steps under the plan of slowdown 0.")
+    unit: str = Field("", description="Of the signal.")
+    entries: tuple[tuple[float, int], ...] = Field((), description="When each plan begins [Unix seconds]; -1 is none.")
+    ends: float = Field(0.0, description="When the last step is done [Unix seconds].")
+    mean_from: float | None = Field(None, description="From when on the signal's mean is assumed [Unix seconds].")
+
+
+class CostsSoFar(Event):
+    """What the energy has cost since a cheapest policy began, in values of its signal times kWh."""
+
+    event: Literal["costs"] = "costs"
+    iterations: int = Field(0, description="Iterations that are counted.")
+    cost: float = 0.0
+    fastest_cost: float = Field(0.0, description="Of as many iterations under the plan of slowdown 0.")
+    bound: float | None = Field(None, description="Of all steps, as computed at the beginning.")
+    halted_s: float = Field(0.0, description="How long training stood still [s].")
+    done: bool = Field(False, description="Whether these are all; before, the fastest plan has had other hours.")
+
+
+class Halted(Event):
+    """All ranks waited before an iteration."""
+
+    event: Literal["halt"] = "halt"
+    time_s: float = 0.0
+    energy_j: float | None = Field(None, description="Of all GPUs meanwhile [J]; null where it cannot be read.")
+
+
+FILE_NAME = "run.jsonl"
+_KNOWN: dict[str, type[Event]] = {
+    name: kind for kind in Event.__subclasses__() for name in typing.get_args(kind.model_fields["event"].annotation)
+}
+
+
+def to_line(record: Record) -> str:
+    """Return a record as its line of ``run.jsonl``; characters that UTF-8 does not have become question marks."""
+    # Paths whose bytes are not UTF-8 have such characters, and errors quote paths.
+    texts = {name: value.encode(errors="replace").decode() for name, value in record if isinstance(value, str)}
+    return record.model_copy(update=texts).model_dump_json() + "\n"
+
+
+def from_line(line: str | bytes) -> Record:
+    """Return the record of a line of ``run.jsonl``.
+
+    Raises:
+        ValueError: It is no record.
+    """
+    raw = parse_json(line)
+    if not isinstance(raw, dict):
+        raise ValueError("not a JSON object")
+    if "event" in raw:
+        raw = bounded(raw)
+        return _KNOWN.get(str(raw["event"]), Event).model_validate(raw)
+    known = IterationRecord.model_fields
+    return IterationRecord.model_validate({key: value and bounded(value) for key, value in raw.items() if key in known})
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return all records of a file, as :func:`iterate_records` does."""
+    return list(iterate_records(path))
+
+
+def iterate_records(path: Path) -> Iterator[Record]:
+    """Yield the records of a ``run.jsonl`` (or of the folder it is in), but for a last one that was cut off.
+
+    Raises:
+        ConfigError: The file is missing, a line of it is no record, or there are too many.
+    """
+    path = path / FILE_NAME if path.is_dir() else path
+    cut_off: tuple[int, bytes] | None = None
+    events = event_bytes = 0
+    with open_bounded(path, ConfigError, "run.jsonl of a training run", MOST_RECORD_BYTES) as file:
+        for number in itertools.count(1):
+            line = file.readline(MOST_RECORD_LINE_BYTES)
+            if cut_off is not None and line:
+                raise ConfigError(f"{path}, line {cut_off[0]}: not a record of an iteration: {cut_off[1][:80]!r}.")
+            if not line:  # a last line may be cut off: the job was killed, or is still writing
+                return
+            try:
+                record = from_line(line)
+            except ValueError:
+                cut_off = number, line
+                continue
+            if isinstance(record, Event):
+                events, event_bytes = events + 1, event_bytes + len(line)
+            if number > MOST_RECORDS or events > MOST_EVENTS or event_bytes > MOST_EVENT_BYTES:
+                raise ConfigError(
+                    f"{path}, line {number}: at most {MOST_RECORDS} records are read, of which {MOST_EVENTS} with "
+                    f"{MOST_EVENT_BYTES} bytes may be events. Give each job an output_dir of its own."
+                )
+            yield record
+
+
+_MOST_BYTES = MOST_RECORD_LINE_BYTES
+"""Read at once; a line that is longer is no record."""
+_HEAD_BYTES = 256
+
+
+class RecordFollower:
+    """Returns the records of a file that were added since it was last asked.
+
+    Each time the file is opened anew, so that a shared disk shows what other nodes have written. A last line without
+    its end is read once it is complete.
+
+    Args:
+        folder: The job's output folder.
+
+    Attributes:
+        unreadable: Number of lines that are no records.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE_NAME
+        self._offset = 0
+        self._inode = -1
+        self._head = b""
+        self.unreadable = 0
+
+    def read(self) -> Iterator[tuple[bool, list[Record]]]:
+        """Yield the new records, those of some megabytes at a time, each time with whether the file has changed.
+
+        It has if it is another one than before, or was cut: then its records are all new, and those before are no
+        longer valid.
+
+        Raises:
+            OSError: It cannot be read, is no regular file, or too large.
+        """
+        # A FIFO is opened without waiting for who writes to it.
+        with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_RECORD_BYTES:
+                raise OSError(f"{self._path}: expected a regular file of at most {MOST_RECORD_BYTES} bytes")
+            head = file.read(_HEAD_BYTES)
+            is_same = status.st_ino == self._inode and status.st_size >= self._offset and head.startswith(self._head)
+            is_new = self._offset > 0 and not is_same
+            if not is_same:
+                self._offset = self.unreadable = 0
+            self._inode, self._head = status.st_ino, head
+            file.seek(self._offset)
+            while block := self._complete_lines(file.read(_MOST_BYTES)):
+                self._offset += len(block)
+                yield is_new, self._records(block)
+                is_new = False
+                file.seek(self._offset)
+
+    @staticmethod
+    def _complete_lines(block: bytes) -> bytes:
+        end = block.rfind(b"\n") + 1
+        return block if len(block) == _MOST_BYTES and not end else block[:end]
+
+    def _records(self, lines: bytes) -> list[Record]:
+        found = [_record(line) for line in lines.splitlines()]
+        self.unreadable += found.count(None)
+        return [record for record in found if record is not None]
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        return from_line(line)
+    except ValueError:
+        return None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.limits import (
     MOST_INSTRUCTIONS,
     MOST_STAGES,
-    MOST_STREAM_PARTS,
     Index,
     MicroBatch,
     MicroBatchCount,
@@ -36,19 +34,6 @@ from perseus_ds.pipeline.schedule import (
 
 def _command(operation: Any) -> Any:
     return operation[0] if isinstance(operation, (list, tuple)) and operation else None
-
-
-def _of_bounded_size(ranks: Any) -> Any:
-    """Return what is written of all ranks, if it has not too many parts."""
-    operations = [operation for stream in _listed(ranks) for operation in _listed(stream)]
-    parts = len(operations) + sum(len(_listed(part)) for operation in operations for part in _listed(operation))
-    if parts > MOST_STREAM_PARTS:
-        raise ValueError(f"{parts} operations and transfers, at most {MOST_STREAM_PARTS} are read")
-    return ranks
-
-
-def _listed(found: Any) -> Sequence[Any]:
-    return found if isinstance(found, (list, tuple)) else ()
 
 
 _Transfer = tuple[Payload, Stage, Stage, MicroBatch]
@@ -80,11 +65,7 @@ class ScheduleStreams(FileModel):
 
     name: Text
     micro_batches: MicroBatchCount
-    ranks: Annotated[
-        tuple[_Stream, ...],
-        Field(fail_fast=True, max_length=MOST_STAGES),
-        BeforeValidator(_of_bounded_size),
-    ]
+    ranks: Annotated[tuple[_Stream, ...], Field(fail_fast=True, max_length=MOST_STAGES)]
 
     @classmethod
     def of(cls, schedule: Schedule) -> ScheduleStreams:

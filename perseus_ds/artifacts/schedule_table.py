@@ -8,10 +8,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from perseus_ds.artifacts.io import FileModel, write_atomically
+from perseus_ds.artifacts.limits import Count
 
-SCHEMA_VERSION = 1
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
 
 
 class ComparedSchedule(FileModel):
@@ -67,7 +66,7 @@ class ScheduleTable(FileModel):
     """
 
     format: Literal["perseus-ds schedules"] = "perseus-ds schedules"
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     profile: str
     simulated: bool | None
     gpu: str | None

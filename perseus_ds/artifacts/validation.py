@@ -10,8 +10,10 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-_MOST_PROBLEMS = 10
+_MOST_PROBLEMS = 5
+_MOST_DESCRIBED = 10_000
 _LONGEST_KEY = 80
+_LONGEST_TEXT = 200
 
 
 class StrictModel(BaseModel):
@@ -28,10 +30,12 @@ def explain(error: ValidationError, owner: Any, prefix: str) -> str:
         owner: The model that was validated, or the union of models.
         prefix: Written before each key: ``"perseus."`` of a block, ``"profile.json: "`` of a file.
     """
-    problems = error.errors()
-    lines = [_explain(problem, owner, prefix) for problem in problems[:_MOST_PROBLEMS]]
-    if len(problems) > _MOST_PROBLEMS:
-        lines.append(f"{prefix.rstrip('.: ')}: {len(problems) - _MOST_PROBLEMS} more problems like these.")
+    count = error.error_count()
+    if count > _MOST_DESCRIBED:  # a description takes a kilobyte
+        return f"{prefix.rstrip('.: ')}: {count} keys or values are wrong."
+    lines = [_explain(problem, owner, prefix) for problem in error.errors()[:_MOST_PROBLEMS]]
+    if count > _MOST_PROBLEMS:
+        lines.append(f"{prefix.rstrip('.: ')}: {count - _MOST_PROBLEMS} more problems like these.")
     return "\n".join(lines)
 
 
@@ -45,6 +49,12 @@ def expectation(key: str, expected: str, found: object, hint: str = "") -> str:
         hint: What follows, such as the text of ``did_you_mean``.
     """
     return f"{key}: expected {expected}, got {reprlib.repr(found)}{f'; {hint}' if hint else '.'}"
+
+
+def brief(text: object) -> str:
+    """Return the beginning of a text, such as that of an error which quotes what it was given."""
+    text = str(text)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -66,7 +76,7 @@ def _explain(problem: Any, owner: Any, prefix: str) -> str:
             hint = did_you_mean(keys[-1], known) or f"known keys are {', '.join(known)}."
             return f"{key}: unknown key; {hint}"
         case "value_error":
-            text = str(context["error"])
+            text = brief(context["error"])
             return f"{key}: {text}" if text.endswith("?") else f"{key}: {text}."
         case "union_tag_invalid":
             return _expected_one_of(key, context["expected_tags"], context["tag"])

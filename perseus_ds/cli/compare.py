@@ -22,8 +22,7 @@ class Arguments:
 
 def run(arguments: Arguments) -> int:
     """Write the comparison."""
-    from perseus_ds.report.comparison import compare
-    from perseus_ds.report.comparison_page import comparison_page, comparison_text
+    from perseus_ds.report.comparison import compare, comparison_page, comparison_text
     from perseus_ds.report.rendering import write_output
     from perseus_ds.report.sources import find_sources
 

@@ -71,8 +71,8 @@ def _status(status: dict[str, Any], *, as_json: bool) -> str:
     from pydantic import ValidationError
 
     from perseus_ds.errors import ConfigError
-    from perseus_ds.report.live.facts import JobFacts
-    from perseus_ds.report.live.phrases import sentences
+    from perseus_ds.report.live import sentences
+    from perseus_ds.runtime.progress import JobFacts
 
     if as_json:
         return json.dumps(status)

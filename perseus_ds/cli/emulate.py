@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from perseus_ds.cli.arguments import argument, require
+from perseus_ds.errors import FrontierError
 
 if TYPE_CHECKING:
+    from perseus_ds.artifacts.plan import InstructionStreams
     from perseus_ds.artifacts.profile import StageProfile
-    from perseus_ds.optimizer.emulation import Emulation
+    from perseus_ds.optimizer.emulation import Curve, Emulation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +46,11 @@ class Arguments:
 def run(arguments: Arguments) -> int:
     """Print one column of savings for each frontier."""
     from perseus_ds.artifacts.profile import StageProfile
-    from perseus_ds.cli.emulation_table import table
 
     profile = StageProfile.load(arguments.profile)
     results = [_emulate(path, profile, arguments) for path in arguments.frontier]
     head = f"{arguments.pipelines} pipelines, {arguments.gpus_per_stage} GPUs per stage; against the highest clock"
-    print(table([str(path) for path in arguments.frontier], head, results))
+    print(_table([str(path) for path in arguments.frontier], head, results))
     if profile.info.simulated:
         print("The profile is SIMULATED: no GPU was measured.")
     return 0
@@ -57,7 +60,6 @@ def _emulate(path: Path, profile: StageProfile, arguments: Arguments) -> Emulati
     import numpy as np
 
     from perseus_ds.artifacts.frontier import Frontier
-    from perseus_ds.cli.emulation_table import read_curve, streams_1f1b
     from perseus_ds.cli.inputs import naming
     from perseus_ds.optimizer.emulation import Curve, EmulatedJob, busy_at_highest_clock, emulate
 
@@ -65,16 +67,12 @@ def _emulate(path: Path, profile: StageProfile, arguments: Arguments) -> Emulati
         require("emulate", arguments, "micro_batches", "blocking_power_w")
         assert arguments.micro_batches is not None
         assert arguments.blocking_power_w is not None
-        streams, curve = streams_1f1b(profile, arguments.micro_batches), read_curve(path)
+        streams, curve = _streams_1f1b(profile, arguments.micro_batches), read_curve(path)
         power_w = arguments.blocking_power_w
     else:
         frontier = Frontier.load(path)
-        streams, curve = (
-            frontier.instructions,
-            Curve(
-                np.array([plan.time_s for plan in frontier.plans]), np.array([plan.energy_j for plan in frontier.plans])
-            ),
-        )
+        streams, plans = frontier.instructions, frontier.plans
+        curve = Curve(np.array([plan.time_s for plan in plans]), np.array([plan.energy_j for plan in plans]))
         power_w = frontier.provenance.blocking_power_w
     job = EmulatedJob(
         pipelines=arguments.pipelines,
@@ -86,3 +84,68 @@ def _emulate(path: Path, profile: StageProfile, arguments: Arguments) -> Emulati
     with naming(arguments.profile):
         busy = busy_at_highest_clock(profile, streams)
     return emulate(curve, busy, job, arguments.straggler)
+
+
+def _streams_1f1b(profile: StageProfile, micro_batches: int) -> InstructionStreams:
+    """Return what each rank computes, in no particular order: enough to sum it up.
+
+    Raises:
+        ConfigError: That is too much.
+    """
+    from perseus_ds.cli.inputs import check_size
+    from perseus_ds.pipeline.instruction import Instruction, Kind
+
+    check_size(profile.num_stages, micro_batches)
+    return tuple(
+        tuple(Instruction(stage, kind, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in range(micro_batches))
+        for stage in range(profile.num_stages)
+    )
+
+
+def read_curve(path: Path) -> Curve:
+    """Read a CSV with columns time and energy (lowtime's), or time_s and energy_j (ours).
+
+    Raises:
+        FrontierError: It cannot be read, or holds no plan; the message names file and line.
+    """
+    import numpy as np
+
+    from perseus_ds.artifacts.io import read_text
+    from perseus_ds.artifacts.validation import brief
+    from perseus_ds.optimizer.emulation import Curve
+
+    reader = csv.DictReader(io.StringIO(read_text(path, FrontierError, "CSV of a frontier"), newline=""))
+    try:
+        found = reader.fieldnames or ()
+        columns = ("time_s", "energy_j") if "time_s" in found else ("time", "energy")
+        if missing := [column for column in columns if column not in found]:
+            raise FrontierError(f"{path}: column {missing[0]!r} is missing; found {','.join(found)[:200]}.")
+        rows = [[float(record[column]) for column in columns] for record in reader]
+    except (TypeError, ValueError, csv.Error) as error:
+        raise FrontierError(f"{path}, line {reader.line_num}: expected numbers ({brief(error)}).") from None
+    times_s, energies_j = np.array(rows).reshape(-1, 2).T
+    try:
+        return Curve(times_s, energies_j)
+    except FrontierError as error:
+        raise FrontierError(f"{path}: {error}") from None
+
+
+def _table(names: list[str], head: str, results: list[Emulation]) -> str:
+    """Return one column of savings for each frontier, one line for each straggler."""
+    columns = [f"({number})" for number in range(1, len(names) + 1)]
+
+    def line(what: str, values: list[str]) -> str:
+        return f"{what:32}" + "".join(f"{value:>12}" for value in values)
+
+    lines = [
+        *(f"{column} {name}" for column, name in zip(columns, names, strict=True)),
+        head,
+        line("", columns),
+        line("shortest iteration [s]", [f"{r.shortest_s:.3f}" for r in results]),
+        line("T* [s]", [f"{r.t_star_s:.3f}" for r in results]),
+        line("saved without a straggler", [f"{r.intrinsic:.2%}" for r in results]),
+    ]
+    for straggler in zip(*(result.stragglers for result in results), strict=True):
+        values = [f"{found.saving:.2%}" for found in straggler]
+        lines.append(line(f"saved with a straggler {straggler[0].slowdown:g}x", values))
+    return "\n".join(lines)

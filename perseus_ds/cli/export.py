@@ -1,30 +1,22 @@
-"""``perseus-ds export``: a frontier's plans for other systems."""
+"""``perseus-ds export``: a frontier's plans for Zeus and lowtime."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
 from perseus_ds.cli.arguments import argument
 
 
-class Format(Enum):
-    """Whose files are written."""
-
-    zeus = "what the server of Zeus's pipeline frequency optimizer loads"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Write the plans of a frontier for Zeus."""
+    """Write the plans of a frontier for the server of Zeus's pipeline frequency optimizer."""
 
     examples: ClassVar = ("perseus-ds export perseus/frontier out=plans",)
 
     frontier: Path = argument("frontier.json, or the folder it is in", word=True)
     out: Path = argument("folder for freqs_pipeline_00000.py (the fastest plan), freqs_pipeline_00001.py, …")
-    format: Format = argument("whose files are written", Format.zeus)
 
 
 def run(arguments: Arguments) -> int:

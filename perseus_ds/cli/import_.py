@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from perseus_ds.cli.arguments import argument
+from perseus_ds.cli.arguments import argument, blocking_power_argument, schedule_argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +21,8 @@ class Arguments:
     plans: Path = argument("folder of freqs_pipeline_*.py", word=True)
     profile: Path = argument("profile.csv, or the folder it is in; profile.json is read beside it")
     out: Path = argument("folder for frontier.json and frontier.csv")
-    blocking_power_w: float | None = argument(
-        "power of a GPU that waits for its neighbour [W]; by default what profile.json says", None, at_least=0
-    )
-    schedule: str | None = argument(
-        "1f1b, dualpipev or package.module:Class, which is imported; by default what profile.json holds, else 1f1b",
-        None,
-    )
+    blocking_power_w: float | None = blocking_power_argument()
+    schedule: str | None = schedule_argument()
 
 
 def run(arguments: Arguments) -> int:
@@ -39,7 +34,7 @@ def run(arguments: Arguments) -> int:
     from perseus_ds.cli.inputs import naming, schedule_of_plans
     from perseus_ds.cli.output import check_folder, save_and_summarise
     from perseus_ds.optimizer import problem_for
-    from perseus_ds.optimizer.imported_plans import judge
+    from perseus_ds.optimizer.imported_plans import evaluate
 
     profile = StageProfile.load(arguments.profile)
     plans = read_plans(arguments.plans)
@@ -48,5 +43,5 @@ def run(arguments: Arguments) -> int:
     out = check_folder(arguments.out)
     with naming(arguments.profile):
         problem = problem_for(schedule, profile, arguments.blocking_power_w)
-    print(save_and_summarise(judge(chain([first], plans), problem), arguments.profile, out))
+    print(save_and_summarise(evaluate(chain([first], plans), problem), arguments.profile, out))
     return 0

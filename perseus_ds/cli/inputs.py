@@ -11,23 +11,21 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.limits import MOST_INSTRUCTIONS, MOST_STAGES
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.zeus_plans import Pairs
-from perseus_ds.cli.run_arguments import RunArguments
+from perseus_ds.cli.arguments import RunArguments
 from perseus_ds.errors import ConfigError, PerseusError, ProfileError
+from perseus_ds.pipeline.commands import KNOWN, OF_TORCH, is_of_torch, read_schedule, schedule_class, stages_per_rank
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import (
-    KNOWN,
-    OF_TORCH,
-    Schedule,
-    is_of_torch,
-    read_schedule,
-    schedule_class,
-    stages_per_rank,
-)
+from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.report.sources import Sources, connect, find_sources
 
 
 def schedule_for(
-    profile: StageProfile, *, schedule: str | None, stages: int | None, micro_batches: int | None
+    profile: StageProfile,
+    *,
+    schedule: str | None,
+    stages: int | None,
+    micro_batches: int | None,
+    recorded: str | None = None,
 ) -> Schedule:
     """Return the schedule that the arguments name; what they leave out is the profile's.
 
@@ -36,6 +34,7 @@ def schedule_for(
         schedule: As the user gave it; a class of that name is imported.
         stages: As the user gave it.
         micro_batches: As the user gave it.
+        recorded: Its name in a file that counts more than the profile; not imported either.
 
     Raises:
         ConfigError: Neither says how many micro-batches there are, or the stages do not fit the schedule.
@@ -52,9 +51,9 @@ def schedule_for(
         return written
     stages = stages or info.stages or profile.num_stages
     check_size(stages, micro_batches)
-    name, found = find_schedule(info.schedule, schedule)
+    name, found = find_schedule(recorded or info.schedule, schedule)
     if is_of_torch(found):
-        from perseus_ds.torch_pipelining.order import read_class
+        from perseus_ds.engines.torch_pipelining.order import read_class
 
         # A rank of these may have any number of stages.
         ranks = info.pipeline_ranks or stages
@@ -77,12 +76,12 @@ def schedule_of(frontier: Frontier, profile: StageProfile) -> Schedule:
     if frontier.schedule is not None:
         return frontier.schedule
     origin = frontier.provenance
-    own = profile.info.model_copy(update={"schedule": origin.schedule})
     return schedule_for(
-        StageProfile(profile.measurements, own),
+        profile,
         schedule=None,
         stages=origin.stages,
         micro_batches=origin.micro_batches,
+        recorded=origin.schedule,
     )
 
 
@@ -100,23 +99,14 @@ def schedule_of_plans(pairs: Pairs, profile: StageProfile, schedule: str | None)
     """
     info = profile.info
     written = None if schedule or info.streams is None else info.streams.to_schedule()
-    if written and [_forwards(kinds) for kinds in _kinds(pairs)] == [
-        _forwards([i.kind.value for i in stream]) for stream in written.instructions
-    ]:
+    forwards = [sum(kind == Kind.FORWARD for kind, _ in entries) for entries in pairs]
+    if written and forwards == [sum(i.kind is Kind.FORWARD for i in stream) for stream in written.instructions]:
         return written
     _, found = find_schedule(info.schedule, schedule)
     per_rank = stages_per_rank(found)
-    micro_batches = _forwards(_kinds(pairs)[0]) // per_rank
+    micro_batches = forwards[0] // per_rank
     check_size(len(pairs) * per_rank, micro_batches)
     return read_schedule(found, ranks=len(pairs), micro_batches=micro_batches)
-
-
-def _kinds(pairs: Pairs) -> list[list[str]]:
-    return [[kind for kind, _ in entries] for entries in pairs]
-
-
-def _forwards(kinds: list[str]) -> int:
-    return kinds.count(Kind.FORWARD.value)
 
 
 def find_schedule(label: str | None, schedule: str | None) -> tuple[str, type]:
@@ -136,8 +126,12 @@ def find_schedule(label: str | None, schedule: str | None) -> tuple[str, type]:
             f"micro-batches. Classes that files name are not imported; if you trust it, write schedule={name} with "
             '"perseus-ds optimize".'
         )
-    with _no_warnings():
+    # DeepSpeed warns on import that it finds no accelerator; planning needs none.
+    logging.disable(logging.WARNING)
+    try:
         return name, schedule_class(name)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def check_size(stages: int, micro_batches: int) -> None:
@@ -160,16 +154,6 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from None
-
-
-@contextmanager
-def _no_warnings() -> Iterator[None]:
-    # DeepSpeed warns on import that it finds no accelerator; planning needs none.
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def frontier_and_profile(frontier: Path, profile: Path | None) -> tuple[Frontier, StageProfile]:

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from perseus_ds.artifacts.printable import printable
-from perseus_ds.cli.commands import COMMANDS, module_of
-from perseus_ds.cli.printable import PrintableText
-from perseus_ds.errors import ConfigError, PerseusError
+from perseus_ds.cli.arguments import parse
+from perseus_ds.cli.commands import COMMANDS, command_help, module_of, overview
+from perseus_ds.cli.output import PrintableText
+from perseus_ds.errors import ConfigError, GpuError, PerseusError
 
 _HELP = ("-h", "--help")
 
@@ -19,8 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0, or 1 where something went wrong, or 2 where the arguments are wrong; 130 or 141, as usual in shells, where it
-        was interrupted or nobody read its output any more.
+        0, or 1 where the command's answer is no (a machine that is not ready, a bound that does not hold) or a GPU
+        refused; 2 for whatever the caller can mend: arguments, files, an output that cannot be written; 130 or 141, as
+        usual in shells, where it was interrupted or nobody read its output any more.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["help"]:
@@ -34,14 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
     except PerseusError as error:
         print(printable(f"{program}: {error}"), file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 1 if isinstance(error, GpuError) else 2
     except BrokenPipeError:  # nobody reads the output any more, as with "| head"; the rest of it goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         print(printable(f"{program}: {where}{error.strerror or error}."), file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         print(printable(f"{program}: interrupted."), file=sys.stderr)
         return 130
@@ -54,8 +56,6 @@ def _run(words: list[str]) -> int:
         print(f"perseus-ds {importlib.metadata.version('perseus-ds')}")
         return 0
     if not words or words[0] in _HELP:
-        from perseus_ds.cli.help import overview
-
         print(overview())
         return 0 if words else 2
     for word in words:
@@ -68,11 +68,7 @@ def _run(words: list[str]) -> int:
         hint = did_you_mean(command, COMMANDS) or f"commands are {', '.join(COMMANDS)}."
         raise ConfigError(f"there is no such command; {hint}")
     if any(word in _HELP for word in rest):
-        from perseus_ds.cli.help import command_help
-
         print(command_help(command))
         return 0
-    from perseus_ds.cli.composition import compose
-
     module = module_of(command)
-    return int(module.run(compose(command, module.Arguments, rest)))
+    return int(module.run(parse(command, module.Arguments, rest)))

@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from perseus_ds.cli.arguments import argument
+from perseus_ds.cli.arguments import argument, blocking_power_argument, schedule_argument
 from perseus_ds.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,13 +33,8 @@ class Arguments:
         "micro-batches per iteration; by default what profile.json says", None, at_least=1
     )
     stages: int | None = argument("stages of the model; by default as many as the profile has", None, at_least=1)
-    blocking_power_w: float | None = argument(
-        "power of a GPU that waits for its neighbour [W]; by default what profile.json says", None, at_least=0
-    )
-    schedule: str | None = argument(
-        "1f1b, dualpipev or package.module:Class, which is imported; by default what profile.json holds, else 1f1b",
-        None,
-    )
+    blocking_power_w: float | None = blocking_power_argument()
+    schedule: str | None = schedule_argument()
     solver: SolverChoice = argument("which solver computes the plans", SolverChoice.exact)
     plans: int = argument("number of deadlines, from T_min to T*, for which exact computes a plan", 120, at_least=2)
     switch_cost_j: float = argument(

@@ -1,18 +1,64 @@
-"""Output that several commands share: a frontier in a few lines, a progress bar."""
+"""Output that several commands share: printable text, a folder to write to, a frontier in words, a progress bar."""
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
-from tqdm import tqdm
-
-from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
-from perseus_ds.artifacts.frontier import Frontier, describe
+from perseus_ds.artifacts.printable import printable
 from perseus_ds.errors import ConfigError
+
+if TYPE_CHECKING:
+    from perseus_ds.artifacts.frontier import Frontier
+
+
+class PrintableText(io.TextIOBase):
+    """A stream that writes what it is given to another one, printable."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def terminal(self) -> TextIO:
+        """The stream behind, for what draws on a screen; it must write printable text only."""
+        return self._stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def write(self, text: str) -> int:
+        """Write a text; characters that the stream's encoding lacks are written as escapes."""
+        safe = printable(text)
+        encoding = self._stream.encoding or "utf-8"
+        self._stream.write(safe.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+def terminal() -> TextIO:
+    """Return the standard output for what draws on a screen; it must write printable text only."""
+    return sys.stdout.terminal if isinstance(sys.stdout, PrintableText) else sys.stdout
+
+
+def answer_no(command: str, reason: object) -> int:
+    """Print why what a command was asked to confirm is not so; return its exit code."""
+    print(printable(f"perseus-ds {command}: {reason}"), file=sys.stderr)
+    return 1
 
 
 def check_folder(out: Path) -> Path:
@@ -32,14 +78,18 @@ def check_folder(out: Path) -> Path:
 
 def save_and_summarise(frontier: Frontier, profile: Path, out: Path, *, certificates: bool = False) -> str:
     """Save a frontier with the path of its profile, and return the lines to print about it."""
+    from perseus_ds.artifacts.certificates import FILE_NAME
+
     provenance = frontier.provenance.model_copy(update={"profile": str(profile)})
     path = replace(frontier, provenance=provenance).save(out, certificates=certificates)
-    more = f"\nWritten: {path.with_name(CERTIFICATES)}" if certificates else ""
+    more = f"\nWritten: {path.with_name(FILE_NAME)}" if certificates else ""
     return f"{frontier_summary(frontier)}\nWritten: {path} and {path.with_suffix('.csv').name}{more}"
 
 
 def frontier_summary(frontier: Frontier) -> str:
     """Return how many plans a frontier has, their times, and what they save."""
+    from perseus_ds.artifacts.frontier import describe
+
     figures = describe(frontier)
     fastest, provenance = frontier.plans[0], frontier.provenance
     slowdown = fastest.time_s / frontier.t_min_s - 1
@@ -67,6 +117,8 @@ def progress_bar() -> Iterator[Callable[[str, float], None]]:
 
     Yields a function that takes the name of the present step and the fraction done, 0 to 1.
     """
+    from tqdm import tqdm
+
     layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
     with tqdm(total=1.0, bar_format=layout, delay=1.0, leave=False, disable=None) as bar:
 

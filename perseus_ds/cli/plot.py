@@ -37,7 +37,7 @@ def run(arguments: Arguments) -> int:
     from perseus_ds.cli.output import check_folder
     from perseus_ds.pipeline.dag import Dag
     from perseus_ds.report.history import read_history
-    from perseus_ds.report.measured import measured_points
+    from perseus_ds.report.jobs import measured_points
     from perseus_ds.report.pictures import frontier_picture, timeline_picture
     from perseus_ds.report.timeline import timeline
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from perseus_ds.cli.arguments import argument, require
-from perseus_ds.errors import ConfigError
+from perseus_ds.cli.arguments import argument, blocking_power_argument, require
+from perseus_ds.errors import ConfigError, ProfileError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from perseus_ds.artifacts.profile import ClockOptions, StageProfile
 
 
 class Action(Enum):
@@ -40,15 +47,12 @@ class Arguments:
     out: Path | None = argument(
         "show: the picture to write; merge, convert: folder for profile.csv and profile.json", None
     )
-    blocking_power_w: float | None = argument(
-        "power of a GPU that waits for its neighbour [W]; by default what profile.json says", None, at_least=0
-    )
+    blocking_power_w: float | None = blocking_power_argument()
 
 
 def run(arguments: Arguments) -> int:
     """Do what the action says."""
     from perseus_ds.artifacts.profile import StageProfile
-    from perseus_ds.cli import profile_actions
 
     needed = {Action.compare: ("other",), Action.merge: ("other", "out"), Action.convert: ("out",)}
     require("profile", arguments, *needed.get(arguments.action, ()))
@@ -57,15 +61,151 @@ def run(arguments: Arguments) -> int:
     power_w = profile.info.blocking_power_w if arguments.blocking_power_w is None else arguments.blocking_power_w
     match arguments.action:
         case Action.show:
-            profile_actions.show(profile, power_w, arguments.out)
+            _show(profile, power_w, arguments.out)
         case Action.compare:
             if len(arguments.other) > 1:
                 raise ConfigError(f"other: compare takes one other profile, got {len(arguments.other)}.")
-            profile_actions.compare(path, arguments.other[0])
+            _compare(path, arguments.other[0])
         case Action.validate:
-            profile_actions.validate(path, profile, power_w)
+            return _validate(path, profile, power_w)
         case Action.merge:
-            profile_actions.merge([path, *arguments.other], out)
+            _merge([path, *arguments.other], out)
         case Action.convert:
-            profile_actions.convert(profile, power_w, out)
+            _convert(profile, power_w, out)
     return 0
+
+
+def _show(profile: StageProfile, power_w: float | None, picture: Path | None) -> None:
+    """Print the rows, and draw them if a path for the picture is given."""
+    print(_heading(profile))
+    for stage, kind in profile.keys:
+        options = profile.options(stage, kind)
+        pareto = set(options.pareto(power_w or 0.0).clock_mhz.tolist())
+        print(f"\nstage {stage}, {kind}\n   MHz   time [s]  energy [J]  power [W]")
+        for clock, time_s, energy_j in zip(*_columns(options), strict=True):
+            mark = "  *" if clock in pareto else ""
+            print(f"{clock:6d} {time_s:10.5f} {energy_j:11.4f} {energy_j / time_s:10.1f}{mark}")
+    waiting = "effective energy (beyond blocking power)" if power_w else "energy"
+    print(f"\n* no other clock is as fast and as low in {waiting}")
+    if picture is not None:
+        from perseus_ds.report.pictures import profile_picture
+
+        profile_picture(profile, picture, blocking_power_w=power_w or 0.0)
+        print(f"Written: {picture}")
+
+
+def _compare(path: Path, other_path: Path) -> None:
+    """Print by how much the rows of a second profile differ from those of a first one."""
+    import numpy as np
+
+    from perseus_ds.artifacts.profile import StageProfile
+
+    profile, other = StageProfile.load(path), StageProfile.load(other_path)
+    print(f"{_heading(profile)}\n{_heading(other)}\n\nsecond relative to first, at the clocks both have")
+    print("stage kind      clocks   time: mean   worst    energy: mean   worst")
+    for stage, kind in sorted(set(profile.keys) & set(other.keys)):
+        ours, theirs = profile.options(stage, kind), other.options(stage, kind)
+        _, i, j = np.intersect1d(ours.clock_mhz, theirs.clock_mhz, return_indices=True)
+        if not i.size:
+            print(f"{stage:5d} {kind:9} {0:6d}   no clock in common")
+            continue
+        time, energy = theirs.time_s[j] / ours.time_s[i] - 1, theirs.energy_j[j] / ours.energy_j[i] - 1
+        print(
+            f"{stage:5d} {kind:9} {i.size:6d}     {time.mean():+8.2%} {_worst(time):+8.2%}"
+            f"       {energy.mean():+8.2%} {_worst(energy):+8.2%}"
+        )
+    for holder, only in (
+        (path, set(profile.keys) - set(other.keys)),
+        (other_path, set(other.keys) - set(profile.keys)),
+    ):
+        for stage, kind in sorted(only):
+            print(f"{stage:5d} {kind:9} only in {holder}")
+
+
+def _validate(path: Path, profile: StageProfile, power_w: float | None) -> int:
+    """Print whether plans can be computed from a profile; return 1 if not."""
+    import numpy as np
+
+    from perseus_ds.cli.inputs import schedule_for
+    from perseus_ds.cli.output import answer_no
+    from perseus_ds.optimizer import problem_for
+    from perseus_ds.pipeline.instruction import Kind
+
+    schedule = schedule_for(profile, schedule=None, stages=None, micro_batches=profile.info.micro_batches or 2)
+    try:
+        problem = problem_for(schedule, profile, power_w)
+    except ProfileError as error:
+        return answer_no("profile", f"{path}: {error}")
+    print(_heading(profile))
+    for key in itertools.product(range(profile.num_stages), (Kind.FORWARD, Kind.BACKWARD)):
+        if key not in profile.keys:
+            print(f"  note: stage {key[0]}, {key[1]}: no rows")
+    for group in problem.groups:
+        options = profile.options(group.stage, group.kind)
+        slower = options.time_s[1:] / np.minimum.accumulate(options.time_s)[:-1] - 1
+        if slower.max() > 0.03:
+            clock = int(options.clock_mhz[1:][slower.argmax()])
+            where = f"stage {group.stage}, {group.kind}, {clock} MHz"
+            print(f"  note: {where}: {slower.max():.1%} slower than at a lower clock")
+    print(f"Plans can be made of it: {len(problem.groups)} kinds of instructions, T_min {problem.t_min_s:.4f} s.")
+    return 0
+
+
+def _merge(paths: Sequence[Path], out: Path) -> None:
+    """Write the rows of several profiles as one.
+
+    Raises:
+        ConfigError: They were measured on different GPUs or in different jobs.
+    """
+    from perseus_ds.artifacts.profile import StageProfile
+
+    first, *others = profiles = [StageProfile.load(path) for path in paths]
+    for path, other in zip(paths[1:], others, strict=True):
+        for key in ("gpu", "simulated", "model", "micro_batch_size", "tensor_parallel"):
+            expected, found = getattr(first.info, key), getattr(other.info, key)
+            if expected is not None and found is not None and expected != found:
+                raise ConfigError(
+                    f"{path}: {key} is {found!r}, in {paths[0]} it is {expected!r}; such rows do not go together."
+                )
+    info = first.info.model_copy(update={"rows": [row for profile in profiles for row in profile.info.rows]})
+    _write(StageProfile([row for profile in profiles for row in profile.measurements], info), out)
+
+
+def _convert(profile: StageProfile, power_w: float | None, out: Path) -> None:
+    """Write a profile that was read from any CSV as our files."""
+    from perseus_ds.artifacts.profile import StageProfile
+
+    stages = profile.info.stages or profile.num_stages
+    info = profile.info.model_copy(update={"blocking_power_w": power_w, "stages": stages})
+    _write(StageProfile(profile.measurements, info), out)
+
+
+def _write(profile: StageProfile, out: Path) -> None:
+    from perseus_ds.cli.output import check_folder
+
+    profile.save(check_folder(out) / "profile.csv")
+    print(f"{_heading(profile)}\nWritten: {out / 'profile.csv'} and profile.json")
+
+
+def _heading(profile: StageProfile) -> str:
+    info = profile.info
+    clocks = sorted({m.clock_mhz for m in profile.measurements})
+    estimated = sum(row.samples == 0 for row in info.rows)
+    parts = [
+        info.gpu or "GPU not known",
+        f"{profile.num_stages} stages",
+        f"{len(clocks)} clocks from {clocks[0]} to {clocks[-1]} MHz",
+        f"{len(profile.measurements)} rows"
+        + (f", {estimated} of them estimated from their neighbours" if estimated else ""),
+    ]
+    if info.blocking_power_w is not None:
+        parts.append(f"blocking power {info.blocking_power_w:.1f} W")
+    return ", ".join(parts) + (" (SIMULATED: no GPU was measured)" if info.simulated else "")
+
+
+def _columns(options: ClockOptions) -> tuple[list[int], list[float], list[float]]:
+    return options.clock_mhz.tolist(), options.time_s.tolist(), options.energy_j.tolist()
+
+
+def _worst(values: np.ndarray) -> float:
+    return float(max(values.tolist(), key=abs))

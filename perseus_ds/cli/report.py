@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from perseus_ds.cli.arguments import argument
-from perseus_ds.cli.run_arguments import RunArguments
+from perseus_ds.cli.arguments import RunArguments, argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ def run(arguments: Arguments) -> int:
 def _report_evidence(folder: Path, out: Path | None) -> int:
     """Write the page about checks on a GPU."""
     from perseus_ds.artifacts.evidence import FILE_NAME, Evidence
-    from perseus_ds.report.evidence_page import evidence_page, evidence_text
+    from perseus_ds.report.evidence import evidence_page, evidence_text
     from perseus_ds.report.rendering import write_output
 
     evidence = Evidence.load(folder / FILE_NAME)
@@ -53,11 +52,9 @@ def _report_evidence(folder: Path, out: Path | None) -> int:
 
 def _report_run(arguments: Arguments) -> int:
     from perseus_ds.cli.inputs import sources_for
-    from perseus_ds.report.jobs import jobs_of, main_job
-    from perseus_ds.report.page import report_page
+    from perseus_ds.report.jobs import Factors, jobs_of, main_job
+    from perseus_ds.report.page import as_text, report_page, tiles
     from perseus_ds.report.rendering import write_output
-    from perseus_ds.report.savings import Factors
-    from perseus_ds.report.tiles import as_text, tiles
 
     found = sources_for(arguments)
     factors = Factors(

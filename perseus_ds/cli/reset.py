@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from perseus_ds.cli.arguments import argument
-from perseus_ds.device.gpu.nvml import NvmlGpu
-from perseus_ds.device.gpu.nvml_lookup import gpu_count, index_of_uuid
-from perseus_ds.device.lock_records import left_locks
+from perseus_ds.clocks.lock_records import left_locks
 from perseus_ds.errors import ConfigError, GpuError
+from perseus_ds.gpu.nvml import NvmlGpu, gpu_count, gpu_uuids, match_uuid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +28,36 @@ class Arguments:
 
 def run(arguments: Arguments) -> int:
     """Reset the clocks; returns 1 if a GPU could not be reset."""
-    chosen = arguments.gpus
-    if chosen == []:
-        raise ConfigError("gpus=[]: name at least one GPU, or leave gpus out for all of them.")
-    if chosen is None:
-        chosen = [*range(gpu_count())]
-    results = [_reset(gpu) for gpu in chosen]
+    results = [_reset(index) for index in _indices(arguments.gpus)]
     return 0 if all(results) else 1
 
 
-def _reset(index_or_uuid: int | str) -> bool:
+def _indices(chosen: list[int | str] | None) -> list[int]:
+    """Return the indices of the chosen GPUs.
+
+    Raises:
+        ConfigError: One of them is not on this node.
+        GpuError: NVML or the driver is missing.
+    """
+    if chosen == []:
+        raise ConfigError("gpus=[]: name at least one GPU, or leave gpus out for all of them.")
+    count = gpu_count()
+    if chosen is None:
+        return [*range(count)]
+    uuids = gpu_uuids() if any(isinstance(gpu, str) for gpu in chosen) else []
     try:
-        gpu = NvmlGpu(index_or_uuid) if isinstance(index_or_uuid, int) else NvmlGpu(index_of_uuid(index_or_uuid))
+        indices = [match_uuid(gpu, uuids) if isinstance(gpu, str) else gpu for gpu in chosen]
+    except GpuError as error:
+        raise ConfigError(f"gpus: {error}") from None
+    for index in indices:
+        if not 0 <= index < count:
+            raise ConfigError(f"gpus: there is no GPU {index} on this node, which has {count}; see `nvidia-smi -L`.")
+    return indices
+
+
+def _reset(index: int) -> bool:
+    try:
+        gpu = NvmlGpu(index)
         try:
             gpu.reset_clock()
             for left in left_locks():
@@ -50,6 +67,6 @@ def _reset(index_or_uuid: int | str) -> bool:
         finally:
             gpu.close()
     except GpuError as error:
-        print(f"GPU {index_or_uuid}: NOT reset. {error}", file=sys.stderr)
+        print(f"GPU {index}: NOT reset. {error}", file=sys.stderr)
         return False
     return True

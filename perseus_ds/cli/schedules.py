@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from perseus_ds.cli.arguments import argument
+from perseus_ds.cli.arguments import argument, blocking_power_argument
 from perseus_ds.errors import ConfigError
+
+if TYPE_CHECKING:
+    from perseus_ds.pipeline.schedule import Schedule
+
+# Name -> torch's class, and its stages on each rank; None: as many as are asked for.
+_OF_TORCH: dict[str, tuple[str, int | None]] = {
+    "gpipe": ("GPipe", 1),
+    "1f1b": ("1F1B", 1),
+    "interleaved": ("Interleaved1F1B", None),
+    "looped_bfs": ("LoopedBFS", None),
+    "interleaved_zero_bubble": ("InterleavedZeroBubble", None),
+    "zbv": ("ZBVZeroBubble", 2),
+    "dualpipev": ("DualPipeV", 2),
+}
+_OF_DEEPSPEED = {"deepspeed_1f1b": "1f1b", "deepspeed_dualpipev": "dualpipev"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +57,7 @@ class Arguments:
         "measured as a whole; above 0 and below 1",
         0.5,
     )
-    blocking_power_w: float | None = argument(
-        "power of a GPU that waits for its neighbour [W]; by default what profile.json says", None, at_least=0
-    )
+    blocking_power_w: float | None = blocking_power_argument()
     plans: int = argument("number of deadlines, from T_min to T*, for which a plan is computed", 40, at_least=2)
     out: Path | None = argument("folder for schedules.json and schedules.png; by default that of the profile", None)
 
@@ -54,7 +68,6 @@ def run(arguments: Arguments) -> int:
     from perseus_ds.artifacts.schedule_table import ScheduleTable
     from perseus_ds.cli.inputs import naming
     from perseus_ds.cli.output import check_folder, progress_bar
-    from perseus_ds.cli.schedule_choice import choose_schedules
     from perseus_ds.optimizer.schedule_comparison import compare_schedules
     from perseus_ds.report.schedules import schedules_picture, schedules_text
 
@@ -94,3 +107,45 @@ def run(arguments: Arguments) -> int:
     schedules_picture(table, out / "schedules.png")
     print(f"{schedules_text(table)}\nWritten: {out / 'schedules.json'} and schedules.png")
     return 0
+
+
+def choose_schedules(
+    names: Sequence[str], *, micro_batches: Sequence[int], ranks: int, chunks: int
+) -> list[tuple[str, Schedule]]:
+    """Return the schedules with their names, each with every number of micro-batches.
+
+    Args:
+        names: As the user wrote them.
+        micro_batches: Per iteration.
+        ranks: Pipeline ranks.
+        chunks: Stages on each rank, where the schedule does not say.
+
+    Raises:
+        ConfigError: There is no such schedule.
+        ScheduleError: A schedule cannot be built for these numbers.
+    """
+    from perseus_ds.artifacts.validation import did_you_mean
+
+    for name in names:
+        if name not in _OF_TORCH and name not in _OF_DEEPSPEED and ":" not in name:
+            known = (*_OF_TORCH, *_OF_DEEPSPEED)
+            hint = did_you_mean(name, known) or f"known are {', '.join(known)}, and package.module:Class."
+            raise ConfigError(f"schedules: no schedule is called {name!r}; {hint}")
+    return [(name, _schedule(name, count, ranks, chunks)) for name in names for count in micro_batches]
+
+
+def _schedule(name: str, micro_batches: int, ranks: int, chunks: int) -> Schedule:
+    if name in _OF_TORCH:
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        from perseus_ds.engines.torch_pipelining.order import read_class
+
+        of_torch, stages = _OF_TORCH[name]
+        return read_class(
+            get_schedule_class(of_torch), ranks=ranks, stages_per_rank=stages or chunks, micro_batches=micro_batches
+        )
+    from perseus_ds.cli.inputs import find_schedule
+    from perseus_ds.pipeline.commands import read_schedule
+
+    _, found = find_schedule(None, _OF_DEEPSPEED.get(name, name))
+    return read_schedule(found, ranks=ranks, micro_batches=micro_batches)

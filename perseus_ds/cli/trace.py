@@ -7,8 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from perseus_ds.cli.arguments import argument
-from perseus_ds.cli.run_arguments import RunArguments
+from perseus_ds.cli.arguments import RunArguments, argument
 from perseus_ds.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,8 +62,8 @@ def _predicted(found: Sources, number: int | None) -> dict[str, Timeline]:
 
 
 def _measured(found: Sources) -> dict[str, Timeline]:
-    from perseus_ds.report.measured_timeline import measured_timeline
     from perseus_ds.report.sources import label
+    from perseus_ds.report.timeline import measured_timeline
 
     suffix = ", simulated" if found.simulated else ""
     return {

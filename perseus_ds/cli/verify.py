@@ -30,9 +30,10 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> int:
-    """Print that every claim holds; the first one that does not is an error."""
+    """Print that every claim holds, or the first one that does not; returns 1 then."""
     from perseus_ds.artifacts.certificates import FILE_NAME, Certificates
     from perseus_ds.cli.inputs import frontier_and_profile, naming, schedule_for
+    from perseus_ds.cli.output import answer_no
     from perseus_ds.optimizer.verification import verify
 
     folder = arguments.frontier if arguments.frontier.is_dir() else arguments.frontier.parent
@@ -47,12 +48,12 @@ def run(arguments: Arguments) -> int:
             micro_batches=frontier.provenance.micro_batches,
         )
         if expected.ranks != certificates.schedule.ranks:
-            raise FrontierError(f"{path}: its schedule is not that of schedule={arguments.schedule}.")
+            return answer_no("verify", f"{path}: its schedule is not that of schedule={arguments.schedule}.")
     with naming(arguments.profile or folder):
         try:
             verified = verify(frontier, certificates, profile)
         except FrontierError as error:
-            raise FrontierError(f"{arguments.frontier}: {error}") from None
+            return answer_no("verify", f"{arguments.frontier}: {error}")
     print(
         f"{verified.plans} plans verified: time and energy of each follow from the profile's rows, and each lower "
         f"bound is proven by its certificate; the worst plan is {verified.worst_gap:.3%} above its bound."

@@ -14,7 +14,7 @@ class Arguments:
     """Show how a job goes, anywhere where its folder can be read; the jobs of a folder in a line each.
 
     It ends with the job. In a terminal, p pauses the plans, r resumes them and o asks for another policy, where the
-    job can be reached: on the node of rank 0, by its owner. q leaves.
+    job can be reached: on the node of rank 0, by its owner. q leaves. Where there is no job yet, it waits for one.
     """
 
     examples: ClassVar = ("perseus-ds watch perseus", "perseus-ds watch runs --once", "perseus-ds watch perseus --json")
@@ -29,10 +29,9 @@ def run(arguments: Arguments) -> int:
     import sys
 
     from perseus_ds.cli.watching import print_json, print_once, watch
-    from perseus_ds.report.live.following import Jobs
+    from perseus_ds.report.live import Jobs
 
     jobs = Jobs(arguments.run)
-    jobs.followers()
     if arguments.json:
         print_json(jobs, once=arguments.once)
     elif arguments.once or not sys.stdout.isatty():

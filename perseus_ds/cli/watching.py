@@ -14,13 +14,13 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.text import Text
 
-from perseus_ds.cli.printable import terminal
+from perseus_ds.cli.output import terminal
 from perseus_ds.errors import ConfigError
 from perseus_ds.policy.control_socket import ADDRESS_FILE, parse_order, send_order
-from perseus_ds.report.live.facts import JobFacts
-from perseus_ds.report.live.following import JobFollower, Jobs
-from perseus_ds.report.live.screen import JobScreen, JobsTable
+from perseus_ds.report.live import JobFollower, Jobs, JobScreen, JobsTable
+from perseus_ds.runtime.progress import JobFacts
 
 _PERIOD_S = 1.0
 _KEYS = "[p] pause  [r] resume  [o] policy  [q] leave"
@@ -56,21 +56,33 @@ def print_once(jobs: Jobs) -> None:
 
 
 def watch(jobs: Jobs) -> None:
-    """Show how the jobs go until all have ended, or somebody leaves; then print it once more."""
+    """Show how the jobs go until all have ended, or somebody leaves; then print it once more.
+
+    Where there is no job yet, wait for one.
+    """
     keys = Keys()
     with _single_characters(), Live(console=Console(file=terminal()), screen=True, auto_refresh=False) as live:
         while True:
-            followers = jobs.followers()
+            try:
+                followers = jobs.followers()
+            except ConfigError as error:
+                live.update(Text(f"{error}\nWaiting for a job to start there.  [q] leave"), refresh=True)
+                if _goes_on(keys):
+                    continue
+                return
             facts = [follower.facts(time.time()) for follower in followers]
             keys.folder = _reachable(followers, facts)
             live.update(_view(live.console.size.height, followers, facts, keys), refresh=True)
-            if all(each.ended for each in facts):
+            if all(each.ended for each in facts) or not _goes_on(keys):
                 break
-            with contextlib.suppress(KeyboardInterrupt):
-                if all(keys.press(key) for key in _pressed(_PERIOD_S)):
-                    continue
-            break
     print_once(jobs)
+
+
+def _goes_on(keys: Keys) -> bool:
+    """Wait for keys, and carry them out; return whether nobody has left."""
+    with contextlib.suppress(KeyboardInterrupt):
+        return all(keys.press(key) for key in _pressed(_PERIOD_S))
+    return False
 
 
 class Keys:

@@ -11,10 +11,10 @@ from perseus_ds.artifacts.limits import MOST_JOULES, MOST_PLANS, MOST_SECONDS, M
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError, ProfileError
-from perseus_ds.optimizer.exact.problem import Problem
-from perseus_ds.optimizer.exact.solver import solve_exact
-from perseus_ds.optimizer.exact.switches import SwitchCosts
 from perseus_ds.optimizer.lowtime import solve_lowtime
+from perseus_ds.optimizer.problem import Problem
+from perseus_ds.optimizer.solver import solve_exact
+from perseus_ds.optimizer.switches import DwellTimes, SwitchCosts
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.schedule import Schedule
 
@@ -32,7 +32,7 @@ def optimize(
     plans: int = 120,
     switch_cost_j: float = 0.0,
     switch_cost_s: float = 0.0,
-    least_dwell_s: float = 0.0,
+    least_dwell_s: DwellTimes = 0.0,
     progress: Progress | None = None,
 ) -> Frontier:
     """Return the frontier of frequency plans from ``T_min`` to ``T*``.
@@ -45,7 +45,7 @@ def optimize(
         plans: For how many deadlines ``exact`` plans; about so many plans come back.
         switch_cost_j: What a change of clock is taken to cost when ``exact`` chooses between clocks [J].
         switch_cost_s: By how much it is then taken to delay the next instruction [s].
-        least_dwell_s: The shortest time at one clock in plans of ``exact`` [s].
+        least_dwell_s: The shortest time at one clock in plans of ``exact``, for all clocks or by clock in MHz [s].
         progress: Told how far the solver is.
 
     Returns:
@@ -59,24 +59,28 @@ def optimize(
         raise ConfigError(f"plans={plans}: a frontier needs at least 2, one for T_min and one for T*.")
     if plans > MOST_PLANS:
         raise ConfigError(f"plans={plans}: at most {MOST_PLANS} are computed.")
+    switches = SwitchCosts(switch_cost_j, switch_cost_s, least_dwell_s)
     for name, value, most, unit in (
         ("switch_cost_j", switch_cost_j, MOST_JOULES, "joules"),
         ("switch_cost_s", switch_cost_s, MOST_SECONDS, "seconds"),
-        ("least_dwell_s", least_dwell_s, MOST_SECONDS, "seconds"),
+        ("least_dwell_s", switches.longest_dwell_s, MOST_SECONDS, "seconds"),
     ):
         if not 0 <= value <= most:
             raise ConfigError(f"{name}={value}: expected a number of {unit} >= 0, at most {most:g}.")
-    problem = problem_for(schedule, profile, blocking_power_w, switch_cost_s)
+    problem = problem_for(schedule, profile, blocking_power_w, switch_cost_s, switches.longest_dwell_s)
     report = progress or (lambda what, done: None)
     if solver == "lowtime":
         return frontier_of(problem, solve_lowtime(problem, report), solver)
-    switches = SwitchCosts(switch_cost_j, switch_cost_s, least_dwell_s)
     found = solve_exact(problem, plans=plans, switches=switches, progress=report)
     return replace(frontier_of(problem, found.plans, solver), certificates=found.certificates)
 
 
 def problem_for(
-    schedule: Schedule, profile: StageProfile, blocking_power_w: float | None, switch_cost_s: float = 0.0
+    schedule: Schedule,
+    profile: StageProfile,
+    blocking_power_w: float | None,
+    switch_cost_s: float = 0.0,
+    least_dwell_s: float = 0.0,
 ) -> Problem:
     """Return the optimisation problem of a schedule.
 
@@ -97,7 +101,7 @@ def problem_for(
             f"The schedule has {schedule.num_stages} stages, the profile {profile.num_stages}. "
             f"Profile the model with {schedule.num_stages} stages, or give fewer."
         )
-    return Problem(Dag.build(schedule), profile, power_w, switch_cost_s=switch_cost_s)
+    return Problem(Dag.build(schedule), profile, power_w, switch_cost_s=switch_cost_s, least_dwell_s=least_dwell_s)
 
 
 def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -> Frontier:
@@ -113,6 +117,7 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
             stages=schedule.num_stages,
             blocking_power_w=problem.blocking_power_w,
             switch_cost_s=problem.switch_cost_s,
+            least_dwell_s=problem.least_dwell_s,
             solver=solver,
             simulated=info.simulated,
             gpu=info.gpu,

@@ -9,11 +9,11 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.zeus_plans import Pairs
 from perseus_ds.errors import FrontierError, ProfileError
 from perseus_ds.optimizer import frontier_of
-from perseus_ds.optimizer.exact.problem import Problem
+from perseus_ds.optimizer.problem import Problem
 from perseus_ds.pipeline.instruction import Kind
 
 
-def judge(plans: Iterable[tuple[Path, Pairs]], problem: Problem) -> Frontier:
+def evaluate(plans: Iterable[tuple[Path, Pairs]], problem: Problem) -> Frontier:
     """Return the frontier of plans made elsewhere, with time and energy computed from the profile's rows.
 
     Tails for which the profile has rows, but the plans no clock, run at the highest clock.
@@ -21,14 +21,14 @@ def judge(plans: Iterable[tuple[Path, Pairs]], problem: Problem) -> Frontier:
     Raises:
         FrontierError: A plan does not fit the schedule or the profile; the message names its file.
     """
-    judged = []
+    found = []
     for path, pairs in plans:
         clocks = _clocks(path, pairs, problem)
         try:
-            judged.append(problem.evaluate(clocks))
+            found.append(problem.evaluate(clocks))
         except ProfileError as error:
             raise FrontierError(f"{path}: {error} Give the profile that the plans are for.") from None
-    return frontier_of(problem, judged, "imported")
+    return frontier_of(problem, found, "imported")
 
 
 def _clocks(path: Path, pairs: Pairs, problem: Problem) -> tuple[tuple[int, ...], ...]:

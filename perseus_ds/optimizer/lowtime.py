@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.optimizer.exact.problem import InstructionGroup, OptionIndices, Problem
+from perseus_ds.optimizer.problem import InstructionGroup, OptionIndices, Problem
 
 _UNIT_S = 1e-3
 """The unit of time lowtime was published with."""

@@ -1,16 +1,24 @@
-"""The frontiers of several schedules from one profile, side by side."""
+"""The frontiers of several schedules from one measured profile, side by side.
+
+For a schedule other than the measured one, stages are cut into chunks or joined, and backwards split or joined.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from statistics import fmean
 
-from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.profile import Measurement, StageProfile, TransferDuration
 from perseus_ds.artifacts.schedule_table import ComparedSchedule
+from perseus_ds.errors import ProfileError
 from perseus_ds.optimizer import optimize
-from perseus_ds.optimizer.recut import recut
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.pipeline.schedule import Exchange, Launch, Payload, Schedule
+
+_SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def compare_schedules(
@@ -84,3 +92,183 @@ def _held(stream: tuple[Instruction, ...]) -> dict[int, list[int]]:
         stage: list(accumulate(change.get(i.kind, 0) if i.stage == stage else 0 for i in stream))
         for stage in sorted({i.stage for i in stream})
     }
+
+
+@dataclass(frozen=True)
+class Recut:
+    """A profile for the stages and kinds of a schedule.
+
+    Attributes:
+        profile: The profile.
+        assumptions: What it takes for granted and no measurement shows, one sentence each.
+    """
+
+    profile: StageProfile
+    assumptions: tuple[str, ...]
+
+
+def recut(profile: StageProfile, schedule: Schedule, *, weight_share: float) -> Recut:
+    """Return the profile of the same model on the same GPUs under another schedule.
+
+    A stage of the profile is cut into equal chunks where the schedule has more stages, and neighbouring stages are
+    joined where it has fewer.
+
+    Args:
+        profile: As measured.
+        schedule: The other schedule.
+        weight_share: How much of a backward's time and energy the gradients of the weights take, above 0 and below
+            1; used where the schedule splits a backward that was measured as a whole.
+
+    Raises:
+        ProfileError: The number of stages is neither a multiple nor a divisor of the profile's, or a kind of
+            instruction was not measured.
+    """
+    return _Recut(profile, schedule, weight_share).result()
+
+
+class _Recut:
+    def __init__(self, profile: StageProfile, schedule: Schedule, weight_share: float) -> None:
+        self.profile, self.schedule, self.weight_share = profile, schedule, weight_share
+        self.fixed = profile.info.fixed_durations
+        self.measured = set(profile.keys)
+        self.stages, self.wanted = profile.num_stages, schedule.num_stages
+        if self.wanted % self.stages and self.stages % self.wanted:
+            raise ProfileError(
+                f"{schedule.name} has {self.wanted} stages, the profile {self.stages}: expected a multiple or a "
+                "divisor, so that stages can be cut into equal chunks or joined. Change ranks or stages_per_rank."
+            )
+        self.chunks = max(1, self.wanted // self.stages)
+        self.assumptions: list[str] = []
+
+    def result(self) -> Recut:
+        if self.chunks > 1:
+            self._assume(
+                f"each stage is cut into {self.chunks} equal chunks, each with 1/{self.chunks} of its time and energy"
+            )
+        keys = sorted({(i.stage, i.kind) for stream in self.schedule.instructions for i in stream})
+        rows = [row for stage, kind in keys for row in self._rows(stage, kind)]
+        info = self.profile.info.model_copy(
+            update={
+                "schedule": self.schedule.name,
+                "stages": self.wanted,
+                "pipeline_ranks": len(self.schedule.ranks),
+                "micro_batches": self.schedule.micro_batches,
+                "load_s": {stage: self._load_s(stage) for stage in range(self.wanted)},
+                "tail_s": self._tails_s(),
+                "transfers": self._transfers(),
+                "others": [],
+                "rows": [],
+            }
+        )
+        if self.fixed.other_s:
+            self._assume("commands that perseus-ds does not know take no time")
+        return Recut(StageProfile(rows, info), tuple(self.assumptions))
+
+    def _assume(self, sentence: str) -> None:
+        if sentence not in self.assumptions:
+            self.assumptions.append(sentence)
+
+    def _sources(self, stage: int) -> range:
+        """Return the profile's stages of which a stage is a part, or which are its parts."""
+        if self.chunks > 1:
+            return range(stage // self.chunks, stage // self.chunks + 1)
+        joined = self.stages // self.wanted
+        return range(stage * joined, (stage + 1) * joined)
+
+    def _rows(self, stage: int, kind: Kind) -> list[Measurement]:
+        if kind is Kind.TAIL:
+            return self._tail_rows(stage)
+        parts = [part for source in self._sources(stage) for part in self._measured_as(source, kind)]
+        return self._sum(stage, kind, [(source, of, share / self.chunks) for source, of, share in parts])
+
+    def _measured_as(self, stage: int, kind: Kind) -> list[tuple[int, Kind, float]]:
+        """Return the rows, and how much of each, that make up a kind of instruction of one of the profile's stages."""
+        has = [kind for measured, kind in self.profile.keys if measured == stage]
+        recomputed = [(stage, Kind.RECOMPUTE, 1.0)] if Kind.RECOMPUTE in has else []
+        if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and recomputed and not self._recomputes:
+            self._assume("what was recomputed in an instruction of its own is part of the backward")
+        else:
+            recomputed = []
+        if kind in _SPLIT and kind not in has:
+            share = self.weight_share if kind is Kind.BACKWARD_WEIGHT else 1 - self.weight_share
+            self._assume(
+                f"the gradients of the weights take {self.weight_share:.0%} of a backward's time and energy, at "
+                "every clock"
+            )
+            return [*recomputed, (stage, Kind.BACKWARD, share)]
+        if kind is Kind.BACKWARD and kind not in has:
+            return [*recomputed, *((stage, part, 1.0) for part in _SPLIT)]
+        return [*recomputed, (stage, kind, 1.0)]
+
+    @property
+    def _recomputes(self) -> bool:
+        return any(i.kind is Kind.RECOMPUTE for stream in self.schedule.instructions for i in stream)
+
+    def _sum(self, stage: int, kind: Kind, parts: list[tuple[int, Kind, float]]) -> list[Measurement]:
+        """Add up rows at the clocks at which all of them were measured."""
+        clocks = [set(self.profile.options(source, of).clock_mhz.tolist()) for source, of, _ in parts]
+        result = []
+        for clock_mhz in sorted(set.intersection(*clocks)):
+            rows = [(self.profile.at(source, of, clock_mhz), share) for source, of, share in parts]
+            time_s = sum(share * row.time_s for row, share in rows)
+            energy_j = sum(share * row.energy_j for row, share in rows)
+            result.append(Measurement(stage, kind, clock_mhz, time_s, energy_j))
+        return result
+
+    def _tail_rows(self, stage: int) -> list[Measurement]:
+        """Return the rows of a rank's tail, the sum of its stages' tails; none if not measured over clocks."""
+        sources = [(source, Kind.TAIL, share) for source, share in self._tail_shares(stage)]
+        if any((source, Kind.TAIL) not in self.measured for source, _, _ in sources):
+            return []
+        return self._sum(stage, Kind.TAIL, sources)
+
+    def _tails_s(self) -> dict[int, float]:
+        tails = sorted({i.stage for stream in self.schedule.instructions for i in stream if i.kind is Kind.TAIL})
+        return {
+            stage: sum(share * self.fixed.tail_s.get(source, 0.0) for source, share in self._tail_shares(stage))
+            for stage in tails
+        }
+
+    def _tail_shares(self, stage: int) -> list[tuple[int, float]]:
+        """Return how much of which of the profile's tails the tail of a rank is, the rank being that of a stage."""
+        shares: defaultdict[int, float] = defaultdict(float)
+        for held in self._held_with[stage]:
+            for source in self._sources(held):
+                shares[source] += 1 / self.chunks
+        return list(shares.items())
+
+    @property
+    def _held_with(self) -> dict[int, list[int]]:
+        """By stage, all stages of its rank."""
+        held = [sorted({i.stage for i in stream}) for stream in self.schedule.instructions]
+        return {stage: stages for stages in held for stage in stages}
+
+    def _load_s(self, stage: int) -> float:
+        # Only the ends of the pipeline load data: the first chunk of the first stage, the last one of the last.
+        source = self._sources(stage)[0 if stage == 0 else -1]
+        return self.fixed.load_s.get(source, 0.0)
+
+    def _transfers(self) -> list[TransferDuration]:
+        operations = (operation for stream in self.schedule.ranks for operation in stream)
+        transfers = {t for op in operations if isinstance(op, (Exchange, Launch)) for t in op.transfers}
+        boundaries = sorted({(t.payload, t.source, t.target) for t in transfers})
+        return [
+            TransferDuration(
+                payload=payload, source=source, target=target, time_s=self._transfer_s(payload, source, target)
+            )
+            for payload, source, target in boundaries
+        ]
+
+    def _transfer_s(self, payload: Payload, source: int, target: int) -> float:
+        """Return how long a transfer takes: as measured over that boundary, or the mean of all where there is none."""
+        ends = (
+            self._sources(source)[-1 if source < target else 0],
+            self._sources(target)[0 if source < target else -1],
+        )
+        measured = self.fixed.transfer_s.get((payload, *ends))
+        if measured is not None:
+            return measured
+        known = [time_s for (of, *_), time_s in self.fixed.transfer_s.items() if of == payload]
+        if known:
+            self._assume("a transfer over a boundary that the measured job did not have takes the mean of the others")
+        return fmean(known) if known else 0.0

@@ -11,8 +11,8 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import FrontierError, ProfileError
 from perseus_ds.optimizer import problem_for
-from perseus_ds.optimizer.exact.certificate import CertificateError, Verifier
-from perseus_ds.optimizer.exact.problem import Problem
+from perseus_ds.optimizer.bounds import CertificateError, Verifier
+from perseus_ds.optimizer.problem import Problem
 
 _ROUNDING = 1e-12
 """Relative difference that rounding may make where sums are computed in another order on another machine."""
@@ -45,7 +45,9 @@ def verify(frontier: Frontier, certificates: Certificates, profile: StageProfile
         ScheduleError: The certificates' schedule is not possible.
     """
     origin = frontier.provenance
-    problem = problem_for(certificates.schedule, profile, origin.blocking_power_w, origin.switch_cost_s)
+    problem = problem_for(
+        certificates.schedule, profile, origin.blocking_power_w, origin.switch_cost_s, origin.least_dwell_s
+    )
     _check_inputs(frontier, certificates, problem)
     _check_plan("the baseline", frontier.baseline, problem)
     verifier = Verifier(problem)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO, TypeAlias
+from typing import Annotated, TextIO, TypeAlias
 
 from pydantic import Field, ValidationError
 
@@ -44,6 +44,7 @@ _START = (
 _SECTIONS = ("bounds", "clocks")
 _MOST_PROGRESS = 1 << 16
 Progress: TypeAlias = Callable[[str, float], None]
+DwellTime = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class OptimizeRequest(StrictModel):
@@ -55,7 +56,7 @@ class OptimizeRequest(StrictModel):
         schedule: What every rank does in one iteration.
         switch_cost_j: What a change of clock is taken to cost [J].
         switch_cost_s: By how much it is taken to delay the next instruction [s].
-        least_dwell_s: Shortest time at one clock [s].
+        least_dwell_s: Shortest time at one clock, for all clocks or by clock in MHz [s].
         plans: For how many deadlines to plan.
     """
 
@@ -64,7 +65,7 @@ class OptimizeRequest(StrictModel):
     schedule: ScheduleStreams
     switch_cost_j: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     switch_cost_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    least_dwell_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    least_dwell_s: DwellTime | dict[int, DwellTime] = 0.0
     plans: int = Field(default=120, ge=2)
 
 

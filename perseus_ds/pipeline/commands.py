@@ -1,14 +1,20 @@
-"""Reads the commands of a schedule as operations, and lets clients register commands of their own."""
+"""Reads a DeepSpeed ``PipeSchedule`` as the operations of all its ranks.
+
+The engine's own schedule is used: it is instantiated for every rank and the commands of its ``steps()`` are read; 1F1B
+is never derived again. Commands are recognised by class name, so that those of other engines (Merak's) need not be
+importable; clients register commands of their own.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from perseus_ds.errors import ConfigError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.operations import Compute, Exchange, Load, Operation, Other, Payload, Transfer
+from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Operation, Other, Payload, Schedule, Transfer
 
 _LOAD, _NOTHING = "load", "nothing"
 _TRANSFERS = {
@@ -80,7 +86,6 @@ class CommandReader:
         self._counts: Counter[tuple[str, int]] = Counter()
         # By stage, micro-batches of which the gradients of the weights are still to be computed.
         self._split: defaultdict[int, deque[int]] = defaultdict(deque)
-        self._names: dict[type, str] = {}
         self.queued: list[tuple[bool, Transfer]] = []
 
     def read(self, command_class: type, phase: int = 0) -> tuple[Operation, ...]:
@@ -88,20 +93,10 @@ class CommandReader:
 
         Args:
             command_class: Its class; it is known by the name of that, or of one that it is derived from.
-            phase: As in :meth:`operations`.
-        """
-        if command_class not in self._names:
-            self._names[command_class] = _known_name(command_class)
-        return self.operations(self._names[command_class], phase)
-
-    def operations(self, command: str, phase: int = 0) -> tuple[Operation, ...]:
-        """Return the operations of a command; none for a transfer that is only queued.
-
-        Args:
-            command: Class name of the command.
             phase: Which of the rank's stages (DualPipeV: 0 or 1).
         """
-        stage = self._stage(phase)
+        command = _known_name(command_class)
+        stage = self._rank if phase == 0 else 2 * self._ranks - 1 - self._rank
         if command == "CommitP2P":
             transfers, self.queued = self.queued, []
             return (_exchange(transfers),) if transfers else ()
@@ -133,9 +128,6 @@ class CommandReader:
             self._split[stage].append(micro_batch)
         return Compute(Instruction(stage, kind, micro_batch))
 
-    def _stage(self, phase: int) -> int:
-        return self._rank if phase == 0 else 2 * self._ranks - 1 - self._rank
-
     def _count(self, what: str, stage: int) -> int:
         self._counts[what, stage] += 1
         return self._counts[what, stage] - 1
@@ -147,6 +139,48 @@ class CommandReader:
         neighbour = stage + 1 if sending == (payload == "activation") else stage - 1
         source, target = (stage, neighbour) if sending else (neighbour, stage)
         return sending, Transfer(payload, source, target, self._count(command, stage))
+
+
+class RepeatedReader:
+    """Returns what :class:`CommandReader` does, at the price of a comparison while an iteration is like the last one.
+
+    Args:
+        rank: Pipeline rank.
+        ranks: Pipeline ranks.
+        batched: Sends and receives are only queued until the next ``CommitP2P``.
+    """
+
+    def __init__(self, rank: int, ranks: int, batched: bool) -> None:
+        self._of_rank = rank, ranks, batched
+        # Of the iteration: class and phase of each command, on which its operations depend, and these.
+        self._known: list[tuple[type, int, tuple[Operation, ...]]] = []
+        self._position = 0
+        # Has read all that is known; made where a command is another one than in the iteration before.
+        self._reader: CommandReader | None = None
+
+    def begin_iteration(self) -> None:
+        """The next command is the first of an iteration."""
+        self._position = 0
+        self._reader = None
+
+    def read(self, command: Any) -> tuple[Operation, ...]:
+        """Return the operations of the iteration's next command; none for a transfer that is only queued."""
+        command_class, phase = type(command), phase_of(command)
+        position = self._position
+        self._position += 1
+        if position < len(self._known):
+            known_class, known_phase, operations = self._known[position]
+            if known_class is command_class and known_phase == phase:
+                return operations
+            del self._known[position:]
+            self._reader = None
+        if self._reader is None:
+            self._reader = CommandReader(*self._of_rank)
+            for known_class, known_phase, _ in self._known:
+                self._reader.read(known_class, known_phase)
+        operations = self._reader.read(command_class, phase)
+        self._known.append((command_class, phase, operations))
+        return operations
 
 
 def phase_of(command: Any) -> int:
@@ -199,3 +233,90 @@ def read_stream(commands: Sequence[Any], rank: int, ranks: int) -> tuple[Operati
 def is_batched(commands: Iterable[Any]) -> bool:
     """Return whether sends and receives are only queued until the next ``CommitP2P``."""
     return any(type(command).__name__ == "CommitP2P" for command in commands)
+
+
+def read_schedule(schedule_class: Callable[..., Any], *, ranks: int, micro_batches: int) -> Schedule:
+    """Read the instruction streams of a ``PipeSchedule`` class for every pipeline rank.
+
+    Args:
+        schedule_class: A subclass of DeepSpeed's ``PipeSchedule`` (or anything with its
+            constructor and ``steps()``).
+        ranks: Pipeline ranks (for DualPipeV, half the number of stages).
+        micro_batches: Micro-batches per iteration.
+
+    Raises:
+        ScheduleError: The schedule cannot be built for these sizes, or holds an instruction
+            perseus-ds does not know.
+    """
+    if ranks < 1 or micro_batches < 1:
+        raise ScheduleError(
+            f"A pipeline needs at least 1 rank and 1 micro-batch, got {ranks} ranks and {micro_batches} micro-batches."
+        )
+    name = f"{schedule_class.__module__}:{schedule_class.__qualname__}"
+    streams = []
+    for rank in range(ranks):
+        try:
+            schedule = schedule_class(micro_batches=micro_batches, stages=ranks, stage_id=rank)
+            commands = [command for step in schedule.steps() for command in step]
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ScheduleError(
+                f"{name} cannot schedule {micro_batches} micro-batches on {ranks} pipeline ranks: {error}"
+            ) from error
+        try:
+            streams.append(read_stream(commands, rank, ranks))
+        except ScheduleError as error:
+            raise ScheduleError(f"{name}: {error}") from None
+    return Schedule(name=name, micro_batches=micro_batches, ranks=tuple(streams))
+
+
+_MODULE = "deepspeed.runtime.pipe.schedule"
+KNOWN = {
+    "1f1b": "TrainSchedule",
+    "dualpipev": "DualPipeVSchedule",
+    f"{_MODULE}:TrainSchedule": "TrainSchedule",
+    f"{_MODULE}:DualPipeVSchedule": "DualPipeVSchedule",
+}
+"""Schedules of DeepSpeed, by the names that files may have for them."""
+OF_TORCH = "torch.distributed.pipelining.schedules:"
+"""Begin of the names that files may have for schedules of torch. No other name in a file is imported."""
+
+
+def schedule_class(name: str) -> type:
+    """Return the schedule class for ``1f1b``, ``dualpipev`` or ``package.module:Class``.
+
+    The module is imported, so the name must come from a user and not from a file, unless it is one of :data:`KNOWN`.
+
+    Raises:
+        ConfigError: There is no such schedule.
+    """
+    if name in KNOWN:
+        from deepspeed.runtime.pipe import schedule as deepspeed_schedule
+
+        found = getattr(deepspeed_schedule, KNOWN[name], None)
+        if found is None:
+            raise ConfigError(f"schedule={name}: the installed DeepSpeed has no {KNOWN[name]}. Upgrade DeepSpeed.")
+        return found  # type: ignore[no-any-return]
+    module_name, colon, class_name = name.partition(":")
+    try:
+        if not colon:
+            raise ImportError("no colon in the name")
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"schedule={name}: not found ({error}). Write 1f1b, dualpipev, or package.module:Class of a class "
+            "that can be imported here."
+        ) from error
+    if not hasattr(found, "steps") and not is_of_torch(found):
+        raise ConfigError(f"schedule={name}: not a PipeSchedule, it has no steps().")
+    return found  # type: ignore[no-any-return]
+
+
+def is_of_torch(schedule_class: type) -> bool:
+    """Return whether a schedule class is one of ``torch.distributed.pipelining``, or derived from one."""
+    bases = getattr(schedule_class, "__mro__", ())
+    return any(f"{base.__module__}:" == OF_TORCH for base in bases)
+
+
+def stages_per_rank(schedule_class: type) -> int:
+    """Return how many stages one rank holds under this schedule (2 for DualPipeV, otherwise 1)."""
+    return 2 if any(base.__name__ == "DualPipeVSchedule" for base in schedule_class.__mro__) else 1

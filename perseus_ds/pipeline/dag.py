@@ -8,15 +8,17 @@ schedule does.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.errors import ScheduleError
-from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import (
     Compute,
     Exchange,
@@ -60,12 +62,10 @@ class Node:
     Attributes:
         work: The instruction, load or transfer.
         ranks: The rank that does it; for a transfer the sending and the receiving rank.
-        position: For compute nodes, the index in the rank's compute instructions, else -1.
     """
 
     work: Instruction | Load | Other | Transfer
     ranks: tuple[int, ...]
-    position: int = -1
 
 
 class Dag:
@@ -95,11 +95,11 @@ class Dag:
     @cached_property
     def compute_nodes(self) -> tuple[tuple[int, ...], ...]:
         """For every rank, its compute nodes in program order (as ``schedule.instructions``)."""
-        by_rank: list[list[tuple[int, int]]] = [[] for _ in self.schedule.ranks]
+        by_rank: list[list[int]] = [[] for _ in self.schedule.ranks]
         for index, node in enumerate(self.nodes):
-            if node.position >= 0:
-                by_rank[node.ranks[0]].append((node.position, index))
-        return tuple(tuple(index for _, index in sorted(nodes)) for nodes in by_rank)
+            if isinstance(node.work, Instruction):
+                by_rank[node.ranks[0]].append(index)
+        return tuple(map(tuple, by_rank))
 
     def fixed_durations_s(self, fixed: FixedDurations) -> Seconds:
         """Return the duration of every node that has no clock to choose [s], zero for the others."""
@@ -112,7 +112,7 @@ class Dag:
                     result[index] = fixed.other_s.get((command, stage), 0.0)
                 case Transfer(payload=payload, source=source, target=target):
                     result[index] = fixed.transfer_s.get((payload, source, target), 0.0)
-                case Instruction(stage=stage) if node.work.kind.value == "tail":
+                case Instruction(stage=stage) if node.work.kind is Kind.TAIL:
                     result[index] = fixed.tail_s.get(stage, 0.0)
         return result
 
@@ -187,69 +187,61 @@ def _levels(
 
 
 class _Builder:
-    """Runs all streams side by side; a rank stops at an exchange until its partners have launched theirs."""
+    """Runs all streams side by side; a rank stops at a transfer until its partner has launched it."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.nodes: list[Node] = []
         self.predecessors: list[tuple[int, ...]] = []
-        ranks = len(schedule.ranks)
-        self.next = [0] * ranks
-        self.computed = [0] * ranks
+        self.next = [0] * len(schedule.ranks)
         # What the next operation of each rank waits for.
-        self.waits_for: list[tuple[int, ...]] = [()] * ranks
-        self.launched: set[int] = set()
-        # Transfer -> the side that came first: its rank, whether it sends, and what it waits for.
-        self.pending: dict[Transfer, tuple[int, bool, tuple[int, ...]]] = {}
+        self.waits_for: list[tuple[int, ...]] = [()] * len(schedule.ranks)
+        self.ranks_of = _ranks_of_transfers(schedule)
+        # By transfer, what each rank that has launched it waits for; and its node once both have.
+        self.launched: defaultdict[Transfer, dict[int, tuple[int, ...]]] = defaultdict(dict)
         self.met: dict[Transfer, int] = {}
 
     def build(self) -> Dag:
-        self._check_partners()
         progress = True
         while progress:
             progress = False
-            for rank in range(len(self.schedule.ranks)):
-                while self._step(rank):
+            for rank, stream in enumerate(self.schedule.ranks):
+                while self.next[rank] < len(stream) and self._run(rank, stream[self.next[rank]]):
+                    self.next[rank] += 1
                     progress = True
-        stuck = [rank for rank, stream in enumerate(self.schedule.ranks) if self.next[rank] < len(stream)]
-        if stuck:
-            waiting = "; ".join(
-                f"rank {rank}, operation {self.next[rank]}: {self.schedule.ranks[rank][self.next[rank]]}"
-                for rank in stuck
+        waiting = [
+            f"rank {rank}, operation {self.next[rank]}: {stream[self.next[rank]]}"
+            for rank, stream in enumerate(self.schedule.ranks)
+            if self.next[rank] < len(stream)
+        ]
+        if waiting:
+            raise ScheduleError(
+                f"{self.schedule.name} deadlocks, these operations wait for each other: {'; '.join(waiting)}."
             )
-            raise ScheduleError(f"{self.schedule.name} deadlocks, these operations wait for each other: {waiting}.")
         return Dag(self.schedule, self.nodes, self.predecessors)
 
-    def _step(self, rank: int) -> bool:
-        """Advance one rank by one operation, if it can."""
-        stream = self.schedule.ranks[rank]
-        if self.next[rank] == len(stream):
-            return False
-        operation: Operation = stream[self.next[rank]]
-        if isinstance(operation, Exchange):
-            if not self._exchange(rank, operation):
-                return False
-        elif isinstance(operation, Launch):
-            self._launch_all(rank, operation)
-        elif isinstance(operation, Wait):
-            if not self._complete(rank, operation.transfers):
-                return False
-        elif isinstance(operation, Compute):
-            self._add(Node(operation.instruction, (rank,), self.computed[rank]), self.waits_for[rank])
-            self.computed[rank] += 1
-        else:
-            self._add(Node(operation, (rank,)), self.waits_for[rank])
-        self.next[rank] += 1
+    def _run(self, rank: int, operation: Operation) -> bool:
+        """Run a rank's next operation; return False if it waits for another rank, and is to be run again later."""
+        match operation:
+            case Launch():
+                self._launch(rank, operation.transfers)
+            case Exchange():
+                self._launch(rank, operation.transfers)
+                return self._complete(rank, operation.transfers)
+            case Wait():
+                return self._complete(rank, operation.transfers)
+            case _:
+                work = operation.instruction if isinstance(operation, Compute) else operation
+                self.waits_for[rank] = (self._add(Node(work, (rank,)), self.waits_for[rank]),)
         return True
 
-    def _exchange(self, rank: int, exchange: Exchange) -> bool:
-        if rank not in self.launched:
-            self.launched.add(rank)
-            self._launch_all(rank, exchange)
-        if not self._complete(rank, exchange.transfers):
-            return False
-        self.launched.discard(rank)
-        return True
+    def _launch(self, rank: int, transfers: tuple[Transfer, ...]) -> None:
+        for transfer in transfers:
+            sides = self.launched[transfer]
+            sides[rank] = self.waits_for[rank]
+            if len(sides) == 2 and transfer not in self.met:
+                before = dict.fromkeys(chain.from_iterable(sides.values()))
+                self.met[transfer] = self._add(Node(transfer, self.ranks_of[transfer]), tuple(before))
 
     def _complete(self, rank: int, transfers: tuple[Transfer, ...]) -> bool:
         """Let a rank go on after transfers, if both sides have launched them all."""
@@ -261,40 +253,29 @@ class _Builder:
         self.waits_for[rank] = (*(node for node in self.waits_for[rank] if node not in implied), *met)
         return True
 
-    def _launch_all(self, rank: int, batch: Exchange | Launch) -> None:
-        for transfer in batch.transfers:
-            self._launch(rank, transfer, transfer in batch.sends)
-
-    def _launch(self, rank: int, transfer: Transfer, sends: bool) -> None:
-        if transfer not in self.pending:
-            self.pending[transfer] = (rank, sends, self.waits_for[rank])
-        elif self.pending[transfer][0] != rank:
-            other_rank, _, other_waits = self.pending[transfer]
-            before = tuple(dict.fromkeys(other_waits + self.waits_for[rank]))
-            self._meet(transfer, rank if sends else other_rank, before)
-
-    def _meet(self, transfer: Transfer, sender: int, before: tuple[int, ...]) -> None:
-        ranks = (sender, self.receiver[transfer])
-        self.nodes.append(Node(transfer, ranks))
-        self.predecessors.append(before)
-        self.met[transfer] = len(self.nodes) - 1
-
-    def _add(self, node: Node, before: tuple[int, ...]) -> None:
+    def _add(self, node: Node, before: tuple[int, ...]) -> int:
         self.nodes.append(node)
         self.predecessors.append(before)
-        self.waits_for[node.ranks[0]] = (len(self.nodes) - 1,)
+        return len(self.nodes) - 1
 
-    def _check_partners(self) -> None:
-        sender: dict[Transfer, int] = {}
-        self.receiver: dict[Transfer, int] = {}
-        for rank, stream in enumerate(self.schedule.ranks):
-            for operation in stream:
-                if isinstance(operation, Exchange | Launch):
-                    sender.update(dict.fromkeys(operation.sends, rank))
-                    self.receiver.update(dict.fromkeys(operation.receives, rank))
-        for transfer in sorted(sender.keys() ^ self.receiver.keys()):
-            if transfer in sender:
-                problem = f"rank {sender[transfer]} sends it, no rank receives it"
-            else:
-                problem = f"rank {self.receiver[transfer]} receives it, no rank sends it"
-            raise ScheduleError(f"{self.schedule.name}: {transfer} has no partner: {problem}.")
+
+def _ranks_of_transfers(schedule: Schedule) -> dict[Transfer, tuple[int, int]]:
+    """Return the sending and the receiving rank of every transfer.
+
+    Raises:
+        ScheduleError: One has no partner.
+    """
+    sender: dict[Transfer, int] = {}
+    receiver: dict[Transfer, int] = {}
+    for rank, stream in enumerate(schedule.ranks):
+        for operation in stream:
+            if isinstance(operation, Exchange | Launch):
+                sender.update(dict.fromkeys(operation.sends, rank))
+                receiver.update(dict.fromkeys(operation.receives, rank))
+    for transfer in sorted(sender.keys() ^ receiver.keys()):
+        if transfer in sender:
+            problem = f"rank {sender[transfer]} sends it, no rank receives it"
+        else:
+            problem = f"rank {receiver[transfer]} receives it, no rank sends it"
+        raise ScheduleError(f"{schedule.name}: {transfer} has no partner: {problem}.")
+    return {transfer: (rank, receiver[transfer]) for transfer, rank in sender.items()}

@@ -9,14 +9,12 @@ from datetime import datetime, timezone
 import numpy as np
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.policy.hourly_hulls import HALT, Option
-from perseus_ds.policy.hourly_programme import cheapest
+from perseus_ds.policy.hourly_programme import HALT, Option, Timetable, cheapest
 from perseus_ds.policy.policies import CheapestPolicy
-from perseus_ds.policy.signal_values import Signal
+from perseus_ds.policy.signals import Signal
 from perseus_ds.policy.situation import MARGIN, Decision, Situation
-from perseus_ds.policy.timetable import Timetable
+from perseus_ds.units import J_PER_KWH
 
-_J_PER_KWH = 3.6e6
 _NO_SIGNAL = Signal((-math.inf,), (1.0,), math.inf)
 # A timetable holds until the job is this many steps before or behind it.
 _LEAST_STEPS_OFF = 2.0
@@ -91,9 +89,9 @@ def make_timetable(
         made_s=begin_s,
         step=situation.step,
         valid_until_s=min(signal.next_change_s(begin_s), float(edges_s[-1])),
-        cost=solution.cost / _J_PER_KWH,
-        bound=bound.cost / _J_PER_KWH,
-        fastest_cost=cost_of_one(options[0], signal, begin_s, left) / _J_PER_KWH,
+        cost=solution.cost / J_PER_KWH,
+        bound=bound.cost / J_PER_KWH,
+        fastest_cost=cost_of_one(options[0], signal, begin_s, left) / J_PER_KWH,
         mean_from_s=signal.end_s if signal.end_s < end_s else None,
     )
 

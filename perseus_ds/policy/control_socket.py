@@ -1,9 +1,8 @@
 """Orders to a running job from outside, over a Unix socket that only its owner and root can use.
 
-One JSON object a line, with one as the answer: ``{"command": "status"}`` is answered by ``{"ok": true, "status":
-{...}}`` or
-``{"ok": false, "error": "..."}``. Orders take effect at one of the next iteration boundaries, at the same one on all
-ranks.
+A client sends one JSON object on a line and receives one: ``{"command": "status"}`` is answered by ``{"ok": true,
+"status": {...}}`` or ``{"ok": false, "error": "..."}``. Orders take effect at one of the next iteration boundaries, at
+the same one on all ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +11,11 @@ import contextlib
 import json
 import os
 import shutil
+import socket
+import socketserver
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,13 +24,15 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from perseus_ds.artifacts.io import read_json, write_atomically
 from perseus_ds.artifacts.validation import explain
-from perseus_ds.device import local_socket
+from perseus_ds.clocks import local_socket
 from perseus_ds.errors import ConfigError, PerseusError
-from perseus_ds.policy.line_server import LineServer
 from perseus_ds.policy.policies import PolicyConfig
 
 ADDRESS_FILE = "control.json"
 _TIMEOUT_S = 15.0
+_CLIENT_TIMEOUT_S = 5.0
+# Between clients, so that many of them do not take the interpreter away from training.
+_PAUSE_S = 0.02
 
 
 class _Order(BaseModel):
@@ -84,12 +89,35 @@ def parse_order(words: object) -> Status | SetPolicy | SetStraggler | Pause | Re
         raise ConfigError(explain(error, Order, "order: ")) from None
 
 
+class _Handler(socketserver.StreamRequestHandler):
+    """Answers one line of a client."""
+
+    server: _Server
+    timeout = _CLIENT_TIMEOUT_S
+
+    def handle(self) -> None:
+        line = self.rfile.readline(local_socket.LONGEST_LINE)
+        local_socket.send(self.connection, self.server.answer(line))
+
+
+class _Server(local_socket.LocalServer):
+    """Answers clients, so many a second that training does not notice."""
+
+    def __init__(self, path: Path, answer: Callable[[bytes], dict[str, Any]]) -> None:
+        super().__init__(str(path), _Handler)
+        self.answer = answer
+
+    def verify_request(self, request: Any, client_address: object) -> bool:
+        time.sleep(_PAUSE_S)
+        return super().verify_request(request, client_address)
+
+
 class ControlServer:
     """Listens on rank 0 until closed.
 
     Args:
         directory: The job's output folder, where ``perseus-ds control`` finds the address.
-        handle: Carries out an order and returns what to answer; called on the server's thread.
+        handle: Carries out an order and returns what to answer; called on a thread of the server, one at a time.
     """
 
     def __init__(self, directory: Path, handle: Callable[[Any], dict[str, Any]]) -> None:
@@ -99,13 +127,15 @@ class ControlServer:
             OSError: The socket or the address file cannot be made.
         """
         self._handle = handle
+        self._one_at_a_time = threading.Lock()
         self._address_file = directory / ADDRESS_FILE
         # Paths of sockets must be short, so they cannot lie in just any folder; this one is made with mode 0700.
         self._folder = Path(tempfile.mkdtemp(prefix="perseus-"))
         path = self._folder / "control.sock"
-        self._server: LineServer | None = None
+        self._server: _Server | None = None
         try:
-            self._server = LineServer(local_socket.listen(str(path)), self._answer)
+            self._server = _Server(path, self._answer)
+            threading.Thread(target=self._server.serve_forever, name="perseus-control", daemon=True).start()
             directory.mkdir(parents=True, exist_ok=True)
             write_atomically(self._address_file, json.dumps({"socket": str(path), "pid": os.getpid()}) + "\n")
         except OSError:
@@ -115,7 +145,10 @@ class ControlServer:
     def close(self) -> None:
         """Stop listening and remove the socket and its address; harmless when called again."""
         if self._server is not None:
-            self._server.close()
+            with contextlib.suppress(OSError):
+                self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._server.shutdown()
+            self._server.server_close()
         shutil.rmtree(self._folder, ignore_errors=True)
         with contextlib.suppress(OSError, PerseusError):
             if read_json(self._address_file, ConfigError, ADDRESS_FILE).get("pid") == os.getpid():
@@ -123,7 +156,8 @@ class ControlServer:
 
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            return {"ok": True, **self._handle(parse_order(local_socket.parse(line)))}
+            with self._one_at_a_time:
+                return {"ok": True, **self._handle(parse_order(local_socket.parse(line)))}
         except Exception as error:  # whatever is wrong with an order, the job goes on
             return {"ok": False, "error": str(error) or type(error).__name__}
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from perseus_ds.policy.signal_values import Signal
+from perseus_ds.artifacts.run_records import CostsSoFar
+from perseus_ds.policy.signals import Signal
 from perseus_ds.timebase import REAL_TIME, Timebase
-
-_J_PER_KWH = 3.6e6
+from perseus_ds.units import J_PER_KWH
 
 
 class CostAccount:
@@ -70,6 +70,17 @@ class CostAccount:
         self.halted_s += end_s - begin_s
         self.cost += _cost(signal, begin_s, end_s, energy_j)
 
+    def so_far(self, *, done: bool = False) -> CostsSoFar:
+        """Return the record of what is counted; ``done`` if these are all."""
+        return CostsSoFar(
+            iterations=self.iterations,
+            cost=self.cost,
+            fastest_cost=self.fastest_cost,
+            bound=self.bound,
+            halted_s=round(self.halted_s, 3),
+            done=done,
+        )
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as plain values."""
         figures = {"iterations": self.iterations, "cost": self.cost, "fastest_cost": self.fastest_cost}
@@ -107,4 +118,4 @@ def _finite(value: Any) -> float:
 
 def _cost(signal: Signal, begin_s: float, end_s: float, energy_j: float) -> float:
     """Return the cost of energy that was used evenly over a span of time."""
-    return signal.mean_between(begin_s, end_s) * energy_j / _J_PER_KWH
+    return signal.mean_between(begin_s, end_s) * energy_j / J_PER_KWH

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from datetime import datetime
+
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.policy.cheapest import by_hours
 from perseus_ds.policy.policies import (
@@ -13,6 +16,7 @@ from perseus_ds.policy.policies import (
     SlowdownPolicy,
     in_force,
 )
+from perseus_ds.policy.signals import Signal
 from perseus_ds.policy.situation import MARGIN, Decision, Situation
 
 
@@ -31,9 +35,17 @@ def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> De
 
 
 def stretched_plan(frontier: Frontier, plan: int, factor: float) -> int:
-    """Return the plan of a pipeline that may take so many times as long as a plan: that of min(T', T*)."""
+    """Return the plan of a pipeline that may take so many times as long as a plan: that of min(T', T*).
+
+    Args:
+        frontier: The plans.
+        plan: The policy's.
+        factor: Below 1, the plan is a faster one, or the fastest.
+    """
     deadline_s = frontier.plans[plan].time_s * factor * (1 - MARGIN)
-    return plan if deadline_s <= frontier.plans[plan].time_s else _slowest(frontier, deadline_s)
+    if factor >= 1 and deadline_s <= frontier.plans[plan].time_s:
+        return plan
+    return _slowest(frontier, deadline_s)
 
 
 def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situation) -> Decision:
@@ -60,15 +72,9 @@ def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situatio
 
 def _under_cap(policy: PowerCapPolicy, frontier: Frontier, situation: Situation) -> Decision:
     last = len(frontier.plans) - 1
-    cap_w = policy.watts
-    if policy.signal is not None:
-        signal = situation.signals.get(policy.signal)
-        if signal is None:
-            return Decision(
-                last, f"the power cap cannot be read from {policy.signal}. Running the plan that draws least"
-            )
-        cap_w = signal.held_at(situation.now.timestamp())
-    assert cap_w is not None, "one of both is given"
+    cap_w = cap_in_force_w(policy, situation.signals, situation.now)
+    if cap_w is None:
+        return Decision(last, f"the power cap cannot be read from {policy.signal}. Running the plan that draws least")
     scale = situation.gpus_per_rank * situation.power_ratio
     powers_w = [scale * plan.energy_j / plan.time_s for plan in frontier.plans]
     if powers_w[last] <= cap_w:
@@ -80,6 +86,14 @@ def _under_cap(policy: PowerCapPolicy, frontier: Frontier, situation: Situation)
         f"a power cap of {cap_w:.0f} W cannot be kept: the plan that draws least takes {powers_w[-1]:.0f} W. "
         "Running it",
     )
+
+
+def cap_in_force_w(policy: PowerCapPolicy, signals: Mapping[str, Signal], now: datetime) -> float | None:
+    """Return the power cap of a policy at some time [W]; None where it cannot be read from its file."""
+    if policy.signal is None:
+        return policy.watts
+    signal = signals.get(policy.signal)
+    return None if signal is None else signal.held_at(now.timestamp())
 
 
 def _clamp(running: int, low: int, high: int) -> int:

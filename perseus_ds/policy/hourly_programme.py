@@ -2,8 +2,12 @@
 
 A job runs from now until its steps are done, which must be before a deadline. In every hour it divides its time among
 plans, each with a rate [steps/s] and a power [W], and a price is paid for the energy. For a given hour in which the job
-ends, that is a linear programme over (hour, plan). It is solved exactly by filling the segments of the hulls of all
-hours in the order of their cost for a step, up to one marginal cost, at which as many steps are done as are needed.
+ends, that is a linear programme over (hour, plan). An hour's cost is a convex function of its steps: the price times
+the lower hull of power over rate (the upper hull where the price is negative). So the programme is solved exactly by
+filling the segments of the hulls of all hours in the order of their cost for a step, up to one marginal cost, at which
+as many steps are done as are needed. With the hours in the order of their prices, those in which a segment is worth its
+cost are consecutive, and a sum over them is a difference of two cumulative sums: that takes milliseconds for a year of
+quarter-hours, where a general solver takes seconds for a week of hours (``benchmarks/price_signal.py``).
 
 The hour in which the job ends is chosen by branch and bound: for any marginal cost, the Lagrangian gives a lower bound
 of the cost for all hours at once. The hour of the lowest bound is solved, and its marginal cost improves the bounds,
@@ -13,20 +17,40 @@ until none is below the best cost found.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.policy.hourly_hulls import Hours, Hull, LastHour, Option, Places
-from perseus_ds.policy.signal_values import Numbers
+from perseus_ds.artifacts.profile import lower_hull
+from perseus_ds.policy.policies import CheapestPolicy
+from perseus_ds.policy.signals import Numbers, Signal
 
+Places = npt.NDArray[np.int64]
+HALT = -1
+"""Instead of a plan: the job stands still, with its GPUs idle."""
 _DONE = -2
 # Rates, times and steps are sums of many numbers.
 _TOLERANCE = 1e-9
 _ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to spend time.
+
+    Attributes:
+        plan: Place on the frontier, or ``HALT``.
+        rate: Steps per second.
+        power_w: Of all GPUs [W].
+    """
+
+    plan: int
+    rate: float
+    power_w: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +69,68 @@ class Solution:
     last: int
     marginal: float
     parts: Callable[[], tuple[Numbers, Places]]
+
+
+@dataclass(frozen=True, eq=False)
+class Timetable:
+    """Plans by time, as decided at one moment; costs are values of the signal times kWh.
+
+    Attributes:
+        policy: The policy that it is of.
+        signal: The signal that it is of.
+        edges_s: When each part begins, and when the last one ends [Unix seconds], shape (parts + 1,).
+        plans: What runs in each part; ``HALT`` if nothing does, shape (parts,).
+        rates: Steps per second of each plan, standing still included.
+        made_s: When it was made [Unix seconds].
+        step: Steps done then.
+        valid_until_s: When the next value of the signal begins [Unix seconds].
+        cost: Of all steps left, as the timetable has it.
+        bound: No assignment of plans to hours that ends in time costs less.
+        fastest_cost: Of all steps left under the plan of ``slowdown: 0``.
+        mean_from_s: From when on the signal's mean is assumed, as it ends before the deadline [Unix seconds].
+    """
+
+    policy: CheapestPolicy
+    signal: Signal
+    edges_s: Numbers
+    plans: Places
+    rates: Mapping[int, float]
+    made_s: float
+    step: int
+    valid_until_s: float
+    cost: float
+    bound: float
+    fastest_cost: float
+    mean_from_s: float | None = None
+
+    def halts_at(self, time_s: float) -> bool:
+        """Whether nothing runs at a time [Unix seconds]."""
+        part = self._part_at(time_s)
+        return 0 <= part < len(self.plans) and bool(self.plans[part] == HALT)
+
+    def plan_at(self, time_s: float) -> int:
+        """Return the plan that runs at a time [Unix seconds], or next; after the end the last one."""
+        runs = self._runs
+        following = int(np.searchsorted(runs, self._part_at(time_s)))
+        return int(self.plans[runs[min(following, len(runs) - 1)]])
+
+    def steps_at(self, time_s: float) -> float:
+        """Return how many steps are done at a time [Unix seconds] if all goes as decided."""
+        return self.step + float(np.interp(time_s, self.edges_s, self._steps_done))
+
+    def _part_at(self, time_s: float) -> int:
+        return int(np.searchsorted(self.edges_s, time_s, "right")) - 1
+
+    @cached_property
+    def _runs(self) -> Places:
+        """Places of the parts in which a plan runs."""
+        return np.flatnonzero(self.plans != HALT)
+
+    @cached_property
+    def _steps_done(self) -> Numbers:
+        """Steps that are done at each edge, of those that are left."""
+        rates = np.array([self.rates[plan] for plan in self.plans.tolist()])
+        return np.concatenate([[0.0], np.cumsum(rates * np.diff(self.edges_s))])
 
 
 def cheapest(
@@ -76,6 +162,127 @@ def cheapest(
             return Solution(best.cost, best.last, best.marginal, partial(programme.parts, best))
         found = programme.solve(last, found.marginal)
         best = min(best, found, key=lambda ending: ending.cost)
+
+
+class _Hull:
+    """The options that are worth their cost at some price of a sign, by ascending rate.
+
+    Attributes:
+        plans: Of each corner.
+        rates: Of each corner.
+        powers_w: Of each corner.
+        rate_gains: Of each segment.
+        power_gains_w: Of each segment.
+        slopes: Of each segment, at a price of plus or minus one; ascending.
+        falling: How many of them are negative.
+    """
+
+    def __init__(self, options: Sequence[Option], sign: int) -> None:
+        ordered = sorted(options, key=lambda option: (option.rate, sign * option.power_w))
+        cheapest_of_rate = [next(same) for _, same in groupby(ordered, key=lambda option: option.rate)]
+        rates = np.array([option.rate for option in cheapest_of_rate])
+        costs = sign * np.array([option.power_w for option in cheapest_of_rate])
+        corners = [cheapest_of_rate[corner] for corner in lower_hull(rates, costs)]
+        self.plans: Places = np.array([option.plan for option in corners])
+        self.rates = np.array([option.rate for option in corners])
+        self.powers_w = np.array([option.power_w for option in corners])
+        self.rate_gains, self.power_gains_w = np.diff(self.rates), np.diff(self.powers_w)
+        # Convex but for rounding; no negative zero.
+        self.slopes = np.maximum.accumulate(sign * self.power_gains_w / self.rate_gains) + 0.0
+        self.falling = int(np.searchsorted(self.slopes, 0.0))
+
+
+class _Hours:
+    """Hours whose prices have one sign, in the order of their sizes.
+
+    Attributes:
+        hull: Of their options.
+        places: Which hours they are, shape (hours,).
+    """
+
+    def __init__(self, hull: _Hull, places: Places, lengths_s: Numbers, prices: Numbers) -> None:
+        """Take hours.
+
+        Args:
+            hull: Of their options.
+            places: Which hours they are; by ascending absolute price.
+            lengths_s: Of each.
+            prices: Of each.
+        """
+        self.hull = hull
+        self.places = places
+        self._lengths_s, self._prices = lengths_s, prices
+        self._sizes = np.abs(prices)
+        self._length_sums = _sums(lengths_s)
+        self._price_sums = _sums(lengths_s * prices)
+
+    def before(self, place: int) -> _Hours:
+        """Return those of the hours that are before one."""
+        is_before = self.places < place
+        return _Hours(self.hull, self.places[is_before], self._lengths_s[is_before], self._prices[is_before])
+
+    def totals(self, marginal: float) -> tuple[float, float]:
+        """Return steps and cost of all hours with each segment that costs at most so much for a step."""
+        hull, lengths_s, prices = self.hull, self._length_sums, self._price_sums
+        begins, ends = self._filled(marginal)
+        steps = hull.rates[0] * lengths_s[-1] + (hull.rate_gains * (lengths_s[ends] - lengths_s[begins])).sum()
+        cost = hull.powers_w[0] * prices[-1] + (hull.power_gains_w * (prices[ends] - prices[begins])).sum()
+        return float(steps), float(cost)
+
+    def corners(self, marginal: float) -> Places:
+        """Return how far the hull of each hour is filled then."""
+        begins, ends = self._filled(marginal)
+        count = len(self.places) + 1
+        changes = np.bincount(begins, minlength=count) - np.bincount(ends, minlength=count)
+        return np.cumsum(changes)[:-1]
+
+    def reduced_costs(self, marginal: float) -> Numbers:
+        """Return the cost of each hour, less its steps at so much for a step."""
+        corners = self.corners(marginal)
+        costs: Numbers = self._prices * self.hull.powers_w[corners] - marginal * self.hull.rates[corners]
+        return self._lengths_s * costs
+
+    def _filled(self, marginal: float) -> tuple[Places, Places]:
+        """Return for each segment the first hour in which a step costs at most so much, and the one after the last."""
+        hull, falling = self.hull, self.hull.falling
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            sizes = marginal / hull.slopes  # of a level segment at no marginal cost not a number: beyond all hours
+        begins = np.zeros(len(sizes), dtype=np.int64)
+        ends = np.searchsorted(self._sizes, sizes, "right")
+        if falling:  # they are worth more at high prices
+            begins[:falling] = np.searchsorted(self._sizes, sizes[:falling], "left")
+            ends[:falling] = len(self.places)
+        return begins, ends
+
+
+class _LastHour:
+    """The hour in which a job ends.
+
+    Attributes:
+        hull: Of its options.
+        places: Which hour it is, shape (1,).
+    """
+
+    def __init__(self, hull: _Hull, place: int, length_s: float, price: float) -> None:
+        self.hull = hull
+        self.places: Places = np.array([place])
+        self._length_s, self._price = length_s, price
+        self._costs = hull.slopes * abs(price)
+
+    def totals(self, marginal: float) -> tuple[float, float]:
+        """Return its steps and cost, as of :class:`_Hours`."""
+        corner = self._costs.searchsorted(marginal, "right")
+        rate, power_w = float(self.hull.rates[corner]), float(self.hull.powers_w[corner])
+        return self._length_s * rate, self._length_s * power_w * self._price
+
+    def corners(self, marginal: float) -> Places:
+        """Return how far its hull is filled, as of :class:`_Hours`."""
+        return np.array([self._costs.searchsorted(marginal, "right")])
+
+
+def _sums(values: Numbers) -> Numbers:
+    """Return the sum of the values before each place, and of all."""
+    return np.concatenate([[0.0], np.cumsum(values)])
 
 
 @dataclass(frozen=True)
@@ -121,11 +328,11 @@ class _Programme:
         negative = prices[order] < 0
         places = {1: order[~negative], -1: order[negative]}
         self._hours = [
-            Hours(Hull(options, sign), hours, self._lengths_s[hours], prices[hours])
+            _Hours(_Hull(options, sign), hours, self._lengths_s[hours], prices[hours])
             for sign, hours in places.items()
             if hours.size
         ]
-        self._ending = {sign: Hull([*options, Option(_DONE, 0.0, 0.0)], sign) for sign in places}
+        self._ending = {sign: _Hull([*options, Option(_DONE, 0.0, 0.0)], sign) for sign in places}
 
     def possible(self) -> npt.NDArray[np.bool_]:
         """Return whether the job can end in each hour."""
@@ -186,14 +393,14 @@ class _Programme:
         begins_s = np.stack([self._edges_s[:count], self._edges_s[1 : count + 1] - lengths_s * slow], axis=1).ravel()
         return _together(begins_s, parts_s, plans.T.ravel())
 
-    def _up_to(self, last: int) -> list[Hours | LastHour]:
+    def _up_to(self, last: int) -> list[_Hours | _LastHour]:
         """Return the hours up to one in which the job ends."""
         length_s, price = float(self._lengths_s[last]), float(self._prices[last])
-        ending = LastHour(self._ending[-1 if price < 0 else 1], last, length_s, price)
+        ending = _LastHour(self._ending[-1 if price < 0 else 1], last, length_s, price)
         return [*(hours.before(last) for hours in self._hours), ending]
 
 
-def _filled(hours: Sequence[Hours | LastHour], marginal: float) -> _Filled:
+def _filled(hours: Sequence[_Hours | _LastHour], marginal: float) -> _Filled:
     steps, costs = zip(*(each.totals(marginal) for each in hours), strict=True)
     return _Filled(marginal, sum(steps), sum(costs))
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from perseus_ds.artifacts.run_records import OrderGiven
 from perseus_ds.policy.control_socket import Pause, Resume, SetPolicy, SetStraggler, Status
 from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.policies import PolicyConfig
-from perseus_ds.policy.signal_watch import SignalWatch
+from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.policy.stragglers import Straggler
 
 logger = logging.getLogger("perseus_ds")
@@ -53,6 +54,7 @@ class JobControl:
         self.progress: Mapping[str, Any] = {}
         self.signals: SignalWatch | None = None
         self.costs = CostAccount()
+        self.on_order: Callable[[OrderGiven], None] = lambda order: None
         self.problem_of: Callable[[PolicyConfig], str] = lambda policy: ""
         self._pipelines = pipelines
         self._job_status = job_status
@@ -98,7 +100,12 @@ class JobControl:
         if isinstance(order, Status):
             asked = {"paused": self.paused, "policy": self.policy.model_dump(mode="json")}
             return {"status": {**asked, **job}}
-        return {"done": self._done(order) + ("; but this job runs no plans now" if _has_left_plans(job) else "")}
+        done = self._done(order)
+        if isinstance(order, SetPolicy):
+            self.on_order(OrderGiven(policy=order.policy.model_dump(mode="json")))
+        elif isinstance(order, Pause | Resume):
+            self.on_order(OrderGiven(paused=self.paused))
+        return {"done": done + ("; but this job runs no plans now" if _runs_no_plans(job) else "")}
 
     def _done(self, order: SetPolicy | SetStraggler | Pause | Resume) -> str:
         if isinstance(order, SetPolicy):
@@ -114,7 +121,7 @@ class JobControl:
         if not self.paused:
             return "plans again"
         job = self._job_status()
-        at_once = bool(job.get("next")) or _has_left_plans(job)
+        at_once = bool(job.get("next")) or _runs_no_plans(job)
         return "default clocks" if at_once else "default clocks, once the job has profiled itself"
 
     def state(self) -> dict[str, Any]:
@@ -153,8 +160,7 @@ class JobControl:
 
     def _take_up(self, state: Mapping[str, Any]) -> bool:
         policy, configured = (_POLICY.validate_python(state[key]) for key in ("policy", "configured"))
-        entries = state["stragglers"] if "stragglers" in state else state["told"]  # as earlier versions called it
-        reported = {int(p): (int(step), float(s)) for p, (step, s) in entries.items()}
+        reported = {int(p): (int(step), float(s)) for p, (step, s) in state["stragglers"].items()}
         paused, steps = bool(state["paused"]), int(state["steps"])
         if not 0 <= steps <= _MOST_STEPS or not all(1 <= slowdown < math.inf for _, slowdown in reported.values()):
             raise ValueError(f"steps {steps}, stragglers {reported}")
@@ -171,5 +177,5 @@ class JobControl:
         return True
 
 
-def _has_left_plans(job: Mapping[str, Any]) -> bool:
+def _runs_no_plans(job: Mapping[str, Any]) -> bool:
     return job.get("phase") == "observe" and not job.get("next")

@@ -1,33 +1,57 @@
-"""Whether a plan saves energy on the job it runs in: iterations under it against iterations at default clocks."""
+"""Whether a plan keeps its promise on the job it runs in: at most 1 % above the slowdown it promises, on less energy.
+
+Blocks of iterations alternate between default clocks and the plan: D P D P D ... Each block under the plan is compared
+with the blocks on both sides of it, so that a steady drift of the host cancels. The level of a block is its median, so
+that stalls of the host are no slowdown. After 2, 3, 4, 6, 8, 11, 16 and 22 blocks under the plan there is an interim
+analysis; 22 are the most, about 450 iterations where a block has ten. The plan is:
+
+- *dropped* once it is certain that it is late or uses more energy,
+- *kept* once it is certain that it is in time and saves energy.
+
+When the standard errors are at most 0.3 % (slowdown) and 0.5 % (energy), or the most blocks have run, the estimate of
+the slowdown decides, and savings that are not certain by then count as none. In simulated jobs
+(``benchmarks/plan_proof.py``) a plan that is truly 2 % late is kept, and one that is truly in time dropped, in less
+than 0.2 % of comparisons where iterations vary by up to 2 %, and in about 7 % where they vary by 5 %.
+
+*Certain* means that the difference exceeds so many standard errors that all interim analyses of all comparisons of a
+job err with a probability of 5 % together: the first comparison may spend half of it, each later one half of what is
+left.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from perseus_ds.artifacts.rank_report import JobReport
+import numpy as np
+import numpy.typing as npt
 
-# Windows of the energy counter below some seconds are noisy: this many refreshes, and at least so many iterations.
-_REFRESHES = 60
-_LEAST_ITERATIONS = 8
-# A result within its error is looked at again when the sample is this many times as long. Only then: whoever looks
-# after each iteration finds a difference by chance sooner or later.
-_LOOKS = (1, 2, 4)
-# The begin and the end of a window are each known to a uniformly distributed part of a refresh.
-_REFRESH_ERROR = math.sqrt(2 / 12)
-_BLOCKS = 8
-_SURE = 3.0
-# Clocks follow a little late, for which a promise makes no allowance.
-_TIME_TOLERANCE = 0.01
-# Default clocks are measured again only for a clear gain of time.
+from perseus_ds.measures import Typical, refresh_error
+from perseus_ds.policy.reports import JobReport
+
+ANALYSES = (2, 3, 4, 6, 8, 11, 16, 22)
+"""After how many blocks under the plan there is an interim analysis; the last one decides."""
+BLOCK_ITERATIONS = 8
+TOLERANCE = 0.01
+"""How much later than promised a plan may be, as a fraction: clocks follow a little late."""
+KNOWN_ERROR = 0.003
+"""Standard error of the slowdown at which the estimate decides."""
+_KNOWN_ENERGY_ERROR = 0.005
+_ERROR_SPENT = 0.05
+# Energy counters make windows below some seconds noisy.
+_BLOCK_REFRESHES = 40
+_SURE = 4.0
+# Iterations that are faster by this fraction than promised: default clocks may be faster than they were, too.
 _FASTER = 0.03
 _WELL_KNOWN = 0.01
 _COMES_AGAIN = 3
 # The counter changes within an iteration that takes as long as so many refreshes.
 _SURELY_REFRESHED = 3
+
+Numbers = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -38,20 +62,36 @@ class IterationSample:
         counter_period_s: How often energy counters are refreshed [s].
         times_s: Iteration times [s].
         energies_j: Energies of all GPUs [J].
+        promised_slowdown: Of the plan that they ran, by the profile; 0 at default clocks.
+        promised_power: Of the plan that they ran, relative to default clocks, by the profile; 1 at default clocks.
         shapes: How often they had which inputs, by what tells their shapes from others.
     """
 
     counter_period_s: float
+    promised_slowdown: float = 0.0
+    promised_power: float = 1.0
     times_s: list[float] = field(default_factory=list)
     energies_j: list[float] = field(default_factory=list)
     shapes: Counter[float] = field(default_factory=Counter)
     _total_s: float = 0.0
+    _typical: Typical | None = None
+
+    @classmethod
+    def joined(cls, blocks: Sequence[IterationSample]) -> IterationSample:
+        """Return the iterations of several blocks."""
+        joined = cls(blocks[0].counter_period_s)
+        for block in blocks:
+            joined.shapes.update(block.shapes)
+            for time_s, energy_j in zip(block.times_s, block.energies_j, strict=True):
+                joined.add(time_s, energy_j)
+        return joined
 
     def add(self, time_s: float, energy_j: float) -> None:
         """Add an iteration."""
         self.times_s.append(time_s)
         self.energies_j.append(energy_j)
         self._total_s += time_s
+        self._typical = None
 
     def add_reports(self, reports: JobReport) -> None:
         """Add an iteration that all ranks have reported.
@@ -82,76 +122,103 @@ class IterationSample:
         return len(self.shapes) > 1
 
     @property
-    def looks(self) -> int:
-        """How many of the lengths it has reached at which a comparison may be made; 3 at most, 0 without energies."""
-        return sum(map(self._is_as_long_as, _LOOKS)) if any(self.energies_j) else 0
+    def is_block(self) -> bool:
+        """Whether they are enough for a block: time and power of one are known to about a percent."""
+        return self.is_as_long_as(1)
 
     @property
     def is_enough(self) -> bool:
-        """Whether time and energy are known well enough to compare plans with them."""
-        return self.is_longest or (self.looks > 0 and self.energy_error < _WELL_KNOWN)
-
-    @property
-    def is_longest(self) -> bool:
-        """Whether more iterations are no longer worth waiting for."""
-        return self.looks == len(_LOOKS)
+        """Whether time and energy are known to a percent, or more iterations are no longer worth waiting for."""
+        return self.is_as_long_as(4) or (self.is_block and self.energy_error < _WELL_KNOWN)
 
     def remaining_s(self, iteration_s: float, more: int = 0) -> float:
-        """Return about how long it takes until the next look [s].
+        """Return about how long it takes until they are a block [s].
 
         Args:
             iteration_s: A typical iteration time [s].
             more: Iterations until the first one is added.
         """
-        times = _LOOKS[min(self.looks, len(_LOOKS) - 1)]
-        iterations = max(0, times * _LEAST_ITERATIONS - len(self.times_s)) * iteration_s
-        return max(iterations, times * _REFRESHES * self.counter_period_s - self._total_s, 0.0) + more * iteration_s
+        iterations = max(0, BLOCK_ITERATIONS - len(self.times_s)) * iteration_s
+        return max(iterations, _BLOCK_REFRESHES * self.counter_period_s - self._total_s, 0.0) + more * iteration_s
+
+    @property
+    def typical(self) -> Typical:
+        """A typical iteration."""
+        if self._typical is None:
+            self._typical = Typical.of(self.times_s, self.energies_j, counter_period_s=self.counter_period_s)
+        assert self._typical is not None, "there are iterations"
+        return self._typical
 
     @property
     def time_s(self) -> float:
-        """A typical iteration time [s]; a median, since single iterations may be held up."""
-        return statistics.median(self.times_s)
+        """A typical iteration time [s]."""
+        return self.typical.time_s
 
     @property
     def power_w(self) -> float:
         """Mean power of all GPUs [W]."""
-        return sum(self.energies_j) / self._total_s
+        return self.typical.power_w or 0.0
 
     @property
     def energy_j(self) -> float:
-        """Energy of a typical iteration [J]: the mean power times the typical time."""
-        return self.power_w * self.time_s
+        """Energy of a typical iteration [J]."""
+        return self.typical.energy_j or 0.0
 
     @property
     def time_error(self) -> float:
-        """Relative standard error of the typical time; from the median deviation, which no single iteration decides."""
-        deviation_s = statistics.median(abs(time_s - self.time_s) for time_s in self.times_s)
-        return 1.25 * 1.4826 * deviation_s / math.sqrt(len(self.times_s)) / self.time_s
-
-    @property
-    def power_error(self) -> float:
-        """Relative standard error of the mean power: from the parts of the window, and not below the counter's."""
-        size = len(self.times_s) // _BLOCKS
-        cuts = [number * size for number in range(_BLOCKS)] + [len(self.times_s)]
-        parts = [slice(begin, end) for begin, end in itertools.pairwise(cuts)]
-        powers_w = [sum(self.energies_j[part]) / sum(self.times_s[part]) for part in parts]
-        spread = statistics.stdev(powers_w) / math.sqrt(_BLOCKS) / self.power_w
-        # The end of a part is the begin of the next one: refreshes that are seen late make parts differ, not the whole.
-        by_refresh = _REFRESH_ERROR * self.counter_period_s / self._total_s
-        return max(by_refresh, math.sqrt(max(0.0, spread**2 - _BLOCKS * by_refresh**2)))
+        """Relative standard error of the typical time."""
+        return self.typical.time_error
 
     @property
     def energy_error(self) -> float:
         """Relative standard error of the energy."""
-        return math.hypot(self.time_error, self.power_error)
+        return self.typical.energy_error
 
-    def _is_as_long_as(self, times: int) -> bool:
-        is_long = self._total_s >= times * _REFRESHES * self.counter_period_s
-        return is_long and len(self.times_s) >= times * _LEAST_ITERATIONS
+    @property
+    def refresh_error(self) -> float:
+        """Relative standard error of the mean power that the counter's refreshes alone make."""
+        return refresh_error(self._total_s, self.counter_period_s)
+
+    def is_as_long_as(self, blocks: int) -> bool:
+        """Whether they are as many and as long as so many blocks."""
+        is_long = self._total_s >= blocks * _BLOCK_REFRESHES * self.counter_period_s
+        return is_long and len(self.times_s) >= blocks * BLOCK_ITERATIONS and any(self.energies_j)
+
+
+def under_plan_minus_default(levels: Numbers, errors: Numbers) -> tuple[Numbers, Numbers]:
+    """Return by how much blocks under the plan differ from those at default clocks on both sides, and the error.
+
+    Args:
+        levels: Of the blocks, which alternate, the first and the last at default clocks; shape (..., blocks).
+        errors: Their standard errors, by the iterations of each block.
+
+    Returns:
+        The mean difference, and its standard error; where blocks differ more than their iterations explain, by that.
+    """
+    default, planned = levels[..., ::2], levels[..., 1::2]
+    differences = planned - (default[..., :-1] + default[..., 1:]) / 2
+    blocks = differences.shape[-1]
+    within = (errors**2).mean(axis=-1)
+    # Neighbouring differences share a block at default clocks.
+    between = differences.var(axis=-1, ddof=1) / (1.5 - 0.5 / blocks)
+    part = 2 / (9 * (blocks - 1))
+    by_chance = (1 - part + 1.28 * math.sqrt(part)) ** 3  # nine times in ten, by Wilson and Hilferty
+    variance = np.where(between > by_chance * within, between, within)
+    return differences.mean(axis=-1), np.sqrt(variance * (1 / blocks + (blocks - 0.5) / blocks**2))
+
+
+def certainty(comparisons: int) -> float:
+    """Return by how many standard errors something must exceed its bound to be certain.
+
+    Args:
+        comparisons: How many comparisons of the job there were before this one.
+    """
+    spent = _ERROR_SPENT / 2 ** (min(comparisons, 40) + 1) / len(ANALYSES)
+    return statistics.NormalDist().inv_cdf(1 - spent)
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """Iterations under a plan against iterations at default clocks, both measured in the same job.
 
     Attributes:
@@ -169,73 +236,138 @@ class Comparison:
     promised_slowdown: float
 
     @classmethod
-    def of(cls, default: IterationSample, planned: IterationSample, promised_slowdown: float) -> Comparison:
-        """Compare two samples."""
-        time_ratio, energy_ratio = planned.time_s / default.time_s, planned.energy_j / default.energy_j
+    def of_blocks(cls, blocks: Sequence[IterationSample]) -> PlanComparison:
+        """Compare blocks that alternate; the first and the last are at default clocks.
+
+        Those under plans may be under several, as policies ask for them: each is held to its own promise, and the
+        result is the mean of them.
+        """
+        promised_times = np.log1p([block.promised_slowdown for block in blocks])
+        promised_powers = np.log([block.promised_power for block in blocks])
+        times = np.log([block.time_s for block in blocks]) - promised_times
+        powers = np.log([block.power_w for block in blocks]) - promised_powers
+        late, time_error = under_plan_minus_default(times, np.array([block.time_error for block in blocks]))
+        power, power_error = under_plan_minus_default(powers, np.array([block.refresh_error for block in blocks]))
+        promised_time = promised_times[1::2].mean()
+        return cls.of_logarithms(
+            float(late + promised_time),
+            float(time_error),
+            float(power + promised_powers[1::2].mean()),
+            math.hypot(time_error, power_error),
+            math.expm1(promised_time),
+        )
+
+    @classmethod
+    def of_samples(cls, default: IterationSample, planned: IterationSample, promised_slowdown: float) -> PlanComparison:
+        """Compare iterations under a plan with others at default clocks that may be long ago."""
+        return cls.of_logarithms(
+            math.log(planned.time_s / default.time_s),
+            math.hypot(default.time_error, planned.time_error),
+            math.log(planned.power_w / default.power_w),
+            math.hypot(default.energy_error, planned.energy_error),
+            promised_slowdown,
+        )
+
+    @classmethod
+    def of_logarithms(
+        cls, time: float, time_error: float, power: float, energy_error: float, promised_slowdown: float
+    ) -> PlanComparison:
+        """Return the comparison of which the natural logarithms of the ratios of time and power are known."""
+        time_ratio, energy_ratio = math.exp(time), math.exp(time + power)
         return cls(
             slowdown=time_ratio - 1,
-            slowdown_error=time_ratio * math.hypot(default.time_error, planned.time_error),
+            slowdown_error=time_ratio * time_error,
             saved=1 - energy_ratio,
-            saved_error=energy_ratio * math.hypot(default.energy_error, planned.energy_error),
+            saved_error=energy_ratio * energy_error,
             promised_slowdown=promised_slowdown,
         )
 
     @property
-    def is_late(self) -> bool:
-        """Whether iterations took longer than promised, beyond doubt."""
-        return self.slowdown > self.promised_slowdown + _TIME_TOLERANCE + _SURE * self.slowdown_error
+    def late(self) -> float:
+        """How much longer than promised iterations took, as a fraction of the time promised."""
+        return (1 + self.slowdown) / (1 + self.promised_slowdown) - 1
 
     @property
-    def is_faster(self) -> bool:
-        """Whether iterations were much faster than promised: default clocks may be faster than they were, too."""
-        return self.slowdown < self.promised_slowdown - _FASTER - _SURE * self.slowdown_error
+    def is_known(self) -> bool:
+        """Whether the estimates decide, certain or not."""
+        return self.slowdown_error <= KNOWN_ERROR and self.saved_error <= _KNOWN_ENERGY_ERROR
 
-    @property
-    def is_sure(self) -> bool:
-        """Whether the energy differs from that at default clocks by more than the error."""
-        return abs(self.saved) > _SURE * self.saved_error
+    def is_late(self, sure: float) -> bool:
+        """Whether it is certain, at so many standard errors, that the promise is not kept."""
+        return self.slowdown - sure * self.slowdown_error > self.promised_slowdown + TOLERANCE
 
-    @property
-    def loses(self) -> bool:
-        """Whether the plan is late or takes more energy, beyond doubt."""
-        return self.is_late or (self.is_sure and self.saved < 0)
+    def is_in_time(self, sure: float) -> bool:
+        """Whether it is certain that it is kept."""
+        return self.slowdown + sure * self.slowdown_error <= self.promised_slowdown + TOLERANCE
 
-    @property
-    def wins(self) -> bool:
-        """Whether the plan keeps its promise of time, and saves energy for sure."""
-        return self.saved > 0 and self.is_sure and not self.is_late
+    def draws(self, sure: float) -> int:
+        """Return -1 or 1 where it is certain that mean power is lower or higher than at default clocks, else 0."""
+        ratio = (1 - self.saved) / (1 + self.slowdown)
+        return _sign(ratio - 1, sure * math.hypot(self.saved_error, self.slowdown_error))
 
-    @property
-    def draws_less(self) -> bool:
-        """Whether mean power is lower than at default clocks, beyond doubt."""
-        return self._power_ratio < 1 - self._power_doubt
+    def uses(self, sure: float) -> int:
+        """Return -1 or 1 where it is certain that iterations use less or more energy than at default clocks, else 0."""
+        return _sign(-self.saved, sure * self.saved_error)
 
-    @property
-    def draws_more(self) -> bool:
-        """Whether mean power is higher than at default clocks, beyond doubt."""
-        return self._power_ratio > 1 + self._power_doubt
+    def is_in_doubt(self, *, caps_power: bool) -> bool:
+        """Whether iterations long after a comparison call for another one: the plan no longer keeps its promise.
 
-    @property
-    def _power_ratio(self) -> float:
-        return (1 - self.saved) / (1 + self.slowdown)
-
-    @property
-    def _power_doubt(self) -> float:
-        return _SURE * math.hypot(self.saved_error, self.slowdown_error)
-
-    def __str__(self) -> str:
-        return (
-            f"{-self.saved:+.1%} energy (+/- {self.saved_error:.1%}) at {self.slowdown:+.1%} time "
-            f"(+/- {self.slowdown_error:.1%}; promised {self.promised_slowdown:+.1%})"
-        )
+        Args:
+            caps_power: Whether the policy limits power.
+        """
+        is_faster = self.slowdown < self.promised_slowdown - _FASTER - _SURE * self.slowdown_error
+        if caps_power:
+            return is_faster or self.draws(_SURE) > 0
+        return is_faster or self.is_late(_SURE) or self.uses(_SURE) > 0
 
 
-def is_kept(comparison: Comparison, *, caps_power: bool) -> bool:
-    """Return whether a plan is kept: it saves energy in time, or keeps power down under a policy that asks for it."""
-    return comparison.draws_less if caps_power else comparison.wins
+def _sign(value: float, error: float) -> int:
+    return 0 if abs(value) <= error else int(math.copysign(1, value))
 
 
-def is_in_doubt(comparison: Comparison, *, caps_power: bool) -> bool:
-    """Return whether default clocks have to be measured again: a plan no longer wins, or all may be faster."""
-    no_longer_wins = comparison.draws_more if caps_power else comparison.loses
-    return no_longer_wins or comparison.is_faster
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison has decided.
+
+    Attributes:
+        comparison: Its figures.
+        kept: Whether the plan stays.
+        is_late: Whether it is dropped because iterations take longer than promised.
+        reason: Why, in words.
+    """
+
+    comparison: PlanComparison
+    kept: bool
+    is_late: bool
+    reason: str
+
+    @classmethod
+    def of(cls, comparison: PlanComparison, sure: float, *, caps_power: bool, is_last: bool) -> Verdict | None:
+        """Decide by an interim analysis; None to go on.
+
+        Args:
+            comparison: Of the blocks so far.
+            sure: How many standard errors are certain.
+            caps_power: Whether the policy limits power: a plan that draws less is kept, however long it takes.
+            is_last: Whether no more blocks follow.
+        """
+        if caps_power:
+            draws = comparison.draws(sure)
+            if not draws and not is_last:
+                return None
+            reason = {-1: "it draws less power", 0: "it is not known to draw less power", 1: "it draws more power"}
+            return cls(comparison, draws < 0, is_late=False, reason=reason[draws])
+        uses = comparison.uses(sure)
+        if comparison.is_late(sure):
+            return cls(comparison, kept=False, is_late=True, reason="it takes longer than promised")
+        if uses > 0:
+            return cls(comparison, kept=False, is_late=False, reason="it uses more energy")
+        if comparison.is_in_time(sure) and uses < 0:
+            return cls(comparison, kept=True, is_late=False, reason="it is in time and saves energy")
+        if not (is_last or comparison.is_known):
+            return None
+        if comparison.slowdown > comparison.promised_slowdown + TOLERANCE:
+            return cls(comparison, kept=False, is_late=True, reason="it seems to take longer than promised")
+        if uses == 0:
+            return cls(comparison, kept=False, is_late=False, reason="it saves no energy that could be measured")
+        return cls(comparison, kept=True, is_late=False, reason="it seems to be in time, and saves energy")

@@ -116,7 +116,7 @@ class SchedulePolicy(_Policy):
     """Other policies by time of day and day of the week; the first window that contains the present counts."""
 
     name: Literal["schedule"]
-    timezone: str = Field(description="Whose local time counts, such as Europe/Berlin; clock changes included.")
+    timezone: str = Field(description="Time zone of the windows, such as Europe/Berlin; daylight saving is followed.")
     windows: tuple[Window, ...] = Field(description="Times with a policy of their own.")
     default: SimplePolicy = Field(default_factory=SlowdownPolicy, description="Outside of all windows.")
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from perseus_ds.device.timers import Span
+from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
 
@@ -100,7 +100,7 @@ def with_reported(stretch_factors: Sequence[float], reported: Straggler | None) 
 def straggler_of(stretch_factors: Sequence[float]) -> Straggler | None:
     """Return the pipeline all others wait for, if they do."""
     largest = max(stretch_factors)
-    return None if largest == 1 else Straggler(stretch_factors.index(min(stretch_factors)), largest)
+    return None if largest == min(stretch_factors) else Straggler(stretch_factors.index(min(stretch_factors)), largest)
 
 
 def computed_and_tail_s(spans: Iterable[Span]) -> dict[str, float]:

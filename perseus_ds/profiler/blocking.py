@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from perseus_ds.device.gpu.base import Gpu
-from perseus_ds.distributed import PipelineTopology
 from perseus_ds.errors import GpuError
+from perseus_ds.gpu.base import Gpu
 from perseus_ds.profiler.counter_log import CounterLog
+from perseus_ds.ranks import PipelineTopology
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 
@@ -32,17 +32,16 @@ def measure_blocking_power_w(
     """
     power_w: float | None = None
     problem: GpuError | None = None
-    for waiting, sending in _rounds(topology.pipeline_ranks):
-        if topology.pipeline_rank in waiting:
-            source = topology.pipeline[sending[waiting.index(topology.pipeline_rank)]]
+    rank = topology.pipeline_rank
+    for waiting, sending in _turns(topology.pipeline_ranks):
+        if rank == waiting:
             try:
-                power_w = _waiting_power_w(gpu, source, device, timebase)
+                power_w = _waiting_power_w(gpu, topology.pipeline[sending], device, timebase)
             except GpuError as error:
                 problem = error
-        elif topology.pipeline_rank in sending:
-            target = topology.pipeline[waiting[sending.index(topology.pipeline_rank)]]
+        elif rank == sending:
             timebase.sleep(window_s)
-            dist.send(torch.zeros(1, device=device), target)
+            dist.send(torch.zeros(1, device=device), topology.pipeline[waiting])
     if problem is not None:
         raise problem
     if power_w is None:  # a pipeline of one rank never waits; idling comes closest
@@ -53,14 +52,11 @@ def measure_blocking_power_w(
     return power_w
 
 
-def _rounds(ranks: int) -> list[tuple[list[int], list[int]]]:
-    """Return who waits and who sends to them, neighbours only, so that every rank waits at least once."""
-    pairs = ranks - ranks % 2
-    even, odd = list(range(0, pairs, 2)), list(range(1, pairs, 2))
-    rounds = [(even, odd), (odd, even)]
-    if ranks % 2:
-        rounds.append(([ranks - 1], [ranks - 2]))
-    return rounds if ranks > 1 else []
+def _turns(ranks: int) -> list[tuple[int, int]]:
+    """Return who waits for whom, neighbours only, so that every rank waits at least once; pairs do so side by side."""
+    pairs = [(rank, rank + 1) for rank in range(0, ranks - 1, 2)]
+    turns = [*pairs, *((after, before) for before, after in pairs)]
+    return [*turns, (ranks - 1, ranks - 2)] if ranks > 1 and ranks % 2 else turns
 
 
 def _waiting_power_w(gpu: Gpu, source: int, device: torch.device, timebase: Timebase) -> float:

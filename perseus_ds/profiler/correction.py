@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.profile_metadata import ProfileInfo
+from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.fixed_durations import (
     Iterations,
+    all_spans,
     load_durations_s,
+    medians,
     other_durations,
     tails_s,
     transfer_durations,
@@ -43,19 +43,16 @@ class PartTimes:
     @classmethod
     def of(cls, ranks: Sequence[Iterations]) -> PartTimes:
         """Return those of one pipeline, given its ranks' operations by iteration."""
-        times_s: dict[Key, list[float]] = defaultdict(list)
-        for span in (span for rank in ranks for spans in rank for span in spans):
-            if isinstance(span.operation, Compute) and span.operation.instruction.kind is not Kind.TAIL:
-                times_s[span.operation.instruction.stage, span.operation.instruction.kind].append(span.time_s)
+        instructions: dict[Key, float] = medians(
+            ((span.operation.instruction.stage, span.operation.instruction.kind), span.time_s)
+            for span in all_spans(ranks)
+            if isinstance(span.operation, Compute) and span.operation.instruction.kind is not Kind.TAIL
+        )
         tails = [[sum(tails_s(spans).values()) for spans in rank] for rank in ranks]
         fixed = ProfileInfo(
             load_s=load_durations_s(ranks), transfers=transfer_durations(ranks), others=other_durations(ranks)
         )
-        return cls(
-            {key: statistics.median(found) for key, found in sorted(times_s.items())},
-            min((statistics.median(found) for found in tails if found), default=0.0),
-            fixed,
-        )
+        return cls(instructions, min((statistics.median(found) for found in tails if found), default=0.0), fixed)
 
 
 @dataclass(frozen=True)

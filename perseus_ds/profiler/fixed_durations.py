@@ -1,18 +1,28 @@
-"""Durations of the operations that have no clock to choose: loads, transfers and unprofiled tails."""
+"""Durations of the operations that have no clock to choose: loads, transfers and unprofiled tails.
+
+A transfer that a schedule launches and waits for later is not surrounded by anything that could be timed. It is over
+when the pass that waits for it begins, and it begins at the end of the pass whose result it sends; if the receiving
+rank was still computing then, at the end of that.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from perseus_ds.artifacts.profile_metadata import OtherDuration, TransferDuration
-from perseus_ds.device.timers import Span
-from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Other, Transfer
+from perseus_ds.artifacts.profile import OtherDuration, TransferDuration
+from perseus_ds.clocks.timers import Span
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Other, Payload, Schedule, Transfer, Wait
 
+K = TypeVar("K", bound=Any)
 Iterations = Sequence[Sequence[Span]]
 """Spans of one rank, by iteration."""
+Passes = Mapping[Instruction, tuple[float, float]]
+"""When the instructions of one iteration began and ended, on all ranks, on a time axis that they have in common [s]."""
 
 
 def without_gaps(spans: Sequence[Span], time_s: float) -> list[Span]:
@@ -45,25 +55,24 @@ def _begins_tail(before: Span, span: Span) -> bool:
     return _is_tail(span) and not _is_tail(before)
 
 
+def medians(found: Iterable[tuple[K, float]]) -> dict[K, float]:
+    """Return the median of the numbers of each key, by ascending key."""
+    by_key: dict[K, list[float]] = defaultdict(list)
+    for key, number in found:
+        by_key[key].append(number)
+    return {key: statistics.median(numbers) for key, numbers in sorted(by_key.items())}
+
+
 def load_durations_s(ranks: Sequence[Iterations]) -> dict[int, float]:
     """Return the median load of each stage [s]."""
-    found: dict[int, list[float]] = defaultdict(list)
-    for span in _spans(ranks):
-        if isinstance(span.operation, Load):
-            found[span.operation.stage].append(span.time_s)
-    return {stage: statistics.median(times_s) for stage, times_s in sorted(found.items())}
+    return medians((s.operation.stage, s.time_s) for s in all_spans(ranks) if isinstance(s.operation, Load))
 
 
 def other_durations(ranks: Sequence[Iterations]) -> list[OtherDuration]:
     """Return the median duration of each command that perseus-ds does not know, by stage."""
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for span in _spans(ranks):
-        if isinstance(span.operation, Other):
-            found[span.operation.command, span.operation.stage].append(span.time_s)
-    return [
-        OtherDuration(command=command, stage=stage, time_s=statistics.median(times_s))
-        for (command, stage), times_s in sorted(found.items())
-    ]
+    others = ((s.operation, s.time_s) for s in all_spans(ranks) if isinstance(s.operation, Other))
+    found = medians(((other.command, other.stage), time_s) for other, time_s in others)
+    return [OtherDuration(command=command, stage=stage, time_s=time_s) for (command, stage), time_s in found.items()]
 
 
 def transfer_durations(ranks: Sequence[Iterations]) -> list[TransferDuration]:
@@ -80,36 +89,20 @@ def transfer_durations(ranks: Sequence[Iterations]) -> list[TransferDuration]:
                     for transfer in span.operation.transfers:
                         key = (number, transfer)
                         shorter[key] = min(span.time_s, shorter.get(key, span.time_s))
-    found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-    for (_, transfer), time_s in shorter.items():
-        found[transfer.payload, transfer.source, transfer.target].append(time_s)
+    found = medians(((t.payload, t.source, t.target), time_s) for (_, t), time_s in shorter.items())
     return [
-        TransferDuration(payload=payload, source=source, target=target, time_s=statistics.median(times_s))
-        for (payload, source, target), times_s in sorted(found.items())
+        TransferDuration(payload=payload, source=source, target=target, time_s=time_s)
+        for (payload, source, target), time_s in found.items()
     ]
 
 
-def tail_durations_s(ranks: Sequence[Iterations]) -> dict[int, float]:
-    """Return the median tail of each stage [s]; in all iterations, ranks began their tails together.
+def tail_durations_s(iterations: Iterations) -> dict[int, float]:
+    """Return the median tail of each stage of a rank [s]; in all iterations, ranks began their tails at once.
 
     Where ranks exchange something within the tail, such as a gradient norm, the faster ones wait for
     the slowest; that wait is part of their tail.
     """
-    found: dict[int, list[float]] = defaultdict(list)
-    for rank in ranks:
-        for spans in rank:
-            for stage, time_s in tails_s(spans).items():
-                found[stage].append(time_s)
-    return {stage: statistics.median(times_s) for stage, times_s in sorted(found.items())}
-
-
-def typical_tails_s(ranks: Iterable[Mapping[int, float]]) -> dict[int, float]:
-    """Return the median over the ranks of each stage's tail, each rank's as :func:`tail_durations_s` says [s]."""
-    found: dict[int, list[float]] = defaultdict(list)
-    for tails in ranks:
-        for stage, time_s in tails.items():
-            found[stage].append(time_s)
-    return {stage: statistics.median(times_s) for stage, times_s in sorted(found.items())}
+    return medians(tail for spans in iterations for tail in tails_s(spans).items())
 
 
 def tails_s(spans: Iterable[Span]) -> dict[int, float]:
@@ -125,5 +118,79 @@ def _is_tail(span: Span) -> bool:
     return isinstance(span.operation, Compute) and span.operation.instruction.kind is Kind.TAIL
 
 
-def _spans(ranks: Sequence[Iterations]) -> list[Span]:
+def all_spans(ranks: Sequence[Iterations]) -> list[Span]:
+    """Return the operations of all iterations of all ranks."""
     return [span for rank in ranks for spans in rank for span in spans]
+
+
+def launches_transfers(schedule: Schedule) -> bool:
+    """Return whether ranks go on after they have launched a transfer."""
+    return any(isinstance(operation, Launch) for stream in schedule.ranks for operation in stream)
+
+
+def passes_of(ranks: Iterable[tuple[Sequence[Span], float]]) -> Passes:
+    """Return the passes of one iteration.
+
+    Args:
+        ranks: Of each rank, its operations, and when it began the iteration, from which they are timed [s].
+    """
+    return {
+        span.operation.instruction: (begin_s + span.start_s, begin_s + span.end_s)
+        for spans, begin_s in ranks
+        for span in spans
+        if isinstance(span.operation, Compute)
+    }
+
+
+def launched_transfer_durations(schedule: Schedule, iterations: Iterable[Passes]) -> list[TransferDuration]:
+    """Return the median transfer over each boundary and direction.
+
+    A transfer for which its receiver was waiting shows how long it takes; only where there is none such do those count
+    that went on while the receiver computed.
+    """
+    sides = _sides(schedule)
+    found: dict[tuple[Payload, int, int], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for passes in iterations:
+        for transfer, side in sides.items():
+            if side.made_by in passes and side.needed_by in passes:
+                made_s = passes[side.made_by][1]
+                free_s = made_s if side.after is None else passes[side.after][1]
+                lasts_s = max(0.0, passes[side.needed_by][0] - max(made_s, free_s))
+                found[transfer.payload, transfer.source, transfer.target][free_s > made_s].append(lasts_s)
+    return [
+        TransferDuration(payload=payload, source=source, target=target, time_s=statistics.median(waited or hidden))
+        for (payload, source, target), (waited, hidden) in sorted(found.items())
+    ]
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """The instructions around a transfer.
+
+    Attributes:
+        made_by: The last one before it is sent, on the sending rank.
+        needed_by: The first one after it is waited for, on the receiving rank.
+        after: The one before that, on the receiving rank; None if there is none.
+    """
+
+    made_by: Instruction
+    needed_by: Instruction
+    after: Instruction | None
+
+
+def _sides(schedule: Schedule) -> dict[Transfer, _Sides]:
+    made_by: dict[Transfer, Instruction] = {}
+    needed_by: dict[Transfer, tuple[Instruction, Instruction | None]] = {}
+    for stream in schedule.ranks:
+        before: Instruction | None = None
+        awaited: list[Transfer] = []
+        receives = {t for operation in stream if isinstance(operation, Exchange | Launch) for t in operation.receives}
+        for operation in stream:
+            if isinstance(operation, Compute):
+                needed_by.update(dict.fromkeys(awaited, (operation.instruction, before)))
+                before, awaited = operation.instruction, []
+            elif before is not None and isinstance(operation, Exchange | Launch):
+                made_by.update(dict.fromkeys(operation.sends, before))
+            if isinstance(operation, Exchange | Wait):
+                awaited += [transfer for transfer in operation.transfers if transfer in receives]
+    return {t: _Sides(made_by[t], *needed_by[t]) for t in sorted(made_by) if t in needed_by}

@@ -1,9 +1,8 @@
 """Measures time and energy of instructions while training goes on, one clock an iteration.
 
-Times are those of the instructions as they ran. Energies come from the energy counter: at each
-refresh, the energy used since the iteration began is blocking power times the time passed, plus the
-sum over kinds of their power beyond blocking power times the time spent in them. The powers are
-therefore estimated by least squares over all refreshes at one clock.
+Times are those of the instructions as they ran. Energies come from the energy counter: between two refreshes, the
+energy used is blocking power times the time passed, plus the sum over kinds of their power beyond blocking power times
+the time spent in them. The powers are therefore estimated by least squares over all refreshes at all clocks.
 """
 
 from __future__ import annotations
@@ -11,28 +10,26 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from perseus_ds.artifacts.profile_csv import Measurement
-from perseus_ds.artifacts.profile_metadata import RowQuality
-from perseus_ds.device.gpu.base import GpuState
-from perseus_ds.device.timers import Span
+from perseus_ds.artifacts.profile import Measurement, RowQuality, combine_ranks
+from perseus_ds.clocks.timers import Span
+from perseus_ds.gpu.base import GpuState
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.fixed_durations import tails_s
-from perseus_ds.profiler.rows import MeasuredRow, known
 
 Key = tuple[int, Kind]
 Floats = npt.NDArray[np.float64]
 
-# Typical delay until a refresh of the counter is seen [s]; relative variation of power from instruction to instruction,
-# at least. A counter that looks at power during a part of the time only varies by more, which the residuals show.
-_DELAY_S = 0.001
+# Error of the moment at which the counter was refreshed [s]; relative variation of power from instruction to
+# instruction, at least. Where it varies by more, the residuals show that.
+_DELAY_S = 0.0006
 _POWER_VARIATION = 0.02
 # Relative variance of power among kinds, which is not the counter's.
 _KIND_VARIATION = 0.1**2
@@ -44,6 +41,17 @@ _WAITING_SPREAD = 0.1
 _WAITING_SPREAD_AT_LOW_CLOCKS = 0.5
 _KIND_SPREAD = {kind: 0.5 if kind is Kind.TAIL else 0.1 for kind in Kind}
 _KIND_SPREAD_AT_A_CLOCK = {kind: 0.2 if kind is Kind.TAIL else 0.02 for kind in Kind}
+# Shares of its period in which a counter may look at power: all of it, or the last part of it (a quarter on A100 and
+# H100, arXiv 2312.02741). Another share than all is believed where the squares of the residuals are this much smaller.
+_ALWAYS, _SHARES, _CLEARLY = 1.0, (1.0, 0.5, 0.25, 0.1), 0.5
+
+
+@dataclass(frozen=True)
+class MeasuredRow:
+    """A measurement and how well it was made."""
+
+    measurement: Measurement
+    quality: RowQuality
 
 
 @dataclass(frozen=True)
@@ -58,13 +66,6 @@ class _System:
     spent_s: Floats
     beyond_j: Floats
 
-    def solve(self, expected_w: Floats, spread_w: Floats) -> Floats:
-        """Return the power beyond blocking power in each kind and outside, regularised towards the expected one [W]."""
-        scale = float(expected_w.max())
-        matrix = np.vstack([self.spent_s / scale, np.diag(1 / spread_w)])
-        values = np.concatenate([self.beyond_j / scale, expected_w / spread_w])
-        return np.asarray(np.linalg.lstsq(matrix, values, rcond=None)[0])
-
     def common_w(self, ratio: Floats, waiting_spread_w: float) -> float:
         """Return the power beyond blocking power of a kind whose ratio is 1 [W].
 
@@ -76,6 +77,37 @@ class _System:
         scale = abs(float(seconds @ self.beyond_j / (seconds @ seconds))) + 1e-9
         matrix = np.vstack([np.column_stack([seconds, self.spent_s[:, -1]]) / scale, [[0.0, 1 / waiting_spread_w]]])
         return float(np.linalg.lstsq(matrix, np.append(self.beyond_j / scale, 0.0), rcond=None)[0][0])
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Iterations at one clock, one right after the other.
+
+    Attributes:
+        computed: Their instructions.
+        moments_s: When the energy counter was refreshed [s].
+        energy_j: Its values then [J].
+    """
+
+    computed: list[tuple[Span, Key]]
+    moments_s: Floats
+    energy_j: Floats
+
+    def spent_s(self, keys: Sequence[Key], share: float) -> Floats:
+        """Return the time spent in each kind and, last, outside of them, from refresh to refresh [s].
+
+        Args:
+            keys: The kinds.
+            share: The counter looks at power in the last part of each period only; this is its share.
+        """
+        passed_s, end_s = np.diff(self.moments_s), self.moments_s[1:]
+        begin_s = end_s - share * passed_s
+        spent_s = np.zeros((len(end_s), len(keys) + 1))
+        for span, key in self.computed:
+            overlap_s = np.minimum(end_s, span.end_s) - np.maximum(begin_s, span.start_s)
+            spent_s[:, keys.index(key)] += np.maximum(overlap_s, 0.0) / share
+        spent_s[:, -1] = passed_s - spent_s.sum(axis=1)
+        return spent_s
 
 
 class OnlineProfiler:
@@ -90,8 +122,7 @@ class OnlineProfiler:
         self._keys: list[Key] = []
         self._state: dict[int, GpuState] = {}
         self._times_s: dict[tuple[int, Key], list[float]] = defaultdict(list)
-        # By clock, and for each call of add: spans, and moment and value of the counter's refreshes.
-        self._seen: dict[int, list[tuple[list[tuple[Span, Key]], Floats, Floats]]] = defaultdict(list)
+        self._seen: dict[int, list[_Part]] = defaultdict(list)
 
     def add(
         self,
@@ -105,7 +136,7 @@ class OnlineProfiler:
         Args:
             clock_mhz: The clock.
             iterations: The operations of each, on the same time axis as the readings.
-            readings: Moment [s] and value [J] of the energy counter whenever it was refreshed meanwhile.
+            readings: When [s] and value [J] of the energy counter whenever it was refreshed meanwhile.
             state: Of the GPU at the end.
         """
         self._state[clock_mhz] = state
@@ -124,17 +155,16 @@ class OnlineProfiler:
                 self._times_s[clock_mhz, (stage, Kind.TAIL)].append(time_s)
         if len(readings) >= 2:
             moments, energy_j = np.array(readings).T
-            self._seen[clock_mhz].append((computed, moments, energy_j))
+            self._seen[clock_mhz].append(_Part(computed, moments, energy_j))
 
     def power_error(self, clock_mhz: int) -> float:
         """Return the relative error of the mean power beyond blocking power at a clock, by the counter's residuals."""
-        passed_s = sum(float(moments[-1] - moments[0]) for _, moments, _ in self._seen[clock_mhz])
-        computed_s = sum(
-            float(np.clip(span.end_s, moments[0], moments[-1]) - np.clip(span.start_s, moments[0], moments[-1]))
-            for computed, moments, _ in self._seen[clock_mhz]
-            for span, _ in computed
-        )
-        return math.sqrt(self._variation(clock_mhz) * passed_s) / computed_s if computed_s else math.inf
+        if clock_mhz not in self._seen:
+            return math.inf
+        share = self._share()
+        spent_s = np.vstack([part.spent_s(self._keys, share) for part in self._seen[clock_mhz]])
+        computed_s = float(spent_s[:, :-1].sum())
+        return math.sqrt(self._variation(clock_mhz, share) * spent_s.sum()) / computed_s if computed_s > 0 else math.inf
 
     def rows(self) -> list[MeasuredRow]:
         """Return one row for every kind and clock whose power could be estimated, by clock."""
@@ -148,10 +178,9 @@ class OnlineProfiler:
 
     def _row(self, clock_mhz: int, key: Key, power_w: float) -> MeasuredRow:
         times_s = self._times_s[clock_mhz, key]
-        time_s = statistics.median(times_s)
-        # The standard error of a median is 1.25 times that of a mean.
-        error = 1.25 * statistics.stdev(times_s) / math.sqrt(len(times_s)) / time_s if len(times_s) > 1 else None
+        time_s, error = _typical(times_s)
         beyond = 1 - min(1.0, self._blocking_power_w / power_w)
+        energy_error = math.hypot(error or 0.0, _LEAST_ERROR, beyond * self.power_error(clock_mhz))
         quality = RowQuality(
             stage=key[0],
             kind=key[1],
@@ -160,7 +189,7 @@ class OnlineProfiler:
             time_relative_error=error,
             temperature_c=self._state[clock_mhz].temperature_c,
             power_state=self._state[clock_mhz].power_state,
-            energy_relative_error=known(math.hypot(error or 0.0, _LEAST_ERROR, beyond * self.power_error(clock_mhz))),
+            energy_relative_error=energy_error if math.isfinite(energy_error) else None,
         )
         return MeasuredRow(Measurement(*key, clock_mhz, time_s, power_w * time_s), quality)
 
@@ -171,7 +200,8 @@ class OnlineProfiler:
         the ratios between kinds are estimated from all clocks at once, and the power of a kind at one
         clock deviates from its ratio only as far as the refreshes at that clock require.
         """
-        systems = {clock: system for clock in self._seen if (system := self._system(clock)) is not None}
+        share = self._share()
+        systems = {clock: self._system(clock, share) for clock in self._seen}
         ratio = np.ones(len(self._keys))
         common_w: dict[int, float] = {}
         for _ in range(3):
@@ -196,48 +226,63 @@ class OnlineProfiler:
     def _at_clock(self, system: _System, ratio: Floats, common_w: float, waiting_spread_w: float) -> Floats:
         expected_w = ratio * common_w
         spread = np.array([_KIND_SPREAD_AT_A_CLOCK[kind] for _, kind in self._keys])
-        power_w = system.solve(
-            np.append(expected_w, 0.0),
-            np.append(spread * np.maximum(expected_w, 1.0), waiting_spread_w),
-        )
-        return self._blocking_power_w + np.maximum(power_w[:-1], 0.0)
+        # Regularised towards the power expected in each kind, and blocking power outside of them.
+        prior_w = np.append(expected_w, 0.0)
+        spread_w = np.append(spread * np.maximum(expected_w, 1.0), waiting_spread_w)
+        scale = float(expected_w.max())
+        matrix = np.vstack([system.spent_s / scale, np.diag(1 / spread_w)])
+        values = np.concatenate([system.beyond_j / scale, prior_w / spread_w])
+        power_w = np.linalg.lstsq(matrix, values, rcond=None)[0]
+        return np.asarray(self._blocking_power_w + np.maximum(power_w[:-1], 0.0))
 
-    def _system(self, clock_mhz: int) -> _System | None:
-        """Return the equations of a clock; None where the counter was not refreshed twice within an iteration."""
+    def _system(self, clock_mhz: int, share: float) -> _System:
+        """Return the equations of a clock."""
         spent, beyond = [], []
-        for computed, moments, energy_j in self._seen[clock_mhz]:
-            seconds = np.zeros((len(moments), len(self._keys) + 1))
-            for span, key in computed:
-                seconds[:, self._keys.index(key)] += np.clip(moments - span.start_s, 0.0, span.time_s)
-            seconds[:, -1] = moments - seconds.sum(axis=1)
-            weight = _weights(moments, self._variation(clock_mhz))
+        for part in self._seen[clock_mhz]:
+            seconds = np.cumsum(np.vstack([np.zeros(len(self._keys) + 1), part.spent_s(self._keys, share)]), axis=0)
+            weight = _weights(part.moments_s, self._variation(clock_mhz, share))
             spent.append(weight @ seconds)
-            beyond.append(weight @ (energy_j - self._blocking_power_w * moments))
-        return _System(np.concatenate(spent), np.concatenate(beyond)) if spent else None
+            beyond.append(weight @ (part.energy_j - self._blocking_power_w * part.moments_s))
+        return _System(np.concatenate(spent), np.concatenate(beyond))
 
-    def _variation(self, clock_mhz: int) -> float:
+    def _share(self) -> float:
+        """Return in which share of its period the counter looks at power, which its residuals show."""
+        squares = {
+            share: sum(float(np.sum(self._residuals_s(clock_mhz, share)[0] ** 2)) for clock_mhz in self._seen)
+            for share in _SHARES
+        }
+        best = min(_SHARES, key=lambda share: squares[share])
+        return best if squares[best] < _CLEARLY * squares[_ALWAYS] else _ALWAYS
+
+    def _residuals_s(self, clock_mhz: int, share: float) -> tuple[Floats, Floats, float]:
+        """Compare the energies from refresh to refresh with those if all kinds had the same power.
+
+        Returns:
+            The residuals, as the time that their energy takes at that power [s]; the times computed [s]; the power
+            beyond blocking power [W].
+        """
+        spent_s = np.vstack([part.spent_s(self._keys, share) for part in self._seen[clock_mhz]])
+        used_j = np.concatenate(
+            [np.diff(part.energy_j - self._blocking_power_w * part.moments_s) for part in self._seen[clock_mhz]]
+        )
+        columns = np.column_stack([spent_s[:, :-1].sum(axis=1), spent_s[:, -1]])
+        power_w = np.linalg.lstsq(columns, used_j, rcond=None)[0]
+        return (used_j - columns @ power_w) / max(power_w[0], 1e-9), columns[:, 0], float(power_w[0])
+
+    def _variation(self, clock_mhz: int, share: float) -> float:
         """Return the variance that the energy counted gains in a second, relative to the power beyond blocking [s].
 
         It is that of the residuals from refresh to refresh, if all kinds had the same power, and at least that of
         powers that vary from instruction to instruction.
         """
-        computed_s, used_j, passed_s, times_s = [], [], [], []
-        for computed, moments, energy_j in self._seen[clock_mhz]:
-            done_s = sum(np.clip(moments - span.start_s, 0.0, span.time_s) for span, _ in computed)
-            computed_s.append(np.diff(done_s))
-            used_j.append(np.diff(energy_j - self._blocking_power_w * moments))
-            passed_s.append(np.diff(moments))
-            times_s += [span.time_s for span, _ in computed]
-        seconds, joules = np.concatenate(computed_s), np.concatenate(used_j)
-        least = _POWER_VARIATION**2 * statistics.mean(times_s)
-        passed = np.concatenate(passed_s)
-        columns = np.column_stack([seconds, passed - seconds])
-        power_w = np.linalg.lstsq(columns, joules, rcond=None)[0]
-        if power_w[0] <= 0:
+        parts = self._seen[clock_mhz]
+        least = _POWER_VARIATION**2 * statistics.mean(span.time_s for part in parts for span, _ in part.computed)
+        residuals_s, computed_s, power_w = self._residuals_s(clock_mhz, share)
+        if power_w <= 0:
             return least
-        residual_s = (joules - columns @ power_w) / power_w[0]
-        excess = np.mean(residual_s**2) - 2 * _DELAY_S**2 - _KIND_VARIATION * np.mean(seconds**2)
-        return max(least, float(excess / np.mean(passed)))
+        excess = np.mean(residuals_s**2) - 2 * _DELAY_S**2 - _KIND_VARIATION * np.mean(computed_s**2)
+        passed_s = np.concatenate([np.diff(part.moments_s) for part in parts])
+        return max(least, float(excess / np.mean(passed_s)))
 
 
 def _weights(moments_s: Floats, variation_s: float) -> Floats:
@@ -251,3 +296,30 @@ def _weights(moments_s: Floats, variation_s: float) -> Floats:
     weights = np.linalg.inv(factor)
     begin = weights.sum(axis=1)
     return np.asarray(weights - np.outer(begin, begin @ weights) / (begin @ begin))
+
+
+def _typical(times_s: Sequence[float]) -> tuple[float, float | None]:
+    """Return the median and its relative standard error from the median deviation, which outliers do not change."""
+    median_s = statistics.median(times_s)
+    deviation_s = statistics.median(abs(time_s - median_s) for time_s in times_s)
+    # A standard deviation is 1.48 median deviations; the standard error of a median is 1.25 times that of a mean.
+    return median_s, 1.48 * 1.25 * deviation_s / math.sqrt(len(times_s)) / median_s if len(times_s) > 2 else None
+
+
+def combine_rows(rows: Iterable[MeasuredRow]) -> list[MeasuredRow]:
+    """Combine the rows of ranks that share a stage into one per kind and clock: slowest time, mean energy."""
+    by_key: dict[tuple[int, Kind, int], list[MeasuredRow]] = defaultdict(list)
+    for row in rows:
+        by_key[row.measurement.stage, row.measurement.kind, row.measurement.clock_mhz].append(row)
+    combined = []
+    for _, shared in sorted(by_key.items()):
+        slowest = max(shared, key=lambda row: row.measurement.time_s)
+        errors = [row.quality.energy_relative_error for row in shared]
+        found = [error for error in errors if error is not None]
+        quality = {
+            "samples": min(row.quality.samples for row in shared),
+            "energy_relative_error": math.hypot(*found) / len(found) if len(found) == len(shared) else None,
+        }
+        measurement = combine_ranks([row.measurement for row in shared])
+        combined.append(MeasuredRow(measurement, slowest.quality.model_copy(update=quality)))
+    return combined

@@ -13,11 +13,11 @@ from typing import Any
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.measures import Baseline
 from perseus_ds.report.history import History, Iteration
+from perseus_ds.report.jobs import Trend
 from perseus_ds.report.palette import variable
-from perseus_ds.report.savings import Reference
 from perseus_ds.report.series import QUANTITIES, Series, curve_values, profile_curves
-from perseus_ds.report.trend import Trend
 
 Figure = dict[str, Any]
 
@@ -27,11 +27,13 @@ _PHASES = {
     "default": ("orange", "diamond"),
     "warm-up": ("orange", "square-open"),
     "profile": ("green", "cross"),
-    "plan": ("purple", "triangle-up-open"),
+    "optimizing": ("purple", "triangle-up-open"),
 }
 _OTHER_PHASE = ("soft", "diamond-open")
 _DRAWN_EVENTS = ("plan", "proof", "profile", "policy", "drift", "failure")
 _AT_THE_BOTTOM = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": False}
+_LEAST_SHOWN = 0.1
+_LINE_PX = 15
 _MOST_POINTS, _MOST_EVENTS, _MOST_PHASES = 1500, 200, 20
 
 
@@ -48,7 +50,8 @@ def frontier_figure(frontier: Frontier, series: Sequence[Series], in_use: int) -
     layout = _layout("iteration time [s]", "energy per iteration [J]")
     layout["shapes"] = [_line(time_s, "soft", "dot") for time_s, _ in times]
     layout["annotations"] = [
-        {"x": time_s, "xanchor": "right", "text": name, **_AT_THE_BOTTOM} for time_s, name in times
+        {"x": time_s, "xanchor": side, "text": name, **_AT_THE_BOTTOM}
+        for (time_s, name), side in zip(times, ("left", "right"), strict=True)
     ]
     return {"data": data, "layout": layout}
 
@@ -90,7 +93,7 @@ def _measured(profile: StageProfile, stages: Sequence[int], kind: object) -> set
     return {row.clock_mhz for row in rows if row.stage in stages and row.kind is kind and row.samples > 0}
 
 
-def history_figure(histories: Sequence[History], reference: Reference | None) -> Figure:
+def history_figure(histories: Sequence[History], baseline: Baseline | None) -> Figure:
     """Draw energy and time of every iteration of all jobs, one job after the other.
 
     Phases are told by colour and symbol, events by dotted lines, jobs by solid ones with their name.
@@ -107,8 +110,8 @@ def history_figure(histories: Sequence[History], reference: Reference | None) ->
             if step.record.phase == phase
         )
         data += _phase_traces(phase, every, list(itertools.islice(iterations, 0, None, every)))
-    if reference is not None:
-        data += _reference_traces(reference, count)
+    if baseline is not None:
+        data += _baseline_traces(baseline, count)
     layout = _two_rows(("energy [J]", "time [s]"), "iteration", [0.4, count + 0.6])
     layout["shapes"], layout["annotations"] = _event_lines(histories, starts)
     return {"data": data, "layout": layout}
@@ -130,24 +133,27 @@ def _phase_traces(phase: str, every: int, shown: Sequence[tuple[int, str, Iterat
     return [common | energies, common | times | {"xaxis": "x2", "yaxis": "y2", "showlegend": False}]
 
 
-def _reference_traces(reference: Reference, iterations: int) -> list[Figure]:
-    name = "default clocks, " + ("measured" if reference.measured else "predicted")
+def _baseline_traces(baseline: Baseline, iterations: int) -> list[Figure]:
+    name = "default clocks, " + ("measured" if baseline.is_measured else "predicted")
     common = {
-        "type": "scatter", "mode": "lines", "name": name, "legendgroup": "reference", "x": [0.5, iterations + 0.5],
+        "type": "scatter", "mode": "lines", "name": name, "legendgroup": "baseline", "x": [0.5, iterations + 0.5],
         "line": {"color": variable("orange"), "dash": "dash", "width": 1.5}, "hoverinfo": "skip",
     }  # fmt: skip
     second = {"xaxis": "x2", "yaxis": "y2", "showlegend": False}
-    return [common | {"y": [reference.energy_j] * 2}, common | {"y": [reference.time_s] * 2} | second]
+    return [common | {"y": [baseline.typical.energy_j] * 2}, common | {"y": [baseline.typical.time_s] * 2} | second]
 
 
 def _event_lines(histories: Sequence[History], starts: Sequence[int]) -> tuple[list[Figure], list[Figure]]:
-    lines, names = [], []
+    lines: list[Figure] = []
+    names: list[Figure] = []
     for start, history in zip(starts, histories, strict=False):
         drawn = sorted({found.after for found in history.occurrences if found.event.event in _DRAWN_EVENTS})
         lines += [_line(start + after + 0.5, "soft", "dot") for after in drawn[:_MOST_EVENTS]]
         if len(histories) > 1:
             lines.append(_line(start + 0.5, "soft", "solid"))
-            names.append({"x": start + 0.5, "xanchor": "left", "text": history.name, **_AT_THE_BOTTOM})
+            # On three lines in turns: names of short runs would overlap.
+            line = {"yshift": _LINE_PX * (len(names) % 3)}
+            names.append({"x": start + 0.5, "xanchor": "left", "text": history.name, **_AT_THE_BOTTOM, **line})
     return lines, names
 
 
@@ -168,11 +174,18 @@ def trend_figure(trend: Trend) -> Figure:
 
 
 def points_figure(series: Sequence[Series]) -> Figure:
-    """Draw energy over iteration time of some points."""
-    return {
-        "data": [_trace(one) for one in series],
-        "layout": _layout("iteration time [s]", "energy per iteration [J]"),
-    }
+    """Draw energy over iteration time of some points, on axes that show at least 10 %, so that 1 % looks small."""
+    layout = _layout("iteration time [s]", "energy per iteration [J]")
+    layout["xaxis"]["range"] = _range([x for one in series for x in one.x])
+    layout["yaxis"]["range"] = _range([y for one in series for y in one.y])
+    return {"data": [_trace(one) for one in series], "layout": layout}
+
+
+def _range(values: Sequence[float]) -> list[float]:
+    """Return the range of an axis: the values with a margin, and at least 10 % of the largest."""
+    low, high = min(values), max(values)
+    margin = max(0.1 * (high - low), (_LEAST_SHOWN * high - (high - low)) / 2)
+    return [low - margin, high + margin]
 
 
 def _trace(series: Series) -> Figure:

@@ -9,13 +9,64 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from perseus_ds.artifacts.record_base import Event
-from perseus_ds.artifacts.run_file import iterate_records
-from perseus_ds.artifacts.run_records import IterationRecord, ProfileWritten, Record, Started
-from perseus_ds.report.parts import PartSums
+from perseus_ds.artifacts.run_records import (
+    Event,
+    IterationRecord,
+    ProfileWritten,
+    Record,
+    Started,
+    iterate_records,
+    trains,
+)
+from perseus_ds.measures import JobMeasures
 
-# In this phase instructions are not yet stretched, so its times and energies are not valid.
-_NOT_TRAINING = "calibrate"
+
+@dataclass(frozen=True)
+class Share:
+    """A part of the job's energy.
+
+    Attributes:
+        name: Of a rank or a pipeline.
+        energy_j: Over the whole run [J].
+        power_w: On average [W].
+    """
+
+    name: str
+    energy_j: float
+    power_w: float
+
+
+class PartSums:
+    """What is known of the parts so far."""
+
+    def __init__(self) -> None:
+        self._sums_j: list[float] | None = None
+        self._time_s = self._since_s = 0.0
+        self._is_mixed = False
+
+    def add(self, time_s: float, parts_j: tuple[float, ...] | None) -> None:
+        """Add an iteration.
+
+        Args:
+            time_s: How long it took; 0 where its energy is not known.
+            parts_j: Of all iterations since the last one that had them [J]; None where it has none.
+        """
+        self._since_s += time_s
+        if parts_j is None:
+            return
+        self._time_s, self._since_s = self._time_s + self._since_s, 0.0
+        if self._sums_j is None:
+            self._sums_j = [0.0] * len(parts_j)
+        self._is_mixed |= len(parts_j) != len(self._sums_j)  # the job was resumed at another size
+        self._sums_j = [total + part for total, part in zip(self._sums_j, parts_j, strict=False)]
+
+    def shares(self, name: str) -> list[Share]:
+        """Return them by number; none where not all records have the same parts, or no energy."""
+        if self._is_mixed or not self._time_s:
+            return []
+        return [Share(f"{name} {i}", total_j, total_j / self._time_s) for i, total_j in enumerate(self._sums_j or [])]
+
+
 _PLANNING = ("auto", "run")
 
 
@@ -51,7 +102,7 @@ class Step:
         number: Position in the job's history over all starts, 1 first.
         record: What is known of it.
         frontier: Distinguishes the frontier of its plan from the job's earlier ones.
-        disturbed: Whether a rank has failed, or it is the first since a start, which allocates memory.
+        disturbed: Whether it does not count; see :mod:`perseus_ds.measures`.
     """
 
     number: int
@@ -83,6 +134,7 @@ class History:
         starts: Its starts, the first one first.
         steps: All iterations but those that calibrate a simulated GPU.
         occurrences: All events.
+        measures: What its iterations take.
         by_rank: The energy of each rank.
         by_pipeline: The energy of each data-parallel pipeline.
         simulated: Whether any of it is simulated.
@@ -94,6 +146,7 @@ class History:
     starts: tuple[Started, ...]
     steps: tuple[Step, ...] = field(repr=False)
     occurrences: tuple[Occurrence, ...] = field(repr=False)
+    measures: JobMeasures = field(default_factory=JobMeasures, repr=False)
     by_rank: PartSums = field(default_factory=PartSums, repr=False)
     by_pipeline: PartSums = field(default_factory=PartSums, repr=False)
     simulated: bool = False
@@ -160,16 +213,12 @@ def read_history(folder: Path, name: str | None = None) -> History:
         starts=tuple(found.event for found in last.occurrences if isinstance(found.event, Started)),
         steps=tuple(last.steps),
         occurrences=tuple(last.occurrences),
+        measures=last.measures,
         by_rank=last.by_rank,
         by_pipeline=last.by_pipeline,
         simulated=last.simulated,
         left_out=sum(len(other.steps) for other in jobs.values() if other is not last),
     )
-
-
-def trains(record: Record) -> bool:
-    """Return whether a record is of an iteration whose time and energy are valid."""
-    return isinstance(record, IterationRecord) and record.phase != _NOT_TRAINING
 
 
 class _Job:
@@ -178,19 +227,18 @@ class _Job:
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.occurrences: list[Occurrence] = []
+        self.measures = JobMeasures()
         self.by_rank, self.by_pipeline = PartSums(), PartSums()
         self.simulated = False
         self._frontier: tuple[str | None, int] = None, 0
-        self._is_first = True
 
     def add(self, record: Record) -> None:
         self.simulated |= record.simulated
+        counts = self.measures.add(record)
         if isinstance(record, Event):
             self._happened(record)
         elif trains(record):
-            disturbed = self._is_first or bool(record.failed_ranks)
-            self.steps.append(Step(len(self.steps) + 1, Iteration.of(record), self._frontier, disturbed))
-            self._is_first = False
+            self.steps.append(Step(len(self.steps) + 1, Iteration.of(record), self._frontier, not counts))
             known_s = 0.0 if record.energy_j is None else record.time_s
             self.by_rank.add(known_s, record.energy_by_rank_j)
             self.by_pipeline.add(known_s, record.energy_by_pipeline_j)
@@ -199,6 +247,6 @@ class _Job:
         (event.model_extra or {}).clear()  # keys of later versions, of any size
         self.occurrences.append(Occurrence(len(self.steps), event))
         if isinstance(event, Started):
-            self._frontier, self._is_first = (event.frontier, self._frontier[1]), True
+            self._frontier = event.frontier, self._frontier[1]
         elif isinstance(event, ProfileWritten):
             self._frontier = self._frontier[0], self._frontier[1] + 1

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
@@ -17,11 +18,13 @@ from matplotlib.patches import Patch
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.report.measured import MeasuredPoint
+from perseus_ds.profiler.estimates import estimate_all
+from perseus_ds.report.jobs import MeasuredPoint
 from perseus_ds.report.palette import SCALE, light
-from perseus_ds.report.series import Series, frontier_series
+from perseus_ds.report.series import QUANTITIES, Curve, Series, curve_values, frontier_series, profile_curves
 from perseus_ds.report.timeline import Bar, Timeline
 from perseus_ds.report.trace import short_name
 
@@ -66,7 +69,7 @@ def frontier_picture(
     axes.set_axisbelow(True)
     axes.margins(x=0.06, y=0.1)
     axes.legend(loc="best", frameon=True, framealpha=1, edgecolor="0.8")
-    figure.suptitle(f"Energy over time: {_subject(frontier.provenance)}", fontsize=11)
+    figure.suptitle(f"Energy against iteration time: {_subject(frontier.provenance)}", fontsize=11)
     save_picture(figure, path, _DPI)
 
 
@@ -226,3 +229,52 @@ def save_picture(figure: Figure, path: Path | str, dpi: int) -> None:
         raise ConfigError(f"{path}: {error}. Give another suffix, such as .png.") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}). Give another one, out=….") from None
+
+
+def profile_picture(profile: StageProfile, path: Path, *, blocking_power_w: float) -> None:
+    """Draw the rows, the fitted curves with two standard deviations, and the options worth choosing from.
+
+    Args:
+        profile: What to draw; stages that take the same are one curve, and of many curves a few are shown.
+        path: Where to write the picture; its suffix says the format.
+        blocking_power_w: What a waiting GPU draws [W].
+    """
+    clocks = sorted({m.clock_mhz for m in profile.measurements})
+    fitted = estimate_all(profile, range(clocks[0], clocks[-1] + 1, max(1, (clocks[-1] - clocks[0]) // 120)))
+    figure = Figure(figsize=(11.0, 4.4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    for axes, (quantity, unit) in zip(panels, QUANTITIES.items(), strict=True):
+        for curve in profile_curves(profile):
+            _draw(axes, quantity, (profile, fitted), curve, blocking_power_w)
+        axes.set_xlabel("SM clock [MHz]")
+        axes.set_ylabel(f"{quantity} [{unit}]")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), fontsize="small")
+    title = f"{profile.info.gpu or 'profile'}: rows (filled: Pareto-optimal), fitted curves ± 2 standard deviations"
+    figure.suptitle(title + (" — SIMULATED" if profile.info.simulated else ""), fontsize="medium")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_picture(figure, path, 160)
+
+
+def _draw(
+    axes: Axes, quantity: str, profiles: tuple[StageProfile, StageProfile], curve: Curve, blocking_power_w: float
+) -> None:
+    profile, fitted = profiles
+    stage, kind, colour = curve.stages[0], curve.kind, light(curve.colour)
+    clocks, values = fitted.options(stage, kind).clock_mhz, curve_values(fitted, stage, kind, quantity)
+    errors = {r.clock_mhz: r for r in fitted.info.rows if (r.stage, r.kind) == (stage, kind)}
+    found = [errors.get(int(clock)) for clock in clocks]
+    column = "time_relative_error" if quantity == "time" else "energy_relative_error"
+    band = np.array([(getattr(row, column) or 0.0) if row else 0.0 for row in found])
+    line = LINE_STYLES[curve.dash]
+    axes.plot(clocks, values, color=colour, linestyle=line, linewidth=1, label=f"{curve.label} {kind}")
+    axes.fill_between(clocks, values * (1 - 2 * band), values * (1 + 2 * band), color=colour, alpha=0.15, linewidth=0)
+    options, points = profile.options(stage, kind), curve_values(profile, stage, kind, quantity)
+    worth = np.isin(options.clock_mhz, options.pareto(blocking_power_w).clock_mhz)
+    marker = MARKERS[curve.symbol]
+    for chosen, filling in ((worth, colour), (~worth, "white")):
+        axes.scatter(
+            options.clock_mhz[chosen], points[chosen], s=12, marker=marker, linewidths=0.7, edgecolors=colour, c=filling
+        )

@@ -12,11 +12,11 @@ from typing import Any
 
 import jinja2
 
+from perseus_ds import units
 from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.errors import ConfigError
-from perseus_ds.report import units
 from perseus_ds.report.palette import PALETTE, SCALE, css
-from perseus_ds.report.words import event_in_words
+from perseus_ds.runtime.words import event_in_words
 
 _FILTERS = {
     "in_words": event_in_words,

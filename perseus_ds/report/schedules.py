@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from perseus_ds.artifacts.schedule_table import ComparedSchedule, ScheduleTable
 from perseus_ds.report.palette import MEASURED_SYMBOLS, SERIES, light
 from perseus_ds.report.pictures import MARKERS
-from perseus_ds.report.units import number, percent
+from perseus_ds.units import number, percent
 
 _DPI = 200
 _SYMBOLS = ("circle", "square", *MEASURED_SYMBOLS)

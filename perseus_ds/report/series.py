@@ -12,7 +12,7 @@ import numpy.typing as npt
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.report.measured import MeasuredPoint
+from perseus_ds.report.jobs import MeasuredPoint
 from perseus_ds.report.palette import DASHES, MEASURED_SYMBOLS, SERIES, SYMBOLS
 
 QUANTITIES = {"time": "s", "energy": "J", "power": "W"}

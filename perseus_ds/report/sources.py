@@ -9,14 +9,38 @@ from pathlib import Path
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.io import is_there
 from perseus_ds.artifacts.plan import check_instructions
-from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
 from perseus_ds.artifacts.timeline import MeasuredIteration, TimelineFile
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.report.history import History, read_history
-from perseus_ds.report.measured import MeasuredPoint, measured_points
-from perseus_ds.report.totals import JobSize
+
+
+@dataclass(frozen=True)
+class JobSize:
+    """How large a job is, as far as its profile says.
+
+    Attributes:
+        gpus: All GPUs of the job.
+        samples: Samples of one iteration.
+    """
+
+    gpus: int | None = None
+    samples: int | None = None
+
+    @classmethod
+    def of(cls, info: ProfileInfo) -> JobSize:
+        """Return what a profile says."""
+        ranks, pipelines = info.pipeline_ranks, info.data_parallel or 1
+        return cls(
+            gpus=None if ranks is None else ranks * pipelines * (info.tensor_parallel or 1),
+            samples=(
+                None
+                if info.micro_batches is None or info.micro_batch_size is None
+                else info.micro_batches * info.micro_batch_size * pipelines
+            ),
+        )
 
 
 @dataclass
@@ -58,11 +82,6 @@ class Sources:
         used = [step.record.plan for history in self.histories for step in history.under_plans]
         last = used[-1] if used else None
         return last if last is not None and self.frontier and last < len(self.frontier.plans) else None
-
-    @property
-    def measured_points(self) -> list[MeasuredPoint]:
-        """Typical iterations by job and plan; those of one pipeline, one GPU per rank."""
-        return measured_points(self.histories, pipelines=self.pipelines)
 
     @property
     def size(self) -> JobSize:

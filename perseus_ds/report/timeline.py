@@ -1,15 +1,21 @@
-"""When every instruction of one iteration runs under a plan, as a profile predicts it."""
+"""The timeline of one iteration: as predicted by a profile under a plan, as measured, and as the page needs it."""
 
 from __future__ import annotations
 
+import base64
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.pipeline.dag import Dag, Seconds
-from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation
+from perseus_ds.pipeline.dag import Dag, Node, Seconds
+from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Load, Other, Transfer
 
 # Sums of the same times in another order differ by less [s].
@@ -137,3 +143,128 @@ def _durations_s(dag: Dag, profile: StageProfile, clock_mhz: dict[Instruction, i
             work = node.work
             durations_s[index] = profile.at(work.stage, work.kind, clock_mhz[work]).time_s
     return durations_s
+
+
+def measured_timeline(iteration: MeasuredIteration, *, energy_j: float) -> Timeline:
+    """Return an iteration as it ran.
+
+    A rank in a transfer whose partner has not come yet waits; only what follows is the transfer.
+    Which of the two it is follows from when either side began, so it is as exact as the ranks'
+    clocks are aligned: better than a millisecond on one host.
+
+    Args:
+        iteration: What was measured.
+        energy_j: Of the iteration, one GPU per rank [J].
+    """
+    begun_s: dict[Transfer, float] = defaultdict(float)
+    for operations in iteration.ranks:
+        for operation in operations:
+            work = _work(operation)
+            if isinstance(work, Transfer):
+                begun_s[work] = max(begun_s[work], operation.start_s)
+    first_s = min((o.start_s for operations in iteration.ranks for o in operations), default=0.0)
+    bars, waits = [], []
+    for rank, operations in enumerate(iteration.ranks):
+        for operation in operations:
+            work, start_s, end_s = _work(operation), operation.start_s, operation.end_s
+            if isinstance(work, Transfer):
+                both_s = min(max(start_s, begun_s[work]), end_s)
+                if both_s > start_s:
+                    waits.append(Wait(rank, work, start_s - first_s, both_s - first_s))
+                start_s = both_s
+            if end_s > start_s:
+                bars.append(Bar(rank, work, start_s - first_s, end_s - first_s, operation.clock_mhz, critical=False))
+    time_s = max((bar.end_s for bar in bars), default=0.0)
+    return Timeline(tuple(bars), tuple(waits), len(iteration.ranks), time_s, energy_j)
+
+
+def _work(operation: MeasuredOperation) -> Instruction | Load | Other | Transfer:
+    match operation.kind:
+        case "activation" | "grad" as payload:
+            assert operation.target is not None
+            return Transfer(payload, operation.stage, operation.target, operation.micro_batch)
+        case "load":
+            return Load(operation.stage, operation.micro_batch)
+        case "other":
+            return Other(operation.command or "command", operation.stage, operation.micro_batch)
+        case kind:
+            return Instruction(operation.stage, Kind(kind), operation.micro_batch)
+
+
+KINDS = (*(kind.value for kind in Kind), "load", "other", "activation", "grad")
+
+
+def pipeline_data(dag: Dag, profile: StageProfile, frontier: Frontier) -> dict[str, Any]:
+    """Return the DAG's nodes in columns, in topological order, and the data to evaluate plans with.
+
+    ``option`` says which of a plan's clocks is a node's, -1 for a node without; a plan's clocks are
+    those of its ranks one after the other.
+    """
+    position = {
+        instruction: number for number, instruction in enumerate(i for stream in frontier.instructions for i in stream)
+    }
+    fixed_s = dag.fixed_durations_s(profile.info.fixed_durations)
+    nodes = [_described(node) for node in dag.nodes]
+    return {
+        "kinds": KINDS,
+        "ranks": len(dag.schedule.ranks),
+        "kind": [kind for kind, _, _, _ in nodes],
+        "stage": [stage for _, stage, _, _ in nodes],
+        "target": [target for _, _, target, _ in nodes],
+        "micro_batch": [micro_batch for _, _, _, micro_batch in nodes],
+        "node_ranks": [node.ranks for node in dag.nodes],
+        "predecessors": dag.predecessors,
+        "option": [position.get(node.work, -1) if isinstance(node.work, Instruction) else -1 for node in dag.nodes],
+        "fixed_s": [round(float(value), 7) for value in fixed_s],
+        "blocking_power_w": frontier.provenance.blocking_power_w,
+        "rows": _rows(profile),
+        "plans": [packed_clocks(plan) for plan in frontier.plans],
+        "baseline": packed_clocks(frontier.baseline),
+    }
+
+
+def packed_clocks(plan: FrequencyPlan) -> str:
+    """Return a plan's clocks [MHz], rank by rank, as base64 of little-endian 16-bit numbers."""
+    clocks = np.array([clock for stream in plan.clocks_mhz for clock in stream], dtype="<u2")
+    return base64.b64encode(clocks.tobytes()).decode()
+
+
+def timeline_data(timeline: Timeline) -> dict[str, Any]:
+    """Return a timeline as the page draws it: what each rank does, and how long for."""
+    return {
+        "ranks": timeline.ranks,
+        "time_s": timeline.time_s,
+        "energy_j": None if np.isnan(timeline.energy_j) else timeline.energy_j,
+        "bars": [
+            [
+                bar.rank,
+                round(bar.start_s, 6),
+                round(bar.end_s, 6),
+                *_described(Node(bar.work, (bar.rank,))),
+                bar.clock_mhz,
+            ]
+            for bar in timeline.bars
+        ],
+    }
+
+
+def _described(node: Node) -> tuple[int, int, int, int]:
+    """Return kind, stage, receiving stage (-1 if it is no transfer) and micro-batch."""
+    match node.work:
+        case Transfer(payload=payload, source=source, target=target, micro_batch=micro_batch):
+            return KINDS.index(payload), source, target, micro_batch
+        case Load(stage=stage, micro_batch=micro_batch):
+            return KINDS.index("load"), stage, -1, micro_batch
+        case Other(stage=stage, number=number):
+            return KINDS.index("other"), stage, -1, number
+        case Instruction(stage=stage, kind=kind, micro_batch=micro_batch):
+            return KINDS.index(kind.value), stage, -1, micro_batch
+
+
+def _rows(profile: StageProfile) -> dict[str, dict[int, Sequence[float]]]:
+    """Return time [s] and energy [J] by clock, by stage and kind."""
+    rows: dict[str, dict[int, Sequence[float]]] = {}
+    for m in profile.measurements:
+        key = f"{m.stage}/{KINDS.index(m.kind.value)}"
+        rows.setdefault(key, {})[m.clock_mhz] = (m.time_s, float(f"{m.energy_j:.6g}"))
+    return rows

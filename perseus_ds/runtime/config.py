@@ -1,18 +1,25 @@
-"""The ``perseus`` block of a DeepSpeed config."""
+"""The ``perseus`` block of a job: its keys, and where it comes from."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 from typing_extensions import Self
 
+from perseus_ds.artifacts.io import MOST_JSON_BYTES, parse_json, read_text
 from perseus_ds.artifacts.validation import StrictModel, explain
-from perseus_ds.device.gpu.simulated_config import SimulatedConfig
 from perseus_ds.errors import ConfigError
+from perseus_ds.gpu.simulated import SimulatedConfig
 from perseus_ds.policy.policies import PolicyConfig, SlowdownPolicy
 from perseus_ds.profiler.profile_config import ProfileConfig
+
+VARIABLE = "PERSEUS"
+_SHOWN = 60
 
 
 class MetricsConfig(StrictModel):
@@ -45,8 +52,12 @@ class PerseusConfig(StrictModel):
     )
     device: Literal["auto", "nvml", "zeus", "simulated"] = Field(
         "auto",
-        description="auto: NVML where the engine runs on CUDA, otherwise a simulated GPU; zeus: Zeus's device layer, "
-        "for zeusd and AMD GPUs.",
+        description="auto: NVML for NVIDIA's GPUs, Zeus for AMD's, a simulated GPU where the engine runs on the CPU; "
+        "zeus: Zeus's device layer, for zeusd and AMD GPUs.",
+    )
+    required: bool = Field(
+        False,
+        description="auto mode: an error where clocks may not be set; without it, a warning, and the job is observed.",
     )
     output_dir: str = Field("perseus", description="Folder for profile.csv, profile.json and run.jsonl.")
     frontier: str | None = Field(None, description="frontier.json (or its folder), for run mode.")
@@ -73,6 +84,11 @@ class PerseusConfig(StrictModel):
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
 
+    @property
+    def needs_clocks(self) -> bool:
+        """Whether it is an error if clocks may not be set."""
+        return self.mode in ("profile", "run") or (self.mode == "auto" and self.required)
+
     @model_validator(mode="after")
     def _run_needs_a_frontier(self) -> Self:
         # Only rank 0's node can tell whether the file exists.
@@ -93,3 +109,57 @@ def parse_block(block: object) -> PerseusConfig:
         return PerseusConfig.model_validate(dict(block))
     except ValidationError as error:
         raise ConfigError(explain(error, PerseusConfig, "perseus.")) from None
+
+
+def settings_of(block: Any) -> PerseusConfig | None:
+    """Return the settings of a job; None if neither its own config nor the environment has any.
+
+    Args:
+        block: The ``perseus`` block of the job's config; None without one. A key of the variable ``PERSEUS`` (JSON, or
+            the path of a JSON file) replaces the same key of the block.
+
+    Raises:
+        ConfigError: The message names the key and says what to write instead.
+    """
+    variable = _from_environment()
+    if variable is None:
+        return None if block is None else parse_block(block)
+    if block is not None and not isinstance(block, Mapping):
+        return parse_block(block)
+    return parse_block({**(block or {}), **variable})
+
+
+def _from_environment() -> Mapping[str, Any] | None:
+    """Return the block of the variable ``PERSEUS``; None if it is not set or empty."""
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    source = VARIABLE
+    if not text.startswith("{"):
+        source = f"{VARIABLE}={text}"
+        try:
+            text = read_text(Path(text), ConfigError, "JSON file", MOST_JSON_BYTES)
+        except ConfigError as error:
+            raise ConfigError(
+                f'{source}: expected JSON such as {{"mode": "auto"}} or the path of a JSON file: {error}'
+            ) from None
+    try:
+        block = parse_json(text)
+    except ValueError as error:
+        raise ConfigError(f"{source}: this is not JSON: {_where(text) or f'{error}.'}") from None
+    if not isinstance(block, Mapping):
+        raise ConfigError(f'{source}: expected an object such as {{"mode": "auto"}}, got {block!r}.')
+    return block
+
+
+def _where(text: str) -> str:
+    """Return what is wrong with a text that is not JSON, with the line in which it is and a mark below the place."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        line, begin = error.doc.splitlines()[error.lineno - 1], max(0, error.colno - _SHOWN)
+        mark = " " * (error.colno - 1 - begin) + "^"
+        return f"{error.msg}, line {error.lineno} column {error.colno}:\n  {line[begin:][: 2 * _SHOWN]}\n  {mark}"
+    except (ValueError, RecursionError):  # what else is wrong, the first error says
+        pass
+    return ""

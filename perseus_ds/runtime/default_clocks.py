@@ -1,18 +1,23 @@
-"""Iterations at default clocks of this job, with which plans and predictions are compared."""
+"""Training at default clocks: for good, to compare plans with it, or for a while after a fault or a dropped plan."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 
-from perseus_ds.device.timers import Span
+from perseus_ds.clocks.timers import SimulatedExecution, Span
 from perseus_ds.policy.plan_proof import IterationSample
 from perseus_ds.profiler.fixed_durations import without_gaps
-from perseus_ds.runtime.phases import IterationMeasurement, NextIteration, Outlook, Phase, one_iteration
+from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase, one_iteration
+from perseus_ds.runtime.job import Job, Rank
 
 # The first iteration after a change of clocks begins at the clocks before.
 _SETTLED = 2
 _KEPT = 4
+_LONGER = 4
+_LONG_AGO = 20
+# The reports of the iteration after a fault are the first that say which ranks have fallen back.
+_UNTIL_TOLD = 2
 
 
 class DefaultIterations:
@@ -61,7 +66,7 @@ def measure_default(default: DefaultIterations) -> Phase[None]:
         "default",
         default,
         goes_on=lambda _: not default.sample.is_enough,
-        outlook=lambda: Outlook("run", default.remaining_s),
+        next_phase=lambda: NextPhase("run", default.remaining_s),
     )
 
 
@@ -70,7 +75,7 @@ def run_at_default_clocks(
     default: DefaultIterations,
     *,
     goes_on: Callable[[IterationMeasurement | None], bool],
-    outlook: Callable[[], Outlook],
+    next_phase: Callable[[], NextPhase],
     vote: Callable[[], bool] = lambda: False,
 ) -> Phase[None]:
     """Run iterations at default clocks.
@@ -79,10 +84,67 @@ def run_at_default_clocks(
         phase: As it is called in ``run.jsonl``.
         default: The iterations are added to it.
         goes_on: Returns whether to run one more, from what was seen of the last one, if any; the same on all ranks.
-        outlook: Returns what follows.
+        next_phase: Returns what follows.
         vote: Returns what this rank reports with each iteration.
     """
     seen: IterationMeasurement | None = None
     while goes_on(seen):
-        seen = yield from one_iteration(NextIteration(phase, outlook=outlook(), reported={"vote": vote()}))
+        seen = yield from one_iteration(NextIteration(phase, next_phase=next_phase(), reported={"vote": vote()}))
         default.add(seen)
+
+
+def observe() -> Phase[None]:
+    """Train at default clocks for the rest of the job; time and energy are measured."""
+    while True:
+        yield from one_iteration(NextIteration("observe"))
+
+
+def calibrate(job: Job, rank: Rank) -> Phase[None]:
+    """On simulated GPUs, run one iteration, after which each rank knows how much work its instructions are."""
+    if not isinstance(rank.timers, SimulatedExecution):
+        return
+    following = job.config.mode if job.config.mode in ("observe", "run") else "warm-up"
+    yield from one_iteration(NextIteration("calibrate", next_phase=NextPhase(following)))
+    largest = rank.communicator.all_max(rank.timers.largest_flops)
+    if largest:
+        rank.timers.calibrate(job.config.simulated.longest_instruction_s / largest)
+
+
+class BackOff:
+    """For how many iterations a job trains at default clocks before it tries again, the same on all ranks.
+
+    Each time four times as many as before, unless that is long ago.
+
+    Args:
+        first: Iterations the first time.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._last = 0
+        self._until = 0
+
+    def next(self, step: int) -> int:
+        """Return for how many iterations to back off after a step of the job."""
+        is_long_ago = step - self._until > _LONG_AGO * self._last
+        self._last = self._first if is_long_ago else _LONGER * self._last
+        self._until = step + self._last
+        return self._last
+
+
+def back_off_for(iterations: int, following: str) -> Phase[None]:
+    """Train at default clocks for so many iterations, before another phase."""
+    for _ in range(iterations):
+        yield from one_iteration(NextIteration("observe", next_phase=NextPhase(following)))
+
+
+def after_a_fault(start: Callable[[], Phase[None]], iterations: int) -> Phase[None]:
+    """Train at default clocks for so many iterations and until no rank is fallen back; then begin a mode again."""
+    done = 0
+    while True:
+        seen = yield from one_iteration(NextIteration("observe"))
+        done += 1
+        is_told = done >= max(iterations, _UNTIL_TOLD) and seen.reports is not None
+        if is_told and seen.reports is not None and not seen.reports.failed:
+            break
+    yield from start()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Literal
 
 import torch
 
-from perseus_ds.device.gpu.base import Gpu, counts_whole_module
-from perseus_ds.device.gpu.nvml import NvmlGpu
-from perseus_ds.device.gpu.nvml_lookup import index_of_cuda_device
-from perseus_ds.device.gpu.power_integrator import with_energy
-from perseus_ds.device.gpu.simulated import SimulatedGpu
-from perseus_ds.device.gpu.simulated_conditions import OneAtATimeOnNode
-from perseus_ds.device.stream_capture import captures_to_avoid
-from perseus_ds.device.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
+from perseus_ds.clocks.events import captures_to_avoid
+from perseus_ds.clocks.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
+from perseus_ds.errors import ConfigError, GpuPermissionError
+from perseus_ds.gpu.base import Gpu, counts_whole_module
+from perseus_ds.gpu.energy_counter import with_energy
+from perseus_ds.gpu.nvml import NvmlGpu, index_of_cuda_device
+from perseus_ds.gpu.simulated import SimulatedGpu, turn_on_node
+from perseus_ds.ranks import Communicator
 from perseus_ds.runtime.config import PerseusConfig
+from perseus_ds.runtime.job import Job
 
 logger = logging.getLogger("perseus_ds")
 
@@ -29,9 +33,16 @@ def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_ra
         local_rank: Rank on this node; names the GPU where the device does not.
 
     Raises:
+        ConfigError: There is nothing to open for tensors on this device.
         GpuError: There is no such GPU, or its driver is missing.
     """
-    gpu = _open_bare_gpu(config, device, rank, local_rank)
+    gpu = driver_of(config, device, rank=rank, local_rank=local_rank)
+    if config.device == "auto" and isinstance(gpu, SimulatedGpu) and rank == 0:
+        logger.warning(
+            "perseus: no GPU, so GPUs are SIMULATED (%s): training is real, times and energies are not. "
+            'Set "device": "simulated" to hide this notice.',
+            config.simulated.gpu,
+        )
     if isinstance(gpu, NvmlGpu):
         for setting in gpu.administrator_settings:
             logger.warning("perseus: rank %d, %s: %s", rank, gpu, setting)
@@ -48,19 +59,50 @@ def execution_on(gpu: Gpu, device: torch.device, config: PerseusConfig) -> Execu
     return CudaExecution(device, captures=captures_to_avoid()) if device.type == "cuda" else HostExecution()
 
 
-def _open_bare_gpu(config: PerseusConfig, device: torch.device, rank: int, local_rank: int) -> Gpu:
-    if config.device == "zeus":
-        from perseus_ds.device.gpu.zeus import open_zeus_gpu
+def with_permission(job: Job, gpu: Gpu, communicator: Communicator) -> Job:
+    """Return the job as it may run: where auto mode may not set the clocks of all ranks, it observes.
+
+    Every rank must ask at once.
+
+    Raises:
+        GpuPermissionError: On all ranks, if one may not set clocks and the job does without in no case.
+        GpuError: On all ranks, if the driver of one refuses for another reason.
+    """
+    config = job.config
+    if config.mode == "observe":
+        return job
+    refused: list[GpuPermissionError] = []
+
+    def check() -> None:
+        try:
+            gpu.check_lock_permission()
+        except GpuPermissionError as error:
+            if config.needs_clocks:
+                raise
+            refused.append(error)
+
+    communicator.raise_on_all_ranks(check)
+    problem = communicator.first_not_none(refused[0] if refused else None)
+    if problem is None:
+        return job
+    if communicator.is_rank_0:
+        logger.warning(
+            "perseus: %s Without it, training runs at default clocks, and time and energy are recorded, as in mode "
+            '"observe". With "required": true this is an error.',
+            problem,
+        )
+    return replace(job, config=config.model_copy(update={"mode": "observe"}))
+
+
+def driver_of(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> Gpu:
+    """Open the same as :func:`open_gpu`, without notices of what it is, and without energies if it counts none."""
+    kind = _kind_of(device) if config.device == "auto" else config.device
+    if kind == "zeus":
+        from perseus_ds.gpu.zeus import open_zeus_gpu
 
         return open_zeus_gpu(*_cuda_device(device, local_rank))
-    if config.device == "nvml" or (config.device == "auto" and device.type == "cuda"):
+    if kind == "nvml":
         return NvmlGpu(index_of_cuda_device(*_cuda_device(device, local_rank)))
-    if config.device == "auto" and rank == 0:
-        logger.warning(
-            "perseus: no CUDA GPU, so GPUs are SIMULATED (%s): training is real, times and energies are not. "
-            'Set "device": "simulated" to hide this notice.',
-            config.simulated.gpu,
-        )
     settings = config.simulated
     return SimulatedGpu.named(
         settings.gpu,
@@ -70,9 +112,26 @@ def _open_bare_gpu(config: PerseusConfig, device: torch.device, rank: int, local
         time_noise=settings.time_noise,
         power_noise=settings.power_noise,
         conditions=settings.conditions,
-        driver_queue=OneAtATimeOnNode() if "lock-contention" in settings.conditions else None,
+        driver_turn=turn_on_node if "lock-contention" in settings.conditions else nullcontext,
         may_lock=settings.may_lock,
         seed=rank,
+    )
+
+
+def _kind_of(device: torch.device) -> Literal["nvml", "zeus", "simulated"]:
+    """Return what to open for tensors on a device: AMD's GPUs, which torch calls ``cuda`` too, through Zeus.
+
+    Raises:
+        ConfigError: Clocks of such a device cannot be set, and simulating others would slow training down.
+    """
+    if device.type == "cuda":
+        return "nvml" if torch.version.hip is None else "zeus"
+    if device.type == "cpu":
+        return "simulated"
+    raise ConfigError(
+        f"perseus.device: \"auto\" knows NVIDIA's and AMD's GPUs, and this job computes on {device.type!r}. Set "
+        '"enabled": false to train without Perseus, or "device": "simulated" to try it with simulated GPUs, which '
+        "makes every pass as long as theirs."
     )
 
 

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from perseus_ds.artifacts.profile_metadata import ProfileInfo
+from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_records import Started
-from perseus_ds.device.clock_controller import ClockController
-from perseus_ds.device.gpu.base import Gpu
-from perseus_ds.device.gpu.driver_call import DriverCall
-from perseus_ds.device.timers import Execution
-from perseus_ds.distributed import Communicator
+from perseus_ds.clocks.controller import ClockController
+from perseus_ds.clocks.timers import Execution
+from perseus_ds.gpu.base import Gpu
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.runtime.cache import cache_key
+from perseus_ds.ranks import Communicator
 from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.timebase import REAL_TIME, Timebase
+
+
+def cache_key(info: ProfileInfo, fingerprints: Sequence[str], settings: Mapping[str, object]) -> str:
+    """Return the name of a job, or under which its profile is kept.
+
+    Args:
+        info: GPU, driver, schedule, parallelism, micro-batch size and versions, before anything is measured.
+        fingerprints: Of every rank's share of the model.
+        settings: What else changes what is named.
+    """
+    content = [info.model_dump(mode="json"), list(fingerprints), dict(settings)]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True)
@@ -86,7 +99,9 @@ class Job:
     def _key(self, communicator: Communicator, settings: dict[str, object]) -> str:
         simulated = self.config.simulated.model_dump() if self.info.simulated else {}
         fingerprints = communicator.gather(self.fingerprint)
-        return communicator.from_first(lambda: cache_key(self.info, fingerprints, {**settings, "simulated": simulated}))
+        return communicator.computed_on_rank_0(
+            lambda: cache_key(self.info, fingerprints, {**settings, "simulated": simulated})
+        )
 
 
 @dataclass(frozen=True)
@@ -96,8 +111,7 @@ class Rank:
     Attributes:
         communicator: All ranks.
         gpu: Of this rank.
-        driver: Makes the calls to the GPU's driver that must not stop training.
-        clocks: Sets the GPU's clock.
+        clocks: Sets the GPU's clock, and makes all other calls of its driver.
         timers: Times operations on the GPU.
         device: Where the engine's tensors live.
         timebase: The time that the rank lives in.
@@ -106,7 +120,6 @@ class Rank:
 
     communicator: Communicator
     gpu: Gpu
-    driver: DriverCall
     clocks: ClockController
     timers: Execution
     device: torch.device

@@ -9,25 +9,32 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from perseus_ds.artifacts.rank_report import JobReport, RankReport, shapes_number
+from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.errors import ConnectionLostError
+from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.profiler.offline import RepeatableInstructions
+from perseus_ds.policy.policies import CheapestPolicy
+from perseus_ds.policy.reports import JobReport, RankReport, ReportExchange, shapes_number
+from perseus_ds.policy.signals import SignalWatch
+from perseus_ds.runtime.default_clocks import BackOff, after_a_fault, observe
 from perseus_ds.runtime.fallback import may_pass
-from perseus_ds.runtime.halting import wait_together
+from perseus_ds.runtime.iterations import (
+    UNPLANNED,
+    IterationMeasurement,
+    NextIteration,
+    NextPhase,
+    Resumed,
+    wait_until_over,
+)
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.modes import mode_of
-from perseus_ds.runtime.phases import UNPLANNED, IterationMeasurement, NextIteration, Outlook, Resumed, observe
-from perseus_ds.runtime.plan_chooser import follow_signals
 from perseus_ds.runtime.recorder import IterationContext, Recorder
-from perseus_ds.runtime.report_exchange import ReportExchange
-from perseus_ds.runtime.resting import Rests, after_a_fault
 from perseus_ds.runtime.timeline_log import Ran, TimelineLog
 
 logger = logging.getLogger("perseus_ds")
 _LAST_REPORTS_S = 2.0
 _POLL_S = 0.002
-_REST = 10
+_BACK_OFF = 10
 
 
 class ModeDriver:
@@ -44,7 +51,6 @@ class ModeDriver:
         recorder: Recorder,
         control: JobControl,
         *,
-        passes: RepeatableInstructions | None,
         on_error: Callable[[Exception], None],
     ) -> None:
         """Begin the job's mode; every rank must do so at once.
@@ -54,7 +60,6 @@ class ModeDriver:
             rank: This rank.
             recorder: Of the job.
             control: The user's policy, reported stragglers and pause.
-            passes: This rank's passes, to be repeated; None where they cannot be.
             on_error: Called when the mode fails; the job then trains at default clocks until it ends.
 
         Raises:
@@ -70,14 +75,15 @@ class ModeDriver:
         )
         self._ended: IterationContext | None = None
         self._ended_s: float | None = None
+        self._halted_s = 0.0
         self._unsent: Callable[[], tuple[RankReport, Sequence[float]]] | None = None
         self._is_known: Callable[[], bool] = bool
         self._keep: Callable[[], None] | None = None
         self._is_closed = False
         if job.config.mode in ("run", "auto"):
-            follow_signals(rank, recorder, control)
-        self._start = partial(mode_of, job, rank, recorder, control, passes)
-        self._rests = Rests(_REST)
+            _follow_signals(rank, recorder, control)
+        self._start = partial(mode_of, job, rank, recorder, control)
+        self._back_off = BackOff(_BACK_OFF)
         self._mode = self._start()
         self.next: NextIteration = next(self._mode)
         self._by_shape = bool(self.next.by_shape)
@@ -89,20 +95,24 @@ class ModeDriver:
 
     def halt(self) -> None:
         """Wait with all ranks before an iteration, for as long as the mode asks; errors never end training."""
+        self._halted_s = 0.0
         if self.next.halt is None:
             return
         self.send_report()
         try:
-            waited = wait_together(self._rank, self.next.halt.is_over, lambda: self._is_closed)
+            waited = wait_until_over(self._rank, self.next.halt.is_over, lambda: self._is_closed)
             if waited.closed:
                 self.observe()
             elif waited.time_s > 0:
+                self._halted_s = waited.time_s
                 self.next.halt.waited(waited)
         except Exception as error:  # such as the connection to a rank that is gone
             logger.debug("perseus: waiting failed", exc_info=True)
             self._leave(error)
 
-    def end_iteration(self, seen: IterationMeasurement, own: RankReport, samples: int) -> None:
+    def end_iteration(
+        self, seen: IterationMeasurement, own: RankReport, samples: int, *, is_last: bool = False
+    ) -> None:
         """Record the iteration before, of which all have reported; ask for the next one.
 
         This one is reported as soon as the device has done it, while the next one runs.
@@ -111,13 +121,14 @@ class ModeDriver:
             seen: This rank's measurement of the iteration that has just ended; its reports are filled in here.
             own: This rank's report of it but for time and energy; the mode adds to it.
             samples: Samples the job has seen after it.
+            is_last: Whether the process ends: other ranks are hardly waited for, and nothing is decided any more.
         """
-        reports = self._received()
+        reports = self._received(timeout_s=_LAST_REPORTS_S if is_last else None)
         self._record(reports)
         self._control.count_step()
         ran = IterationContext(self._control.steps, samples, self.next.phase, self.next.shape, ended=time.time())
         begun_s, ended_s = seen.host_s
-        stopped_s = 0.0 if self._ended_s is None else begun_s - self._ended_s
+        stopped_s = 0.0 if self._ended_s is None else begun_s - self._ended_s - self._halted_s
         self._ended_s = ended_s
         seen = replace(
             seen,
@@ -132,10 +143,10 @@ class ModeDriver:
             self._keep = partial(self._timelines.keep, Ran(ran.number, ran.phase, ran.plan, seen.clock_mhz), seen)
         if reports is not None and reports.closed:
             self.observe()
-        else:
+        elif not is_last:
             self._advance(seen)
         is_over = self.next.phase != ran.phase
-        self._ended = replace(ran, outlook=Outlook(self.next.phase, 0.0) if is_over else self.next.outlook)
+        self._ended = replace(ran, next_phase=NextPhase(self.next.phase, 0.0) if is_over else self.next.next_phase)
         self._by_shape = bool(self.next.by_shape)
         self._unsent = partial(self._report, seen, own, self.next)
         self._is_known = seen.is_known
@@ -166,20 +177,23 @@ class ModeDriver:
         except Exception as error:  # the other ranks wait for this report
             self._on_error(error)
             later = {}
-        communicator = self._rank.communicator
-        measured = {"time_s": seen.time_s, "energy_j": seen.energy_j, "event_bytes": communicator.messages.size}
-        shapes = shapes_number(communicator.topology.rank, seen.shapes[1])
+        measured = {"time_s": seen.time_s, "energy_j": seen.energy_j}
+        shapes = shapes_number(self._rank.communicator.topology.rank, seen.shapes[1])
         known = {**measured, "shapes": shapes, "closed": self._is_closed, **following.reported, **later}
         return replace(own, **known), following.stretch_factors
 
-    def _received(self) -> JobReport | None:
-        """Return what all ranks have reported of the iteration before; keep what it did where that is wanted."""
+    def _received(self, timeout_s: float | None = None) -> JobReport | None:
+        """Return what all ranks have reported of the iteration before; keep what it did where that is wanted.
+
+        Args:
+            timeout_s: How long to wait for ranks that may be gone; None if all of them train.
+        """
         self.send_report()
         keep, self._keep = self._keep, None
         try:
             if keep is not None:
                 keep()
-            return self._exchange.received()
+            return self._exchange.received() if timeout_s is None else self._exchange.received_within(timeout_s)
         except ConnectionLostError as error:
             self._leave(error)
             return None
@@ -225,7 +239,7 @@ class ModeDriver:
             self._rank.timebase.sleep(_POLL_S)
         if self._rank.communicator.is_connected:
             self.send_report_if_known()
-        self._record(self._exchange.look_within(_LAST_REPORTS_S))
+        self._record(self._exchange.received_within(_LAST_REPORTS_S))
 
     def _record(self, reports: JobReport | None) -> None:
         """Record the iteration that all ranks have reported, and the events that have come with their reports."""
@@ -245,5 +259,38 @@ class ModeDriver:
             logger.debug("perseus: the mode ended", exc_info=True)
             self._leave(error)
             if may_pass(error):
-                self._mode = after_a_fault(self._start, self._rests.next(self._control.steps))
+                self._mode = after_a_fault(self._start, self._back_off.next(self._control.steps))
                 self.next = next(self._mode)
+
+
+def _follow_signals(rank: Rank, recorder: Recorder, control: JobControl) -> None:
+    """Read the signals of the policy, on rank 0, and follow their files until the job ends; every rank must call it.
+
+    Raises:
+        SignalError: On all ranks: a file cannot be used.
+    """
+
+    def report(problem: str) -> None:
+        logger.warning("perseus: %s", problem)
+        recorder.event(Failed(event="signal", error=problem))
+
+    def begin() -> None:
+        control.costs = CostAccount(rank.timebase)
+        control.signals = SignalWatch(rank.timebase, report)
+        rank.beside_training.callback(control.signals.close)
+        control.signals.follow(control.policy)
+        rank.beside_training.callback(lambda: _summarise_costs(control, recorder))
+
+    rank.communicator.computed_on_rank_0(begin)
+
+
+def _summarise_costs(control: JobControl, recorder: Recorder) -> None:
+    """Record what the job has cost, at its end, and print what that saved."""
+    costs, policy = control.costs, control.policy
+    if not costs.iterations:
+        return
+    is_done = isinstance(policy, CheapestPolicy) and control.steps >= policy.total_steps
+    recorder.event(costs.so_far(done=is_done))
+    if is_done and costs.saved is not None:
+        compared = f"{abs(costs.saved):.1%} {'more' if costs.saved < 0 else 'less'}"
+        recorder.say(f"by the signal, energy cost {compared} than under the plan of slowdown 0 throughout")

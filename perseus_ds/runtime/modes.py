@@ -2,43 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.policy.plan_proof import Comparison, is_kept
-from perseus_ds.policy.switch_price import SwitchPrice
-from perseus_ds.profiler.offline import RepeatableInstructions
-from perseus_ds.profiler.search import clocks_to_choose_from
-from perseus_ds.runtime.default_clocks import DefaultIterations, measure_default
-from perseus_ds.runtime.earlier_run import forget_for_later_runs, frontier_of_an_earlier_run, keep_for_later_runs
+from perseus_ds.policy.plan_proof import Verdict
+from perseus_ds.policy.switch_cost import SwitchCost
+from perseus_ds.runtime.default_clocks import (
+    BackOff,
+    DefaultIterations,
+    back_off_for,
+    calibrate,
+    measure_default,
+    observe,
+)
+from perseus_ds.runtime.frontiers import (
+    forget_for_later_runs,
+    frontier_of_an_earlier_run,
+    keep_for_later_runs,
+    load_frontier,
+)
+from perseus_ds.runtime.iterations import Phase
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.offline_profiling import profile_offline
-from perseus_ds.runtime.online_profiling import profile_online
 from perseus_ds.runtime.optimising import optimise
-from perseus_ds.runtime.phases import Phase, calibrate, observe
-from perseus_ds.runtime.plan_runner import PlanRunner
-from perseus_ds.runtime.prediction import Verdict, compare_prediction, is_predicted
+from perseus_ds.runtime.prediction import Agreement, compare_prediction, is_predicted
+from perseus_ds.runtime.profiling import profile_online
 from perseus_ds.runtime.recorder import Recorder
-from perseus_ds.runtime.resting import Rests, rest
-from perseus_ds.runtime.running import Outcome, load_frontier, prove, run, try_out
 from perseus_ds.runtime.shapes import Shape, run_by_shape
+from perseus_ds.runtime.under_plans import Outcome, PlanRunner
 from perseus_ds.runtime.warm_up import Baseline, counter_period_s, warm_up
 
 # Times that keep changing, as with sequences of different lengths, fit no profile, so measuring again has no use; at
-# most so many profiles, and one more for every so many iterations. A plan that has lost is tried again after a rest.
+# most so many profiles, and one more for every so many iterations.
 _MOST_PROFILES = 3
 _PROFILED_AGAIN_EVERY = 1000
-_REST = 200
+# When a dropped plan is tried again, the first time, and when one that is kept is compared again, in iterations.
+_TRIED_AGAIN_AFTER = 200
+_COMPARED_AGAIN_AFTER = 500
+# So many plans at most have a turn one after the other.
+_MOST_TURNS = 3
 
 
-def mode_of(
-    job: Job, rank: Rank, recorder: Recorder, control: JobControl, passes: RepeatableInstructions | None
-) -> Phase[None]:
+def mode_of(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase[None]:
     """Return the phases of the job's mode.
 
     What can be checked before training is checked before the first iteration.
@@ -48,7 +57,6 @@ def mode_of(
         rank: This rank.
         recorder: Of the job.
         control: The user's policy, reported stragglers and pause.
-        passes: This rank's passes, to be repeated; None where they cannot be.
 
     Raises:
         PerseusError: On all ranks, what is wrong on one.
@@ -56,7 +64,7 @@ def mode_of(
     if job.config.mode == "run":
         return _run(job, rank, recorder, control)
     if job.config.mode == "profile":
-        return _profile(job, rank, recorder, passes)
+        return _profile(job, rank, recorder)
     if job.config.mode == "auto":
         return _auto(job, rank, recorder, control)
     return _observe(job, rank)
@@ -71,10 +79,11 @@ def _observe(job: Job, rank: Rank) -> Phase[None]:
 def _run(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase[None]:
     frontier = load_frontier(job, rank, Path(str(job.config.frontier)))
     yield from calibrate(job, rank)
-    runner = PlanRunner(job, rank, recorder, control, frontier=frontier)
-    yield from try_out(runner)
+    runner = PlanRunner(job, rank, recorder, control, frontier=frontier, comparisons=itertools.count())
+    yield from runner.try_out()
     compared = False
-    rests = Rests(_REST)
+    back_off = BackOff(_TRIED_AGAIN_AFTER)
+    turns = 0
     while True:
         default = DefaultIterations(counter_period_s(rank))
         yield from measure_default(default)
@@ -82,23 +91,19 @@ def _run(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase
             compare_prediction(job, rank, recorder, frontier, default)
             compared = True
         runner.compare_with(default.sample)
-        outcome = yield from _under_plan(recorder, runner, profiles_again=False)
-        if outcome is Outcome.LOST:
-            yield from rest(rests.next(control.steps), "default")
+        result = yield from _while_kept(recorder, runner, profiles_again=False)
+        if isinstance(result, Verdict):
+            turns += 1
+            if not _has_faster_plan(recorder, runner, result, turns):
+                yield from _back_off(recorder, runner, result, back_off.next(control.steps))
+                turns = 0
 
 
-def _profile(job: Job, rank: Rank, recorder: Recorder, passes: RepeatableInstructions | None) -> Phase[None]:
+def _profile(job: Job, rank: Rank, recorder: Recorder) -> Phase[None]:
     _check_clocks(job, rank, recorder)
     yield from calibrate(job, rank)
-    baseline = yield from warm_up(job, rank, keeps_passes=passes is not None)
-    obstacle: str | None = "perseus-ds cannot do so for stages of torch"
-    if passes is not None:
-        obstacle = passes.obstacle(rank.communicator.first_of)
-    if passes is not None and obstacle is None:
-        yield from profile_offline(job, rank, recorder, baseline, passes)
-    else:
-        recorder.say(f"passes cannot be repeated outside of training: {obstacle}. Measuring while training goes on")
-        yield from profile_online(job, rank, recorder, baseline)
+    baseline = yield from warm_up(job, rank)
+    yield from profile_online(job, rank, recorder, baseline)
     yield from observe()
 
 
@@ -111,7 +116,7 @@ def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phas
     def load() -> tuple[Frontier, StageProfile]:
         return Frontier.load(job.output_dir), StageProfile.load(job.profile_path)
 
-    frontier, profile = rank.communicator.from_first(load)
+    frontier, profile = rank.communicator.computed_on_rank_0(load)
 
     def start(number: int, shape: Shape) -> Phase[None]:
         if number == 0:
@@ -154,15 +159,16 @@ def _profile_and_run(
     baseline: Baseline | None = None
     profiles = 0
     begun = control.own_steps
-    rests = Rests(_REST)
-    price = SwitchPrice()
+    back_off = BackOff(_TRIED_AGAIN_AFTER)
+    switch_cost = SwitchCost()
+    comparisons = itertools.count()
+    turns = 0
     while True:
         if frontier is None:
-            warm = yield from warm_up(job, rank)
-            baseline = warm.with_tails_of(tails_of)
+            baseline = (yield from warm_up(job, rank)).with_tails_of(tails_of)
             default = DefaultIterations(rank.communicator.all_max(baseline.counter_period_s))
             yield from profile_online(job, rank, recorder, baseline)
-            frontier = yield from optimise(job, rank, default, price.time_s)
+            frontier = yield from optimise(job, rank, default, switch_cost.time_s)
             profiles += 1
         else:
             default = DefaultIterations(counter_period_s(rank))
@@ -170,32 +176,35 @@ def _profile_and_run(
         if default.sample.mixes_shapes:
             return None
         if runner is None:
-            verdict = compare_prediction(job, rank, recorder, frontier, default, before=baseline)
-            if verdict is Verdict.CORRECTED:
-                frontier = yield from optimise(job, rank, default, price.time_s)
-            runner = PlanRunner(job, rank, recorder, control, frontier=frontier, default=default.sample)
+            agreement = compare_prediction(job, rank, recorder, frontier, default, before=baseline)
+            if agreement is Agreement.CORRECTED:
+                frontier = yield from optimise(job, rank, default, switch_cost.time_s)
+            runner = PlanRunner(
+                job, rank, recorder, control, frontier=frontier, comparisons=comparisons, default=default.sample
+            )
         else:
             runner.compare_with(default.sample)
         may_profile = profiles < _MOST_PROFILES + (control.own_steps - begun) // _PROFILED_AGAIN_EVERY
-        outcome = yield from _under_plan(
+        result = yield from _while_kept(
             recorder,
             runner,
             profiles_again=may_profile,
-            on_kept=lambda: keep_for_later_runs(job, rank, recorder),
-            learn=partial(_learn_price, price, rank, runner, default) if profiles else _nothing_learnt,
+            when_kept=lambda: keep_for_later_runs(job, rank, recorder),
         )
-        if outcome is Outcome.REPRICED:
-            recorder.say(f"a clock change delays this job by {price.time_s * 1e3:.2g} ms; planning again with that")
-            frontier = yield from optimise(job, rank, default, price.time_s)
-            runner = None
-            continue
-        if outcome is Outcome.LOST:
-            is_stale = _is_stale(job, rank, frontier, default)
-            # It may win later, or a plan of another policy.
-            yield from rest(rests.next(control.steps) if profiles or not is_stale else 0, "default")
-            if not (is_stale and may_profile):
+        if isinstance(result, Verdict):
+            turns += 1
+            if profiles and _has_other_switch_cost(recorder, rank, runner, result, switch_cost=switch_cost):
+                frontier = yield from optimise(job, rank, default, switch_cost.time_s)
+                runner = None
                 continue
-        if outcome is not Outcome.IN_DOUBT:  # where a plan lost, an earlier run's profile is out of date
+            if _has_faster_plan(recorder, runner, result, turns):
+                continue
+            is_stale = _is_stale(job, rank, frontier, default)
+            iterations = back_off.next(control.steps) if profiles or not is_stale else 0
+            yield from _back_off(recorder, runner, result, iterations)
+            turns = 0
+            result = Outcome.PROFILE_OUTDATED if is_stale and may_profile else Outcome.DEFAULT_OUTDATED
+        if result is Outcome.PROFILE_OUTDATED:
             control.progress = runner.progress_for_other_plans()
             if runner.drifts_by_shape:
                 return next(iter(default.sample.shapes)) if len(default.sample.shapes) == 1 else None
@@ -203,47 +212,72 @@ def _profile_and_run(
 
 
 def _is_stale(job: Job, rank: Rank, frontier: Frontier, default: DefaultIterations) -> bool:
-    """Return whether the profile of a plan that has lost no longer holds; later runs do not begin with it then."""
+    """Return whether the profile of a dropped plan no longer holds; later runs do not begin with it then."""
     if is_predicted(rank, frontier, default.sample):
         return False
     forget_for_later_runs(job, rank)
     return True
 
 
-def _learn_price(
-    price: SwitchPrice, rank: Rank, runner: PlanRunner, default: DefaultIterations, comparison: Comparison
+def _while_kept(
+    recorder: Recorder, runner: PlanRunner, *, profiles_again: bool, when_kept: Callable[[], None] = lambda: None
+) -> Phase[Verdict | Outcome]:
+    """Train under the policy's plan for as long as it keeps its promise; default clocks have just been measured.
+
+    Args:
+        recorder: Of the job.
+        runner: Of the plans.
+        profiles_again: Whether to return where instructions take longer or shorter than profiled.
+        when_kept: Called each time a comparison keeps the plan.
+
+    Returns:
+        The verdict that drops the plan; or why there is none, and something has to be measured again.
+    """
+    again_in = _COMPARED_AGAIN_AFTER
+    while True:
+        verdict = yield from runner.compare(profiles_again=profiles_again)
+        if isinstance(verdict, Outcome) or not verdict.kept:
+            return verdict
+        recorder.plan_compared(runner.plan_number, verdict, f"compared again in {again_in} iterations")
+        when_kept()
+        outcome = yield from runner.run(again_in, profiles_again=profiles_again)
+        if outcome is not None:
+            return outcome
+        again_in *= 2
+
+
+def _has_other_switch_cost(
+    recorder: Recorder, rank: Rank, runner: PlanRunner, verdict: Verdict, *, switch_cost: SwitchCost
 ) -> bool:
-    """Take in what a comparison tells of the price of a clock change; return whether to plan again with it."""
-    plan = runner.wanted.clocks.plan
-    return rank.communicator.from_first(
-        lambda: plan is not None and price.learn(plan, comparison, default.sample.time_s)
-    )
+    """Learn from a dropped plan how much a change of clock delays this job; return whether to plan for that."""
+    plan, default_s = runner.plan, runner.default_s
+
+    def learn() -> float | None:
+        has_changed = plan is not None and switch_cost.learn(plan, verdict.comparison, default_s)
+        return switch_cost.time_s if has_changed else None
+
+    cost_s = rank.communicator.computed_on_rank_0(learn)
+    if cost_s is None:
+        return False
+    delay = f"a clock change delays this job by {1e3 * cost_s:.2g} ms"
+    recorder.plan_compared(runner.plan_number, verdict, f"{delay}: plans that allow for it are computed")
+    return True
 
 
-def _nothing_learnt(comparison: Comparison) -> bool:
-    return False
+def _has_faster_plan(recorder: Recorder, runner: PlanRunner, verdict: Verdict, turns: int) -> bool:
+    """Give a faster plan its turn after one that takes longer than promised; return whether there is one."""
+    if not verdict.is_late or turns >= _MOST_TURNS or not runner.hurry(verdict):
+        return False
+    recorder.plan_compared(runner.plan_number, verdict, "a faster plan has its turn")
+    return True
 
 
-def _under_plan(
-    recorder: Recorder,
-    runner: PlanRunner,
-    *,
-    profiles_again: bool,
-    on_kept: Callable[[], None] = lambda: None,
-    learn: Callable[[Comparison], bool] = _nothing_learnt,
-) -> Phase[Outcome]:
-    """Train under the policy's plan for as long as it wins against default clocks, which have just been measured."""
-    outcome = yield from prove(runner, profiles_again=profiles_again)
-    if isinstance(outcome, Outcome):
-        return outcome
-    kept = is_kept(outcome, caps_power=runner.caps_power)
-    recorder.plan_judged(runner.wanted.plan, outcome, kept=kept)
-    if learn(outcome):
-        return Outcome.REPRICED
-    if not kept:
-        return Outcome.LOST
-    on_kept()
-    return (yield from run(runner, profiles_again=profiles_again))
+def _back_off(recorder: Recorder, runner: PlanRunner, verdict: Verdict, iterations: int) -> Phase[None]:
+    """Train at default clocks for a while after a plan was dropped: it may save energy later, or another policy's."""
+    then = f"tried again in {iterations} iterations" if iterations else "profiling again"
+    recorder.plan_compared(runner.plan_number, verdict, f"training goes on at default clocks, {then}")
+    runner.do_not_hurry()
+    yield from back_off_for(iterations, "default")
 
 
 def _check_clocks(job: Job, rank: Rank, recorder: Recorder) -> None:
@@ -254,10 +288,10 @@ def _check_clocks(job: Job, rank: Rank, recorder: Recorder) -> None:
     """
 
     def check() -> None:
-        clocks_to_choose_from(rank.gpu, job.config.profile)
+        job.config.profile.clocks_of(rank.gpu)
 
-    rank.communicator.together(check)
-    highest_mhz = clocks_to_choose_from(rank.gpu, job.config.profile)[-1]
+    rank.communicator.raise_on_all_ranks(check)
+    highest_mhz = job.config.profile.clocks_of(rank.gpu)[-1]
     gpu_mhz = rank.gpu.supported_clocks_mhz()[-1]
     if highest_mhz < gpu_mhz:
         recorder.say(

@@ -7,9 +7,9 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import PerseusError
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
 from perseus_ds.runtime.default_clocks import DefaultIterations, run_at_default_clocks
+from perseus_ds.runtime.frontiers import load_frontier
+from perseus_ds.runtime.iterations import IterationMeasurement, NextPhase, Phase
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.phases import IterationMeasurement, Outlook, Phase
-from perseus_ds.runtime.running import load_frontier
 
 # A clock changes about 15 ms after its request; until then instructions run at another clock than planned.
 _SWITCH_COST_J = 0.5
@@ -28,7 +28,7 @@ def optimise(job: Job, rank: Rank, default: DefaultIterations, switch_cost_s: fl
         PerseusError: On all ranks: it cannot be made, or does not fit this job.
     """
     worker: OptimizeWorker | None = None
-    # A run at a lower clock needs the latency once to begin and once to end; a shorter one would be left out.
+    # A run at a lower clock needs the latency once to begin and once to end.
     least_dwell_s = 2 * rank.communicator.all_max(rank.clocks.latency_s)
 
     def start() -> None:
@@ -49,16 +49,16 @@ def optimise(job: Job, rank: Rank, default: DefaultIterations, switch_cost_s: fl
         if result is not None and not result.ok:
             raise PerseusError(f"optimising failed: {result.error}")
 
-    rank.communicator.from_first(start)
+    rank.communicator.computed_on_rank_0(start)
     try:
         yield from run_at_default_clocks(
-            "plan",
+            "optimizing",
             default,
             goes_on=_nobody_has_finished,
             vote=lambda: worker is not None and worker.poll() is not None,
-            outlook=lambda: Outlook("default", worker.remaining_s() if worker is not None else None),
+            next_phase=lambda: NextPhase("default", worker.remaining_s() if worker is not None else None),
         )
-        rank.communicator.from_first(check)
+        rank.communicator.computed_on_rank_0(check)
     finally:
         if worker is not None:
             worker.stop()

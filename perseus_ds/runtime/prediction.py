@@ -29,16 +29,16 @@ _OFF = 0.02
 _SURE = 3.0
 
 
-class Verdict(Enum):
+class Agreement(Enum):
     """How a prediction compares with what was measured.
 
     Attributes:
-        RIGHT: They agree.
+        GOOD: They agree.
         CORRECTED: They did not; the profile has been corrected, so that plans have to be made again.
         UNEXPLAINED: They do not, and no factor of a part explains it.
     """
 
-    RIGHT = "right"
+    GOOD = "good"
     CORRECTED = "corrected"
     UNEXPLAINED = "unexplained"
 
@@ -64,7 +64,7 @@ def compare_prediction(
     default: DefaultIterations,
     *,
     before: Baseline | None = None,
-) -> Verdict:
+) -> Agreement:
     """Compare prediction and measurement of an iteration at default clocks; every rank must do so at once.
 
     Args:
@@ -77,35 +77,35 @@ def compare_prediction(
             not corrected.
 
     Returns:
-        The verdict; after ``CORRECTED`` the job's profile has been written again.
+        How they agree; after ``CORRECTED`` the job's profile has been written again.
     """
     sample = default.sample
     if is_predicted(rank, frontier, sample):
-        return Verdict.RIGHT
+        return Agreement.GOOD
     gpus_per_rank = _gpus_per_rank(rank)
     predicted_s, predicted_j = frontier.baseline.time_s, gpus_per_rank * frontier.baseline.energy_j
     first_pipeline = rank.communicator.topology.data_parallel_rank == 0
     own = (default.spans(), before and before.spans) if first_pipeline else None
     ranks = [found for found in rank.communicator.gather(own) if found is not None]
 
-    def correct() -> tuple[Verdict, dict[str, float]]:
+    def correct() -> tuple[Agreement, dict[str, float]]:
         now = PartTimes.of([spans for spans, _ in ranks])
         earlier = PartTimes.of([spans for _, spans in ranks if spans])
         if before is None:
-            return Verdict.UNEXPLAINED, named(differing_instructions(now, _predicted_s(frontier)))
+            return Agreement.UNEXPLAINED, named(differing_instructions(now, _predicted_s(frontier)))
         profile = StageProfile.load(job.profile_path)
         found = difference(profile, now, earlier.instructions, sample.time_s)
         corrected = _corrected(job, profile, found, sample, gpus_per_rank)
         if corrected is None:
-            return Verdict.UNEXPLAINED, found.factors
+            return Agreement.UNEXPLAINED, found.factors
         corrected.save(job.profile_path)
-        return Verdict.CORRECTED, found.factors
+        return Agreement.CORRECTED, found.factors
 
-    verdict, factors = rank.communicator.from_first(correct)
-    if verdict is Verdict.CORRECTED:
+    agreement, factors = rank.communicator.computed_on_rank_0(correct)
+    if agreement is Agreement.CORRECTED:
         remedy = "the profile is corrected, and plans are made again"
     else:
-        remedy = "the profile stays as it is; whether a plan wins is decided by measured iterations alone"
+        remedy = "the profile stays as it is; whether a plan is kept is decided by measured iterations alone"
     _tell(recorder, sample, (predicted_s, predicted_j), factors, remedy)
     recorder.event(
         Predicted(
@@ -116,10 +116,10 @@ def compare_prediction(
             predicted_time_s=round(predicted_s, 6),
             predicted_energy_j=round(predicted_j, 6),
             parts={name: round(factor, 4) for name, factor in factors.items()},
-            corrected=verdict is Verdict.CORRECTED,
+            corrected=agreement is Agreement.CORRECTED,
         )
     )
-    return verdict
+    return agreement
 
 
 def _is_off(measured: float, predicted: float, error: float) -> bool:

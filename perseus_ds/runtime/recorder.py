@@ -1,40 +1,48 @@
-"""Makes the job's records from the ranks' reports, for ``run.jsonl``, DeepSpeed's monitor and the terminal."""
+"""Makes the job's records from the ranks' reports and writes them: to ``run.jsonl``, a monitor and the terminal."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
+import os
+import queue
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
+from perseus_ds.artifacts.io import open_without_links
 from perseus_ds.artifacts.printable import log_printable, printable
-from perseus_ds.artifacts.rank_report import RankReports
-from perseus_ds.artifacts.record_base import Event
-from perseus_ds.artifacts.run_file import from_line, to_line
 from perseus_ds.artifacts.run_records import (
+    FILE_NAME,
     MOST_FAILED_RANKS,
     Ended,
+    Event,
     IterationRecord,
     PlanJudged,
     ProfileWritten,
     Record,
+    RecordFollower,
     Started,
+    from_line,
+    to_line,
 )
-from perseus_ds.distributed import Communicator
-from perseus_ds.policy.assignment import Forecast
-from perseus_ds.policy.plan_proof import Comparison
-from perseus_ds.report.live.facts import JobFacts
-from perseus_ds.report.live.progress import JobLog, JobProgress
-from perseus_ds.runtime.job_lines import describe
-from perseus_ds.runtime.phases import Outlook
-from perseus_ds.runtime.rank_figures import RankFigures
-from perseus_ds.runtime.record_writer import RecordWriter
+from perseus_ds.policy.plan_proof import Verdict
+from perseus_ds.policy.reports import RankReports
+from perseus_ds.policy.selector import Forecast
+from perseus_ds.ranks import Communicator
+from perseus_ds.runtime.iterations import NextPhase
+from perseus_ds.runtime.progress import JobFacts, JobLog, Tally
+from perseus_ds.runtime.words import describe, event_in_words
+from perseus_ds.units import joules, plain
 
 logger = logging.getLogger("perseus_ds")
 logger.addFilter(log_printable)  # warnings of all modules quote files
@@ -70,7 +78,7 @@ class IterationContext:
         plan: The plan of this rank's pipeline, as a place on the frontier; None without a plan.
         forecast: What the profile promised for the whole job; None without a plan.
         ended: When it ended [Unix seconds].
-        outlook: What follows its phase.
+        next_phase: What follows its phase.
     """
 
     number: int
@@ -80,7 +88,7 @@ class IterationContext:
     plan: int | None = None
     forecast: Forecast | None = None
     ended: float = 0.0
-    outlook: Outlook | None = None
+    next_phase: NextPhase | None = None
 
 
 class Recorder:
@@ -113,8 +121,8 @@ class Recorder:
         self._monitor = monitor if getattr(monitor, "enabled", True) else None
         self._steps_per_print = steps_per_print
         self._log = JobLog(directory.resolve().name)
-        self._progress = JobProgress()
-        self._writer = RecordWriter(directory, self._log, self._progress.add) if communicator.is_first else None
+        self._total = Tally()
+        self._writer = RecordWriter(directory, self._log, self._total.add_record) if communicator.is_rank_0 else None
         self._before_start: list[Event] = []
         self._has_started = False
         self._summarised = 0
@@ -140,25 +148,29 @@ class Recorder:
 
     def own_event(self, event: Event) -> None:
         """Record an event of this rank, from any thread; another rank than 0 sends it to rank 0."""
-        if self._communicator.is_first:
+        if self._communicator.is_rank_0:
             self.event(event)
         else:
-            self._communicator.messages.add(to_line(event).encode())
+            self._communicator.send_event(to_line(event).encode())
 
     def profile_written(self, path: Path, **figures: float) -> None:
         """Record that a profile was measured, with its cost; see :class:`ProfileWritten`."""
         rounded = {name: round(value, 3) for name, value in figures.items()}
         self.event(ProfileWritten.model_validate({"path": str(path), **rounded}))
 
-    def plan_judged(self, plan: int | None, comparison: Comparison, *, kept: bool) -> None:
-        """Record how a plan compares with default clocks, and say whether it stays."""
-        figures = {name: round(value, 5) for name, value in asdict(comparison).items()}
-        self.event(PlanJudged.model_validate({"plan": plan, "wins": kept, **figures}))
-        verdict = f"plan {plan} against iterations at default clocks of this job: {comparison}"
-        if kept:
-            self.say(verdict)
-        else:
-            self.say(f"{verdict}. It does not win: training goes on at default clocks")
+    def plan_compared(self, plan: int | None, verdict: Verdict, then: str) -> None:
+        """Record how a plan compares with default clocks, and say whether it is kept, why, and what follows.
+
+        Args:
+            plan: Its place on the frontier.
+            verdict: The figures, and what they decide.
+            then: What follows.
+        """
+        figures = {name: round(value, 5) for name, value in asdict(verdict.comparison).items()}
+        decided = {"kept": verdict.kept, "reason": verdict.reason, "then": then}
+        event = PlanJudged.model_validate({"plan": plan, **decided, **figures})
+        self.event(event)
+        self.say(plain(event_in_words(event)))
 
     def add(self, iteration: IterationContext, reports: RankReports) -> None:
         """Record an iteration that all ranks have reported; on rank 0 only."""
@@ -184,7 +196,7 @@ class Recorder:
         """Record the events that other ranks have sent; on rank 0 only."""
         if self._writer is None:
             return
-        for age_s, line in self._communicator.messages.take_all():
+        for age_s, line in self._communicator.received_events():
             self._writer.write_soon(partial(self._of_other, line, time.time() - age_s))
 
     def _of_other(self, line: bytes, at: float) -> Record:
@@ -196,9 +208,9 @@ class Recorder:
         if self._writer is None:
             return
         self._writer.flush()
-        if self._progress.total.iterations > self._summarised:
-            self._summarised = self._progress.total.iterations
-            ended = Ended(simulated=self._simulated, plans=self._progress.plans, **asdict(self._progress.total))
+        if self._total.iterations > self._summarised:
+            self._summarised = self._total.iterations
+            ended = Ended(simulated=self._simulated, **asdict(self._total), **self._log.savings())
             self.say(describe(ended))
             self.event(ended)
         self._writer.flush()
@@ -209,7 +221,7 @@ class Recorder:
 
     def say(self, text: str) -> None:
         """Print something for the whole job; on rank 0 only."""
-        if not self._communicator.is_first:
+        if not self._communicator.is_rank_0:
             return
         with contextlib.suppress(Exception):  # a terminal that is gone or knows no such character, a full disk
             print(printable(f"perseus: {text}") + (", simulated GPUs" if self._simulated else ""), flush=True)
@@ -247,8 +259,8 @@ class Recorder:
             clock_skips=int(reports.column("clock_skips").sum()),
             failed_ranks=tuple(failed[:MOST_FAILED_RANKS]),
             more_failed_ranks=max(0, len(failed) - MOST_FAILED_RANKS),
-            next_phase=iteration.outlook.phase if iteration.outlook else None,
-            next_in_s=_seconds(iteration.outlook.in_s) if iteration.outlook else None,
+            next_phase=iteration.next_phase.phase if iteration.next_phase else None,
+            next_in_s=_seconds(iteration.next_phase.in_s) if iteration.next_phase else None,
             **self._by_rank.of(reports),
         )
         return self._last
@@ -267,10 +279,10 @@ class Recorder:
 
     def _print(self, record: IterationRecord) -> None:
         text = f"step {record.iteration}: {record.phase}, {record.time_s:.3f} s"
-        text += "" if record.energy_j is None else f", {record.energy_j:.0f} J"
+        text += "" if record.energy_j is None else f", {joules(record.energy_j)}"
         if record.predicted_time_s is not None:
-            text += f" (plan {record.plan}: {record.predicted_time_s:.3f} s, {record.predicted_energy_j:.0f} J)"
-        self.say(text)
+            text += f" (plan {record.plan}: {record.predicted_time_s:.3f} s, {joules(record.predicted_energy_j)})"
+        self.say(plain(text))
 
 
 def _seconds(value_s: float | None) -> float | None:
@@ -280,3 +292,157 @@ def _seconds(value_s: float | None) -> float | None:
 def _rounded(value: float) -> float:
     """Return a figure without digits that no counter has measured: microseconds and microjoules."""
     return round(float(value), 6)
+
+
+# A job with so many ranks at most has them in every record; a larger one as rarely as keeps records about as short.
+_RANKS = 64
+
+
+class RankFigures:
+    """Adds up the energies of the ranks until a record has them."""
+
+    def __init__(self) -> None:
+        self._energies_j: npt.NDArray[np.float64] | None = None
+        self._iterations = 0
+
+    def of(self, reports: RankReports) -> dict[str, Any]:
+        """Take in an iteration; return fields of its record, none where it has no figures by rank."""
+        energies_j = reports.column("energy_j")
+        every = math.ceil(len(energies_j) / _RANKS)
+        if np.isfinite(energies_j).all():
+            self._energies_j = energies_j.copy() if self._energies_j is None else self._energies_j + energies_j
+        self._iterations += 1
+        if self._iterations % every:
+            return {}
+        known_j, self._energies_j = self._energies_j, None
+        return {
+            "energy_by_rank_j": None if known_j is None else tuple(np.round(known_j, 6).tolist()),
+            "clocks_asked_mhz": _clocks(reports.column("asked_mhz")),
+            "clocks_reached_mhz": _clocks(reports.column("reached_mhz")),
+        }
+
+
+def _clocks(clocks_mhz: npt.NDArray[np.float64]) -> tuple[int | None, ...] | None:
+    """Return clocks by rank, None for those not known; None if no clock is."""
+    if np.isnan(clocks_mhz).all():
+        return None
+    return tuple(None if math.isnan(clock) else int(clock) for clock in clocks_mhz.tolist())
+
+
+# Records of iterations are made and written together: one by one they would take time from training in each.
+_TOGETHER_S = 0.5
+# Of a disk that is full for hours the last records are kept, some megabytes.
+_MOST_UNWRITTEN = 10_000
+
+_Waiting: TypeAlias = tuple[Callable[[], Record], float] | threading.Event
+"""What makes a record, and how long it may wait [s]; or what is set once all before it is written."""
+
+
+class RecordWriter:
+    """One thread appends records to the file in the order in which they were given.
+
+    Args:
+        directory: The job's output folder.
+        log: Gets all records, those of earlier starts first.
+        on_record: Called with each record of this start, on the thread.
+    """
+
+    def __init__(self, directory: Path, log: JobLog, on_record: Callable[[Record], None]) -> None:
+        self._path = directory / FILE_NAME
+        self._log = log
+        self._on_record = on_record
+        self._waiting: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
+        self._unwritten: deque[bytes] = deque(maxlen=_MOST_UNWRITTEN)
+        self._works = True
+        self._thread = threading.Thread(target=self._write_all, name="perseus-records", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        """Have a record written; returns at once, from any thread."""
+        self._waiting.put((lambda: record, 0.0))
+
+    def write_soon(self, make: Callable[[], Record]) -> None:
+        """Have a record made and written within half a second; returns at once, from any thread."""
+        self._waiting.put((make, _TOGETHER_S))
+
+    def flush(self, timeout_s: float = 5.0) -> None:
+        """Wait until everything given so far is written, or writing takes longer than some time [s]."""
+        written = threading.Event()
+        self._waiting.put(written)
+        written.wait(timeout_s)
+
+    def _write_all(self) -> None:
+        try:
+            for _, records in RecordFollower(self._path.parent).read():
+                self._log.add(records)
+        except FileNotFoundError:
+            pass  # there is no earlier start
+        except Exception as error:  # those of this start are of use all the same
+            logger.warning("perseus: the records of earlier starts cannot be read (%r).", error)
+        while True:
+            lines, written = self._made(self._next_together())
+            if lines:
+                self._append(lines)
+            for event in written:
+                event.set()
+
+    def _next_together(self) -> list[_Waiting]:
+        """Wait for what is to be done, and for what comes while that may still wait."""
+        found: list[_Waiting] = []
+        end_s = math.inf
+        with contextlib.suppress(queue.Empty):
+            while True:
+                rest_s = None if math.isinf(end_s) else max(0.0, end_s - time.monotonic())
+                found.append(waiting := self._waiting.get(timeout=rest_s))
+                may_wait_s = 0.0 if isinstance(waiting, threading.Event) else waiting[1]
+                end_s = min(end_s, time.monotonic() + may_wait_s)
+        return found
+
+    def _made(self, together: list[_Waiting]) -> tuple[list[bytes], list[threading.Event]]:
+        """Make records; return their lines, and what is to be set once they are written."""
+        lines, written = [], []
+        for waiting in together:
+            if isinstance(waiting, threading.Event):
+                written.append(waiting)
+                continue
+            try:
+                record = waiting[0]()
+                lines.append(to_line(record).encode())
+                self._on_record(record)
+                self._log.add([record])
+            except Exception as error:  # the records after it are of use all the same
+                logger.warning("perseus: a record of this job cannot be made (%r); it is left out.", error)
+        return lines, written
+
+    def _append(self, lines: list[bytes]) -> None:
+        """Write lines, after those that could not be written: the disk may have been full for a while."""
+        self._unwritten.extend(lines)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open_without_links(self._path, append=True) as file:
+                while self._unwritten:
+                    _append_whole(file.fileno(), self._unwritten[0])
+                    self._unwritten.popleft()
+        except OSError as error:
+            if self._works:
+                logger.warning("perseus: %s cannot be written (%s); training goes on without it.", self._path, error)
+            self._works = False
+            return
+        if not self._works:
+            logger.warning("perseus: %s can be written again.", self._path)
+        self._works = True
+
+
+def _append_whole(handle: int, line: bytes) -> None:
+    """Append a line to a file; where only a part can be written, that is taken back.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    size = os.fstat(handle).st_size
+    try:
+        while line:
+            line = line[os.write(handle, line) :]
+    except OSError:
+        os.ftruncate(handle, size)
+        raise

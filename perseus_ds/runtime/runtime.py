@@ -2,47 +2,97 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from perseus_ds.artifacts.rank_report import RankReport
-from perseus_ds.artifacts.record_base import Event
-from perseus_ds.artifacts.run_records import ClockRefused
-from perseus_ds.device.clock_controller import ClockController
-from perseus_ds.device.clock_readback import Refusal
-from perseus_ds.device.gpu.base import Gpu
-from perseus_ds.device.gpu.driver_call import Answer, DriverCall
-from perseus_ds.device.moments import Moment
-from perseus_ds.device.rank_clocks import ClockPlan
-from perseus_ds.device.timers import Execution
-from perseus_ds.distributed import Communicator
-from perseus_ds.errors import PlanError
+from perseus_ds.artifacts.profile import ProfileInfo
+from perseus_ds.artifacts.run_records import ClockRefused, Event
+from perseus_ds.clocks.controller import ClockController, DriverCall
+from perseus_ds.clocks.events import DeviceEvent
+from perseus_ds.clocks.readback import Refusal
+from perseus_ds.clocks.timers import Execution, SimulatedExecution
+from perseus_ds.clocks.transitions import ClockPlan, ClockTransition, IterationClocks
+from perseus_ds.errors import ConnectionLostError, PlanError
+from perseus_ds.gpu.base import Gpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.profiler.offline import RepeatableInstructions
-from perseus_ds.runtime.build import loop_parts
-from perseus_ds.runtime.energy_use import EnergyUse, energy_at
+from perseus_ds.policy.reports import RankReport
+from perseus_ds.ranks import Communicator, PipelineTopology
+from perseus_ds.runtime.config import PerseusConfig, parse_block
+from perseus_ds.runtime.devices import execution_on, open_gpu, with_permission
 from perseus_ds.runtime.fallback import Fallback
-from perseus_ds.runtime.input_shapes import InputShapes
+from perseus_ds.runtime.iterations import EnergyUse, IterationMeasurement, NextIteration
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.mode_driver import ModeDriver
-from perseus_ds.runtime.operation_hooks import OperationHooks, OperationScope
-from perseus_ds.runtime.phases import IterationMeasurement, NextIteration
 from perseus_ds.runtime.recorder import Monitor, Recorder
-from perseus_ds.runtime.supervision import DRIVER_HANGS_S, Supervision
+from perseus_ds.runtime.shapes import InputShapes
+from perseus_ds.runtime.supervision import Supervision
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
 _IDLE_S = 2.0
+_LATENCY_MOVED = 0.2
+
+
+@dataclass(frozen=True)
+class RankSchedule:
+    """What one rank executes in an iteration.
+
+    Attributes:
+        name: Class of the schedule, as ``package.module:Class``.
+        micro_batches: Micro-batches per iteration.
+        operations: Of this rank, in program order.
+    """
+
+    name: str
+    micro_batches: int
+    operations: tuple[Operation, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """What the runtime needs to know of the code that trains on this rank.
+
+    Attributes:
+        place: Of this rank in the job; or what finds it, by asking all ranks.
+        device: Where the rank's tensors live.
+        local_rank: Rank on this node; names the GPU where the device does not.
+        fingerprint: Changes with whatever the times of this rank's instructions depend on.
+        models: Classes of the models that this process holds, first the one that trains; empty for a loop of the
+            user's own.
+        versions: Of the packages that train, besides torch.
+        micro_batch_size: Samples of a micro-batch, where it is known.
+        monitor: Receives time and energy, as DeepSpeed's monitor does.
+        steps_per_print: How often to print an iteration; None for never.
+    """
+
+    place: PipelineTopology | Callable[[Communicator], PipelineTopology]
+    device: torch.device
+    local_rank: int
+    fingerprint: str = ""
+    models: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    micro_batch_size: int | None = None
+    monitor: Monitor | None = None
+    steps_per_print: int | None = None
+
+
+def local_rank() -> int:
+    """Return the rank on this node, as launchers tell it."""
+    return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
 
 
 class PerseusRuntime:
@@ -60,7 +110,6 @@ class PerseusRuntime:
         gpu: Gpu,
         timers: Execution,
         device: torch.device,
-        passes: RepeatableInstructions | None = None,
         monitor: Monitor | None = None,
         steps_per_print: int | None = None,
         timebase: Timebase = REAL_TIME,
@@ -73,7 +122,6 @@ class PerseusRuntime:
             gpu: Of this rank.
             timers: Times operations.
             device: Where the rank's tensors live.
-            passes: This rank's passes, to be repeated for profiling; None where they cannot be.
             monitor: DeepSpeed's monitor.
             steps_per_print: How often to print an iteration; None for never.
             timebase: The time that the rank lives in.
@@ -81,6 +129,7 @@ class PerseusRuntime:
         Raises:
             PerseusError: On all ranks, what went wrong on one.
         """
+        job = with_permission(job, gpu, communicator)
         config = job.config
         self._job = job
         self._communicator = communicator
@@ -89,21 +138,66 @@ class PerseusRuntime:
         # Ranks without a tail do not take part in its barrier.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
         self._forwards = job.forwards_of(communicator.topology.pipeline_rank)
-        self._closed = False
-        if config.mode != "observe":
-            communicator.together(gpu.check_lock_permission)
+        self._closed = self._process_ends = False
         clocks = ClockController(gpu, self._fail, self._refused, timers.use_device, timebase)
-        driver = DriverCall(DRIVER_HANGS_S, timebase, timers.use_device)
         self._fallback = Fallback(communicator.topology.rank, clocks, timebase, self._tell)
-        self._rank = Rank(communicator, gpu, driver, clocks, timers, device, timebase)
+        self._rank = Rank(communicator, gpu, clocks, timers, device, timebase)
         self._hooks = OperationHooks(timers, clocks, communicator)
         self._recorder = Recorder(
             communicator, job.output_dir, simulated=gpu.simulated, monitor=monitor, steps_per_print=steps_per_print
         )
         self._control = JobControl(config.policy, job.info.data_parallel or 1, self._status)
-        self._driver = ModeDriver(job, self._rank, self._recorder, self._control, passes=passes, on_error=self._fail)
+        self._control.on_order = self._recorder.event
+        self._driver = ModeDriver(job, self._rank, self._recorder, self._control, on_error=self._fail)
         self._recorder.start(job.started(communicator, gpu.name))
         self._supervision = Supervision(job, self._rank, self._recorder, self._control, self.close)
+
+    @classmethod
+    def start(
+        cls,
+        config: PerseusConfig,
+        facts: RankFacts,
+        read: Callable[[], RankSchedule],
+        check: Callable[[Schedule], object] = lambda schedule: None,
+    ) -> PerseusRuntime:
+        """Make the runtime of a rank that is about to train; every rank must do so at once.
+
+        Args:
+            config: The ``perseus`` block.
+            facts: What trains on this rank.
+            read: Returns what this rank executes in an iteration.
+            check: Called on every rank with the schedule of all ranks of its pipeline; raises if that is no schedule
+                to plan.
+
+        Raises:
+            PerseusError: On all ranks, what went wrong on one.
+        """
+        communicator = Communicator(facts.place)
+        topology = communicator.topology
+        own: list[RankSchedule] = []
+        communicator.raise_on_all_ranks(lambda: own.append(read()))
+        streams = communicator.pipeline_gather(own[0].operations)
+        schedule = Schedule(own[0].name, own[0].micro_batches, tuple(streams))
+        opened: list[tuple[Gpu, Execution, Job]] = []
+
+        def open_all() -> None:
+            check(schedule)
+            gpu = open_gpu(config, facts.device, rank=topology.rank, local_rank=facts.local_rank)
+            info = _profile_info(facts, schedule, gpu, topology)
+            job = Job(config, schedule, info, facts.fingerprint, facts.models)
+            opened.append((gpu, execution_on(gpu, facts.device, config), job))
+
+        communicator.raise_on_all_ranks(open_all)
+        ((gpu, timers, job),) = opened
+        return cls(
+            job,
+            communicator=communicator,
+            gpu=gpu,
+            timers=timers,
+            device=facts.device,
+            monitor=facts.monitor,
+            steps_per_print=facts.steps_per_print,
+        )
 
     @classmethod
     def for_loop(
@@ -116,11 +210,10 @@ class PerseusRuntime:
         data_parallel: int = 1,
         device: torch.device | str = "cpu",
     ) -> PerseusRuntime:
-        """Make the runtime of a rank for a training loop on ``torch.distributed``, without an engine.
+        """Make the runtime of a rank for a training loop of the user's own on ``torch.distributed``.
 
         Surround each iteration with :meth:`iteration` and each forward and backward in it with
-        :meth:`instruction`; call :meth:`close` at the end. The modes ``observe``, ``run`` and ``auto``
-        work; ``profile`` needs an engine whose passes it can repeat.
+        :meth:`instruction`; call :meth:`close` at the end.
 
         Args:
             block: A ``perseus`` block.
@@ -132,11 +225,14 @@ class PerseusRuntime:
             device: Where the rank's tensors live.
 
         Raises:
-            ConfigError: The block is wrong, or its mode needs an engine.
+            ConfigError: The block is wrong.
             PerseusError: On all ranks, what went wrong on one.
         """
-        parts = partial(loop_parts, block, schedule, pipeline=pipeline, data_parallel=data_parallel)
-        return cls(**parts(data_parallel_rank=data_parallel_rank, device=torch.device(device)))
+        config = parse_block(block)
+        place = PipelineTopology(dist.get_rank(), tuple(pipeline), data_parallel_rank, data_parallel)
+        facts = RankFacts(place=place, device=torch.device(device), local_rank=local_rank())
+        stream = schedule.ranks[place.pipeline_rank]
+        return cls.start(config, facts, lambda: RankSchedule(schedule.name, schedule.micro_batches, stream))
 
     @property
     def next(self) -> NextIteration:
@@ -158,7 +254,8 @@ class PerseusRuntime:
         plan = self.next.clocks if self._has_clocks else ClockPlan.none()
         self._shapes = InputShapes(self._forwards, self.next.tell_shapes)
         aligns_tail = self.next.aligns_tail and self._has_tail
-        begun = self._energy_at(self._hooks.start_iteration(plan, aligns_tail=aligns_tail))
+        begun = self._energy_at(self._hooks.start_iteration())  # before the clock is set, which takes a while
+        self._hooks.change_plan(plan, aligns_tail=aligns_tail)
         start_s = self._rank.timebase.now_s()
         self._in_iteration = True
         try:
@@ -180,23 +277,37 @@ class PerseusRuntime:
             not self._has_clocks or self._fallback.is_in_force or self._closed,
             shapes=(self._shapes.first, self._shapes.total),
         )
-        skips = clocks.overtaken - overtaken + self._hooks.requested.skipped
+        skips = clocks.overtaken - overtaken
         failed = seen.failed and not self._closed
         counts = (clocks.changes - changes, skips, failed, *clocks.readback.reading)
-        self._driver.end_iteration(seen, RankReport(math.nan, math.nan, *counts), samples)
+        report = RankReport(math.nan, math.nan, *counts)
+        self._driver.end_iteration(seen, report, samples, is_last=self._process_ends)
         clocks.reset_when_idle(_IDLE_S)
 
-    def operation(self, operation: Operation, inputs: float = 0.0) -> AbstractContextManager[None]:
-        """Surround one operation of an iteration; of a forward, ``inputs`` is a number above 0 for their shapes."""
+    def operation(self, operation: Operation, inputs: Hashable = None) -> AbstractContextManager[None]:
+        """Surround one operation of an iteration.
+
+        Args:
+            operation: The operation.
+            inputs: The shapes of its inputs, or whatever tells them from others; nothing where they are not known.
+        """
         if not self._in_iteration:
             return nullcontext()
         if self._driver.holds_report:
             self._driver.send_report_if_known()
-        if inputs and self._shapes.add(inputs) and self._driver.choose(inputs) and self._has_clocks:
-            self._hooks.change_plan(ClockPlan.none() if self._fallback.is_in_force else self.next.clocks)
+        if isinstance(operation, Compute):
+            if isinstance(self._timers, SimulatedExecution):
+                self._timers.input_shapes = inputs
+            if inputs and operation.instruction.kind is Kind.FORWARD:
+                self._take_in(float((hash(inputs) & 0xFFFFFFFF) + 1))
         return OperationScope(self._hooks, operation)
 
-    def instruction(self, instruction: Instruction, inputs: float = 0.0) -> AbstractContextManager[None]:
+    def _take_in(self, shapes: float) -> None:
+        """Note the shapes of a forward's inputs; if they are the first, run what iterations that begin so run."""
+        if self._shapes.add(shapes) and self._driver.choose(shapes) and self._has_clocks:
+            self._hooks.change_plan(ClockPlan.none() if self._fallback.is_in_force else self.next.clocks)
+
+    def instruction(self, instruction: Instruction, inputs: Hashable = None) -> AbstractContextManager[None]:
         """Surround one instruction of an iteration, as :meth:`operation` does."""
         return self.operation(Compute(instruction), inputs)
 
@@ -252,6 +363,10 @@ class PerseusRuntime:
         progress = state.get("progress") if self._control.restore(state, steps) else None
         self._driver.resume(progress or {})
 
+    def process_ends(self) -> None:
+        """The iteration that is open is the last one: it is recorded if the other ranks end it within seconds."""
+        self._process_ends = True
+
     def close(self) -> None:
         """Restore the default clock and stop; harmless when called again, or in a forked process.
 
@@ -262,17 +377,17 @@ class PerseusRuntime:
         unfinished = not self._closed and self._job.config.mode == "profile" and not self.profiled
         self._closed = True
         with ExitStack() as steps:  # all of them, whatever fails; the last one first
-            ends = self._supervision.close, self._recorder.close, self._driver.close, self._rank.driver.close
+            ends = self._supervision.close, self._recorder.close, self._driver.close
             for end in (*ends, self._rank.clocks.close, self._supervision.release):
                 steps.callback(end)
-        if unfinished and self._communicator.is_first:
+        if unfinished and self._communicator.is_rank_0:
             logger.warning("perseus: training ended before the profile was finished. Train for more steps.")
 
     def _check(self) -> bool:
         """Return whether clocks can be set; fall back if whatever they rely on does not work."""
         if (problem := None if self._closed else self._supervision.problem()) is not None:
             self._fail(problem)
-        self._fallback.end_if_over(may_try=problem is None)
+        self._fallback.end_if_over(may_probe=problem is None)
         return not (self._fallback.is_in_force or self._closed)
 
     def _status(self) -> dict[str, Any]:
@@ -285,9 +400,9 @@ class PerseusRuntime:
         """Record a clock that the GPU does not reach."""
         self._recorder.own_event(ClockRefused(rank=self._communicator.topology.rank, **asdict(refusal)))
 
-    def _energy_at(self, moment: Moment) -> Answer | None:
-        """Have the energy counter read when the device passes a moment; None once this is closed."""
-        return None if self._closed else energy_at(moment, self._rank.gpu, self._rank.driver)
+    def _energy_at(self, event: DeviceEvent) -> DriverCall | None:
+        """Have the energy counter read when the device passes an event; None once this is closed."""
+        return None if self._closed else self._rank.clocks.call(self._rank.gpu.energy_j, event)
 
     def _fail(self, error: Exception) -> None:
         """Fall back to default clocks; training goes on."""
@@ -298,3 +413,120 @@ class PerseusRuntime:
     def _tell(self, message: str, event: Event) -> None:
         logger.warning(message)
         self._recorder.own_event(event)
+
+
+def _profile_info(facts: RankFacts, schedule: Schedule, gpu: Gpu, topology: PipelineTopology) -> ProfileInfo:
+    """Return what a profile of the job says of it."""
+    return ProfileInfo(
+        simulated=gpu.simulated,
+        gpu=gpu.name,
+        driver=gpu.driver,
+        schedule=schedule.name,
+        stages=schedule.num_stages,
+        pipeline_ranks=topology.pipeline_ranks,
+        data_parallel=topology.data_parallel,
+        tensor_parallel=topology.tensor_parallel,
+        micro_batches=schedule.micro_batches,
+        micro_batch_size=facts.micro_batch_size,
+        model=facts.models[0] if facts.models else None,
+        versions={**facts.versions, **{name: importlib.metadata.version(name) for name in ("torch", "perseus-ds")}},
+    )
+
+
+class OperationHooks:
+    """Called at the begin and end of the operations of one iteration after the other, on the training thread.
+
+    Attributes:
+        plan: The clocks of this iteration.
+        requested: The clocks that are requested for it.
+    """
+
+    def __init__(self, timers: Execution, clocks: ClockController, communicator: Communicator) -> None:
+        """Begin at default clocks.
+
+        Args:
+            timers: Times operations.
+            clocks: Sets the clock.
+            communicator: All ranks.
+        """
+        self._timers = timers
+        self._clocks = clocks
+        self._communicator = communicator
+        self.plan = ClockPlan.none()
+        self.requested = IterationClocks()
+        self._requested_for: tuple[ClockPlan, float] = self.plan, 0.0
+        self._transition: ClockTransition | None = None
+        self._aligns_tail = False
+        self._begun: DeviceEvent | None = None
+
+    def start_iteration(self) -> DeviceEvent:
+        """Begin an iteration; returns when the device begins it. Its clocks are to be chosen next."""
+        self._begun = self._timers.start_iteration()
+        return self._begun
+
+    def change_plan(self, plan: ClockPlan, *, aligns_tail: bool = False) -> None:
+        """Request the first clock of an iteration of which no operation was issued yet, and plan the others.
+
+        Args:
+            plan: The clocks.
+            aligns_tail: Whether all ranks begin their tails at the same time, so that waiting is not counted as work.
+        """
+        self.plan = plan
+        self._aligns_tail = aligns_tail
+        latency_s = self._clocks.latency_s
+        planned, planned_latency_s = self._requested_for
+        # Those of the iteration before are kept unless the plan or the latency has changed.
+        if plan is not planned or abs(latency_s - planned_latency_s) > _LATENCY_MOVED * planned_latency_s:
+            self.requested = plan.transitions(latency_s)
+            self._requested_for = plan, latency_s
+        # The device may still be at the iteration before, which keeps its clocks.
+        self._clocks.request(self.requested.first_mhz, self._begun)
+
+    def drop_plan(self) -> None:
+        """Continue at default clocks; may be called from any thread."""
+        self.plan, self.requested, self._transition = ClockPlan.none(), IterationClocks(), None
+        self._clocks.request(None)
+
+    def begin(self, operation: Operation) -> None:
+        """An operation is about to be issued: its clock is due, and the next one's may have to be asked for early."""
+        if not isinstance(operation, Compute):
+            self._timers.begin(operation)
+            return
+        if self._aligns_tail and operation.instruction.kind is Kind.TAIL:
+            self._aligns_tail = False
+            self._timers.wait()
+            with contextlib.suppress(ConnectionLostError):  # the next report says so
+                self._communicator.barrier()
+        transition = self._transition = self.requested.by_instruction.get(operation.instruction)
+        if transition is None:
+            self._timers.begin(operation)
+            return
+        self._clocks.request(transition.clock_mhz)
+        begun = self._timers.begin(operation)
+        if transition.early_s is not None:
+            self._clocks.request_early(transition.next_clock_mhz, begun, transition.early_s)
+
+    def end(self, operation: Operation) -> None:
+        """An operation was issued: as soon as it is over, the next instruction's clock is due."""
+        ended = self._timers.end(operation)
+        transition = self._transition  # another thread may drop it
+        if transition is not None and isinstance(operation, Compute):
+            self._clocks.request(transition.next_clock_mhz, ended)
+
+
+class OperationScope:
+    """A context manager around one operation; no generator, since it is entered for each operation."""
+
+    __slots__ = ("_hooks", "_operation")
+
+    def __init__(self, hooks: OperationHooks, operation: Operation) -> None:
+        self._hooks = hooks
+        self._operation = operation
+
+    def __enter__(self) -> None:
+        self._hooks.begin(self._operation)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._hooks.end(self._operation)

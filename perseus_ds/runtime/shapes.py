@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.artifacts.rank_report import SHAPES, JobReport, shapes_number
 from perseus_ds.artifacts.run_records import ShapePlanned
-from perseus_ds.distributed import Pending, Widths
 from perseus_ds.errors import PerseusError
+from perseus_ds.policy.reports import SHAPES, JobReport, shapes_number
+from perseus_ds.ranks import Pending
+from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextIteration, Phase, Resumed
 from perseus_ds.runtime.job import Rank
-from perseus_ds.runtime.phases import UNPLANNED, IterationMeasurement, NextIteration, Phase, Resumed
 from perseus_ds.runtime.recorder import Recorder
 
 _MOST = 6
@@ -34,6 +34,36 @@ _UNUSED = 500
 _CONFUSED, _CONFUSED_SHARE = 2, 0.05
 # A number holds so many bits, one for each known shape; two numbers hold those of all.
 _BITS = 32
+
+
+class InputShapes:
+    """Numbers for the shapes of the inputs of one iteration.
+
+    Args:
+        forwards: How many forwards it has.
+        tell: Called with ``first`` and ``total`` once they are known; None for nothing.
+
+    Attributes:
+        first: Of the first forward; 0 before it, and where shapes are not told.
+        total: Of all forwards so far, whatever their order.
+    """
+
+    def __init__(self, forwards: int = 0, tell: Callable[[float, float], None] | None = None) -> None:
+        self.first = 0.0
+        self.total = 0.0
+        self._left = forwards
+        self._tell = tell
+
+    def add(self, shape: float) -> bool:
+        """Take in the inputs of a forward; return whether it is the first one."""
+        is_first = self.total == 0.0
+        if is_first:
+            self.first = shape
+        self.total += shape
+        self._left -= 1
+        if self._left == 0 and self._tell is not None:
+            self._tell(self.first, self.total)
+        return is_first
 
 
 @dataclass(frozen=True)
@@ -115,11 +145,12 @@ def _run(shapes: _Shapes) -> Phase[None]:
             reported = ran.wanted.reported
 
 
-def _of_all(numbers: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return what ranks tell together: sums of the numbers of their shapes, and the shapes that begin alike on one."""
+def _of_all(numbers: npt.NDArray[np.float64], contents: list[bytes]) -> list[int]:
+    """Return sums of the numbers of all ranks' shapes, and the shapes that begin alike on one of them."""
     of_ranks = numbers.astype(np.int64)
-    told = [*(of_ranks[:, :2].sum(axis=0) % SHAPES), *np.bitwise_or.reduce(of_ranks[:, 2:], axis=0)]
-    return np.array(told, dtype=float), np.zeros((len(numbers), 0))
+    sums: list[int] = (of_ranks[:, :2].sum(axis=0) % SHAPES).tolist()
+    alike: list[int] = np.bitwise_or.reduce(of_ranks[:, 2:], axis=0).tolist()
+    return sums + alike
 
 
 class _Shapes:
@@ -141,8 +172,8 @@ class _Shapes:
         self._iterations = 0
         self._numbers = 0
         self._progress: dict[str, Any] = {}
-        self._exchanges = rank.communicator.more_exchanges()
-        self._told: Pending | None = None
+        self._channel = rank.communicator.open_channel()
+        self._told: Pending[list[int] | None] | None = None
 
     def next_iteration(self, last: _Planned | None, reported: Mapping[str, Any]) -> NextIteration:
         """Return what to run: until its shape is known, what the last shape asks for.
@@ -159,7 +190,7 @@ class _Shapes:
 
     def of(self, seen: IterationMeasurement) -> _Planned | None:
         """Return the shape of an iteration, if it is planned; one that has come often becomes so."""
-        shape, alike = self._told_together(*seen.shapes)
+        shape, alike = self._shape_on_all_ranks(*seen.shapes)
         self._iterations += 1
         self._seen.append(shape)
         for other, planned in self._planned.items():
@@ -175,15 +206,15 @@ class _Shapes:
             found.came, found.iterations = self._iterations, found.iterations + 1
         return found if found is not None and found.phases else None
 
-    def _told_together(self, first: float, total: float) -> tuple[Shape, set[Shape]]:
+    def _shape_on_all_ranks(self, first: float, total: float) -> tuple[Shape, set[Shape]]:
         """Return the shape of an iteration, and the shapes that a rank cannot tell from it by its first forward."""
         if self._told is None:  # inputs of some forwards are not known
             self._tell(first, total)
         pending, self._told = self._told, None
-        told = np.full(1, np.nan) if pending is None else pending.result()
-        if np.isnan(told).any():
+        of_ranks = None if pending is None else pending.result()
+        if of_ranks is None:
             raise PerseusError("ranks could not tell each other the shapes of their inputs")
-        number, of_all, *words = told.astype(np.int64).tolist()
+        number, of_all, *words = of_ranks
         bits = [word >> bit & 1 for word in words for bit in range(_BITS)]
         return Shape(number, of_all, first), {shape for shape, bit in zip(self._known, bits, strict=False) if bit}
 
@@ -197,7 +228,7 @@ class _Shapes:
         words = [sum(2.0**bit * here for bit, here in enumerate(alike[begin : begin + _BITS])) for begin in (0, _BITS)]
         numbers = [(shapes_number(rank, first) + 3 * total_number) % SHAPES, total_number, *words]
         with contextlib.suppress(RuntimeError):  # the connection to a rank that is gone
-            self._told = self._exchanges.start(numbers, _of_all, Widths(len(numbers)))
+            self._told = self._channel.exchange(numbers, b"", _of_all)
 
     @property
     def _known(self) -> list[Shape]:

@@ -7,21 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from perseus_ds.artifacts.run_records import Failed
-from perseus_ds.device.exit_guard import ExitGuard
-from perseus_ds.device.guardian_client import Guardian
-from perseus_ds.device.guardian_daemon import open_gpu, restore
-from perseus_ds.device.lock_records import HeldLock, left_locks
-from perseus_ds.device.switch_interval import ShortSwitchInterval
-from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.clocks.controller import ShortSwitchInterval
+from perseus_ds.clocks.exit_guard import ExitGuard
+from perseus_ds.clocks.guardian import Guardian
+from perseus_ds.clocks.guardian_daemon import open_gpu, restore
+from perseus_ds.clocks.lock_records import HeldLock, left_locks
+from perseus_ds.errors import GpuError
 from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.metrics.reporting import MetricsReporter
+from perseus_ds.runtime.metrics import MetricsReporter
 from perseus_ds.runtime.recorder import Recorder
 from perseus_ds.timebase import REAL_TIME
 
 logger = logging.getLogger("perseus_ds")
-DRIVER_HANGS_S = 3.0
 
 
 class Supervision:
@@ -57,7 +56,7 @@ class Supervision:
             self._switch_interval = None if job.config.mode == "observe" else ShortSwitchInterval()
 
         try:
-            rank.communicator.together(start)
+            rank.communicator.raise_on_all_ranks(start)
         except BaseException:
             self.close()
             raise
@@ -74,13 +73,7 @@ class Supervision:
             return GpuError("this process was told to end, and its clock was restored")
         if self._guardian is not None and not self._guardian.alive:
             return GpuError("the guardian, which restores the clocks if the job is killed, is gone")
-        if self._driver_silent_s > DRIVER_HANGS_S:
-            return GpuBusyError("the driver does not answer")
-        return None
-
-    @property
-    def _driver_silent_s(self) -> float:
-        return max(self._rank.clocks.failing_s, self._rank.driver.failing_s)
+        return self._rank.clocks.problem
 
     def release(self) -> None:
         """Restore the earlier signal handlers."""
@@ -104,7 +97,7 @@ def _start_guardian(job: Job, rank: Rank) -> Guardian | None:
     if job.config.mode == "observe" or rank.gpu.address is None:
         return None
     reset_left_clocks()
-    return Guardian.start([rank.gpu.address])
+    return Guardian([rank.gpu.address])
 
 
 def reset_left_clocks() -> None:
@@ -134,7 +127,7 @@ def _hold(guardian: Guardian | None, rank: Rank) -> HeldLock | None:
 
 def _listen(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> ControlServer | None:
     """Take orders from outside, on rank 0; a job that runs no plans needs none."""
-    if job.config.mode not in ("auto", "run") or not rank.communicator.is_first:
+    if job.config.mode not in ("auto", "run") or not rank.communicator.is_rank_0:
         return None
     try:
         return ControlServer(Path(job.config.output_dir), control.carry_out)
@@ -147,7 +140,7 @@ def _listen(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Co
 def _report_metrics(job: Job, rank: Rank, recorder: Recorder) -> MetricsReporter | None:
     """Give figures to Prometheus, on rank 0 where they are asked for."""
     config = job.config.metrics
-    if config is None or not rank.communicator.is_first:
+    if config is None or not rank.communicator.is_rank_0:
         return None
     return MetricsReporter(
         config, recorder.facts, lambda problem: recorder.event(Failed(event="metrics", error=problem))

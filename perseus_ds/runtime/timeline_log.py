@@ -11,11 +11,11 @@ from pathlib import Path
 from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.artifacts.limits import MOST_OPERATIONS
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
-from perseus_ds.device.timers import Span
-from perseus_ds.distributed import Communicator
+from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.pipeline.schedule import Compute, Load, Other
-from perseus_ds.runtime.phases import IterationMeasurement
+from perseus_ds.ranks import Communicator
+from perseus_ds.runtime.iterations import IterationMeasurement
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
@@ -93,10 +93,10 @@ class TimelineLog:
         """
         elapsed_s = []
         for _ in range(_BARRIERS):
-            self._communicator.pipeline_barrier()
+            self._communicator.pipeline_gather(None)
             elapsed_s.append(self._time.now_s() - seen.start_s)
         by_rank = self._communicator.pipeline_gather((elapsed_s, seen.spans(), dict(ran.clock_mhz)))
-        if not self._communicator.is_first or not self._works:
+        if not self._communicator.is_rank_0 or not self._works:
             return
         reference_s = by_rank[0][0]
         operations = []

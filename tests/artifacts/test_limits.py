@@ -1,6 +1,5 @@
 """Readers are bounded, and writers leave alone what they do not own."""
 
-import errno
 import json
 import os
 import stat
@@ -10,15 +9,15 @@ from pipelines import one_f_one_b, synthetic_profile
 
 from perseus_ds.artifacts import io as artifact_io
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.io import open_without_links, read_json, read_text, write_atomically
-from perseus_ds.artifacts.limits import MOST_INSTRUCTIONS, MOST_STREAM_PARTS
+from perseus_ds.artifacts.io import MOST_JSON_PARTS, open_without_links, read_json, read_text, write_atomically
+from perseus_ds.artifacts.limits import MOST_INSTRUCTIONS
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_file import read_records
+from perseus_ds.artifacts.run_records import read_records
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.artifacts.zeus_plans import read_zeus
 from perseus_ds.cli.main import main
-from perseus_ds.cli.schedule_choice import choose_schedules
+from perseus_ds.cli.schedules import choose_schedules
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer import optimize
 
@@ -65,7 +64,7 @@ def test_only_regular_files_are_read(tmp_path, name, kind):
         ('{"a":' * 100_000, "recursion limit exceeded"),
         ('{"schema_version": ' + "9" * 5000 + "}", "number out of range"),
         ('{"gpu": "\\ud800"}', "not a complete JSON file"),
-        ('{"schema_version": ' + "9" * 4000 + "}", r"schema_version is 99999\S*\.\.\.\S*999"),
+        ('{"schema_version": ' + "9" * 4000 + "}", r"schema_version: .* got 99999\S*\.\.\.\S*999"),
         (
             '{"schema_version": 1, "stages": 1000000000}',
             "profile.json: stages: expected a number .* 4096, got 1000000000",
@@ -76,19 +75,10 @@ def test_only_regular_files_are_read(tmp_path, name, kind):
         ('{"schema_version": 1, "load_s": {"-1": 1.0}}', "profile.json: load_s"),
         (with_streams([["fly", 0]] * 20), r"streams\.ranks\.0\.0: expected an operation: .* got \['fly', 0\]"),
         (
-            with_streams([["load", 0, 0]] * 1_250_001),
-            r"streams\.ranks: 1250001 operations and transfers, at most 1250000",
+            json.dumps({"schema_version": 1, **dict.fromkeys(map(str, range(20_000)))}),
+            r"profile\.json: 20000 keys or values are wrong",
         ),
-        (
-            with_streams([["wait", [0] * 1_250_000]]),
-            r"streams\.ranks: 1250001 operations and transfers, at most 1250000",
-        ),
-        (
-            json.dumps({"schema_version": 1, "load_s": dict.fromkeys(range(4097), 1.0)}),
-            "load_s: 4097 keys, at most 4096",
-        ),
-        (json.dumps({"schema_version": 1, **dict.fromkeys(map(str, range(4096)))}), ": 4097 keys, at most 4096"),
-        (json.dumps({"schema_version": 1, "others": [{}] * 65_537}), "others.0.command: missing"),
+        (json.dumps({"schema_version": 1, "others": [{}] * 1_000_000}), "others.0.command: missing"),
     ],
 )
 def test_a_profile_json_beyond_the_limits_names_file_and_key(tmp_path, text, message):
@@ -117,10 +107,12 @@ def test_of_many_wrong_values_the_first_is_named(tmp_path, key, wrong):
     assert f"profile.json: {key}" in line
 
 
-@pytest.mark.parametrize("cells", ["1e300,forward,1410,1,1", "0,forward,1e300,1,1", "0,forward,1410,1e300,1"])
-@pytest.mark.parametrize("more", ["", "9" * 5000])
-def test_a_cell_beyond_the_limits_names_the_line(tmp_path, cells, more):
-    (tmp_path / "profile.csv").write_text(f"stage,instruction,frequency,time,energy\n{cells}{more}\n")
+@pytest.mark.parametrize(
+    "cells",
+    ["1e300,forward,1410,1,1", "0,forward,1e300,1,1", "0,forward,1410,1e300,1", f"0,forward,1410,1,{'9' * 5000}"],
+)
+def test_a_cell_beyond_the_limits_names_the_line(tmp_path, cells):
+    (tmp_path / "profile.csv").write_text(f"stage,instruction,frequency,time,energy\n{cells}\n")
     with pytest.raises(PerseusError, match=r"profile\.csv, line 2: "):
         StageProfile.load(tmp_path)
 
@@ -176,11 +168,8 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
         file.truncate(2**40)
     with pytest.raises(ConfigError, match="large: 1099511627776 bytes, at most 67108864 are read of a thing"):
         read_json(tmp_path / "large", ConfigError, "thing")
-    (tmp_path / "many").write_text("[" + "0," * 8_000_000 + "0]")
-    with pytest.raises(ConfigError, match="8000001 values, at most 8000000"):
-        read_json(tmp_path / "many", ConfigError, "thing")
-    (tmp_path / "many").write_text("[" + "{}," * 1_000_000 + "{}]")
-    with pytest.raises(ConfigError, match="1000001 objects, at most 1000000"):
+    (tmp_path / "many").write_text("[" + "{}," * 2_999_999 + "{}]")
+    with pytest.raises(ConfigError, match="with 3000001 objects, lists and keys; at most 67108864 with 3000000"):
         read_json(tmp_path / "many", ConfigError, "thing")
     with pytest.raises(ConfigError, match="File name too long"):
         read_text(tmp_path / ("x" * 5000), ConfigError, "thing", 10)
@@ -195,7 +184,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
     ],
 )
 def test_too_many_records_are_refused(tmp_path, monkeypatch, limit, lines):
-    monkeypatch.setattr(f"perseus_ds.artifacts.run_file.{limit}", 3 if limit != "MOST_EVENT_BYTES" else 20)
+    monkeypatch.setattr(f"perseus_ds.artifacts.run_records.{limit}", 3 if limit != "MOST_EVENT_BYTES" else 20)
     (tmp_path / "run.jsonl").write_text("\n".join(lines[:-1]) + "\n")
     assert len(read_records(tmp_path)) == len(lines) - 1
     (tmp_path / "run.jsonl").write_text("\n".join(lines) + "\n")
@@ -241,18 +230,6 @@ def test_files_have_the_permissions_that_the_umask_allows(tmp_path, umask, mask,
     assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("out", "log")} == {mode}
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, call):
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    write_atomically(tmp_path / "out", "old")
-    monkeypatch.setattr(artifact_io.os, call, full)
-    with pytest.raises(OSError, match="No space left"):
-        write_atomically(tmp_path / "out", "new")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out", "old")]
-
-
 @pytest.mark.parametrize("command", ["report", "trace", "plot"])
 def test_outputs_replace_links_of_others(tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
@@ -272,7 +249,7 @@ def test_names_from_files_are_printed_without_control_characters(tmp_path, monke
     folder = tmp_path / "\x1b[2J\u202erun"
     synthetic_profile(2, blocking_power_w=80.0, micro_batches=3).save(folder / "profile.csv")
     (folder / "run.jsonl").write_text('{"iteration": 1, "phase": "observe", "time_s": 1.0}\n')
-    assert main(["optimize", "profile=*.csv", "out=f"]) == 1
+    assert main(["optimize", "profile=*.csv", "out=f"]) == 2
     monkeypatch.chdir(folder)
     assert main(["report", "."]) == 0
     (folder / "x\x1b[2J").mkdir()
@@ -289,8 +266,8 @@ def test_arguments_that_are_no_text_are_named(capsys, word):
 
 def test_a_frontier_that_could_not_be_read_again_is_not_written(tmp_path, monkeypatch):
     frontier = optimize(one_f_one_b(2, 3), synthetic_profile(2), blocking_power_w=80.0, plans=4)
-    monkeypatch.setattr("perseus_ds.artifacts.frontier.MOST_FRONTIER_VALUES", 100)
-    with pytest.raises(PerseusError, match=r"frontier\.json: it would have \d+ values, at most 100 .* fewer plans\.$"):
+    monkeypatch.setattr(artifact_io, "MOST_JSON_PARTS", 100)
+    with pytest.raises(PerseusError, match=r"frontier\.json: it would have .* keys; at most .* fewer plans\.$"):
         frontier.save(tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
 
@@ -299,7 +276,5 @@ def test_a_frontier_that_could_not_be_read_again_is_not_written(tmp_path, monkey
 def test_the_longest_schedule_that_is_planned_for_can_be_read_again(name):
     """Its parts grow with stages times micro-batches."""
     ((_, schedule),) = choose_schedules([name], micro_batches=[64], ranks=8, chunks=2)
-    raw = json.loads(ScheduleStreams.of(schedule).model_dump_json())
-    operations = [operation for stream in raw["ranks"] for operation in stream]
-    parts = len(operations) + sum(len(part) for each in operations for part in each if isinstance(part, list))
-    assert parts * MOST_INSTRUCTIONS / (schedule.num_stages * 64) <= MOST_STREAM_PARTS
+    text = ScheduleStreams.of(schedule).model_dump_json()
+    assert text.count("[") * MOST_INSTRUCTIONS / (schedule.num_stages * 64) <= MOST_JSON_PARTS

@@ -5,9 +5,8 @@ import os
 import pytest
 from live_records import auto_job, default_iteration, started, write
 
-from perseus_ds.artifacts import record_follower
-from perseus_ds.artifacts.record_follower import RecordFollower
-from perseus_ds.artifacts.run_file import read_records, to_line
+from perseus_ds.artifacts import run_records as record_follower
+from perseus_ds.artifacts.run_records import RecordFollower, read_records, to_line
 
 
 def append(folder, text):
@@ -73,7 +72,7 @@ def test_lines_that_are_no_records_are_counted_and_left_out(tmp_path):
 
 
 def test_a_line_without_end_uses_no_more_memory_than_its_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr("perseus_ds.artifacts.record_follower._MOST_BYTES", 1000)
+    monkeypatch.setattr("perseus_ds.artifacts.run_records._MOST_BYTES", 1000)
     write(tmp_path, [started()])
     append(tmp_path, "x" * 2500 + "\n" + to_line(default_iteration(1)))
     follower = RecordFollower(tmp_path)

@@ -6,7 +6,7 @@ import pytest
 
 from perseus_ds.cli.main import main
 from perseus_ds.policy.control_socket import ControlServer
-from perseus_ds.report.live.progress import JobProgress
+from perseus_ds.runtime.progress import JobProgress
 
 
 @pytest.fixture

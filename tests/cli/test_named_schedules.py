@@ -9,7 +9,7 @@ from pipelines import GPipe, synthetic_profile
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.cli.main import main
-from perseus_ds.pipeline.schedule import read_schedule
+from perseus_ds.pipeline.commands import read_schedule
 
 GPIPE = read_schedule(GPipe, ranks=2, micro_batches=3)
 

@@ -54,8 +54,8 @@ def test_reset_goes_on_after_a_gpu_that_refuses(stub_nvml_here: StubNvml, capsys
 @pytest.mark.parametrize(
     ("argument", "code", "message"),
     [
-        ("gpus=9", 1, "GPU 9: NOT reset"),
-        ("gpus=GPU-dead", 1, "fits 0 of the GPUs"),
+        ("gpus=9", 2, "there is no GPU 9 on this node, which has 4"),
+        ("gpus=GPU-dead", 2, "fits 0 of the GPUs"),
         ("gpus=[]", 2, "at least one GPU"),
         ("gpus=1.5", 2, "gpus"),
         ("gpu=1", 2, "no such argument"),
@@ -83,9 +83,15 @@ def findings_of(stub_time: StubTime, *, lock: bool = False) -> dict[str, tuple[s
     return {finding.what: (finding.level, finding.text) for finding in found}
 
 
-def test_doctor_measures_how_often_the_counter_is_refreshed(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
-    stub_nvml_here.gpus[3].counter_period_s = 0.05
-    assert findings_of(stub_time)["energy"] == ("ok", "counter refreshed every 50 ms")
+@pytest.mark.parametrize(
+    ("period_s", "finding"),
+    [(0.05, ("ok", "counter refreshed every 50 ms")), (1e6, ("warn", "the counter did not change in 1 s"))],
+)
+def test_doctor_measures_how_often_the_counter_is_refreshed(
+    stub_nvml_here: StubNvml, stub_time: StubTime, period_s: float, finding: tuple[str, str]
+) -> None:
+    stub_nvml_here.gpus[3].counter_period_s = period_s
+    assert findings_of(stub_time)["energy"] == finding
 
 
 def test_doctor_says_where_the_counter_covers_more_than_the_gpu(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
@@ -94,11 +100,6 @@ def test_doctor_says_where_the_counter_covers_more_than_the_gpu(stub_nvml_here: 
     level, text = findings_of(stub_time)["energy"]
     assert level == "warn"
     assert "the whole Grace-Hopper module" in text
-
-
-def test_doctor_warns_of_a_counter_that_is_not_refreshed(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
-    stub_nvml_here.gpus[3].counter_period_s = 1e6
-    assert findings_of(stub_time)["energy"] == ("warn", "the counter did not change in 1 s")
 
 
 def test_doctor_measures_the_lock_when_asked_and_resets(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
@@ -199,25 +200,21 @@ def test_doctor_finds_zeusd(
 def test_doctor_finds_what_an_administrator_has_set(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
     stub_nvml_here.gpus[1].application_clock_mhz = 1200
     stub_nvml_here.gpus[2].power_limit_w = 300.0
+    stub_nvml_here.gpus[0].power_profiles[0] = 1 << 1 | 1 << 7
+    stub_nvml_here.gpus[0].power_profiles[7] = 1 << 30
     for name in ("application_clock", "power_limit", "power_profiles"):
         stub_nvml_here.gpus[3].fail(name, "not_supported")
     found = settings_found(stub_time)
-    (clock,), (power,) = found[1], found[2]
-    assert clock[0] == power[0] == "warn"
+    (profiles,), (clock,), (power,), none = found
+    assert profiles[0] == clock[0] == power[0] == "warn"
+    assert "its power profile is MAX_Q, LLM_TRAINING, number 254: default clocks and powers are those" in profiles[1]
+    assert profiles[2] is not None
+    assert "nvidia-smi power-profiles --help" in profiles[2]
     assert "its application clock is 1200 MHz of 1410: default clocks stay below that" in clock[1]
     assert "nvidia-smi -i 1 -rac" in clock[2]
     assert "its power limit is 300 W of 400 W" in power[1]
     assert "nvidia-smi -i 2 -pl 400" in power[2]
-    assert found[0] == found[3] == []
-
-
-def test_doctor_finds_power_profiles(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
-    stub_nvml_here.gpus[1].power_profiles[0] = 1 << 1 | 1 << 7
-    stub_nvml_here.gpus[1].power_profiles[7] = 1 << 30
-    none, ((level, text, remedy),), *_ = settings_found(stub_time)
-    assert (none, level) == ([], "warn")
-    assert "its power profile is MAX_Q, LLM_TRAINING, number 254: default clocks and powers are those" in text
-    assert "nvidia-smi power-profiles --help" in remedy
+    assert none == []
 
 
 def test_a_gpu_whose_default_application_clock_is_below_the_highest_is_as_it_should_be(

@@ -20,8 +20,8 @@ from perseus_ds.cli.watching import Keys, policy_of
 from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import PowerCapPolicy, SlowdownPolicy
-from perseus_ds.report.live.progress import JobLog
-from perseus_ds.report.live.screen import Drawing, JobScreen, JobsTable
+from perseus_ds.report.live import Drawing, JobScreen, JobsTable
+from perseus_ds.runtime.progress import JobLog
 
 ENDED = [*auto_job(), Ended(time=BEGIN + 30)]
 
@@ -72,7 +72,7 @@ def test_all_facts_are_words_without_colour():
         "gpt3: simulated A100-SXM, auto mode",
         "step 39 of 1000000",
         "running under plan 3; then: comparing plan and default clocks",
-        "promised +/-0.0 % time, -25.0 % energy",
+        "promised 0.0 % time, -25.0 % energy",
         "real     +2.0 % time",
         "rank 5 at 1035 of 1335 MHz",
         "pipeline 1 takes 1.30 times as long as the others",
@@ -190,8 +190,7 @@ def test_settings_of_a_typed_policy_are_numbers_where_they_look_so():
 
 
 @pytest.mark.parametrize("colour", [{}, {"NO_COLOR": "1"}])
-def test_on_a_terminal_it_shows_what_is_new_until_the_job_ends(tmp_path, colour):
-    write(tmp_path / "gpt3", auto_job(2))
+def test_on_a_terminal_it_waits_for_the_job_and_shows_what_is_new_until_it_ends(tmp_path, colour):
     screen, terminal = pty.openpty()
     seen = bytearray()
 
@@ -208,7 +207,9 @@ def test_on_a_terminal_it_shows_what_is_new_until_the_job_ends(tmp_path, colour)
     os.close(terminal)
     reader = threading.Thread(target=read)
     reader.start()
-    wait_until(lambda: b"40.00 J saved" in seen, "the first screen")
+    wait_until(lambda: b"Waiting for a job to start" in seen, "the words that there is none yet")
+    write(tmp_path / "gpt3", auto_job(3))
+    wait_until(lambda: b"60.00 J saved" in seen, "the first screen")
     write(tmp_path / "gpt3", [*auto_job(4), Ended(time=BEGIN + 30)])
     assert process.wait(60) == 0
     reader.join()

@@ -13,8 +13,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from one_rank_engine import batches, config, module, one_rank, same, weights
 
 import perseus_ds
+from perseus_ds.clocks.controller import ClockController
+from perseus_ds.engines.engine import sessions
 from perseus_ds.errors import ConfigError
-from perseus_ds.runtime import attachment
 
 LONGEST_S = 0.001
 
@@ -35,7 +36,7 @@ def block(tmp_path):
 @pytest.fixture
 def make(request):
     """A function that makes an engine, which is closed when the test ends; those of other modules' tests are before."""
-    for left in list(attachment._ATTACHMENTS):
+    for left in sessions():
         left.close()
     engines = []
 
@@ -239,9 +240,9 @@ def test_the_block_is_read_wherever_deepspeed_reads_its_config(block, form, tmp_
 def test_the_variable_wins_over_the_block_key_by_key(make, block, monkeypatch):
     monkeypatch.setenv("PERSEUS", json.dumps({"max_drift": 0.5, "mode": "observe"}))
     engine = make(perseus={**block, "mode": "auto"})
-    assert engine.perseus._config.mode == "observe"
-    assert engine.perseus._config.max_drift == 0.5
-    assert engine.perseus._config.output_dir == block["output_dir"]
+    assert engine.perseus.config.mode == "observe"
+    assert engine.perseus.config.max_drift == 0.5
+    assert engine.perseus.config.output_dir == block["output_dir"]
 
 
 def test_the_variable_may_be_the_path_of_a_file_and_needs_no_block(make, block, monkeypatch, tmp_path):
@@ -254,7 +255,11 @@ def test_the_variable_may_be_the_path_of_a_file_and_needs_no_block(make, block, 
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("nowhere.json", "PERSEUS=nowhere.json: expected JSON"), ("{no", "this is not JSON"), ('{"modes": 1}', "modes")],
+    [
+        ("nowhere.json", "PERSEUS=nowhere.json: expected JSON"),
+        ("{no", r"this is not JSON: .*, line 1 column 2:\n  \{no\n   \^"),
+        ('{"modes": 1}', "modes"),
+    ],
 )
 def test_a_wrong_variable_is_named(make, monkeypatch, value, message):
     monkeypatch.setenv("PERSEUS", value)
@@ -355,12 +360,11 @@ def test_of_two_engines_that_train_only_the_first_is_measured(make, block, caplo
     assert len(iterations(block)) == 2
 
 
-def test_another_engine_evaluates_at_default_clocks(make, block):
+def test_another_engine_evaluates_at_default_clocks(make, block, monkeypatch):
     engine, reference = make(perseus=block), make(perseus=block)
     train(engine, 1)
     asked = []
-    clocks = engine.perseus.runtime._rank.clocks
-    request, clocks.request = clocks.request, lambda clock, *more: (asked.append(clock), request(clock, *more))
+    monkeypatch.setattr(ClockController, "request", lambda controller, clock, *_: asked.append(clock))
     reference.eval_batch(batches(9))
     assert asked[:1] == [None]
 

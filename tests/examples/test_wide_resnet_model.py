@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from perseus_ds.device.flop_counter import FlopCounter
+from perseus_ds.clocks.timers import FlopCounter
 
 # Published by Merak-Zeus, in millions.
 PUBLISHED_MILLIONS = {

@@ -54,7 +54,7 @@ def write_corpus(folder: Path) -> None:
     write_auto_run(folder / FOLDER, job)
     assert job.frontier.certificates is not None
     assert len(job.frontier.plans) > PLANS // 2
-    job.frontier.certificates.save(folder / FOLDER)
+    (folder / FOLDER / FILE_NAME).write_bytes(job.frontier.certificates.to_bytes())
     export_zeus(job.frontier, folder / "plans")
     lines = [f"{plan.time_s!r},{plan.energy_j!r}" for plan in job.frontier.plans]
     (folder / CURVE).write_text("\n".join(["time,energy", *lines]) + "\n")

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import perseus_ds
+from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import read_schedule, schedule_class
 
 MICRO_BATCHES, WIDTH = 4, 32
 

@@ -19,7 +19,6 @@ QUICK_PROFILE = [
     "perseus.profile.sampling=stride",
     "perseus.profile.clock_stride=8",
     "perseus.profile.min_clock_mhz=900",
-    "perseus.profile.max_window_s=0.5",
 ]
 
 pytestmark = pytest.mark.integration
@@ -41,10 +40,9 @@ def train(example, ranks, folder, *overrides, until=never):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("example", "fall"), [("bert", 1.0), ("wide_resnet", 0.5)])
-def test_loss_falls(example, fall, ranks, tmp_path):
-    losses, records = train(example, ranks, tmp_path / "run", "perseus.mode=observe", "steps=16", "micro_batches=4")
+def test_loss_falls_on_four_stages(example, fall, tmp_path):
+    losses, records = train(example, 4, tmp_path / "run", "perseus.mode=observe", "steps=16", "micro_batches=4")
     assert len(losses) == 16
     assert losses[-1] < losses[0] - fall
     assert all(record["simulated"] and record["energy_j"] > 0 for record in records)

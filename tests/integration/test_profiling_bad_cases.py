@@ -9,11 +9,11 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.pipeline.instruction import Kind
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
-PROFILE = {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8, "max_window_s": 0.2}
+PROFILE = {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8}
 SIMULATED = {"longest_instruction_s": 0.02}
 JOB = {"ranks": 2}
 # The phase that follows profiling.
-AFTER = {"profile": "observe", "auto": "plan"}
+AFTER = {"profile": "observe", "auto": "optimizing"}
 
 
 def both(folder, mode, simulated=None, after=None, **job):

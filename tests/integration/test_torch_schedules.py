@@ -14,8 +14,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.timeline import TimelineFile
+from perseus_ds.engines.torch_pipelining.order import read_class
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.torch_pipelining.order import read_class
 
 pytestmark = pytest.mark.integration
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_pipelining" / "train.py"
@@ -82,7 +82,7 @@ def test_every_mode_leaves_losses_weights_and_random_numbers_as_they_are(tmp_pat
     kinds = {(i.stage, i.kind) for stream in order.instructions for i in stream if i.kind is not Kind.TAIL}
     assert kinds <= set(StageProfile.load(tmp_path / "profile").keys)
     phases = [phase for phase, _ in groupby(r["phase"] for r in iterations(records(tmp_path / "auto")))]
-    assert phases[:4] == ["calibrate", "warm-up", "profile", "plan"]
+    assert phases[:4] == ["calibrate", "warm-up", "profile", "optimizing"]
 
 
 def assert_kept(folder, plan):

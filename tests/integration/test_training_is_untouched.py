@@ -4,7 +4,7 @@ import json
 
 import pytest
 from frontiers import save_random_plan
-from job import QUICK_PROFILE, run
+from job import QUICK_PROFILE, launch, run
 
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -83,25 +83,10 @@ def test_losses_and_weights_are_bit_identical_after_profiling(tmp_path, plain_ru
     assert metadata["gpu"] == "simulated A100-SXM"
 
 
-def test_a_plan_for_other_micro_batches_is_refused_before_the_first_step(tmp_path):
-    save_random_plan(tmp_path / "frontier")
-    block = {"mode": "run", "frontier": str(tmp_path / "frontier")}
-    finished = run(tmp_path / "job", ranks=2, micro_batches=6, perseus=block)
+def test_an_error_of_the_start_is_printed_once_and_again_in_the_launchers_summary(tmp_path):
+    finished = launch(tmp_path / "job", ranks=2, perseus={"mode": "run", "frontier": "nowhere"})
     assert finished.returncode != 0
-    assert "Plan does not fit this schedule: rank 0, instruction" in finished.output
-    assert not (tmp_path / "job" / "perseus" / "run.jsonl").exists()
-
-
-def test_clocks_the_gpu_does_not_have_are_refused_before_the_first_step(tmp_path):
-    save_random_plan(tmp_path / "frontier", clocks_mhz=(1111, 1410))
-    finished = run(tmp_path / "job", ranks=2, perseus={"mode": "run", "frontier": str(tmp_path / "frontier")})
-    assert finished.returncode != 0
-    assert "simulated A100-SXM has no 1111 MHz" in finished.output
-
-
-def test_without_permission_nothing_starts(tmp_path):
-    block = {"mode": "profile", "simulated": {"may_lock": False}}
-    finished = run(tmp_path / "job", ranks=2, perseus=block)
-    assert finished.returncode != 0
-    assert "may not set clocks" in finished.output
-    assert "CAP_SYS_ADMIN" in finished.output
+    message = 'perseus_ds.errors.ConfigError: "frontier": nowhere does not exist on rank 0\'s node.'
+    of_ranks, _, of_launcher = finished.output.partition("ChildFailedError")
+    assert of_ranks.count(message) == of_launcher.count(message) == 1
+    assert 'pipeline_job.py", line' not in finished.output  # no traceback of a rank

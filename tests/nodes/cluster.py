@@ -17,7 +17,7 @@ import psutil
 from job import ENVIRONMENT
 from stub_nvml.controller import StubNvml
 
-_GUARDIAN = "perseus_ds.device.guardian_daemon"
+_GUARDIAN = "perseus_ds.clocks.guardian_daemon"
 _NETWORK = "10.77.0"
 _BRIDGE = "switch"
 # The first process of a namespace of processes; a shell reaps those whose parents have ended.

@@ -4,11 +4,11 @@ from pipelines import EarlyRecomputation, dual_pipe_v, one_f_one_b, synthetic_pr
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.optimizer import optimize
-from perseus_ds.optimizer.exact.problem import Problem
 from perseus_ds.optimizer.lowtime import solve_lowtime, unit_time_s
+from perseus_ds.optimizer.problem import Problem
+from perseus_ds.pipeline.commands import read_schedule
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import read_schedule
 
 
 def solve(schedule, profile, progress=lambda what, done: None):

@@ -17,7 +17,7 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ScheduleError
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
-from perseus_ds.pipeline.schedule import read_schedule
+from perseus_ds.pipeline.commands import read_schedule
 
 
 def request(tmp_path, schedule=None, **changes):

@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import GPipe, dual_pipe_v, one_f_one_b, synthetic_profile
 
-from perseus_ds.optimizer.exact.network import Network
-from perseus_ds.optimizer.exact.problem import Problem
-from perseus_ds.optimizer.exact.relaxation import Relaxation
+from perseus_ds.optimizer.network import Network
+from perseus_ds.optimizer.problem import Problem
+from perseus_ds.optimizer.relaxation import Relaxation
+from perseus_ds.pipeline.commands import read_schedule
 from perseus_ds.pipeline.dag import Dag, Node
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Load, Schedule, read_schedule
+from perseus_ds.pipeline.schedule import Compute, Load, Schedule
 
 POWER_W = 80.0
 
@@ -27,8 +28,7 @@ def random_dags(draw):
         if number == 0 or draw(st.integers(0, 3)):
             work = Instruction(stage, draw(st.sampled_from([Kind.FORWARD, Kind.BACKWARD])), number)
             instructions.append(work)
-        position = len(instructions) - 1 if isinstance(work, Instruction) else -1
-        nodes.append(Node(work, (0,), position))
+        nodes.append(Node(work, (0,)))
         predecessors.append(draw(st.sets(st.integers(0, number - 1), max_size=3)) if number else ())
     schedule = Schedule("random", 1, (tuple(Compute(i) for i in instructions),))
     return Dag(schedule, nodes, predecessors)

@@ -4,16 +4,15 @@ import pytest
 from deepspeed.runtime.pipe import schedule as ds
 from pipelines import synthetic_profile
 
-from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.profile_metadata import OtherDuration
+from perseus_ds.artifacts.profile import OtherDuration, StageProfile
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline import commands
-from perseus_ds.pipeline.commands import register_command
+from perseus_ds.pipeline.commands import read_schedule, register_command
 from perseus_ds.pipeline.dag import Dag, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Other, read_schedule
+from perseus_ds.pipeline.schedule import Compute, Other
 
 
 class BackwardOnlyPass(ds.BufferOpInstruction): ...

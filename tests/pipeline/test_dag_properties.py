@@ -11,9 +11,10 @@ from lowtime.perseus.schedule import Synchronous1F1B
 from pipelines import EarlyRecomputation, GPipe, MergedTransfers, dual_pipe_v, one_f_one_b
 
 from perseus_ds.errors import ScheduleError
+from perseus_ds.pipeline.commands import read_schedule
 from perseus_ds.pipeline.dag import Dag, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Schedule, Transfer, Wait, read_schedule
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Schedule, Transfer, Wait
 
 fast = settings(deadline=None, max_examples=40)
 SCHEDULES = [

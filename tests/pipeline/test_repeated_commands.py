@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_ds.pipeline import commands
-from perseus_ds.pipeline.commands import CommandReader, phase_of
-from perseus_ds.pipeline.repeated_commands import RepeatedReader
+from perseus_ds.pipeline.commands import CommandReader, RepeatedReader, phase_of
 
 NAMES = ("LoadMicroBatch", "ForwardPass", "BackwardOnlyPass", "WeightPass", "SendActivation", "CommitP2P", "Unknown")
 CLASSES = [type(name, (), {}) for name in NAMES]

@@ -12,9 +12,8 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.decisions import decide
 from perseus_ds.policy.policies import CheapestPolicy
-from perseus_ds.policy.run_statistics import RunStatistics
-from perseus_ds.policy.signal_values import Signal
-from perseus_ds.policy.situation import Situation
+from perseus_ds.policy.signals import Signal
+from perseus_ds.policy.situation import RunStatistics, Situation
 
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
 NOW_S = NOW.timestamp()

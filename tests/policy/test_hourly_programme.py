@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from perseus_ds.policy import hourly_programme
-from perseus_ds.policy.hourly_hulls import HALT, Option
-from perseus_ds.policy.hourly_programme import cheapest
+from perseus_ds.policy.hourly_programme import HALT, Option, cheapest
 
 FRONTIER = [Option(0, 1.0, 1000.0), Option(1, 0.9, 800.0), Option(2, 0.8, 690.0), Option(3, 0.7, 600.0)]
 IDLE = Option(HALT, 0.0, 250.0)
@@ -25,15 +24,16 @@ def least_cost_ending_in(last, options, edges_s, prices, steps):
     costs = np.concatenate([price * np.array([o.power_w for o in options]) for price in prices[: last + 1]])
     rates = np.tile([option.rate for option in options], last + 1)
     in_hour = np.kron(np.eye(last + 1), np.ones(size))
+    scale = np.abs(costs).max() or 1.0  # the tolerances of HiGHS are absolute
     result = linprog(
-        costs,
+        costs / scale,
         A_eq=np.vstack([in_hour[:-1], rates]),
         b_eq=[*lengths_s[:-1], steps],
         A_ub=in_hour[-1:],
         b_ub=lengths_s[-1:],
         method="highs",
     )
-    return result.fun if result.status == 0 else np.inf
+    return result.fun * scale if result.status == 0 else np.inf
 
 
 def parts(solution):
@@ -55,8 +55,9 @@ def totals(solution, options, edges_s, prices):
 
 
 def options_of(draw):
-    times_s = sorted(draw(st.lists(st.floats(1.0, 2.0), min_size=1, max_size=6, unique=True)))
-    plans = [Option(n, 1 / t, draw(st.floats(100, 1000))) for n, t in enumerate(times_s)]
+    # Plans differ by more than the tolerance by which HiGHS keeps its constraints.
+    times_s = sorted(draw(st.lists(st.integers(1000, 2000), min_size=1, max_size=6, unique=True)))
+    plans = [Option(n, 1000 / t, draw(st.floats(100, 1000))) for n, t in enumerate(times_s)]
     return plans + draw(st.sampled_from([[], [IDLE]]))
 
 

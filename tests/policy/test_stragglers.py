@@ -6,16 +6,16 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lone_communicator import reports_of, told_of
+from virtual_job import reports_of, told_of
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.rank_report import JobReport
-from perseus_ds.device.timers import Span
+from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.policy.assignment import Assignment, PipelineOrder, PlanChoice
 from perseus_ds.policy.drift import DriftWatch, drift_of_rank
+from perseus_ds.policy.reports import JobReport
+from perseus_ds.policy.selector import Assignment
 from perseus_ds.policy.stragglers import Straggler, StragglerWatch, straggler_of, with_reported
 
 INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),), (Instruction(1, Kind.FORWARD, 0),))
@@ -28,7 +28,7 @@ def run_job(slowness_at, iterations, noise=0.0, seed=0):
     """Let pipelines follow each other as ranks do; return the assignments, and every pipeline's own times [s]."""
     draw = random.Random(seed)
     watch = StragglerWatch(len(slowness_at(0)))
-    assignment = Assignment.of(FRONTIER, PlanChoice(0), watch.stretch_factors)
+    assignment = Assignment.of(FRONTIER, 0, watch.stretch_factors)
     assignments, times = [], []
     before = None
     for iteration in range(iterations):
@@ -41,7 +41,7 @@ def run_job(slowness_at, iterations, noise=0.0, seed=0):
         if before is not None:  # what was told at the last boundary
             watch.update([s / FRONTIER.plans[plan].time_s for s, plan in zip(*before, strict=True)])
         before = own_s, assignment.plans
-        assignment = Assignment.of(FRONTIER, PlanChoice(0), watch.stretch_factors)
+        assignment = Assignment.of(FRONTIER, 0, watch.stretch_factors)
     return assignments, times
 
 
@@ -93,15 +93,15 @@ def test_who_is_told_of_a_straggler_believes_it_and_counts_nothing_twice():
     assert with_reported((1.0,), Straggler(0, 1.3)) == (1.0,), "nobody waits for a single pipeline"
 
 
-@given(st.integers(0, 60), st.booleans(), st.booleans(), st.integers(0, 10**9), st.floats(0, 3))
-def test_decisions_travel_with_the_report_of_rank_0(plan, paused, halts, number, promised):
-    order = PipelineOrder(number, plan, paused, halts, 1.0, promised)
-    told = told_of(order.as_reported(), {"plan": 7})
-    assert PipelineOrder.of_report(JobReport.from_numbers(told.as_numbers())) == order
+@given(st.integers(0, 60), st.lists(st.booleans(), min_size=3, max_size=3), st.integers(0, 10**9), st.floats(0, 3))
+def test_decisions_travel_with_the_report_of_rank_0(plan, flags, number, promised):
+    decided = Assignment(plan, *flags, promised_slowdown=promised, number=number)
+    received = told_of(decided.as_reported(), {"plan": 7})
+    assert Assignment.of_report(received, Assignment(0)) == decided
 
 
 def test_the_forecast_accounts_as_the_papers_emulation_does():
-    assignment = Assignment.of(FRONTIER, PlanChoice(0), (1.2, 1.0))
+    assignment = Assignment.of(FRONTIER, 0, (1.2, 1.0))
     plan = PLANS[assignment.plans[0]]
     assert 1.18 < plan.time_s < 1.2
     forecast = assignment.forecast(FRONTIER, gpus_per_stage=4)

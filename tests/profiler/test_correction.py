@@ -3,7 +3,7 @@
 import pytest
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile, TransferDuration
-from perseus_ds.device.timers import Span
+from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Transfer
 from perseus_ds.profiler.correction import PartTimes, difference, with_power

@@ -1,11 +1,19 @@
-"""Durations of loads, transfers and the tail, without waiting."""
+"""Durations of loads, transfers and the tail, without waiting; of transfers that are launched, by the passes around."""
 
 import pytest
 
-from perseus_ds.device.timers import Span
+from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Transfer
-from perseus_ds.profiler.fixed_durations import load_durations_s, tail_durations_s, transfer_durations, without_gaps
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Schedule, Transfer, Wait
+from perseus_ds.profiler.fixed_durations import (
+    launched_transfer_durations,
+    launches_transfers,
+    load_durations_s,
+    passes_of,
+    tail_durations_s,
+    transfer_durations,
+    without_gaps,
+)
 
 ACTIVATION = Transfer("activation", 0, 1, 0)
 
@@ -24,7 +32,7 @@ def test_the_duration_of_a_transfer_is_the_shorter_of_its_two_sides():
 
 def test_the_tail_of_a_stage_is_the_sum_of_its_parts():
     iterations = [tail(0, (5.0, 5.1), (5.1, 5.3)), tail(0, (7.0, 7.2), (7.2, 7.6)), tail(0, (9.0, 9.2), (9.2, 9.3))]
-    assert tail_durations_s([iterations, [tail(1, (5.0, 5.5))]]) == pytest.approx({0: 0.3, 1: 0.5})
+    assert tail_durations_s(iterations) == pytest.approx({0: 0.3})
 
 
 def test_loads_are_medians_by_stage():
@@ -37,3 +45,41 @@ def test_gaps_are_added_to_loads_transfers_and_tails_except_the_gap_before_the_t
     spans = [Span(Load(0, 0), 0.1, 0.2), Span(forward, 0.3, 1.0), *tail(0, (1.1, 1.2), (1.25, 1.3))]
     closed = without_gaps(spans, 1.5)
     assert [(s.start_s, s.end_s) for s in closed] == [(0.0, 0.3), (0.3, 1.0), (1.1, 1.25), (1.25, 1.5)]
+
+
+def forward(stage, micro_batch):
+    return Compute(Instruction(stage, Kind.FORWARD, micro_batch))
+
+
+FIRST, SECOND = Transfer("activation", 0, 1, 0), Transfer("activation", 0, 1, 1)
+SCHEDULE = Schedule(
+    "test:Launched",
+    2,
+    (
+        (forward(0, 0), Launch(sends=(FIRST,)), forward(0, 1), Launch(sends=(SECOND,)), Wait((FIRST, SECOND))),
+        (Exchange(receives=(FIRST,)), forward(1, 0), Launch(receives=(SECOND,)), Wait((SECOND,)), forward(1, 1)),
+    ),
+)
+
+
+def seconds_of(schedule, receiver):
+    """The duration found, where rank 0 computes from 0 to 1 and from 1 to 2."""
+    sender = [Span(forward(0, 0), 0.0, 1.0), Span(forward(0, 1), 1.0, 2.0)]
+    passes = passes_of([(sender, 100.0), ([Span(forward(1, m), *times) for m, times in enumerate(receiver)], 99.5)])
+    (found,) = launched_transfer_durations(schedule, [passes])
+    assert (found.payload, found.source, found.target) == ("activation", 0, 1)
+    return found.time_s
+
+
+def test_a_transfer_lasts_from_the_pass_that_made_it_to_the_one_that_waited_for_it():
+    # Rank 1 begins its iteration half a second earlier than rank 0.
+    assert seconds_of(SCHEDULE, [(1.8, 1.9), (2.6, 3.0)]) == pytest.approx((0.3 + 0.1) / 2)
+
+
+def test_a_transfer_that_went_on_while_its_receiver_computed_does_not_count_beside_one_that_was_waited_for():
+    assert seconds_of(SCHEDULE, [(1.8, 4.0), (4.0, 5.0)]) == pytest.approx(0.3)
+
+
+def test_schedules_whose_ranks_wait_for_every_transfer_launch_none():
+    assert launches_transfers(SCHEDULE)
+    assert not launches_transfers(Schedule("test:Blocking", 1, ((forward(0, 0), Exchange(sends=(FIRST,))),)))

@@ -9,9 +9,10 @@ from perseus_ds.report.comparison import compare
 from perseus_ds.report.sources import find_sources
 
 
-def write_run(folder, phase, time_s, energy_j, *, job="ours", plan=None, events=()):
+def write_run(folder, phase, time_s, energy_j, *, job="ours", plan=None, saved=None, iterations=6, events=()):
     start = {"event": "start", "mode": "run" if phase == "run" else "observe", "job": job}
-    write_log(folder, [start, *events, *(record(n, phase, time_s, energy_j, plan=plan) for n in range(1, 6))])
+    ran = [record(n, phase, time_s, energy_j, plan=plan, saved=saved) for n in range(iterations)]
+    write_log(folder, [start, *events, *ran])
 
 
 @pytest.fixture
@@ -27,21 +28,35 @@ def compared(folder, *names, baseline=None):
     return compare([find_sources(folder / name) for name in names], baseline)
 
 
-def test_the_first_run_at_default_clocks_without_a_power_limit_is_the_baseline(runs):
+def test_the_run_with_most_iterations_at_default_clocks_is_the_baseline(runs):
+    write_run(runs / "default", "observe", 1.0, 1000.0, iterations=9)
     found = compared(runs, "planned", "capped", "default")
-    assert (found.baseline.name, found.why) == (
-        "default: default clocks",
-        "the first at default clocks without a power limit",
-    )
+    assert (found.baseline.name, found.why) == ("default: default clocks", "the most iterations at default clocks")
     changes = {row.name: (found.time(row), found.energy(row)) for row in found.rows}
     assert changes["planned: plan 4"] == pytest.approx((0.01, -0.15))
-    assert changes["capped: default clocks, at a power limit"] == pytest.approx((0.1, -0.1))
-    assert any("power limit" in note for note in found.notes)
+    assert changes["capped: default clocks"] == pytest.approx((0.1, -0.1))
+    assert any(note.startswith("capped: ") and "power limit" in note for note in found.notes)
+
+
+def test_iterations_with_which_a_job_compared_its_plans_are_the_best_baseline(runs):
+    plan = [record(n, "run", 1.0, 900.0, plan=4, saved=0.2) for n in range(20, 30)]
+    default = [record(n, "default", 1.0, 950.0) for n in range(6)]
+    judged = {"event": "proof", "plan": 4, "kept": True}
+    write_log(runs / "auto", [{"event": "start", "mode": "auto", "job": "ours"}, *default, *plan, judged])
+    found = compared(runs, "default", "auto")
+    assert (found.baseline.name, found.why) == ("auto: default clocks", "with which its job compared its plans")
+
+
+def test_a_run_without_enough_iterations_at_default_clocks_is_compared_with_the_profile(runs):
+    write_run(runs / "alone", "run", 1.0, 900.0, plan=4, saved=0.2)
+    found = compared(runs, "alone")
+    assert found.baseline.name == "alone: default clocks, by the profile"
+    assert found.energy(found.rows[0]) == pytest.approx(-0.2)
 
 
 def test_the_baseline_can_be_chosen_by_its_run(runs):
     found = compared(runs, "planned", "capped", baseline="capped")
-    assert (found.baseline.name, found.why) == ("capped: default clocks, at a power limit", "as asked for")
+    assert (found.baseline.name, found.why) == ("capped: default clocks", "as asked for")
     assert found.energy(found.rows[0]) == pytest.approx(850 / 900 - 1)
     with pytest.raises(ConfigError, match=r"baseline=nobody: expected one of planned: plan 4, capped: default clocks"):
         compared(runs, "planned", "capped", baseline="nobody")

@@ -7,11 +7,12 @@ from run_folders import write_log
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile, TransferDuration
 from perseus_ds.cli.main import main
-from perseus_ds.optimizer.exact.problem import Problem
+from perseus_ds.optimizer.problem import Problem
+from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Transfer, read_schedule, schedule_class
-from perseus_ds.report.measured import MeasuredPoint
+from perseus_ds.pipeline.schedule import Transfer
+from perseus_ds.report.jobs import MeasuredPoint
 from perseus_ds.report.pictures import frontier_picture, timeline_picture
 from perseus_ds.report.timeline import timeline
 
@@ -107,7 +108,7 @@ def test_pictures_are_written_at_the_size_for_a_page(tmp_path, problem, profile,
 
 def test_a_picture_of_simulated_gpus_says_so(tmp_path, frontier):
     frontier_picture(frontier, tmp_path / "frontier.svg")
-    assert "<!-- Energy over time: 3 stages, 4 micro-batches, simulated A100 -->" in (
+    assert "<!-- Energy against iteration time: 3 stages, 4 micro-batches, simulated A100 -->" in (
         tmp_path / "frontier.svg"
     ).read_text(encoding="utf-8")
 

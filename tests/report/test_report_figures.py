@@ -6,17 +6,14 @@ import tracemalloc
 import pytest
 from run_folders import make_job, record, write_auto_run, write_log
 
-from perseus_ds.artifacts.run_records import ProfileWritten
+from perseus_ds import units
 from perseus_ds.cli.main import main
-from perseus_ds.report.alternatives import alternatives, one_percent_slower
+from perseus_ds.measures import Baseline, Typical
 from perseus_ds.report.figures import history_figure
 from perseus_ds.report.history import read_history
-from perseus_ds.report.jobs import jobs_of, main_job
-from perseus_ds.report.savings import Factors, Reference
-from perseus_ds.report.sources import find_sources
-from perseus_ds.report.tiles import tiles
-from perseus_ds.report.totals import JobSize, shares_of, totals_of
-from perseus_ds.report.trend import trend_of
+from perseus_ds.report.jobs import Factors, jobs_of, main_job, shares_of, totals_of, trend_of
+from perseus_ds.report.page import alternatives, one_percent_slower, tiles
+from perseus_ds.report.sources import JobSize, find_sources
 
 FACTORS = Factors(carbon_g_per_kwh=400, price_per_kwh=0.25, currency="EUR", pue=1.5, tokens_per_sample=1000)
 START = {"event": "start", "mode": "auto", "job": "ours", "time": 1000.0}
@@ -31,7 +28,7 @@ def three_plans(folder, job):
     """A job at default clocks and then under three plans, each with a saving of its own."""
     job.profile.save(folder / "profile.csv")
     job.frontier.save(folder)
-    default = [record(n, "plan", 1.0, 100.0) for n in range(1, 6)]
+    default = [record(n, "optimizing", 1.0, 100.0) for n in range(1, 6)]
     ran = [(0, 1.0, 90.0)] * 2 + [(3, 1.1, 80.0)] * 4 + [(5, 1.2, 70.0)] * 3
     write_log(folder, [START, *default, *(record(6 + n, "run", t, e, plan=p) for n, (p, t, e) in enumerate(ran))])
     found = find_sources(folder)
@@ -40,8 +37,8 @@ def three_plans(folder, job):
 
 def test_figures_are_per_plan_or_say_that_they_are_of_all(tmp_path, job):
     found, ran = three_plans(tmp_path, job)
-    assert {plan: row.saved for plan, row in ran.savings.by_plan.items()} == pytest.approx({0: 0.1, 3: 0.2, 5: 0.3})
-    assert [row.what for row in ran.savings.rows] == [
+    assert {one.plan: one.saved for one in ran.plans} == pytest.approx({0: 0.1, 3: 0.2, 5: 0.3})
+    assert [row.what for row in ran.rows] == [
         "under plan 0", "under plan 3", "under plan 5", "under all 3 plans", "in all, profiling counted",
         "under all 3 plans, at that rate",
     ]  # fmt: skip
@@ -60,16 +57,14 @@ def test_one_plan_is_named_in_its_figures(tmp_path, job):
     assert titles[:2] == ["Energy under plan 2", "Iteration time under plan 2"]
 
 
-def test_the_bill_counts_the_data_centre_and_the_cost_of_profiling(tmp_path):
-    spent = {"event": "profile", "spent_s": 30.0, "spent_j": 500.0}
-    records = [START, spent, *(record(n, "observe", 2.0, 100.0) for n in (1, 2)), record(3, "observe", 2.0, None)]
+def test_the_bill_counts_every_iteration_and_the_data_centre(tmp_path):
+    records = [START, *(record(n, "observe", 2.0, 100.0) for n in (1, 2)), record(3, "observe", 2.0, None)]
     write_log(tmp_path, records)
     history = read_history(tmp_path)
-    assert isinstance(history.occurrences[1].event, ProfileWritten)
     totals = totals_of(history, JobSize(gpus=8, samples=5))
-    assert (totals.iterations, totals.time_s, totals.energy_j) == (3, 36.0, 700.0)
+    assert (totals.iterations, totals.time_s, totals.energy_j) == (3, 6.0, 200.0)
     assert totals.without_energy == 1
-    assert totals.gpu_s == 8 * 36.0
+    assert totals.gpu_s == 8 * 6.0
     assert FACTORS.price(3.6e6) == pytest.approx(1.5 * 0.25)
     assert FACTORS.carbon_g(3.6e6) == pytest.approx(1.5 * 400)
 
@@ -86,9 +81,9 @@ def test_energy_of_a_sample_and_of_a_token_need_the_size_of_the_job(tmp_path, jo
     per_sample_j = ran.totals.energy_j / (ran.totals.iterations * 16)
     assert tile.value == f"{per_sample_j:.2f} J"
     assert f"{per_sample_j / 1000:.5f} J a token of 1000" in tile.note
-    gpu_time = next(t for t in tiles(found, ran, FACTORS) if t.title == "GPU time lost")
-    lost_s = ran.savings.everything.time_s - ran.savings.everything.default_s
-    assert gpu_time.value == f"{6 * lost_s:.3f} GPU-s"
+    gpu_time = next(t for t in tiles(found, ran, FACTORS) if t.title.startswith("GPU time"))
+    gained_s = ran.everything.gained_s
+    assert gpu_time.value == units.gpu_time(abs(6 * gained_s))
 
 
 def test_energy_is_told_by_rank_else_by_pipeline(tmp_path):
@@ -130,7 +125,7 @@ def test_many_phases_are_not_all_drawn(tmp_path):
 
 
 def test_the_trend_shows_a_saving_that_fades(tmp_path):
-    reference = Reference(1.0, 100.0, "measured", True)
+    reference = Baseline(Typical(9, 1.0, 100.0), "observe")
     ran = [record(n, "run", 1.0, 80.0 + n / 10, plan=0) | {"ended": 1000.0 + 36 * n} for n in range(101)]
     write_log(tmp_path, [START, *ran])
     trend = trend_of(read_history(tmp_path), reference)

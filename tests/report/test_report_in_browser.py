@@ -315,7 +315,7 @@ def test_plans_can_be_chosen_by_keyboard(opened, job):
 def test_a_long_run_shows_its_trend(browser, tmp_path, job):
     job.frontier.save(tmp_path)
     default = [record(n, "observe", 1.0, 100.0) for n in range(1, 5)]
-    ran = [record(n, "run", 1.0, 80.0 + n / 50, plan=n % 3) for n in range(5, 105)]
+    ran = [record(n, "run", 1.0, 80.0 + n / 50, plan=n // 40) for n in range(5, 105)]
     write_log(tmp_path, [{"event": "start", "mode": "run"}, *default, *ran])
     assert main(["report", str(tmp_path)]) == 0
     browser.open((tmp_path / "report.html").as_uri(), ready=DRAWN)

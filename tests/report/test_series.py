@@ -7,7 +7,7 @@ from run_folders import make_job
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.report.figures import frontier_figure
-from perseus_ds.report.measured import MeasuredPoint
+from perseus_ds.report.jobs import MeasuredPoint
 from perseus_ds.report.palette import PALETTE
 from perseus_ds.report.pictures import frontier_picture
 from perseus_ds.report.series import frontier_series, profile_curves, stage_groups, stages_in_words

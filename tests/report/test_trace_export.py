@@ -10,8 +10,7 @@ from run_folders import MICRO_BATCHES, RANKS, make_job, measured, write_auto_run
 from perseus_ds.cli.main import main
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Transfer
-from perseus_ds.report.measured_timeline import measured_timeline
-from perseus_ds.report.timeline import timeline
+from perseus_ds.report.timeline import measured_timeline, timeline
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
 """Jobs of one rank in virtual time."""
 
 import pytest
-from virtual_job import SLOWER, VirtualJob
-from worker_at_once import WorkerAtOnce
+from virtual_job import SLOWER, VirtualJob, WorkerAtOnce
 
 
 @pytest.fixture

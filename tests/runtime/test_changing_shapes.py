@@ -1,7 +1,7 @@
 """Inputs of other shapes make iterations longer or shorter; plans are judged by how instructions compare."""
 
 import pytest
-from virtual_job import SLOWER, events
+from virtual_job import SLOWER, events, train_until_compared
 
 from perseus_ds.artifacts.run_records import Drifted, PlanJudged, ProfileWritten
 
@@ -10,7 +10,7 @@ from perseus_ds.artifacts.run_records import Drifted, PlanJudged, ProfileWritten
 def job(start):
     """A job that runs under a plan."""
     job = start(mode="auto", **SLOWER)
-    job.train_until("run")
+    train_until_compared(job)
     job.train(12)
     return job
 

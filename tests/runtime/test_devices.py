@@ -1,8 +1,12 @@
-"""What is said of a GPU when a job opens it."""
+"""Which GPU a job opens, and what is said of it."""
 
 import pytest
 import torch
+from virtual_job import VirtualJob
 
+from perseus_ds.clocks.controller import ClockController
+from perseus_ds.errors import ConfigError, GpuPermissionError
+from perseus_ds.gpu import zeus
 from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.devices import open_gpu
 
@@ -22,3 +26,52 @@ def test_a_counter_of_the_whole_module_is_said_at_the_start_of_a_job(stub_nvml_h
             gpu.name = name
         open_gpu(parse_block({"device": "nvml"}), torch.device("cpu"), rank=5, local_rank=0).close()
         assert caplog.text.count("covers the whole Grace-Hopper module") == warnings
+
+
+@pytest.mark.parametrize("device", ["xpu", "hpu", "npu"])
+def test_no_gpu_is_simulated_for_a_job_that_computes_on_another_accelerator(device, monkeypatch):
+    class Device:
+        type = device
+        index = 0
+
+    with pytest.raises(ConfigError, match=f"computes on '{device}'"):
+        open_gpu(parse_block({}), Device(), rank=0, local_rank=0)
+    assert open_gpu(parse_block({"device": "simulated"}), Device(), rank=0, local_rank=0).simulated
+    assert open_gpu(parse_block({}), torch.device("cpu"), rank=0, local_rank=0).simulated
+
+
+def test_amds_gpus_are_opened_through_zeus(monkeypatch):
+    opened = []
+    gpu = open_gpu(parse_block({"device": "simulated"}), torch.device("cpu"), rank=0, local_rank=0)
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: object())
+    monkeypatch.setattr(zeus, "open_zeus_gpu", lambda *place: opened.append(place) or gpu)
+    assert open_gpu(parse_block({}), torch.device("cuda", 3), rank=0, local_rank=0) is gpu
+    assert opened == [(3, None)]
+
+
+def test_auto_mode_observes_where_it_may_not_set_clocks(tmp_path, caplog):
+    job = VirtualJob(tmp_path, mode="auto", gpu={"may_lock": False})
+    assert set(job.train(5)) == {"observe"}
+    assert len(job.close()) == 5
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "this process may not set clocks" in warning
+    assert 'With "required": true this is an error' in warning
+
+
+@pytest.mark.parametrize("block", [{"mode": "auto", "required": True}, {"mode": "profile"}])
+def test_a_job_that_cannot_do_without_clocks_ends_before_training(tmp_path, block):
+    with pytest.raises(GpuPermissionError, match="may not set clocks"):
+        VirtualJob(tmp_path, gpu={"may_lock": False}, **block)
+
+
+@pytest.mark.parametrize("function", ["memory_clocks", "graphics_clocks"])
+def test_a_gpu_whose_driver_lists_no_clocks_is_observed(stub_nvml_here, function):
+    for gpu in stub_nvml_here.gpus:
+        gpu.fail(function, "not_supported")
+    gpu = open_gpu(parse_block({"device": "nvml"}), torch.device("cpu"), rank=0, local_rank=0)
+    clocks = ClockController(gpu, pytest.fail)
+    clocks.watch_default_clocks()
+    assert clocks.call(gpu.energy_j).value() > 0
+    clocks.close()
+    gpu.close()

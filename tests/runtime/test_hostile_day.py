@@ -2,7 +2,7 @@
 
 import pytest
 from hostile_day import GPU_FAULTS, JOB_FAULTS, HostileDay
-from worker_at_once import WorkerAtOnce
+from virtual_job import WorkerAtOnce
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from perseus_ds.distributed import Communicator, PipelineTopology
 from perseus_ds.errors import PerseusError
+from perseus_ds.ranks import Communicator, PipelineTopology
 
 HOMELESS = """
 import pwd
-from perseus_ds.runtime.cache import Cache
+from perseus_ds.runtime.frontiers import Cache
 def unknown(user):
     raise KeyError(user)
 pwd.getpwuid = unknown
@@ -34,7 +34,7 @@ def test_a_user_without_a_home_is_told_what_to_set():
 
 
 def test_the_cache_is_where_xdg_says_or_in_the_home():
-    script = "from perseus_ds.runtime.cache import Cache; print(Cache('key').directory)"
+    script = "from perseus_ds.runtime.frontiers import Cache; print(Cache('key').directory)"
     assert cache_folder(script, HOME="/home/a") == "/home/a/.cache/perseus-ds/key"
     assert cache_folder(script, HOME="/home/a", XDG_CACHE_HOME="/fast") == "/fast/perseus-ds/key"
 
@@ -52,4 +52,4 @@ def test_whatever_goes_wrong_on_the_first_rank_reaches_all_as_one_kind_of_error(
         raise error
 
     with pytest.raises(PerseusError, match="five"):
-        alone.from_first(fail)
+        alone.computed_on_rank_0(fail)

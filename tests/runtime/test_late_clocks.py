@@ -3,8 +3,7 @@
 import sys
 
 import pytest
-from virtual_job import SLOWER
-from worker_at_once import WorkerAtOnce
+from virtual_job import SLOWER, WorkerAtOnce
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.pipeline.instruction import Kind
@@ -15,7 +14,7 @@ LATE_S = 0.4
 def test_energy_is_counted_from_when_the_clock_is_there(start):
     profile = {"sampling": "stride", "clock_stride": 16, "min_clock_mhz": 690, "max_clock_mhz": 1290}
     job = start(mode="auto", gpu={"lock_latency_s": LATE_S}, wait_s=0.05, profile=profile, **SLOWER)
-    job.train_until("plan")
+    job.train_until("optimizing")
     rows = [row for row in StageProfile.load(job.folder / "measured.csv").measurements if row.kind is not Kind.TAIL]
     assert len({row.clock_mhz for row in rows}) >= 3
     model = job.gpu.model

@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import subprocess
-import threading
 import urllib.request
 
 import pytest
@@ -14,26 +13,17 @@ from forked import free_port
 from live_records import BEGIN, auto_job, planned_iteration, started
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-from run_log import wait_until
+from run_log import GIVE_UP_S, wait_until
 from virtual_job import VirtualJob
 
-from perseus_ds.artifacts.run_file import read_records
-from perseus_ds.artifacts.run_records import Ended, Failed
-from perseus_ds.device.processor_share import LONGEST_PAUSE_S
+from perseus_ds.artifacts.run_records import Ended, Failed, read_records
 from perseus_ds.errors import ConfigError
-from perseus_ds.report.live.progress import JobLog
+from perseus_ds.runtime import metrics
 from perseus_ds.runtime.config import MetricsConfig, parse_block
-from perseus_ds.runtime.metrics import endpoint, reporting
-from perseus_ds.runtime.metrics.families import registry_of
-from perseus_ds.runtime.metrics.reporting import MetricsReporter
+from perseus_ds.runtime.metrics import MetricsReporter
+from perseus_ds.runtime.progress import JobLog
 
-ALL = ("perseus_iterations_total", "perseus_energy_joules_total", "perseus_planned_default_energy_joules_total")
-
-
-@pytest.fixture(autouse=True)
-def ends_soon(monkeypatch):
-    """Servers look often whether they are to end."""
-    monkeypatch.setattr(endpoint.MetricsServer, "timeout", 0.02)
+ALL = ("perseus_iterations_total", "perseus_energy_joules_total", "perseus_planned_iterations_total")
 
 
 def log_of(records):
@@ -82,10 +72,7 @@ def test_the_figures_are_the_facts_with_job_pipeline_and_simulated_as_labels():
     found = values(text)
     assert found["perseus_iterations_total", None] == facts.iterations
     assert found["perseus_energy_joules_total", "1"] == pytest.approx(facts.pipelines[1].energy_j)
-    saved_j = [
-        found["perseus_planned_default_energy_joules_total", p] - found["perseus_planned_energy_joules_total", p]
-        for p in "01"
-    ]
+    saved_j = [found["perseus_saved_joules", pipeline] for pipeline in "01"]
     assert saved_j == pytest.approx([pipeline.saved_j for pipeline in facts.pipelines])
     assert found["perseus_plan_slowdown_ratio", None] == pytest.approx(facts.plan.slowdown)
     assert (found["perseus_phase", "run"], found["perseus_phase", "profile"]) == (1.0, 0.0)
@@ -142,7 +129,7 @@ def test_a_file_is_replaced_whole_and_is_the_only_one_that_node_exporter_sees(tm
 
 
 def test_a_file_that_cannot_be_written_is_one_warning_and_is_tried_again(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(reporting, "_PERIOD_S", 0.01)
+    monkeypatch.setattr(metrics, "_PERIOD_S", 0.01)
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "perseus.prom"
     with reporter(auto_job(), textfile=str(path)) as problems, caplog.at_level(logging.WARNING):
@@ -182,8 +169,8 @@ def test_a_job_serves_its_figures_while_it_trains_and_no_longer(tmp_path):
     assert values((tmp_path / "x.prom").read_text())["perseus_iterations_total", None] == 5.0
 
 
-def test_half_open_connections_keep_nobody_out_and_are_few(monkeypatch):
-    monkeypatch.setattr(endpoint, "_SHARE", 1.0)
+def test_clients_that_send_half_a_request_keep_nobody_out_and_are_ended(monkeypatch):
+    monkeypatch.setattr(metrics, "_CLIENT_TIMEOUT_S", 0.2)
     port = free_port()
     with reporter(auto_job(), port=port), contextlib.ExitStack() as clients:
         get(port)
@@ -191,49 +178,8 @@ def test_half_open_connections_keep_nobody_out_and_are_few(monkeypatch):
             client = clients.enter_context(socket.create_connection(("127.0.0.1", port)))
             client.sendall(b"GET /metr")
         get(port)
-        names = [thread.name for thread in threading.enumerate()]
-        assert names.count("perseus-metrics-answer") <= endpoint._MOST_CONNECTIONS + 1
-
-
-def test_the_time_that_answers_take_is_followed_by_pauses_in_which_nobody_is_answered():
-    class NotStopping:
-        """Ends after so many connections, and says how long the server waits between them."""
-
-        def __init__(self, connections):
-            self.left, self.pauses_s = connections, []
-
-        def is_set(self):
-            self.left -= 1
-            return self.left < 0
-
-        def wait(self, pause_s):
-            self.pauses_s.append(pause_s)
-
-    port, log = free_port(), log_of(auto_job())
-    server = endpoint.MetricsServer("127.0.0.1", port, registry_of(lambda: log.facts(BEGIN + 100)))
-    asked = threading.Thread(target=get, args=[port])
-    asked.start()
-    rounds = NotStopping(30)
-    server.serve_until(rounds)
-    asked.join()
-    assert 0 < max(rounds.pauses_s) <= LONGEST_PAUSE_S
-
-
-def test_a_client_that_sends_byte_after_byte_is_ended(monkeypatch):
-    monkeypatch.setattr(endpoint, "_TIMEOUT_S", 0.2)
-    port = free_port()
-    with reporter(auto_job(), port=port):
-        get(port)
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            wait_until(lambda: _is_ended(client), "the end of the connection")
-
-
-def _is_ended(client):
-    try:
-        client.sendall(b"x")
-    except ConnectionError:
-        return True
-    return False
+        client.settimeout(GIVE_UP_S)
+        assert client.recv(1) == b""
 
 
 @pytest.mark.parametrize("rubbish", [b"\x00" * 100_000, b"GET\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n", b"\x16\x03\x01"])

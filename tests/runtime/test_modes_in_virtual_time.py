@@ -1,13 +1,11 @@
 """Whole jobs of one rank, from the first iteration to the last, in virtual time."""
 
+import itertools
 import json
 import re
-from contextlib import contextmanager
 
 import pytest
-from lone_communicator import LoneCommunicator
-from virtual_job import SLOWER, events, in_order, late_under_plans
-from worker_at_once import WorkerAtOnce
+from virtual_job import SLOWER, LoneCommunicator, WorkerAtOnce, events, in_order, late_under_plans, train_until_compared
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
@@ -25,7 +23,7 @@ from perseus_ds.artifacts.run_records import (
 from perseus_ds.errors import GpuError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.control_socket import parse_order
-from perseus_ds.report.live.following import JobFollower
+from perseus_ds.report.live import JobFollower
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.extended)])
@@ -37,29 +35,28 @@ def start(start, request):
 def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
     job = start(mode="auto", **SLOWER)
     phases = job.train_until("run")
-    assert in_order(phases) == ["warm-up", "profile", "plan", "default"]
+    assert in_order(phases) == ["warm-up", "profile", "optimizing", "default"]
     assert phases.count("warm-up") == 3
+    train_until_compared(job)
     job.train(20)
-    iterations = job.close()
+    iterations = job.close()[-19:]
     profile = StageProfile.load(job.folder)
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         expected_s = job.work_s[kind] * job.gpu.model.slowdown(profile.at_highest_clock(0, kind).clock_mhz)
         assert profile.at_highest_clock(0, kind).time_s == pytest.approx(expected_s, rel=0.02)
-    default = [r for r in iterations if r.phase == "default"]
-    planned = [r for r in iterations if r.phase == "run"][1:]
-    assert len(planned) == 19
-    energy_j = sum(r.energy_j for r in planned) / len(planned)
-    assert planned[-1].time_s / default[-1].time_s == pytest.approx(1.2, abs=0.02)
-    assert energy_j == pytest.approx(planned[0].predicted_energy_j, rel=0.02)
-    assert energy_j < 0.9 * planned[0].default_energy_j
-    assert [event.plan for event in events(job, PlanChosen)] == [planned[0].plan]
+    assert {r.phase for r in iterations} == {"run"}
+    energy_j = sum(r.energy_j for r in iterations) / len(iterations)
+    assert iterations[-1].time_s / iterations[-1].default_time_s == pytest.approx(1.2, abs=0.02)
+    assert energy_j == pytest.approx(iterations[0].predicted_energy_j, rel=0.02)
+    assert energy_j < 0.9 * iterations[0].default_energy_j
+    assert [event.plan for event in events(job, PlanChosen)] == [iterations[0].plan]
     (written,) = events(job, ProfileWritten)
     assert written.iterations == phases.count("profile")
 
 
 def test_a_profile_tells_the_clock_that_was_read_while_the_job_warmed_up(start):
     job = start(mode="auto", **SLOWER)
-    job.train_until("plan")
+    job.train_until("optimizing")
     job.close()
     (refused,) = [event for event in events(job, ClockRefused) if event.clock_mhz is None]  # at default clocks
     assert StageProfile.load(job.folder).info.default_clock_mhz == refused.reached_mhz
@@ -90,46 +87,80 @@ def test_run_mode_keeps_a_plan_that_wins_against_default_clocks_of_this_job(star
     job = start(mode="run", frontier=frontier, **SLOWER)
     phases = job.train(150)
     records = job.close()
-    assert in_order(phases) == ["run", "default", "run"]
+    assert in_order(phases) == ["run", *["default", "run"] * 3], "by turns, until it is known"
     (judged,) = events(job, PlanJudged)
-    assert judged.wins
+    assert judged.kept
     default = [r for r in records if r.phase == "default"]
     assert judged.slowdown == pytest.approx(records[-1].time_s / default[-1].time_s - 1, abs=0.005)
     assert (records[0].default_measured, records[-1].default_measured) == (False, True)
 
 
-def test_run_mode_goes_back_to_default_clocks_where_a_plan_does_not_win_and_says_so_once(start, frontier, capsys):
+def test_run_mode_goes_back_to_default_clocks_where_no_plan_keeps_its_promise_and_says_why(start, frontier, capsys):
     job = start(mode="run", frontier=frontier, **SLOWER)
     late_under_plans(job)
-    assert in_order(job.train(150)) == ["run", "default", "run", "observe"]
+    job.train_until("observe", most=400)
     job.close()
-    (judged,) = events(job, PlanJudged)
-    assert not judged.wins
-    assert capsys.readouterr().out.count("It does not win: training goes on at default clocks") == 1
+    compared = events(job, PlanJudged)
+    assert [event.kept for event in compared] == [False] * len(compared)
+    assert compared[-1].then == "training goes on at default clocks, tried again in 200 iterations"
+    assert capsys.readouterr().out.count("is dropped, since it takes longer than promised") == len(compared)
 
 
-def test_run_mode_compares_again_when_a_plan_no_longer_wins(start, frontier):
+def test_a_faster_plan_has_its_turn_after_one_that_is_late_and_is_held_to_the_same_promise(start, frontier):
+    job = start(mode="run", frontier=frontier, max_drift=10.0, policy={"name": "slowdown", "max_slowdown": 0.25})
+    late_under_plans(job, by_s=0.015)
+    first, second = train_until_compared(job, times=2)
+    assert (first.kept, first.then) == (False, "a faster plan has its turn")
+    assert second.kept
+    assert second.plan < first.plan
+    assert second.promised_slowdown == pytest.approx(first.promised_slowdown, abs=0.01)
+    job.train(20)
+    assert job.close()[-1].plan == second.plan
+
+
+def test_a_dropped_plan_is_tried_again_later(start, frontier):
     job = start(mode="run", frontier=frontier, max_drift=10.0, **SLOWER)
-    job.train(150)
+    work = job.work
     late_under_plans(job)
-    job.train_until("observe", most=200)
+    job.train_until("observe", most=400)
+    job.work = work
+    job.train(190)
+    assert job.runtime.next.phase == "observe"
+    job.train_until("run", most=40)
+    before = len(events(job, PlanJudged))
+    assert train_until_compared(job, times=before + 1)[-1].kept
+
+
+def test_a_plan_that_no_longer_keeps_its_promise_is_compared_again_and_dropped(start, frontier):
+    job = start(mode="run", frontier=frontier, max_drift=10.0, **SLOWER)
+    train_until_compared(job)
+    late_under_plans(job)
+    job.train_until("observe", most=400)
     job.close()
-    assert [event.wins for event in events(job, PlanJudged)] == [True, False]
+    kept = [event.kept for event in events(job, PlanJudged)]
+    assert kept == [True] + [False] * (len(kept) - 1)
 
 
-def test_under_a_power_cap_a_plan_that_is_late_is_compared_once_as_long_as_it_draws_less(start, frontier):
+def test_a_plan_that_runs_is_compared_again_at_growing_distances(start, frontier):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    train_until_compared(job, times=3, most=2200)
+    at = [place for place, record in enumerate(job.close()) if record.phase == "default"]
+    gaps = [after - before for before, after in itertools.pairwise(at) if after - before > 100]
+    assert gaps == [pytest.approx(500, abs=20), pytest.approx(1000, abs=20)]
+
+
+def test_under_a_power_cap_a_plan_that_is_late_is_kept_as_long_as_it_draws_less(start, frontier):
     job = start(mode="run", frontier=frontier, policy={"name": "power_cap", "watts": 300.0})
     late_under_plans(job)
-    assert in_order(job.train(300)) == ["run", "default", "run"]
-    job.close()
-    (judged,) = events(job, PlanJudged)
-    assert judged.wins
+    (judged,) = train_until_compared(job)
+    assert judged.kept
     assert judged.slowdown > judged.promised_slowdown + 0.05
+    assert set(job.train(100)) == {"run"}
 
 
 def test_a_clock_that_needs_more_iterations_gets_them_after_the_others(start):
     job = start(mode="auto", gpu={"counter_period_s": 0.25})
-    phases = job.train_until("plan")
+    phases = job.train_until("optimizing")
     job.close()
     rows = json.loads((job.folder / "measured.json").read_text())["rows"]
     assert phases.count("profile") > len({row["clock_mhz"] for row in rows})
@@ -146,7 +177,8 @@ def test_instructions_that_drift_are_profiled_again_three_times_at_most(start):
             job.work_s[kind] *= 1.3
         if profiles < 3:
             job.train_until("profile")
-    job.train(80)
+    train_until_compared(job, most=600)
+    job.train(10)
     assert job.runtime.next.phase == "run"
     job.close()
     assert [event.profiles_again for event in events(job, Drifted)] == [True, True, False]
@@ -186,7 +218,7 @@ def test_an_unexpected_error_in_a_decision_never_ends_training(start, monkeypatc
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.train(2)
-    monkeypatch.setattr("perseus_ds.runtime.plan_orders.PipelineOrder.of_report", lambda *_: 1 / 0)
+    monkeypatch.setattr("perseus_ds.policy.selector.Assignment.of_report", lambda *_: 1 / 0)
     job.train(30)
     assert job.runtime.next.phase == "observe"
     assert caplog.text.count("division by zero") == 1
@@ -256,7 +288,7 @@ def test_progress_that_cannot_be_read_leaves_the_choice_to_the_policy(start, cap
 
 def test_pause_and_resume_at_iteration_boundaries(start):
     job = start(mode="auto", **SLOWER)
-    job.train_until("run")
+    train_until_compared(job)
     job.runtime._control.paused = True
     assert job.train(4) == ["run", "run", "pause", "pause"]
     job.runtime._control.paused = False
@@ -277,12 +309,23 @@ def test_status_tells_what_is_next_apart_from_what_was_last(start):
 def test_each_phase_says_what_follows_and_about_when(start):
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
-    job.train(60)
+    train_until_compared(job)
+    job.train(1)
     iterations = job.close()
-    follows = {record.phase: record.next_phase for record in iterations[:-1] if record.next_phase}
-    assert follows == {"warm-up": "profile", "profile": "plan", "plan": "default", "default": "run", "run": "verdict"}
+    follows = {
+        record.phase: record.next_phase
+        for record in iterations[:-1]
+        if record.next_in_s != 0 or record.phase == "optimizing"
+    }
+    assert follows == {
+        "warm-up": "profile",
+        "profile": "optimizing",
+        "optimizing": "default",
+        "default": "verdict",
+        "run": "verdict",
+    }
     assert iterations[-1].next_phase is None  # the verdict is known
-    for phase, most_off in (("warm-up", 0.1), ("profile", 0.4), ("run", 0.25)):
+    for phase, most_off in (("warm-up", 0.1), ("profile", 0.4)):
         ahead = [record for record in iterations if record.phase == phase and record.next_in_s is not None]
         spent_s = sum(record.time_s for record in ahead[1:])
         assert ahead[0].next_in_s == pytest.approx(spent_s, rel=most_off, abs=1.2)
@@ -302,17 +345,18 @@ def test_the_first_and_the_last_line_about_plans_name_time_and_energy(start, cap
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     first = re.search(r"running under plan (\d+) of .*", capsys.readouterr().out).group()
-    assert re.search(r"promises [\d.]+% less energy and [\d.]+% more time than at default clocks, as measured", first)
+    assert re.search(r"promises [\d.]+ % less energy and [\d.]+ % more time than at default clocks, as measured", first)
+    train_until_compared(job)
     job.train(30)
     job.runtime.set_policy({"name": "slowdown", "max_slowdown": 0.1})
     job.train(30)
     job.close()
     last = capsys.readouterr().out.splitlines()[-1]
-    assert re.search(r"60 under plans, on [\d.]+% less energy and [\d.]+% more time than default clocks took", last)
-    assert len(re.findall(r"plan \d+: \d+ iterations, [\d.]+% less energy and [\d.]+% more time", last)) == 2
+    takes = r"a typical one takes [\d.]+ % less energy and [\d.]+ % more time than at default clocks"
+    assert re.search(f"80 under plans: {takes}", last)
+    assert len(re.findall(r"plan \d+: \d+ iterations, [\d.]+ % less energy and [\d.]+ % more time", last)) == 2
     (end,) = events(job, Ended)
-    assert sum(plan.iterations for plan in end.plans) == end.planned == 60
-    assert sum(plan.energy_j for plan in end.plans) == pytest.approx(end.planned_j)
+    assert sum(plan.iterations for plan in end.plans) == end.planned == 80
 
 
 def test_a_policy_that_no_plan_meets_is_said_to_be_so_in_the_answer(start):
@@ -339,60 +383,25 @@ def test_status_and_the_records_give_the_same_facts(start):
     }
 
 
-class Passes:
-    """Passes of a virtual job, run outside of its iterations."""
-
-    instructions = ((0, Kind.FORWARD), (0, Kind.BACKWARD))
-
-    def __init__(self, problem=None):
-        self.job = None
-        self.inside = False
-        self._problem = problem
-
-    def obstacle(self, agree):
-        return agree(self._problem)
-
-    def prepare(self, stage, kind):
-        assert self.inside
-
-    def run(self, stage, kind):
-        assert self.inside
-        self.job.work(kind)
-
-    @contextmanager
-    def isolated(self):
-        self.inside = True
-        yield
-        self.inside = False
-
-
-def test_profile_mode_measures_outside_of_training_and_then_observes(start):
-    passes = Passes()
-    job = start(mode="profile", passes=passes, profile={"sampling": "stride", "clock_stride": 20})
-    passes.job = job
+def test_profile_mode_measures_while_training_goes_on_and_then_observes(start):
+    job = start(mode="profile", profile={"sampling": "stride", "clock_stride": 20})
     phases = job.train_until("observe")
-    assert in_order(phases) == ["warm-up"]
+    assert in_order(phases) == ["warm-up", "profile"]
+    assert set(job.train(3)) == {"observe"}
     job.close()
     profile = StageProfile.load(job.folder)
     model = job.gpu.model
     for row in profile.measurements:
         expected_s = job.work_s[row.kind] * model.slowdown(row.clock_mhz)
-        assert row.time_s == pytest.approx(expected_s, rel=0.01)
+        assert row.time_s == pytest.approx(expected_s, rel=0.015)
+        assert row.energy_j == pytest.approx(expected_s * model.power_w(row.clock_mhz), rel=0.03)
     assert job.runtime.profiled
     (written,) = events(job, ProfileWritten)
-    assert written.spent_s > 1
+    assert written.iterations == phases.count("profile")
 
 
 def test_a_lone_communicator_is_enough_for_a_job(start):
     assert isinstance(start(mode="observe").runtime._communicator, LoneCommunicator)
-
-
-def test_where_passes_cannot_be_repeated_profile_mode_measures_while_training_goes_on(start, capsys):
-    job = start(mode="profile", passes=Passes("the optimizer runs inside backwards"))
-    phases = job.train_until("observe")
-    assert in_order(phases) == ["warm-up", "profile"]
-    assert "the optimizer runs inside backwards" in capsys.readouterr().out
-    assert StageProfile.load(job.folder).keys
 
 
 SHORT = {Kind.FORWARD: 0.011, Kind.BACKWARD: 0.022, Kind.TAIL: 0.001}
@@ -403,7 +412,7 @@ def test_iterations_shorter_than_a_refresh_of_the_counter_are_profiled_truly(sta
     """Iterations of 0.05 to 0.2 s with a counter that is refreshed every 100 ms."""
     work_s = {kind: factor * time_s for kind, time_s in SHORT.items()}
     job = start(mode="auto", work_s=work_s, **SLOWER)
-    job.train_until("plan", most=800)
+    job.train_until("optimizing", most=800)
     profile = StageProfile.load(job.folder)
     top_mhz = job.gpu.supported_clocks_mhz()[-1]
     model = job.gpu.model
@@ -422,7 +431,7 @@ def test_a_plan_that_wins_is_measured_against_default_clocks_of_this_job_and_kep
     (judged,) = events(job, PlanJudged)
     default = [r for r in records if r.phase == "default"]
     planned = [r for r in records if r.phase == "run"]
-    assert judged.wins
+    assert judged.kept
     assert judged.slowdown == pytest.approx(planned[-1].time_s / default[-1].time_s - 1, abs=0.005)
     assert all(r.default_measured for r in planned)
     assert planned[-1].default_time_s == pytest.approx(default[-1].time_s, rel=0.01)
@@ -436,19 +445,19 @@ def test_a_plan_that_saves_nothing_leaves_and_says_so(start, capsys):
     assert set(job.train(5)) == {"observe"}
     job.close()
     (judged,) = events(job, PlanJudged)
-    assert not judged.wins
-    assert "It does not win: training goes on at default clocks" in capsys.readouterr().out
+    assert not judged.kept
+    assert "is dropped, since it saves no energy that could be measured" in capsys.readouterr().out
 
 
-def test_a_plan_that_is_later_than_promised_leaves(start):
-    job = start(mode="auto", **SLOWER)
+def test_plans_that_are_later_than_promised_are_dropped(start):
+    job = start(mode="auto", max_drift=10.0, **SLOWER)
     job.train_until("run")
     late_under_plans(job)
-    job.train_until("observe", most=200)
+    job.train_until("observe", most=400)
     job.close()
-    (judged,) = events(job, PlanJudged)
-    assert not judged.wins
-    assert judged.slowdown > judged.promised_slowdown + 0.05
+    for judged in events(job, PlanJudged):
+        assert not judged.kept
+        assert judged.slowdown > judged.promised_slowdown + 0.05
 
 
 def test_a_plan_that_becomes_late_is_compared_again_with_default_clocks(start):
@@ -462,7 +471,7 @@ def test_a_plan_that_becomes_late_is_compared_again_with_default_clocks(start):
     job.train(60)
     assert job.runtime.next.phase == "run"
     job.close()
-    assert [event.wins for event in events(job, PlanJudged)] == [True, True]
+    assert [event.kept for event in events(job, PlanJudged)] == [True, True]
 
 
 def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win(start, monkeypatch, tmp_path):
@@ -474,10 +483,10 @@ def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win
     first.train(40)
     first.close()
     assert list((tmp_path / "cache").rglob("frontier.json"))
-    second = start("second", **cached)
+    second = start("second", max_drift=10.0, **cached)
     assert in_order(second.train_until("run")) == ["default"]
     late_under_plans(second)
-    assert in_order(second.train_until("observe", most=300)) == ["run"]
+    assert set(second.train_until("observe", most=400)) == {"run", "default"}
     second.close()
     assert events(second, Predicted) == []
     assert list((tmp_path / "cache").rglob("frontier.json")), "the profile is right, so another policy may win"
@@ -493,8 +502,12 @@ def test_a_cached_profile_that_no_longer_predicts_default_clocks_is_replaced(sta
     second = start("second", **cached)
     late_under_plans(second)
     second.work_s[Kind.BACKWARD] *= 1.2
-    phases = second.train_until("observe", most=300)
-    assert in_order(phases) == ["default", "run", "warm-up", "profile", "plan", "default", "run"]
+    phases = second.train_until("observe", most=600)
+    assert in_order([phase for phase in phases if phase not in ("default", "run")]) == [
+        "warm-up",
+        "profile",
+        "optimizing",
+    ]
     second.close()
     assert [event.corrected for event in events(second, Predicted)] == [False]
     assert not list((tmp_path / "cache").rglob("frontier.json"))
@@ -509,7 +522,7 @@ def test_a_policy_that_changes_during_the_proof_is_judged_by_its_own_plan(start)
     assert job.runtime.next.phase == "run"
     job.close()
     (judged,) = events(job, PlanJudged)
-    assert judged.wins
+    assert judged.kept
     assert judged.promised_slowdown == pytest.approx(0.1, abs=0.02)
     assert judged.slowdown == pytest.approx(judged.promised_slowdown, abs=0.01)
 
@@ -557,22 +570,6 @@ def test_what_a_job_knows_of_its_stops_outlives_its_profile(start):
     assert (after["stops"], after["stopped_s"]) == (kept["statistics"]["stops"], kept["statistics"]["stopped_s"])
 
 
-def test_checkpoints_with_the_names_of_earlier_versions_are_taken_up(start, frontier, caplog):
-    first = start(mode="run", frontier=frontier, **SLOWER)
-    first.runtime.set_straggler(0, 1.2, after_iterations=100)
-    first.train(5)
-    state = json.loads(json.dumps(first.runtime.state()))
-    progress = state["progress"]
-    progress["rooms"], progress["pace"] = progress.pop("stretch_factors"), progress.pop("statistics")
-    state["told"] = state.pop("stragglers")
-    second = start("second", mode="run", frontier=frontier, **SLOWER)
-    second.runtime.restore(state)
-    taken_up = second.runtime.state()
-    assert taken_up["stragglers"] == {"0": [100, 1.2]}
-    assert taken_up["progress"]["statistics"] == progress["pace"]
-    assert "cannot be read" not in caplog.text
-
-
 def test_the_clock_returns_to_its_default_after_an_iteration_that_was_broken_off(start):
     first = start("first", mode="auto", **SLOWER)
     first.train_until("run")
@@ -581,14 +578,14 @@ def test_the_clock_returns_to_its_default_after_an_iteration_that_was_broken_off
     with pytest.raises(KeyError), job.runtime.iteration():
         raise KeyError
     job.time.sleep(3.0)
-    assert job.runtime._rank.clocks._clock.is_at(None)
+    assert job.gpu.clock_mhz() == job.gpu.model.top_clock_mhz
 
 
 def test_a_closed_standard_output_ends_neither_plans_nor_the_end(start, monkeypatch):
     job = start(mode="auto", **SLOWER)
     monkeypatch.setattr("builtins.print", lambda *_, **__: 1 / 0)
-    job.train_until("run")
-    job.train(40)
+    train_until_compared(job)
+    job.train(5)
     assert job.runtime.next.phase == "run"
     assert job.close()[-1].phase == "run"
 

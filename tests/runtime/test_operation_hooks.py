@@ -4,10 +4,10 @@ import pytest
 from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.device.rank_clocks import ClockPlan
+from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Load
-from perseus_ds.runtime.operation_hooks import OperationHooks, OperationScope
+from perseus_ds.runtime.runtime import OperationHooks, OperationScope
 
 SCHEDULE = one_f_one_b(ranks=1, micro_batches=2)
 STREAM = tuple(i for i in SCHEDULE.instructions[0] if i.kind is not Kind.TAIL)
@@ -58,19 +58,25 @@ def hooks(calls):
     return OperationHooks(calls, calls, calls)
 
 
+def begin(hooks, plan, **settings):
+    hooks.start_iteration()
+    hooks.change_plan(plan, **settings)
+
+
 def surround(hooks, operation):
     with OperationScope(hooks, operation):
         pass
 
 
 def test_the_first_clock_is_asked_for_once_the_device_has_done_the_iteration_before(hooks, calls):
-    assert hooks.start_iteration(ClockPlan.of_rank(PLAN, 0), aligns_tail=False) == "iteration begun"
+    assert hooks.start_iteration() == "iteration begun"
+    hooks.change_plan(ClockPlan.of_rank(PLAN, 0))
     hooks.change_plan(ClockPlan.constant(1110))
     assert calls.made == [("request", 1410, "iteration begun"), ("request", 1110, "iteration begun")]
 
 
 def test_an_instruction_asks_for_its_clock_before_it_and_for_the_next_one_when_it_is_over(hooks, calls):
-    hooks.start_iteration(ClockPlan.of_rank(PLAN, 0), aligns_tail=False)
+    begin(hooks, ClockPlan.of_rank(PLAN, 0))
     first = Compute(STREAM[0])
     surround(hooks, first)
     assert calls.made == [
@@ -85,14 +91,14 @@ def test_an_instruction_asks_for_its_clock_before_it_and_for_the_next_one_when_i
 def test_a_higher_clock_is_asked_for_one_latency_early(hooks, calls):
     calls.latency_s = 0.02
     times = {(i.stage, i.kind, clock): 0.1 for i in STREAM for clock in CLOCKS}
-    hooks.start_iteration(ClockPlan.of_rank(PLAN, 0, times), aligns_tail=False)
+    begin(hooks, ClockPlan.of_rank(PLAN, 0, times))
     second = Compute(STREAM[1])
     surround(hooks, second)
     assert ("early", 1410, ("begun", second), 0.08) in calls.made
 
 
 def test_what_has_no_clock_to_choose_is_only_timed(hooks, calls):
-    hooks.start_iteration(ClockPlan.of_rank(PLAN, 0), aligns_tail=False)
+    begin(hooks, ClockPlan.of_rank(PLAN, 0))
     calls.made.clear()
     load = Load(stage=0, micro_batch=0)
     surround(hooks, load)
@@ -100,7 +106,7 @@ def test_what_has_no_clock_to_choose_is_only_timed(hooks, calls):
 
 
 def test_the_first_command_of_the_tail_waits_for_the_device_and_for_all_ranks(hooks, calls):
-    hooks.start_iteration(ClockPlan.none(), aligns_tail=True)
+    begin(hooks, ClockPlan.none(), aligns_tail=True)
     calls.made.clear()
     for _ in range(2):
         surround(hooks, Compute(TAIL))
@@ -109,7 +115,7 @@ def test_the_first_command_of_the_tail_waits_for_the_device_and_for_all_ranks(ho
 
 
 def test_a_dropped_plan_asks_for_nothing_but_default_clocks(hooks, calls):
-    hooks.start_iteration(ClockPlan.of_rank(PLAN, 0), aligns_tail=False)
+    begin(hooks, ClockPlan.of_rank(PLAN, 0))
     operation = Compute(STREAM[0])
     with OperationScope(hooks, operation):
         hooks.drop_plan()
@@ -121,11 +127,11 @@ def test_a_dropped_plan_asks_for_nothing_but_default_clocks(hooks, calls):
 
 def test_transitions_are_planned_anew_only_for_another_plan_or_latency(hooks, calls):
     plan = ClockPlan.of_rank(PLAN, 0)
-    hooks.start_iteration(plan, aligns_tail=False)
+    begin(hooks, plan)
     requested = hooks.requested
     calls.latency_s = 0.0
-    hooks.start_iteration(plan, aligns_tail=False)
+    begin(hooks, plan)
     assert hooks.requested is requested
     calls.latency_s = 0.02
-    hooks.start_iteration(plan, aligns_tail=False)
+    begin(hooks, plan)
     assert hooks.requested is not requested

@@ -3,9 +3,7 @@
 import json
 
 import pytest
-from virtual_job import SLOWER, events, in_order
-from virtual_pipeline import VirtualPipeline
-from worker_at_once import WorkerAtOnce
+from virtual_job import SLOWER, VirtualPipeline, WorkerAtOnce, events, in_order
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, PlanJudged, ProfileWritten, ShapePlanned
@@ -41,7 +39,7 @@ def test_shapes_that_alternate_from_the_start_each_get_a_profile_and_a_plan_that
     records = job.close()
     assert {shape: in_order(of_shape)[-1] for shape, of_shape in phases.items()} == {1.0: "run", 2.0: "run"}
     judged = events(job, PlanJudged)
-    assert [event.wins for event in judged] == [True, True]
+    assert [event.kept for event in judged] == [True, True]
     number_of = {record.shape: shape for record, shape in zip(records, [1.0, 2.0] * 210, strict=True)}
     for number in (1, 2):
         work_s = WORK[number_of[number]]
@@ -111,9 +109,9 @@ def test_ranks_know_the_shape_of_an_iteration_without_a_collective_that_waits(tm
     while set(train_both(10)) != {"run"}:
         assert len(job.taken) < 600
     train_both(20)
-    collectives = [runtime._communicator._calls for runtime in job.runtimes]
+    waits = job.meetings.waits
     assert set(train_both(10)) == {"run"}
-    assert [runtime._communicator._calls for runtime in job.runtimes] == collectives
+    assert job.meetings.waits == waits
     assert {record.shape for record in job.close()[-20:]} == {1, 2}
 
 

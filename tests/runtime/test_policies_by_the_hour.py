@@ -8,13 +8,20 @@ import pytest
 from frontiers import save_true_frontier
 from virtual_job import VirtualJob
 
-from perseus_ds.artifacts.hour_records import CostsSoFar, Halted, TimetableMade
-from perseus_ds.artifacts.run_file import read_records
-from perseus_ds.artifacts.run_records import Failed, IterationRecord, PlanChosen, PolicyChanged
+from perseus_ds.artifacts.run_records import (
+    CostsSoFar,
+    Failed,
+    Halted,
+    IterationRecord,
+    PlanChosen,
+    PolicyChanged,
+    TimetableMade,
+    read_records,
+)
 from perseus_ds.errors import GpuBusyError, SignalError
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.policy import selector
 from perseus_ds.policy.control_socket import parse_order
-from perseus_ds.runtime import plan_chooser
 
 WORK_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.1 * (2 - 1 / 6), Kind.TAIL: 0.01}
 BEGIN = datetime(2026, 11, 22, tzinfo=timezone.utc)
@@ -98,11 +105,12 @@ def test_a_job_ends_in_time_for_hardly_more_than_the_bound(start, tmp_path):
     assert job.time.seconds <= BEGIN_S + 360
     job.close()
     first, costs = events(job, TimetableMade)[0], events(job, CostsSoFar)[-1]
-    under_plans = sum(r.phase == "run" for r in read_records(job.folder) if isinstance(r, IterationRecord))
-    assert 1 <= under_plans - costs.iterations <= 3, "all but the last ones"
+    records = [record for record in read_records(job.folder) if isinstance(record, IterationRecord)]
+    assert 1 <= 380 - costs.iterations <= 24, "all but the last ones, and those before default clocks were measured"
+    assert sum(record.phase == "run" for record in records) > 300
     assert costs.bound == first.bound <= first.cost
     assert first.unit == "EUR/MWh"
-    assert costs.cost == pytest.approx(first.bound * costs.iterations / 380, rel=0.03)
+    assert costs.cost == pytest.approx(first.bound * costs.iterations / 380, rel=0.05)
     assert costs.cost < 0.85 * costs.fastest_cost
     assert len({record.plan for record in read_records(job.folder) if isinstance(record, IterationRecord)}) > 2
 
@@ -203,7 +211,7 @@ def test_a_changed_signal_is_taken_up_and_a_bad_one_is_not(start, tmp_path, capl
 
 
 def test_a_timetable_is_recorded_with_the_entries_that_come_first(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan_chooser, "_MOST_ENTRIES", 2)
+    monkeypatch.setattr(selector, "_MOST_ENTRIES", 2)
     signal = write_signal(tmp_path / "prices.csv", 50, 90, 20, 70, 30, 80, 40, 60)
     job = start(**cheapest(signal, 6, 380))
     job.train(2)
@@ -246,18 +254,20 @@ def test_power_is_below_a_changed_cap_from_the_second_iteration_after_the_change
         path.write_text(f"{low_w:.9f}    \n")
     else:
         job.runtime.set_policy({"name": "power_cap", "watts": low_w})
-    began_s = []
-    for _ in range(24):
+    began_s, powers_w = [], {}
+    for iteration in range(13, 37):
         began_s.append(job.time.seconds)
+        begin_j = job.gpu.true_energy_j
         job.train()
+        powers_w[iteration] = (job.gpu.true_energy_j - begin_j) / (job.time.seconds - began_s[-1])
     records = [r for r in job.close() if r.iteration > 12]
     before, under = [r for r in records if r.plan == 1], [r for r in records if r.plan not in (1, None)]
     assert [r.iteration for r in before] == list(range(13, 13 + len(before)))
     assert began_s[len(before)] - told_s <= most_s + 2.05 * before[0].time_s
     assert len(before) == 2 or by == "file"
-    # The energy counter moves every 0.1 s, so that single iterations are known to a tenth.
     assert sum(r.energy_j for r in under) / sum(r.time_s for r in under) < 1.01 * low_w
-    assert max(r.power_w for r in under) < 1.1 * low_w
+    # Of single iterations the GPU's own energy is compared: its counter moves every 0.1 s.
+    assert max(powers_w[r.iteration] for r in under) < 1.01 * low_w
 
 
 def test_costs_go_on_from_a_checkpoint(start, tmp_path):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from virtual_job import SLOWER, events, in_order
+from virtual_job import SLOWER, events, in_order, train_until_compared
 
 from perseus_ds.artifacts.run_records import Drifted, Predicted, ProfileWritten
 from perseus_ds.pipeline.instruction import Kind
@@ -17,13 +17,13 @@ def mean_energy_j(records):
 
 def until_default_clocks_are_known(job):
     """Train until the job measures iterations at default clocks after its profile."""
-    phases = job.train_until("plan")
+    phases = job.train_until("optimizing")
     return phases + job.train_until("run", most=200)
 
 
 def change_after_profiling(job, change):
     """Train until the profile is written, and change the job before default clocks are measured."""
-    job.train_until("plan")
+    job.train_until("optimizing")
     change()
     return job.train_until("run", most=300)
 
@@ -42,7 +42,7 @@ def test_instructions_that_have_changed_since_they_were_profiled_are_named_and_c
     def change():
         job.work_s[Kind.BACKWARD] *= 1.3
 
-    assert in_order(change_after_profiling(job, change)) == ["plan", "default", "plan"]
+    assert in_order(change_after_profiling(job, change)) == ["optimizing", "default", "optimizing"]
     job.train(100)
     records = job.close()
     (predicted,) = events(job, Predicted)
@@ -63,7 +63,8 @@ def test_a_tail_that_has_become_longer_is_named_and_corrected(start):
         job.work_s[Kind.TAIL] = 0.08
 
     change_after_profiling(job, change)
-    job.train(20)
+    train_until_compared(job)
+    job.train(5)
     records = job.close()
     (predicted,) = events(job, Predicted)
     assert predicted.corrected
@@ -85,7 +86,7 @@ def test_energies_that_were_measured_wrong_are_corrected_where_times_are_right(s
     monkeypatch.setattr(OnlineProfiler, "rows", too_high)
     job = start(mode="auto", **SLOWER)
     phases = until_default_clocks_are_known(job)
-    assert in_order(phases)[-3:] == ["plan", "default", "plan"]
+    assert in_order(phases)[-3:] == ["optimizing", "default", "optimizing"]
     job.train(100)
     records = job.close()
     (predicted,) = events(job, Predicted)
@@ -100,7 +101,7 @@ def test_time_between_instructions_that_no_part_explains_is_said_and_the_profile
     def change():
         job.wait_s = 0.02
 
-    assert in_order(change_after_profiling(job, change)) == ["plan", "default"]
+    assert in_order(change_after_profiling(job, change)) == ["optimizing", "default"]
     job.close()
     (predicted,) = events(job, Predicted)
     assert (predicted.parts, predicted.corrected) == ({}, False)
@@ -112,12 +113,12 @@ def test_default_clocks_below_the_highest_of_the_profile_do_not_change_its_rows(
     work = job.work
 
     def work_slowly_at_default_clocks(kind):
-        at_default = job.runtime.next.phase in ("warm-up", "plan", "default")
+        at_default = job.runtime.next.phase in ("warm-up", "optimizing", "default")
         job.time.sleep(0.1 * job.work_s[kind] if at_default else 0.0)
         work(kind)
 
     job.work = work_slowly_at_default_clocks
-    assert in_order(until_default_clocks_are_known(job))[-2:] == ["plan", "default"]
+    assert in_order(until_default_clocks_are_known(job))[-2:] == ["optimizing", "default"]
     job.close()
     (predicted,) = events(job, Predicted)
     assert not predicted.corrected

@@ -6,18 +6,25 @@ import math
 import os
 
 import pytest
-from lone_communicator import LoneCommunicator, reports_of
+from virtual_job import LoneCommunicator, reports_of
 
-from perseus_ds.artifacts.run_file import from_line, read_records, to_line
-from perseus_ds.artifacts.run_records import ClockRefused, Drifted, Failed, IterationRecord, Started
-from perseus_ds.distributed import PipelineTopology
-from perseus_ds.policy.assignment import Forecast
+from perseus_ds.artifacts.run_records import (
+    ClockRefused,
+    Drifted,
+    Failed,
+    IterationRecord,
+    Started,
+    from_line,
+    read_records,
+    to_line,
+)
+from perseus_ds.policy.selector import Forecast
+from perseus_ds.ranks import PipelineTopology
 from perseus_ds.report.history import read_history
-from perseus_ds.report.live.progress import JobLog
-from perseus_ds.report.totals import shares_of
-from perseus_ds.runtime import record_writer
-from perseus_ds.runtime.record_writer import RecordWriter
-from perseus_ds.runtime.recorder import IterationContext, Recorder
+from perseus_ds.report.jobs import shares_of
+from perseus_ds.runtime import recorder as record_writer
+from perseus_ds.runtime.progress import JobLog
+from perseus_ds.runtime.recorder import IterationContext, Recorder, RecordWriter
 
 
 class Told:
@@ -60,6 +67,7 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ca
     recorder.start(Started())
     recorder.add(IterationContext(1, 8, "observe"), reports_of({}))
     recorder.add(under_plan(2), reports(drift=0.02))
+    recorder.add(under_plan(3), reports())
     recorder.close()
     told = {tag: value for tag, value, samples in monitor.events if samples == 16}
     assert told == {
@@ -73,15 +81,14 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ca
         "Perseus/simulated/clock_changes": 6.0,
         "Perseus/simulated/clock_skips": 2.0,
     }
-    _, first, second, end = read_records(tmp_path)
+    _, first, second, _, end = read_records(tmp_path)
     assert (first.saved, first.late, first.drift) == (None, None, None)
     assert (second.default_energy_j, second.default_time_s, second.drift, second.clock_skips) == (100.0, 1.0, 0.02, 2)
-    assert (end.iterations, end.energy_j, end.saved) == (2, 180.0, pytest.approx(0.2))
+    assert (end.iterations, end.energy_j, end.saved) == (3, 260.0, pytest.approx(0.2))
     step, summary = capsys.readouterr().out.splitlines()
-    assert step == "perseus: step 2: run, 1.100 s, 80 J (plan 4: 1.000 s, 75 J), simulated GPUs"
-    assert summary.startswith(
-        "perseus: 2 iterations, 2 s, 5e-05 kWh, 6 clock changes, 2 skipped; 1 under plans, on 20.0%"
-    )
+    assert step == "perseus: step 2: run, 1.100 s, 80.00 J (plan 4: 1.000 s, 75.00 J), simulated GPUs"
+    assert "3 iterations, 3.200 s, 260.0 J (0.07222 Wh), 12 clock changes, 4 skipped; 2 under plans" in summary
+    assert "20.0 % less energy and 10.0 % more time than at default clocks, by the profile" in summary
 
 
 def test_what_is_derived_is_not_stored(tmp_path):
@@ -139,9 +146,10 @@ def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, capsys)
 def test_plans_that_use_more_than_the_profile_says_are_not_called_a_saving(tmp_path, capsys):
     recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True)
     recorder.start(Started())
-    recorder.add(under_plan(1), reports(energy_j=110.0))
+    for number in (1, 2):
+        recorder.add(under_plan(number), reports(energy_j=110.0))
     recorder.close()
-    assert "10.0% more energy and 10.0% more time than default clocks take by the profile" in capsys.readouterr().out
+    assert "10.0 % more energy and 10.0 % more time than at default clocks, by the profile" in capsys.readouterr().out
     assert read_records(tmp_path)[-1].saved == pytest.approx(-0.1)
 
 
@@ -158,7 +166,7 @@ def test_drift_is_that_of_the_last_look_until_the_job_profiles_again(tmp_path):
 
 def test_a_rank_sends_its_events_and_writes_nothing(tmp_path):
     class SecondRank(LoneCommunicator):
-        is_first = False
+        is_rank_0 = False
 
     communicator = SecondRank(PipelineTopology(1, (0, 1)))
     recorder = Recorder(communicator, tmp_path, simulated=False)
@@ -167,8 +175,8 @@ def test_a_rank_sends_its_events_and_writes_nothing(tmp_path):
     recorder.own_event(ClockRefused(rank=1, clock_mhz=1400, reached_mhz=1200))
     recorder.add(IterationContext(1, 8, "run"), reports_of({}))
     recorder.add_events_of_others()
-    assert communicator.messages.size > 0
-    ((age_s, line),) = communicator.messages.take_all()
+    communicator.start_exchange([1.0], lambda numbers: None).result()
+    ((age_s, line),) = communicator.received_events()
     assert (from_line(line).clock_mhz, age_s >= 0) == (1400, True)
     recorder.close()
     assert not (tmp_path / "run.jsonl").exists()
@@ -181,7 +189,9 @@ def test_events_of_other_ranks_are_dated_by_the_clock_of_rank_0s_node(tmp_path, 
     monkeypatch.setattr("time.time", lambda: 1000.0)
     recorder = Recorder(communicator, tmp_path, simulated=False)
     recorder.start(Started())
-    communicator.messages.add(to_line(ClockRefused(rank=1, clock_mhz=1400, reached_mhz=1200)).encode())
+    communicator.send_event(to_line(ClockRefused(rank=1, clock_mhz=1400, reached_mhz=1200)).encode())
+    now_s = 510.0
+    communicator.start_exchange([1.0], lambda numbers: None).result()
     now_s = 512.0
     recorder.add_events_of_others()
     recorder.close()
@@ -277,7 +287,7 @@ def test_a_line_of_which_only_a_part_could_be_written_is_taken_back(tmp_path, mo
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(handle, data[: len(data) // 2])
 
-    monkeypatch.setattr("perseus_ds.runtime.record_writer.os.write", write_half)
+    monkeypatch.setattr("perseus_ds.runtime.recorder.os.write", write_half)
     recorder.add(under_plan(1), reports())
     recorder._writer.flush()
     assert len(read_records(tmp_path)) == 1

@@ -2,9 +2,7 @@
 
 import pytest
 from faulty_gpu import DRIVER_FAULTS, FaultyGpu
-from virtual_job import events
-from virtual_pipeline import VirtualPipeline
-from worker_at_once import WorkerAtOnce
+from virtual_job import VirtualPipeline, WorkerAtOnce, events
 
 from perseus_ds.artifacts.run_records import Failed, PlanJudged, Recovered
 
@@ -15,7 +13,7 @@ RANKS = 2
 def job(tmp_path, monkeypatch):
     """Two ranks under a plan."""
     monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
-    monkeypatch.setattr("perseus_ds.runtime.fallback._SETTLED_S", 10.0)
+    monkeypatch.setattr("perseus_ds.runtime.fallback._OVER_S", 10.0)
     job = VirtualPipeline(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, gpu_class=FaultyGpu, mode="auto")
     yield job
     job.close()
@@ -59,11 +57,11 @@ def test_after_a_fault_of_one_driver_under_a_plan_all_ranks_are_under_it_again(j
 def test_under_a_plan_that_was_judged_no_rank_waits_for_all_others_whatever_one_has_to_tell(job):
     train_until(job, lambda: events(job, PlanJudged))
     job.train(2)
-    collectives = [runtime._communicator._calls for runtime in job.runtimes]
+    waits = job.meetings.waits
     job.train(20)
     job.runtimes[1]._recorder.own_event(Failed(rank=1, error="something"))
     job.train(20)
-    assert [runtime._communicator._calls for runtime in job.runtimes] == collectives
+    assert job.meetings.waits == waits
     assert [event.rank for event in events(job, Failed)] == [1]
 
 

@@ -10,16 +10,17 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from frontiers import save_random_plan
 from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.profile_metadata import ProfileInfo
-from perseus_ds.device.gpu.nvml import NvmlGpu
-from perseus_ds.device.timers import HostExecution
-from perseus_ds.distributed import Communicator, PipelineTopology
-from perseus_ds.errors import ConfigError, FrontierError
+from perseus_ds.artifacts.profile import ProfileInfo
+from perseus_ds.clocks.timers import HostExecution
+from perseus_ds.errors import ConfigError, FrontierError, GpuPermissionError, PerseusError
+from perseus_ds.gpu.nvml import NvmlGpu
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.ranks import Communicator, PipelineTopology
 from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
@@ -35,12 +36,12 @@ def start(tmp_path):
     """A function that starts the runtime on a GPU."""
     started = []
 
-    def start(gpu, execution=None, passes=None, **block):
+    def start(gpu, execution=None, **block):
         config = parse_block({"device": "nvml", "output_dir": str(tmp_path), **block})
         job = Job(config, SCHEDULE, ProfileInfo(simulated=gpu.simulated))
         communicator = Communicator(PipelineTopology(0, (0,)))
         timers = execution or HostExecution()
-        runtime = PerseusRuntime(job, communicator=communicator, gpu=gpu, timers=timers, device=CPU, passes=passes)
+        runtime = PerseusRuntime(job, communicator=communicator, gpu=gpu, timers=timers, device=CPU)
         started.append(runtime)
         return runtime
 
@@ -121,6 +122,25 @@ def test_a_frontier_that_is_not_there_is_an_error_before_training(start, stub, t
         start(NvmlGpu(0), mode="run", frontier=str(tmp_path))
 
 
+def test_a_plan_that_does_not_fit_is_an_error_before_training(start, stub, tmp_path):
+    for micro_batches, clock_mhz, message in (
+        (3, CLOCK_MHZ, "Plan does not fit this schedule: rank 0, instruction"),
+        (2, 1111, "Plan does not fit this GPU: .* has no 1111 MHz"),
+    ):
+        folder, schedule = tmp_path / str(clock_mhz), one_f_one_b(ranks=1, micro_batches=micro_batches)
+        save_random_plan(folder, schedule, clocks_mhz=(clock_mhz,), simulated=False)
+        with pytest.raises(PerseusError, match=message):
+            start(NvmlGpu(0), mode="run", frontier=str(folder))
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+def test_without_permission_to_set_clocks_nothing_starts(start, stub, tmp_path):
+    stub.gpus[0].fail("reset_locked", "no_permission")
+    with pytest.raises(GpuPermissionError, match="CAP_SYS_ADMIN"):
+        start(NvmlGpu(0), mode="profile")
+    assert not (tmp_path / "run.jsonl").exists()
+
+
 def test_a_loop_may_go_on_after_closing(start, plan, stub, tmp_path, caplog):
     """As a job does that catches SIGTERM, saves a checkpoint and goes on."""
     runtime = start(NvmlGpu(0), **plan)
@@ -144,7 +164,7 @@ def test_the_clock_is_the_default_where_nothing_is_trained_for_long(start, plan,
         assert comes(lambda: stub.locked_clocks_mhz()[0] == CLOCK_MHZ)
 
 
-@pytest.mark.parametrize(("phase", "end"), [("profile", "schedule_changed"), ("plan", "close")])
+@pytest.mark.parametrize(("phase", "end"), [("profile", "schedule_changed"), ("optimizing", "close")])
 def test_nothing_of_a_phase_outlives_it(start, stub, phase, end):
     """Neither the thread that watches the energy counter nor the process that optimises."""
     stub.gpus[0].counter_period_s = 0.005
@@ -168,7 +188,7 @@ def beside_training():
 
 
 def test_a_profile_that_was_not_finished_is_spoken_of(start, stub, caplog):
-    runtime = start(NvmlGpu(0), passes=object(), mode="profile")
+    runtime = start(NvmlGpu(0), mode="profile")
     train(runtime)
     runtime.close()
     assert caplog.text.count("ended before the profile was finished") == 1

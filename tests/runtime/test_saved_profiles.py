@@ -4,11 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from perseus_ds.artifacts.profile import Measurement, StageProfile
-from perseus_ds.artifacts.profile_metadata import ProfileInfo, RowQuality
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.profiler.search import SearchResult
-from perseus_ds.runtime.profile_files import save_profile
+from perseus_ds.runtime.profiling import save_profile
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD)
 WAITING_W = 80.0
@@ -29,8 +27,9 @@ def saved(tmp_path):
         profile = StageProfile(rows, info)
         save_profile(
             SimpleNamespace(profile_path=tmp_path / "profile.csv"),
-            SimpleNamespace(finish=lambda info: SearchResult(profile, profile)),
             SimpleNamespace(info=info, tails_of=None, time_s=1.0),
+            profile,
+            profile,
         )
         return StageProfile.load(tmp_path / "profile.csv"), StageProfile.load(tmp_path / "measured.csv")
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 from guardians import guardians_of
-from lone_communicator import LoneCommunicator
+from virtual_job import LoneCommunicator
 
-from perseus_ds.device.gpu.nvml import NvmlGpu
-from perseus_ds.device.lock_records import left_locks
-from perseus_ds.errors import GpuError
+from perseus_ds.clocks.lock_records import left_locks
+from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.gpu.nvml import NvmlGpu
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.supervision import Supervision, reset_left_clocks
@@ -20,8 +20,7 @@ from perseus_ds.runtime.supervision import Supervision, reset_left_clocks
 @pytest.fixture
 def rank():
     return SimpleNamespace(
-        clocks=SimpleNamespace(failing_s=0.0, close=lambda: None, is_closed=False),
-        driver=SimpleNamespace(failing_s=0.0),
+        clocks=SimpleNamespace(problem=None, close=lambda: None, is_closed=False),
         communicator=LoneCommunicator(),
     )
 
@@ -34,16 +33,10 @@ def supervision(rank, tmp_path):
     made.release()
 
 
-@pytest.mark.parametrize("who", ["clocks", "driver"])
-def test_a_driver_that_is_silent_is_a_problem_after_three_seconds(supervision, rank, who):
-    def problem_after(seconds):
-        rank.clocks.failing_s = seconds if who == "clocks" else 0.0
-        rank.driver.failing_s = seconds if who == "driver" else 0.0
-        return supervision.problem()
-
-    assert problem_after(2.9) is None
-    assert "the driver does not answer" in str(problem_after(3.1))
-    assert problem_after(0.0) is None
+def test_a_driver_that_does_not_answer_is_a_problem(supervision, rank):
+    assert supervision.problem() is None
+    rank.clocks.problem = GpuBusyError("the driver has not answered for 3 s")
+    assert supervision.problem() is rank.clocks.problem
 
 
 def test_a_clock_that_was_restored_for_good_is_a_problem(supervision, rank):
@@ -56,7 +49,7 @@ def test_what_was_started_is_ended_where_another_rank_could_not_start(rank, tmp_
         monkeypatch.setenv(name, value)
 
     class Broken(LoneCommunicator):
-        def together(self, check):
+        def raise_on_all_ranks(self, check):
             check()
             raise GpuError("the guardian of rank 1 failed to start")
 
@@ -75,8 +68,8 @@ def test_what_was_started_is_ended_where_another_rank_could_not_start(rank, tmp_
 def test_a_clock_that_a_dead_process_left_locked_is_reset_and_named_once(stub_nvml_here, caplog):
     lock = (
         "import os, signal\n"
-        "from perseus_ds.device.gpu.nvml import NvmlGpu\n"
-        "from perseus_ds.device.lock_records import HeldLock\n"
+        "from perseus_ds.gpu.nvml import NvmlGpu\n"
+        "from perseus_ds.clocks.lock_records import HeldLock\n"
         "gpu = NvmlGpu(2)\n"
         "HeldLock(gpu.address)\n"
         "gpu.lock_clock(1200)\n"

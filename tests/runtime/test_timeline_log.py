@@ -1,13 +1,13 @@
 """Which iterations are kept operation by operation, on one time axis for all ranks."""
 
 import pytest
-from lone_communicator import LoneCommunicator, seen
+from virtual_job import LoneCommunicator, seen
 
 from perseus_ds.artifacts.timeline import TimelineFile
-from perseus_ds.device.timers import Span
-from perseus_ds.distributed import PipelineTopology
+from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Transfer
+from perseus_ds.ranks import PipelineTopology
 from perseus_ds.runtime.timeline_log import Ran, TimelineLog
 
 FORWARD = Instruction(0, Kind.FORWARD, 0)
@@ -22,6 +22,8 @@ class TwoRanks(LoneCommunicator):
     """Rank 0, and a second rank whose iteration began 10 ms later."""
 
     def pipeline_gather(self, value):
+        if value is None:  # a barrier
+            return []
         elapsed_s, spans, clocks = value
         return [value, ([time_s - 0.01 for time_s in elapsed_s], spans, clocks)]
 

@@ -76,7 +76,7 @@ def _train(client: type[Client], folder: Path, mode: str, most_steps: int) -> di
     with _patches_undone():
         keys = {}
         if mode != "plain":
-            launch.attach_when_deepspeed_is_imported()
+            launch.attach_when_engines_are_imported()
             keys = {"perseus": _block(folder, mode)}
         trained = client(keys)
         steps, phases = [], [""]

@@ -5,33 +5,35 @@ import os
 import socket
 
 import psutil
-
-from perseus_ds.distributed import groups
+import torch.distributed as dist
 
 
 class Connected:
-    """The sockets of the groups that are made from now on, but for those of pipelines."""
+    """The sockets by which clients of key-value stores are connected that are made from now on."""
 
     def __init__(self):
         self._handles = set()
-        self._connect = groups._connect
-        groups._connect = self._recorded
+        self._make = dist.TCPStore
+        dist.TCPStore = self._recorded
+
+    def stop(self):
+        """Leave out those that are made from now on."""
+        dist.TCPStore = self._make
 
     def cut(self):
         """Break their connections."""
-        groups._connect = self._connect
+        self.stop()
         assert self._handles & _handles()
         for handle in self._handles & _handles():
             # Its other end, in this process, may be broken already.
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(handle)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _recorded(self, name, place, size):
+    def _recorded(self, *arguments, **named):
         before = _handles()
-        group = self._connect(name, place, size)
-        if "pipeline" not in name:
-            self._handles |= _handles() - before
-        return group
+        store = self._make(*arguments, **named)
+        self._handles |= _handles() - before
+        return store
 
 
 def _handles():

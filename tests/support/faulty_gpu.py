@@ -1,7 +1,7 @@
 """A simulated GPU whose driver misbehaves for as long as a trial wants it to."""
 
-from perseus_ds.device.gpu.simulated import SimulatedGpu
 from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
+from perseus_ds.gpu.simulated import SimulatedGpu
 
 REFUSALS = {
     "driver error": GpuError("Locking the clock failed: unknown error (code 999)"),

@@ -9,12 +9,13 @@ from pathlib import Path
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
-from perseus_ds.device.gpu.device_models import DEVICES
+from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.optimizer import optimize
-from perseus_ds.optimizer.exact.problem import Problem
+from perseus_ds.optimizer.problem import Problem
+from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Schedule, read_schedule, schedule_class
+from perseus_ds.pipeline.schedule import Schedule
 
 MODEL = DEVICES["a100-sxm"]
 

@@ -8,10 +8,9 @@ import random
 from dataclasses import dataclass, field
 
 from faulty_gpu import DRIVER_FAULTS, FaultyGpu
-from virtual_pipeline import VirtualPipeline
+from virtual_job import VirtualPipeline
 
-from perseus_ds.artifacts.record_follower import RecordFollower
-from perseus_ds.artifacts.run_records import Failed
+from perseus_ds.artifacts.run_records import Failed, RecordFollower
 from perseus_ds.policy.control_socket import parse_order
 
 STAGES_S = (0.036, 0.034, 0.034, 0.05)

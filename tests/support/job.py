@@ -20,7 +20,7 @@ from run_log import Record
 SCRIPT = Path(__file__).with_name("pipeline_job.py")
 # Fast enough for a test, long enough for simulated instructions to dwarf what the CPU does.
 SIMULATED = {"longest_instruction_s": 0.03, "counter_period_s": 0.02, "lock_latency_s": 0.002}
-QUICK_PROFILE = {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8, "max_window_s": 0.25}
+QUICK_PROFILE = {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8}
 # Jobs have a cache of their own, but for what DeepSpeed compiles.
 EXTENSIONS = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")
 SEARCH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

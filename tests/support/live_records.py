@@ -1,7 +1,6 @@
 """Records of a job as it would write them, for tests of what is shown while it runs."""
 
-from perseus_ds.artifacts.run_file import to_line
-from perseus_ds.artifacts.run_records import IterationRecord, PlanChosen, ProfileWritten, Started
+from perseus_ds.artifacts.run_records import IterationRecord, PlanChosen, ProfileWritten, Started, to_line
 
 BEGIN = 1_000_000.0
 

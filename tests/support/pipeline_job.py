@@ -17,7 +17,7 @@ import os
 import resource
 import signal
 import sys
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 
 import deepspeed
@@ -154,8 +154,6 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
     losses: list[float] = []
     resources: list[dict[str, int]] = []
     last_phase, left_in_phase = job.get("until", (None, 0))
-    if "finish_in_s" in job:
-        set_deadline(engine, job)
     if "policy" in job:
         engine.perseus.set_policy(job["policy"])
     first = resume(engine, module, data, job)
@@ -209,24 +207,15 @@ def is_ordered(file: Path) -> bool:
     return bool(seen)
 
 
-def set_deadline(engine, job: dict) -> None:
-    """Ask for the last step to be done so long after the first one begins."""
-    finish_by = datetime.now(timezone.utc) + timedelta(seconds=job["finish_in_s"])
-    policy = {"name": "deadline", "finish_by": finish_by.isoformat(), "total_steps": job["steps"]}
-    engine.perseus.set_policy(policy)
-
-
 def resources_of(engine) -> dict[str, int]:
     """Return what a job that runs for weeks must not use ever more of."""
     gc.collect()
-    clocks = engine.perseus.runtime._rank.clocks
     process = psutil.Process()
     return {
         "memory_bytes": process.memory_info().rss,
         "objects": len(gc.get_objects()),
         "threads": process.num_threads(),
         "handles": process.num_fds(),
-        "queued_clocks": len(clocks._pending),
     }
 
 

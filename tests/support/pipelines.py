@@ -8,8 +8,9 @@ from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.schedule import PipeInstruction, PipeSchedule, TrainSchedule
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
+from perseus_ds.pipeline.commands import read_schedule
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Schedule, read_schedule
+from perseus_ds.pipeline.schedule import Schedule
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:

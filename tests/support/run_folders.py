@@ -56,7 +56,7 @@ def write_auto_run(folder: Path, job: Job) -> None:
     records += [record(n, "warm-up", default.time_s, default.energy_j) for n in (2, 3, 4)]
     records += [record(n, "profile", default.time_s * 1.1, default.energy_j) for n in (5, 6)]
     records += [{"event": "plan", "plan": 2}]
-    records += [record(n, "run", plan.time_s, plan.energy_j, plan=2, saved=0.1) for n in (7, 8, 9)]
+    records += [record(n, "run", plan.time_s, plan.energy_j, plan=2) for n in (7, 8, 9)]
     write_log(folder, records)
     kept = [measured(job, plan, 8, 2), measured(job, default, 3, None)]
     file = TimelineFile(simulated=True, gpu="simulated A100-SXM", iterations=kept)
@@ -70,7 +70,8 @@ def record(iteration: int, phase: str, time_s: float, energy_j: float | None, *,
         "time_s": time_s,
         "energy_j": energy_j,
         "plan": plan,
-        "saved": saved,
+        "default_time_s": None if saved is None else time_s,
+        "default_energy_j": None if saved is None else energy_j / (1 - saved),
         "simulated": True,
     }
 

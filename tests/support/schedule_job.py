@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 import perseus_ds
-from perseus_ds.torch_pipelining.order import read_class
+from perseus_ds.engines.torch_pipelining.order import read_class
 
 WIDTH = 16
 ROWS = 4

@@ -4,15 +4,17 @@ from collections import deque
 
 
 class VirtualCuda:
-    """See ``perseus_ds.device.timers.Cuda``.
+    """See ``perseus_ds.clocks.timers.Cuda``.
 
     Attributes:
         chosen: The device that each call of ``set_device`` chose.
+        events: How many events were created.
     """
 
     def __init__(self, now, device=0):
         self.now = now
         self.chosen = []
+        self.events = 0
         self._device = device
         self._free_s = now.now_s()
 
@@ -23,6 +25,7 @@ class VirtualCuda:
     def Event(self, *, enable_timing, blocking):  # noqa: N802
         assert enable_timing, "an event without timing cannot be read"
         assert blocking, "a thread that waits for it would occupy a core"
+        self.events += 1
         return _Event(self)
 
     def current_device(self):
@@ -62,9 +65,13 @@ class CudaOnGpu:
     Args:
         now: Its virtual time.
         gpu: A simulated GPU that lives in it.
+
+    Attributes:
+        events: How many events were created.
     """
 
     def __init__(self, now, gpu):
+        self.events = 0
         self._now = now
         self._gpu = gpu
         self._queue = deque()
@@ -90,6 +97,7 @@ class CudaOnGpu:
     def Event(self, *, enable_timing, blocking):  # noqa: N802
         assert enable_timing, "an event without timing cannot be read"
         assert blocking, "a thread that waits for it would occupy a core"
+        self.events += 1
         return _EventOnGpu(self)
 
     def current_device(self):
@@ -123,9 +131,13 @@ class _EventOnGpu:
     def __init__(self, cuda):
         self._cuda = cuda
         self._at_s = None
+        self._records = 0
 
     def record(self):
-        self._cuda.enqueue(self._pass)
+        self._at_s = None
+        self._records += 1
+        number = self._records
+        self._cuda.enqueue(lambda: self._pass(number))
 
     def query(self):
         return self._at_s is not None
@@ -138,5 +150,6 @@ class _EventOnGpu:
             raise RuntimeError("CUDA error: device not ready")
         return (end_event._at_s - self._at_s) * 1e3
 
-    def _pass(self):
-        self._at_s = self._cuda._now.now_s()
+    def _pass(self, number):
+        if number == self._records:
+            self._at_s = self._cuda._now.now_s()

@@ -1,32 +1,33 @@
-"""Ends jobs in all kinds of ways, many times, and prints how long their clocks stayed locked: ``make trials``."""
+"""Ends jobs in many scenarios, several times each, and prints how long their clocks stayed locked: ``make trials``."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import job
 from stub_nvml.controller import build
-from trials import extension
 from trials.light_job import RANKS
-from trials.trial import NotPossibleError, Outcome, Way, attempt
-from trials.ways import DEEPSPEED, LIGHT
+from trials.scenarios import DEEPSPEED, LIGHT
+from trials.trial import NotPossibleError, Outcome, Scenario, attempt
 
 
 @dataclass
 class Row:
-    """All trials of one way.
+    """All trials of one scenario.
 
     Attributes:
-        way: The way.
+        scenario: The scenario.
         outcomes: Of the trials.
         problem: Why there are no more.
     """
 
-    way: Way
+    scenario: Scenario
     outcomes: list[Outcome] = field(default_factory=list)
     problem: str = ""
 
@@ -45,70 +46,83 @@ class Row:
         return len(self.outcomes) - len(self.restored_s) - self.later
 
 
-def run(ways: Sequence[tuple[Way, int]], folder: Path) -> list[Row]:
-    """Try each way so many times."""
+def run(scenarios: Sequence[tuple[Scenario, int]], folder: Path) -> list[Row]:
+    """Try each scenario so many times."""
     library = build(folder)
-    extensions = extension.compiled(folder, RANKS) if any(way.launcher for way, times in ways if times) else None
+    needs_deepspeed = any(scenario.launcher for scenario, times in scenarios if times)
+    extensions = _compiled_extensions(folder) if needs_deepspeed else None
     rows = []
-    for number, (way, times) in enumerate(ways):
-        row = Row(way)
+    for number, (scenario, times) in enumerate(scenarios):
+        row = Row(scenario)
         rows.append(row)
         try:
             for seed in range(times):
-                row.outcomes.append(_attempt(way, library, folder / f"{number}-{seed}", seed, extensions))
+                row.outcomes.append(_attempt(scenario, library, folder / f"{number}-{seed}", seed, extensions))
         except NotPossibleError as error:
             row.problem = str(error)
         print(line_of(row), file=sys.stderr, flush=True)
     return rows
 
 
-def _attempt(way: Way, library: Path, folder: Path, seed: int, extensions: Path | None) -> Outcome:
-    """Try a way; a trial that hangs counts as one whose clocks stay locked."""
+def _attempt(scenario: Scenario, library: Path, folder: Path, seed: int, extensions: Path | None) -> Outcome:
+    """Try a scenario; a trial that hangs counts as one whose clocks stay locked."""
     try:
-        return attempt(way, library, folder, seed, extensions)
+        return attempt(scenario, library, folder, seed, extensions)
     except TimeoutError as error:
-        print(f"{way.name}, seed {seed}: {error}", file=sys.stderr, flush=True)
+        print(f"{scenario.name}, seed {seed}: {error}", file=sys.stderr, flush=True)
         return Outcome(0, None)
+
+
+def _compiled_extensions(folder: Path) -> Path:
+    """Return a folder with the extension that DeepSpeed compiles when a job starts, of which every trial gets a copy.
+
+    A process that is killed while it loads the extension leaves a file ``lock``, for whose end all others would wait.
+    """
+    extensions = folder / "extensions"
+    if Path(job.EXTENSIONS).is_dir():
+        shutil.copytree(job.EXTENSIONS, extensions, ignore=shutil.ignore_patterns("lock"))
+    assert job.run(folder / "compiling", RANKS, {"TORCH_EXTENSIONS_DIR": str(extensions)}, steps=1).ranks
+    return extensions
 
 
 def line_of(row: Row) -> str:
     """Return a row of the table."""
     if row.problem:
-        return f"| {row.way.name} | not tried: {row.problem} | | | | |"
+        return f"| {row.scenario.name} | not tried: {row.problem} | | | | |"
     worst = f"{max(row.restored_s):.2f}" if row.restored_s else ""
     locked = sum(outcome.locked > 0 for outcome in row.outcomes)
     figures = [len(row.outcomes), locked, len(row.restored_s), worst, row.later, row.left_locked]
-    return f"| {row.way.name} | {' | '.join(map(str, figures))} |"
+    return f"| {row.scenario.name} | {' | '.join(map(str, figures))} |"
 
 
 def table_of(rows: Sequence[Row]) -> str:
     """Return the table, in Markdown."""
     sums = [(rows, "all")]
-    sums += [([row for row in rows if row.way.ends_guardians is ends], name) for ends, name in _KINDS.items()]
+    sums += [([row for row in rows if row.scenario.ends_guardian is ends], name) for ends, name in _KINDS.items()]
     lines = [_HEAD, "|---|---|---|---|---|---|---|", *map(line_of, rows)]
     for chosen, name in sums:
-        together = Row(Way(f"**{name}**", end=lambda trial: 0.0), [o for row in chosen for o in row.outcomes])
-        lines.append(line_of(together))
+        sum_of_all = Row(Scenario(f"**{name}**", end=lambda trial: 0.0), [o for row in chosen for o in row.outcomes])
+        lines.append(line_of(sum_of_all))
     return "\n".join(lines)
 
 
 _HEAD = (
-    "| the job is ended by | trials | of these with locked clocks | restored by its ranks or guardians "
+    "| the job is ended by | trials | of these with locked clocks | restored by its ranks or its guardian "
     "| worst, seconds | restored by the next job or `perseus-ds reset` | left locked |"
 )
-_KINDS = {False: "a guardian lives", True: "both guardians are killed too"}
+_KINDS = {False: "the guardian lives", True: "the guardian is killed too"}
 
 
 def main() -> int:
     """Run the trials; returns 1 if a clock was left locked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--times", type=int, default=6, help="trials of each way")
+    parser.add_argument("--times", type=int, default=6, help="trials of each scenario")
     parser.add_argument("--deepspeed-times", type=int, default=3, help="of those with DeepSpeed's engine")
-    parser.add_argument("--only", default="", help="ways whose name contains this")
+    parser.add_argument("--only", default="", help="scenarios whose name contains this")
     chosen = parser.parse_args()
-    ways = [(way, chosen.times) for way in LIGHT] + [(way, chosen.deepspeed_times) for way in DEEPSPEED]
+    scenarios = [(each, chosen.times) for each in LIGHT] + [(each, chosen.deepspeed_times) for each in DEEPSPEED]
     with tempfile.TemporaryDirectory() as folder:
-        rows = run([(way, times) for way, times in ways if chosen.only in way.name], Path(folder))
+        rows = run([(each, times) for each, times in scenarios if chosen.only in each.name], Path(folder))
     print(table_of(rows))
     return int(any(row.left_locked for row in rows))
 

@@ -1,6 +1,6 @@
-"""A small job that is ended in all kinds of ways: a launcher and two ranks, without DeepSpeed's engine.
+"""A small job that is to be ended: a launcher and two ranks, without DeepSpeed's engine.
 
-All that changes clocks and restores them is real: Perseus's runtime on gloo, its guardians, pynvml on the stub driver.
+All that changes clocks and restores them is real: Perseus's runtime on gloo, its guardian, pynvml on the stub driver.
 A pass is a short sleep. Processes are forked from one that has imported torch.
 """
 
@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 from trials.cgroups import join
 
 import perseus_ds
+from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import read_schedule, schedule_class
 
 RANKS = 2
 _MICRO_BATCHES = 4
@@ -79,7 +79,7 @@ def launch(job: LightJob) -> None:
     os.dup2(output, 2)
     ranks = [_fork(job, rank) for rank in range(RANKS)]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, lambda number, frame: _tell(ranks, signal.SIGTERM))
+        signal.signal(number, lambda number, frame: _send(ranks, signal.SIGTERM))
     os._exit(_wait(ranks))
 
 
@@ -111,14 +111,14 @@ def _wait(ranks: list[int]) -> int:
                 ranks.remove(pid)
             if ended and status and not has_failed:
                 has_failed, kill_at_s = True, time.monotonic() + _GRACE_S
-                _tell(ranks, signal.SIGTERM)
+                _send(ranks, signal.SIGTERM)
         if time.monotonic() > kill_at_s:
-            _tell(ranks, signal.SIGKILL)
+            _send(ranks, signal.SIGKILL)
         time.sleep(_POLL_S)
     return int(has_failed)
 
 
-def _tell(pids: list[int], number: int) -> None:
+def _send(pids: list[int], number: int) -> None:
     for pid in pids:
         os.kill(pid, number)
 

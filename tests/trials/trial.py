@@ -1,4 +1,4 @@
-"""One trial: a job on a node of two stub GPUs is ended in some way; when are its clocks the default ones again?"""
+"""One trial: a job on a node of two stub GPUs is ended; when are its clocks the default ones again?"""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ import job
 import psutil
 from forked import fork, free_port
 from frontiers import save_random_plan
-from guardians import guardians_of, two_watch
+from guardians import guardians_of, watched_by
 from job import QUICK_PROFILE
 from stub_nvml.controller import StubGpu, StubNvml
-from trials import extension
 from trials.cgroups import killed_as_a_whole, of_little_memory
 from trials.light_job import RANKS, LightJob, launch
 
@@ -58,15 +57,15 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to end a job.
+class Scenario:
+    """How a job is ended.
 
     Attributes:
         name: As in the table.
         end: Ends the job; returns when, or from when on its clocks must be restored (``time.monotonic``) [s].
         when: What the job is doing: ``starting``, a phase, or ``closing``.
         settings: More of the job than by default, as :class:`LightJob` has it.
-        ends_guardians: Whether both guardians are killed with the job, at once or one after the other.
+        ends_guardian: Whether the guardian is killed with the job, at once or right before.
         launcher: ``torchrun`` or ``deepspeed``, for a job of DeepSpeed; None for a :class:`LightJob`.
         prepare: Prepares the GPUs.
         has_systemd: Whether there is a stand-in for the user's systemd.
@@ -77,7 +76,7 @@ class Way:
     end: Callable[[Trial], float]
     when: str = "run"
     settings: Mapping[str, Any] = field(default_factory=dict)
-    ends_guardians: bool = False
+    ends_guardian: bool = False
     launcher: str | None = None
     prepare: Callable[[StubNvml], object] = lambda node: None
     has_systemd: bool = False
@@ -133,12 +132,12 @@ class Trial:
 
     @property
     def guardians(self) -> list[psutil.Process]:
-        """The node's guardians, the older one first."""
+        """The node's guardian; several while one takes the place of another."""
         return guardians_of(self.node)
 
-    def has_two_guardians(self, besides: Iterable[psutil.Process] = ()) -> bool:
-        """Whether two guardians, others than some, watch all ranks."""
-        return two_watch(self.node, RANKS, besides)
+    def has_guardian(self, besides: Iterable[psutil.Process]) -> bool:
+        """Whether a guardian, another one than some, watches all ranks."""
+        return any(watched_by(guardian) >= RANKS for guardian in {*self.guardians} - {*besides})
 
     def has_ended(self) -> bool:
         """Whether all processes of the job have ended, and the node's guardians."""
@@ -177,7 +176,7 @@ def _is_running(process: psutil.Process) -> bool:
     return False
 
 
-def tell(processes: Iterable[psutil.Process], number: int) -> float:
+def send(processes: Iterable[psutil.Process], number: int) -> float:
     """Send a signal to processes; returns when [s]."""
     now_s = time.monotonic()
     for process in processes:
@@ -189,15 +188,15 @@ def tell(processes: Iterable[psutil.Process], number: int) -> float:
 def kill(processes: Iterable[psutil.Process]) -> float:
     """Kill processes, none of which runs between the end of the first and that of the last; returns when [s]."""
     chosen = tuple(processes)
-    tell(chosen, signal.SIGSTOP)
-    return tell(chosen, signal.SIGKILL)
+    send(chosen, signal.SIGSTOP)
+    return send(chosen, signal.SIGKILL)
 
 
-def attempt(way: Way, library: Path, folder: Path, seed: int, extensions: Path | None = None) -> Outcome:
+def attempt(scenario: Scenario, library: Path, folder: Path, seed: int, extensions: Path | None = None) -> Outcome:
     """Run a job and end it.
 
     Args:
-        way: How.
+        scenario: How.
         library: The stub driver.
         folder: To work in; not there yet.
         seed: Of the moment at which the job is ended.
@@ -209,39 +208,39 @@ def attempt(way: Way, library: Path, folder: Path, seed: int, extensions: Path |
     """
     (folder / "runtime").mkdir(parents=True)
     node = StubNvml(library, folder / "gpus", RANKS)
-    way.prepare(node)
-    trial = Trial(node, random.Random(f"{way.name} {seed}"), folder)
+    scenario.prepare(node)
+    trial = Trial(node, random.Random(f"{scenario.name} {seed}"), folder)
     with contextlib.ExitStack() as until_the_end:
-        _start(way, trial, extensions, until_the_end)
-        _wait_for_the_moment(way, trial)
+        _start(scenario, trial, extensions, until_the_end)
+        _wait_for_the_moment(scenario, trial)
         trial.look()
-        ended_s = way.end(trial)
+        ended_s = scenario.end(trial)
         trial.wait_until(trial.has_ended, "the end of all processes")
         locked = sum(_is_locked_at(gpu, ended_s) for gpu in node.gpus)
         if any(node.locked_clocks_mhz()):
-            if way.loses_records:
+            if scenario.loses_records:
                 shutil.rmtree(trial.folder / "runtime")
                 (trial.folder / "runtime").mkdir()
-            is_restored = _is_restored_later(trial, by_command=bool(seed % 2), says_so=not way.loses_records)
+            is_restored = _is_restored_later(trial, by_command=bool(seed % 2), says_so=not scenario.loses_records)
             return Outcome(locked, None, is_restored)
         # The other ranks go on until they notice the end of a rank that has ended itself.
-        concerned = node.gpus[-1:] if "end_by" in way.settings else node.gpus
+        concerned = node.gpus[-1:] if "end_by" in scenario.settings else node.gpus
         return Outcome(locked, max([0.0, *(_restored_at_s(gpu) - ended_s for gpu in concerned)]))
 
 
-def _start(way: Way, trial: Trial, extensions: Path | None, until_the_end: contextlib.ExitStack) -> None:
+def _start(scenario: Scenario, trial: Trial, extensions: Path | None, until_the_end: contextlib.ExitStack) -> None:
     """Start the job."""
     save_random_plan(trial.folder / "frontier", simulated=False)
     block: dict[str, Any] = {"device": "nvml", "output_dir": str(trial.folder / "perseus"), "cache": False}
-    if way.when != "profile":
+    if scenario.when != "profile":
         block |= {"mode": "run", "frontier": str(trial.folder / "frontier")}
     else:
         block |= {"mode": "auto", "profile": {**QUICK_PROFILE, "warm_up": 3}}
-    if way.launcher is not None:
+    if scenario.launcher is not None:
         assert extensions is not None
         environment = {**trial.node.environment, "XDG_RUNTIME_DIR": str(trial.folder / "runtime")}
-        environment |= extension.copied(extensions, trial.folder)
-        process = job.start(trial.folder, RANKS, environment, way.launcher, perseus=block, steps=1_000_000)
+        environment |= {"TORCH_EXTENSIONS_DIR": str(shutil.copytree(extensions, trial.folder / "extensions"))}
+        process = job.start(trial.folder, RANKS, environment, scenario.launcher, perseus=block, steps=1_000_000)
         trial.watch(process.pid)
         output = threading.Thread(target=_keep_output, args=[process, trial.folder / "output.log"])
         output.start()
@@ -249,13 +248,13 @@ def _start(way: Way, trial: Trial, extensions: Path | None, until_the_end: conte
         until_the_end.callback(process.wait)
         until_the_end.callback(trial.kill_all_that_is_left)
         return
-    settings = dict(way.settings)
+    settings = dict(scenario.settings)
     for name, cgroup in CGROUPS.items():
         if settings.get(name):
             settings[name] = until_the_end.enter_context(cgroup(f"perseus-trial-{os.getpid()}"))
             if settings[name] is None:
-                raise NotPossibleError(f"{way.name}: no such cgroup can be made here")
-    if way.has_systemd:
+                raise NotPossibleError(f"{scenario.name}: no such cgroup can be made here")
+    if scenario.has_systemd:
         _stand_in_for_systemd(trial.folder, settings["cgroup"].parent)
     trial.cgroup = settings.get("cgroup")
     settings["end_after_s"] = trial.draw.uniform(0.0, 0.25)
@@ -298,13 +297,13 @@ def _stand_in_for_systemd(folder: Path, cgroup: Path) -> None:
     command.chmod(0o755)
 
 
-def _wait_for_the_moment(way: Way, trial: Trial) -> None:
+def _wait_for_the_moment(scenario: Scenario, trial: Trial) -> None:
     """Let the job come to where it is ended."""
-    if way.launcher is None and way.when != "starting":
-        trial.wait_until((trial.folder / way.when).exists, way.when)
-    if "end_by" not in way.settings:
-        time.sleep(trial.draw.uniform(0.0, _WITHIN_S[way.when]))
-    if way.when in ("profile", "run"):
+    if scenario.launcher is None and scenario.when != "starting":
+        trial.wait_until((trial.folder / scenario.when).exists, scenario.when)
+    if "end_by" not in scenario.settings:
+        time.sleep(trial.draw.uniform(0.0, _WITHIN_S[scenario.when]))
+    if scenario.when in ("profile", "run"):
         trial.wait_until(lambda: all(trial.node.locked_clocks_mhz()), "locked clocks on all GPUs")
 
 

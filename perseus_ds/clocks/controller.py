@@ -1,0 +1,500 @@
+"""One thread sets the clock of a rank's GPU and reads the GPU; other threads only hand over what is to be done.
+
+Requests and calls are done in the order in which they were handed over, each once the GPU has passed its event. What
+counts as the driver's time is a call of the driver, never a wait for the GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from perseus_ds.clocks.events import DeviceEvent
+from perseus_ds.clocks.readback import ClockReadback, Refusal
+from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.gpu.base import Gpu
+from perseus_ds.timebase import REAL_TIME, Flag, Timebase
+
+DRIVER_HANGS_S = 3.0
+"""A driver that has not answered for so long is not waited for."""
+_POLL_S = 0.001
+_CLOSED = "the clock was restored for good, and the GPU is not read any more"
+_AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""After each refusal in a row, until the driver does what was last requested; the last one repeats."""
+
+
+class ClockRequest(NamedTuple):
+    """A clock to set; a tuple, because the training thread makes one for every change of the clock.
+
+    Attributes:
+        clock_mhz: The clock; None for the default.
+        after: Not before the GPU has passed this event; None for now.
+        delay_s: How long after that event, unless the next request is due first [s]; None for one that must be done.
+    """
+
+    clock_mhz: int | None
+    after: DeviceEvent | None
+    delay_s: float | None = None
+
+
+class DriverCall:
+    """A call that the clocks' thread makes for another thread.
+
+    Args:
+        function: What to call.
+        after: Not before the GPU has passed this event; None for now.
+        clocks: Makes the call.
+        timebase: The time to wait in.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], float | None],
+        after: DeviceEvent | None,
+        clocks: ClockController,
+        timebase: Timebase,
+    ) -> None:
+        self.after = after
+        self._function = function
+        self._clocks = clocks
+        self._value: float | None = None
+        self._error: Exception | None = None
+        self._returned = Flag(timebase)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the function has returned, or raised an error."""
+        return self._returned.is_set()
+
+    @property
+    def has_worked(self) -> bool:
+        """Whether the function has returned without an error."""
+        return self.is_over and self._error is None
+
+    def make(self) -> None:
+        """Call the function."""
+        try:
+            self._value = self._function()
+        except Exception as error:
+            self._error = error
+        self._returned.set()
+
+    def refuse(self, error: Exception) -> None:
+        """Answer without calling the function."""
+        self._error = error
+        self._returned.set()
+
+    def value(self) -> float:
+        """Wait for the GPU and the driver, and return what the function has returned.
+
+        Raises:
+            GpuBusyError: The driver does not answer.
+            GpuError: The function's own, or the clocks' thread has ended.
+        """
+        while not self.is_over:
+            if (problem := self._clocks.problem) is not None:
+                raise problem
+            self._returned.wait(DRIVER_HANGS_S - self._clocks.failing_s)
+        if self._error is not None:
+            raise self._error
+        return self._value or 0.0
+
+
+class ClockController:
+    """Sets clocks without stalling training, and always restores the default.
+
+    A request is skipped if the next one is already due when its turn comes: its instruction is over. A driver that is
+    busy is asked again, with default clocks meanwhile; any other error ends all requests until a :meth:`probe` works.
+
+    Attributes:
+        changes: Clock changes made.
+        overtaken: Requests skipped because a later one was already due.
+        readback: What was read of the clock.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        on_error: Callable[[Exception], None],
+        on_refusal: Callable[[Refusal], None] = lambda refusal: None,
+        on_start: Callable[[], None] = lambda: None,
+        timebase: Timebase = REAL_TIME,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            gpu: The GPU whose clock to control.
+            on_error: Called on the thread when a clock cannot be set.
+            on_refusal: Called there when the GPU does not reach a clock that the driver has accepted.
+            on_start: Called there first: makes events safe to query. (A thread that queries a CUDA event gets a
+                context on GPU 0, hundreds of MiB for every rank of the node, unless it has chosen its own GPU.)
+            timebase: Its timebase.
+        """
+        self._gpu = gpu
+        self._on_error = on_error
+        self._on_start = on_start
+        self._time = timebase
+        self.readback = ClockReadback(gpu, on_refusal, timebase)
+        self.changes = self.overtaken = 0
+        # The training thread appends, the clocks' thread alone removes.
+        self._items: deque[ClockRequest | DriverCall] = deque()
+        self._requested_mhz: int | None = None
+        self._is_idle = False
+        self._idle_at_s = 0.0
+        # Notified when there is something to do while the thread waits, when it ends a call after the end, and when
+        # the default clock is restored.
+        self._changed = timebase.condition()
+        self._is_waiting = False
+        self._called_s: float | None = None
+        self._busy_since_s: float | None = None
+        self._closing: threading.Thread | None = None
+        self._is_restored = self._has_ended = False
+        # Of the clocks' thread: what the driver was last asked for, and what it has accepted.
+        self._wanted_mhz: int | None = None
+        self._clock_mhz: int | None = None
+        self._is_clock_known = True
+        self._has_failed = False
+        self._refusals = 0
+        self._again_at_s: float | None = None
+        timebase.thread(self._work, "perseus-clocks").start()
+
+    def request(self, clock_mhz: int | None, after: DeviceEvent | None = None) -> None:
+        """Request a clock (None for the default) once the GPU has passed an event; returns at once."""
+        if clock_mhz != self._requested_mhz or self._is_idle:
+            self._requested_mhz = clock_mhz
+            self._is_idle = False
+            self._put(ClockRequest(clock_mhz, after))
+
+    def request_early(self, clock_mhz: int, begun: DeviceEvent, delay_s: float) -> None:
+        """Request a clock some time after an event, or at the next :meth:`request` if that comes first.
+
+        A :meth:`request` for the same clock must follow. This one only makes the driver's call earlier.
+
+        Args:
+            clock_mhz: The clock.
+            begun: The event.
+            delay_s: How long after it [s].
+        """
+        self._put(ClockRequest(clock_mhz, begun, delay_s))
+
+    def reset_when_idle(self, after_s: float) -> None:
+        """Return to the default clock unless there is a :meth:`request` before some time has passed [s]."""
+        if self._requested_mhz is not None:
+            self._idle_at_s = self._time.now_s() + after_s
+            self._is_idle = True
+            self._wake()
+
+    def call(self, function: Callable[[], float | None], after: DeviceEvent | None = None) -> DriverCall:
+        """Have a function that reads from the GPU called after all that was handed over before; returns at once.
+
+        A driver that does not answer is not asked for more.
+        """
+        made = DriverCall(function, after, self, self._time)
+        problem = GpuError(_CLOSED) if self.is_closed else self.problem
+        if problem is not None:
+            made.refuse(problem)
+        else:
+            self._put(made)
+        return made
+
+    def probe(self) -> DriverCall:
+        """Have the driver do once all that plans need; if it does, clocks are set again. Returns at once."""
+        return self.call(self._probe)
+
+    def watch_default_clocks(self) -> None:
+        """Report, like a clock that is not reached, a limit that keeps the GPU down at default clocks."""
+        self.readback.watch_default_clocks()
+        self._wake()
+
+    @property
+    def latency_s(self) -> float:
+        """How late a clock follows its request [s]; 0 as long as it is not known."""
+        return self.readback.latency_s
+
+    @property
+    def failing_s(self) -> float:
+        """How long the driver has not answered the call under way, or has been too busy to set a clock [s]; else 0."""
+        since = [since_s for since_s in (self._called_s, self._busy_since_s) if since_s is not None]
+        return self._time.now_s() - min(since) if since else 0.0
+
+    @property
+    def problem(self) -> GpuError | None:
+        """Why no call is made, if none is."""
+        if self._has_ended:
+            return GpuError(_CLOSED)
+        if self.failing_s >= DRIVER_HANGS_S:
+            return GpuBusyError(f"the driver has not answered for {self.failing_s:.0f} s")
+        return None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the default clock was restored for good."""
+        return self._closing is not None
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Restore the default clock for good; from any thread, a signal's handler included.
+
+        It waits for a call of the driver that is under way, but not for the GPU. If that call does not return in time,
+        the driver hangs and would hang this thread as well: then nothing is done. Called again, it waits for the first
+        call. Calls that were handed over before are still made.
+
+        Args:
+            timeout_s: How long to wait [s].
+        """
+        with self._changed:
+            if self._closing is not None:
+                # A signal may have interrupted this very thread here.
+                if self._closing is not threading.current_thread():
+                    self._wait_until(lambda: self._is_restored, timeout_s)
+                return
+            self._closing = threading.current_thread()
+            self._changed.notify_all()
+            self._wait_until(lambda: self._called_s is None, timeout_s)
+        try:
+            if self._called_s is None and not self._is_at(None):
+                self._gpu.reset_clock()
+                self._clock_mhz, self._is_clock_known = None, True
+        except Exception as error:
+            if not self._has_failed:
+                self._on_error(error)
+        with self._changed:
+            self._is_restored = True
+            self._changed.notify_all()
+
+    def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        end_s = self._time.now_s() + timeout_s
+        while not condition() and (left_s := end_s - self._time.now_s()) > 0:
+            self._changed.wait(left_s)
+
+    def _put(self, item: ClockRequest | DriverCall) -> None:
+        if self._closing is None:
+            self._items.append(item)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._is_waiting:  # otherwise the thread looks before it waits
+            with self._changed:
+                self._changed.notify_all()
+
+    # From here on, the clocks' thread.
+
+    def _work(self) -> None:
+        try:
+            self._on_start()
+        except Exception as error:
+            self._fail(error)
+        while not self._has_ended:
+            self._serve()
+
+    def _serve(self) -> None:
+        try:
+            item = self._next()
+            if isinstance(item, ClockRequest):
+                self._handle(item)
+            elif item is not None:
+                self._make(item)
+            else:
+                self._has_ended = True
+        except Exception as error:  # such as that of an event that cannot be queried
+            self._fail(error)
+
+    def _next(self) -> ClockRequest | DriverCall | None:
+        """Return the oldest item, None at the end; meanwhile do what is due without one."""
+        while not self._items:
+            if self.is_closed:
+                return None
+            due_in_s = self._due_in_s()
+            if self._is_idle and self._wanted_mhz is not None:
+                idle_in_s = self._idle_at_s - self._time.now_s()
+                if idle_in_s <= 0:
+                    self._set(None)
+                    continue
+                due_in_s = idle_in_s if due_in_s is None else min(due_in_s, idle_in_s)
+            if due_in_s is None or due_in_s > 0:
+                self._wait_for_more_than(0, due_in_s)
+            else:
+                self._do_what_is_due()
+        return self._items.popleft()
+
+    def _wait_for_more_than(self, count: int, timeout_s: float | None) -> None:
+        """Wait until there are more items, or something else has changed; at most for some time [s]."""
+        with self._changed:
+            self._is_waiting = True
+            if len(self._items) <= count and not self.is_closed:
+                self._changed.wait(timeout_s)
+            self._is_waiting = False
+
+    def _due_in_s(self) -> float | None:
+        """Return how long until the clock is to be read back, or set again after a refusal [s]; None for neither."""
+        if self.is_closed:
+            return None
+        again_in_s = None if self._again_at_s is None else max(0.0, self._again_at_s - self._time.now_s())
+        due_in_s = self.readback.due_in_s()
+        return min((each for each in (again_in_s, due_in_s) if each is not None), default=None)
+
+    def _do_what_is_due(self) -> None:
+        if self._again_at_s is not None and self._again_at_s <= self._time.now_s():
+            self._set(self._wanted_mhz)
+        else:
+            with self._calling():
+                self.readback.read()
+
+    def _wait_for(self, event: DeviceEvent) -> None:
+        """Wait until the GPU has passed an event; meanwhile do what is due."""
+        while not event.query():
+            due_in_s = self._due_in_s()
+            if due_in_s is None or due_in_s > 50 * _POLL_S:
+                event.synchronize()
+            elif due_in_s > 0:
+                self._time.sleep(min(due_in_s, _POLL_S))
+            else:
+                self._do_what_is_due()
+        event.passed_s()  # the sooner it is asked, the better the events after it are known
+
+    def _make(self, call: DriverCall) -> None:
+        try:
+            if call.after is not None:
+                self._wait_for(call.after)
+        except Exception as error:
+            call.refuse(error)
+            raise
+        with self._calling():
+            call.make()
+
+    def _handle(self, request: ClockRequest) -> None:
+        if self._has_failed:
+            return
+        if request.after is not None:
+            self._wait_for(request.after)
+        if request.after is not None and request.delay_s is not None:
+            if self._sleep_until(request.after.passed_s() + request.delay_s):
+                return  # the next request says what to do
+        elif self._is_overtaken():
+            self.overtaken += 1
+            return
+        self._refusals = 0
+        self._set(request.clock_mhz)
+
+    def _sleep_until(self, until_s: float) -> bool:
+        """Sleep until some time [s], or the next request is due; returns whether it is."""
+        while True:
+            count = len(self._items)
+            if self._is_overtaken() or self.is_closed:
+                return True
+            left_s = until_s - self._time.now_s()
+            if left_s <= 0:
+                return False
+            # An event of the GPU can only be queried; a request without one wakes this thread.
+            self._wait_for_more_than(count, min(left_s, _POLL_S) if count else left_s)
+
+    def _is_overtaken(self) -> bool:
+        """Whether the next request that must be done is due already."""
+        for item in tuple(self._items):
+            if isinstance(item, ClockRequest) and item.delay_s is None:
+                return item.after is None or item.after.query()
+        return False
+
+    def _set(self, clock_mhz: int | None) -> None:
+        """Set a clock, now or, after a refusal, later; None for the default."""
+        self._wanted_mhz, self._again_at_s = clock_mhz, None
+        try:
+            if not self._is_at(clock_mhz):
+                self._call_driver(clock_mhz)
+            self._refusals, self._busy_since_s = 0, None
+        except GpuBusyError:
+            if self._busy_since_s is None:
+                self._busy_since_s = self._time.now_s()
+            self._fall_back()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Give up but for the default clock."""
+        has_failed_before, self._has_failed = self._has_failed, True
+        self._wanted_mhz, self._busy_since_s = None, None
+        if not has_failed_before:
+            self._on_error(error)
+        self._fall_back()
+
+    def _fall_back(self) -> None:
+        """Return to the default clock, if the driver does that, until what is wanted is tried again."""
+        self.readback.forget()
+        with suppress(Exception):
+            if not self._is_at(None):
+                self._call_driver(None)
+        if not self._is_at(self._wanted_mhz):
+            self._again_at_s = self._time.now_s() + _AGAIN_AFTER_S[min(self._refusals, len(_AGAIN_AFTER_S) - 1)]
+            self._refusals += 1
+
+    def _is_at(self, clock_mhz: int | None) -> bool:
+        return self._is_clock_known and self._clock_mhz == clock_mhz
+
+    def _call_driver(self, clock_mhz: int | None) -> None:
+        """Have the driver set a clock, unless the default one was restored for good.
+
+        Raises:
+            GpuError: The driver refused.
+        """
+        with self._calling():
+            if self.is_closed:
+                return
+            self._is_clock_known = False  # if the call fails half-way, the clock may have changed or not
+            begin_s = self._time.now_s()
+            if clock_mhz is None:
+                self._gpu.reset_clock()
+            else:
+                self._gpu.lock_clock(clock_mhz)
+            if self.is_closed and clock_mhz is not None:  # the call was late, and close() has not waited for it
+                self._gpu.reset_clock()
+                clock_mhz = None
+            self._clock_mhz, self._is_clock_known = clock_mhz, True
+        self.changes += 1
+        self.readback.changed(clock_mhz, self._time.now_s() - begin_s)
+
+    def _probe(self) -> None:
+        try:
+            self._call_driver(self._gpu.supported_clocks_mhz()[-1])
+            self._call_driver(None)
+            self._gpu.energy_j()
+        except Exception:
+            self._fall_back()
+            raise
+        self._has_failed, self._refusals, self._busy_since_s, self._again_at_s = False, 0, None, None
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Surround a call of the driver, which :meth:`close` waits for and :attr:`failing_s` counts from."""
+        with self._changed:
+            self._called_s = self._time.now_s()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._called_s = None
+                if self.is_closed:  # nobody else waits
+                    self._changed.notify_all()
+
+
+class ShortSwitchInterval:
+    """Shortens the interpreter's switch interval until :meth:`close`, unless it is short already.
+
+    A thread that computes in Python without calling anything that waits gives up the interpreter's lock only when
+    another thread has waited for that interval, 5 ms by default. The clocks' thread takes the lock several times
+    between the end of a pass and the request of a clock, which would then come tens of milliseconds late.
+    """
+
+    _INTERVAL_S = 0.0005
+
+    def __init__(self) -> None:
+        self._before_s = sys.getswitchinterval()
+        if self._before_s > self._INTERVAL_S:
+            sys.setswitchinterval(self._INTERVAL_S)
+
+    def close(self) -> None:
+        """Restore the interval, unless somebody else has set another one; harmless when called again."""
+        if self._before_s > self._INTERVAL_S and sys.getswitchinterval() == self._INTERVAL_S:
+            sys.setswitchinterval(self._before_s)

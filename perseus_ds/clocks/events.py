@@ -1,0 +1,304 @@
+"""Events in the GPU's own progress, and when they passed on the host's clock.
+
+The training thread launches work ahead of the GPU, so a clock is requested for an event that the GPU has not reached
+yet. What has passed already is an event as well: simulated GPUs and CUDA go through the same code.
+
+While a thread captures a CUDA graph in CUDA's global mode, which is torch's default, calls such as the query of an
+event fail on every other thread, and make the capture fail as well, unless that thread has chosen the relaxed mode.
+torch has no function for that; the CUDA runtime that torch has loaded does. Where it cannot be asked, such threads stay
+away while a graph is captured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from perseus_ds.timebase import Timebase
+
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+_EXCHANGE = "cudaThreadExchangeStreamCaptureMode"
+_POLL_S = 0.0002
+
+
+class DeviceEvent(Protocol):
+    """A point in the GPU's own progress."""
+
+    def synchronize(self) -> object:
+        """Wait until the GPU has passed it."""
+
+    def query(self) -> bool:
+        """Return whether the GPU has passed it."""
+
+    def passed_s(self) -> float:
+        """Return when the GPU passed it, on the host's clock [s]; only after it has."""
+
+
+class PassedEvent:
+    """An event that is over.
+
+    Args:
+        at_s: When it was [s].
+    """
+
+    __slots__ = ("_at_s",)
+
+    def __init__(self, at_s: float) -> None:
+        self._at_s = at_s
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        return True
+
+    def passed_s(self) -> float:
+        return self._at_s
+
+
+class TorchEvent(Protocol):
+    """The part of ``torch.cuda.Event`` that is used."""
+
+    def record(self) -> object: ...
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> object: ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return the time from this event to another [ms]."""
+
+
+class EventPool:
+    """Events of CUDA that are recorded again once nobody refers to them any more.
+
+    Creating and destroying one can contend for the context's lock for milliseconds.
+
+    Args:
+        create: Creates an event.
+    """
+
+    def __init__(self, create: Callable[[], TorchEvent]) -> None:
+        self._create = create
+        self._free: deque[TorchEvent] = deque()
+
+    def record(self) -> RecordedEvent:
+        """Record an event on the current stream."""
+        try:
+            event = self._free.popleft()
+        except IndexError:
+            event = self._create()
+        event.record()
+        return RecordedEvent(event, self._free)
+
+
+class RecordedEvent:
+    """An event of a pool, to which it returns when this object is gone; on whichever thread that is."""
+
+    __slots__ = ("_free", "event")
+
+    def __init__(self, event: TorchEvent, free: deque[TorchEvent]) -> None:
+        self.event = event
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self.event)
+
+    def query(self) -> bool:
+        return self.event.query()
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def time_to_s(self, other: RecordedEvent) -> float:
+        """Return the time from this event to another, both of which have passed [s]."""
+        return self.event.elapsed_time(other.event) / 1e3
+
+
+class CudaEvent:
+    """An event of CUDA, whose time is known on the host's clock.
+
+    Args:
+        event: The event.
+        origin: The origin that its time is counted from.
+    """
+
+    __slots__ = ("_origin", "event")
+
+    def __init__(self, event: RecordedEvent, origin: CudaOrigin) -> None:
+        self.event = event
+        self._origin = origin
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def query(self) -> bool:
+        return self.event.query()
+
+    def passed_s(self) -> float:
+        return self._origin.host_time_s(self.event)
+
+
+class CudaOrigin:
+    """The event at which an iteration begins on the GPU, from which its other events are counted.
+
+    CUDA reports the time between two events, not when an event passed on the host's clock. A thread that finds an
+    event passed finds it late, by the driver's call that it was busy with, and never early: the origin passed no later
+    than any such time less the time between origin and event. The least of these is taken, over this iteration and
+    the one before: in two iterations the two clocks do not diverge by much, and some events are found at once.
+
+    Args:
+        event: The event.
+        before: The origin of the iteration before.
+        timebase: The host's clock.
+    """
+
+    def __init__(self, event: RecordedEvent, before: CudaOrigin | None, timebase: Timebase) -> None:
+        self.event = event
+        self._before = before
+        self._time = timebase
+        self._latest_s = math.inf
+        if before is not None:
+            before._before = None
+
+    def host_time_s(self, event: RecordedEvent) -> float:
+        """Return when an event that has passed did so on the host's clock [s]."""
+        now_s = self._time.now_s()
+        if not self.event.query():  # on another stream, which is ahead
+            return now_s
+        since_s = self.since_s(event)
+        self._latest_s = min(self._latest_s, now_s - since_s)
+        return min(self._latest_s, self._by_the_iteration_before_s()) + since_s
+
+    def since_s(self, event: RecordedEvent) -> float:
+        """Return the time from here to an event, both of which have passed [s]."""
+        return self.event.time_to_s(event)
+
+    def _by_the_iteration_before_s(self) -> float:
+        before = self._before  # which the training thread may drop meanwhile
+        return math.inf if before is None else before._latest_s + before.since_s(self.event)
+
+
+def relax_stream_capture(runtime: Any = None) -> bool:
+    """Choose the relaxed mode for the calling thread.
+
+    Args:
+        runtime: The CUDA runtime's library; by default the one that torch has loaded.
+
+    Returns:
+        Whether the runtime did so. If not, captures in other threads fail where this thread uses CUDA meanwhile.
+    """
+    runtime = runtime or _loaded_runtime()
+    exchange = getattr(runtime, _EXCHANGE, None)
+    if exchange is None:
+        return False
+    mode = ctypes.c_int(_RELAXED)
+    return bool(exchange(ctypes.byref(mode)) == 0)
+
+
+def _loaded_runtime() -> ctypes.CDLL | None:
+    version = torch.version.cuda
+    if version is None:
+        return None
+    try:
+        return ctypes.CDLL(f"libcudart.so.{version.partition('.')[0]}", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None
+
+
+class Captures:
+    """Captures of CUDA graphs in this process, which wait for calls of other threads, and those for them.
+
+    Args:
+        graph: The class whose objects capture.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self._changed = threading.Condition()
+        self._capturing: list[int] = []
+        self._calls = 0
+        begin, end = graph.capture_begin, graph.capture_end
+
+        def begin_when_none_calls(captured: Any, *arguments: Any, **named: Any) -> Any:
+            with self._changed:
+                self._capturing.append(threading.get_ident())
+                while self._calls:
+                    self._changed.wait()
+            try:
+                return begin(captured, *arguments, **named)
+            except BaseException:
+                self._end()
+                raise
+
+        def end_and_tell(captured: Any) -> Any:
+            try:
+                return end(captured)
+            finally:
+                self._end()
+
+        graph.capture_begin, graph.capture_end = begin_when_none_calls, end_and_tell
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Surround a short call of CUDA: it begins when no other thread captures."""
+        with self._changed:
+            while self._capturing and threading.get_ident() not in self._capturing:
+                self._changed.wait()
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._calls -= 1
+                self._changed.notify_all()
+
+    def _end(self) -> None:
+        with self._changed:
+            if self._capturing:
+                self._capturing.pop()
+            self._changed.notify_all()
+
+
+@cache
+def captures_to_avoid() -> Captures | None:
+    """Return the captures by torch, watched from now on, if threads cannot choose the relaxed mode; else None."""
+    return None if hasattr(_loaded_runtime(), _EXCHANGE) else Captures(torch.cuda.CUDAGraph)
+
+
+class EventOutsideCaptures:
+    """An event of CUDA that is asked for only while no other thread captures.
+
+    Args:
+        event: The event.
+        captures: In this process.
+        timebase: The host's clock.
+    """
+
+    def __init__(self, event: Any, captures: Captures, timebase: Timebase) -> None:
+        self.event = event
+        self._captures = captures
+        self._time = timebase
+
+    def record(self) -> None:
+        self.event.record()
+
+    def query(self) -> bool:
+        with self._captures.outside():
+            return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        while not self.query():  # a call that waits would keep captures waiting
+            self._time.sleep(_POLL_S)
+
+    def elapsed_time(self, end_event: EventOutsideCaptures) -> float:
+        with self._captures.outside():
+            return float(self.event.elapsed_time(end_event.event))

@@ -1,0 +1,178 @@
+"""Reads the clock back: how late clocks follow their requests, and which of them the GPU does not reach."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from perseus_ds.errors import GpuError
+from perseus_ds.gpu.base import Gpu
+from perseus_ds.timebase import REAL_TIME, Timebase
+
+_NO_READING = (math.nan, math.nan)
+_REMEMBERED = 15
+_ENOUGH = 3
+_TOLERANCE = 0.02
+_SETTLE_EVERY = 16
+"""After every so many changes, and after each of the first ones, the clock is read until it is the one requested."""
+_SETTLE_POLL_S = 0.001
+_SETTLED_S = 0.05
+_PERIOD_S = 0.5
+_DEFAULT_READINGS = 120
+_HELD_READINGS = 6
+"""So many readings below the highest clock, one after the other and without a limit, are no transition."""
+# These say that nobody asks for more, not that the GPU cannot.
+_NO_LIMITS = frozenset({"idle", "applications_clocks_setting", "display_clock_setting", "sync_boost"})
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A clock that was requested and that the GPU does not reach.
+
+    Attributes:
+        clock_mhz: As requested; None for default clocks.
+        reached_mhz: As read back.
+        reasons: Why, where the driver reports it, such as ``sw_power_cap``.
+    """
+
+    clock_mhz: int | None
+    reached_mhz: int
+    reasons: tuple[str, ...]
+
+
+class ClockReadback:
+    """Decides when to read the clock back, and what the readings mean; for the controller's worker thread.
+
+    Attributes:
+        reading: The clock requested and the clock read when it had had time to follow [MHz]; NaN at default clocks.
+    """
+
+    def __init__(self, gpu: Gpu, on_refusal: Callable[[Refusal], None], timebase: Timebase = REAL_TIME) -> None:
+        """Begin with no clock to read.
+
+        Args:
+            gpu: The GPU whose clock is read.
+            on_refusal: Called once for each clock that the GPU, busy, stays below by more than 2 %.
+            timebase: Its timebase.
+        """
+        self._gpu = gpu
+        self._on_refusal = on_refusal
+        self._time = timebase
+        self.reading: tuple[float, float] = _NO_READING
+        self._calls_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._settling_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._changes = 0
+        self._refused: set[int] = set()
+        self._clock_mhz: int | None = None
+        self._called_s = 0.0
+        self._is_settling = False
+        self._read_s: float | None = None
+        self._default_readings = 0
+        self._held_readings = 0
+        self._default_mhz: deque[int] = deque(maxlen=_REMEMBERED)
+
+    def watch_default_clocks(self) -> None:
+        """Look for a minute of default clocks whether something keeps the busy GPU below its highest clock."""
+        self._default_readings = _DEFAULT_READINGS
+
+    @property
+    def latency_s(self) -> float:
+        """How late a clock follows its request [s]; 0 as long as too few were seen.
+
+        The median time of the driver's calls plus the median time of the changes after them.
+        """
+        if len(self._calls_s) < _ENOUGH or not self._settling_s:
+            return 0.0
+        # Copies, because the clocks' thread adds to them.
+        return statistics.median(tuple(self._calls_s)) + statistics.median(tuple(self._settling_s))
+
+    @property
+    def default_mhz(self) -> int | None:
+        """The clock of the GPU while it is busy and nobody has locked it [MHz]; None where it was not read."""
+        read_mhz = tuple(self._default_mhz)
+        return statistics.median_low(read_mhz) if read_mhz else None
+
+    def changed(self, clock_mhz: int | None, took_s: float) -> None:
+        """Note that the driver has accepted a clock, None for the default, in a call that took some time [s]."""
+        self._called_s = self._time.now_s()
+        self._clock_mhz = clock_mhz
+        if clock_mhz is None:
+            self.reading = _NO_READING
+        self._changes += 1
+        self._calls_s.append(took_s)
+        self._is_settling = clock_mhz is not None and (
+            self._changes <= _REMEMBERED or self._changes % _SETTLE_EVERY == 0
+        )
+
+    def forget(self) -> None:
+        """Read no clock until the next change: the driver has refused one."""
+        self._clock_mhz = None
+        self.reading = _NO_READING
+        self._is_settling = False
+
+    def due_in_s(self) -> float | None:
+        """Return how long until :meth:`read` is due [s]; None for never, until something changes."""
+        now_s = self._time.now_s()
+        if self._clock_mhz is None:
+            return max(0.0, (self._read_s or 0.0) + _PERIOD_S - now_s) if self._default_readings else None
+        if self._is_settling:
+            return max(0.0, (self._read_s or 0.0) + _SETTLE_POLL_S - now_s)
+        return max(self._called_s + _SETTLED_S, (self._read_s or 0.0) + _PERIOD_S, now_s) - now_s
+
+    def read(self) -> None:
+        """Read the clock back."""
+        requested_mhz = self._clock_mhz
+        if requested_mhz is None:
+            self._read_default_clocks()
+            return
+        try:
+            reached_mhz = self._gpu.clock_mhz()
+        except GpuError:  # If the GPU is lost, the next request fails; if it has no such reading, none is needed.
+            self._clock_mhz = None
+            self._is_settling = False
+            return
+        self._read_s = self._time.now_s()
+        since_s = self._read_s - self._called_s
+        is_over = since_s >= _SETTLED_S
+        if reached_mhz >= requested_mhz * (1 - _TOLERANCE):
+            if self._is_settling and reached_mhz <= requested_mhz * (1 + _TOLERANCE):
+                self._settling_s.append(since_s)
+                self._is_settling = False
+        elif is_over:
+            self._refuse(requested_mhz, reached_mhz)
+        if is_over:
+            self._is_settling = False
+        if not self._is_settling:
+            self.reading = requested_mhz, reached_mhz
+
+    def _read_default_clocks(self) -> None:
+        self._read_s = self._time.now_s()
+        self._default_readings -= 1
+        try:
+            reached_mhz, reasons = self._gpu.clock_mhz(), self._gpu.throttle_reasons()
+            highest_mhz = self._gpu.supported_clocks_mhz()[-1]
+        except GpuError:  # one of these is not told; training does without
+            self._default_readings = 0
+            return
+        if "idle" not in reasons:
+            self._default_mhz.append(reached_mhz)
+        limits = tuple(reason for reason in reasons if reason not in _NO_LIMITS)
+        is_below = reached_mhz < (1 - _TOLERANCE) * highest_mhz
+        self._held_readings = self._held_readings + 1 if is_below and "idle" not in reasons else 0
+        if limits or self._held_readings == _HELD_READINGS:
+            self._default_readings = 0
+            self._on_refusal(Refusal(None, reached_mhz, limits))
+
+    def _refuse(self, requested_mhz: int, reached_mhz: int) -> None:
+        if requested_mhz in self._refused:
+            return
+        reasons: tuple[str, ...] = ()
+        with suppress(GpuError):
+            reasons = self._gpu.throttle_reasons()
+        if "idle" not in reasons:  # A GPU with nothing to do may lower its clock by itself.
+            self._refused.add(requested_mhz)
+            self._on_refusal(Refusal(requested_mhz, reached_mhz, reasons))

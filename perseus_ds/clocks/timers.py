@@ -1,0 +1,337 @@
+"""Times the operations of an iteration on the device that the engine computes with.
+
+There are three kinds: on the host (its clock), on CUDA (events that are read once the device has passed them) and on a
+simulated GPU (the host's clock; each instruction takes as long as the simulated GPU needs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from perseus_ds.clocks.events import (
+    Captures,
+    CudaEvent,
+    CudaOrigin,
+    DeviceEvent,
+    EventOutsideCaptures,
+    EventPool,
+    PassedEvent,
+    RecordedEvent,
+    TorchEvent,
+    relax_stream_capture,
+)
+from perseus_ds.gpu.device_models import MEMORY_BOUND
+from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Compute, Exchange, Operation
+from perseus_ds.timebase import REAL_TIME, Timebase
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One operation as it ran.
+
+    Attributes:
+        operation: What ran.
+        start_s: From the iteration's start [s].
+        end_s: From the iteration's start [s].
+    """
+
+    operation: Operation
+    start_s: float
+    end_s: float
+
+    @property
+    def time_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+class FinishedIteration:
+    """An iteration that was issued; the device may still be at it.
+
+    Args:
+        start: The event at which it begins on the device.
+        end: The event at which it ends there.
+        time_s: Returns its time, once the end has passed [s].
+        spans: Returns its operations, once the end has passed.
+    """
+
+    def __init__(
+        self, start: DeviceEvent, end: DeviceEvent, time_s: Callable[[], float], spans: Callable[[], list[Span]]
+    ) -> None:
+        self.end = end
+        self._start = start
+        self._time_s = time_s
+        self._spans = spans
+
+    def is_over(self) -> bool:
+        """Return whether the device has done it."""
+        return self.end.query()
+
+    def start_s(self) -> float:
+        """Wait for the device and return when the iteration began, on the host's clock [s]."""
+        self.end.synchronize()
+        return self._start.passed_s()
+
+    def time_s(self) -> float:
+        """Wait for the device and return how long the iteration took [s]."""
+        self.end.synchronize()
+        return self._time_s()
+
+    def spans(self) -> list[Span]:
+        """Wait for the device and return the iteration's operations."""
+        self.end.synchronize()
+        return self._spans()
+
+
+class Execution(Protocol):
+    """Told of the begin and the end of every operation of this rank."""
+
+    def use_device(self) -> None:
+        """Let the calling thread, beside the training thread, use the device that operations run on."""
+
+    def start_iteration(self) -> DeviceEvent:
+        """Begin another iteration; returns the event at which it begins on the device."""
+
+    def finish_iteration(self) -> FinishedIteration:
+        """End the iteration begun last, all of which was issued; returns at once."""
+
+    def begin(self, operation: Operation) -> DeviceEvent:
+        """Note that the operation is about to be issued; returns the event at which it begins on the device."""
+
+    def end(self, operation: Operation) -> DeviceEvent:
+        """Note that the operation was issued; returns the event at which it ends on the device."""
+
+    def wait(self) -> None:
+        """Wait until the device has done all that was issued."""
+
+
+class HostExecution:
+    """Operations that are over when the call returns.
+
+    Args:
+        timebase: The time they run in.
+    """
+
+    def __init__(self, timebase: Timebase = REAL_TIME) -> None:
+        self._time = timebase
+        self._marks: list[tuple[Operation, float, float]] = []
+        self._origin_s = timebase.now_s()
+        self._began_s = 0.0
+
+    def use_device(self) -> None:
+        """Any thread may use the host."""
+
+    def start_iteration(self) -> DeviceEvent:
+        self._marks = []
+        self._origin_s = self._time.now_s()
+        return PassedEvent(self._origin_s)
+
+    def finish_iteration(self) -> FinishedIteration:
+        marks, origin_s, ended_s = self._marks, self._origin_s, self._time.now_s()
+        return FinishedIteration(
+            PassedEvent(origin_s),
+            PassedEvent(ended_s),
+            lambda: ended_s - origin_s,
+            lambda: [Span(operation, begin_s - origin_s, end_s - origin_s) for operation, begin_s, end_s in marks],
+        )
+
+    def begin(self, operation: Operation) -> DeviceEvent:
+        self._began_s = self._time.now_s()
+        return PassedEvent(self._began_s)
+
+    def end(self, operation: Operation) -> DeviceEvent:
+        ended_s = self._time.now_s()
+        self._marks.append((operation, self._began_s, ended_s))
+        return PassedEvent(ended_s)
+
+    def wait(self) -> None:
+        """Nothing is outstanding."""
+
+
+class Cuda(Protocol):
+    """The part of the module ``torch.cuda`` that is used."""
+
+    def Event(self, *, enable_timing: bool, blocking: bool) -> TorchEvent:  # noqa: N802
+        """Make an event."""
+
+    def current_device(self) -> int: ...
+
+    def set_device(self, device: int) -> object: ...
+
+    def synchronize(self) -> object: ...
+
+
+class CudaExecution:
+    """Operations that the host only launches: timed by events on the current stream.
+
+    Args:
+        device: Where the rank's tensors live.
+        cuda: Makes events and waits for them.
+        timebase: The host's clock.
+        relax_capture: Lets the calling thread use CUDA while another one captures a graph.
+        captures: Those that no thread may use CUDA beside; None where threads are relaxed.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        cuda: Cuda = torch.cuda,
+        timebase: Timebase = REAL_TIME,
+        relax_capture: Callable[[], object] = relax_stream_capture,
+        captures: Captures | None = None,
+    ) -> None:
+        self._cuda = cuda
+        self._relax_capture = relax_capture
+        self._captures = captures
+        self._time = timebase
+        self._device = cuda.current_device() if device.index is None else device.index
+        self._marks: list[tuple[Operation, RecordedEvent, RecordedEvent]] = []
+        self._pool = EventPool(self._create)
+        self._origin = CudaOrigin(self._pool.record(), None, timebase)
+        self._began = self._origin.event
+
+    def use_device(self) -> None:
+        self._cuda.set_device(self._device)
+        self._relax_capture()
+
+    def start_iteration(self) -> DeviceEvent:
+        self._marks = []
+        self._origin = CudaOrigin(self._pool.record(), self._origin, self._time)
+        return CudaEvent(self._origin.event, self._origin)
+
+    def finish_iteration(self) -> FinishedIteration:
+        marks, origin, last = self._marks, self._origin, self._pool.record()
+        return FinishedIteration(
+            CudaEvent(origin.event, origin),
+            CudaEvent(last, origin),
+            lambda: origin.since_s(last),
+            lambda: [Span(operation, origin.since_s(begin), origin.since_s(end)) for operation, begin, end in marks],
+        )
+
+    def begin(self, operation: Operation) -> DeviceEvent:
+        self._began = self._pool.record()
+        return CudaEvent(self._began, self._origin)
+
+    def end(self, operation: Operation) -> DeviceEvent:
+        ended = self._pool.record()
+        self._marks.append((operation, self._began, ended))
+        return CudaEvent(ended, self._origin)
+
+    def wait(self) -> None:
+        self._cuda.synchronize()
+
+    def _create(self) -> TorchEvent:
+        # Blocking: a thread that waits for it, the clocks' thread, sleeps instead of occupying a core.
+        event = self._cuda.Event(enable_timing=True, blocking=True)
+        return EventOutsideCaptures(event, self._captures, self._time) if self._captures else event
+
+
+class FlopCounter(TorchDispatchMode):
+    """Counts the floating-point operations of kernels without changing which kernels run.
+
+    PyTorch's own ``FlopCounterMode`` decomposes composite operators, which could change results. Code under
+    ``torch.compile`` compiles as without a counter; its kernels are counted where they are matrix products of their
+    own.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether ``torch.compile`` compiles in spite of this mode; if not, functions called in it never are."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+class SimulatedExecution(HostExecution):
+    """Instructions that are computed for real and end when the simulated GPU has done the same work.
+
+    How much work an instruction is, relative to the others, follows from the floating-point
+    operations of its kernels the first time it ran on inputs of the same shapes. Until :meth:`calibrate`,
+    nothing is stretched.
+
+    Attributes:
+        input_shapes: Shapes of the inputs of the next pass, where whoever runs passes knows them.
+
+    Args:
+        gpu: The simulated GPU.
+        transfer_s: Time of a transfer once both sides have arrived, in addition to the real one [s].
+        tail_s: Time of gradient reduction and optimizer step at the top clock, in addition to the real one [s].
+        timebase: The GPU's timebase.
+    """
+
+    def __init__(
+        self, gpu: SimulatedGpu, *, transfer_s: float = 0.0, tail_s: float = 0.0, timebase: Timebase = REAL_TIME
+    ) -> None:
+        super().__init__(timebase)
+        self._gpu = gpu
+        self._transfer_s = transfer_s
+        self._tail_s = tail_s
+        self._tail_done = False
+        self._seconds_per_flop: float | None = None
+        self.input_shapes: Hashable = None
+        self._flops: dict[Hashable, int] = {}
+        self._counter: FlopCounter | None = None
+
+    @property
+    def largest_flops(self) -> int:
+        """Floating-point operations of this rank's largest instruction so far."""
+        return max(self._flops.values(), default=0)
+
+    def calibrate(self, seconds_per_flop: float) -> None:
+        """Set how long a floating-point operation takes at the top clock [s]."""
+        self._seconds_per_flop = seconds_per_flop
+
+    def start_iteration(self) -> DeviceEvent:
+        self._tail_done = False
+        return super().start_iteration()
+
+    def begin(self, operation: Operation) -> DeviceEvent:
+        if _is_pass(operation):
+            self._gpu.begin_work()
+            if self._key(operation) not in self._flops:
+                self._counter = FlopCounter()
+                self._counter.__enter__()  # type: ignore[no-untyped-call]
+        return super().begin(operation)
+
+    def end(self, operation: Operation) -> DeviceEvent:
+        if _is_pass(operation):
+            if self._counter is not None:
+                self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                self._flops[self._key(operation)] = self._counter.flops
+                self._counter = None
+            self._gpu.finish_work(self._flops[self._key(operation)] * (self._seconds_per_flop or 0.0))
+        elif self._seconds_per_flop is not None:
+            self._stretch_rest(operation)
+        return super().end(operation)
+
+    def _key(self, operation: Compute) -> Hashable:
+        return operation.instruction.stage, operation.instruction.kind, self.input_shapes
+
+    def _stretch_rest(self, operation: Operation) -> None:
+        if isinstance(operation, Exchange):
+            self._time.sleep(self._transfer_s + self._gpu.transfer_delay_s)
+        elif isinstance(operation, Compute) and self._tail_s and not self._tail_done:
+            # The tail is several commands; all of its simulated work is done after the first.
+            self._tail_done = True
+            self._gpu.begin_work(MEMORY_BOUND)
+            self._gpu.finish_work(self._tail_s)
+
+
+def _is_pass(operation: Operation) -> TypeGuard[Compute]:
+    return isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL

@@ -1,0 +1,1 @@
+"""DeepSpeed's pipeline engines; the only place that knows DeepSpeed."""

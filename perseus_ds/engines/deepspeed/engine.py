@@ -1,0 +1,354 @@
+"""Perseus on DeepSpeed's pipeline engines: attach to an engine that is there or is being made, and detach from it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import importlib.metadata
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import deepspeed
+import torch
+from deepspeed.runtime.pipe import schedule as deepspeed_schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from perseus_ds.engines.deepspeed.contract import check_deepspeed, check_engine
+from perseus_ds.engines.engine import Engine, Session, attach_to, reported_once
+from perseus_ds.errors import ConfigError, PerseusError
+from perseus_ds.pipeline.commands import RepeatedReader, is_batched, read_stream
+from perseus_ds.pipeline.schedule import Compute, Other, Schedule
+from perseus_ds.ranks import PipelineTopology
+from perseus_ds.runtime.config import PerseusConfig, parse_block, settings_of
+from perseus_ds.runtime.runtime import RankFacts, RankSchedule
+
+logger = logging.getLogger("perseus_ds")
+E = TypeVar("E")
+_CHECKPOINT_KEY = "perseus_ds"
+_NOTHING: AbstractContextManager[None] = nullcontext()
+check_deepspeed(PipelineEngine, deepspeed_schedule)
+
+
+class DeepSpeedEngine(Engine):
+    """A pipeline engine of DeepSpeed, whose commands are surrounded while it executes a training schedule."""
+
+    def __init__(self, engine: Any) -> None:
+        """Take an engine of any class derived from DeepSpeed's ``PipelineEngine``."""
+        self._engine = engine
+        self._session: Session | None = None
+        self._schedule: Any = None
+        self._order: tuple[type, int] | None = None
+        self._reader = RepeatedReader(0, 1, batched=False)
+        self._in_batch = self._in_iteration = False
+
+    @property
+    def model(self) -> str:
+        return type(self._engine.module).__name__
+
+    def facts(self) -> RankFacts:
+        engine, grid = self._engine, self._engine.grid
+        place = PipelineTopology(
+            rank=grid.get_global_rank(),
+            pipeline=tuple(grid.pp_group),
+            data_parallel_rank=grid.get_data_parallel_id(),
+            data_parallel=grid.data_parallel_size,
+            stage_peers=tuple(grid.slice_group or ()) if grid.slice_parallel_size > 1 else (),
+        )
+        return RankFacts(
+            place=place,
+            device=torch.device(engine.device),
+            local_rank=engine.local_rank,
+            fingerprint=_fingerprint(engine.module),
+            versions={"deepspeed": importlib.metadata.version("deepspeed")},
+            micro_batch_size=engine.micro_batch_size,
+            monitor=engine.monitor,
+            steps_per_print=engine.steps_per_print(),
+        )
+
+    def read(self) -> RankSchedule:
+        name = f"{type(self._schedule).__module__}:{type(self._schedule).__qualname__}"
+        try:
+            stream = read_stream(_commands_of(self._schedule), self._engine.stage_id, self._engine.num_stages)
+        except PerseusError as error:
+            raise type(error)(f"{name}: {error}") from None
+        return RankSchedule(name, self._engine.micro_batches, stream)
+
+    def check(self, schedule: Schedule) -> None:
+        unknown = sorted({op.command for stream in schedule.ranks for op in stream if isinstance(op, Other)})
+        if unknown and self._engine.global_rank == 0:
+            logger.warning(
+                "perseus: the schedule has commands that perseus-ds does not know: %s. They run as they are, at the "
+                'clock of their neighbours. perseus_ds.register_command("%s", kind="…") says what one of them does.',
+                ", ".join(unknown),
+                unknown[0],
+            )
+
+    def surround(self, session: Session) -> None:
+        self._session = self._engine.perseus = session
+        self._engine.__class__ = _with_perseus(self._engine.__class__)
+
+    def release(self) -> None:
+        del self._engine.perseus
+        self._engine.__class__ = type(self._engine).__mro__[2]  # after the class with Perseus, and what it adds
+
+    def steps(self) -> int | None:
+        return int(self._engine.global_steps)
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Surround one call of ``train_batch``: its iteration ends with the call."""
+        self._in_batch = True
+        try:
+            yield
+        finally:
+            self._in_batch = False
+            self._end_iteration()
+
+    @contextmanager
+    def executing(self, pipe_schedule: Any) -> Iterator[None]:
+        """Surround the execution of a schedule; one with gradients is a training iteration."""
+        session = self._session
+        if session is None or self._in_iteration or not self._trains_by(pipe_schedule):
+            yield
+            return
+        order = type(pipe_schedule), self._engine.micro_batches
+        if order != self._order:
+            batched = is_batched(_commands_of(pipe_schedule))
+            self._reader = RepeatedReader(self._engine.stage_id, self._engine.num_stages, batched)
+        self._schedule, self._order, self._in_iteration = pipe_schedule, order, True
+        self._reader.begin_iteration()
+        samples = self._engine.global_samples + self._engine.train_batch_size()
+        try:
+            with session.iteration(order, samples), watched(pipe_schedule, functools.partial(self._surround, session)):
+                yield
+        finally:
+            if not self._in_batch:
+                self._end_iteration()
+
+    def _end_iteration(self) -> None:
+        self._schedule, self._in_iteration = None, False
+        if self._session is not None:
+            self._session.end_iteration()
+
+    def _trains_by(self, pipe_schedule: Any) -> bool:
+        """Whether the execution of a schedule is a training iteration."""
+        if not torch.is_grad_enabled():
+            return False
+        return self._in_batch or any(type(c).__name__ == "OptimizerStep" for c in _commands_of(pipe_schedule))
+
+    def _surround(self, session: Session, command: Any) -> AbstractContextManager[None]:
+        """Return what surrounds one command that the engine is about to execute; no generator, for its speed."""
+        operations = self._reader.read(command)
+        if not operations:
+            return _NOTHING
+        inputs = self._input_shapes(command.kwargs) if isinstance(operations[0], Compute) else ()
+        return session.operation(operations[0], inputs)
+
+    def _input_shapes(self, arguments: Mapping[str, Any]) -> tuple[torch.Size, ...]:
+        """Return the shapes of the inputs that a command works on; none where the engine keeps them in its own way."""
+        try:
+            buffers, slot = self._engine.pipe_buffers["inputs"], arguments.get("buffer_id")
+            inputs = buffers[slot] if slot is not None and slot < len(buffers) else ()
+            values = (inputs,) if torch.is_tensor(inputs) else inputs or ()
+            return tuple(value.shape for value in values if torch.is_tensor(value))
+        except (AttributeError, KeyError, TypeError, IndexError):
+            return ()
+
+
+def _commands_of(pipe_schedule: Any) -> list[Any]:
+    """Return the commands of a schedule in order, without using up the schedule."""
+    return [command for step in copy.copy(pipe_schedule).steps() for command in step]
+
+
+def _fingerprint(module: Any) -> str:
+    """Return a text that changes with whatever the times of a module's passes depend on."""
+    content = [
+        [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()],
+        [type(layer).__name__ for layer in module.modules()],
+        module.activation_checkpoint_interval,
+    ]
+    return hashlib.sha256(repr(content).encode()).hexdigest()
+
+
+Surround = Callable[[Any], AbstractContextManager[None]]
+
+
+@contextmanager
+def watched(pipe_schedule: Any, surround: Surround) -> Iterator[None]:
+    """Surround every command that is taken from a schedule, from when it is taken until the next one is asked for.
+
+    An engine takes a command, runs it, and asks for the next: nothing of how it runs commands is replaced.
+
+    Args:
+        pipe_schedule: An object with ``steps()``, as DeepSpeed's ``PipeSchedule``; its class and identity stay.
+        surround: Called with a command.
+    """
+    steps = pipe_schedule.steps
+
+    def watched_steps() -> Iterator[_Step]:
+        return (_Step(step, surround) for step in steps())
+
+    had_own = "steps" in vars(pipe_schedule)
+    pipe_schedule.steps = watched_steps
+    try:
+        yield
+    finally:
+        if had_own:
+            pipe_schedule.steps = steps
+        else:
+            del pipe_schedule.steps
+
+
+class _Step(list[Any]):
+    """The commands of one step."""
+
+    def __init__(self, commands: Any, surround: Surround) -> None:
+        super().__init__(commands)
+        self._surround = surround
+
+    def __iter__(self) -> Iterator[Any]:
+        for command in super().__iter__():
+            with self._surround(command):
+                yield command
+
+
+class _PerseusEngine:
+    """What Perseus adds to the class of an engine.
+
+    Attributes:
+        perseus: Perseus on this engine.
+    """
+
+    perseus: Any  # a session with a DeepSpeedEngine
+
+    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Train one batch as the engine does, under Perseus's plan."""
+        with self.perseus.engine.batch():
+            return super().train_batch(*args, **kwargs)  # type: ignore[misc]
+
+    def _exec_schedule(self, pipe_schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.perseus.engine.executing(pipe_schedule):
+            return super()._exec_schedule(pipe_schedule, *args, **kwargs)  # type: ignore[misc]
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one batch as the engine does, at default clocks."""
+        with self.perseus.paused():
+            return super().eval_batch(*args, **kwargs)  # type: ignore[misc]
+
+    def save_checkpoint(
+        self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Save a checkpoint as the engine does, with policy and reported stragglers."""
+        state = {**(client_state or {}), _CHECKPOINT_KEY: self.perseus.state()}
+        return super().save_checkpoint(save_dir, tag, state, *args, **kwargs)  # type: ignore[misc]
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint as the engine does, and continue under the plan with which it was saved."""
+        engine: Any = self
+        path, client_state = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        if path is not None:
+            state = (client_state or {}).pop(_CHECKPOINT_KEY, {})
+            self.perseus.restore(state, steps=engine.global_steps)
+        return path, client_state
+
+    def destroy(self) -> None:
+        """Restore the clock and release what DeepSpeed holds."""
+        self.perseus.close()
+        super().destroy()  # type: ignore[misc]
+
+
+@functools.cache
+def _with_perseus(engine_class: type) -> type:
+    """Return a subclass of an engine's class; under the same name, which some versions of DeepSpeed test."""
+    names = {name: getattr(engine_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(engine_class.__name__, (_PerseusEngine, engine_class), names)
+
+
+def attach(engine: E, block: Mapping[str, Any] | None = None) -> E:
+    """Let an engine train under Perseus; see :func:`perseus_ds.attach`.
+
+    The engine stays the object it is, and becomes an instance of a subclass of its class.
+    """
+    if not isinstance(engine, _PerseusEngine):
+        with reported_once():
+            settings = settings_of(_block_of(engine)) if block is None else parse_block(block)
+            _attach(engine, settings or PerseusConfig.model_validate({}))
+    return engine
+
+
+def detach(engine: E) -> E:
+    """Leave an engine as it was before :func:`attach`; the clock is the default again."""
+    if isinstance(engine, _PerseusEngine):
+        engine.perseus.detach()
+    return engine
+
+
+def _block_of(engine: Any) -> Any:
+    """Return the ``perseus`` block of a DeepSpeed config, as DeepSpeed has read it from a dict, a file or base64."""
+    return engine._config._param_dict.get("perseus")
+
+
+def _attach_if_asked(engine: Any) -> None:
+    """Attach to an engine that was made, if its config has a ``perseus`` block or ``PERSEUS`` is set."""
+    with reported_once():
+        settings = settings_of(_block_of(engine))
+        if settings is not None and not isinstance(engine, _PerseusEngine):
+            _attach(engine, settings)
+
+
+def _attach(engine: Any, settings: PerseusConfig) -> None:
+    if not settings.enabled:
+        return
+    if not isinstance(engine, PipelineEngine):
+        raise ConfigError(
+            f"perseus: the model is a {type(engine.module).__name__}, expected a deepspeed.pipe.PipelineModule: "
+            "Perseus plans the clocks of pipeline stages. Write the model as a PipelineModule, or set "
+            '"perseus": {"enabled": false}.'
+        )
+    check_engine(engine)
+    attach_to(DeepSpeedEngine(engine), settings)
+
+
+_deepspeeds_initialize = deepspeed.initialize
+_initializing: ContextVar[bool] = ContextVar("perseus_ds_initializing", default=False)
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """Initialize DeepSpeed, with Perseus if its config has an enabled ``perseus`` block or ``PERSEUS`` is set.
+
+    A drop-in for ``deepspeed.initialize``: the same arguments, the same tuple of engine, optimizer,
+    data loader and learning-rate scheduler. Without a block, exactly what DeepSpeed returns.
+
+    Raises:
+        ConfigError: The block is wrong, or the model is not a ``PipelineModule``.
+        VersionError: The installed DeepSpeed is not one that Perseus works with.
+    """
+    if _initializing.get():  # deepspeed.initialize has been replaced by this function, or by one that calls it
+        return _deepspeeds_initialize(*args, **kwargs)  # type: ignore[no-any-return]
+    token = _initializing.set(True)
+    try:
+        made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
+    finally:
+        _initializing.reset(token)
+    _attach_if_asked(made[0])
+    return made
+
+
+def attach_to_engines_as_they_are_made(pipeline_engine: Any) -> None:
+    """Attach to every engine with a ``perseus`` block or ``PERSEUS`` when it is made, in whatever way that is.
+
+    Args:
+        pipeline_engine: DeepSpeed's ``PipelineEngine``; its constructor is extended.
+    """
+    construct = pipeline_engine.__init__
+
+    @functools.wraps(construct)
+    def construct_and_attach(engine: Any, *args: Any, **kwargs: Any) -> None:
+        construct(engine, *args, **kwargs)
+        _attach_if_asked(engine)
+
+    pipeline_engine.__init__ = construct_and_attach

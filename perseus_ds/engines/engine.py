@@ -1,0 +1,420 @@
+"""The interface of engines: what Perseus needs of whatever executes a pipeline, and what it offers to it.
+
+An engine is a subclass of :class:`Engine` that answers what it trains (:meth:`~Engine.facts`), by which schedule
+(:meth:`~Engine.read`), and has its begins and ends told to a :class:`Session` (:meth:`~Engine.surround`)::
+
+    with session.iteration(order):              # the passes of a training iteration
+        with session.operation(operation): …    # each of them, and each transfer that the schedule names
+    session.end_iteration()                     # what came meanwhile, such as the optimizer's step, is the tail
+
+A session makes the runtime when its engine first trains, keeps what is asked of it before, follows schedules that
+change, and is closed with its engine. Nothing below this folder knows which engine it is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from perseus_ds import errors
+from perseus_ds.artifacts.plan import check_ranks
+from perseus_ds.errors import PerseusError, ScheduleError
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
+from perseus_ds.policy.control_socket import parse_order
+from perseus_ds.runtime.config import PerseusConfig
+from perseus_ds.runtime.devices import driver_of
+from perseus_ds.runtime.frontiers import read_frontier
+from perseus_ds.runtime.runtime import PerseusRuntime, RankFacts, RankSchedule, local_rank
+
+logger = logging.getLogger("perseus_ds")
+# A batch size that changes all the time fits no profile; to go on measuring would only cost.
+_MOST_SCHEDULES = 8
+_NOTHING: AbstractContextManager[None] = nullcontext()
+# Engines share the GPU of the process, so the one that evaluates must be able to ask the one that trains.
+_SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class Engine(ABC):
+    """What executes a pipeline on this rank, as Perseus needs it.
+
+    Attributes:
+        starts_late: Whether a schedule is known only once an iteration was trained by it; in auto mode, training then
+            goes on without Perseus where the schedule cannot be planned.
+    """
+
+    starts_late = False
+
+    @property
+    @abstractmethod
+    def model(self) -> str:
+        """The class of the model, for messages and records."""
+
+    @abstractmethod
+    def facts(self) -> RankFacts:
+        """Return what trains on this rank, and where; asked for when the engine is about to train."""
+
+    @abstractmethod
+    def read(self) -> RankSchedule:
+        """Return what this rank executes in an iteration.
+
+        Raises:
+            ScheduleError: It is not known; the message says why.
+        """
+
+    def check(self, schedule: Schedule) -> None:  # noqa: B027  # most engines have nothing to add
+        """Check the schedule that all ranks of the pipeline have read.
+
+        Raises:
+            ScheduleError: It cannot be planned.
+        """
+
+    @abstractmethod
+    def surround(self, session: Session) -> None:
+        """Begin to tell a session of iterations and operations."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Leave the engine as it was before :meth:`surround`."""
+
+    def device(self) -> torch.device | None:
+        """Return where tensors of an engine that starts late will live, for checks beforehand; None if not known."""
+        return None
+
+    def pipeline_ranks(self) -> int | None:
+        """Return the ranks of a pipeline where an engine that starts late knows them, for checks beforehand."""
+        return None
+
+    def steps(self) -> int | None:
+        """Return the iterations done, where the engine itself counts them."""
+        return None
+
+
+class Session:
+    """Perseus on one engine, as ``engine.perseus``.
+
+    The runtime is made at the first training iteration: only then is the schedule final. What is asked for
+    before is kept until then. Of several engines in a process, the first that trains is measured and planned;
+    the others run at default clocks.
+
+    Attributes:
+        engine: The engine.
+        config: The ``perseus`` block.
+        runtime: Perseus on this rank; None before the engine has trained.
+    """
+
+    def __init__(self, engine: Engine, config: PerseusConfig) -> None:
+        """Wait for the first training iteration of an engine."""
+        self.engine = engine
+        self.config = config
+        self.runtime: PerseusRuntime | None = None
+        self._waiting: list[Callable[[PerseusRuntime], None]] = []
+        self._restored: dict[str, Any] = {}
+        self._order: Hashable = None
+        self._schedules = 0
+        # The iteration that is open, and the runtime of which its passes are surrounded; none in its tail.
+        self._open: ExitStack | None = None
+        self._passes_of: PerseusRuntime | None = None
+        self._closed = False
+        _SESSIONS.add(self)
+
+    @property
+    def profiled(self) -> bool:
+        """Whether there is nothing left to measure."""
+        return self.runtime is not None and self.runtime.profiled
+
+    @property
+    def phase(self) -> str:
+        """The phase of the next iteration; ``start`` before the first one."""
+        return "start" if self.runtime is None else self.runtime.next.phase
+
+    def set_policy(self, policy: Mapping[str, Any]) -> None:
+        """Run under another policy from the next iterations on; rank 0's counts.
+
+        Args:
+            policy: As in the ``perseus`` block, such as ``{"name": "energy_optimal"}``.
+
+        Raises:
+            ConfigError: It is no policy; the message names the key.
+        """
+        parse_order({"command": "policy", "policy": policy})
+        self._when_started(lambda runtime: runtime.set_policy(policy))
+
+    def set_straggler(self, pipeline: int, slowdown: float, after_iterations: int = 0) -> None:
+        """Expect a data-parallel pipeline to take longer; see :meth:`PerseusRuntime.set_straggler`."""
+        self._when_started(lambda runtime: runtime.set_straggler(pipeline, slowdown, after_iterations))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of Perseus."""
+        return self._restored if self.runtime is None else self.runtime.state()
+
+    def restore(self, state: Mapping[str, Any], steps: int | None = None) -> None:
+        """Take up what a checkpoint kept; every rank must do so at once."""
+        self._restored = dict(state)
+        self._when_started(lambda runtime: runtime.restore(state, steps))
+
+    @contextmanager
+    def iteration(self, order: Hashable, samples: int = 0) -> Iterator[None]:
+        """Surround the passes of a training iteration; it lasts until :meth:`end_iteration` or the next one.
+
+        Args:
+            order: Equal for equal schedules; another one is read anew.
+            samples: Samples that the job has seen after it.
+        """
+        self.end_iteration()
+        runtime = self._runtime_for(order)
+        if runtime is None:
+            with self.paused():
+                yield
+            return
+        with ExitStack() as iteration:
+            iteration.callback(self._leave)
+            iteration.enter_context(runtime.iteration(samples))
+            self._open, self._passes_of = iteration, runtime
+            yield
+            self._open = iteration.pop_all()
+
+    def operation(self, operation: Operation, inputs: Hashable = None) -> AbstractContextManager[None]:
+        """Surround one operation of an iteration; outside of iterations, nothing.
+
+        Args:
+            operation: The operation.
+            inputs: The shapes of its inputs; nothing where they are not known.
+        """
+        return _NOTHING if self._passes_of is None else self._passes_of.operation(operation, inputs)
+
+    def begin_tail(self, stage: int) -> None:
+        """All passes of the iteration were issued; what comes until its end is the tail of a stage of this rank."""
+        runtime, self._passes_of = self._passes_of, None
+        if runtime is not None and self._open is not None:
+            self._open.enter_context(runtime.operation(Compute(Instruction(stage, Kind.TAIL, 0))))
+            runtime.tail_begins()
+
+    def end_iteration(self) -> None:
+        """End the iteration that is open, if there is one; every rank must do so at once."""
+        if self._open is not None:
+            self._open.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Surround work outside of training: it runs at default clocks."""
+        with ExitStack() as stack:
+            for session in sessions():
+                if session.runtime is not None and session._open is None:
+                    stack.enter_context(session.runtime.paused())
+            yield
+
+    def detach(self) -> None:
+        """End the last iteration, restore the default clock, and leave the engine as it was."""
+        self.engine.release()
+        try:
+            self.end_iteration()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Restore the default clock and stop; harmless when called again."""
+        self._closed = True
+        atexit.unregister(self._end_with_process)
+        if self.runtime is not None:
+            self.runtime.close()
+
+    def _end_with_process(self, pid: int) -> None:
+        """End the last iteration where nobody else has, such as that of a script that ends after its last step."""
+        if self.runtime is not None and os.getpid() == pid:  # not in a forked process
+            self.runtime.process_ends()
+            try:
+                self.end_iteration()
+            finally:
+                self.close()
+
+    def _leave(self) -> None:
+        self._open = self._passes_of = None
+
+    def _when_started(self, action: Callable[[PerseusRuntime], None]) -> None:
+        if self.runtime is None:
+            self._waiting.append(action)
+        else:
+            action(self.runtime)
+
+    def _runtime_for(self, order: Hashable) -> PerseusRuntime | None:
+        """Return the runtime for a schedule; None if another engine of this process trains under Perseus."""
+        if self._closed and self.runtime is None:
+            return None
+        if self.runtime is None:
+            if self._another_trains():
+                return None
+            try:
+                with reported_once():
+                    self._start()
+            except ScheduleError as error:
+                if not (self.engine.starts_late and self.config.mode == "auto"):
+                    raise
+                self._go_on_without(error)
+        elif order != self._order:
+            self._change_schedule()
+        self._order = order
+        return self.runtime
+
+    def _others(self) -> list[Session]:
+        """Return the other engines of this process that have Perseus."""
+        return [other for other in sessions() if other is not self]
+
+    def _another_trains(self) -> bool:
+        others = [other for other in self._others() if other.runtime is not None]
+        if others:
+            self._closed = True
+            if dist.get_rank() == 0:
+                logger.warning(
+                    "perseus: this process trains two engines, %s and %s. Only the first is measured and planned.",
+                    others[0].engine.model,
+                    self.engine.model,
+                )
+        return bool(others)
+
+    def _start(self) -> None:
+        facts, models = self.engine.facts(), (self.engine.model, *(other.engine.model for other in self._others()))
+        self.runtime = PerseusRuntime.start(
+            self.config, dataclasses.replace(facts, models=models), self.engine.read, self.engine.check
+        )
+        atexit.unregister(self._end_with_process)
+        atexit.register(self._end_with_process, os.getpid())  # called before what the runtime has registered
+        waiting, self._waiting = self._waiting, []
+        for action in waiting:
+            action(self.runtime)
+
+    def _change_schedule(self) -> None:
+        """Go on with another schedule, such as after a changed batch size: auto mode profiles and plans again."""
+        assert self.runtime is not None
+        self._schedules += 1
+        measures = self.config.mode == "auto" or (self.config.mode == "profile" and not self.runtime.profiled)
+        if not measures or self._schedules > _MOST_SCHEDULES:
+            self.runtime.schedule_changed()
+            return
+        state = {key: value for key, value in self.runtime.state().items() if key != "progress"}
+        self.runtime.close()
+        try:
+            self._start()
+        except PerseusError as error:  # training has started, so that no error of Perseus may end it
+            self._go_on_without(error)
+        else:
+            self.runtime.restore(state, steps=self.engine.steps())
+
+    def _go_on_without(self, error: PerseusError) -> None:
+        self.runtime, self._closed = None, True
+        logger.warning("perseus: %s. Training goes on without Perseus.", str(error).rstrip("."))
+
+
+def sessions() -> list[Session]:
+    """Return Perseus on each engine of this process to which it is attached."""
+    return [session for session in _SESSIONS if not session._closed]
+
+
+def attach_to(engine: Engine, config: PerseusConfig) -> Session:
+    """Let an engine train under Perseus; every rank must do so at once.
+
+    Raises:
+        PerseusError: On all ranks, what can be known now: the frontier of ``run`` mode cannot be used, or an engine
+            that starts late has no GPU, or one whose clocks may not be set.
+    """
+    if dist.is_initialized():
+        _raise_on_all_ranks(lambda: _check_before_training(engine, config))
+    session = Session(engine, config)
+    engine.surround(session)
+    return session
+
+
+def _check_before_training(engine: Engine, config: PerseusConfig) -> None:
+    """Check what is known before the schedule is; only rank 0's node need have the frontier."""
+    with ExitStack() as opened:
+        gpu = None
+        if (device := engine.device()) is not None:
+            gpu = driver_of(config, device, rank=dist.get_rank(), local_rank=local_rank())
+            opened.callback(gpu.close)
+            if config.needs_clocks:
+                gpu.check_lock_permission()
+        if config.mode == "run" and dist.get_rank() == 0:
+            frontier = read_frontier(Path(str(config.frontier)), gpu)
+            if (ranks := engine.pipeline_ranks()) is not None:
+                check_ranks(len(frontier.instructions), ranks)
+
+
+def _raise_on_all_ranks(check: Callable[[], None]) -> None:
+    """Raise the first error that a check raises on any rank, on all ranks."""
+    store = dist.distributed_c10d._get_default_store()
+    key = f"perseus/checked/{store.add(f'perseus/checks/{dist.get_rank()}', 1)}"
+    try:
+        check()
+    except PerseusError as error:
+        store.compare_set(f"{key}/error", "", f"{type(error).__name__}:{error}")
+    if store.add(f"{key}/ranks", 1) == dist.get_world_size():
+        store.set(f"{key}/over", "")
+    store.get(f"{key}/over")
+    kind, _, text = store.compare_set(f"{key}/error", "", "").decode().partition(":")
+    if kind:
+        raise getattr(errors, kind)(text)
+
+
+@contextmanager
+def reported_once() -> Iterator[None]:
+    """Surround the start of a job: an error of Perseus that ends it is printed by one rank, without a traceback.
+
+    Whoever catches the error sees it as it is.
+    """
+    try:
+        yield
+    except PerseusError as error:
+        _print_instead_of_traceback(error)
+        raise
+
+
+def _print_instead_of_traceback(error: PerseusError) -> None:
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], raised: BaseException, traceback: TracebackType | None) -> None:
+        if raised is not error:
+            before(kind, raised, traceback)
+        else:
+            text = f"{kind.__module__}.{kind.__qualname__}: {error}"
+            if _is_first_to_say(text):
+                print(text, file=sys.stderr, flush=True)
+                _tell_launcher(text)
+
+    sys.excepthook = hook
+
+
+def _is_first_to_say(text: str) -> bool:
+    """Whether no other rank of the job has said the same."""
+    key = f"perseus/error/{hashlib.sha256(text.encode()).hexdigest()}"
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):  # the store may be gone, with the rank that held it
+            return bool(dist.distributed_c10d._get_default_store().add(key, 1) == 1)
+    elif os.environ.get("RANK", "0") == "0":
+        return True
+    time.sleep(1.0)  # a launcher ends the other ranks once the first one has failed
+    return True
+
+
+def _tell_launcher(text: str) -> None:
+    """Have torchrun's summary, at the end of the output, show the error."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            shown = {"py_callstack": text, "timestamp": str(int(time.time()))}
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": shown}}))

@@ -1,0 +1,1 @@
+"""Megatron-Core's pipeline schedules; the only place that knows Megatron."""

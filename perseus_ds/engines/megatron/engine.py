@@ -1,0 +1,363 @@
+"""Perseus on Megatron-Core: attach to the schedules of a process, whatever trains by them, and detach from them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from perseus_ds.engines.engine import Engine, Session, attach_to, reported_once, sessions
+from perseus_ds.engines.groups import RankGroups
+from perseus_ds.engines.hooks import Hooks
+from perseus_ds.engines.megatron.contract import check_megatron
+from perseus_ds.engines.megatron.order import OrderRecorder
+from perseus_ds.errors import ConfigError, ScheduleError
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Compute, Exchange
+from perseus_ds.runtime.config import PerseusConfig, settings_of
+from perseus_ds.runtime.runtime import RankFacts, RankSchedule, local_rank
+
+logger = logging.getLogger("perseus_ds")
+T = TypeVar("T")
+V = TypeVar("V")
+Method = Callable[..., Any]
+_PIPELINED = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
+_SINGLE = "forward_backward_no_pipelining"
+_RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+
+def attach(target: T, config: Mapping[str, Any] | None = None) -> T:
+    """Let all that trains in this process by Megatron-Core do so under Perseus; see :func:`perseus_ds.attach`.
+
+    Args:
+        target: The module ``megatron.core``, or what its ``get_forward_backward_func`` has returned.
+        config: A ``perseus`` block; keys of the variable ``PERSEUS`` replace its own.
+
+    Returns:
+        The module, or the function by which to train.
+    """
+    with reported_once():
+        settings = settings_of(config) or PerseusConfig.model_validate({})
+        if not settings.enabled:
+            return target
+        schedules = importlib.import_module(_SCHEDULES)
+        core, parallel_state = sys.modules["megatron.core"], sys.modules["megatron.core.parallel_state"]
+        name = getattr(target, "__name__", type(target).__name__)
+        if target is not core and name not in (*_PIPELINED, _SINGLE):
+            raise ConfigError(
+                f"perseus: expected megatron.core or what its get_forward_backward_func() returns, got {name}. A whole "
+                "iteration in one CUDA graph (FullCudaGraphWrapper) has no instructions to plan."
+            )
+        if _attached() is None:
+            check_megatron(core, schedules, parallel_state)
+            attach_to(MegatronEngine(core, schedules, parallel_state), settings)
+        elif config is not None:
+            raise ConfigError("perseus: it is attached to Megatron-Core already. Call detach(megatron.core) before.")
+    return target if target is core else getattr(schedules, name)
+
+
+def detach(target: T) -> T:
+    """End the last iteration and leave Megatron-Core as it was before :func:`attach`; every rank must do so at once."""
+    session = _attached()
+    if session is not None:
+        session.detach()
+    return getattr(target, "__wrapped__", target)
+
+
+def _attached() -> Session | None:
+    return next((session for session in sessions() if isinstance(session.engine, MegatronEngine)), None)
+
+
+class MegatronEngine(Engine):
+    """Megatron-Core's schedules, of which every pass and every transfer is surrounded.
+
+    The first iteration of each order runs at default clocks and shows the order. An iteration ends with the step of
+    Megatron's optimizer, and otherwise with the next call that trains or evaluates, or with the process.
+    """
+
+    starts_late = True
+
+    def __init__(self, core: Any, schedules: Any, parallel_state: Any) -> None:
+        """Take the modules ``megatron.core``, its ``pipeline_parallel.schedules`` and ``parallel_state``."""
+        self._core = core
+        self._schedules = schedules
+        self._parallel_state = parallel_state
+        self._hooks = Hooks()
+        self._optimizers: set[type] = set()
+        self._steps_under_way = 0
+        self._orders: dict[Hashable, RankSchedule | ScheduleError] = {}
+        # Of each order, the passes and exchanges; of the iteration under way, those of its order, and the next of them.
+        self._surrounded: dict[Hashable, tuple[Compute | Exchange, ...]] = {}
+        self._expected: tuple[Compute | Exchange, ...] = ()
+        self._position = 0
+        self._order: Hashable = None
+        self._recorder: OrderRecorder | None = None
+        self._model: Sequence[Any] = ()
+        self._config: Any = None
+        self._pp_group: Any = None
+        self._micro_batch_size: int | None = None
+        self._inputs: Hashable = None
+        self._warned: set[str] = set()
+
+    @property
+    def model(self) -> str:
+        module = self._model[0] if self._model else None
+        while hasattr(module, "module"):  # of a wrapper, such as DistributedDataParallel
+            module = module.module  # type: ignore[union-attr]
+        return "a model of Megatron-Core" if module is None else type(module).__name__
+
+    def facts(self) -> RankFacts:
+        groups = RankGroups.of(self._pp_group, self._parallel_state.get_data_parallel_group())
+        parameter = next(parameter for chunk in self._model for parameter in chunk.parameters())
+        return RankFacts(
+            place=groups.topology,
+            device=parameter.device,
+            local_rank=local_rank(),
+            fingerprint=self._fingerprint(),
+            versions={"megatron-core": str(self._core.__version__)},
+            micro_batch_size=self._micro_batch_size,
+        )
+
+    def read(self) -> RankSchedule:
+        found = self._orders[self._order]
+        if isinstance(found, ScheduleError):
+            raise found
+        return found
+
+    def device(self) -> torch.device | None:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        # A script that has not chosen its GPU yet would be given the first one.
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+
+    def pipeline_ranks(self) -> int | None:
+        if not self._parallel_state.model_parallel_is_initialized():
+            return None
+        return int(self._parallel_state.get_pipeline_model_parallel_group().size())
+
+    @property
+    def _first_stage(self) -> int:
+        """The first stage of this rank, to which its tail belongs."""
+        return int(self._pp_group.rank())
+
+    def surround(self, session: Session) -> None:
+        self._session = self._core.perseus = session
+        self._hooks.surround(self._schedules, _SINGLE, self._single_stage)
+        for name in _PIPELINED:
+            self._hooks.surround(self._schedules, name, functools.partial(self._iteration, name))
+        self._forward_arguments = _Arguments(self._schedules.forward_step)
+        self._backward_arguments = _Arguments(self._schedules.backward_step)
+        self._hooks.surround(self._schedules, "forward_step", self._forward)
+        self._hooks.surround(self._schedules, "backward_step", self._backward)
+        self._hooks.surround(self._schedules.P2PCommunicator, "_communicate", self._communicate)
+
+    def release(self) -> None:
+        self._hooks.remove()
+        del self._core.perseus
+
+    def _single_stage(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+        self._warn("the pipeline has a single stage, where no instruction waits for another: there is nothing to plan")
+        return method(*args, **kwargs)
+
+    def _iteration(self, name: str, method: Method, *args: Any, **kwargs: Any) -> Any:
+        """Train or evaluate by one of the schedules, which take arguments by keyword alone."""
+        if kwargs.get("forward_only"):
+            self._session.end_iteration()
+            with self._session.paused():
+                return method(*args, **kwargs)
+        with reported_once():
+            if not self._look_at(kwargs):
+                return method(*args, **kwargs)
+        order = (name, kwargs["num_microbatches"], len(self._model), self._group_size())
+        if order not in self._orders:
+            return self._first_iteration(order, lambda: method(*args, **kwargs))
+        self._order = order
+        samples = kwargs["num_microbatches"] * kwargs["micro_batch_size"]
+        with self._session.iteration(order, samples):
+            self._expected, self._position = self._surrounded.get(order, ()), 0
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._expected = ()
+
+    def _look_at(self, kwargs: Mapping[str, Any]) -> bool:
+        """Note what trains; return whether it can be planned.
+
+        Raises:
+            ConfigError: There are no groups.
+            ScheduleError: It cannot be planned, in another mode than ``auto``.
+        """
+        if not self._parallel_state.model_parallel_is_initialized():
+            raise ConfigError(
+                "perseus: Megatron-Core has no groups of ranks. Call parallel_state.initialize_model_parallel() before "
+                "the first iteration."
+            )
+        model, communicator = kwargs["model"], kwargs.get("p2p_communicator")
+        self._model = model if isinstance(model, list) else [model]
+        self._config = self._schedules.get_model_config(self._model[0])
+        self._micro_batch_size = kwargs["micro_batch_size"]
+        self._inputs = kwargs["seq_length"], kwargs["micro_batch_size"], kwargs.get("decoder_seq_length")
+        if problem := self._problem(communicator):
+            if self._session.config.mode != "auto":
+                raise ScheduleError(f"perseus: {problem}.")
+            self._warn(f"{problem}: training goes on at default clocks")
+            return False
+        own = self._parallel_state.get_pipeline_model_parallel_group
+        self._pp_group = own() if communicator is None else communicator.pp_group
+        self._surround_optimizers()
+        return True
+
+    def _problem(self, communicator: Any) -> str | None:
+        """Return why what trains cannot be planned; None if it can."""
+        if getattr(self._config, "overlap_moe_expert_parallel_comm", False):
+            return "overlap_moe_expert_parallel_comm runs a forward and a backward in one step, so neither has a clock"
+        scopes = getattr(self._config, "cuda_graph_scope", None) or ()
+        if "full_iteration" in str(scopes):
+            return "an iteration that is replayed as one CUDA graph has no instructions to plan"
+        if communicator is not None and not isinstance(communicator, self._schedules.P2PCommunicator):
+            return f"transfers by a {type(communicator).__name__} are not known"
+        return None
+
+    def _group_size(self) -> int | None:
+        return getattr(self._config, "microbatch_group_size_per_vp_stage", None) if len(self._model) > 1 else None
+
+    def _first_iteration(self, order: tuple[str, int, int, int | None], train: Callable[[], V]) -> V:
+        """Train at default clocks, and note the order."""
+        self._session.end_iteration()
+        self._order = order
+        self._recorder = recorder = OrderRecorder(self._pp_group.rank(), self._pp_group.size())
+        try:
+            with self._session.paused():
+                result = train()
+        finally:
+            self._recorder = None
+        name, micro_batches, _, group_size = order
+        found: RankSchedule | ScheduleError
+        try:
+            found = RankSchedule(f"{_SCHEDULES}:{name}", micro_batches, recorder.operations())
+            self._check_against_table(found, group_size)
+        except ScheduleError as error:  # raised on all ranks at the start of the next iteration
+            found = ScheduleError(f"The order of {name} is not known: {error}.")
+        self._orders[order] = found
+        if isinstance(found, RankSchedule):
+            self._surrounded[order] = tuple(op for op in found.operations[:-1] if isinstance(op, Compute | Exchange))
+        return result
+
+    def _check_against_table(self, schedule: RankSchedule, group_size: int | None) -> None:
+        """Hold the forwards of an interleaved schedule against Megatron's own table."""
+        if len(self._model) == 1:
+            return
+        instructions = [op.instruction for op in schedule.operations if isinstance(op, Compute)]
+        ranks = self._pp_group.size()
+        forwards = [(i.micro_batch, i.stage // ranks) for i in instructions if i.kind is Kind.FORWARD]
+        table = self._schedules.get_schedule_table(schedule.micro_batches, len(self._model), group_size)
+        if forwards != [tuple(row) for row in table]:
+            raise ScheduleError("its forwards are not in the order of get_schedule_table")
+
+    def _forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+        if self._recorder is None and not self._expected:
+            return method(*args, **kwargs)
+        given = self._forward_arguments.of(args, kwargs)
+        chunk, micro_batch = given("vp_stage") or 0, given("current_microbatch")
+        if self._recorder is not None:
+            run = functools.partial(method, *args, **kwargs)
+            return self._recorder.forward(run, chunk, micro_batch, given("input_tensor"))
+        return self._surround(Kind.FORWARD, method, args, kwargs, micro_batch)
+
+    def _backward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+        if self._recorder is not None:
+            given = self._backward_arguments.of(args, kwargs)
+            run = functools.partial(method, *args, **kwargs)
+            return self._recorder.backward(run, given("output_tensor"), given("output_tensor_grad"))
+        return self._surround(Kind.BACKWARD, method, args, kwargs)
+
+    def _communicate(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+        """Surround a transfer, of which all arguments but the communicator are given by name."""
+        waits = kwargs.get("wait_on_reqs", True)
+        if self._recorder is not None:
+            run = functools.partial(method, *args, **kwargs)
+            sends = {name: kwargs[f"tensor_{name}"] for name in ("send_next", "send_prev")}
+            receives = {name: kwargs[name] for name in ("recv_prev", "recv_next")}
+            return self._recorder.communicate(run, sends, receives, waits)
+        transfers = (kwargs["tensor_send_next"], kwargs["tensor_send_prev"])
+        is_empty = all(tensor is None for tensor in transfers) and not (kwargs["recv_prev"] or kwargs["recv_next"])
+        return method(*args, **kwargs) if not waits or is_empty else self._surround(None, method, args, kwargs)
+
+    def _surround(
+        self, kind: Kind | None, method: Method, args: Any, kwargs: Any, micro_batch: int | None = None
+    ) -> Any:
+        """Run the next pass of the order, or where there is no kind its next exchange with the neighbours."""
+        if not self._expected:
+            return method(*args, **kwargs)
+        operation = self._expected[self._position] if self._position < len(self._expected) else None
+        instruction = operation.instruction if isinstance(operation, Compute) else None
+        found = None if instruction is None else instruction.kind
+        if operation is None or found is not kind or micro_batch not in (None, instruction and instruction.micro_batch):
+            self._warn("an iteration runs its passes in another order than the first: its clocks are the default ones")
+            self._expected = ()
+            return method(*args, **kwargs)
+        self._position += 1
+        with self._session.operation(operation, self._inputs if kind else None):
+            result = method(*args, **kwargs)
+        if self._position == len(self._expected):
+            self._session.begin_tail(self._first_stage)
+        return result
+
+    def _surround_optimizers(self) -> None:
+        """Have iterations end with the step of Megatron's optimizers, those of classes that were defined since too."""
+        module = sys.modules.get("megatron.core.optimizer.optimizer")
+        classes = [module.MegatronOptimizer] if module else []
+        while classes:
+            found = classes.pop()
+            classes += found.__subclasses__()
+            if "step" in vars(found) and found not in self._optimizers:
+                self._optimizers.add(found)
+                self._hooks.surround(found, "step", self._optimizer_step)
+
+    def _optimizer_step(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+        self._steps_under_way += 1
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._steps_under_way -= 1
+            if self._steps_under_way == 0:  # an optimizer may consist of others
+                self._session.end_iteration()
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned and dist.get_rank() == 0:
+            logger.warning("perseus: %s.", message)
+        self._warned.add(message)
+
+    def _fingerprint(self) -> str:
+        """Return a text that changes with whatever the times of this rank's instructions depend on."""
+        recompute = [getattr(self._config, name, None) for name in _RECOMPUTATION]
+        content = [
+            [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in chunk.named_parameters()]
+            for chunk in self._model
+        ]
+        return hashlib.sha256(repr((content, recompute, self._inputs)).encode()).hexdigest()
+
+
+class _Arguments:
+    """Finds the arguments of a function by name, however they are given."""
+
+    def __init__(self, function: Method) -> None:
+        self._places = {name: place for place, name in enumerate(inspect.signature(function).parameters)}
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[str], Any]:
+        """Return a function that returns an argument by its name; None if it is not given."""
+
+        def given(name: str) -> Any:
+            place = self._places[name]
+            return args[place] if place < len(args) else kwargs.get(name)
+
+        return given

@@ -1,0 +1,168 @@
+"""The order that a schedule of Megatron-Core executes on this rank, as its first iteration shows it.
+
+Megatron's schedules are functions: what they do next is known only as they do it. A forward tells its micro-batch and
+virtual stage; which micro-batch a backward or a transfer is for follows from the tensors that they are given, since
+each is what a pass has made or what one is going to use.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from perseus_ds.errors import ScheduleError
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Operation, Payload, Transfer, Wait
+
+V = TypeVar("V")
+
+
+@dataclass
+class _Communication:
+    """One call that sends to and receives from the neighbours; what is received is known once a pass uses it."""
+
+    waits: bool
+    transfers: dict[str, Transfer | None] = field(default_factory=dict)
+
+    def named(self, *directions: str) -> tuple[Transfer, ...]:
+        found = [self.transfers[name] for name in directions if name in self.transfers]
+        if None in found:
+            raise ScheduleError("a transfer belongs to no pass")
+        return tuple(transfer for transfer in found if transfer is not None)
+
+
+class OrderRecorder:
+    """Notes what one rank does in an iteration."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        """Begin an iteration on a rank of a pipeline of so many ranks."""
+        self._rank = rank
+        self._ranks = ranks
+        self._done: list[Compute | _Communication | tuple[_Communication, str]] = []
+        self._outputs = _ByTensor[Instruction]()
+        self._gradients = _ByTensor[Instruction]()
+        self._received = _ByTensor[tuple[_Communication, str]]()
+        self._problem = ""
+
+    def forward(self, run: Callable[[], V], chunk: int, micro_batch: int, inputs: Any) -> V:
+        """Run a forward of one of the rank's virtual stages; it returns its outputs and something else."""
+        instruction = Instruction(chunk * self._ranks + self._rank, Kind.FORWARD, micro_batch)
+        self._use(inputs, Transfer("activation", instruction.stage - 1, instruction.stage, micro_batch))
+        self._done.append(Compute(instruction))
+        result = run()
+        self._outputs.put(result[0], instruction)  # type: ignore[index]
+        return result
+
+    def backward(self, run: Callable[[], V], outputs: Any, gradients: Any) -> V:
+        """Run the backward of what a forward has returned; it returns gradients of the inputs."""
+        forward = self._outputs.get(outputs)
+        if forward is None:
+            self._problem = "a backward begins from a tensor that no forward has returned"
+            return run()
+        instruction = Instruction(forward.stage, Kind.BACKWARD, forward.micro_batch)
+        self._use(gradients, Transfer("grad", instruction.stage + 1, instruction.stage, instruction.micro_batch))
+        self._done.append(Compute(instruction))
+        result = run()
+        self._gradients.put(result, instruction)
+        return result
+
+    def communicate(self, run: Callable[[], Any], sends: dict[str, Any], receives: dict[str, bool], waits: bool) -> Any:
+        """Run a communication with the neighbours.
+
+        Args:
+            run: Returns what was received from the previous and from the next rank, and the requests under way.
+            sends: Tensors by ``send_next`` and ``send_prev``; None for nothing.
+            receives: Whether something is received, by ``recv_prev`` and ``recv_next``.
+            waits: Whether it returns when all is done.
+        """
+        done = _Communication(waits)
+        if sends["send_next"] is not None:
+            made = self._outputs.get(sends["send_next"])
+            done.transfers["send_next"] = None if made is None else _onward("activation", made, +1)
+        if sends["send_prev"] is not None:
+            made = self._gradients.get(sends["send_prev"])
+            done.transfers["send_prev"] = None if made is None else _onward("grad", made, -1)
+        done.transfers.update({name: None for name, wanted in receives.items() if wanted})
+        if done.transfers:
+            self._done.append(done)
+        from_prev, from_next, requests = run()
+        for name, tensor in (("recv_prev", from_prev), ("recv_next", from_next)):
+            if name in done.transfers:
+                self._received.put(tensor, (done, name))
+        if isinstance(requests, dict):
+            requests = {name: _Request(request, self._noting(done, name)) for name, request in requests.items()}
+        return from_prev, from_next, requests
+
+    def operations(self) -> tuple[Operation, ...]:
+        """Return what the iteration consisted of, with the tail at its end.
+
+        Raises:
+            ScheduleError: A backward or a transfer belongs to no forward.
+        """
+        if self._problem:
+            raise ScheduleError(self._problem)
+        found: list[Operation] = []
+        for done in self._done:
+            if isinstance(done, Compute):
+                found.append(done)
+            elif isinstance(done, _Communication):
+                kind = Exchange if done.waits else Launch
+                found.append(kind(done.named("send_next", "send_prev"), done.named("recv_prev", "recv_next")))
+            else:
+                communication, name = done
+                found.append(Wait(communication.named(name)))
+        stages = [done.instruction.stage for done in found if isinstance(done, Compute)]
+        return (*found, Compute(Instruction(min(stages, default=self._rank), Kind.TAIL, 0)))
+
+    def _use(self, tensors: Any, transfer: Transfer) -> None:
+        if (received := self._received.get(tensors)) is not None:
+            communication, name = received
+            communication.transfers[name] = transfer
+
+    def _noting(self, communication: _Communication, name: str) -> Callable[[], None]:
+        return lambda: self._done.append((communication, name))
+
+
+def _onward(payload: Payload, made: Instruction, by: int) -> Transfer:
+    return Transfer(payload, made.stage, made.stage + by, made.micro_batch)
+
+
+class _Request:
+    """A transfer under way, for which somebody waits later."""
+
+    def __init__(self, request: Any, note: Callable[[], None]) -> None:
+        self._request = request
+        self._note = note
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        self._note()
+        return self._request.wait(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+class _ByTensor(Generic[V]):
+    """Values by the tensor they belong to, none of which is kept alive; of several tensors, the first counts."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[weakref.ref[torch.Tensor], V]] = {}
+
+    def put(self, tensors: Any, value: V) -> None:
+        if (tensor := _first(tensors)) is not None:
+            self._kept[id(tensor)] = weakref.ref(tensor), value
+
+    def get(self, tensors: Any) -> V | None:
+        tensor = _first(tensors)
+        kept = self._kept.get(id(tensor))
+        return kept[1] if kept is not None and kept[0]() is tensor else None
+
+
+def _first(tensors: Any) -> torch.Tensor | None:
+    while isinstance(tensors, list | tuple):
+        tensors = tensors[0] if tensors else None
+    return tensors if torch.is_tensor(tensors) else None

@@ -1,0 +1,177 @@
+"""Perseus on a schedule of ``torch.distributed.pipelining``: attach to one that is there, and detach from it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from perseus_ds.engines.engine import Engine, Session, attach_to, reported_once
+from perseus_ds.engines.groups import RankGroups
+from perseus_ds.engines.hooks import Hooks
+from perseus_ds.engines.torch_pipelining.contract import check_schedule
+from perseus_ds.engines.torch_pipelining.order import REDUCE_GRAD, computes_input_gradients, read_order, stages_of
+from perseus_ds.errors import ConfigError
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Operation, Other
+from perseus_ds.runtime.config import PerseusConfig, settings_of
+from perseus_ds.runtime.runtime import RankFacts, RankSchedule, local_rank
+
+S = TypeVar("S")
+Method = Callable[..., Any]
+
+
+def attach(
+    schedule: S, config: Mapping[str, Any] | None = None, *, pipeline: Any = None, data_parallel: Any = None
+) -> S:
+    """Let a schedule of torch train under Perseus; see :func:`perseus_ds.attach`."""
+    target: Any = schedule
+    with reported_once():
+        settings = settings_of(config) or PerseusConfig.model_validate({})
+        if not settings.enabled or hasattr(target, "perseus"):
+            return schedule
+        check_schedule(target)
+        read_order(target)
+        stage = stages_of(target)[0]
+        groups = RankGroups.of(stage.group if pipeline is None else pipeline, data_parallel)
+        if len(groups.pipeline) != stage.group_size:
+            raise ConfigError(
+                f"perseus: the pipeline has ranks {groups.pipeline}, expected the {stage.group_size} ranks of the "
+                "process group of its stages."
+            )
+        target.perseus = attach_to(TorchSchedule(target, groups), settings)
+    return schedule
+
+
+def detach(schedule: S) -> S:
+    """End the last iteration and leave a schedule as it was before :func:`attach`; every rank must do so at once."""
+    session = vars(schedule).pop("perseus", None)
+    if session is not None:
+        session.detach()
+    return schedule
+
+
+class TorchSchedule(Engine):
+    """A schedule of torch, of whose stages every pass is surrounded.
+
+    An iteration begins with ``step()``. Its tail is what comes after, such as the optimizer's step, and lasts until
+    the next ``step()``, an ``eval()``, or the end of the session.
+    """
+
+    def __init__(self, schedule: Any, groups: RankGroups) -> None:
+        """Take a schedule of a class derived from torch's, and the groups of this rank."""
+        self._schedule = schedule
+        self._groups = groups
+        self._hooks = Hooks()
+        # The loss belongs to the last stage's forward, which ends with it.
+        self._until_loss: AbstractContextManager[Any] | None = None
+
+    @property
+    def model(self) -> str:
+        return type(stages_of(self._schedule)[0].submod).__name__
+
+    def facts(self) -> RankFacts:
+        stages = stages_of(self._schedule)
+        return RankFacts(
+            place=self._groups.topology,
+            device=torch.device(stages[0].device),
+            local_rank=local_rank(),
+            fingerprint=_fingerprint(stages),
+        )
+
+    def read(self) -> RankSchedule:
+        order = read_order(self._schedule)
+        pipeline_rank = self._groups.pipeline.index(dist.get_rank())
+        return RankSchedule(order.name, order.micro_batches, order.ranks[pipeline_rank])
+
+    def surround(self, session: Session) -> None:
+        self._session = session
+        self._hooks.surround(self._schedule, "step", self._step)
+        self._hooks.surround(self._schedule, "_maybe_compute_loss", self._compute_loss)
+        for stage in stages_of(self._schedule):
+            self._hooks.surround(stage, "forward_one_chunk", partial(self._forward, stage))
+            self._hooks.surround(stage, "backward_one_chunk", partial(self._backward, stage))
+            self._hooks.surround(stage, "backward_weight_one_chunk", partial(self._backward_weight, stage))
+            self._hooks.surround(stage, REDUCE_GRAD, partial(self._reduce_grad, stage))
+
+    def release(self) -> None:
+        self._hooks.remove()
+
+    def _step(self, step: Method, *args: Any, **kwargs: Any) -> Any:
+        if not self._schedule._has_backward:  # eval()
+            self._session.end_iteration()
+            with self._session.paused():
+                return step(*args, **kwargs)
+        self._until_loss = None
+        with self._session.iteration(self._order_in_use()):
+            result = step(*args, **kwargs)
+            self._end_forward()
+            self._session.begin_tail(stages_of(self._schedule)[0].stage_index)
+        return result
+
+    def _order_in_use(self) -> Hashable:
+        """Return what changes when the schedule's order does."""
+        schedule = self._schedule
+        return schedule._n_microbatches, id(getattr(schedule, "pipeline_order_with_comms", None))
+
+    def _forward(self, stage: Any, method: Method, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as scope:
+            scope.enter_context(self._pass(stage, Kind.FORWARD, fwd_chunk_id))
+            result = method(fwd_chunk_id, *args, **kwargs)
+            if stage.is_last:
+                self._until_loss = scope.pop_all()
+        return result
+
+    def _compute_loss(self, method: Method, stage: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(stage, *args, **kwargs)
+        finally:
+            if stage.is_last:
+                self._end_forward()
+
+    def _backward(
+        self, stage: Any, method: Method, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+    ) -> Any:
+        kind = Kind.BACKWARD if full_backward else Kind.BACKWARD_INPUT
+        if not full_backward and not computes_input_gradients(stage):
+            return method(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
+        with self._pass(stage, kind, bwd_chunk_id):
+            return method(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
+
+    def _backward_weight(self, stage: Any, method: Method, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._pass(stage, Kind.BACKWARD_WEIGHT, bwd_chunk_id):
+            return method(bwd_chunk_id, *args, **kwargs)
+
+    def _reduce_grad(self, stage: Any, method: Method, *args: Any, **kwargs: Any) -> Any:
+        with self._surround(Other(REDUCE_GRAD, stage.stage_index, 0)):
+            return method(*args, **kwargs)
+
+    def _pass(self, stage: Any, kind: Kind, micro_batch: int) -> AbstractContextManager[Any]:
+        return self._surround(Compute(Instruction(stage.stage_index, kind, micro_batch)))
+
+    def _surround(self, operation: Operation) -> AbstractContextManager[Any]:
+        self._end_forward()
+        return self._session.operation(operation)
+
+    def _end_forward(self) -> None:
+        scope, self._until_loss = self._until_loss, None
+        if scope is not None:
+            scope.__exit__(None, None, None)
+
+
+def _fingerprint(stages: list[Any]) -> str:
+    """Return a text that changes with whatever the times of this rank's instructions depend on."""
+    content = [
+        (
+            stage.stage_index,
+            [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in stage.submod.named_parameters()],
+            [type(layer).__name__ for layer in stage.submod.modules()],
+        )
+        for stage in stages
+    ]
+    return hashlib.sha256(repr(content).encode()).hexdigest()

@@ -1,0 +1,260 @@
+"""Reads what a schedule of ``torch.distributed.pipelining`` executes on each rank.
+
+The schedule's own code runs, on stages that compute nothing and write down what is asked of them, and with transfers
+that are written down when they are launched and when they are waited for. So the order is never derived again, and it
+is known for every rank without any process group.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+from perseus_ds.errors import ScheduleError
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Operation, Other, Schedule, Transfer, Wait
+
+_PASSES = ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B")
+REDUCE_GRAD = "perform_reduce_grad"
+"""The command, as it is named in streams, that reduces and scales the gradients of a stage."""
+
+
+def read_order(schedule: Any) -> Schedule:
+    """Return what a schedule executes in one iteration of training, on every rank.
+
+    Args:
+        schedule: A ``PipelineScheduleSingle`` or ``PipelineScheduleMulti`` of torch, with a loss function.
+
+    Raises:
+        ScheduleError: Its order cannot be known; the message says why.
+    """
+    name = f"{type(schedule).__module__}:{type(schedule).__qualname__}"
+    try:
+        if not schedule._has_backward:
+            raise ScheduleError("it has no loss_fn, so it trains nothing")
+        replaced = [kind.name for kind in getattr(schedule, "_comp_type_to_function_map", {}) if kind.name in _PASSES]
+        if replaced:
+            raise ScheduleError(f"register_custom_function has replaced how it runs {', '.join(replaced)}")
+        rank_of_stage = _rank_of_stage(schedule)
+        streams = [_stream_of(schedule, rank, rank_of_stage) for rank in range(1 + max(rank_of_stage.values()))]
+        return Schedule(name=name, micro_batches=int(schedule._n_microbatches), ranks=tuple(streams))
+    except Exception as error:
+        raise ScheduleError(
+            f"The order of {name} is not known: {type(error).__name__}: {error}. Expected a schedule of "
+            "torch.distributed.pipelining, or one derived from it that executes its order with torch's own functions."
+        ) from error
+
+
+def read_class(schedule_class: Callable[..., Any], *, ranks: int, stages_per_rank: int, micro_batches: int) -> Schedule:
+    """Return what a schedule would execute on every rank, without processes or a model.
+
+    Args:
+        schedule_class: A schedule class of ``torch.distributed.pipelining``, as ``get_schedule_class`` returns it.
+        ranks: Pipeline ranks.
+        stages_per_rank: Stages on each rank; 1 for ``ScheduleGPipe`` and ``Schedule1F1B``, 2 for
+            ``ScheduleZBVZeroBubble`` and ``ScheduleDualPipeV``.
+        micro_batches: Micro-batches per iteration.
+
+    Raises:
+        ScheduleError: There is no such schedule for these numbers; the message says why.
+    """
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    name = f"{schedule_class.__module__}:{schedule_class.__qualname__}"
+    asked_for = f"{name} for {ranks} ranks, {stages_per_rank} stages on each and {micro_batches} micro-batches"
+    single = isinstance(schedule_class, type) and issubclass(schedule_class, PipelineScheduleSingle)
+    if min(ranks, stages_per_rank, micro_batches) < 1:
+        raise ScheduleError(f"{asked_for}: expected at least 1 of each.")
+    if single and stages_per_rank != 1:
+        raise ScheduleError(f"{asked_for}: it has one stage on each rank.")
+    # The schedule itself decides which stage is on which rank; it asks these only how many there are.
+    looped = {stage: stage % ranks for stage in range(ranks * stages_per_rank)}
+    stages = [_Stage(stage, looped, _Recorder()) for stage in looped if looped[stage] == 0]
+    try:
+        schedule = schedule_class(stages[0] if single else stages, micro_batches, loss_fn=_no_loss)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ScheduleError(f"{asked_for}: {error}") from error
+    return read_order(schedule)
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """Return the stages of this rank, in the order in which the schedule holds them."""
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def computes_input_gradients(stage: Any) -> bool:
+    """Return whether a stage computes anything in the first part of a split backward.
+
+    Torch leaves the whole backward of the first stage to the second part, but for that of a ``dw_builder``.
+    """
+    return not stage.is_first or stage.dw_builder is not None
+
+
+def _no_loss(*_: Any) -> None:
+    raise AssertionError("nothing is computed while an order is read")
+
+
+def _rank_of_stage(schedule: Any) -> dict[int, int]:
+    """Return the pipeline rank of every stage."""
+    if hasattr(schedule, "_stages"):
+        return dict(schedule.stage_index_to_group_rank)
+    return {stage: stage for stage in range(schedule._num_stages)}
+
+
+def _stream_of(schedule: Any, rank: int, rank_of_stage: dict[int, int]) -> tuple[Operation, ...]:
+    """Run the schedule's code as a rank would, and return what it does."""
+    recorder = _Recorder()
+    indices = sorted(stage for stage, its_rank in rank_of_stage.items() if its_rank == rank)
+    own = {stage.stage_index: stage for stage in stages_of(schedule)}
+    stages = [_Stage(index, rank_of_stage, recorder, own.get(index)) for index in indices]
+    micro_batches = schedule._n_microbatches
+    execute = _rebound(type(schedule)._step_microbatches, _batch_p2p=recorder.launch)
+    execute(_for_reading(schedule, rank, stages), [()] * micro_batches, [{}] * micro_batches)
+    tail = Compute(Instruction(indices[0], Kind.TAIL, 0))
+    return (*_simplified(recorder.operations), tail)
+
+
+def _for_reading(schedule: Any, rank: int, stages: list[_Stage]) -> Any:
+    """Return a copy of a schedule that belongs to another rank, with that rank's stages and nothing in flight."""
+    copied = copy.copy(schedule)
+    copied._internal_losses = []
+    copied._maybe_compute_loss = copied._maybe_get_loss = _nothing
+    if not hasattr(schedule, "_stages"):
+        copied._stage, copied._initialize_stage = stages[0], _nothing
+        return copied
+    copied._stages, copied._initialize_stages, copied.rank = stages, _nothing, rank
+    copied.backward_counter = Counter()
+    copied.fwd_recv_ops, copied.bwd_recv_ops = {}, {}
+    copied.unshard_ops, copied.unsharded_stages = defaultdict(list), set()
+    # A function of the user's for sharding parameters or reducing gradients runs no passes.
+    copied._comp_type_to_function_map = {}
+    return copied
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
+def _rebound(function: Any, **names: Any) -> Callable[..., Any]:
+    """Return a function that sees other objects under some global names, as do the functions of torch that it calls."""
+    variables = {**function.__globals__, **names}
+    if "_sorted_batch_p2p" in variables:
+        variables["_sorted_batch_p2p"] = _with_globals(variables["_sorted_batch_p2p"], variables)
+    return _with_globals(function, variables)
+
+
+def _with_globals(function: Any, variables: dict[str, Any]) -> FunctionType:
+    new = FunctionType(function.__code__, variables, function.__name__, function.__defaults__, function.__closure__)
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new
+
+
+class _Recorder:
+    """The operations of one rank, in the order in which they are executed."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+
+    def launch(self, batch: Sequence[_P2POp], desc: str | None = None) -> list[_Work]:
+        """Stand in for torch's ``_batch_p2p``."""
+        if not batch:
+            return []
+        sends = tuple(op.transfer for op in batch if op.sends)
+        receives = tuple(op.transfer for op in batch if not op.sends)
+        self.operations.append(Launch(sends, receives))
+        return [_Work(sends + receives, self)]
+
+
+class _Work:
+    """A batch of transfers that was launched."""
+
+    def __init__(self, transfers: tuple[Transfer, ...], recorder: _Recorder) -> None:
+        self._transfers = transfers
+        self._recorder = recorder
+
+    def wait(self) -> None:
+        self._recorder.operations.append(Wait(self._transfers))
+
+
+class _P2POp:
+    """A send or receive that a stage asks for."""
+
+    def __init__(self, transfer: Transfer, sends: bool, rank_of_stage: dict[int, int]) -> None:
+        self.transfer = transfer
+        self.sends = sends
+        self.peer = rank_of_stage[transfer.target if sends else transfer.source]
+
+
+class _Stage:
+    """A stage that computes nothing and writes down what is asked of it, with the methods of torch's stages."""
+
+    submod = None
+    has_backward = True
+
+    def __init__(
+        self, stage_index: int, rank_of_stage: dict[int, int], recorder: _Recorder, original: Any = None
+    ) -> None:
+        # Only its own rank knows a stage.
+        self.dw_builder = getattr(original, "dw_builder", None)
+        self.stage_index = stage_index
+        self.num_stages = len(rank_of_stage)
+        self.group_size = 1 + max(rank_of_stage.values())
+        self.group_rank = rank_of_stage[stage_index]
+        self.is_first = stage_index == 0
+        self.is_last = stage_index == self.num_stages - 1
+        self.stage_index_to_group_rank = rank_of_stage
+        self._operations = recorder.operations
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> None:
+        self._compute(Kind.FORWARD, fwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **_: Any) -> None:
+        if full_backward:
+            self._compute(Kind.BACKWARD, bwd_chunk_id)
+        elif computes_input_gradients(self):
+            self._compute(Kind.BACKWARD_INPUT, bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
+        self._compute(Kind.BACKWARD_WEIGHT, bwd_chunk_id)
+
+    def perform_reduce_grad(self, *_: Any) -> None:
+        self._operations.append(Other(REDUCE_GRAD, self.stage_index, 0))
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[_P2POp]:
+        return self._transfer(Transfer("activation", self.stage_index - 1, self.stage_index, fwd_chunk_id), False)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[_P2POp]:
+        return self._transfer(Transfer("activation", self.stage_index, self.stage_index + 1, fwd_chunk_id), True)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[_P2POp]:
+        return self._transfer(Transfer("grad", self.stage_index + 1, self.stage_index, bwd_chunk_id), False)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[_P2POp]:
+        return self._transfer(Transfer("grad", self.stage_index, self.stage_index - 1, bwd_chunk_id), True)
+
+    scale_grads = set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = _nothing
+
+    def _compute(self, kind: Kind, micro_batch: int) -> None:
+        self._operations.append(Compute(Instruction(self.stage_index, kind, micro_batch)))
+
+    def _transfer(self, transfer: Transfer, sends: bool) -> list[_P2POp]:
+        """Return the send or receive; nothing before the first stage and after the last one."""
+        inside = min(transfer.source, transfer.target) >= 0 and max(transfer.source, transfer.target) < self.num_stages
+        return [_P2POp(transfer, sends, self.stage_index_to_group_rank)] if inside else []
+
+
+def _simplified(operations: Sequence[Operation]) -> list[Operation]:
+    """Make an exchange of each launch that is waited for at once, and one wait of several in a row."""
+    result: list[Operation] = []
+    for operation in operations:
+        before = result[-1] if result else None
+        if isinstance(before, Launch) and operation == Wait(before.transfers):
+            result[-1] = Exchange(before.sends, before.receives)
+        elif isinstance(before, Wait) and isinstance(operation, Wait):
+            result[-1] = Wait(before.transfers + operation.transfers)
+        else:
+            result.append(operation)
+    return result

@@ -1,0 +1,91 @@
+"""The interface that every GPU has, real or simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """The state of a GPU.
+
+    Attributes:
+        temperature_c: None where the driver does not tell.
+        power_state: Its performance state, such as ``P0``; None where the driver does not tell.
+    """
+
+    temperature_c: float | None = None
+    power_state: str | None = None
+
+
+def counts_whole_module(name: str) -> bool:
+    """Return whether the energy counter of this product covers more than the GPU: on Grace-Hopper, the CPU too."""
+    return "GH200" in name
+
+
+class Gpu(Protocol):
+    """One GPU, the one this process computes on.
+
+    Attributes:
+        name: Product name, such as ``NVIDIA A100-SXM4-80GB``; a simulated one says so.
+        driver: Driver version, or None.
+        address: How another process on this node opens it (:func:`perseus_ds.clocks.guardian_daemon`); None if no lock
+            of its clock outlives this process.
+        simulated: Whether its physics is simulated. All its results are labelled accordingly.
+    """
+
+    name: str
+    driver: str | None
+    simulated: bool
+
+    @property
+    def has_energy_counter(self) -> bool:
+        """Whether :meth:`energy_j` works; before Volta and on many virtual GPUs it does not."""
+
+    @property
+    def address(self) -> str | None: ...
+
+    def supported_clocks_mhz(self) -> tuple[int, ...]:
+        """Return the SM clocks that can be locked, ascending [MHz]."""
+
+    def lock_clock(self, clock_mhz: int) -> None:
+        """Request a fixed SM clock; it takes effect a little later and limits may keep it lower.
+
+        Raises:
+            GpuPermissionError: This process may not.
+            GpuError: The driver refused; the message says why and what to do.
+        """
+
+    def reset_clock(self) -> None:
+        """Return the clock to the driver's own management, the default.
+
+        Raises:
+            GpuError: As for :meth:`lock_clock`.
+        """
+
+    def check_lock_permission(self) -> None:
+        """Check that this process may lock clocks, without leaving one locked.
+
+        Raises:
+            GpuPermissionError: It may not; the message says what to do.
+        """
+
+    def clock_mhz(self) -> int:
+        """Return the SM clock now [MHz]."""
+
+    def throttle_reasons(self) -> tuple[str, ...]:
+        """Return why the clock is not higher now, such as ``sw_power_cap``; empty where it is not reported."""
+
+    def energy_j(self) -> float:
+        """Return the energy used since some moment in the past [J]; refreshed about every 100 ms."""
+
+    def power_w(self) -> float:
+        """Return the power drawn now [W]."""
+
+    @property
+    def state(self) -> GpuState:
+        """Temperature and performance state now, as far as the driver tells."""
+
+    def close(self) -> None:
+        """Release the driver. The clock stays as it is."""

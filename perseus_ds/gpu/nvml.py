@@ -1,0 +1,508 @@
+"""NVIDIA's GPUs through NVML, by the module pynvml from the package ``nvidia-ml-py``; only this module knows it.
+
+It also finds a process's GPU among those that NVML sees, reading ``CUDA_VISIBLE_DEVICES`` as CUDA does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import Any
+
+import pynvml
+
+from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
+from perseus_ds.gpu.base import GpuState
+
+_ANOTHER_DEVICE = 'or set "device": "simulated" in the perseus block.'
+_REMEDIES = {
+    pynvml.NVML_ERROR_NO_PERMISSION: (
+        "Changing clocks needs root or CAP_SYS_ADMIN: run as root, add `--cap-add SYS_ADMIN` to docker run, "
+        'or run the zeusd daemon and set "device": "zeus".'
+    ),
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
+        "libnvidia-ml.so.1 was not found: install the NVIDIA driver, start the container with `--gpus all`, "
+        + _ANOTHER_DEVICE
+    ),
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: (
+        "The NVIDIA kernel driver is not loaded: check `nvidia-smi` and `dmesg`, " + _ANOTHER_DEVICE
+    ),
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
+        "NVML and the loaded kernel driver are of different versions: reboot, or reload the driver after its update."
+    ),
+    pynvml.NVML_ERROR_GPU_IS_LOST: (
+        "The GPU fell off the bus: look for `Xid` in dmesg, then reset the GPU or reboot the node."
+    ),
+    pynvml.NVML_ERROR_RESET_REQUIRED: "The GPU must be reset before it is usable: `nvidia-smi --gpu-reset` as root.",
+    pynvml.NVML_ERROR_TIMEOUT: "The driver did not answer in time: check `nvidia-smi` and dmesg, then try again.",
+    pynvml.NVML_ERROR_NOT_SUPPORTED: (
+        "This GPU or its driver lacks the function (vGPUs and GPUs before Volta often do): use another GPU, "
+        + _ANOTHER_DEVICE
+    ),
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: "The driver is too old to have the function: update the NVIDIA driver.",
+    pynvml.NVML_ERROR_INVALID_ARGUMENT: (
+        "There is no such GPU or value: `nvidia-smi -L` lists the GPUs, `nvidia-smi -q -d SUPPORTED_CLOCKS` clocks."
+    ),
+    pynvml.NVML_ERROR_OPERATING_SYSTEM: "The operating system blocked the request: check cgroups, seccomp and SELinux.",
+}
+_KINDS = {
+    pynvml.NVML_ERROR_NO_PERMISSION: GpuPermissionError,
+    pynvml.NVML_ERROR_TIMEOUT: GpuBusyError,
+    pynvml.NVML_ERROR_IN_USE: GpuBusyError,
+    pynvml.NVML_ERROR_MEMORY: GpuBusyError,
+    pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: GpuBusyError,
+}
+_THROTTLE_REASONS = {
+    0x001: "idle",
+    0x002: "applications_clocks_setting",
+    0x004: "sw_power_cap",
+    0x008: "hw_slowdown",
+    0x010: "sync_boost",
+    0x020: "sw_thermal_slowdown",
+    0x040: "hw_thermal_slowdown",
+    0x080: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+}
+_POWER_PROFILE = "NVML_POWER_PROFILE_"
+_POWER_PROFILES = {
+    number: name.removeprefix(_POWER_PROFILE)
+    for name, number in vars(pynvml).items()
+    if name.startswith(_POWER_PROFILE) and name != f"{_POWER_PROFILE}MAX" and "OPERATION" not in name
+}
+
+
+class NvmlGpu:
+    """One NVIDIA GPU.
+
+    NVML may be called from several threads at once, and so may this class. A call can take tens of milliseconds
+    (setting a clock) or hang with the driver: make it on a thread that may wait.
+
+    Attributes:
+        index: NVML's index of the GPU, which is nvidia-smi's.
+        uuid: The GPU's UUID, ``GPU-…``.
+        name: Product name.
+        driver: Driver version.
+        simulated: False.
+    """
+
+    simulated = False
+
+    def __init__(self, index: int) -> None:
+        """Open a GPU by NVML's own index (:func:`index_of_cuda_device` finds it).
+
+        Raises:
+            GpuError: NVML, the driver or the GPU is missing, or the GPU is split by MIG.
+        """
+        _start_nvml()
+        self._open = True
+        try:
+            self.index = index
+            self._handle = call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index)
+            self.name = str(call(f"Reading the name of GPU {index}", "nvmlDeviceGetName", self._handle))
+            self.uuid = str(call(f"Reading the UUID of GPU {index}", "nvmlDeviceGetUUID", self._handle))
+            self.driver: str | None = str(call("Reading the driver's version", "nvmlSystemGetDriverVersion"))
+            self._refuse_mig()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pci_address(self) -> str:
+        """Its place in this machine, such as ``00000000:07:00.0``, in a container too."""
+        bus_id = self._ask("Reading the PCI address", "nvmlDeviceGetPciInfo").busId
+        return bus_id.decode() if isinstance(bus_id, bytes) else str(bus_id)
+
+    @property
+    def address(self) -> str:
+        """By which another process, the guardian, opens this GPU."""
+        return f"nvml:{self.uuid}"
+
+    def __str__(self) -> str:
+        return f"GPU {self.index} ({self.name}, {self.uuid})"
+
+    def _ask(self, what: str, function: str, *arguments: Any) -> Any:
+        if not self._open:
+            raise GpuError(f"{what} of {self} failed: it was closed.")
+        return call(f"{what} of {self}", function, self._handle, *arguments)
+
+    def _refuse_mig(self) -> None:
+        try:
+            enabled, _ = self._ask("Reading the MIG mode", "nvmlDeviceGetMigMode")
+        except GpuError:
+            return  # A GPU or driver without MIG has no slices.
+        if enabled:
+            raise GpuError(
+                f"{self} is split into MIG devices: a clock would change for all of them. "
+                f'Switch MIG off (`nvidia-smi -i {self.index} -mig 0`) or set "device": "simulated".'
+            )
+
+    @cached_property
+    def _clocks_mhz(self) -> tuple[int, ...]:
+        memory_clocks = self._ask("Reading the memory clocks", "nvmlDeviceGetSupportedMemoryClocks")
+        if not memory_clocks:
+            raise GpuError(f"Reading the memory clocks of {self} failed: the driver lists none. Use another GPU.")
+        # The other entries belong to idle states; training runs at the highest memory clock.
+        clocks = self._ask("Reading the SM clocks", "nvmlDeviceGetSupportedGraphicsClocks", max(memory_clocks))
+        if not clocks:
+            raise GpuError(f"Reading the SM clocks of {self} failed: the driver lists none. Use another GPU.")
+        return tuple(sorted({int(clock) for clock in clocks}))
+
+    def supported_clocks_mhz(self) -> tuple[int, ...]:
+        """Return the SM clocks that can be locked at the highest memory clock, ascending [MHz].
+
+        Raises:
+            GpuError: The driver does not list them.
+        """
+        return self._clocks_mhz
+
+    def _check_clock(self, clock_mhz: int) -> None:
+        if clock_mhz not in self._clocks_mhz:
+            nearest = min(self._clocks_mhz, key=lambda clock: abs(clock - clock_mhz))
+            raise GpuError(f"Locking the clock of {self} failed: it has no {clock_mhz} MHz; the nearest is {nearest}.")
+
+    def lock_clock(self, clock_mhz: int) -> None:
+        """Request a fixed SM clock; it takes effect a little later and limits may keep it lower.
+
+        Raises:
+            GpuPermissionError: This process may not.
+            GpuError: The GPU has no such clock, or the driver refused.
+        """
+        self._check_clock(clock_mhz)
+        self._ask(f"Locking {clock_mhz} MHz as the clock", "nvmlDeviceSetGpuLockedClocks", clock_mhz, clock_mhz)
+
+    def reset_clock(self) -> None:
+        """Return the clock to the driver's own management.
+
+        Raises:
+            GpuPermissionError: This process may not.
+            GpuError: The driver refused.
+        """
+        self._ask("Resetting the clock", "nvmlDeviceResetGpuLockedClocks")
+
+    def check_lock_permission(self) -> None:
+        """Check that this process may lock clocks, by resetting the clock.
+
+        A reset needs the same permission as a lock and does nothing where no clock is locked. A lock that
+        somebody else set (``nvidia-smi -lgc``) is lost, as it would be at the end of a run.
+
+        Raises:
+            GpuPermissionError: It may not; the message says what to do.
+            GpuError: The driver refused for another reason.
+        """
+        self._ask("Checking the permission to lock the clock", "nvmlDeviceResetGpuLockedClocks")
+
+    def clock_mhz(self) -> int:
+        """Return the SM clock now [MHz]."""
+        return int(self._ask("Reading the SM clock", "nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM))
+
+    @cached_property
+    def has_energy_counter(self) -> bool:
+        """Whether the GPU counts the energy it uses (Volta and later; many vGPUs do not)."""
+        try:
+            self.energy_j()
+        except GpuError as error:
+            cause = error.__cause__
+            if isinstance(cause, pynvml.NVMLError) and cause.value == pynvml.NVML_ERROR_NOT_SUPPORTED:
+                return False
+            raise
+        return True
+
+    def energy_j(self) -> float:
+        """Return the energy used since the driver was loaded [J]; refreshed about every 100 ms.
+
+        Raises:
+            GpuError: The GPU has no such counter, or the driver refused.
+        """
+        return float(self._ask("Reading the energy counter", "nvmlDeviceGetTotalEnergyConsumption")) / 1e3
+
+    def power_w(self) -> float:
+        """Return the power drawn now [W]; recent GPUs average it over about a second."""
+        return float(self._ask("Reading the power", "nvmlDeviceGetPowerUsage")) / 1e3
+
+    def throttle_reasons(self) -> tuple[str, ...]:
+        """Return why the clock is not higher now, such as ``sw_power_cap``; empty if nothing limits it."""
+        what = "Reading the throttle reasons"
+        try:
+            mask = self._ask(what, "nvmlDeviceGetCurrentClocksEventReasons")
+        except GpuError:  # Drivers before 535 have it under its old name.
+            mask = self._ask(what, "nvmlDeviceGetCurrentClocksThrottleReasons")
+        return tuple(name for bit, name in _THROTTLE_REASONS.items() if mask & bit)
+
+    @property
+    def state(self) -> GpuState:
+        """Temperature and performance state now, as far as the driver tells."""
+        temperature_c, power_state = None, None
+        with suppress(GpuError):
+            temperature_c = float(
+                self._ask("Reading the temperature", "nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU)
+            )
+        with suppress(GpuError):
+            power_state = f"P{int(self._ask('Reading the performance state', 'nvmlDeviceGetPerformanceState'))}"
+        return GpuState(temperature_c, power_state)
+
+    @property
+    def administrator_settings(self) -> list[str]:
+        """What somebody has set that keeps default clocks below the GPU's own, a sentence each.
+
+        A clock that somebody has locked cannot be asked for: it is seen under load only, where the clock stays below
+        the highest and nothing limits it.
+        """
+        found = []
+        top_mhz = 0
+        with suppress(GpuError):  # a GPU whose clocks are not listed can be observed
+            top_mhz = self._clocks_mhz[-1]
+        application_mhz = self._optional(
+            "Reading the application clock", "nvmlDeviceGetApplicationsClock", pynvml.NVML_CLOCK_SM
+        )
+        usual_mhz = self._optional(
+            "Reading the default application clock", "nvmlDeviceGetDefaultApplicationsClock", pynvml.NVML_CLOCK_SM
+        )
+        # Some GPUs have a default application clock below the highest, and exceed it as long as nobody sets another.
+        if application_mhz is not None and application_mhz < top_mhz and application_mhz != usual_mhz:
+            found.append(
+                f"its application clock is {application_mhz} MHz of {top_mhz}: default clocks stay below that, and a "
+                f"lock by Perseus does not. `nvidia-smi -i {self.index} -rac` resets it."
+            )
+        limit_mw = self._optional("Reading the power limit", "nvmlDeviceGetPowerManagementLimit")
+        default_mw = self._optional("Reading the default power limit", "nvmlDeviceGetPowerManagementDefaultLimit")
+        if limit_mw is not None and default_mw is not None and limit_mw < default_mw:
+            found.append(
+                f"its power limit is {limit_mw / 1e3:.0f} W of {default_mw / 1e3:.0f} W: plans are made for that limit "
+                f"and hold as long as it stays. `nvidia-smi -i {self.index} -pl {default_mw / 1e3:.0f}` resets it."
+            )
+        if profiles := self._power_profiles():
+            found.append(
+                f"its power profile is {', '.join(profiles)}: default clocks and powers are those of that profile, and "
+                "plans hold as long as it stays. `nvidia-smi power-profiles --help` says how to clear it."
+            )
+        return found
+
+    def _power_profiles(self) -> list[str]:
+        """Return the workload power profiles in force, by NVML's names; none where the GPU has no such profiles."""
+        kind = getattr(pynvml, "c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t", None)
+        if kind is None:  # an older binding
+            return []
+        current = kind()
+        try:
+            get = "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles"
+            self._ask("Reading the power profiles", get, ctypes.byref(current))
+        except GpuError:
+            return []
+        words = enumerate(current.enforcedProfilesMask.mask)
+        numbers = [32 * place + bit for place, word in words for bit in range(32) if word >> bit & 1]
+        return [_POWER_PROFILES.get(number, f"number {number}") for number in numbers]
+
+    def _optional(self, what: str, function: str, *arguments: int) -> int | None:
+        """Return a setting; None where the GPU or its driver does not have it."""
+        try:
+            return int(self._ask(what, function, *arguments))
+        except GpuError:
+            return None
+
+    def close(self) -> None:
+        """Release the driver. The clock stays as it is."""
+        if self._open:
+            self._open = False
+            call("Closing NVML", "nvmlShutdown")
+
+
+def call(what: str, function: str, *arguments: Any) -> Any:
+    """Call one of pynvml's functions.
+
+    Args:
+        what: The beginning of the message if the call fails, such as ``Opening GPU 0``.
+        function: Name of pynvml's function.
+        arguments: The function's arguments.
+
+    Raises:
+        GpuPermissionError: This process may not.
+        GpuBusyError: NVML may do it later.
+        GpuError: Anything else that NVML refused.
+    """
+    try:
+        return getattr(pynvml, function)(*arguments)
+    except pynvml.NVMLError as error:
+        kind = _KINDS.get(error.value, GpuError)
+        remedy = _REMEDIES.get(error.value, "Check `nvidia-smi` and dmesg.")
+        raise kind(f"{what} failed: {function} says {str(error)!r} (code {error.value}). {remedy}") from error
+
+
+def _start_nvml() -> None:
+    """Start NVML, which counts its users: each must call ``nvmlShutdown`` later.
+
+    Raises:
+        GpuError: The binding, the library or the driver is missing.
+    """
+    if not hasattr(pynvml, "_nvmlGetFunctionPointer"):  # such as the package pynvml before 12, which hides NVIDIA's
+        raise GpuError(
+            f"The module pynvml at {getattr(pynvml, '__file__', '?')} is not NVIDIA's binding. "
+            f"Run `pip uninstall pynvml` and then `pip install --force-reinstall nvidia-ml-py`."
+        )
+    call("Starting NVML", "nvmlInit")
+
+
+@contextmanager
+def nvml_session() -> Iterator[None]:
+    """Start NVML, and stop it afterwards unless a GPU is open (it counts its users)."""
+    _start_nvml()
+    try:
+        yield
+    finally:
+        call("Closing NVML", "nvmlShutdown")
+
+
+def gpu_count() -> int:
+    """Return how many GPUs this node has, visible to CUDA or not.
+
+    Raises:
+        GpuError: NVML or the driver is missing.
+    """
+    with nvml_session():
+        return int(call("Counting the GPUs", "nvmlDeviceGetCount"))
+
+
+def index_of_uuid(uuid: str) -> int:
+    """Return the index of a GPU by its full or abbreviated UUID, whatever ``CUDA_VISIBLE_DEVICES`` says.
+
+    Raises:
+        GpuError: No GPU, or more than one, has it.
+    """
+    return match_uuid(uuid, gpu_uuids())
+
+
+def gpu_uuids() -> list[str]:
+    """Return the UUIDs of this node's GPUs, by index.
+
+    Raises:
+        GpuError: NVML, the driver or a GPU is missing.
+    """
+    with nvml_session():
+        return [
+            str(call(f"Reading the UUID of GPU {index}", "nvmlDeviceGetUUID", handle))
+            for index, handle in enumerate(_handles())
+        ]
+
+
+def index_of_cuda_device(cuda_index: int, uuid: str | None = None) -> int:
+    """Return the index of the GPU that CUDA calls ``cuda_index`` in this process.
+
+    Args:
+        cuda_index: CUDA ordinal, after ``CUDA_VISIBLE_DEVICES``.
+        uuid: The GPU's UUID if CUDA reports it (``torch.cuda.get_device_properties(i).uuid``): the sure way.
+            Without it, NVML's order, by PCI bus, is taken for CUDA's, which is right where all GPUs are alike.
+
+    Raises:
+        GpuError: There is no such GPU, it is a MIG device, or the order of unlike GPUs is not certain.
+    """
+    if uuid is not None:
+        return index_of_uuid(uuid)
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    index = pick(cuda_index, value, gpu_uuids())
+    _check_order(value)
+    return index
+
+
+def _handles() -> list[Any]:
+    count = call("Counting the GPUs", "nvmlDeviceGetCount")
+    return [call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in range(count)]
+
+
+def _check_order(value: str | None) -> None:
+    """Refuse to guess where CUDA's numbering may differ from NVML's, which is by PCI bus."""
+    if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or (value or "").strip().startswith("GPU-"):
+        return
+    with nvml_session():
+        names = {str(call("Reading the GPUs' names", "nvmlDeviceGetName", handle)) for handle in _handles()}
+    if len(names) > 1:
+        raise GpuError(
+            f"This node has different GPUs ({', '.join(sorted(names))}), which CUDA numbers by speed and NVML by PCI "
+            f"bus. Set CUDA_DEVICE_ORDER=PCI_BUS_ID for the job, so that clocks reach the right GPU."
+        )
+
+
+def visible_ids(value: str | None) -> list[int | str] | None:
+    """Read ``CUDA_VISIBLE_DEVICES`` as CUDA does.
+
+    A list is cut off at its first invalid entry, a repeated one makes it empty, and the first entry decides whether
+    it is read as indices or as UUIDs (CUDA programming guide, "CUDA Environment Variables").
+
+    Args:
+        value: The variable's value, None where it is not set.
+
+    Returns:
+        Indices or (abbreviated) GPU UUIDs in CUDA's order; None if every GPU is visible.
+
+    Raises:
+        GpuError: A MIG device is named; its clock cannot be set on its own.
+    """
+    if value is None:
+        return None
+    entries = [entry.strip() for entry in value.split(",")]
+    if any(entry.startswith("MIG-") for entry in entries):
+        raise GpuError(
+            f"CUDA_VISIBLE_DEVICES={value!r} names a MIG device: clocks belong to the whole GPU and cannot be set for "
+            f'one slice. Use whole GPUs, or set "device": "simulated".'
+        )
+    ids: list[int | str] = []
+    as_uuids = entries[0].startswith("GPU-")
+    for entry in entries:
+        number = re.match(r"\+?\d+", entry)
+        if as_uuids:
+            if not entry.startswith("GPU-"):
+                break
+            ids.append(entry)
+        elif number:
+            ids.append(int(number.group()))
+        else:
+            break
+    return ids if len(set(ids)) == len(ids) else []
+
+
+def pick(cuda_index: int, value: str | None, uuids: Sequence[str]) -> int:
+    """Return the position among ``uuids`` of the GPU that CUDA calls ``cuda_index``.
+
+    Args:
+        cuda_index: CUDA ordinal within this process.
+        value: ``CUDA_VISIBLE_DEVICES``, None where it is not set.
+        uuids: UUIDs of the node's GPUs in PCI bus order.
+
+    Raises:
+        GpuError: There is no such GPU, or its abbreviated UUID matches several.
+    """
+    ids = visible_ids(value)
+    chosen: int | str = cuda_index
+    if ids is not None:
+        if not 0 <= cuda_index < len(ids):
+            raise GpuError(
+                f"CUDA device {cuda_index} does not exist: CUDA_VISIBLE_DEVICES={value!r} shows {len(ids)} GPUs "
+                f"(read as {ids}). Show the process a GPU, or start fewer ranks on this node."
+            )
+        chosen = ids[cuda_index]
+    if isinstance(chosen, int):
+        if not 0 <= chosen < len(uuids):
+            raise GpuError(
+                f"CUDA device {cuda_index} does not exist: it would be GPU {chosen} "
+                f"(CUDA_VISIBLE_DEVICES={value!r}), but NVML sees {len(uuids)} GPUs. Check the variable and nvidia-smi."
+            )
+        return chosen
+    return match_uuid(chosen, uuids)
+
+
+def match_uuid(uuid: str, uuids: Sequence[str]) -> int:
+    """Return the position of the one UUID that begins with ``uuid``; the prefix ``GPU-`` may be left out.
+
+    Raises:
+        GpuError: None or several do.
+    """
+    wanted = uuid.lower().removeprefix("gpu-")
+    found = [position for position, full in enumerate(uuids) if full.lower().removeprefix("gpu-").startswith(wanted)]
+    if len(found) != 1 or not wanted:
+        raise GpuError(
+            f"GPU UUID {uuid!r} fits {len(found)} of the GPUs that NVML sees ({', '.join(uuids) or 'none'}); "
+            f"expected exactly one. Run `nvidia-smi -L` for the UUIDs."
+        )
+    return found[0]

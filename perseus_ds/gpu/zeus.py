@@ -1,0 +1,255 @@
+"""GPUs through Zeus's device layer: clocks without privileges through its daemon zeusd, and AMD's GPUs.
+
+The package ``zeus`` is optional (``pip install perseus-ds[zeus]``). With ``ZEUSD_SOCK_PATH`` or ``ZEUSD_HOST_PORT``
+set, Zeus asks zeusd to change clocks; without, it calls the driver itself. Reading needs no privilege, so NVIDIA's
+GPUs are read through NVML, which offers more readings than Zeus does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
+from perseus_ds.gpu.base import Gpu, GpuState
+from perseus_ds.gpu.nvml import NvmlGpu, gpu_count, index_of_cuda_device, index_of_uuid
+
+_AMD_STEP_MHZ = 25
+"""AMD accepts any clock in a range; with this step there are about as many clocks as NVIDIA's GPUs have."""
+
+
+@contextmanager
+def _zeus_errors(what: str) -> Iterator[None]:
+    """Turn Zeus's errors, and those of its connection to zeusd, into ours."""
+    try:
+        from httpx import HTTPError
+        from zeus.device.gpu.common import ZeusGPUNoPermissionError
+        from zeus.exception import ZeusBaseError
+        from zeus.utils.zeusd import ZeusdConnectionError
+    except ImportError as error:
+        raise GpuError(f'"device": "zeus" needs the package zeus ({error}). pip install "perseus-ds[zeus]"') from error
+    try:
+        yield
+    except ZeusGPUNoPermissionError as error:
+        raise GpuPermissionError(
+            f"{what} failed: {error}. Run zeusd on this node and set ZEUSD_SOCK_PATH to its socket, or run as root."
+        ) from error
+    except (ZeusBaseError, HTTPError, OSError) as error:
+        is_connection = isinstance(error, (ZeusdConnectionError, HTTPError, OSError))
+        kind = GpuBusyError if is_connection else GpuError  # zeusd may just be starting again
+        raise kind(f"{what} failed: {error}. Check that zeusd runs and that ZEUSD_SOCK_PATH is its socket.") from error
+
+
+def open_zeus_gpu(cuda_index: int, uuid: str | None = None) -> Gpu:
+    """Open the GPU that CUDA, or HIP, calls ``cuda_index`` in this process.
+
+    Args:
+        cuda_index: Ordinal after ``CUDA_VISIBLE_DEVICES`` or ``HIP_VISIBLE_DEVICES``.
+        uuid: An NVIDIA GPU's UUID if CUDA reports it.
+
+    Raises:
+        GpuError: Zeus is not installed, zeusd does not answer, or there is no such GPU.
+    """
+    if _is_nvidia():
+        return ZeusNvidiaGpu(index_of_cuda_device(cuda_index, uuid))
+    return ZeusAmdGpu(cuda_index)
+
+
+def open_address(identity: str) -> Gpu:
+    """Open a GPU by the part of its address after ``zeus:``, in a process that sees every GPU.
+
+    Raises:
+        GpuError: As :func:`open_zeus_gpu`.
+    """
+    return ZeusNvidiaGpu(index_of_uuid(identity)) if identity.startswith("GPU-") else ZeusAmdGpu(int(identity))
+
+
+def _is_nvidia() -> bool:
+    with _zeus_errors("Looking for GPUs through Zeus"):
+        from zeus.device.gpu.amd import amdsmi_is_available
+        from zeus.device.gpu.nvidia import nvml_is_available
+
+        if nvml_is_available():
+            return True
+        if amdsmi_is_available():
+            return False
+    raise GpuError("Zeus finds neither NVIDIA's nor AMD's GPUs. Check nvidia-smi or amd-smi.")
+
+
+class ZeusNvidiaGpu(NvmlGpu):
+    """An NVIDIA GPU whose clock Zeus changes; see :class:`perseus_ds.gpu.nvml.NvmlGpu`."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        try:
+            with _zeus_errors(f"Opening {self} through Zeus"):
+                from zeus.device.gpu.nvidia import NVIDIAGPU
+                from zeus.utils.zeusd import ZeusdConfig
+
+                config = ZeusdConfig.from_env()
+                # Zeus's own list of GPUs does not read UUIDs in CUDA_VISIBLE_DEVICES.
+                self._zeus: Any = NVIDIAGPU(index) if config is None else _GpuOfZeusd(self, config)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        return f"zeus:{self.uuid}"
+
+    def lock_clock(self, clock_mhz: int) -> None:
+        self._check_clock(clock_mhz)
+        with _zeus_errors(f"Locking {clock_mhz} MHz as the clock of {self}"):
+            self._zeus.set_gpu_locked_clocks(clock_mhz, clock_mhz)
+
+    def reset_clock(self) -> None:
+        with _zeus_errors(f"Resetting the clock of {self}"):
+            self._zeus.reset_gpu_locked_clocks()
+
+    def check_lock_permission(self) -> None:
+        self.reset_clock()
+
+
+class _GpuOfZeusd:
+    """A GPU as zeusd knows it, by the number that it has on the node.
+
+    In a container, or a job with a part of a node, NVML numbers GPUs from 0 whichever they are.
+    """
+
+    def __init__(self, gpu: NvmlGpu, config: Any) -> None:
+        """Find the GPU.
+
+        Raises:
+            GpuError: zeusd does not say which of its GPUs this one is.
+        """
+        from zeus.utils.zeusd import ZeusdClient, require_capabilities
+
+        self._client = ZeusdClient(config)
+        require_capabilities(self._client, control_gpu=True)
+        with config.make_client() as http:  # Zeus's own client drops what it does not know
+            known = http.get(config.url("/discover")).json()["gpus"]
+        self._numbers = [_number_of(gpu, known)]
+
+    def set_gpu_locked_clocks(self, lowest_mhz: int, highest_mhz: int) -> None:
+        self._client.set_gpu_locked_clocks(self._numbers, lowest_mhz, highest_mhz)
+
+    def reset_gpu_locked_clocks(self) -> None:
+        self._client.reset_gpu_locked_clocks(self._numbers)
+
+
+def _number_of(gpu: NvmlGpu, known: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of a GPU among those that zeusd knows.
+
+    Raises:
+        GpuError: It cannot be told.
+    """
+    for each in known:
+        if each.get("uuid") == gpu.uuid or _pci(each.get("pci_address")) == _pci(gpu.pci_address):
+            return int(each["id"])
+    tells = any(each.get("uuid") or each.get("pci_address") for each in known)
+    # One that tells neither numbers GPUs as NVML does, which is the same here where all of them are visible.
+    if not tells and len(known) == gpu_count():
+        return gpu.index
+    why = "none of them is at its address" if tells else "this process does not see all of them, and zeusd says no more"
+    raise GpuError(
+        f"{gpu} at {gpu.pci_address} cannot be found among the {len(known)} GPUs of zeusd: {why}. Update zeusd to a "
+        "version that reports PCI addresses, or give the job all GPUs of the node; otherwise clocks of other jobs' "
+        "GPUs would be changed."
+    )
+
+
+def _pci(address: str | None) -> tuple[int, ...] | None:
+    """Return the numbers of a PCI address, which is written with 4 or 8 digits for the domain."""
+    return tuple(int(part, 16) for part in re.split("[:.]", address)) if address else None
+
+
+class ZeusAmdGpu:
+    """An AMD GPU; its clock can be anything in a range. Written from Zeus's interface, not yet run on a real one.
+
+    Attributes:
+        name: Product name.
+        driver: None.
+        simulated: False.
+    """
+
+    simulated = False
+    driver: str | None = None
+
+    def __init__(self, index: int) -> None:
+        """Open a GPU by its place among those that are visible.
+
+        Raises:
+            GpuError: There is no such GPU.
+        """
+        with _zeus_errors(f"Opening GPU {index} through Zeus"):
+            from zeus.device.gpu import get_gpus
+
+            gpus = get_gpus().gpus
+            if not 0 <= index < len(gpus):
+                raise GpuError(f"GPU {index} does not exist: Zeus sees {len(gpus)}. Check HIP_VISIBLE_DEVICES.")
+            self._zeus: Any = gpus[index]
+            self.name = str(self._zeus.get_name())
+            fastest_mhz, slowest_mhz = self._zeus.get_supported_graphics_clocks()
+        self._clocks_mhz = tuple(reversed(range(int(fastest_mhz), int(slowest_mhz) - 1, -_AMD_STEP_MHZ)))
+
+    @property
+    def address(self) -> str:
+        """By which another process, the guardian, opens this GPU."""
+        return f"zeus:{self._zeus.gpu_index}"
+
+    def __str__(self) -> str:
+        return f"GPU {self._zeus.gpu_index} ({self.name})"
+
+    def supported_clocks_mhz(self) -> tuple[int, ...]:
+        return self._clocks_mhz
+
+    def lock_clock(self, clock_mhz: int) -> None:
+        if clock_mhz not in self._clocks_mhz:
+            raise GpuError(
+                f"Locking the clock of {self} failed: {clock_mhz} MHz is not one of its clocks, which go from "
+                f"{self._clocks_mhz[0]} to {self._clocks_mhz[-1]} MHz in steps of {_AMD_STEP_MHZ}."
+            )
+        with _zeus_errors(f"Locking {clock_mhz} MHz as the clock of {self}"):
+            self._zeus.set_gpu_locked_clocks(clock_mhz, clock_mhz)
+
+    def reset_clock(self) -> None:
+        # Zeus after 0.16 resets AMD's clocks, those of the memory too, by another method, and refuses the other one.
+        reset = getattr(self._zeus, "reset_locked_clocks", None) or self._zeus.reset_gpu_locked_clocks
+        with _zeus_errors(f"Resetting the clock of {self}"):
+            reset()
+
+    def check_lock_permission(self) -> None:
+        self.reset_clock()
+
+    def clock_mhz(self) -> int:
+        with _zeus_errors(f"Reading the clock of {self}"):
+            import amdsmi
+
+            clocks = amdsmi.amdsmi_get_clock_info(self._zeus.handle, amdsmi.AmdSmiClkType.GFX)
+            return int(clocks["clk"])
+
+    def throttle_reasons(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def has_energy_counter(self) -> bool:
+        """Whether Zeus found that the GPU's energy counter agrees with its power."""
+        return bool(self._zeus.supports_get_total_energy_consumption())
+
+    def energy_j(self) -> float:
+        with _zeus_errors(f"Reading the energy counter of {self}"):
+            return float(self._zeus.get_total_energy_consumption()) / 1e3
+
+    def power_w(self) -> float:
+        with _zeus_errors(f"Reading the power of {self}"):
+            return float(self._zeus.get_instant_power_usage()) / 1e3
+
+    @property
+    def state(self) -> GpuState:
+        """Zeus does not tell it."""
+        return GpuState()
+
+    def close(self) -> None:
+        """Nothing to release. The clock stays as it is."""

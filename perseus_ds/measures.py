@@ -1,0 +1,469 @@
+"""One number: what an iteration takes, and what is saved against iterations at default clocks.
+
+The log, ``watch``, ``control status``, metrics, ``compare``, the report and the table of the demo take their figures
+from here, computed from the job's records:
+
+- An iteration *counts* unless it is the first one after a start or after a change of phase or plan, whose clocks are
+  still those before, or a rank had fallen back to default clocks.
+- The *typical* iteration of several that ran alike takes their median time, since single ones may be held up. Its
+  energy is their mean power times that: counters are refreshed so rarely that a short iteration reads too much or
+  nothing.
+- The *baseline* of a plan are the iterations at default clocks with which its verdict compared it. Where there was no
+  verdict, it is the longest series at default clocks of the same job or of another run of it: in observe mode or to
+  compare plans with, else while plans were computed, else in the warm-up. A series of fewer than five iterations is
+  taken only where the profile predicts nothing for default clocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from perseus_ds.artifacts.run_records import (
+    IterationRecord,
+    PlanJudged,
+    ProfileWritten,
+    Record,
+    Started,
+    trains,
+)
+
+AT_DEFAULT_CLOCKS: Mapping[str, str] = {
+    "observe": "in observe mode",
+    "default": "to compare plans with",
+    "optimizing": "while plans were computed",
+    "warm-up": "while it warmed up",
+}
+"""The phases at default clocks, and what to say of iterations in each."""
+# Computing plans takes processor time. In the warm-up, ranks wait for each other before the tail, which an ordinary
+# iteration does not.
+_LAST_CHOICES = ("optimizing", "warm-up")
+_LEAST_MEASURED = 5
+_MOST_KEPT = 2000
+"""Of one series; a longer one is known by its last iterations."""
+_PARTS = 8
+# The begin and the end of a window are each known to a uniformly distributed part of a refresh of the counter.
+_REFRESH_ERROR = math.sqrt(2 / 12)
+
+
+@dataclass(frozen=True)
+class Typical:
+    """A typical one of several iterations that ran alike.
+
+    Attributes:
+        iterations: How many.
+        time_s: Iteration time [s].
+        power_w: Power of all GPUs [W]; None where no energy could be read.
+        time_error: Relative standard error of the time.
+        power_error: Relative standard error of the power.
+    """
+
+    iterations: int
+    time_s: float
+    power_w: float | None
+    time_error: float = 0.0
+    power_error: float = 0.0
+
+    @classmethod
+    def of(
+        cls, times_s: Sequence[float], energies_j: Sequence[float | None], *, counter_period_s: float = 0.0
+    ) -> Typical | None:
+        """Return the typical one of some iterations, None where there are none.
+
+        Args:
+            times_s: Their times [s].
+            energies_j: Their energies, of all GPUs [J]; None where one could not be read.
+            counter_period_s: How often energy counters are refreshed [s].
+        """
+        if not times_s:
+            return None
+        time_s = statistics.median(times_s)
+        # From the median deviation, which no single iteration decides.
+        deviation_s = statistics.median(abs(one_s - time_s) for one_s in times_s)
+        time_error = 1.25 * 1.4826 * deviation_s / math.sqrt(len(times_s)) / time_s
+        known = [(one_s, one_j) for one_s, one_j in zip(times_s, energies_j, strict=True) if one_j is not None]
+        power_w = _power_w(known) if known else None
+        power_error = _power_error(known, power_w, counter_period_s) if power_w else 0.0
+        return cls(len(times_s), time_s, power_w, time_error, power_error)
+
+    @property
+    def energy_j(self) -> float | None:
+        """Energy of all GPUs [J]."""
+        return None if self.power_w is None else self.power_w * self.time_s
+
+    @property
+    def energy_error(self) -> float:
+        """Relative standard error of the energy."""
+        return math.hypot(self.time_error, self.power_error)
+
+
+def _power_w(known: Iterable[tuple[float, float]]) -> float:
+    times_s, energies_j = zip(*known, strict=True)
+    return float(sum(energies_j) / sum(times_s))
+
+
+def refresh_error(time_s: float, counter_period_s: float) -> float:
+    """Return the relative standard error of the mean power over a time that the counter's refreshes alone make."""
+    return _REFRESH_ERROR * counter_period_s / time_s
+
+
+def _power_error(known: Sequence[tuple[float, float]], power_w: float, counter_period_s: float) -> float:
+    """Return the relative standard error of the mean power: from the parts of the window, not below the counter's."""
+    by_refresh = refresh_error(sum(time_s for time_s, _ in known), counter_period_s)
+    size = len(known) // _PARTS
+    if not size:
+        return by_refresh
+    cuts = [number * size for number in range(_PARTS)] + [len(known)]
+    powers_w = [_power_w(known[begin:end]) for begin, end in itertools.pairwise(cuts)]
+    spread = statistics.stdev(powers_w) / math.sqrt(_PARTS) / power_w
+    # The end of a part is the begin of the next one: refreshes that are seen late make parts differ, not the whole.
+    return max(by_refresh, math.sqrt(max(0.0, spread**2 - _PARTS * by_refresh**2)))
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Iterations at default clocks that others are compared with.
+
+    Attributes:
+        typical: A typical one of them.
+        phase: The phase in which they ran; None where the profile predicts them.
+        run: The run they are of; None for the same one.
+    """
+
+    typical: Typical
+    phase: str | None = None
+    run: str | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether they were measured, not predicted."""
+        return self.phase is not None
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether they are not too few to be compared with."""
+        return self.typical.iterations >= _LEAST_MEASURED
+
+    def __str__(self) -> str:
+        if self.phase is None:
+            return "default clocks, by the profile"
+        run = "this job" if self.run is None else f"run {self.run}"
+        return f"default clocks, {self.typical.iterations} iterations of {run} {AT_DEFAULT_CLOCKS[self.phase]}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Iterations under a plan, against their baseline.
+
+    Attributes:
+        plan: The plan's place on the frontier; None for plans of several shapes of inputs.
+        ran: How many iterations ran under it, those that do not count included.
+        typical: A typical one.
+        baseline: What it is compared with.
+    """
+
+    plan: int | None
+    ran: int
+    typical: Typical
+    baseline: Baseline
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer an iteration takes, as a fraction of the baseline's time."""
+        return self.typical.time_s / self.baseline.typical.time_s - 1
+
+    @property
+    def slowdown_error(self) -> float:
+        """Its standard error."""
+        return (1 + self.slowdown) * math.hypot(self.typical.time_error, self.baseline.typical.time_error)
+
+    @property
+    def saved(self) -> float | None:
+        """How much less energy it uses, as a fraction of the baseline's."""
+        energy_j, default_j = self.typical.energy_j, self.baseline.typical.energy_j
+        return 1 - energy_j / default_j if energy_j is not None and default_j else None
+
+    @property
+    def saved_error(self) -> float | None:
+        """Its standard error."""
+        if self.saved is None:
+            return None
+        return (1 - self.saved) * math.hypot(self.typical.energy_error, self.baseline.typical.energy_error)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """So many iterations, each a typical one, against as many of the baseline.
+
+    Attributes:
+        iterations: How many.
+        time_s: Of all [s].
+        energy_j: Of all, of the whole job [J].
+        default_s: As many of the baseline [s].
+        default_j: As many of the baseline [J].
+    """
+
+    iterations: int
+    time_s: float
+    energy_j: float
+    default_s: float
+    default_j: float
+
+    @classmethod
+    def of(cls, measured: Iterable[Measured]) -> Saving | None:
+        """Return that of all plans; None where no energy is known."""
+        found = [cls._of(one) for one in measured]
+        known = [saving for saving in found if saving is not None]
+        return sum(known[1:], known[0]) if known else None
+
+    @classmethod
+    def _of(cls, one: Measured) -> Saving | None:
+        ours, theirs = one.typical, one.baseline.typical
+        if ours.energy_j is None or not theirs.energy_j:
+            return None
+        return cls(one.ran, one.ran * ours.time_s, one.ran * ours.energy_j, one.ran * theirs.time_s,
+                   one.ran * theirs.energy_j)  # fmt: skip
+
+    def __add__(self, other: Saving) -> Saving:
+        return Saving(
+            self.iterations + other.iterations,
+            self.time_s + other.time_s,
+            self.energy_j + other.energy_j,
+            self.default_s + other.default_s,
+            self.default_j + other.default_j,
+        )
+
+    def times(self, iterations: int) -> Saving:
+        """Return that of as many iterations of the same kind."""
+        scale = iterations / self.iterations
+        return Saving(
+            iterations, scale * self.time_s, scale * self.energy_j, scale * self.default_s, scale * self.default_j
+        )
+
+    @property
+    def saved_j(self) -> float:
+        """Energy saved [J]."""
+        return self.default_j - self.energy_j
+
+    @property
+    def saved(self) -> float:
+        """As a fraction of the energy at default clocks."""
+        return self.saved_j / self.default_j
+
+    @property
+    def gained_s(self) -> float:
+        """How much less time they took than at default clocks [s]; negative for more."""
+        return self.default_s - self.time_s
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer they took, as a fraction of the time at default clocks."""
+        return self.time_s / self.default_s - 1
+
+
+class _Series:
+    """Iterations that ran alike and count, the last ones of many."""
+
+    def __init__(self) -> None:
+        self.ran = 0
+        self._times_s: deque[float] = deque(maxlen=_MOST_KEPT)
+        self._energies_j: deque[float | None] = deque(maxlen=_MOST_KEPT)
+        self._typical: Typical | None = None
+
+    def __len__(self) -> int:
+        return len(self._times_s)
+
+    def add(self, time_s: float, energy_j: float | None) -> None:
+        """Add an iteration that counts."""
+        self._times_s.append(time_s)
+        self._energies_j.append(energy_j)
+        self._typical = None
+
+    @property
+    def typical(self) -> Typical | None:
+        if self._typical is None:
+            self._typical = Typical.of([*self._times_s], [*self._energies_j])
+        return self._typical
+
+
+def _preference(baseline: Baseline) -> tuple[bool, int, int]:
+    """Return by what one series at default clocks is preferred to another."""
+    choice = _LAST_CHOICES.index(baseline.phase) + 1 if baseline.phase in _LAST_CHOICES else 0
+    return baseline.is_enough, -choice, baseline.typical.iterations
+
+
+class JobMeasures:
+    """What the iterations of a job take, from its records in their order; memory does not grow with the job."""
+
+    def __init__(self) -> None:
+        self._default: dict[str, _Series] = {phase: _Series() for phase in AT_DEFAULT_CLOCKS}
+        self._plans: dict[int | None, _Series] = {}
+        self._verdicts: dict[int | None, Baseline] = {}
+        self._compared = _Series()
+        self._predicted: Baseline | None = None
+        # Of a job with plans for several shapes of inputs: the mean of what default clocks take for each.
+        self._shapes: Baseline | None = None
+        # Under plans of earlier frontiers.
+        self._planned_before = 0
+        self._saved_before: Saving | None = None
+        self._kind: tuple[str, int | None, bool] | None = None
+        # Distinguishes the frontier of a plan from the job's earlier ones.
+        self._frontier: tuple[str | None, int] | None = None
+        self._next_frontier: tuple[str | None, int] = None, 0
+
+    def add(self, record: Record) -> bool:
+        """Add a record; return whether it is of an iteration that counts."""
+        if isinstance(record, IterationRecord):
+            return trains(record) and self._add_iteration(record)
+        if isinstance(record, Started):
+            self._kind = None
+            self._next_frontier = record.frontier, self._next_frontier[1]
+        elif isinstance(record, ProfileWritten):
+            self._next_frontier = self._next_frontier[0], self._next_frontier[1] + 1
+        elif isinstance(record, PlanJudged):
+            self._add_verdict(record.plan)
+        return False
+
+    def _forget_plans(self) -> None:
+        """A plan's number is only valid for its own frontier."""
+        self._planned_before, self._saved_before = self.planned, self.saving()
+        self._plans.clear()
+        self._verdicts.clear()
+        self._predicted = self._shapes = None
+
+    def _add_iteration(self, record: IterationRecord) -> bool:
+        # Each shape of inputs has plans of its own, which alternate, and default clocks of its own to compare with.
+        has_shape = bool(record.shape)
+        kind = record.phase, None if has_shape else record.plan, has_shape
+        counts = kind == self._kind and not record.failed_ranks
+        self._kind = kind
+        if record.phase in self._default:
+            if counts:
+                self._default[record.phase].add(record.time_s, record.energy_j)
+                if record.phase == "default":
+                    self._compared.add(record.time_s, record.energy_j)
+        elif record.phase == "run" and record.plan is not None:
+            self._add_planned(record, counts=counts)
+        return counts
+
+    def _add_planned(self, record: IterationRecord, *, counts: bool) -> None:
+        if self._frontier != self._next_frontier:
+            self._frontier = self._next_frontier
+            self._forget_plans()
+        default_s, default_j = record.default_time_s, record.default_energy_j
+        if record.shape:
+            series = self._plans.setdefault(None, _Series())
+            if counts and default_s and default_j:
+                series.add(record.time_s / default_s, None if record.energy_j is None else record.energy_j / default_j)
+                self._add_shape(default_s, default_j)
+        else:
+            series = self._plans.setdefault(record.plan, _Series())
+            if counts:
+                series.add(record.time_s, record.energy_j)
+            if default_s and default_j:
+                self._predicted = Baseline(Typical(1, default_s, default_j / default_s))
+        series.ran += 1
+
+    def _add_shape(self, default_s: float, default_j: float) -> None:
+        """Take into account what default clocks take for the shape of an iteration."""
+        iterations, mean_s, mean_j = 0, 0.0, 0.0
+        if self._shapes is not None:
+            known = self._shapes.typical
+            iterations, mean_s, mean_j = known.iterations, known.time_s, known.energy_j or 0.0
+        mean_s, mean_j = (
+            mean_s + (default_s - mean_s) / (iterations + 1),
+            mean_j + (default_j - mean_j) / (iterations + 1),
+        )
+        self._shapes = Baseline(Typical(iterations + 1, mean_s, mean_j / mean_s), "default")
+
+    def _add_verdict(self, plan: int | None) -> None:
+        typical = self._compared.typical
+        if typical is not None and typical.energy_j:
+            self._verdicts[plan] = Baseline(typical, "default")
+            self._compared = _Series()
+        elif self.verdict is not None:
+            self._verdicts[plan] = self.verdict
+
+    def longest_at_default_clocks(self) -> Baseline | None:
+        """Return the longest series at default clocks whose energy is known, the phases in order of preference."""
+        found = [
+            Baseline(series.typical, phase)
+            for phase, series in self._default.items()
+            if series.typical is not None and series.typical.energy_j
+        ]
+        return max(found, key=_preference, default=None)
+
+    @property
+    def verdict(self) -> Baseline | None:
+        """The baseline of the last verdict; None where there was none."""
+        return [*self._verdicts.values()][-1] if self._verdicts else None
+
+    def baseline(self, plan: int | None = None, others: Mapping[str, JobMeasures] | None = None) -> Baseline | None:
+        """Return what to compare iterations with.
+
+        Args:
+            plan: Under which plan they ran.
+            others: Other runs of the same job, by their names.
+        """
+        if (found := self._verdicts.get(plan) or self.verdict) is not None:
+            return found
+        candidates = [self.longest_at_default_clocks()]
+        for name, other in (others or {}).items():
+            theirs = other.verdict or other.longest_at_default_clocks()
+            candidates.append(theirs and replace(theirs, run=name))
+        measured = [one for one in candidates if one is not None]
+        longest = max(measured, key=_preference, default=None)
+        if longest is None or (not longest.is_enough and self._predicted is not None):
+            return self._predicted
+        return longest
+
+    def plan(self, plan: int | None, others: Mapping[str, JobMeasures] | None = None) -> Measured | None:
+        """Return the iterations under a plan of the frontier in use; None where none counts or there is no baseline."""
+        series = self._plans.get(plan)
+        if series is None or series.typical is None:
+            return None
+        typical, baseline = series.typical, self._shapes if plan is None else self.baseline(plan, others)
+        if plan is None and self._shapes is not None:  # whose figures are relative to each shape's default clocks
+            default = self._shapes.typical
+            power_w = typical.power_w and default.power_w and typical.power_w * default.power_w
+            typical = replace(typical, time_s=typical.time_s * default.time_s, power_w=power_w)
+        return None if baseline is None else Measured(plan, series.ran, typical, baseline)
+
+    def plans(self, others: Mapping[str, JobMeasures] | None = None) -> list[Measured]:
+        """Return those of all plans, in the order in which they first ran."""
+        found = (self.plan(plan, others) for plan in self._plans)
+        return [one for one in found if one is not None]
+
+    def typical_of_plans(self) -> dict[int, Typical]:
+        """Return a typical iteration under each plan, whatever it is compared with."""
+        found = ((plan, series.typical) for plan, series in self._plans.items())
+        return {plan: typical for plan, typical in found if plan is not None and typical is not None}
+
+    @property
+    def planned(self) -> int:
+        """How many iterations ran under plans."""
+        return self._planned_before + sum(series.ran for series in self._plans.values())
+
+    def saving(self, others: Mapping[str, JobMeasures] | None = None) -> Saving | None:
+        """Return what all iterations under plans saved, those of earlier frontiers included; None where not known."""
+        now = Saving.of(self.plans(others))
+        return now + self._saved_before if now and self._saved_before else now or self._saved_before
+
+
+def promise(record: IterationRecord, baseline: Baseline | None) -> tuple[float | None, float | None]:
+    """Return the slowdown and the saving that a plan promises, by the profile, against a baseline.
+
+    Args:
+        record: An iteration under the plan.
+        baseline: Iterations at default clocks.
+    """
+    default_s, default_j = record.default_time_s, record.default_energy_j
+    if baseline is not None and baseline.is_measured and not record.shape:
+        default_s, default_j = baseline.typical.time_s, baseline.typical.energy_j
+    time_s, energy_j = record.predicted_time_s, record.predicted_energy_j
+    slowdown = time_s / default_s - 1 if time_s is not None and default_s else None
+    return slowdown, 1 - energy_j / default_j if energy_j is not None and default_j else None

@@ -1,1 +1,0 @@
-"""The solver with its lower bound and certificate."""

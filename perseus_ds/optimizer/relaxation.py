@@ -1,0 +1,425 @@
+"""The relaxed problem at one deadline, solved by an interior-point method.
+
+Every decision may move along the lower convex hull of its options. With event times ``x`` and,
+for each arc, the length ``d`` it takes of each hull piece and the time ``s`` it waits,
+
+    minimise    -saving . d
+    subject to  least + sum(d) + s = x[head] - x[tail],   0 <= d <= length,   s >= 0.
+
+The multipliers of the equations are a flow through the network: what one second more would save on
+each arc. A Newton step solves a system with the Laplacian of the network, which is banded once the
+events are ordered along the pipeline, so a step costs about events * bandwidth ** 2 (Mehrotra's
+predictor and corrector, SIAM J. Optimization 2(4), 1992).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from scipy.linalg import cho_solve_banded, cholesky_banded
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import reverse_cuthill_mckee
+
+from perseus_ds.artifacts.profile import lower_hull
+from perseus_ds.optimizer.network import Network
+from perseus_ds.optimizer.problem import InstructionGroup, OptionTable
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+
+_MAX_STEPS = 80
+_START_FLOW = 0.6
+"""Flow through a typical decision at the start, in typical savings."""
+_TOLERANCE = 1e-8
+"""Of the cost, relative. The bound is computed from the flow anew, so this affects its tightness, not its validity."""
+_MARGIN = 0.4
+"""By this fraction a price may lie outside of its range in neighbouring optima."""
+_TILT = 3e-3
+"""The fraction by which savings at the start of the iteration are raised, and those at its end lowered.
+
+Micro-batches are alike, so the optimum is far from unique. The tilt picks one that slows the early
+part of the iteration down as a whole rather than everything by half a step, which real clocks can
+realise with few clock changes. The bound is computed without the tilt and loses less than 0.01 % by it.
+"""
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """An optimum of the relaxed problem.
+
+    Attributes:
+        deadline_s: When the iteration ends [s].
+        event_s: Shape (events,): when each event happens [s].
+        flow_w: Shape (arcs,): what a second more on each arc would save [W]; conserved at every event.
+    """
+
+    deadline_s: float
+    event_s: Floats
+    flow_w: Floats
+
+
+@dataclass(frozen=True)
+class GroupPieces:
+    """A convex, falling, piecewise-linear function of time, its pieces from left to right.
+
+    Attributes:
+        length_s: Shape (k,): how much time each piece spans [s].
+        saving_w: Shape (k,): energy saved per second spent on it, strictly falling [W].
+    """
+
+    length_s: Floats
+    saving_w: Floats
+
+    @classmethod
+    def of(cls, time_s: Floats, cost_j: Floats) -> GroupPieces:
+        """Return the lower hull of points with rising time and falling cost."""
+        kept = lower_hull(time_s, cost_j)
+        length_s = np.diff(time_s[kept])
+        return cls(length_s, -np.diff(cost_j[kept]) / length_s)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The hull pieces of many decisions, one decision after the other.
+
+    Attributes:
+        owner: Shape (m,): the decision each piece belongs to.
+        length_s, saving_w: Shape (m,), as in :class:`GroupPieces`.
+    """
+
+    owner: Indices
+    length_s: Floats
+    saving_w: Floats
+
+
+class HullTable:
+    """The hulls of all groups, for every number of clocks that are fast enough to be usable."""
+
+    def __init__(self, groups: tuple[InstructionGroup, ...]) -> None:
+        self._groups = groups
+        self._hulls: dict[tuple[int, int], GroupPieces] = {}
+
+    def pieces(self, group: Indices, usable: Indices) -> Pieces:
+        """Return the pieces of decisions of these groups that may use their fastest clocks only.
+
+        Args:
+            group: Shape (n,).
+            usable: Shape (n,): how many of the group's clocks, at least 1.
+        """
+        keys, which = np.unique(np.stack([group, usable]), axis=1, return_inverse=True)
+        hulls = [self._hull(int(g), int(n)) for g, n in keys.T]
+        counts = np.array([len(h.length_s) for h in hulls], dtype=np.intp)
+        begins = np.cumsum(counts) - counts
+        which = which.reshape(-1)
+        owner = np.repeat(np.arange(len(group)), counts[which])
+        ends = np.cumsum(counts[which])
+        within = np.arange(len(owner)) - np.repeat(ends - counts[which], counts[which])
+        at = begins[which][owner] + within
+
+        lengths_s = np.concatenate([h.length_s for h in hulls])
+        savings_w = np.concatenate([h.saving_w for h in hulls])
+        return Pieces(owner, lengths_s[at], savings_w[at])
+
+    def _hull(self, group: int, usable: int) -> GroupPieces:
+        key = (group, usable)
+        if key not in self._hulls:
+            options = self._groups[group]
+            self._hulls[key] = GroupPieces.of(options.options.time_s[:usable], options.cost_j[:usable])
+        return self._hulls[key]
+
+
+class Relaxation:
+    """Solves the relaxed problem of one network for any deadline."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        problem = network.problem
+        self.fastest_j = problem.energy_j(problem.fastest, 0.0)
+        self.time_unit_s = float(np.mean([g.options.time_s[0] for g in problem.groups]))
+        self._hulls = HullTable(problem.groups)
+        self.laplacian = Laplacian(network)
+        self._earliest_s = network.earliest_s(network.least_s)
+        self._after_s = network.latest_s(network.least_s, 0.0)
+        self._options = OptionTable(problem.groups)
+
+    def pieces(self, deadline_s: float) -> Pieces:
+        """Return the hull pieces of every decision, of the clocks with which the deadline can be met.
+
+        A clock so slow that the deadline is missed though all else runs at its fastest clock is no option;
+        leaving it out of the hull tightens the bound near ``T_min``. Savings are tilted, see ``_TILT``.
+        """
+        group = self.network.problem.group
+        usable = self._options.longest_within(group, self._room_s(deadline_s)) - self._options.begin[group] + 1
+        pieces = self._hulls.pieces(group, usable)
+        tilt = 1 + _TILT * (1 - 2 * self.network.position[pieces.owner])
+        return replace(pieces, saving_w=pieces.saving_w * tilt)
+
+    def _room_s(self, deadline_s: float) -> Floats:
+        """Return how long each decision may take when all else runs at its fastest clock [s]."""
+        n = self.network.decisions
+        tail, head = self.network.tail[:n], self.network.head[:n]
+        return deadline_s + self._after_s[head] - self._earliest_s[tail]
+
+    def solve_between(self, deadline_s: float, faster: Relaxed, slower: Relaxed) -> Relaxed:
+        """Return the optimum for a deadline between those of two optima.
+
+        A second more of an instruction will save about as much as in the two. So pieces that save clearly more are
+        taken as a whole, and those that save clearly less are left out.
+
+        Args:
+            deadline_s: Iteration time [s].
+            faster: The optimum for a shorter one.
+            slower: The optimum for a longer one.
+        """
+        pieces, least_s = self.pieces(deadline_s), self.network.least_s
+        price_w = np.stack([faster.flow_w[pieces.owner], slower.flow_w[pieces.owner]])
+        taken = pieces.saving_w > price_w.max(axis=0) * (1 + _MARGIN)
+        kept = ~taken & (pieces.saving_w >= price_w.min(axis=0) * (1 - _MARGIN))
+        least_s = least_s + np.bincount(pieces.owner[taken], pieces.length_s[taken], len(least_s))
+        if self.network.earliest_s(least_s)[-1] >= deadline_s:
+            return self.solve(deadline_s)
+        pieces = Pieces(pieces.owner[kept], pieces.length_s[kept], pieces.saving_w[kept])
+        return _InteriorPoint(self, deadline_s, pieces, None, least_s).run()
+
+    def solve(self, deadline_s: float, *, waiting_w: float | None = None) -> Relaxed:
+        """Return the optimum for a deadline, or the deadline of least energy with its optimum.
+
+        Args:
+            deadline_s: Iteration time [s], above ``T_min``; with ``waiting_w`` a first guess.
+            waiting_w: What a second of iteration time costs when nothing runs [W]; the deadline is
+                then chosen too.
+        """
+        pieces = self.pieces(deadline_s if waiting_w is None else np.inf)
+        return _InteriorPoint(self, deadline_s, pieces, waiting_w, self.network.least_s).run()
+
+
+class _InteriorPoint:
+    """One run; all quantities in units of a typical time and power."""
+
+    def __init__(
+        self,
+        relaxation: Relaxation,
+        deadline_s: float,
+        pieces: Pieces,
+        waiting_w: float | None,
+        least_s: Floats,
+    ) -> None:
+        self.network = relaxation.network
+        self.laplacian = relaxation.laplacian
+        self.time_unit_s = relaxation.time_unit_s
+        self.power_unit_w = float(pieces.saving_w.mean()) if len(pieces.owner) else 1.0
+        self.owner = pieces.owner
+        # Decisions without a second clock have no piece; reduceat needs the others only.
+        self.movable, self.first = np.unique(pieces.owner, return_index=True)
+        self.length = pieces.length_s / self.time_unit_s
+        self.saving = pieces.saving_w / self.power_unit_w
+        self.least = least_s / self.time_unit_s
+        self.tolerance = _TOLERANCE * relaxation.fastest_j / (self.time_unit_s * self.power_unit_w)
+        self.end_is_free = waiting_w is not None
+        self.demand = np.zeros(self.network.events)
+        self.demand[-1] = (waiting_w or 0.0) / self.power_unit_w
+        least = self.network.earliest_s(self.least)
+        self.x = least * (deadline_s / self.time_unit_s / least[-1])
+        self._start()
+
+    def _start(self) -> None:
+        self.flow = _spread(self.network)
+        if self.end_is_free:
+            self.flow *= max(float(self.demand[-1]), 1.0)
+        elif len(self.movable):
+            # A second more of a typical decision is worth about a typical saving, whatever the number of ranks.
+            self.flow *= _START_FLOW / np.median(self.flow[self.movable])
+        self.d = self.length / 2
+        self.v = self.length - self.d
+        reduced = self.flow[self.owner] - self.saving
+        margin = 0.1
+        self.z = np.maximum(reduced, 0) + margin
+        self.w = np.maximum(-reduced, 0) + margin
+        self.s = np.maximum(self._window() - self.least, 0.0)
+        self.s[self.movable] -= self._taken()
+        self.s = np.maximum(self.s, 0.05)
+
+    def _window(self) -> Floats:
+        result: Floats = self.x[self.network.head] - self.x[self.network.tail]
+        return result
+
+    def _taken(self) -> Floats:
+        return _sums(self.d, self.first)
+
+    def run(self) -> Relaxed:
+        # Rounding may make the last steps impossible; the point reached by then is close enough to the
+        # optimum, and the bound is computed from the flow anew in any case.
+        with contextlib.suppress(np.linalg.LinAlgError):
+            for _ in range(_MAX_STEPS):
+                if self._step():
+                    break
+        return Relaxed(
+            deadline_s=float(self.x[-1]) * self.time_unit_s,
+            event_s=self.x * self.time_unit_s,
+            flow_w=self.flow * self.power_unit_w,
+        )
+
+    def _step(self) -> bool:
+        """Take one predictor-corrector step; return whether the optimum was reached before it."""
+        missing = self._window() - self.least - self.s
+        missing[self.movable] -= self._taken()
+        products = (self.d * self.z, self.v * self.w, self.s * self.flow)
+        gap = sum(float(p.sum()) for p in products)
+        if gap + abs(float(self.flow @ missing)) < self.tolerance and np.abs(missing).max() < 1e-7:
+            return True
+        mean = gap / sum(len(p) for p in products)
+        self.theta = 1 / (self.z / self.d + self.w / self.v)
+        arc_theta = self.s / self.flow
+        arc_theta[self.movable] += _sums(self.theta, self.first)
+        self.weight = 1 / arc_theta
+        self.laplacian.factorise(self.weight)
+        self.missing = missing
+        affine = self._direction([-p for p in products])
+        primal, dual = self._lengths(affine)
+        after = sum(
+            float(((a + primal * da) * (b + dual * db)).sum())
+            for a, b, da, db in (
+                (self.d, self.z, affine.d, affine.z),
+                (self.v, self.w, -affine.d, affine.w),
+                (self.s, self.flow, affine.s, affine.flow),
+            )
+        )
+        target = (after / gap) ** 3 * mean
+        second = (affine.d * affine.z, -affine.d * affine.w, affine.s * affine.flow)
+        step = self._direction([target - p - q for p, q in zip(products, second, strict=True)])
+        primal, dual = self._lengths(step)
+        self._move(step, min(1.0, 0.995 * primal), min(1.0, 0.995 * dual))
+        return False
+
+    def _direction(self, wanted: list[Floats]) -> _Direction:
+        to_d, to_v, to_s = wanted
+        h = self._reduced() + to_d / self.d - to_v / self.v
+        push = to_s / self.flow - self.missing
+        push[self.movable] += _sums(self.theta * h, self.first)
+        push *= self.weight
+        # Conservation after the step: inflow(flow + dflow) = demand.
+        lacking = self.demand - self.laplacian.inflow(self.flow)
+        dx = self.laplacian.solve(self.laplacian.inflow(push) - lacking, self.end_is_free)
+        dflow = push - self.weight * (dx[self.network.head] - dx[self.network.tail])
+        dd = self.theta * (h - dflow[self.owner])
+        return _Direction(
+            x=dx,
+            flow=dflow,
+            d=dd,
+            z=(to_d - self.z * dd) / self.d,
+            w=(to_v + self.w * dd) / self.v,
+            s=(to_s - self.s * dflow) / self.flow,
+        )
+
+    def _reduced(self) -> Floats:
+        result: Floats = self.saving - self.flow[self.owner] + self.z - self.w
+        return result
+
+    def _lengths(self, step: _Direction) -> tuple[float, float]:
+        primal = min(_room(self.d, step.d), _room(self.v, -step.d), _room(self.s, step.s))
+        dual = min(_room(self.z, step.z), _room(self.w, step.w), _room(self.flow, step.flow))
+        return primal, dual
+
+    def _move(self, step: _Direction, primal: float, dual: float) -> None:
+        self.x = self.x + primal * step.x
+        self.d = self.d + primal * step.d
+        self.v = self.v - primal * step.d
+        self.s = self.s + primal * step.s
+        self.flow = self.flow + dual * step.flow
+        self.z = self.z + dual * step.z
+        self.w = self.w + dual * step.w
+
+
+@dataclass
+class _Direction:
+    x: Floats
+    flow: Floats
+    d: Floats
+    z: Floats
+    w: Floats
+    s: Floats
+
+
+def _room(value: Floats, change: Floats) -> float:
+    """Return the longest step, at most 1, that leaves every value >= 0."""
+    worst = float((change / value).min(initial=0.0))
+    return 1.0 if worst >= -1.0 else -1.0 / worst
+
+
+def _spread(network: Network) -> Floats:
+    """A flow of size 1 through every arc, divided evenly at every event."""
+    through = np.zeros(network.events)
+    through[-1] = 1.0
+    flow = np.zeros(len(network.tail))
+    for level in reversed(network.forward):
+        count = np.diff(np.r_[level.first, len(level.arcs)])
+        flow[level.arcs] = np.repeat(through[level.events] / count, count)
+        through += np.bincount(network.tail[level.arcs], flow[level.arcs], network.events)
+    return flow
+
+
+def _sums(values: Floats, first: npt.NDArray[np.intp]) -> Floats:
+    return np.add.reduceat(values, first) if len(first) else np.zeros(0)
+
+
+class Laplacian:
+    """Factorises ``B' W B`` over all events but the start, the end last and on its own.
+
+    Everything may lead to the end, so it would widen the band; it is eliminated separately.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.tail, self.head, self.events = network.tail, network.head, network.events
+        n = network.events - 2
+        row = np.full(network.events, -1, dtype=np.intp)
+        row[1:-1] = np.arange(n)
+        self.inner = (row[self.tail] >= 0) & (row[self.head] >= 0)
+        a, b = row[self.tail[self.inner]], row[self.head[self.inner]]
+        graph = coo_array((np.ones(2 * len(a)), (np.r_[a, b], np.r_[b, a])), shape=(n, n)).tocsr()
+        self.order = 1 + (reverse_cuthill_mckee(graph, symmetric_mode=True) if n else np.arange(0))
+        row[self.order] = np.arange(n)
+        a, b = row[self.tail[self.inner]], row[self.head[self.inner]]
+        self.band = int(np.abs(a - b).max(initial=0))
+        # By columns, as LAPACK has them: it copies other bands.
+        self.cell = np.minimum(a, b) * (self.band + 1) + np.abs(a - b)
+        self.to_end = self.head == self.events - 1
+
+    def factorise(self, weight: Floats) -> None:
+        """Prepare to solve with these arc weights."""
+        n = len(self.order)
+        diagonal = np.bincount(self.tail, weight, self.events) + np.bincount(self.head, weight, self.events)
+        self.to_end_weight = _bincount(self.tail[self.to_end], weight[self.to_end], self.events)
+        self.end_diagonal = float(diagonal[-1])
+        if n:
+            band = _bincount(self.cell, -weight[self.inner], (self.band + 1) * n).reshape(n, -1).T
+            band[0] += diagonal[self.order] * (1 + 1e-13)
+            self.factor = cholesky_banded(band, lower=True, overwrite_ab=True, check_finite=False)
+
+    def inflow(self, flow: Floats) -> Floats:
+        """Return what flows into each event less what flows out."""
+        return _bincount(self.head, flow, self.events) - _bincount(self.tail, flow, self.events)
+
+    def solve(self, inflow: Floats, end_is_free: bool) -> Floats:
+        """Return the potentials of all events; the start's is 0, the end's too unless it is free."""
+        result = self._inner_solve(inflow)
+        if end_is_free:
+            share = self._inner_solve(self.to_end_weight)
+            rest = inflow[-1] + float(self.to_end_weight @ result)
+            end = rest / (self.end_diagonal - float(self.to_end_weight @ share))
+            result += end * share
+            result[-1] = end
+        return result
+
+    def _inner_solve(self, inflow: Floats) -> Floats:
+        result = np.zeros(self.events)
+        if len(self.order):
+            result[self.order] = cho_solve_banded((self.factor, True), inflow[self.order], check_finite=False)
+        return result
+
+
+def _bincount(index: Indices, values: Floats, size: int) -> Floats:
+    # Of nothing, bincount returns integers.
+    return np.bincount(index, values, size).astype(np.float64, copy=False)

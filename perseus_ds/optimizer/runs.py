@@ -1,0 +1,739 @@
+"""Plans whose clocks are held: every run of instructions at one clock lasts at least the dwell time.
+
+A run is the time at one clock. It begins when the last instruction at another clock ends, includes waiting, and
+continues across the end of the iteration, which repeats.
+
+Plans are found for each deadline as follows.
+
+1. A *sequence* is the clocks of one rank's instructions. A linear programme, the *master*, mixes known sequences of
+   each rank at the least energy so that no path of the DAG is longer than the deadline; paths are added when a mixture
+   turns out to be late. Its multipliers price a second of each instruction.
+2. Given prices, and the times at which instructions end in the mixture, the best sequence of a rank follows exactly by
+   dynamic programming over where runs begin and at which clock: the least cost of all instructions before a place is
+   that before the beginning of the last run, and that run's. New sequences enter the master, some rounds long.
+3. The runs of the best sequences are kept and their clocks searched: raised where a path is too long, lowered one by
+   one where most is saved for the time it takes, then exchanged in pairs.
+4. Runs that are too short in the plan's own times are extended at the expense of slower neighbours, and the clocks
+   searched again.
+
+The same is done with few places at which runs may begin (none: one clock a rank; the ends of warm-up and steady
+state), and with the runs into which the plan of free clocks is cut. A deadline gets the best of all these plans, of
+those for shorter deadlines, and of those that are given to start from. So a plan is never above the best of those
+shapes, nor above one for a longer dwell time that was given. It need not be the optimum, and the frontier's lower bound
+does not know the dwell time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
+
+from perseus_ds.errors import ProfileError
+from perseus_ds.optimizer.network import Network
+from perseus_ds.optimizer.search import evenly
+from perseus_ds.optimizer.switches import DwellTimes
+from perseus_ds.pipeline.instruction import Kind
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+Sequences = list[Indices]
+"""A sequence for each rank: indices into the rank's clocks, in program order."""
+
+_ROUNDS = 3
+"""How often sequences are priced."""
+_PLACES = 128
+"""A rank's runs may begin at so many of its instructions, evenly."""
+_CUTS = 8
+"""Dynamic programming begins at so many places of the iteration, as its first and last run are two."""
+_MARGIN = 1.03
+"""Runs are priced for so many dwell times: in the plan, times differ from those of the mixture."""
+_KEPT = 25
+"""So many sequences of each rank, those of least cost at the last prices, take part in the master."""
+_SEPARATIONS, _LATE = 3, 1e-3
+"""So often the master gets more paths, and what lateness of a mixture is ignored."""
+_NEAR = 0.97
+"""Paths shorter than this, in deadlines, do not decide on exchanges and need not be in the master."""
+_EXCHANGES, _MOST_PAIRS = 8, 2000
+"""Pairs of runs change their clocks at most so often; so many pairs are tried, those that would save most first."""
+_MOST_RUNS, _MOST_SEARCHED = 64, 256
+"""Of more runs, no pairs are tried; of still more, the clocks stay as they are."""
+_SEARCHED = 8
+"""For so many deadlines, plans are searched for from the beginning, for others from the plans of their neighbours."""
+_MOST_PATHS, _MORE_PATHS = 40, 16
+"""Clocks are searched with so many of the longest paths, and so many more when a plan is late."""
+_LOWERINGS = 12
+_REPAIRS = 4
+_FITS = 1 + 1e-9
+
+
+class _Rank:
+    """A rank's instructions at every clock, and the sequences found so far."""
+
+    def __init__(self, network: Network, decisions: Indices, dwell_s: DwellTimes) -> None:
+        problem = network.problem
+        self.decisions = decisions
+        self.group = problem.group[decisions]
+        measured = {group: problem.groups[group].measured for group in np.unique(self.group).tolist()}
+        shared = set.intersection(*(set(options.clock_mhz.tolist()) for options in measured.values()))
+        if not shared:
+            works = sorted({str(problem.groups[group].kind) for group in measured})
+            raise ProfileError(
+                f"No clock was measured for all of {', '.join(works)} of a rank. Measure them at the same."
+            )
+        self.clock_mhz = np.array(sorted(shared), dtype=np.intp)
+        self.time_s = np.empty((len(decisions), len(shared)))
+        self.cost_j = np.empty((len(decisions), len(shared)))
+        for group, options in measured.items():
+            own = np.isin(options.clock_mhz, self.clock_mhz)
+            self.time_s[self.group == group] = options.time_s[own]
+            self.cost_j[self.group == group] = options.effective_energy_j(problem.blocking_power_w)[own]
+        table = dwell_s if isinstance(dwell_s, Mapping) else dict.fromkeys(self.clock_mhz.tolist(), dwell_s)
+        longest_s = max(table.values())
+        self.dwell_s = np.array([table.get(clock, longest_s) for clock in self.clock_mhz.tolist()])
+        self.sequences: list[Indices] = []
+        self.duration_s = np.zeros((0, len(decisions)))
+        self.total_j = np.zeros(0)
+        self._on_path = np.zeros((64, len(decisions)))
+        self._paths = 0
+        self.path_s = np.zeros((0, 0))
+        self._known: set[bytes] = set()
+
+    @property
+    def on_path(self) -> Floats:
+        """Which instructions lie on each path, as 0 or 1, shape (paths, instructions)."""
+        return self._on_path[: self._paths]
+
+    def durations_s(self, clocks: Indices, change_s: float) -> Floats:
+        """Return the times of instructions, with the delays of changes within the iteration, by sequence [s]."""
+        duration_s: Floats = self.time_s[np.arange(len(self.decisions)), clocks]
+        duration_s[..., 1:] += change_s * (np.diff(clocks) != 0)
+        return duration_s
+
+    def energy_j(self, clocks: Indices) -> Floats:
+        """Return the effective energy of sequences [J]."""
+        result: Floats = self.cost_j[np.arange(len(self.decisions)), clocks].sum(axis=-1)
+        return result
+
+    def add(self, sequences: Indices, change_s: float) -> None:
+        """Add sequences, shape (sequences, instructions), to those known."""
+        fresh = {row.tobytes(): row for row in sequences if row.tobytes() not in self._known}
+        if fresh:
+            self._known.update(fresh)
+            new = np.stack(list(fresh.values()))
+            duration_s = self.durations_s(new, change_s)
+            self.sequences += list(new)
+            self.duration_s = np.concatenate([self.duration_s, duration_s])
+            self.total_j = np.concatenate([self.total_j, self.energy_j(new)])
+            self.path_s = np.concatenate([self.path_s, self.on_path @ duration_s.T], axis=1)
+
+    def add_path(self, on_path: Floats) -> None:
+        """Add a path, given which instructions lie on it."""
+        if self._paths == len(self._on_path):
+            self._on_path = np.concatenate([self._on_path, np.zeros_like(self._on_path)])
+        self._on_path[self._paths] = on_path
+        self._paths += 1
+        self.path_s = np.concatenate([self.path_s, on_path[None] @ self.duration_s.T])
+
+
+@dataclass
+class _Mixture:
+    """The master's state at one deadline.
+
+    Attributes:
+        deadline_s: Iteration time [s].
+        rows: Paths that take part.
+        price_w: Of each path known when it was solved; None before [W].
+        support, weights: By rank: the sequences that are mixed, and their shares.
+        mean_s: Duration of every decision in the mixture [s].
+    """
+
+    deadline_s: float
+    rows: Indices
+    price_w: Floats | None = None
+    support: list[Indices] = field(default_factory=list)
+    weights: list[Floats] = field(default_factory=list)
+    mean_s: Floats = field(default_factory=lambda: np.zeros(0))
+
+
+@dataclass(frozen=True)
+class HeldPlan:
+    """A plan whose runs are long enough.
+
+    Attributes:
+        clocks: By rank.
+        time_s: Iteration time [s].
+        cost_j: Effective energy [J].
+    """
+
+    clocks: Sequences
+    time_s: float
+    cost_j: float
+
+
+class RunSearch:
+    """Finds plans whose runs last at least the dwell time."""
+
+    def __init__(self, network: Network, dwell_s: DwellTimes, change_j: float = 0.0, change_s: float = 0.0) -> None:
+        """Set up the search.
+
+        Args:
+            network: The events.
+            dwell_s: The least time at a clock, one for all clocks or by clock in MHz [s].
+            change_j: What a change of clock is taken to cost [J].
+            change_s: By how much it delays the instruction that follows [s].
+
+        Raises:
+            ProfileError: A rank's instructions have no clock in common.
+        """
+        self._network, self._change_j, self._change_s = network, change_j, change_s
+        problem = network.problem
+        decision_of = np.full(len(problem.dag.nodes), -1, dtype=np.intp)
+        decision_of[problem.node] = np.arange(network.decisions)
+        chains = [decision_of[list(nodes)] for nodes in problem.dag.compute_nodes]
+        self.ranks = [_Rank(network, chain[chain >= 0], dwell_s) for chain in chains if (chain >= 0).any()]
+        self._is_decided = [bool((chain >= 0).any()) for chain in chains]
+        self._fixed_s = np.zeros(0)
+        self._known: set[tuple[int, ...]] = set()
+        self._into = np.argsort(network.head, kind="stable")
+        self._first = np.searchsorted(network.head[self._into], np.arange(network.events + 1))
+        constant = [np.repeat(np.arange(len(r.clock_mhz))[:, None], len(r.decisions), axis=1) for r in self.ranks]
+        for rank, sequences in zip(self.ranks, constant, strict=True):
+            rank.add(sequences, self._change_s)
+        for ends in (0, -1):
+            self._add_path(self._durations_s([sequences[ends] for sequences in constant]))
+
+    def plans(
+        self,
+        deadline_s: Floats,
+        free: Sequence[Sequences] = (),
+        start: Sequence[HeldPlan] = (),
+        progress: Callable[[float], None] = lambda done: None,
+    ) -> list[HeldPlan | None]:
+        """Return a plan for each deadline, None where none was found.
+
+        Args:
+            deadline_s: Rising [s].
+            free: For each deadline, a plan of free clocks whose runs are used; none where this is empty.
+            start: Plans that are valid for this dwell time, such as those for a longer one.
+            progress: Called with how much is done, 0 to 1.
+        """
+        searched = evenly(len(deadline_s), _SEARCHED)
+        time_s = deadline_s[searched]
+        found = self.shapes(time_s, [free[number] for number in searched] if free else ())
+        found.append(self._priced(time_s, None, _ROUNDS))
+        begun = [
+            min((p for p in plans if p is not None), key=_cost, default=None) for plans in zip(*found, strict=True)
+        ]
+        known = [*start, *(plan for plan in begun if plan is not None)]
+        result: list[HeldPlan | None] = []
+        for number, limit_s in enumerate(deadline_s.tolist()):
+            progress(0.5 + 0.5 * number / len(deadline_s))
+            best = min((plan for plan in known if plan.time_s <= limit_s * _FITS), key=_cost, default=None)
+            near = begun[int(np.abs(time_s - limit_s).argmin())]
+            own = [plan for plan in {id(near): near, id(best): best}.values() if plan is not None]
+            if number not in searched:
+                own = own[:1]
+            tried = [self._held(plan.clocks, limit_s, None, exchange=number in searched) for plan in own]
+            fresh = [plan for plan in tried if plan is not None]
+            known += fresh
+            result.append(min([*([best] if best else []), *fresh], key=_cost, default=None))
+        return result
+
+    def shapes(self, deadline_s: Floats, free: Sequence[Sequences] = ()) -> list[list[HeldPlan | None]]:
+        """Return the plans from which the search starts, for each shape and deadline: see the module.
+
+        Args:
+            deadline_s: Rising [s].
+            free: As in :meth:`plans`.
+        """
+        result = [self._priced(deadline_s, [np.zeros(1, dtype=np.intp)] * len(self.ranks), 0)]
+        result.append(self._priced(deadline_s, [self._phases(rank) for rank in self.ranks], 2))
+        if free:
+            cut = [self._cut(clocks, time_s) for clocks, time_s in zip(free, deadline_s.tolist(), strict=True)]
+            result.append([self._held(c, t, None) for c, t in zip(cut, deadline_s.tolist(), strict=True)])
+        return result
+
+    def beyond_dwell_s(self, clocks: Sequences) -> list[Floats]:
+        """Return by rank how much longer than its dwell time each run is, in the plan's own times [s]."""
+        duration_s = self._durations_s(clocks)
+        begins_s, length_s = self._changes_s(duration_s, self._event_s(duration_s))
+        result = []
+        for rank, own, times_s in zip(self.ranks, clocks, begins_s, strict=True):
+            first = np.flatnonzero(own != np.roll(own, 1))
+            ends_s = np.append(times_s[first[1:]], times_s[first[:1]] + length_s)
+            result.append(ends_s - times_s[first] - rank.dwell_s[own[first]])
+        return result
+
+    def clocks_mhz(self, clocks: Sequences) -> tuple[tuple[int, ...], ...]:
+        """Return the clocks of a plan, by rank in program order."""
+        own = iter(tuple(rank.clock_mhz[one].tolist()) for rank, one in zip(self.ranks, clocks, strict=True))
+        return tuple(next(own) if is_decided else () for is_decided in self._is_decided)
+
+    def sequences(self, clock_mhz: Indices) -> Sequences:
+        """Return a plan, given as the clock of every decision: the lowest that its rank has and that is not below."""
+        return [
+            np.minimum(np.searchsorted(rank.clock_mhz, clock_mhz[rank.decisions]), len(rank.clock_mhz) - 1)
+            for rank in self.ranks
+        ]
+
+    # Times and paths
+
+    def _durations_s(self, clocks: Sequences) -> Floats:
+        result = np.empty(self._network.decisions)
+        for rank, own in zip(self.ranks, clocks, strict=True):
+            result[rank.decisions] = rank.durations_s(own, self._change_s)
+        return result
+
+    def _event_s(self, duration_s: Floats) -> Floats:
+        arcs_s = self._network.least_s.copy()
+        arcs_s[: self._network.decisions] = duration_s
+        return self._network.earliest_s(arcs_s)
+
+    def _changes_s(self, duration_s: Floats, event_s: Floats) -> tuple[list[Floats], float]:
+        """Return by rank when a change of clock before each instruction happens, and the iteration's length [s]."""
+        end_s = event_s[self._network.tail[: self._network.decisions]] + duration_s
+        length_s = float(event_s[-1])
+        ends_s = [end_s[rank.decisions] for rank in self.ranks]
+        return [np.concatenate([own_s[-1:] - length_s, own_s[:-1]]) for own_s in ends_s], length_s
+
+    def _add_path(self, duration_s: Floats) -> bool:
+        """Add a longest path; returns whether it was not known."""
+        network, event_s = self._network, self._event_s(duration_s)
+        arcs_s = network.least_s.copy()
+        arcs_s[: network.decisions] = duration_s
+        event, path = network.events - 1, []
+        while event:
+            into = self._into[self._first[event] : self._first[event + 1]]
+            arc = int(into[(event_s[network.tail[into]] + arcs_s[into]).argmax()])
+            path.append(arc)
+            event = int(network.tail[arc])
+        if tuple(path) in self._known:
+            return False
+        self._known.add(tuple(path))
+        arcs = np.array(path, dtype=np.intp)
+        decided = arcs < network.decisions
+        on_path = np.zeros(network.decisions)
+        on_path[arcs[decided]] = 1.0
+        self._fixed_s = np.append(self._fixed_s, network.least_s[arcs[~decided]].sum())
+        for rank in self.ranks:
+            rank.add_path(on_path[rank.decisions])
+        return True
+
+    # The master and its prices
+
+    def _priced(self, deadline_s: Floats, places: list[Indices] | None, rounds: int) -> list[HeldPlan | None]:
+        """Return plans with runs that begin at some places of each rank only, or at any."""
+        mixtures = [_Mixture(time_s, np.arange(len(self._fixed_s))) for time_s in deadline_s.tolist()]
+        solved = [mixture for mixture in mixtures if self._solve(mixture)]
+        for _ in range(rounds if solved else 0):
+            self._price(solved, places)
+            solved = [mixture for mixture in solved if self._solve(mixture)]
+        result: list[HeldPlan | None] = []
+        for mixture in mixtures:
+            found: list[HeldPlan | None] = []
+            if mixture.price_w is not None:
+                shares = [own[share.argmax()] for own, share in zip(mixture.support, mixture.weights, strict=True)]
+                price_w = mixture.price_w
+                cheapest = [(r.total_j + price_w @ r.path_s[: len(price_w)]).argmin() for r in self.ranks]
+                for chosen in (shares, cheapest):
+                    clocks = [rank.sequences[int(n)] for rank, n in zip(self.ranks, chosen, strict=True)]
+                    found.append(self._held(clocks, mixture.deadline_s, price_w, exchange=not rounds))
+            result.append(min((p for p in found if p is not None), key=lambda plan: plan.cost_j, default=None))
+        return result
+
+    def _solve(self, mixture: _Mixture) -> bool:
+        """Mix the known sequences; returns whether the deadline can be met."""
+        time_s = mixture.deadline_s
+        for _ in range(_SEPARATIONS):
+            kept = [self._candidates(number, mixture) for number in range(len(self.ranks))]
+            ends = np.cumsum([len(own) for own in kept])
+            owner = np.repeat(np.arange(len(kept)), [len(own) for own in kept])
+            cost_j = np.concatenate([rank.total_j[own] for rank, own in zip(self.ranks, kept, strict=True)])
+            unit_j = float(cost_j.mean())
+            rows = mixture.rows
+            path_s = [rank.path_s[np.ix_(rows, own)] for rank, own in zip(self.ranks, kept, strict=True)]
+            found = linprog(
+                cost_j / unit_j,
+                A_ub=np.concatenate(path_s, axis=1) / time_s,
+                b_ub=_FITS - self._fixed_s[rows] / time_s,
+                A_eq=(owner == np.arange(len(kept))[:, None]).astype(np.float64),
+                b_eq=np.ones(len(kept)),
+                method="highs-ds",
+            )
+            if not found.success:
+                return False
+            shares = np.split(found.x, ends[:-1])
+            mixture.support = [own[share > 1e-7] for own, share in zip(kept, shares, strict=True)]
+            mixture.weights = [share[share > 1e-7] for share in shares]
+            mixture.price_w = np.zeros(len(self._fixed_s))
+            mixture.price_w[rows] = np.maximum(-found.ineqlin.marginals, 0.0) * unit_j / time_s
+            mixture.mean_s = np.empty(self._network.decisions)
+            length_s = self._fixed_s.copy()
+            for rank, own, share in zip(self.ranks, mixture.support, mixture.weights, strict=True):
+                mixture.mean_s[rank.decisions] = share @ rank.duration_s[own]
+                length_s += rank.path_s[:, own] @ share
+            late = np.setdiff1d(np.flatnonzero(length_s > time_s * (1 + _LATE)), rows)
+            if not len(late):
+                if float(self._event_s(mixture.mean_s)[-1]) <= time_s * (1 + _LATE):
+                    break
+                if not self._add_path(mixture.mean_s):
+                    break
+                late = np.array([len(self._fixed_s) - 1])
+            mixture.rows = np.union1d(rows[length_s[rows] > _NEAR * time_s], late)
+        return True
+
+    def _candidates(self, number: int, mixture: _Mixture) -> Indices:
+        """Return the sequences of a rank that take part in a mixture."""
+        rank = self.ranks[number]
+        if mixture.price_w is None or len(rank.total_j) <= _KEPT:
+            return np.arange(len(rank.total_j))
+        value_j = rank.total_j + mixture.price_w @ rank.path_s[: len(mixture.price_w)]
+        best = np.argpartition(value_j, _KEPT)[:_KEPT]
+        return np.unique(np.concatenate([best, mixture.support[number], [len(rank.clock_mhz) - 1]]))
+
+    def _price(self, mixtures: Sequence[_Mixture], places: list[Indices] | None) -> None:
+        """Add the sequences of every rank that cost least at the prices of each mixture."""
+        changes = [self._changes_s(mixture.mean_s, self._event_s(mixture.mean_s)) for mixture in mixtures]
+        length_s = np.array([length for _, length in changes])
+        for number, rank in enumerate(self.ranks):
+            price_w = np.stack([m.price_w @ rank.on_path[: len(m.price_w)] for m in mixtures if m.price_w is not None])
+            priced_j = rank.cost_j + price_w[:, :, None] * rank.time_s
+            begins_s = np.stack([times_s[number] for times_s, _ in changes])
+            change_j = self._change_j + self._change_s * price_w
+            own = evenly(len(rank.decisions), _PLACES) if places is None else places[number]
+            rank.add(
+                best_runs(priced_j, begins_s, length_s, dwell_s=rank.dwell_s * _MARGIN, change_j=change_j, places=own),
+                self._change_s,
+            )
+
+    def _phases(self, rank: _Rank) -> Indices:
+        """Return where warm-up, steady state and cool-down begin: forwards alone, then both, then backwards alone."""
+        groups = self._network.problem.groups
+        forward = np.array([groups[group].kind is Kind.FORWARD for group in rank.group.tolist()])
+        last = len(forward) - int(np.argmax(forward[::-1]))
+        return np.unique([0, int(np.argmin(forward)), last % len(forward)])
+
+    def _cut(self, clocks: Sequences, time_s: float) -> Sequences:
+        """Return a plan of free clocks in runs, none of its instructions slower."""
+        duration_s = self._durations_s(clocks)
+        begins_s, length_s = self._changes_s(duration_s, self._event_s(duration_s))
+        result = []
+        for rank, own, times_s in zip(self.ranks, clocks, begins_s, strict=True):
+            allowed_s = rank.time_s[np.arange(len(own)), own] * _FITS
+            priced_j = np.where(rank.time_s <= allowed_s[:, None], rank.cost_j, 1e3 * rank.cost_j.max())
+            change_j = np.full((1, len(own)), self._change_j)
+            length = np.array([max(length_s, time_s)])
+            every = np.arange(len(own))
+            result.append(
+                best_runs(
+                    priced_j[None],
+                    times_s[None],
+                    length,
+                    dwell_s=rank.dwell_s * _MARGIN,
+                    change_j=change_j,
+                    places=every,
+                )[0]
+            )
+        return result
+
+    # Clocks of given runs
+
+    def _held(
+        self, clocks: Sequences, time_s: float, price_w: Floats | None, *, exchange: bool = False
+    ) -> HeldPlan | None:
+        """Search the clocks of a plan's runs; return a plan with runs that are long enough, or None."""
+        for _ in range(_REPAIRS):
+            runs = sum(max(1, int((own != np.roll(own, 1)).sum())) for own in clocks)
+            found = self._polished(clocks, time_s, price_w, exchange) if runs <= _MOST_SEARCHED else clocks
+            if found is None:
+                return None
+            clocks, is_held = self._repaired(found)
+            if is_held:
+                break
+        duration_s = self._durations_s(clocks)
+        end_s = float(self._event_s(duration_s)[-1])
+        if end_s > time_s * _FITS or min(float(s.min(initial=0.0)) for s in self.beyond_dwell_s(clocks)) < -1e-12:
+            return None
+        cost_j = sum(float(rank.energy_j(own)) for rank, own in zip(self.ranks, clocks, strict=True))
+        return HeldPlan(clocks, end_s, cost_j)
+
+    def _repaired(self, clocks: Sequences) -> tuple[Sequences, bool]:
+        """Extend runs that are too short; returns whether there were none."""
+        was_held = True
+        clocks = [own.copy() for own in clocks]
+        for _ in range(sum(len(own) for own in clocks)):
+            short = False
+            for own, beyond_s in zip(clocks, self.beyond_dwell_s(clocks), strict=True):
+                if len(beyond_s) and float(beyond_s.min()) < -1e-12:
+                    _extend(own, int(beyond_s.argmin()))
+                    short = True
+            if not short:
+                break
+            was_held = False
+        return clocks, was_held
+
+    def _polished(self, clocks: Sequences, time_s: float, price_w: Floats | None, exchange: bool) -> Sequences | None:
+        """Return the same runs at other clocks, in time; None if no clocks were found."""
+        search = _ClockSearch(self.ranks, clocks, self._change_s)
+        limit_s = time_s * _FITS
+        exchange = exchange and search.count <= _MOST_RUNS
+        for attempt in count():
+            duration_s = self._durations_s(clocks)
+            length_s = self._fixed_s + sum(r.on_path @ duration_s[r.decisions] for r in self.ranks)
+            length_s[search.paths] = 0.0
+            longest = np.argsort(-length_s)[: _MOST_PATHS if attempt == 0 else _MORE_PATHS]
+            fresh = longest[length_s[longest] > (limit_s if attempt else _NEAR * time_s)]
+            if attempt and not len(fresh):
+                if float(self._event_s(duration_s)[-1]) <= limit_s:
+                    return clocks
+                if not self._add_path(duration_s):
+                    return None
+                fresh = np.array([len(self._fixed_s) - 1])
+            search.take(fresh, self._fixed_s[fresh])
+            if not search.raised(limit_s):
+                return None
+            # Paths are many; where most are not known, lowering clocks again and again would lead from one to the next.
+            if attempt < _LOWERINGS:
+                search.lower(
+                    limit_s,
+                    None
+                    if price_w is None
+                    else np.where(
+                        search.paths < len(price_w), price_w[np.minimum(search.paths, len(price_w) - 1)], 0.0
+                    ),
+                )
+                if exchange:
+                    search.exchange(limit_s)
+            clocks = search.sequences()
+        raise AssertionError  # the loop is endless
+
+
+class _ClockSearch:
+    """The clocks of given runs, by the known paths."""
+
+    def __init__(self, ranks: Sequence[_Rank], clocks: Sequences, change_s: float) -> None:
+        self._ranks = ranks
+        self._changed_s = [change_s * (np.diff(own) != 0) for own in clocks]
+        self._labels: list[Indices] = []
+        self.count = 0
+        for own in clocks:
+            begins = own != np.roll(own, 1)
+            runs = max(int(begins.sum()), 1)
+            self._labels.append((np.cumsum(begins) - 1) % runs + self.count)
+            self.count += runs
+        width = max(len(rank.clock_mhz) for rank in ranks)
+        self._cost_j = np.full((self.count, width), np.inf)
+        self._time_s = np.full((self.count, width), np.inf)
+        self._now = np.empty(self.count, dtype=np.intp)
+        for rank, own, label in zip(ranks, clocks, self._labels, strict=True):
+            self._now[label] = own
+            own_runs = np.unique(label)
+            for sums, values in ((self._cost_j, rank.cost_j), (self._time_s, rank.time_s)):
+                own_sums = np.zeros((self.count, len(rank.clock_mhz)))
+                np.add.at(own_sums, label, values)
+                sums[own_runs, : len(rank.clock_mhz)] = own_sums[own_runs]
+        self._runs = np.arange(self.count)
+        self.paths = np.zeros(0, dtype=np.intp)
+        self._path_s = np.zeros((0, self.count, width))
+        self._length_s = np.zeros(0)
+
+    def take(self, paths: Indices, fixed_s: Floats) -> None:
+        """Look at more paths, given what they take beside their instructions."""
+        path_s = np.zeros((len(paths), *self._path_s.shape[1:]))
+        for rank, changed_s, label in zip(self._ranks, self._changed_s, self._labels, strict=True):
+            on_path = rank.on_path[paths]
+            fixed_s = fixed_s + on_path[:, 1:] @ changed_s
+            for group in np.unique(rank.group):
+                places = np.flatnonzero(rank.group == group)
+                runs, inverse = np.unique(label[places], return_inverse=True)
+                member = (inverse[:, None] == np.arange(len(runs))).astype(np.float64)
+                times = (on_path[:, places] @ member)[:, :, None] * rank.time_s[places[0]]
+                path_s[:, runs, : len(rank.clock_mhz)] += times
+        self.paths = np.append(self.paths, paths)
+        self._path_s = np.concatenate([self._path_s, path_s])
+        self._length_s = np.append(self._length_s, fixed_s + path_s[:, self._runs, self._now].sum(axis=1))
+
+    def sequences(self) -> Sequences:
+        return [self._now[label] for label in self._labels]
+
+    def _set(self, run: int, clock: int) -> None:
+        self._length_s = self._length_s + self._path_s[:, run, clock] - self._path_s[:, run, self._now[run]]
+        self._now[run] = clock
+
+    def raised(self, limit_s: float) -> bool:
+        """Raise clocks until every path is short enough; returns whether it is.
+
+        Each time a run takes less time than before, so that this ends also where a higher clock is slower for some
+        instructions.
+        """
+        while (excess_s := self._length_s - limit_s).max(initial=0.0) > 0:
+            late = excess_s > 0
+            path_s = self._path_s[late]
+            change_s = path_s - path_s[:, self._runs, self._now][:, :, None]
+            gained_s = np.minimum(-change_s, excess_s[late, None, None]).sum(axis=0)
+            more_j = self._cost_j - self._cost_j[self._runs, self._now][:, None]
+            is_faster = self._time_s < self._time_s[self._runs, self._now][:, None]
+            usable = (gained_s > 1e-9 * limit_s) & is_faster
+            if not usable.any():
+                return False
+            least_j = 1e-6 * abs(float(self._cost_j[self._runs, self._now].mean()))
+            value = np.where(usable, gained_s / np.maximum(more_j, least_j), 0.0)
+            self._set(*divmod(int(value.argmax()), value.shape[1]))
+        return True
+
+    def lower(self, limit_s: float, price_w: Floats | None) -> None:
+        """Lower clocks one by one, that which saves most for its priced time first."""
+        weight = np.full(len(self.paths), 1.0)
+        if price_w is not None and price_w.sum() > 0:
+            weight = 1e-3 + price_w / price_w.sum()
+        while True:
+            now_j = self._cost_j[self._runs, self._now]
+            cheaper = (self._cost_j < now_j[:, None] * (1 - 1e-12)) & (
+                np.arange(self._cost_j.shape[1]) < self._now[:, None]
+            )
+            # The next lower clock of less energy.
+            below = self._cost_j.shape[1] - 1 - cheaper[:, ::-1].argmax(axis=1)
+            change_s = self._path_s[:, self._runs, below] - self._path_s[:, self._runs, self._now]
+            fits = cheaper.any(axis=1) & (change_s <= (limit_s - self._length_s)[:, None]).all(axis=0)
+            if not fits.any():
+                return
+            saved_j = now_j - self._cost_j[self._runs, below]
+            value = np.where(fits, saved_j / (np.maximum(weight @ change_s, 0.0) + 1e-9 * limit_s), -np.inf)
+            run = int(value.argmax())
+            self._set(run, int(below[run]))
+
+    def exchange(self, limit_s: float) -> None:
+        """Change the clocks of two runs at a time, by up to two steps each, where that saves energy."""
+        width = self._cost_j.shape[1]
+        steps = np.array([-2, -1, 1, 2])
+        for _ in range(_EXCHANGES):
+            tried = self._now[:, None] + steps
+            exists = (tried >= 0) & (tried < width)
+            tried = np.clip(tried, 0, width - 1)
+            now_j = self._cost_j[self._runs, self._now]
+            more_j = np.where(exists, self._cost_j[self._runs[:, None], tried] - now_j[:, None], np.inf).ravel()
+            near = np.flatnonzero(self._length_s > _NEAR * limit_s)
+            path_s = self._path_s[near]
+            change_s = path_s[:, self._runs[:, None], tried] - path_s[:, self._runs, self._now][:, :, None]
+            change_s = change_s.reshape(len(near), len(more_j))
+            run = np.repeat(self._runs, len(steps))
+            first, second = np.nonzero(
+                (more_j[:, None] + more_j < -1e-8 * abs(float(now_j.sum()))) & (run[:, None] < run)
+            )
+            order = np.argsort(more_j[first] + more_j[second], kind="stable")[:_MOST_PAIRS]
+            first, second = first[order], second[order]
+            spare_s = (limit_s - self._length_s[near])[:, None]
+            fits = np.flatnonzero((change_s[:, first] + change_s[:, second] <= spare_s).all(axis=0))
+            if not len(fits):
+                return
+            for move in (first[fits[0]], second[fits[0]]):
+                self._set(int(run[move]), int(tried.ravel()[move]))
+            if self._length_s.max(initial=0.0) > limit_s:  # over a path that was not near
+                self.raised(limit_s)
+
+
+def best_runs(
+    priced_j: Floats, begins_s: Floats, length_s: Floats, *, dwell_s: Floats, change_j: Floats, places: Indices
+) -> Indices:
+    """Return the sequences of least cost whose runs last long enough, for several prices.
+
+    Dynamic programming from several places of the cycle: exact among the sequences of one clock and those in which a
+    run begins at one of these places, or lasts long enough on both sides of it.
+
+    Args:
+        priced_j: Shape (prices, instructions, clocks): cost of each instruction [J].
+        begins_s: Shape (prices, instructions): when a change of clock before each instruction happens, rising [s].
+        length_s: Shape (prices,): time after which instructions repeat [s].
+        dwell_s: Shape (clocks,): least time at each [s].
+        change_j: Shape (prices, instructions): cost of a change of clock before each [J].
+        places: Rising: instructions at which runs may begin.
+
+    Returns:
+        Indices of clocks, shape (prices, instructions).
+    """
+    prices, count, _ = priced_j.shape
+    # Instructions between two places are one block; the last block continues across the end.
+    turned = (np.arange(count) + places[0]) % count
+    blocks_j = np.add.reduceat(priced_j[:, turned], places - places[0], axis=1)
+    block_of = np.empty(count, dtype=np.intp)
+    block_of[turned] = np.searchsorted(places - places[0], np.arange(count), side="right") - 1
+    cuts = evenly(len(places), _CUTS)
+    orders = (np.arange(len(places)) + cuts[:, None]) % len(places)
+    at_s = begins_s[:, places][:, orders] + np.where(orders < cuts[:, None], length_s[:, None, None], 0.0)
+    at_s = (at_s - at_s[:, :, :1]).reshape(prices * len(cuts), -1)
+    costs_j = blocks_j[:, orders].reshape(prices * len(cuts), len(places), -1)
+    changes_j = change_j[:, places][:, orders].reshape(prices * len(cuts), -1)
+    clocks = _best_runs_from(costs_j, at_s, np.repeat(length_s, len(cuts)), dwell_s, changes_j)
+    chosen = np.empty((prices, len(cuts) + 1, len(places)), dtype=np.intp)
+    np.put_along_axis(chosen[:, 1:], orders[None], clocks.reshape(prices, len(cuts), -1), axis=2)
+    chosen[:, 0] = blocks_j.sum(axis=1).argmin(axis=1)[:, None]
+    total_j = np.take_along_axis(blocks_j[:, None], chosen[..., None], axis=3)[..., 0].sum(axis=2)
+    # The first run of a sequence and its last one may be at one clock.
+    total_j += (change_j[:, None, places] * (chosen != np.roll(chosen, 1, axis=2))).sum(axis=2)
+    whole: Indices = chosen[np.arange(prices), total_j.argmin(axis=1)][:, block_of]
+    return whole
+
+
+def _best_runs_from(cost_j: Floats, at_s: Floats, length_s: Floats, dwell_s: Floats, change_j: Floats) -> Indices:
+    """Return the best clocks of sequences of blocks that begin with a run; see ``best_runs``."""
+    rows, blocks, clocks = cost_j.shape
+    row, clock = np.arange(rows), np.arange(clocks)
+    sums_j = np.zeros((rows, blocks + 1, clocks))
+    np.cumsum(cost_j, axis=1, out=sums_j[:, 1:])
+    ends_s = np.concatenate([at_s, length_s[:, None]], axis=1)
+    # By end and clock of a run, the last place at which it may begin.
+    latest = np.empty((rows, blocks + 1, clocks), dtype=np.intp)
+    each_s, which = np.unique(dwell_s, return_inverse=True)
+    for number in range(rows):
+        own_s = ends_s[number]
+        latest[number] = (np.searchsorted(own_s, own_s[:, None] - each_s * _FITS, side="right") - 1)[:, which]
+    latest = np.minimum(latest, np.arange(blocks + 1)[:, None] - 1)
+    latest[:, blocks] = np.maximum(latest[:, blocks], 0)  # one clock throughout is always possible
+    # By place and clock: the least cost before a run of that clock that begins there or earlier, less the clock's sum.
+    before_j = np.zeros((rows, blocks, clocks))
+    begin = np.zeros((rows, blocks, clocks), dtype=np.intp)
+    end_clock = np.zeros((rows, blocks + 1), dtype=np.intp)
+    end_begin = np.zeros((rows, blocks + 1), dtype=np.intp)
+    for end in range(1, blocks + 1):
+        last = latest[:, end]
+        through_j = np.where(last >= 0, before_j[row[:, None], last, clock], np.inf) + sums_j[:, end]
+        best = through_j.argmin(axis=1)
+        total_j = through_j[row, best]
+        end_clock[:, end], end_begin[:, end] = best, begin[row, last[row, best], best]
+        if end < blocks:
+            here_j = (total_j + change_j[:, end])[:, None] - sums_j[:, end]
+            better = here_j < before_j[:, end - 1]
+            before_j[:, end] = np.where(better, here_j, before_j[:, end - 1])
+            begin[:, end] = np.where(better, end, begin[:, end - 1])
+    result = np.empty((rows, blocks), dtype=np.intp)
+    for number in range(rows):
+        end = blocks
+        while end > 0:
+            first = int(end_begin[number, end])
+            result[number, first:end] = end_clock[number, end]
+            end = first
+    return result
+
+
+def _extend(clocks: Indices, run: int) -> None:
+    """Lengthen a run that is too short by the slower instruction beside it, or raise it if both sides are faster."""
+    first = np.flatnonzero(clocks != np.roll(clocks, 1))
+    count = len(clocks)
+    begin, end = int(first[run]), int(first[(run + 1) % len(first)])
+    own, before, after = int(clocks[begin]), int(clocks[begin - 1]), int(clocks[end])
+    if min(before, after) > own:
+        length = (end - begin) % count
+        clocks[(begin + np.arange(length)) % count] = min(before, after)
+    elif (after <= before and after < own) or before > own:
+        clocks[end] = own
+    else:
+        clocks[begin - 1] = own
+
+
+def _cost(plan: HeldPlan) -> float:
+    return plan.cost_j

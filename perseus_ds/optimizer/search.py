@@ -1,0 +1,222 @@
+"""Plans with measured clocks for many deadlines at once: rounded from the relaxed optimum, then improved locally.
+
+A set of plans is held as the times of all events, shape (events, plans): each instruction then runs
+at the slowest clock that fits between its events. Times that leave every arc its least duration are
+a plan that meets its deadline. Local search moves one event after the other to the time at which the instructions
+around it cost least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from perseus_ds.optimizer.network import Network
+from perseus_ds.optimizer.problem import OptionTable
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+
+_SNAP = 2e-5
+"""An error of the relaxed optimum's times up to this fraction of a typical instruction causes no faster clock."""
+_REACH = 4
+"""An instruction is tried at this many options faster and slower than its present one."""
+
+
+def evenly(count: int, most: int) -> Indices:
+    """Return the indices of all of so many values, or of at most so many of them at even distances."""
+    return np.linspace(0, count - 1, min(count, most)).round().astype(np.intp)
+
+
+def options_at(network: Network, table: OptionTable, event_s: Floats) -> Indices:
+    """Return the option of every decision, shape (decisions, plans), indices into the table."""
+    n = network.decisions
+    window_s = event_s[network.head[:n]] - event_s[network.tail[:n]]
+    return table.longest_within(network.problem.group[:, None], window_s)
+
+
+def durations_at(network: Network, table: OptionTable, options: Indices) -> Floats:
+    """Return the duration of every arc, shape (arcs, plans) [s]."""
+    duration_s = np.repeat(network.least_s[:, None], options.shape[1], axis=1)
+    duration_s[: network.decisions] = table.time_s[options]
+    return duration_s
+
+
+def round_late(network: Network, table: OptionTable, target_s: Floats, deadline_s: Floats) -> Floats:
+    """Choose clocks from the end of the iteration to its start, each to start at its target or later.
+
+    The part of its window that an instruction cannot use is added to the window of the one before it, so that
+    little is lost along a path however coarse the clocks are.
+
+    Args:
+        network: The events.
+        table: The options to choose among.
+        target_s: Shape (events, plans): when events should happen, from the relaxed optimum [s].
+        deadline_s: Shape (plans,), each >= ``T_min`` [s].
+
+    Returns:
+        Event times, shape (events, plans) [s].
+    """
+    n = network.decisions
+    group = network.problem.group[:, None]
+    earliest_s = network.earliest_s(network.least_s)
+    target_s = np.maximum(target_s - _SNAP * float(network.least_s[:n].mean()), earliest_s[:, None])
+    result = np.zeros_like(target_s)
+    result[-1] = deadline_s
+    for level in network.backward:
+        arcs = level.arcs
+        least_s = network.least_s[arcs][:, None]
+        begin_s = result[network.head[arcs]] - least_s
+        chosen = arcs < n
+        decisions = arcs[chosen]
+        if len(decisions):
+            window_s = result[network.head[decisions]] - target_s[network.tail[decisions]]
+            options = table.longest_within(group[decisions], window_s)
+            begin_s[chosen] = result[network.head[decisions]] - table.time_s[options]
+        result[level.events] = np.minimum.reduceat(begin_s, level.first, axis=0)
+    result[0] = 0.0
+    return result
+
+
+def splice(network: Network, slow_s: Floats, fast_s: Floats, deadline_s: Floats, *, slow_first: bool) -> Floats:
+    """Run as a slower plan does up to some moment of the iteration, then as a faster one (or the reverse).
+
+    The middle of an iteration repeats the same sequence of instructions. Where a deadline lies between those of
+    two good plans, running a part of the iteration as in each of them is often better than one plan throughout.
+    The moment is the latest (or earliest) that meets the deadline.
+
+    Args:
+        network: The events.
+        slow_s: Shape (arcs, plans): durations in the slower plans [s].
+        fast_s: Shape (arcs, plans): durations in the faster plans, which meet the deadlines [s].
+        deadline_s: Shape (plans,) [s].
+        slow_first: Whether the slower part comes first.
+
+    Returns:
+        Event times, shape (events, plans) [s].
+    """
+    order = network.position if slow_first else 1.0 - network.position
+    low, high = np.full(len(deadline_s), -1e-9), np.full(len(deadline_s), 1.0)
+    for _ in range(10):
+        middle = (low + high) / 2
+        duration_s = np.where(order[:, None] <= middle, slow_s, fast_s)
+        fits = network.earliest_s(duration_s)[-1] <= deadline_s
+        low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+    duration_s = np.where(order[:, None] <= low, slow_s, fast_s)
+    result = network.latest_s(duration_s, deadline_s)
+    result[0] = 0.0
+    return result
+
+
+@dataclass(frozen=True)
+class _Arcs:
+    """The arcs on one side of some events, padded to the same number each.
+
+    Attributes:
+        other: Shape (events, width): the event at the arc's other end.
+        least_s: Shape (events, width, 1): least duration; -inf for padding.
+        decision: Indices (event, column) of the arcs that have a clock to choose.
+        group: Shape (decisions,): their groups.
+    """
+
+    other: Indices
+    least_s: Floats
+    decision: tuple[Indices, Indices]
+    group: Indices
+
+
+class Descent:
+    """Improves sets of plans; events of one level have no arcs between them and move together."""
+
+    def __init__(self, network: Network, table: OptionTable) -> None:
+        self.network, self.table = network, table
+        ins: list[list[int]] = [[] for _ in range(network.events)]
+        outs: list[list[int]] = [[] for _ in range(network.events)]
+        for arc, (tail, head) in enumerate(zip(network.tail.tolist(), network.head.tolist(), strict=True)):
+            ins[head].append(arc)
+            outs[tail].append(arc)
+        self._levels = []
+        for level in network.forward:
+            events = level.events[level.events != network.events - 1]
+            if len(events):
+                before = self._arcs([ins[e] for e in events], network.tail)
+                self._levels.append((events, before, self._arcs([outs[e] for e in events], network.head)))
+
+    def cost_j(self, event_s: Floats) -> Floats:
+        """Return the effective energy of each plan, shape (plans,) [J]."""
+        cost_j: Floats = self.table.cost_j[options_at(self.network, self.table, event_s)].sum(axis=0)
+        return cost_j
+
+    def run(self, event_s: Floats, sweeps: int) -> Floats:
+        """Return better event times; no plan gets worse, none misses its deadline.
+
+        Args:
+            event_s: Shape (events, plans) [s].
+            sweeps: How often to visit every event, alternately from the start and from the end.
+        """
+        event_s = event_s.copy()
+        for sweep in range(sweeps):
+            forward = sweep % 2 == 0
+            for events, before, after in self._levels if forward else reversed(self._levels):
+                event_s[events] = self._best(event_s, events, before, after, forward)
+        return event_s
+
+    def _best(self, event_s: Floats, events: Indices, before: _Arcs, after: _Arcs, early: bool) -> Floats:
+        """Return the best times of some events, the earliest or the latest among equals."""
+        begin_s, end_s, now_s = event_s[before.other], event_s[after.other], event_s[events][:, None]
+        low_s = (begin_s + before.least_s).max(axis=1)[:, None]
+        high_s = np.maximum((end_s - after.least_s).min(axis=1)[:, None], low_s)
+        tried_s = np.concatenate([now_s, low_s, high_s, *self._neighbours(begin_s, now_s, before)], axis=1)
+        np.clip(tried_s, low_s, high_s, out=tried_s)
+        cost_j = self._cost_j(tried_s[:, None] - begin_s[:, :, None], before)
+        cost_j += self._cost_j(end_s[:, :, None] - tried_s[:, None], after)
+        equal = cost_j <= cost_j.min(axis=1, keepdims=True) + 1e-9
+        best_s: Floats = np.where(equal, tried_s, np.inf).min(1) if early else np.where(equal, tried_s, -np.inf).max(1)
+        return best_s
+
+    def _neighbours(self, begin_s: Floats, now_s: Floats, before: _Arcs) -> list[Floats]:
+        """Times at which an instruction before the event would end at a clock near its present one."""
+        row, column = before.decision
+        if not len(row):
+            return []
+        begin_s = begin_s[row, column]
+        group = before.group[:, None]
+        present = self.table.longest_within(group, now_s[row, 0] - begin_s)[:, None]
+        steps = np.arange(-_REACH, _REACH + 1)[None, :, None]
+        options = np.clip(present + steps, self.table.begin[group][:, :, None], self.table.last[group][:, :, None])
+        result = []
+        for number in range(int(column.max()) + 1):
+            # Events that have no decision in this column try their present time once more.
+            tried_s = np.repeat(now_s, 2 * _REACH + 1, axis=1)
+            here = column == number
+            tried_s[row[here]] = begin_s[here][:, None] + self.table.time_s[options[here]]
+            result.append(tried_s)
+        return result
+
+    def _cost_j(self, window_s: Floats, arcs: _Arcs) -> Floats:
+        """Sum over the arcs of what they cost in windows of shape (events, width, tried, plans)."""
+        row, column = arcs.decision
+        result = np.zeros((len(window_s), *window_s.shape[2:]))
+        window_s = window_s[row, column]
+        options = self.table.longest_within(arcs.group[:, None, None], window_s)
+        # An event may have several such arcs, but each column holds one of them at most.
+        cost_j = self.table.cost_j[options]
+        for number in range(int(column.max(initial=-1)) + 1):
+            here = column == number
+            result[row[here]] += cost_j[here]
+        return result
+
+    def _arcs(self, lists: list[list[int]], ends: Indices) -> _Arcs:
+        width = max(len(arcs) for arcs in lists)
+        padded = np.full((len(lists), width), -1, dtype=np.intp)
+        for row, arcs in enumerate(lists):
+            # Decisions first, so that few columns hold any.
+            padded[row, : len(arcs)] = sorted(arcs)
+        exists = padded >= 0
+        # Padding repeats the first arc's other end and never binds.
+        other = ends[np.where(exists, padded, padded[:, :1])]
+        least_s = np.where(exists, self.network.least_s[padded], -np.inf)[:, :, None]
+        rows, columns = np.nonzero(exists & (padded < self.network.decisions))
+        return _Arcs(other, least_s, (rows, columns), self.network.problem.group[padded[rows, columns]])

@@ -1,0 +1,264 @@
+"""Computes the frontier from the relaxed problem: proven bounds, and plans with energies close to them."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect, insort
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from perseus_ds.artifacts.certificates import Certificates
+from perseus_ds.artifacts.frontier import drop_dominated
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.profile import lower_hull
+from perseus_ds.optimizer.bounds import Bounds, Tangent
+from perseus_ds.optimizer.network import Network
+from perseus_ds.optimizer.problem import OptionIndices, OptionTable, Problem
+from perseus_ds.optimizer.relaxation import Relaxation, Relaxed
+from perseus_ds.optimizer.rhythms import mixed_into
+from perseus_ds.optimizer.runs import RunSearch
+from perseus_ds.optimizer.search import Descent, durations_at, evenly, options_at, round_late, splice
+from perseus_ds.optimizer.switches import SwitchCosts, change_energy_j, choose_clocks
+
+Floats = npt.NDArray[np.float64]
+Progress = Callable[[str, float], None]
+
+_deadline_s = attrgetter("deadline_s")
+_NEAR = 1e-7
+"""The relaxed problem has no interior at ``T_min`` itself, so it is solved this much later, relative."""
+_FLAT = 2e-6
+"""Two tangents this close to the curve, relative to its height, need no third between them."""
+_SAME = 1e-9
+"""Between two times this close, relative to them, there is no other worth planning for."""
+_FIRST_SWEEPS, _LATER_SWEEPS = 2, 3
+_LONG = 20_000
+"""In iterations of so many instructions, plans are searched for at the solved deadlines only, from one start each."""
+_LONG_PLANS = 12
+"""For so many deadlines if clocks are to be held."""
+
+
+@dataclass(frozen=True)
+class ProvenPlans:
+    """A frontier of plans, and the proofs of their bounds."""
+
+    plans: list[FrequencyPlan]
+    certificates: Certificates
+
+
+def solve_exact(problem: Problem, *, plans: int, switches: SwitchCosts, progress: Progress) -> ProvenPlans:
+    """Return about ``plans`` plans from ``T_min`` to ``T*``, none worse than another, with their bounds.
+
+    Args:
+        problem: The optimisation problem.
+        plans: How many deadlines to plan for, at least 2.
+        switches: What a change of clock is taken to cost when clocks are chosen.
+        progress: Called with the solver's progress.
+    """
+    network = Network(problem)
+    relaxation = Relaxation(network)
+    bounds = Bounds(problem, network)
+    solved = _relaxed(problem, relaxation, bounds, max(2, min(plans, 4 + plans // 4)), progress)
+    time_s = np.array([r.deadline_s for r in solved])
+    time_s[0] = problem.t_min_s
+    deadline_s = time_s if len(solved) == 1 else spread(time_s, bounds.energies_j, plans)
+    target_s = np.stack([r.event_s for r in solved], axis=1)
+    table = OptionTable(problem.groups)
+    if _is_long(problem):
+        progress("clocks", 0.0)
+        found_s = Descent(network, table).run(round_late(network, table, target_s, time_s), _FIRST_SWEEPS)
+        # Where micro-batches are many, the change from one plan to another within the iteration costs next to nothing.
+        other_s = np.setdiff1d(deadline_s, time_s)
+        _, mixed_s = _mixtures(network, table, found_s, time_s, other_s, slow_first=True)
+        event_s = np.concatenate([found_s, mixed_s], axis=1)
+        progress("clocks", 1.0)
+    else:
+        event_s = _round(network, table, _between(target_s, time_s, deadline_s), deadline_s, progress)
+    options = choose_clocks(network, table, event_s, switches)
+    if switches.longest_dwell_s > min(float(group.measured.time_s.min()) for group in problem.groups):
+        found = _held(network, table, event_s, options, switches, progress=progress)
+    else:  # no instruction alone is too short
+        choices = options - table.begin[problem.group][:, None]
+        found = [problem.plan(choices[:, column]) for column in range(choices.shape[1])]
+    return _proven(found, bounds)
+
+
+def _held(
+    network: Network,
+    table: OptionTable,
+    event_s: Floats,
+    options: OptionIndices,
+    switches: SwitchCosts,
+    *,
+    progress: Progress,
+) -> list[FrequencyPlan]:
+    """Return plans for the same deadlines whose clocks are held long enough.
+
+    Args:
+        network: The events.
+        table: The options of the plans.
+        event_s: Plans of free clocks, shape (events, plans) [s].
+        options: Their clocks, shape (decisions, plans).
+        switches: What a change of clock costs.
+        progress: Called with the solver's progress.
+    """
+    problem = network.problem
+    search = RunSearch(network, switches.least_dwell_s, change_energy_j(table, switches), switches.time_s)
+    by_time = np.argsort(event_s[-1], kind="stable")
+    if _is_long(problem):
+        by_time = by_time[evenly(len(by_time), _LONG_PLANS)]
+    clock_mhz = np.concatenate([group.options.clock_mhz for group in problem.groups])[options[:, by_time]]
+    free = [search.sequences(clock_mhz[:, column]) for column in range(len(by_time))]
+    found = search.plans(event_s[-1, by_time], free, progress=lambda done: progress("clocks", done))
+    plans = [problem.evaluate(search.clocks_mhz(plan.clocks)) for plan in found if plan is not None]
+    return plans or [problem.baseline()]
+
+
+def _relaxed(problem: Problem, relaxation: Relaxation, bounds: Bounds, count: int, progress: Progress) -> list[Relaxed]:
+    """Solve the relaxed problem at ``T_min``, at ``T*`` and where the bound bends between them."""
+    solved: list[Relaxed] = []
+
+    def record(relaxed: Relaxed) -> Tangent:
+        insort(solved, relaxed, key=_deadline_s)
+        progress("bounds", len(solved) / (count + 1))
+        return bounds.add(relaxed)
+
+    def at(time_s: float) -> Tangent:
+        if not _is_long(problem):
+            return record(relaxation.solve(time_s))
+        after = bisect(solved, time_s, key=_deadline_s)
+        return record(relaxation.solve_between(time_s, solved[after - 1], solved[after]))
+
+    fastest_s = problem.t_min_s * (1 + _NEAR)
+    slowest_s = problem.time_s(problem.most_frugal)
+    left = record(relaxation.solve(fastest_s))
+    waiting_w = problem.waiting_energy_j(1.0)
+    star = relaxation.solve(slowest_s, waiting_w=waiting_w) if waiting_w > 0 else None
+    if star is None or star.deadline_s > slowest_s:
+        star = relaxation.solve(max(slowest_s, fastest_s * (1 + _NEAR)))
+    if star.deadline_s > fastest_s * (1 + 10 * _NEAR):
+        refine(left, record(star), at, count)
+    return solved
+
+
+def refine(left: Tangent, right: Tangent, at: Callable[[float], Tangent], count: int) -> list[Tangent]:
+    """Return tangents of a falling curve, convex but near its left end, each new one where the curve is least known.
+
+    Args:
+        left: The fastest.
+        right: The slowest.
+        at: Returns the tangent at a time.
+        count: How many at most, ``left`` and ``right`` included.
+    """
+    found = [left, right]
+    queue = [_unknown(left, right)]
+    while queue and len(found) < count:
+        unknown_j, _, left, right = heapq.heappop(queue)
+        if -unknown_j <= _FLAT * right.energy_j:
+            break
+        if right.time_s - left.time_s <= _SAME * right.time_s:
+            continue
+        middle = at((left.time_s + right.time_s) / 2)
+        found.append(middle)
+        for pair in ((left, middle), (middle, right)):
+            heapq.heappush(queue, _unknown(*pair))
+    return sorted(found, key=lambda tangent: tangent.time_s)
+
+
+def _unknown(left: Tangent, right: Tangent) -> tuple[float, float, Tangent, Tangent]:
+    """The largest distance between the chord of two points and their tangents, negated, for a heap."""
+    span_s = right.time_s - left.time_s
+    chord_w = (left.energy_j - right.energy_j) / span_s
+    above, below = left.slope_w - chord_w, max(chord_w - right.slope_w, 0.0)
+    # Just after T_min more clocks become possible and the curve falls faster than its tangent says.
+    unknown_j = span_s * (above * below / (above + below) if above + below > 0 < above else below / 2)
+    return -unknown_j, left.time_s, left, right
+
+
+def spread(time_s: Floats, energy_j: Floats, count: int) -> Floats:
+    """Return deadlines, those given among them, that divide the curve evenly along its length.
+
+    Length is measured with the whole curve's time and energy as units.
+
+    Args:
+        time_s: Shape (n,), ascending.
+        energy_j: Shape (n,), falling.
+        count: How many to return, at least n.
+    """
+    length = np.hypot(np.diff(time_s) / np.ptp(time_s), np.diff(energy_j) / max(np.ptp(energy_j), 1e-300))
+    parts = np.ones(len(length), dtype=np.intp)
+    for _ in range(count - len(time_s)):
+        parts[np.argmax(length / parts)] += 1
+    inner = [np.linspace(a, b, n, endpoint=False) for a, b, n in zip(time_s[:-1], time_s[1:], parts, strict=True)]
+    return np.append(np.concatenate(inner), time_s[-1])
+
+
+def _is_long(problem: Problem) -> bool:
+    return len(problem.node) >= _LONG
+
+
+def _between(values: Floats, known_s: Floats, wanted_s: Floats) -> Floats:
+    """Interpolate columns of values; between two optima lies a solution that both constraints allow."""
+    if len(known_s) == 1:
+        return np.repeat(values, len(wanted_s), axis=1)
+    right = np.clip(np.searchsorted(known_s, wanted_s), 1, len(known_s) - 1)
+    share = (wanted_s - known_s[right - 1]) / (known_s[right] - known_s[right - 1])
+    return values[:, right - 1] * (1 - share) + values[:, right] * share
+
+
+def _round(network: Network, table: OptionTable, target_s: Floats, deadline_s: Floats, progress: Progress) -> Floats:
+    """Return event times of good plans with measured clocks, shape (events, plans) [s]."""
+    descent = Descent(network, table)
+    best_s: Floats | None = None
+    for number, hull_only in enumerate((True, False)):
+        progress("clocks", number / 4)
+        start_s = round_late(network, OptionTable(network.problem.groups, hull_only=hull_only), target_s, deadline_s)
+        best_s = _better(descent, descent.run(start_s, _FIRST_SWEEPS), best_s)
+    assert best_s is not None
+    mixed_s = mixed_into(network, table, best_s, deadline_s)
+    best_s = _better(descent, descent.run(mixed_s, _LATER_SWEEPS), best_s)
+    for number, slow_first in enumerate((True, False)):
+        progress("clocks", 0.5 + number / 4)
+        mixed, start_s = _mixtures(network, table, best_s, deadline_s, deadline_s, slow_first=slow_first)
+        best_s[:, mixed] = _better(descent, descent.run(start_s, _LATER_SWEEPS), best_s[:, mixed])
+    progress("clocks", 1.0)
+    return best_s
+
+
+def _mixtures(
+    network: Network, table: OptionTable, event_s: Floats, time_s: Floats, deadline_s: Floats, *, slow_first: bool
+) -> tuple[npt.NDArray[np.intp], Floats]:
+    """Return which deadlines lie between those of plans on the plans' lower hull, and mixtures of the two next to each.
+
+    Args:
+        network: The events.
+        table: The options of the plans.
+        event_s: The plans, shape (events, plans) [s].
+        time_s: Shape (plans,): their deadlines, rising [s].
+        deadline_s: Deadlines to plan for, none outside of ``time_s`` [s].
+        slow_first: Whether the slower part comes first.
+    """
+    options = options_at(network, table, event_s)
+    cost_j = table.cost_j[options].sum(axis=0) + network.problem.waiting_energy_j(1.0) * time_s
+    on_hull = np.array(lower_hull(time_s, cost_j))
+    right = np.clip(np.searchsorted(time_s[on_hull], deadline_s), 0, len(on_hull) - 1)
+    left = np.where(time_s[on_hull[right]] <= deadline_s, right, right - 1)
+    mixed = np.flatnonzero(left != right)
+    durations_s = durations_at(network, table, options)
+    slow_s, fast_s = durations_s[:, on_hull[right[mixed]]], durations_s[:, on_hull[left[mixed]]]
+    return mixed, splice(network, slow_s, fast_s, deadline_s[mixed], slow_first=slow_first)
+
+
+def _better(descent: Descent, new_s: Floats, old_s: Floats | None) -> Floats:
+    """Of every pair of plans, the one of less energy."""
+    return new_s if old_s is None else np.where(descent.cost_j(new_s) < descent.cost_j(old_s), new_s, old_s)
+
+
+def _proven(found: list[FrequencyPlan], bounds: Bounds) -> ProvenPlans:
+    plans = drop_dominated(found)
+    bounds_j, certificates = bounds.certify([plan.time_s for plan in plans])
+    proven = [replace(plan, lower_bound_j=bound_j) for plan, bound_j in zip(plans, bounds_j, strict=True)]
+    return ProvenPlans(proven, certificates)

@@ -1,0 +1,275 @@
+"""Which clocks to measure: all, every n-th, or a few, chosen from the rows measured so far."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile, lower_hull
+from perseus_ds.errors import GpuError, ProfileError
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.profiler.estimates import estimate_all
+from perseus_ds.profiler.online import MeasuredRow, combine_rows
+from perseus_ds.profiler.profile_config import ProfileConfig
+from perseus_ds.ranks import Communicator
+
+Floats = npt.NDArray[np.float64]
+
+# Distance between the clocks of the descent, relative to the clock.
+_STEP = 0.1
+# The descent goes on while a step saves this fraction of effective energy (instructions with slack use low clocks).
+_SAVING_PER_STEP = 0.01
+# It does not stop before instructions are slower than the fastest by this factor.
+_SLOWED = 1.1
+_RISES_TO_STOP = 5
+# A clock is measured if it might save plans this fraction of the energy of all instructions.
+_SMALLEST_GAIN = 0.0005
+_BATCH = 2
+# Possible gains assume that a clock is better than estimated by this many standard deviations.
+_OPTIMISM = 1.5
+
+
+class Sweep:
+    """Measures one clock after the other until energy has risen five times in a row.
+
+    Args:
+        clocks_mhz: In the order in which they are measured.
+    """
+
+    def __init__(self, clocks_mhz: Sequence[int]) -> None:
+        self._left = list(clocks_mhz)
+
+    def next_clocks(self, rows: Sequence[Measurement]) -> list[int]:
+        """Return the clock to measure next [MHz]; none when enough is known."""
+        energies_j = [energy_j for _, (_, energy_j) in sorted(_sums_by_clock(rows).items(), reverse=True)]
+        last = energies_j[-_RISES_TO_STOP - 1 :]
+        rising = len(last) > _RISES_TO_STOP and all(a < b for a, b in pairwise(last))
+        return [] if rising or not self._left else [self._left.pop(0)]
+
+
+class AdaptiveSampler:
+    """Measures clocks in coarse steps down until energy rises, then those that may improve plans the most.
+
+    Above the clock that the GPU reaches under load there is nothing to measure but the highest clock, which stands for
+    all of them.
+
+    Plans use, of every (stage, kind), the clocks on the lower convex hull of effective energy over
+    time. After the descent, the next clock is the one that may lie farthest below the hull of the
+    measured ones, within the error bars of the fitted profile. Where rows deviate from the physical
+    model, error bars are larger, so more clocks are measured there.
+
+    Args:
+        clocks_mhz: The clocks that may be measured, ascending.
+        blocking_power_w: Power of a GPU that waits [W].
+        budget: Most clocks to measure.
+        default_mhz: The clock that GPUs reach under load where none is set; None where that is not known.
+    """
+
+    def __init__(
+        self, clocks_mhz: Sequence[int], *, blocking_power_w: float, budget: int, default_mhz: int | None = None
+    ) -> None:
+        self._clocks = list(clocks_mhz)
+        self._blocking_power_w = blocking_power_w
+        self._budget = budget
+        self._reached_mhz = default_mhz or self._clocks[-1]
+        self._asked: set[int] = set()
+
+    def next_clocks(self, rows: Sequence[Measurement]) -> list[int]:
+        """Return the clocks to measure next, the highest first [MHz]; none when enough is known.
+
+        Args:
+            rows: All rows measured so far, of all stages.
+        """
+        sums = _sums_by_clock(rows)
+        left = self._budget - len(self._asked)
+        chosen = (self._descend(sums) or self._refine(rows, sums))[: max(0, left)]
+        self._asked.update(chosen)
+        return sorted(chosen, reverse=True)
+
+    def _descend(self, sums: dict[int, tuple[float, float]]) -> list[int]:
+        if not self._asked:
+            return self._clocks[-1:]
+        lowest = min(self._asked)
+        if lowest == self._clocks[0] or self._descended(sums):
+            return []
+        below = [clock for clock in self._clocks if clock < lowest]
+        if self._reached_mhz < (1 - _STEP) * lowest:
+            return [min(below, key=lambda clock: abs(clock - self._reached_mhz))]
+        # Equal steps down to the lowest clock, so that the last step is not smaller than the others.
+        steps = math.ceil(math.log(lowest / self._clocks[0]) / math.log(1 / (1 - _STEP)) - 0.5)
+        target_mhz = lowest * (self._clocks[0] / lowest) ** (1 / max(1, steps))
+        return [min(below, key=lambda clock: abs(clock - target_mhz))]
+
+    def _descended(self, sums: dict[int, tuple[float, float]]) -> bool:
+        """Whether instructions are slower, their energy has risen, and their effective energy no longer falls."""
+        if len(sums) < 3:
+            return False
+        (time_s, energy_j), (before_s, before_j), *_ = (found for _, found in sorted(sums.items()))
+        saved_j = before_j - energy_j + self._blocking_power_w * (time_s - before_s)
+        effective_j = before_j - self._blocking_power_w * before_s
+        slowed = time_s > _SLOWED * min(t for t, _ in sums.values())
+        return slowed and energy_j > min(e for _, e in sums.values()) and saved_j < _SAVING_PER_STEP * effective_j
+
+    def _refine(self, rows: Sequence[Measurement], sums: dict[int, tuple[float, float]]) -> list[int]:
+        """Return the clocks between measured ones that may improve plans the most."""
+        if len(sums) < 3:
+            return []
+        candidates = [c for c in self._clocks if c not in self._asked and c > min(self._asked)]
+        chosen: list[int] = []
+        gain = self._possible_gains(rows, candidates)
+        while gain and len(chosen) < _BATCH:
+            best = max(gain, key=lambda clock: gain[clock])
+            # A fit to few rows has error bars that are too small, so half of the budget is used in any case.
+            if gain[best] < _SMALLEST_GAIN and 2 * len(self._asked) >= self._budget:
+                break
+            chosen.append(best)
+            # The next one lies in another gap between measured clocks.
+            below = max(c for c in self._asked if c < best)
+            above = min(c for c in self._asked if c > best)
+            gain = {c: p for c, p in gain.items() if not below < c < above}
+        return chosen
+
+    def _possible_gains(self, rows: Sequence[Measurement], candidates: Sequence[int]) -> dict[int, float]:
+        """Return how much each clock may improve plans, as a fraction of the energy of all instructions."""
+        fitted = estimate_all(StageProfile(rows), candidates)
+        found = {(row.stage, row.kind, row.clock_mhz): row for row in fitted.info.rows}
+        highest_mhz = max(row.clock_mhz for row in rows)
+        total_j = sum(row.energy_j for row in rows if row.clock_mhz == highest_mhz)
+        gains: dict[int, float] = defaultdict(float)
+        for stage, kind in fitted.keys:
+            options = fitted.options(stage, kind)
+            cost_j = options.effective_energy_j(self._blocking_power_w)
+            measured = np.isin(options.clock_mhz, list(self._asked))
+            hull_j = np.interp(options.time_s, *_lower_hull(options.time_s[measured], cost_j[measured]))
+            for number in np.flatnonzero(~measured):
+                clock = int(options.clock_mhz[number])
+                row = found.get((stage, kind, clock))
+                error_j = (row.energy_relative_error or 0.0) * options.energy_j[number] if row else 0.0
+                gain_j = hull_j[number] - cost_j[number] + _OPTIMISM * error_j
+                gains[clock] += max(0.0, float(gain_j)) / total_j
+        return dict(gains)
+
+
+def _lower_hull(time_s: Floats, cost_j: Floats) -> tuple[Floats, Floats]:
+    """Return times and effective energies between which lie the lowest ones of mixtures of options."""
+    order = np.lexsort((cost_j, time_s))
+    kept = order[lower_hull(time_s[order], cost_j[order])]
+    return time_s[kept], cost_j[kept]
+
+
+def _sums_by_clock(rows: Iterable[Measurement]) -> dict[int, tuple[float, float]]:
+    """Return, by clock, the summed time [s] and energy [J] of one instruction of each stage and kind, without tails."""
+    sums: dict[int, tuple[float, float]] = {}
+    for row in rows:
+        if row.kind is not Kind.TAIL:
+            time_s, energy_j = sums.get(row.clock_mhz, (0.0, 0.0))
+            sums[row.clock_mhz] = (time_s + row.time_s, energy_j + row.energy_j)
+    return sums
+
+
+class ClockSearch:
+    """Chooses clocks to measure until the profile is accurate enough; all ranks must call its methods at once.
+
+    Rows are written to ``measured.csv`` after every clock. If ``measured.csv`` has rows of the same job, and no
+    profile was finished after them, the search continues the interrupted one.
+
+    Args:
+        ranks: All ranks.
+        clocks_mhz: The clocks that may be measured, ascending.
+        config: How to sample.
+        info: The device and job; ``info.job`` identifies the job. Complete on rank 0.
+        directory: Where the profile will be written.
+
+    Attributes:
+        resumed: How many clocks an interrupted search had measured.
+    """
+
+    def __init__(
+        self, ranks: Communicator, clocks_mhz: Sequence[int], config: ProfileConfig, info: ProfileInfo, directory: Path
+    ) -> None:
+        self._ranks = ranks
+        self._info = info
+        self._directory = directory
+        self._sampler: AdaptiveSampler | Sweep
+        if config.sampling == "adaptive":
+            self._sampler = AdaptiveSampler(
+                clocks_mhz,
+                blocking_power_w=info.blocking_power_w or 0.0,
+                budget=config.most_clocks(len(clocks_mhz)),
+                default_mhz=info.default_clock_mhz,
+            )
+        else:
+            self._sampler = Sweep(clocks_mhz[::-1][:: config.clock_stride if config.sampling == "stride" else 1])
+        self._rows: dict[tuple[int, Kind, int], MeasuredRow] = {}
+        self._earlier = self._rows_of_an_interrupted_search() if ranks.is_rank_0 else {}
+        self.resumed = 0
+
+    def next_clocks(self) -> list[int]:
+        """Return the clocks to measure now, the highest first [MHz]; none when the search is finished."""
+        return self._ranks.computed_on_rank_0(self._next_unknown)
+
+    def add(self, rows: Sequence[MeasuredRow] | Exception) -> None:
+        """Add all rows that this rank has measured so far, or the error that prevented it.
+
+        Raises:
+            GpuError: On all ranks, if the GPU of one had an error.
+            ProfileError: On all ranks, if one had another error.
+            OSError: On all ranks, if rank 0 cannot write the rows.
+        """
+        by_rank = self._ranks.gather(rows)
+
+        def take() -> None:
+            for rank, found in enumerate(by_rank):
+                if isinstance(found, Exception):
+                    kind = GpuError if isinstance(found, GpuError) else ProfileError
+                    raise kind(f"no profile was written: rank {rank}: {found}")
+            self._take(combine_rows(row for found in by_rank if not isinstance(found, Exception) for row in found))
+            self.measured(self._info).save(self._directory / "measured.csv")
+
+        self._ranks.computed_on_rank_0(take)
+
+    def measured(self, info: ProfileInfo) -> StageProfile:
+        """Return the rows as they were measured, with metadata; on rank 0 only.
+
+        Raises:
+            ProfileError: There are no rows.
+        """
+        if not self._rows:
+            raise ProfileError("no instruction was measured at any clock.")
+        rows = [row for _, row in sorted(self._rows.items())]
+        return StageProfile([r.measurement for r in rows], info.model_copy(update={"rows": [r.quality for r in rows]}))
+
+    def _next_unknown(self) -> list[int]:
+        while clocks := self._sampler.next_clocks([row.measurement for row in self._rows.values()]):
+            known = [clock for clock in clocks if clock in self._earlier]
+            for clock in known:
+                self._take(self._earlier.pop(clock))
+            self.resumed += len(known)
+            if unknown := [clock for clock in clocks if clock not in known]:
+                return unknown
+        return []
+
+    def _take(self, rows: Iterable[MeasuredRow]) -> None:
+        self._rows |= {(r.measurement.stage, r.measurement.kind, r.measurement.clock_mhz): r for r in rows}
+
+    def _rows_of_an_interrupted_search(self) -> dict[int, list[MeasuredRow]]:
+        path, finished = self._directory / "measured.csv", self._directory / "profile.csv"
+        if not path.exists() or (finished.exists() and finished.stat().st_mtime >= path.stat().st_mtime):
+            return {}
+        try:
+            earlier = StageProfile.load(path)
+        except ProfileError:
+            return {}
+        if earlier.info.job is None or earlier.info.job != self._info.job:
+            return {}
+        found: dict[int, list[MeasuredRow]] = {}
+        for quality in earlier.info.rows:
+            row = MeasuredRow(earlier.at(quality.stage, quality.kind, quality.clock_mhz), quality)
+            found.setdefault(quality.clock_mhz, []).append(row)
+        return found

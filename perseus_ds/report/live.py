@@ -1,0 +1,502 @@
+"""Jobs while they run, in a terminal: following their records, the facts in words, and the screen of ``watch``."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from perseus_ds.artifacts.printable import printable
+from perseus_ds.artifacts.run_records import FILE_NAME, RecordFollower
+from perseus_ds.errors import ConfigError
+from perseus_ds.runtime.progress import JobFacts, JobLog, is_below
+from perseus_ds.runtime.words import policy_in_words
+from perseus_ds.units import duration, joules, number, percent, plain, watt_hours, watts
+
+
+class JobFollower:
+    """Follows one job.
+
+    Args:
+        folder: Its output folder.
+
+    Attributes:
+        folder: The same.
+        problem: Why its records cannot be read now; empty where they can.
+        unreadable: Number of lines that are no records.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.problem = ""
+        self._records = RecordFollower(folder)
+        self._log = JobLog(printable(folder.resolve().name))
+
+    @property
+    def unreadable(self) -> int:
+        return self._records.unreadable
+
+    def facts(self, now: float) -> JobFacts:
+        """Read what is new and return the facts; those known before where it cannot be read.
+
+        Args:
+            now: The time [Unix seconds].
+        """
+        self.problem = ""
+        try:
+            for is_another_file, records in self._records.read():
+                if is_another_file:
+                    self._log = JobLog(printable(self.folder.resolve().name))
+                self._log.add(records)
+        except OSError as error:  # a shared disk that does not answer, a file that is being replaced
+            self.problem = str(error)
+        return self._log.facts(now)
+
+
+class Jobs:
+    """Follows all jobs of a folder: its own, or those of the folders in it.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._followers: dict[Path, JobFollower] = {}
+
+    def followers(self) -> list[JobFollower]:
+        """Return one for each job, those that have begun since the last call too.
+
+        Raises:
+            ConfigError: There is no job.
+        """
+        folder = self._folder
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder; expected the output_dir of a training run.")
+        for path in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
+            if path not in self._followers and (path / FILE_NAME).is_file():
+                self._followers[path] = JobFollower(path)
+        if not self._followers:
+            raise ConfigError(
+                f"{folder}: no {FILE_NAME} in it or in a folder of it. A job writes it when it starts; expected the "
+                "output_dir of a training run."
+            )
+        return list(self._followers.values())
+
+
+_PHASES = {
+    "calibrate": "one iteration to calibrate the simulated GPU",
+    "warm-up": "warming up at default clocks",
+    "profile": "measuring a profile",
+    "optimizing": "computing plans, at default clocks",
+    "default": "measuring default clocks, to compare plans with",
+    "run": "running under plans",
+    "pause": "paused: default clocks",
+    "halt": "standing still until a cheaper hour",
+    "observe": "default clocks",
+    "verdict": "comparing plan and default clocks",
+}
+_MANY = 6
+_MOST_PIPELINES = 16
+_UNITS = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"))
+
+
+def title(facts: JobFacts) -> str:
+    """Return the job, its GPUs and its mode."""
+    parts = [facts.gpu or "", f"{facts.mode} mode" if facts.mode else "", _starts(facts)]
+    if facts.simulated and "simulated" not in (facts.gpu or ""):
+        parts.append("SIMULATED")
+    return plain(": ".join(part for part in (facts.name, ", ".join(filter(None, parts))) if part))
+
+
+def state(facts: JobFacts) -> str:
+    """Return whether the job runs, and at which step it is."""
+    step = "no step yet" if facts.step is None else f"step {facts.step}"
+    if facts.step is not None and facts.total_steps:
+        step += f" of {facts.total_steps}"
+    if facts.ended:
+        return f"ended at {step}"
+    ago = "" if facts.silent_s is None else f", {about(facts.silent_s)} ago"
+    if facts.is_silent:
+        return f"{step}{ago}: no record since; killed, or busy outside of iterations"
+    return f"{step}{ago}"
+
+
+def phase(facts: JobFacts) -> str:
+    """Return what the job does, and what comes next."""
+    if facts.phase is None:
+        return "ended" if facts.ended else "starting"
+    text = _PHASES.get(facts.phase) or plain(facts.phase)
+    if facts.phase == "run" and facts.plan is not None:
+        text = f"running under plan {facts.plan.plan}"
+    if facts.next_phase is None:
+        return text
+    following = _PHASES.get(facts.next_phase) or plain(facts.next_phase)
+    when = "" if facts.next_in_s is None else f" in about {about(facts.next_in_s)}" if facts.next_in_s >= 1 else " soon"
+    return f"{text}; then{when}: {following}"
+
+
+def about(time_s: float) -> str:
+    """Return a time in whole units, as estimates need no more."""
+    fitting = ((size, unit) for size, unit in _UNITS if time_s >= 2 * size)
+    size, unit = next(fitting, (1.0, "s"))
+    return f"{time_s / size:.0f} {unit}"
+
+
+def end(facts: JobFacts) -> str:
+    """Return when the job is done."""
+    if facts.ended:
+        return "ended"
+    if facts.total_steps is None:
+        return "not known: the policy names no total_steps"
+    if facts.remaining_s is None:
+        return "not known yet"
+    return f"in about {about(facts.remaining_s)}"
+
+
+def promised(facts: JobFacts) -> str:
+    """Return what the plan promises."""
+    plan = facts.plan
+    return "" if plan is None else _changes(plan.promised_slowdown, plan.promised_saving)
+
+
+def real(facts: JobFacts) -> str:
+    """Return how the plan runs."""
+    plan = facts.plan
+    if plan is None or plan.slowdown is None:
+        return "no iteration yet that is typical of it"
+    return f"{_changes(plan.slowdown, plan.saving)} (typical of {plan.iterations} iterations)"
+
+
+def energy(facts: JobFacts) -> str:
+    """Return time and energy so far."""
+    text = f"{plain(joules(facts.energy_j))} ({plain(watt_hours(facts.energy_j))}) in {facts.iterations} iterations"
+    text += f", {plain(duration(facts.time_s))}"
+    if facts.without_energy:
+        text += f"; the energy of {facts.without_energy} could not be read"
+    return text
+
+
+def saved(facts: JobFacts) -> str:
+    """Return what the plans saved so far, profiling not counted."""
+    if facts.saved is None:
+        return "nothing yet: no iteration under a plan" if not facts.planned else "not known"
+    share = percent(-facts.saved)
+    energy = f"{plain(joules(abs(facts.saved_j)))} {'saved' if facts.saved_j >= 0 else 'more used'}"
+    time = f"{plain(duration(abs(facts.gained_s)))} {'gained' if facts.gained_s >= 0 else 'lost'}"
+    return f"{energy} ({plain(share)}), {time}, in {facts.planned} iterations under plans"
+
+
+def profiling(facts: JobFacts) -> str:
+    """Return what profiling took; empty if there was none."""
+    if not facts.profiling_s and not facts.profiling_j:
+        return ""
+    amounts = ((facts.profiling_s, duration), (facts.profiling_j, joules))
+    parts = (f"{plain(write(abs(value)))} {'less' if value < 0 else 'more'}" for value, write in amounts)
+    return " and ".join(parts)
+
+
+def pipelines(facts: JobFacts) -> list[str]:
+    """Return energy and saving of each pipeline, if there are several."""
+    if len(facts.pipelines) < 2:
+        return []
+    shown = [
+        f"{each.pipeline}: {plain(joules(each.energy_j))}"
+        + (f", {plain(joules(each.saved_j))} saved" if facts.saved is not None else "")
+        for each in facts.pipelines[:_MOST_PIPELINES]
+    ]
+    rest = facts.pipelines[_MOST_PIPELINES:]
+    if rest:
+        energies_j = [each.energy_j for each in rest]
+        least, most = plain(joules(min(energies_j))), plain(joules(max(energies_j)))
+        shown.append(f"{rest[0].pipeline} to {rest[-1].pipeline}: {least} to {most} each")
+    return shown
+
+
+def clocks(facts: JobFacts) -> str:
+    """Return the clocks asked for, and the ranks that do not reach theirs."""
+    if not any(facts.clocks_asked_mhz):
+        return "default"
+    return f"{asked_for(facts)} asked for, {reached_by(facts)}"
+
+
+def asked_for(facts: JobFacts) -> str:
+    """Return the range of the clocks that GPUs were asked for."""
+    asked = [clock for clock in facts.clocks_asked_mhz if clock is not None]
+    return f"{min(asked)} to {max(asked)} MHz" if len(set(asked)) > 1 else f"{asked[0]} MHz"
+
+
+def reached_by(facts: JobFacts) -> str:
+    """Return which ranks do not reach the clock that they were asked for."""
+    below = [
+        f"rank {rank} at {facts.clocks_reached_mhz[rank]} of {facts.clocks_asked_mhz[rank]} MHz"
+        for rank in facts.ranks_below_their_clock
+    ]
+    more = f" and {len(below) - _MANY} more" if len(below) > _MANY else ""
+    return f"not reached: {', '.join(below[:_MANY])}{more}" if below else "reached by all ranks"
+
+
+def straggler(facts: JobFacts) -> str:
+    """Return the pipeline that the others wait for."""
+    if facts.straggler is None:
+        return "none"
+    return f"pipeline {facts.straggler} takes {number(facts.straggler_slowdown, 3)} times as long as the others"
+
+
+def problems(facts: JobFacts) -> str:
+    """Return what does not work; empty if nothing."""
+    ranks = ", ".join(map(str, facts.failed_ranks[:_MANY]))
+    more = max(0, len(facts.failed_ranks) - _MANY) + facts.more_failed_ranks
+    return f"fallen back to default clocks: rank {ranks}{f' and {more} more' if more else ''}" if ranks else ""
+
+
+def power(facts: JobFacts) -> str:
+    """Return mean and present power, and the cap in force with its source."""
+    text = f"{watts(facts.power_w)}, now {watts(facts.present_power_w)}"
+    return plain(text + ("" if facts.cap_w is None else f", cap {watts(facts.cap_w)} by {facts.cap_source}"))
+
+
+def policy(facts: JobFacts) -> str:
+    """Return the policy."""
+    return plain(policy_in_words(facts.policy)).removeprefix("policy ") if facts.policy else "none"
+
+
+def sentences(facts: JobFacts, asked: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the facts as sentences.
+
+    Args:
+        facts: The facts.
+        asked: What users have asked the running job for: ``paused``.
+    """
+    yield f"{title(facts)}; {state(facts)}."
+    yield f"Now: {phase(facts)}."
+    yield f"End of the training: {end(facts)}."
+    yield f"Policy: {policy(facts)}; {'paused' if asked.get('paused') else 'not paused'}."
+    if facts.pending:
+        yield f"Pending, not in force yet: {plain(facts.pending)}."
+    if facts.plan is not None:
+        yield f"Plan {facts.plan.plan}, against {facts.plan.baseline}:"
+        yield f"  promised  {promised(facts)}"
+        yield f"  real      {real(facts)}"
+    if facts.iteration_s is not None:
+        yield f"An iteration takes {plain(duration(facts.iteration_s))}."
+    if facts.power_w is not None:
+        yield f"Power: {power(facts)}."
+    yield f"So far: {energy(facts)}."
+    yield f"Saved so far: {saved(facts)}."
+    if profiling(facts):
+        yield f"Profiling took {profiling(facts)} than training at default clocks."
+    for text in pipelines(facts):
+        yield f"Pipeline {text}."
+    yield f"Clocks: {clocks(facts)}."
+    yield f"Straggler: {straggler(facts)}."
+    if problems(facts):
+        yield f"Problem: {problems(facts)}."
+    if facts.events:
+        yield f"Last event: {plain(facts.events[-1].text)}."
+
+
+def _starts(facts: JobFacts) -> str:
+    return f"{facts.starts} starts" if facts.starts > 1 else ""
+
+
+def _changes(slowdown: float | None, saving: float | None) -> str:
+    time = "time not known" if slowdown is None else f"{percent(slowdown)} time"
+    energy = "energy not known" if saving is None else f"{percent(-saving)} energy"
+    return plain(f"{time}, {energy}")
+
+
+_BLOCKS = "\N{LOWER ONE EIGHTH BLOCK}▂▃▄▅▆▇\N{FULL BLOCK}"
+_ASCII_BLOCKS = "_.-~=+*#"
+_FLAT = 0.02
+"""Values that differ by less than this fraction are drawn at one height."""
+_LABEL = 10
+_LEAST_EVENTS = 1
+_LEAST_NAME = 8
+_COLUMNS = ("job", "step", "iter.", "power", "time", "energy", "saved", "end in", "phase")
+_SIMULATED = "* GPUs are SIMULATED"
+
+
+class JobScreen:
+    """All facts of a job, a row each.
+
+    Args:
+        facts: The facts.
+        height: The number of rows there is room for; None for as many as it takes, with long rows folded.
+        footer: The last row, such as the keys.
+    """
+
+    def __init__(self, facts: JobFacts, *, height: int | None = None, footer: str = "") -> None:
+        self._facts = facts
+        self._height = height
+        self._footer = footer
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        draws = Drawing(options.encoding, max(8, options.max_width - _LABEL - 2))
+        rows = list(_rows(self._facts, draws))
+        events = _events(self._facts)
+        height: int | None = None
+        if self._height is not None:
+            height = self._height - math.ceil(len(self._footer) / options.max_width)
+            events = events[-max(_LEAST_EVENTS, height - len(rows)) :]
+        rows += [("" if number else "events", text) for number, text in enumerate(events)]
+        table = Table.grid(padding=(0, 1), expand=False)
+        is_cut = self._height is not None
+        table.add_column(style="bold", no_wrap=True, min_width=_LABEL)
+        table.add_column(no_wrap=is_cut, overflow="fold")
+        for label, text in rows[:height]:
+            if is_cut:
+                text.truncate(options.max_width - _LABEL - 1, overflow="ellipsis")
+            table.add_row(label, text)
+        yield table
+        if self._footer:
+            yield Text(self._footer, style="dim", overflow="fold")
+
+
+class Drawing:
+    """Draws figures as characters.
+
+    Args:
+        encoding: What the terminal understands.
+        width: How many characters there is room for.
+    """
+
+    def __init__(self, encoding: str, width: int) -> None:
+        self._blocks = _BLOCKS if encoding.lower().startswith("utf") else _ASCII_BLOCKS
+        self._width = width
+
+    def strip(self, values: Sequence[float | None], spread: Sequence[float | None] = ()) -> str:
+        """Return one character for each value, or for each group of neighbours if there are too many.
+
+        Args:
+            values: The values; None is drawn as a space.
+            spread: Further values that the heights are relative to.
+        """
+        known = [value for value in (*values, *spread) if value is not None]
+        if not known:
+            return ""
+        low, high = min(known), max(known)
+        is_flat = high - low <= _FLAT * abs(high)
+        group = math.ceil(len(values) / self._width)
+        drawn = []
+        for begin in range(0, len(values), group):
+            part = [value for value in values[begin : begin + group] if value is not None]
+            height = 0.5 if is_flat or not part else (min(part) - low) / (high - low)
+            drawn.append(self._blocks[round(height * (len(self._blocks) - 1))] if part else " ")
+        return "".join(drawn)
+
+    def last(self, values: Sequence[float | None], reserved: int) -> Sequence[float | None]:
+        """Return the last values, as many as there is room for beside some characters."""
+        return values[-max(1, self._width - reserved) :]
+
+
+def _rows(facts: JobFacts, draws: Drawing) -> list[tuple[str, Text]]:
+    rows = [
+        ("job", Text(title(facts), style="bold")),
+        ("state", Text(state(facts), style="red" if facts.is_silent else "")),
+        ("phase", Text(phase(facts), style="cyan")),
+        ("policy", Text(policy(facts))),
+        ("end", Text(end(facts))),
+    ]
+    if facts.pending:
+        rows.insert(4, ("pending", Text(plain(facts.pending), style="yellow")))
+    if facts.plan is not None:
+        rows.append((f"plan {facts.plan.plan}", Text(f"against {facts.plan.baseline}")))
+        rows.append(("  promised", Text(promised(facts))))
+        rows.append(("  real", Text(real(facts), style=_good_or_bad(facts.plan.saving))))
+    rows.append(("energy", Text(energy(facts))))
+    style = _good_or_bad(facts.saved)
+    rows.append(("saved", Text(saved(facts), style=style)))
+    if text := profiling(facts):
+        rows.append(("profiling", Text(f"{text} than at default clocks")))
+    if texts := pipelines(facts):
+        rows.append(("pipelines", Text("; ".join(texts))))
+    rows += _clocks(facts, draws)
+    if facts.iteration_s is not None:
+        rows.append(("time", _spark(draws, facts.recent_times_s, plain(duration(facts.iteration_s)))))
+    if facts.power_w is not None:
+        rows.append(("power", _spark(draws, facts.recent_powers_w, power(facts))))
+    rows.append(("straggler", Text(straggler(facts), style="yellow" if facts.straggler is not None else "")))
+    if text := problems(facts):
+        rows.append(("problem", Text(text, style="red")))
+    return rows
+
+
+def _clocks(facts: JobFacts, draws: Drawing) -> list[tuple[str, Text]]:
+    asked, reached = facts.clocks_asked_mhz, facts.clocks_reached_mhz
+    if not any(asked):
+        return [("clocks", Text("default"))]
+    below = [is_below(*pair) for pair in zip(asked, reached, strict=False)]
+    strip = Text(draws.strip(reached, asked))
+    for rank in [rank for rank, is_late in enumerate(below) if is_late and len(strip) == len(reached)]:
+        strip.stylize("red", rank, rank + 1)
+    text = Text.assemble(strip, "  ", (reached_by(facts), "red" if any(below) else ""))
+    return [("asked", Text(f"{draws.strip(asked, reached)}  {asked_for(facts)}, by rank")), ("reached", text)]
+
+
+def _spark(draws: Drawing, values: Sequence[float | None], typical: str) -> Text:
+    return Text.assemble((draws.strip(draws.last(values, len(typical) + 2)), "blue"), "  ", typical)
+
+
+def _events(facts: JobFacts) -> list[Text]:
+    found = []
+    for event in facts.events:
+        when = time.strftime("%H:%M:%S  ", time.localtime(event.time)) if event.time else ""
+        found.append(Text(f"{when}{plain(event.text)}"))
+    return found
+
+
+def _good_or_bad(saving: float | None) -> str:
+    return "" if saving is None else "green" if saving >= 0 else "red"
+
+
+class JobsTable:
+    """A line for each job.
+
+    Args:
+        jobs: Their facts.
+        height: The number of lines there is room for, of which the last jobs are shown; None for all.
+    """
+
+    def __init__(self, jobs: Sequence[JobFacts], *, height: int | None = None) -> None:
+        self._jobs = jobs
+        self._height = height
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        notes = [_SIMULATED] if any(facts.simulated for facts in self._jobs) else []
+        room = None if self._height is None else self._height - 1 - len(notes)
+        shown = self._jobs if room is None else self._jobs[-max(1, room) :]
+        rows = [_COLUMNS, *(tuple(map(plain, _cells(facts))) for facts in shown)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        widths[0] = max(_LEAST_NAME, min(widths[0], options.max_width - sum(widths[1:]) - len(widths) + 1))
+        for place, row in enumerate(rows):
+            name = Text(row[0])
+            name.truncate(widths[0], overflow="ellipsis", pad=True)
+            others = (f"{cell:>{width}}" for cell, width in zip(row[1:-1], widths[1:-1], strict=True))
+            style = "bold" if place == 0 else "red" if shown[place - 1].is_silent else ""
+            yield Text(" ".join([name.plain, *others, row[-1]]), style=style, no_wrap=True, overflow="ellipsis")
+        yield from map(Text, notes)
+
+
+def _cells(facts: JobFacts) -> tuple[str, ...]:
+    plan = facts.plan
+    phase = "ended" if facts.ended else "silent" if facts.is_silent else facts.phase or "starting"
+    if phase == "run" and plan is not None:
+        phase = f"plan {plan.plan}"
+    return (
+        facts.name,
+        "-" if facts.step is None else str(facts.step),
+        "-" if facts.iteration_s is None else duration(facts.iteration_s),
+        "-" if facts.power_w is None else watts(facts.power_w),
+        "-" if plan is None else percent(plan.slowdown),
+        "-" if plan is None or plan.saving is None else percent(-plan.saving),
+        "-" if facts.saved is None else joules(facts.saved_j),
+        "-" if facts.remaining_s is None else about(facts.remaining_s),
+        f"{phase}*" if facts.simulated else phase,
+    )

@@ -1,0 +1,155 @@
+"""The frontier that a job begins with: of the file that its config names, or, from the cache, of an earlier run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.io import write_together
+from perseus_ds.artifacts.plan import check_instructions
+from perseus_ds.artifacts.run_records import Failed
+from perseus_ds.clocks.transitions import ClockPlan
+from perseus_ds.errors import ConfigError, PerseusError, PlanError
+from perseus_ds.gpu.base import Gpu
+from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.recorder import Recorder
+
+_FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
+
+
+def read_frontier(path: Path, gpu: Gpu | None = None) -> Frontier:
+    """Return the frontier of a file; on rank 0, whose node alone need have it.
+
+    Args:
+        path: The file, or its folder.
+        gpu: On which its plans are to run, where that is known.
+
+    Raises:
+        PerseusError: There is no such file, it is wrong, or it was measured on simulated GPUs and this one is real.
+    """
+    if not path.exists():
+        raise ConfigError(f'"frontier": {path} does not exist on rank 0\'s node. Write it with "perseus-ds optimize".')
+    frontier = Frontier.load(path)
+    if gpu is not None and frontier.provenance.simulated and not gpu.simulated:
+        raise PlanError(
+            f"{path} was measured on simulated GPUs, this job runs on {gpu.name}. "
+            'Measure a profile here: "mode": "profile".'
+        )
+    return frontier
+
+
+def load_frontier(job: Job, rank: Rank, path: Path) -> Frontier:
+    """Return the frontier that rank 0 reads, on all ranks.
+
+    Raises:
+        PerseusError: On all ranks: the file is wrong, or its plans do not fit this schedule or GPU.
+    """
+
+    def read() -> Frontier:
+        frontier = read_frontier(path, rank.gpu)
+        check_instructions(frontier.instructions, job.schedule.instructions)
+        return frontier
+
+    frontier = rank.communicator.computed_on_rank_0(read)
+    pipeline_rank = rank.communicator.topology.pipeline_rank
+
+    def check() -> None:
+        for plan in frontier.plans:
+            ClockPlan.of_rank(plan, pipeline_rank).check(rank.gpu)
+
+    rank.communicator.raise_on_all_ranks(check)
+    return frontier
+
+
+class Cache:
+    """One entry of the user's cache, ``$XDG_CACHE_HOME/perseus-ds`` or ``~/.cache/perseus-ds``."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    @property
+    def directory(self) -> Path:
+        """Where it is.
+
+        Raises:
+            OSError: This user has no home folder, as in some containers.
+        """
+        try:
+            return user_cache_path("perseus-ds") / self._key
+        except RuntimeError as error:
+            raise OSError(f"no folder for the cache: {error}. Set XDG_CACHE_HOME") from error
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all files are there."""
+        return all((self.directory / name).is_file() for name in _FILES)
+
+    def store(self, source: Path) -> None:
+        """Keep the files of a run's output folder.
+
+        Raises:
+            OSError: The disk is full, or the folder cannot be written; no entry is left half-made.
+        """
+        staging = self.directory.with_name(f"{self.directory.name}.{os.getpid()}")
+        staging.mkdir(parents=True)
+        try:
+            for name in _FILES:
+                shutil.copyfile(source / name, staging / name)
+            shutil.rmtree(self.directory, ignore_errors=True)
+            staging.rename(self.directory)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove the entry, if there is one."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def restore(self, target: Path) -> None:
+        """Copy the files into a run's output folder."""
+        target.mkdir(parents=True, exist_ok=True)
+        write_together((target / name, (self.directory / name).read_bytes()) for name in _FILES)
+
+
+def frontier_of_an_earlier_run(job: Job, rank: Rank, recorder: Recorder) -> Frontier | None:
+    """Return the frontier that an earlier run of this job left, if it still fits; every rank must ask at once."""
+    cache = Cache(job.profile_key(rank.communicator))
+
+    def restore() -> str | None:
+        if not job.config.cache or not cache.is_complete:
+            return None
+        cache.restore(job.output_dir)
+        return str(cache.directory)
+
+    try:
+        source = rank.communicator.computed_on_rank_0(restore)
+        if source is None:
+            return None
+        frontier = load_frontier(job, rank, job.output_dir / "frontier.json")
+    except (PerseusError, OSError) as error:
+        recorder.say(f"the profile of an earlier run cannot be used ({error}); profiling again")
+        return None
+    recorder.say(f"using plans profiled by an earlier run ({source})")
+    return frontier
+
+
+def forget_for_later_runs(job: Job, rank: Rank) -> None:
+    """Leave nothing of this job for later runs; every rank must do so at once."""
+    cache = Cache(job.profile_key(rank.communicator))
+    if rank.communicator.is_rank_0 and job.config.cache:
+        with contextlib.suppress(OSError):
+            cache.remove()
+
+
+def keep_for_later_runs(job: Job, rank: Rank, recorder: Recorder) -> None:
+    """Store profile and frontier for the next run of this job; every rank must call this together."""
+    cache = Cache(job.profile_key(rank.communicator))
+    if rank.communicator.is_rank_0 and job.config.cache:
+        try:
+            cache.store(job.output_dir)
+        except OSError as error:
+            recorder.event(Failed(event="cache", error=str(error)))

@@ -1,0 +1,269 @@
+"""One iteration of a job: what a phase of a mode asks for, and what this rank measures of it.
+
+A phase is a generator: it yields a description of the next iteration, and receives what this rank measured of it. All
+ranks go through the same phases at the same iterations: what a phase decides by is the same on all ranks, that is, the
+reports of the iteration before, or rank 0's decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from perseus_ds.clocks.controller import DriverCall
+from perseus_ds.clocks.timers import FinishedIteration, Span
+from perseus_ds.clocks.transitions import ClockPlan
+from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.policy.reports import JobReport, RankReports
+from perseus_ds.policy.selector import Forecast
+from perseus_ds.runtime.job import Rank
+
+T = TypeVar("T")
+# Short, since a rank that is told to end must be able to tell the others so within the time that a scheduler gives.
+_LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class NextPhase:
+    """The phase that follows, with an estimate of the time left until then.
+
+    Attributes:
+        phase: As in ``run.jsonl``.
+        in_s: The time left, this iteration included, as estimated on rank 0 [s]; None where it is not known.
+    """
+
+    phase: str
+    in_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Waited:
+    """How long all ranks have waited.
+
+    Attributes:
+        time_s: How long [s]; 0 if they went on at once.
+        energy_j: Of all GPUs meanwhile [J]; NaN where it cannot be read.
+        closed: Whether a rank has been closed, so that all leave the mode.
+    """
+
+    time_s: float
+    energy_j: float
+    closed: bool
+
+
+@dataclass(frozen=True)
+class Halt:
+    """What all ranks wait for before an iteration.
+
+    Attributes:
+        is_over: Whether they go on; asked on rank 0.
+        waited: Told on all ranks for how long they have waited, unless they went on at once.
+    """
+
+    is_over: Callable[[], bool]
+    waited: Callable[[Waited], None]
+
+
+@dataclass(frozen=True)
+class NextIteration:
+    """A phase's request for the next iteration.
+
+    Attributes:
+        phase: As it is called in ``run.jsonl``.
+        clocks: This rank's clocks.
+        plan: This pipeline's plan, as a place on the frontier; None without one.
+        forecast: Prediction for the whole job; None without a plan.
+        aligns_tail: Whether all ranks begin the tail together, to tell it from waiting.
+        shape: Number of the shape of its inputs, where shapes have plans of their own.
+        by_shape: What to run instead, by the number of the shape of the first inputs; an iteration with others runs at
+            default clocks. Empty where all shapes run alike.
+        tell_shapes: Told the numbers of the shapes of its inputs as soon as they are known; None where nobody asks.
+        next_phase: The phase that follows; None where the job trains on like this.
+        reported: Fields of this rank's report of the iteration that has just ended.
+        reported_later: Returns more of them, once the device has done that iteration.
+        stretch_factors: Rank 0's decision, which it sends with that report: of each pipeline; none for 1 throughout.
+        status: What the next iteration runs, for ``perseus-ds control status``.
+        progress: Returns what a checkpoint keeps of the phase, as plain values.
+        halt: What all ranks wait for before the iteration; None for nothing.
+    """
+
+    phase: str
+    clocks: ClockPlan = field(default_factory=ClockPlan.none)
+    plan: int | None = None
+    forecast: Forecast | None = None
+    aligns_tail: bool = False
+    shape: int | None = None
+    by_shape: Mapping[float, NextIteration] = field(default_factory=dict)
+    tell_shapes: Callable[[float, float], None] | None = None
+    next_phase: NextPhase | None = None
+    reported: Mapping[str, Any] = field(default_factory=dict)
+    reported_later: Callable[[], Mapping[str, Any]] = dict
+    stretch_factors: Sequence[float] = ()
+    status: Mapping[str, Any] = field(default_factory=dict)
+    progress: Callable[[], dict[str, Any]] = dict
+    halt: Halt | None = None
+
+
+# At default clocks, in a job that runs plans in other iterations.
+UNPLANNED = NextIteration("observe", status={"plan": None})
+
+
+@dataclass(frozen=True)
+class IterationMeasurement:
+    """This rank's measurement of an iteration, which the device may still be at: asking for a time waits for it.
+
+    Attributes:
+        finished: Its times.
+        used_j: Returns the energy of this rank's GPU [J]; NaN where it cannot be read.
+        is_known: Returns whether times and energy are there without waiting.
+        host_s: When it began and ended for the host, in the rank's timebase [s].
+        clock_mhz: Clock that was asked for around each instruction; empty without a plan [MHz].
+        failed: Whether this rank has fallen back to default clocks.
+        shapes: Numbers that tell the inputs' shapes from others: of the first forward, and of all; 0 if not known.
+        number: Of the iteration in the job.
+        stopped_s: How long before it began the one before had ended, without a halt that the policy asked for [s].
+        reports: What all ranks have reported of the iteration before; None where there was none, or it was cut off by a
+            checkpoint.
+        ranks: On rank 0, the reports of which that was made; None elsewhere.
+    """
+
+    finished: FinishedIteration
+    used_j: Callable[[], float]
+    is_known: Callable[[], bool]
+    host_s: tuple[float, float]
+    clock_mhz: Mapping[Instruction, int]
+    failed: bool
+    reports: JobReport | None = None
+    ranks: RankReports | None = None
+    shapes: tuple[float, float] = (0.0, 0.0)
+    number: int = 0
+    stopped_s: float = 0.0
+
+    @cached_property
+    def start_s(self) -> float:
+        """When it began, in the rank's timebase [s]."""
+        return self.finished.start_s()
+
+    @cached_property
+    def time_s(self) -> float:
+        """How long it took [s]."""
+        return self.finished.time_s()
+
+    @property
+    def energy_j(self) -> float:
+        """Of this rank's GPU [J]; no ``cached_property``, whose lock all ranks of a process share until Python 3.12."""
+        self.finished.end.synchronize()
+        return self.used_j()
+
+    def spans(self) -> list[Span]:
+        """Return the operations."""
+        return self.finished.spans()
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The job goes on from a checkpoint; sent to a phase between two iterations, on all ranks at once.
+
+    Attributes:
+        progress: What :attr:`NextIteration.progress` returned when it was saved; empty if it does not fit the config.
+    """
+
+    progress: Mapping[str, Any]
+
+
+Phase: TypeAlias = Generator[NextIteration, "IterationMeasurement | Resumed", T]
+
+
+def one_iteration(wanted: NextIteration) -> Phase[IterationMeasurement]:
+    """Run one iteration in a phase without state for checkpoints."""
+    while True:
+        received = yield wanted
+        if isinstance(received, IterationMeasurement):
+            return received
+
+
+def wait_until_over(rank: Rank, is_over: Callable[[], bool], is_closed: Callable[[], bool]) -> Waited:
+    """Wait until rank 0 says that it is over, or a rank is closed; every rank must do so at the same boundary.
+
+    No collective of the job is under way meanwhile, and none of Perseus for longer than the ranks are apart. The thread
+    sleeps, so that handlers of signals run. GPUs are idle, soon at default clocks.
+
+    Args:
+        rank: This rank.
+        is_over: Asked on rank 0.
+        is_closed: Whether this rank has been closed.
+    """
+    begin_s, begin_j = rank.timebase.now_s(), _energy_j(rank)
+    has_waited = False
+    while True:
+        is_over_here = rank.communicator.is_rank_0 and is_over()
+        spent_j = _energy_j(rank) - begin_j
+        numbers = [float(is_over_here), float(is_closed()), spent_j]
+        answer = rank.communicator.start_exchange(numbers, _of_job).result()
+        is_over_now, closed, energy_j = answer or (1.0, 1.0, math.nan)
+        if is_over_now or closed:
+            break
+        has_waited = True
+        rank.timebase.sleep(_LOOK_EVERY_S)
+    time_s = rank.timebase.now_s() - begin_s if has_waited else 0.0
+    return Waited(time_s, energy_j, bool(closed))
+
+
+def _of_job(numbers: npt.NDArray[np.float64]) -> tuple[float, float, float]:
+    """Return for all ranks whether it is over, whether one is closed, and the energy of all."""
+    is_over, is_closed = numbers[:, :2].max(axis=0).tolist()
+    return is_over, is_closed, float(numbers[:, 2].sum())
+
+
+def _energy_j(rank: Rank) -> float:
+    try:
+        return rank.clocks.call(rank.gpu.energy_j).value()
+    except GpuError:
+        return math.nan
+
+
+class EnergyUse:
+    """Energy of this rank's GPU in one iteration: two readings of its counter, made beside the training thread.
+
+    Args:
+        begun: The counter when the iteration began; None where it is not read.
+        ended: The counter when it ended.
+        on_error: Called when the driver refuses to read it.
+    """
+
+    def __init__(
+        self, begun: DriverCall | None, ended: DriverCall | None, on_error: Callable[[Exception], None]
+    ) -> None:
+        self._begun = begun
+        self._ended = ended
+        self._on_error = on_error
+        self._used_j: float | None = None
+
+    def is_known(self) -> bool:
+        """Return whether both readings are there."""
+        return all(reading is None or reading.is_over for reading in (self._begun, self._ended))
+
+    def used_j(self) -> float:
+        """Wait for the driver and return the energy [J]; NaN where it cannot be read."""
+        if self._used_j is None:
+            self._used_j = self._read_j()
+        return self._used_j
+
+    def _read_j(self) -> float:
+        if self._begun is None or self._ended is None:
+            return math.nan
+        try:
+            begun_j = self._begun.value()
+            return self._ended.value() - begun_j
+        except GpuBusyError:  # for how long that is accepted, the supervision decides
+            return math.nan
+        except GpuError as error:
+            self._on_error(error)
+            return math.nan

@@ -1,0 +1,302 @@
+"""Measures a profile while training goes on, in ordinary iterations at one clock each, and writes it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.clocks.timers import Span
+from perseus_ds.clocks.transitions import ClockPlan
+from perseus_ds.errors import GpuError, PerseusError, ProfileError
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.profiler.clock_search import ClockSearch
+from perseus_ds.profiler.counter_log import CounterLog
+from perseus_ds.profiler.estimates import denoise
+from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler
+from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase, one_iteration
+from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.recorder import Recorder
+from perseus_ds.runtime.warm_up import Baseline
+from perseus_ds.runtime.words import against_default_clocks
+
+logger = logging.getLogger("perseus_ds")
+
+# The clock follows a little after an iteration has begun, at the earliest [s]. A GPU that is slower is read back; one
+# that a limit keeps below the clock is taken to have settled after this time.
+_SETTLE_S = 0.05
+# A counter that was refreshed this often, and whose power has no larger relative error than this, tells power; some
+# clocks are visited more than once for that.
+_REFRESHES = 10
+_KNOWN = 0.05
+_REFRESHES_A_VISIT = 5
+_MOST_VISITS = 8
+# A tail that takes less of an iteration than this needs no clock of its own.
+_TAIL_MATTERS = 0.02
+
+
+def profile_online(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline) -> Phase[None]:
+    """Measure a profile and write it.
+
+    Args:
+        job: The job.
+        rank: This rank.
+        recorder: Of the job.
+        baseline: Iterations before any clock was changed.
+
+    Raises:
+        PerseusError: On all ranks, if one could not measure.
+        OSError: On all ranks, if rank 0 could not write.
+    """
+    settings = job.config.profile
+    clocks = settings.clocks_of(rank.gpu)
+    search = ClockSearch(rank.communicator, clocks, settings, baseline.info, job.output_dir)
+    most = settings.most_clocks(len(clocks))
+    recorder.say(
+        f"profiling while training goes on: about {most} clocks, an iteration or more at each; iterations take "
+        f"{baseline.time_s:.2f} s at default clocks, up to {clocks[-1] / clocks[0]:.1f} times that at the lowest"
+    )
+    measurement = _Measurement(rank, baseline)
+    window_s = _SETTLE_S + _REFRESHES_A_VISIT * baseline.counter_period_s
+    iterations = math.ceil(rank.communicator.all_max(window_s / baseline.time_s))
+    refreshes = (iterations * baseline.time_s - _SETTLE_S) / baseline.counter_period_s
+    expected = most * iterations * math.ceil(_REFRESHES / refreshes)
+    following = "optimizing" if job.config.mode == "auto" else "observe"
+
+    def next_phase() -> NextPhase:
+        return NextPhase(following, measurement.remaining_s(expected))
+
+    with measurement.log as log:
+        rank.beside_training.callback(log.close)
+        while chosen := search.next_clocks():
+            yield from _measure_batch(measurement, chosen, iterations, next_phase)
+            search.add(measurement.rows(chosen))
+
+    if search.resumed:
+        recorder.say(f"{search.resumed} clocks were already measured by an interrupted run of this job")
+
+    def save() -> None:
+        raw = search.measured(baseline.info)
+        save_profile(job, baseline, raw, denoise(raw, clocks))
+
+    rank.communicator.computed_on_rank_0(save)
+    lost_s, lost_j = measurement.cost()
+    recorder.profile_written(
+        job.profile_path,
+        resumed_clocks=search.resumed,
+        iterations=measurement.iterations,
+        lost_s=lost_s,
+        lost_j=lost_j,
+    )
+    recorder.say(
+        f"wrote {job.profile_path} after {measurement.iterations} profiled iterations, which took "
+        f"{against_default_clocks(lost_s, lost_j)}"
+    )
+
+
+def _measure_batch(
+    measurement: _Measurement, clocks: Sequence[int], iterations: int, next_phase: Callable[[], NextPhase]
+) -> Phase[None]:
+    """Visit some clocks until no rank asks for another visit of any of them.
+
+    A rank asks with its report of a visit's last iteration, which is known after the next iteration. So a clock that
+    needs more is visited again after the others, and the last one is repeated until its report is known.
+
+    Args:
+        measurement: Of this rank.
+        clocks: The clocks.
+        iterations: Iterations of a visit: as many as several refreshes of the energy counter take.
+        next_phase: Returns the phase that follows, and when.
+    """
+    waiting = deque(clocks)
+    before: int | None = None
+    clock, needs_more = waiting.popleft(), False
+    while True:
+        visit = yield from _visit(clock, iterations, next_phase(), needs_more=needs_more)
+        needs_more = measurement.add(clock, visit)
+        reports = visit.seen[0].reports
+        # Reports that a checkpoint has cut off may have asked.
+        asked = reports.vote if reports is not None else before is not None
+        if asked and before is not None and before != clock and before not in waiting:
+            waiting.append(before)
+        if not waiting:
+            if before == clock and not asked:
+                return
+            waiting.append(clock)
+        before, clock = clock, waiting.popleft()
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """Iterations at one clock.
+
+    Attributes:
+        seen: What this rank measured of each.
+        spans: Operations of each, in the rank's timebase.
+    """
+
+    seen: list[IterationMeasurement]
+    spans: list[list[Span]]
+
+    def add(self, seen: IterationMeasurement) -> None:
+        """Add an iteration that has just ended: its operations are known until the next one begins."""
+        self.seen.append(seen)
+        self.spans.append([Span(s.operation, s.start_s + seen.start_s, s.end_s + seen.start_s) for s in seen.spans()])
+
+    def runs(self) -> list[_Visit]:
+        """Return them in parts of iterations one right after the other: those of other shapes may lie between."""
+        parts: list[_Visit] = []
+        for seen, spans in zip(self.seen, self.spans, strict=True):
+            if not parts or parts[-1].seen[-1].number + 1 != seen.number:
+                parts.append(_Visit([], []))
+            parts[-1].seen.append(seen)
+            parts[-1].spans.append(spans)
+        return parts
+
+
+def _visit(clock_mhz: int, iterations: int, next_phase: NextPhase, *, needs_more: bool) -> Phase[_Visit]:
+    """Run iterations at one clock, and report whether the visit before needs another one."""
+    wanted = NextIteration("profile", ClockPlan.constant(clock_mhz), aligns_tail=True, next_phase=next_phase)
+    visit = _Visit([], [])
+    for number in range(iterations):
+        reported = {"vote": needs_more} if number == 0 else {}
+        visit.add((yield from one_iteration(replace(wanted, reported=reported))))
+    return visit
+
+
+class _Measurement:
+    """Iterations at one clock each, of this rank.
+
+    Attributes:
+        log: Reads the energy counter.
+        iterations: How many were measured.
+    """
+
+    def __init__(self, rank: Rank, baseline: Baseline) -> None:
+        self.log = CounterLog(rank.gpu, rank.timebase)
+        self._communicator = rank.communicator
+        self._baseline = baseline
+        self._profiler = OnlineProfiler(baseline.info.blocking_power_w or 0.0)
+        self._refreshes: Counter[int] = Counter()
+        self._visits: Counter[int] = Counter()
+        self.iterations = 0
+        self._lost_s = 0.0
+        self._lost_j = 0.0
+        self._error: PerseusError | None = None
+
+    def add(self, clock_mhz: int, visit: _Visit) -> bool:
+        """Take in the iterations of a visit; return whether another visit of this clock is needed."""
+        try:
+            for part in visit.runs():
+                first, last = part.seen[0], part.seen[-1]
+                start_s, end_s = first.start_s + _SETTLE_S, last.start_s + last.time_s
+                reached_s = self.log.reached_s(clock_mhz, start_s, end_s)
+                readings = self.log.readings(start_s if reached_s is None else reached_s, end_s)
+                self._profiler.add(clock_mhz, part.spans, readings, self.log.state)
+                self._refreshes[clock_mhz] += len(readings)
+        except GpuError as error:  # the other ranks are told with the rows
+            self._error = error
+        except Exception as error:
+            self._error = ProfileError(f"{type(error).__name__}: {error}")
+        if visit.seen[-1].failed:
+            self._error = GpuError("the clock could not be set")
+        self.log.forget()
+        self._visits[clock_mhz] += 1
+        self.iterations += len(visit.seen)
+        self._lost_s += sum(seen.time_s - self._baseline.time_s for seen in visit.seen)
+        self._lost_j += sum(seen.energy_j - self._baseline.energy_j for seen in visit.seen)
+        few = self._refreshes[clock_mhz] < _REFRESHES or self._profiler.power_error(clock_mhz) > _KNOWN
+        return few and self._visits[clock_mhz] < _MOST_VISITS and self._error is None
+
+    def rows(self, clocks: Sequence[int]) -> Sequence[MeasuredRow] | Exception:
+        """Return all rows measured so far, by what is known now; or why there are none at one of some clocks."""
+        if self._error is not None:
+            return self._error
+        try:
+            rows = self._profiler.rows()
+        except Exception as error:  # the other ranks wait to be told
+            return ProfileError(f"{type(error).__name__}: {error}")
+        missing = sorted(set(clocks) - {row.measurement.clock_mhz for row in rows})
+        if missing:
+            return GpuError(
+                f"no power could be told at {missing[0]} MHz: in {self._visits[missing[0]]} visits the energy counter "
+                f"was refreshed {self._refreshes[missing[0]]} times."
+            )
+        return rows
+
+    def remaining_s(self, iterations: int) -> float:
+        """Return about how long it takes until so many iterations are measured, one more at least [s]."""
+        lost_s = self._lost_s / self.iterations if self.iterations else 0.0
+        return max(1, iterations - self.iterations) * (self._baseline.time_s + lost_s)
+
+    def cost(self) -> tuple[float, float]:
+        """Return how much more time [s], on the rank that lost most, and energy [J], of all GPUs, the iterations took.
+
+        Against iterations at default clocks. Every rank must ask at the same time.
+        """
+        return self._communicator.all_max(self._lost_s), self._communicator.all_sum(self._lost_j)
+
+
+def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: StageProfile) -> None:
+    """Write the estimates to plan with, and the rows as they were measured beside them; on rank 0 only.
+
+    Raises:
+        ProfileError: No forward or backward was measured.
+        OSError: The files cannot be written.
+    """
+    if baseline.tails_of is None:
+        profile = _without_idle_tails(estimated, baseline)
+    else:
+        profile = _with_tails_of(baseline.tails_of, estimated)
+    profile = _above_waiting(profile, baseline.info.blocking_power_w or 0.0)
+    if not profile.keys:
+        raise ProfileError("no forward or backward was measured")
+    raw.save(job.profile_path.with_name("measured.csv"))
+    profile.save(job.profile_path)
+
+
+def _without_idle_tails(profile: StageProfile, baseline: Baseline) -> StageProfile:
+    """Leave out the rows of tails that are short, or in which the GPU draws no more than waiting: any clock will do."""
+    blocking_power_w = baseline.info.blocking_power_w or 0.0
+    idle = {
+        stage
+        for stage, kind in profile.keys
+        if kind is Kind.TAIL
+        and (
+            profile.at_highest_clock(stage, kind).time_s < _TAIL_MATTERS * baseline.time_s
+            or min(profile.options(stage, kind).effective_energy_j(blocking_power_w)) <= 0
+        )
+    }
+    return profile.where(lambda stage, kind, _: kind is not Kind.TAIL or stage not in idle)
+
+
+def _with_tails_of(other: StageProfile, profile: StageProfile) -> StageProfile:
+    """Replace the rows of tails by those of another profile."""
+    passes = profile.where(lambda stage, kind, clock_mhz: kind is not Kind.TAIL)
+    tails = other.where(lambda stage, kind, clock_mhz: kind is Kind.TAIL)
+    rows = [*passes.info.rows, *tails.info.rows]
+    return StageProfile([*passes.measurements, *tails.measurements], profile.info.model_copy(update={"rows": rows}))
+
+
+def _above_waiting(profile: StageProfile, blocking_power_w: float) -> StageProfile:
+    """Leave out rows that noise has put below what waiting takes, which no plan can be made from; two clocks stay."""
+    below: set[tuple[int, Kind, int]] = set()
+    for stage, kind in profile.keys:
+        options = profile.options(stage, kind)
+        is_below = options.effective_energy_j(blocking_power_w) <= 0
+        if np.count_nonzero(~is_below) >= 2:
+            below.update((stage, kind, int(clock_mhz)) for clock_mhz in options.clock_mhz[is_below])
+    if below:
+        clocks = sorted({clock_mhz for _, _, clock_mhz in below})
+        logger.warning(
+            "perseus: %d rows at %s MHz are left out of the profile: they say less power than waiting takes, %.1f W.",
+            len(below),
+            f"{clocks[0]} to {clocks[-1]}" if len(clocks) > 1 else clocks[0],
+            blocking_power_w,
+        )
+    return profile.where(lambda *row: row not in below)

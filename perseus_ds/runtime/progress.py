@@ -1,0 +1,446 @@
+"""The progress of a job, from its records in their order; memory and time per record do not grow with the job."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from perseus_ds.artifacts.run_records import (
+    Ended,
+    Event,
+    IterationRecord,
+    OrderGiven,
+    PlanChosen,
+    PlanSummary,
+    PolicyChanged,
+    PowerCapChanged,
+    ProfileWritten,
+    Record,
+    Started,
+    TimetableMade,
+    trains,
+)
+from perseus_ds.measures import AT_DEFAULT_CLOCKS, JobMeasures, Saving, Typical, promise
+from perseus_ds.runtime.words import event_in_words, policy_in_words
+
+_LONG_S = 60.0
+_LONG_ITERATIONS = 10
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class PlanFacts(_Facts):
+    """The plan in use: what it promises and what it does, against the same iterations at default clocks."""
+
+    plan: int
+    plans: tuple[int, ...] = Field((), description="Of each pipeline.")
+    baseline: str | None = Field(description="The iterations at default clocks, in words.")
+    iterations: int = Field(description="Iterations under it of which the figures are typical.")
+    promised_slowdown: float | None = Field(description="As a fraction of the time at default clocks.")
+    promised_saving: float | None = Field(description="As a fraction of the energy at default clocks.")
+    slowdown: float | None = Field(description="Of a typical iteration.")
+    slowdown_error: float | None = Field(description="Its standard error.")
+    saving: float | None = Field(description="Of a typical iteration.")
+    saving_error: float | None = Field(description="Its standard error.")
+
+
+class PipelineFacts(_Facts):
+    """Energy of one data-parallel pipeline [J]."""
+
+    pipeline: int
+    energy_j: float = Field(description="All iterations.")
+    saved_j: float = Field(description="Its part of what was saved under plans.")
+
+
+class Happened(_Facts):
+    """An event."""
+
+    time: float = Field(description="When [Unix seconds].")
+    text: str
+
+
+class JobFacts(_Facts):
+    """All of a job, over all its starts."""
+
+    name: str = Field(description="The name of its output folder.")
+    simulated: bool
+    mode: str | None
+    gpu: str | None
+    policy: dict[str, Any] | None
+    starts: int
+    ended: bool = Field(description="Whether it has said that it ended.")
+    silent_s: float | None = Field(description="Since its last record [s].")
+    phase: str | None = Field(description="Of the last iteration, or what the job does outside of iterations.")
+    next_phase: str | None
+    next_in_s: float | None = Field(description="When that begins, as estimated [s].")
+    step: int | None = Field(description="The last training step.")
+    total_steps: int | None = Field(description="Where the policy names it.")
+    remaining_s: float | None = Field(description="Until the last step is done, as estimated [s].")
+    iterations: int
+    time_s: float = Field(description="Of all iterations [s].")
+    energy_j: float = Field(description="Of all iterations [J].")
+    without_energy: int = Field(description="Iterations whose energy could not be read.")
+    clock_changes: int
+    clock_skips: int
+    planned: int = Field(description="Iterations under plans of the frontier in use.")
+    saved_j: float = Field(description="Energy saved by these, profiling not counted; negative if they used more.")
+    gained_s: float = Field(description="Time gained by these, profiling not counted; negative if they took longer.")
+    saved: float | None = Field(description="Energy saved by a typical one, as a fraction.")
+    slowdown: float | None = Field(description="How much longer a typical one took, as a fraction.")
+    baseline: str | None = Field(description="The iterations at default clocks that this is relative to, in words.")
+    profiling_s: float = Field(description="Additional time for profiling [s]; negative for less.")
+    profiling_j: float = Field(description="Additional energy for profiling [J]; negative for less.")
+    iteration_s: float | None = Field(description="Iteration time, median of the last ones [s].")
+    power_w: float | None = Field(description="Of all GPUs, mean of the last iterations [W].")
+    present_power_w: float | None = Field(description="Of all GPUs in the last iteration [W].")
+    cap_w: float | None = Field(description="The power cap in force, of all GPUs [W].")
+    cap_source: str = Field(description="Where that comes from: the policy, or the file that it names.")
+    pending: str | None = Field(description="An order that is not in force yet, in words.")
+    plan: PlanFacts | None
+    plans: tuple[PlanSummary, ...] = Field(description="By plan of the frontier in use.")
+    pipelines: tuple[PipelineFacts, ...]
+    clocks_asked_mhz: tuple[int | None, ...]
+    clocks_reached_mhz: tuple[int | None, ...]
+    straggler: int | None = Field(description="The pipeline that the others wait for.")
+    straggler_slowdown: float = Field(description="How many times as long it takes.")
+    drift: float | None
+    failed_ranks: tuple[int, ...]
+    more_failed_ranks: int
+    recent_times_s: tuple[float, ...]
+    recent_powers_w: tuple[float | None, ...]
+    events: tuple[Happened, ...]
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the job has been silent for long, and has not said that it ended."""
+        if self.ended or self.silent_s is None or self.phase == "halt":
+            return False
+        expected_s = max(_LONG_ITERATIONS * (self.iteration_s or 0.0), self.next_in_s or 0.0, _LONG_S)
+        return self.silent_s > expected_s
+
+    @property
+    def ranks_below_their_clock(self) -> list[int]:
+        """Ranks whose GPU has not reached the clock that it was asked for."""
+        pairs = zip(self.clocks_asked_mhz, self.clocks_reached_mhz, strict=False)
+        return [rank for rank, (asked, reached) in enumerate(pairs) if is_below(asked, reached)]
+
+
+def is_below(asked_mhz: int | None, reached_mhz: int | None) -> bool:
+    """Return whether a GPU runs at a lower clock than it was asked for, by more than 2 %."""
+    return asked_mhz is not None and reached_mhz is not None and reached_mhz < 0.98 * asked_mhz
+
+
+@dataclass
+class Tally:
+    """Iterations, all of them together; the names are those of the record of a job's end.
+
+    Attributes:
+        iterations: How many.
+        time_s: Their time [s].
+        energy_j: Their energy, of all GPUs [J].
+        without_energy: How many have an energy that could not be read.
+        clock_changes: Clock changes of all GPUs.
+        clock_skips: Clock changes left out.
+    """
+
+    iterations: int = 0
+    time_s: float = 0.0
+    energy_j: float = 0.0
+    without_energy: int = 0
+    clock_changes: int = 0
+    clock_skips: int = 0
+
+    def add_record(self, record: Record) -> None:
+        """Add a record, if it is of an iteration whose figures are valid."""
+        if isinstance(record, IterationRecord) and trains(record):
+            self.add(record)
+
+    def add(self, record: IterationRecord) -> None:
+        """Add an iteration."""
+        self.iterations += 1
+        self.time_s += record.time_s
+        self.clock_changes += record.clock_changes
+        self.clock_skips += record.clock_skips
+        self.energy_j += record.energy_j or 0.0
+        self.without_energy += record.energy_j is None
+
+
+_RECENT = 60
+_EVENTS = 8
+
+
+class JobProgress:
+    """All that a job did so far, added up.
+
+    Attributes:
+        total: All iterations but those that calibrate a simulated GPU.
+    """
+
+    def __init__(self) -> None:
+        self.total = Tally()
+        self._measures = JobMeasures()
+        self._pipelines: list[_Pipeline] = []
+        self._recent: deque[IterationRecord] = deque(maxlen=_RECENT)
+        self._events: deque[Event] = deque(maxlen=_EVENTS)
+        self._start: Started | None = None
+        self._starts = 0
+        self._policy: dict[str, Any] | None = None
+        self._chosen: PlanChosen | None = None
+        self._cap = PowerCapChanged()
+        self._ordered_policy: dict[str, Any] | None = None
+        self._ordered_pause: bool | None = None
+        self._timetable: TimetableMade | None = None
+        self._profiling_s = self._profiling_j = 0.0
+        self._last: IterationRecord | None = None
+        self._last_time = 0.0
+        # By rank, what GPUs were asked for and what they reached; large jobs do not record that with every iteration.
+        self._clocks: tuple[tuple[int | None, ...], tuple[int | None, ...]] = (), ()
+        self._ended = self._simulated = False
+
+    def add(self, record: Record) -> None:
+        """Add a record."""
+        self._simulated |= record.simulated
+        self._measures.add(record)
+        if isinstance(record, Event):
+            self._last_time = record.time or self._last_time
+            self._add_event(record)
+        elif trains(record):
+            self._last_time = record.ended or self._last_time
+            self._add_iteration(record)
+        else:
+            self._last = record
+
+    def _add_event(self, event: Event) -> None:
+        self._ended = isinstance(event, Ended)
+        if isinstance(event, Started):
+            self._starts += 1
+            self._start, self._policy = event, event.policy
+            self._chosen = self._last = self._timetable = None
+            self._ordered_policy = self._ordered_pause = None
+            self._cap = PowerCapChanged()
+        elif isinstance(event, ProfileWritten):
+            self._profiling_s += event.lost_s or 0.0
+            self._profiling_j += event.lost_j or 0.0
+        elif isinstance(event, PlanChosen):
+            self._chosen = event
+        elif isinstance(event, PowerCapChanged):
+            self._cap = event
+        elif isinstance(event, OrderGiven):
+            self._ordered_policy = event.policy or self._ordered_policy
+            self._ordered_pause = self._ordered_pause if event.paused is None else event.paused
+        elif isinstance(event, TimetableMade):
+            self._timetable = event
+        elif isinstance(event, PolicyChanged) and event.policy:
+            self._policy, self._timetable = event.policy, None
+        if not isinstance(event, Ended):
+            self._events.append(event)
+
+    def _add_iteration(self, record: IterationRecord) -> None:
+        self._last = record
+        self._ended = False
+        if record.clocks_asked_mhz is not None or record.energy_by_rank_j is not None or record.energy_j is None:
+            self._clocks = record.clocks_asked_mhz or (), record.clocks_reached_mhz or ()
+        self.total.add(record)
+        self._recent.append(record)
+        self._add_to_pipelines(record)
+
+    def _add_to_pipelines(self, record: IterationRecord) -> None:
+        energies_j = record.energy_by_pipeline_j or ()
+        while len(self._pipelines) < len(energies_j):
+            self._pipelines.append(_Pipeline())
+        for pipeline, energy_j in zip(self._pipelines, energies_j, strict=False):
+            pipeline.energy_j += energy_j
+            if record.phase in AT_DEFAULT_CLOCKS:
+                pipeline.at_default_j += energy_j
+            elif record.phase == "run":
+                pipeline.planned_j += energy_j
+
+    def _pipeline_facts(self, saving: Saving | None) -> tuple[PipelineFacts, ...]:
+        """Return the energy of each, and its part of the saving: by the energies at default clocks and under plans."""
+        at_default_j = sum(pipeline.at_default_j for pipeline in self._pipelines)
+        planned_j = sum(pipeline.planned_j for pipeline in self._pipelines)
+        found = []
+        for number, pipeline in enumerate(self._pipelines):
+            saved_j = 0.0
+            if saving is not None and planned_j:
+                share = pipeline.at_default_j / at_default_j if at_default_j else 1 / len(self._pipelines)
+                saved_j = share * saving.default_j - pipeline.planned_j / planned_j * saving.energy_j
+            found.append(PipelineFacts(pipeline=number, energy_j=pipeline.energy_j, saved_j=saved_j))
+        return tuple(found)
+
+    def facts(self, name: str, now: float) -> JobFacts:
+        """Return the facts.
+
+        Args:
+            name: The job's.
+            now: The time [Unix seconds].
+        """
+        start, last, chosen, recent = self._start, self._last, self._chosen, self._recent
+        silent_s = max(0.0, now - self._last_time) if self._last_time else None
+        powers_w = [record.power_w for record in recent]
+        total_steps = (self._policy or {}).get("total_steps")
+        typical = Typical.of([one.time_s for one in recent], [one.energy_j for one in recent])
+        return JobFacts(
+            name=name,
+            simulated=self._simulated,
+            mode=start.mode if start else None,
+            gpu=start.gpu if start else None,
+            policy=self._policy,
+            starts=self._starts,
+            ended=self._ended,
+            silent_s=silent_s,
+            **self._phase(now),
+            step=last.iteration if last else None,
+            total_steps=total_steps,
+            remaining_s=self._remaining_s(total_steps, now, silent_s or 0.0),
+            **asdict(self.total),
+            **self.savings(),
+            profiling_s=self._profiling_s,
+            profiling_j=self._profiling_j,
+            iteration_s=typical and typical.time_s,
+            power_w=typical and typical.power_w,
+            present_power_w=last.power_w if last else None,
+            cap_w=self._cap.watts,
+            cap_source=self._cap.source,
+            pending=self._pending(),
+            plan=self._plan(),
+            pipelines=self._pipeline_facts(self._measures.saving()),
+            clocks_asked_mhz=self._clocks[0],
+            clocks_reached_mhz=self._clocks[1],
+            straggler=chosen.straggler if chosen else None,
+            straggler_slowdown=chosen.slowdown if chosen else 1.0,
+            drift=last.drift if last else None,
+            failed_ranks=last.failed_ranks if last else (),
+            more_failed_ranks=last.more_failed_ranks if last else 0,
+            recent_times_s=tuple(record.time_s for record in recent),
+            recent_powers_w=tuple(powers_w),
+            events=tuple(Happened(time=event.time, text=event_in_words(event)) for event in self._events),
+        )
+
+    def _phase(self, now: float) -> dict[str, Any]:
+        last = self._last
+        if self._ended:
+            return {"phase": None, "next_phase": None, "next_in_s": None}
+        if last is None:
+            return {"phase": None, "next_phase": None, "next_in_s": None}
+        if self._chosen is not None and self._chosen.halts:
+            return {"phase": "halt", "next_phase": "run", "next_in_s": None}
+        in_s = last.next_in_s
+        if in_s is not None and last.ended is not None:
+            in_s = max(0.0, last.ended + in_s - now)
+        return {"phase": last.phase, "next_phase": last.next_phase, "next_in_s": in_s}
+
+    def _remaining_s(self, total_steps: int | None, now: float, silent_s: float) -> float | None:
+        if total_steps is None or self._last is None or not self._recent:
+            return None
+        if self._ended:
+            return 0.0 if self._last.iteration >= total_steps else None
+        if self._timetable is not None:
+            return max(0.0, self._timetable.ends - now)
+        # From end to end: evaluations and checkpoints between iterations take time, too.
+        ends = [record.ended for record in self._recent if record.ended is not None]
+        between_s = [later - earlier for earlier, later in itertools.pairwise(ends)]
+        pace_s = statistics.mean(between_s) if between_s else self._recent[-1].time_s
+        return max(0.0, (total_steps - self._last.iteration) * pace_s - silent_s)
+
+    def _pending(self) -> str | None:
+        """Return the orders that no iteration has run by yet, in words."""
+        if self._ended or self._last is None:
+            return None
+        waiting = []
+        if self._ordered_policy is not None and self._ordered_policy != self._policy:
+            waiting.append(policy_in_words(self._ordered_policy))
+        if self._ordered_pause is not None and self._ordered_pause != (self._last.phase == "pause"):
+            waiting.append("pause" if self._ordered_pause else "resume")
+        return "; ".join(waiting) or None
+
+    def savings(self) -> dict[str, Any]:
+        """Return what the plans saved so far, by the names that it has in facts and in the record of a job's end."""
+        saving, plans = self._measures.saving(), self._measures.plans()
+        return {
+            "planned": self._measures.planned,
+            "saved_j": saving.saved_j if saving else 0.0,
+            "gained_s": saving.gained_s if saving else 0.0,
+            "saved": saving.saved if saving else None,
+            "slowdown": saving.slowdown if saving else None,
+            "baseline": str(plans[-1].baseline) if plans else None,
+            "plans": tuple(
+                PlanSummary(plan=one.plan, iterations=one.ran, slowdown=one.slowdown, saved=one.saved)
+                for one in plans
+                if one.plan is not None
+            ),
+        }
+
+    def _plan(self) -> PlanFacts | None:
+        last = self._last
+        if last is None or last.plan is None or last.phase != "run":
+            return None
+        plan = None if last.shape else last.plan
+        measured, baseline = self._measures.plan(plan), self._measures.baseline(plan)
+        promised_slowdown, promised_saving = promise(last, baseline)
+        return PlanFacts(
+            plan=last.plan,
+            plans=self._chosen.plans if self._chosen else (),
+            baseline=None if baseline is None else str(baseline),
+            iterations=measured.typical.iterations if measured else 0,
+            promised_slowdown=promised_slowdown,
+            promised_saving=promised_saving,
+            slowdown=measured and measured.slowdown,
+            slowdown_error=measured and measured.slowdown_error,
+            saving=measured and measured.saved,
+            saving_error=measured and measured.saved_error,
+        )
+
+
+class _Pipeline:
+    """Energy of one pipeline so far [J].
+
+    Attributes:
+        energy_j: Of all iterations.
+        planned_j: Of iterations under plans.
+        at_default_j: Of iterations at default clocks, which say what part of the job's energy is this pipeline's.
+    """
+
+    def __init__(self) -> None:
+        self.energy_j = self.planned_j = self.at_default_j = 0.0
+
+
+class JobLog:
+    """The progress of the jobs that one ``run.jsonl`` records, of which the one that started last is told; thread-safe.
+
+    Args:
+        name: The job's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: dict[str | None, JobProgress] = {None: JobProgress()}
+        self._current = self._jobs[None]
+        self._lock = threading.Lock()
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Add records in their order."""
+        with self._lock:
+            for record in records:
+                if isinstance(record, Started):
+                    self._current = self._jobs.setdefault(record.job, JobProgress())
+                self._current.add(record)
+
+    def facts(self, now: float) -> JobFacts:
+        """Return the facts of the job that started last."""
+        with self._lock:
+            return self._current.facts(self._name, now)
+
+    def savings(self) -> dict[str, Any]:
+        """Return what the plans of the job that started last saved, as :meth:`JobProgress.savings` does."""
+        with self._lock:
+            return self._current.savings()

@@ -1,0 +1,97 @@
+"""Figures for people: some digits, a unit of fitting size, and no exponent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+J_PER_KWH = 3.6e6
+_NONE = "\N{EN DASH}"
+_MINUS = "\N{MINUS SIGN}"
+_SPACE = "\N{NARROW NO-BREAK SPACE}"
+_ASCII = str.maketrans(
+    {_SPACE: " ", _MINUS: "-", _NONE: "-", "\N{PLUS-MINUS SIGN}": "+/-", "\N{MULTIPLICATION SIGN}": "x"}
+)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a figure with so many significant digits, thousands apart."""
+    if value is None or not math.isfinite(value):
+        return _NONE
+    if value == 0:
+        return "0"
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    decimals = max(0, digits - 1 - exponent)
+    return f"{value:,.{decimals}f}".replace(",", _SPACE).replace("-", _MINUS)
+
+
+def whole(value: float) -> str:
+    """Return a count, thousands apart."""
+    return f"{value:,.0f}".replace(",", _SPACE)
+
+
+def percent(value: float | None, decimals: int = 1) -> str:
+    """Return a signed percentage of a fraction."""
+    if value is None or not math.isfinite(value):
+        return _NONE
+    text = f"{100 * value:+.{decimals}f}{_SPACE}%".replace("-", _MINUS)
+    return text if any(digit in text for digit in "123456789") else text[1:]
+
+
+def less_or_more(value: float, decimals: int = 1) -> str:
+    """Return a change, as a fraction, in words: ``7.4 % less``."""
+    text = percent(value, decimals)
+    return f"{text[1:]} {'less' if value < 0 else 'more'}" if text[0] in f"+{_MINUS}" else f"{text} more"
+
+
+def plain(text: str) -> str:
+    """Return a text for terminals: in ASCII as far as it is figures and plain words, without control characters."""
+    return "".join(character if character.isprintable() else " " for character in text.translate(_ASCII))
+
+
+def joules(value_j: float | None) -> str:
+    """Return an energy in J to GJ."""
+    return _scaled(value_j, {"GJ": 1e9, "MJ": 1e6, "kJ": 1e3, "J": 1.0})
+
+
+def watt_hours(value_j: float | None) -> str:
+    """Return an energy [J] in Wh to GWh, as bills count it."""
+    return _scaled(value_j, {"GWh": 3.6e12, "MWh": 3.6e9, "kWh": 3.6e6, "Wh": 3.6e3})
+
+
+def grams(value_g: float | None) -> str:
+    """Return a mass in g to t."""
+    return _scaled(value_g, {"t": 1e6, "kg": 1e3, "g": 1.0})
+
+
+def watts(value_w: float | None) -> str:
+    """Return a power in W to MW."""
+    return _scaled(value_w, {"MW": 1e6, "kW": 1e3, "W": 1.0})
+
+
+def duration(value_s: float | None) -> str:
+    """Return a time in ms to days."""
+    return _scaled(value_s, {"days": 86_400.0, "h": 3_600.0, "min": 60.0, "s": 1.0, "ms": 1e-3})
+
+
+def gpu_time(value_s: float | None) -> str:
+    """Return GPU-seconds in a unit of fitting size, up to GPU-hours."""
+    return _scaled(value_s, {"GPU-h": 3_600.0, "GPU-min": 60.0, "GPU-s": 1.0})
+
+
+def money(value: float | None, currency: str) -> str:
+    """Return a sum of money: two decimals, or three digits where it is below 1."""
+    if value is None or not math.isfinite(value):
+        return _NONE
+    text = number(value, 3) if abs(value) < 1 else f"{value:,.2f}".replace(",", _SPACE).replace("-", _MINUS)
+    return f"{text} {currency}"
+
+
+def _scaled(value: float | None, sizes: Mapping[str, float]) -> str:
+    """Return a value in the largest unit that makes it at least 1, with four digits."""
+    if value is None or not math.isfinite(value):
+        return _NONE
+    # What is rounded up to the next unit counts as there: 999.96 J is 1.000 kJ.
+    fitting = (unit for unit, size in sizes.items() if abs(value) >= 0.99995 * size)
+    unit = next(fitting, list(sizes)[-1])
+    return f"{number(value / sizes[unit])} {unit}"

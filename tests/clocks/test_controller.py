@@ -1,0 +1,579 @@
+"""The clock controller never makes the training thread wait, and always restores the default; in virtual time."""
+
+import dataclasses
+import itertools
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+from set_clock import set_clock
+from virtual_time import VirtualTime
+
+from perseus_ds.clocks.controller import ClockController, ShortSwitchInterval
+from perseus_ds.clocks.events import PassedEvent
+from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.gpu.device_models import DEVICES
+from perseus_ds.gpu.simulated import LatencyModel, SimulatedGpu
+from perseus_ds.timebase import Flag, RealTime
+
+LATENCY_S = 0.02
+A_WHILE_S = 10.0
+"""Longer than anything that a controller may still be about to do."""
+
+
+class RecordingGpu(SimulatedGpu):
+    """A simulated GPU that records which clocks were set, None for the default, and when."""
+
+    def __init__(self, timebase, **settings):
+        super().__init__(DEVICES["a100-sxm"], lock_latency_s=LATENCY_S, timebase=timebase, **settings)
+        self.set_at = []
+        self.refusal = self.refusal_to_reset = None
+
+    @property
+    def clocks_set(self):
+        return [clock_mhz for clock_mhz, _ in self.set_at]
+
+    def lock_clock(self, clock_mhz):
+        if self.refusal is not None:
+            raise self.refusal
+        self._note(clock_mhz)
+        super().lock_clock(clock_mhz)
+
+    def reset_clock(self):
+        if self.refusal_to_reset is not None:
+            raise self.refusal_to_reset
+        self._note(None)
+        super().reset_clock()
+
+    def _note(self, clock_mhz):
+        self.set_at.append((clock_mhz, self._time.now_s()))
+
+    @contextmanager
+    def computing(self):
+        """An instruction that takes as long as what is done meanwhile."""
+        self.begin_work()
+        yield
+        self.finish_work(0.0)
+
+
+class LaterEvent:
+    """A point in the GPU's progress that a test decides on."""
+
+    def __init__(self, now):
+        self.passed = Flag(now)
+        self._time = now
+        self._passed_s = None
+
+    def pass_now(self):
+        self._passed_s = self._time.now_s()
+        self.passed.set()
+
+    def passed_s(self):
+        return self._passed_s
+
+    def synchronize(self):
+        self.passed.wait(1000.0)
+
+    def query(self):
+        return self.passed.is_set()
+
+
+@pytest.fixture
+def now():
+    return VirtualTime()
+
+
+@pytest.fixture
+def gpu(now):
+    return RecordingGpu(now)
+
+
+@pytest.fixture
+def errors():
+    return []
+
+
+@pytest.fixture
+def refusals():
+    return []
+
+
+@pytest.fixture
+def clocks(gpu, errors, refusals, now):
+    controller = ClockController(gpu, errors.append, refusals.append, timebase=now)
+    yield controller
+    controller.close()
+
+
+def test_requests_return_at_once_and_are_applied(clocks, gpu, now):
+    begin_s = now.now_s()
+    clocks.request(1200)
+    clocks.reset_when_idle(60.0)
+    assert now.now_s() == begin_s
+    assert gpu.clocks_set == []
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1200]
+    assert gpu.clock_mhz() == 1200
+
+
+def test_equal_clocks_are_set_once(clocks, gpu):
+    for _ in range(5):
+        set_clock(clocks, 1200)
+    assert gpu.clocks_set == [1200]
+    assert clocks.changes == 1
+
+
+def test_requests_made_during_a_call_of_the_driver_overtake_each_other(clocks, gpu, now):
+    clocks.request(1200)
+    now.sleep(LATENCY_S / 2)
+    for clock in (1110, 1005, 990):
+        clocks.request(clock)
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1200, 990]
+    assert clocks.overtaken == 2
+
+
+def test_a_clock_waits_for_the_gpus_own_progress(clocks, gpu, now):
+    event = LaterEvent(now)
+    clocks.request(1200)
+    clocks.request(1110, after=event)
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1200]
+    event.pass_now()
+    now.sleep(LATENCY_S)
+    assert gpu.clocks_set == [1200, 1110]
+
+
+def test_a_request_is_overtaken_once_the_gpu_has_passed_the_next_ones_event(clocks, gpu, now):
+    first, second = LaterEvent(now), LaterEvent(now)
+    clocks.request(1200, after=first)
+    clocks.request(1110, after=second)
+    second.pass_now()
+    first.pass_now()
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1110]
+    assert clocks.overtaken == 1
+
+
+def test_closing_restores_the_default_clock_once_and_for_good(clocks, gpu, now):
+    set_clock(clocks, 1200)
+    clocks.close()
+    assert clocks.is_closed
+    clocks.close()
+    clocks.request(1110)
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1200, None]
+    assert gpu.clock_mhz() == 1410
+
+
+def test_a_clock_at_its_default_is_left_alone_when_idle_and_at_the_end(clocks, gpu, now):
+    clocks.reset_when_idle(0.0)
+    now.sleep(A_WHILE_S)
+    clocks.close()
+    assert gpu.clocks_set == []
+
+
+def test_closing_does_not_wait_for_a_driver_that_hangs(clocks, gpu, now):
+    gpu._lock_latency = LatencyModel(100.0, 100.0)
+    clocks.request(1200)
+    now.sleep(1.0)
+    begin_s = now.now_s()
+    clocks.close(timeout_s=5.0)
+    assert now.now_s() - begin_s == pytest.approx(5.0)
+
+
+def test_closing_does_not_wait_for_the_gpu_and_nothing_is_applied_after_it(clocks, gpu, now):
+    event = LaterEvent(now)
+    set_clock(clocks, 1200)
+    now.sleep(A_WHILE_S)
+    clocks.request(1110, after=event)
+    now.sleep(0.001)  # the worker waits for the event
+    begin_s = now.now_s()
+    closing = now.thread(lambda: clocks.close(timeout_s=5.0), "closing")
+    closing.start()
+    now.sleep(1.0)
+    assert gpu.set_at[1:] == [(None, begin_s)]
+    event.pass_now()
+    closing.join()
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1200, None]
+
+
+def test_closing_waits_for_a_call_that_is_under_way(clocks, gpu, now):
+    begin_s = now.now_s()
+    clocks.request(1200)
+    now.sleep(LATENCY_S / 2)
+    clocks.close()
+    assert gpu.set_at == [(1200, begin_s), (None, pytest.approx(begin_s + LATENCY_S))]
+
+
+def test_a_refusal_is_reported_once_and_nothing_is_requested_after(clocks, gpu, errors, now):
+    set_clock(clocks, 1200)
+    gpu.refusal = GpuError("the GPU is lost")
+    for clock in (1110, 1050, 1005):
+        set_clock(clocks, clock)
+    now.sleep(A_WHILE_S)
+    assert [str(error) for error in errors] == ["the GPU is lost"]
+    assert gpu.clocks_set == [1200, None], "the default clock is restored at once"
+    clocks.close()
+    assert gpu.clocks_set == [1200, None]
+
+
+def test_a_driver_that_is_busy_for_a_few_seconds_is_asked_again(clocks, gpu, errors, now):
+    set_clock(clocks, 1200)
+    gpu.refusal = GpuBusyError("the driver did not answer in time")
+    clocks.request(1110)
+    now.sleep(3.0)
+    assert gpu.clocks_set == [1200, None, None, None], "the default holds until the driver accepts a clock"
+    assert clocks.failing_s == pytest.approx(3.0)
+    gpu.refusal = None
+    now.sleep(A_WHILE_S)
+    assert clocks.failing_s == 0.0
+    assert gpu.clocks_set[4:] == [1110]
+    set_clock(clocks, 1200)
+    assert errors == []
+
+
+def test_a_driver_that_recovers_is_asked_for_the_newest_clock(clocks, gpu, errors, now):
+    gpu.refusal = GpuBusyError("the driver did not answer in time")
+    for clock_mhz in (1200, 1110, 1005):
+        clocks.request(clock_mhz)
+        now.sleep(1.0)
+    gpu.refusal = None
+    now.sleep(A_WHILE_S)
+    assert [clock_mhz for clock_mhz in gpu.clocks_set if clock_mhz is not None] == [1005]
+    assert errors == []
+
+
+def test_a_busy_driver_is_no_longer_failing_once_default_clocks_are_requested(clocks, gpu, now):
+    set_clock(clocks, 1200)
+    gpu.refusal = GpuBusyError("the driver did not answer in time")
+    clocks.request(1110)
+    now.sleep(3.1)
+    assert clocks.failing_s > 3.0
+    clocks.request(None)
+    now.sleep(A_WHILE_S)
+    assert clocks.failing_s == 0.0
+
+
+def test_a_reset_that_a_busy_driver_refused_is_made_when_it_is_asked_for_again(clocks, gpu, now):
+    set_clock(clocks, 1200)
+    gpu.refusal_to_reset = GpuBusyError("the driver did not answer in time")
+    clocks.reset_when_idle(0.01)
+    now.sleep(0.1)
+    clocks.request(None)
+    now.sleep(0.1)
+    assert clocks.failing_s > 0
+    gpu.refusal_to_reset = None
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1200, None]
+    assert clocks.failing_s == 0
+
+
+def test_a_reset_that_a_busy_driver_refused_is_made_at_the_end(clocks, gpu, now):
+    set_clock(clocks, 1200)
+    gpu.refusal_to_reset = GpuBusyError("the driver did not answer in time")
+    clocks.request(None)
+    now.sleep(0.1)
+    gpu.refusal_to_reset = None
+    clocks.close()
+    assert gpu.clocks_set == [1200, None]
+
+
+def test_a_clock_is_set_though_it_was_the_last_one_before_a_refused_change(clocks, gpu, now):
+    set_clock(clocks, 1110)
+    gpu.refusal = gpu.refusal_to_reset = GpuBusyError("the driver did not answer in time")
+    clocks.request_early(1410, PassedEvent(now.now_s()), 0.0)
+    clocks.request(1410)
+    now.sleep(0.1)
+    gpu.refusal = gpu.refusal_to_reset = None
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1110, 1410]
+
+
+def test_a_driver_that_has_failed_is_probed_when_asked_to(clocks, gpu, errors, now):
+    gpu.refusal = GpuError("unknown error")
+    clocks.request(1110)
+    now.sleep(A_WHILE_S)
+    failed = clocks.probe()
+    now.sleep(A_WHILE_S)
+    assert (failed.is_over, failed.has_worked) == (True, False)
+    gpu.refusal = None
+    clocks.request(1200)
+    now.sleep(A_WHILE_S)
+    assert 1200 not in gpu.clocks_set
+    passed = clocks.probe()
+    now.sleep(A_WHILE_S)
+    assert (passed.is_over, passed.has_worked) == (True, True)
+    assert gpu.clocks_set[-2:] == [1410, None]
+    set_clock(clocks, 1110)
+    assert gpu.clock_mhz() == 1110
+
+
+def test_a_event_that_cannot_be_queried_is_reported_and_the_default_restored(clocks, gpu, errors, now):
+    class FailedEvent(LaterEvent):
+        def query(self):
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    set_clock(clocks, 1200)
+    clocks.request(1110, after=FailedEvent(now))
+    now.sleep(A_WHILE_S)
+    assert [str(error) for error in errors] == ["CUDA error: unspecified launch failure"]
+    assert gpu.clocks_set == [1200, None]
+
+
+def test_an_idle_clock_returns_to_the_default_and_is_requested_anew(clocks, gpu, now):
+    set_clock(clocks, 1200)
+    idle_s = now.now_s()
+    clocks.reset_when_idle(2.0)
+    now.sleep(A_WHILE_S)
+    assert gpu.set_at[1:] == [(None, pytest.approx(idle_s + 2.0))]
+    set_clock(clocks, 1200)
+    assert gpu.clocks_set == [1200, None, 1200]
+
+
+def test_a_clock_is_not_idle_while_the_device_is_at_the_iteration_before_the_next_one(clocks, gpu, now):
+    """The host has launched an iteration of more than two seconds, and waits for it in the next one."""
+    set_clock(clocks, 1200)
+    clocks.reset_when_idle(2.0)
+    next_begun = LaterEvent(now)
+    clocks.request(1200, after=next_begun)
+    now.sleep(10.0)
+    next_begun.pass_now()
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1200]
+
+
+def test_the_worker_chooses_its_device_before_it_queries_any_event(gpu, errors, now):
+    done = []
+
+    class NotingEvent(LaterEvent):
+        def query(self):
+            done.append(("query", threading.current_thread().name))
+            return True
+
+    clocks = ClockController(
+        gpu, errors.append, on_start=lambda: done.append(("start", threading.current_thread().name)), timebase=now
+    )
+    clocks.request(1200, after=NotingEvent(now))
+    set_clock(clocks, 1110)
+    clocks.close()
+    assert done[:2] == [("start", "perseus-clocks"), ("query", "perseus-clocks")]
+
+
+def test_an_early_request_waits_for_its_time_and_not_for_the_next_one(clocks, gpu, now):
+    set_clock(clocks, 1110)
+    begin_s = now.now_s()
+    clocks.request_early(1410, PassedEvent(begin_s), 0.1)
+    now.sleep(A_WHILE_S)
+    assert gpu.set_at[1:] == [(1410, pytest.approx(begin_s + 0.1))]
+    clocks.request(1410)
+    set_clock(clocks, 1410)
+    assert gpu.clocks_set == [1110, 1410]
+    assert clocks.overtaken == 0
+
+
+@pytest.mark.parametrize("on_the_gpu", [False, True])
+def test_an_early_request_is_due_at_the_latest_when_its_instruction_ends(clocks, gpu, now, on_the_gpu):
+    """Whether a request made then says so, or a event of the GPU."""
+    begun, ended = LaterEvent(now), LaterEvent(now)
+    set_clock(clocks, 1110)
+    clocks.request_early(1410, begun if on_the_gpu else PassedEvent(now.now_s()), 30.0)
+    if on_the_gpu:
+        clocks.request(1410, after=ended)
+        begun.pass_now()
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1110]
+    ended_s = now.now_s()
+    if on_the_gpu:
+        ended.pass_now()
+    else:
+        clocks.request(1410)
+    now.sleep(A_WHILE_S)
+    assert gpu.set_at[1:] == [(1410, pytest.approx(ended_s, abs=0.0011))]
+
+
+def test_an_early_request_counts_from_the_event_that_the_gpu_begins(clocks, gpu, now):
+    begun, ended = LaterEvent(now), LaterEvent(now)
+    set_clock(clocks, 1110)
+    clocks.request_early(1410, begun, 0.1)
+    clocks.request(1410, after=ended)
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1110]
+    begun_s = now.now_s()
+    begun.pass_now()
+    now.sleep(A_WHILE_S)
+    assert gpu.set_at[1:] == [(1410, pytest.approx(begun_s + 0.1))]
+    ended.pass_now()
+
+
+def test_the_latency_is_measured_once_there_are_enough_changes(clocks, now):
+    set_clock(clocks, 1110)
+    assert clocks.latency_s == 0.0
+    for clock in (1410, 1110, 1410, 1110):
+        set_clock(clocks, clock)
+        now.sleep(0.03)
+    assert clocks.latency_s == pytest.approx(LATENCY_S)
+
+
+def test_a_clock_that_the_power_limit_keeps_down_is_reported_once_with_the_reason(clocks, gpu, refusals, now):
+    gpu.model = dataclasses.replace(gpu.model, power_limit_w=300.0)
+    with gpu.computing():
+        for clock in (1410, 900, 1410):
+            set_clock(clocks, clock)
+            now.sleep(A_WHILE_S)
+    (refusal,) = refusals
+    assert refusal.clock_mhz == 1410
+    assert refusal.reached_mhz == round(gpu.model.reached_clock_mhz(1410)) < 1410
+    assert refusal.reasons == ("sw_power_cap",)
+
+
+def test_reading_back_delays_a_request_by_one_reading_at_most(clocks, gpu, now):
+    readings = []
+
+    def slow_reading():
+        now.sleep(0.002)
+        readings.append(now.now_s())
+        return 0
+
+    gpu.clock_mhz = slow_reading
+    for clock in (1110, 1200) * 20:
+        begin_s = now.now_s()
+        set_clock(clocks, clock)
+        assert now.now_s() - begin_s <= LATENCY_S + 0.0021
+        now.sleep(0.005)
+    assert readings
+
+
+class InterruptedCondition(threading.Condition):
+    """Runs a handler while its lock is held, as a signal's that arrives then."""
+
+    handler = None
+
+    def notify_all(self):
+        handler, InterruptedCondition.handler = InterruptedCondition.handler, None
+        if handler is not None:
+            handler()
+        super().notify_all()
+
+
+def test_a_signal_that_interrupts_a_request_restores_the_default_clock(monkeypatch):
+    gpu = RecordingGpu(RealTime())
+    monkeypatch.setattr(RealTime, "condition", lambda self: InterruptedCondition())
+    clocks = ClockController(gpu, pytest.fail)
+    set_clock(clocks, 1200)
+    InterruptedCondition.handler = clocks.close
+    for clock_mhz in itertools.cycle((1215, 1110)):
+        if clocks.is_closed:
+            break
+        clocks.request(clock_mhz)  # it notifies the clocks' thread only where that waits
+    assert gpu.clocks_set[-1] is None
+
+
+def raises(error):
+    def function():
+        raise error
+
+    return function
+
+
+def test_values_and_errors_of_calls_come_through(clocks):
+    assert clocks.call(lambda: 2.5).value() == 2.5
+    with pytest.raises(GpuError, match="the GPU is lost"):
+        clocks.call(raises(GpuError("the GPU is lost"))).value()
+    assert clocks.call(lambda: 3.5).value() == 3.5
+
+
+def test_a_call_is_made_when_the_gpu_has_passed_its_event(clocks, now):
+    event = LaterEvent(now)
+    called = clocks.call(now.now_s, event)
+    now.sleep(A_WHILE_S)
+    assert not called.is_over
+    event.pass_now()
+    passed_s = now.now_s()
+    now.sleep(A_WHILE_S)
+    assert called.value() == passed_s
+
+
+def test_a_host_that_is_seconds_ahead_of_the_gpu_does_not_take_the_driver_for_silent(clocks, gpu, now):
+    set_clock(clocks, 1200)
+    event = LaterEvent(now)
+    clocks.request(1110, event)
+    calls = [clocks.call(gpu.energy_j, event), clocks.call(gpu.energy_j)]
+    now.sleep(0.1)
+    begin_s = now.now_s()
+    now.thread(lambda: now.sleep(20.0) or event.pass_now(), "gpu").start()
+    assert all(call.value() >= 0 for call in calls)
+    assert now.now_s() - begin_s == pytest.approx(20.0 + LATENCY_S)
+    assert clocks.failing_s == 0.0
+
+
+def test_a_hung_call_is_given_up_and_none_is_made_until_it_returns(clocks, now):
+    assert clocks.call(lambda: now.sleep(2.9) or 1.0).value() == 1.0, "a slow one is waited for"
+    begin_s = now.now_s()
+    hung = clocks.call(lambda: now.sleep(20.0) or 1.0)
+    now.sleep(0.5)
+    with pytest.raises(GpuBusyError, match="has not answered for 3 s"):
+        hung.value()
+    assert now.now_s() - begin_s == pytest.approx(3.0)
+    made = []
+    now.sleep(10.0)
+    with pytest.raises(GpuBusyError, match="has not answered for 13 s"):
+        clocks.call(lambda: made.append(1)).value()
+    assert now.now_s() - begin_s == pytest.approx(13.0), "it is not waited for again"
+    now.sleep(10.0)
+    assert clocks.failing_s == 0.0
+    assert clocks.call(lambda: 2.5).value() == 2.5
+    assert made == []
+
+
+def test_calls_that_were_given_before_the_end_are_made_and_none_after(clocks, gpu, now):
+    event = LaterEvent(now)
+    last = clocks.call(gpu.energy_j, event)
+    clocks.close()
+    with pytest.raises(GpuError, match="restored for good"):
+        clocks.call(gpu.energy_j).value()
+    event.pass_now()
+    assert last.value() >= 0
+    now.sleep(A_WHILE_S)
+    with pytest.raises(GpuError, match="restored for good"):
+        clocks.call(gpu.energy_j).value()
+
+
+def test_the_clock_is_the_default_while_a_driver_that_refuses_everything_is_asked_again(clocks, gpu, errors, now):
+    set_clock(clocks, 1200)
+    gpu.refusal = gpu.refusal_to_reset = GpuError("no permission any more")
+    clocks.request(1110)
+    now.sleep(A_WHILE_S)
+    gpu.refusal_to_reset = None
+    now.sleep(A_WHILE_S)
+    assert gpu.clocks_set == [1200, None]
+    assert len(errors) == 1
+
+
+@pytest.fixture
+def switch_interval():
+    before_s = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before_s)
+
+
+@pytest.mark.usefixtures("switch_interval")
+@pytest.mark.parametrize(("before_s", "meanwhile_s"), [(0.005, 0.0005), (0.0002, 0.0002)])
+def test_the_switch_interval_is_short_until_it_is_closed(before_s, meanwhile_s):
+    sys.setswitchinterval(before_s)
+    interval = ShortSwitchInterval()
+    assert sys.getswitchinterval() == pytest.approx(meanwhile_s, abs=2e-6)
+    for _ in range(2):
+        interval.close()
+        assert sys.getswitchinterval() == pytest.approx(before_s, abs=2e-6)
+
+
+@pytest.mark.usefixtures("switch_interval")
+def test_a_switch_interval_that_is_set_meanwhile_stays():
+    sys.setswitchinterval(0.005)
+    interval = ShortSwitchInterval()
+    sys.setswitchinterval(0.01)
+    interval.close()
+    assert sys.getswitchinterval() == pytest.approx(0.01)

@@ -1,0 +1,285 @@
+"""The guardian with real processes, the real pynvml and the stub NVML library."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from stub_nvml.controller import StubNvml
+
+from perseus_ds.clocks import guardian
+from perseus_ds.clocks.guardian import Guardian
+
+RANK = """
+import os, signal, sys, time
+from perseus_ds.gpu.nvml import NvmlGpu
+from perseus_ds.clocks import guardian as module
+signal.signal(signal.SIGINT, signal.default_int_handler)
+job, end, *indices = sys.argv[1:]
+gpus = [NvmlGpu(int(index)) for index in indices]
+guardian = module.Guardian([gpu.address for gpu in gpus], job)
+for gpu in gpus:
+    gpu.lock_clock(1200)
+if end == "fork" and os.fork() == 0:
+    time.sleep(60)
+    os._exit(0)
+print(guardian.pid, flush=True)
+if end == "exit":
+    sys.exit(0)
+if end == "abort":
+    os.abort()
+if end == "raise":
+    raise ValueError("as a test wants it")
+if end == "close":
+    print(guardian.close(), guardian.close(), flush=True)
+if end == "register again":
+    before = guardian.pid
+    while guardian.pid == before:
+        time.sleep(0.01)
+    print(guardian.pid, guardian.alive, flush=True)
+    print(guardian.close(), flush=True)
+if end == "watch":
+    module._CODE = "raise SystemExit('no memory')"
+    while guardian.alive:
+        time.sleep(0.01)
+    print("dead", gpus[0].clock_mhz(), flush=True)
+time.sleep(60)
+"""
+GENEROUS_S = 60.0
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+class Node:
+    """Starts ranks of one job on the stub's GPUs."""
+
+    def __init__(self, stub: StubNvml, job: str) -> None:
+        self.stub = stub
+        self.job = job
+        self.started: list[subprocess.Popen[str]] = []
+        self.guardians: set[int] = set()
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, **self.stub.environment}
+        command = [sys.executable, "-c", *arguments]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self.started.append(process)
+        return process
+
+    def rank(self, end: str, *indices: int) -> subprocess.Popen[str]:
+        """Start a rank that locks these GPUs and then ends as told."""
+        return self.start(RANK, self.job, end, *map(str, indices))
+
+    def guardian_of(self, rank: subprocess.Popen[str]) -> int:
+        """Wait until a rank has locked its GPUs, or has registered again; returns its guardian's process id."""
+        assert rank.stdout is not None
+        pid = int(rank.stdout.readline().split()[0])
+        self.guardians.add(pid)
+        return pid
+
+
+@pytest.fixture
+def node(stub_nvml: StubNvml, tmp_path: Path) -> Iterator[Node]:
+    made = Node(stub_nvml, str(tmp_path))
+    yield made
+    for process in made.started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+    assert becomes_true(lambda: not any(is_running(pid) for pid in made.guardians)), "a guardian did not end"
+
+
+def becomes_true(condition: Callable[[], bool]) -> bool:
+    """Wait until a condition is true; the time-out only ends a test that hangs."""
+    end_s = time.monotonic() + GENEROUS_S
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return condition()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def restored(stub: StubNvml, expected: list[int]) -> bool:
+    return becomes_true(lambda: stub.locked_clocks_mhz() == expected)
+
+
+def test_killing_every_rank_restores_exactly_their_gpus(node: Node) -> None:
+    node.stub.gpus[3].locked_clock_mhz = 900  # Somebody else's.
+    ranks = [node.rank("wait", index) for index in range(3)]
+    assert len({node.guardian_of(rank) for rank in ranks}) == 1, "ranks of one node share a guardian"
+    assert node.stub.locked_clocks_mhz() == [1200, 1200, 1200, 900]
+    for rank in ranks:
+        rank.kill()
+    assert restored(node.stub, [0, 0, 0, 900])
+    assert node.stub.gpus[3].calls("reset_locked") == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_to_the_jobs_whole_group_restores(node: Node, number: signal.Signals) -> None:
+    rank = node.rank("wait", 0, 1)
+    node.guardian_of(rank)
+    os.killpg(rank.pid, number)
+    assert restored(node.stub, [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("end", ["exit", "raise", "abort"])
+def test_a_rank_that_ends_by_itself_is_seen(node: Node, end: str) -> None:
+    node.guardian_of(node.rank(end, 1))
+    assert restored(node.stub, [0, 0, 0, 0])
+
+
+def test_killing_the_launchers_process_tree_spares_the_guardian(node: Node) -> None:
+    """DeepSpeed's launcher ends all its descendants, first by SIGTERM, then by SIGKILL."""
+    launcher = node.start(LAUNCHER, RANK, node.job, "wait", "0")
+    guardian = psutil.Process(node.guardian_of(launcher))
+    tree = [*psutil.Process(launcher.pid).children(recursive=True), psutil.Process(launcher.pid)]
+    assert guardian not in tree
+    assert os.getsid(guardian.pid) != os.getsid(launcher.pid)
+    guardian.terminate()  # Even if somebody finds it, it stays as long as there is a rank.
+    for process in tree:
+        process.kill()
+    assert restored(node.stub, [0, 0, 0, 0])
+
+
+def test_a_child_that_holds_the_socket_does_not_hide_the_ranks_end(node: Node) -> None:
+    rank = node.rank("fork", 0)
+    node.guardian_of(rank)
+    children = psutil.Process(rank.pid).children()
+    assert len(children) == 1
+    os.kill(rank.pid, signal.SIGKILL)  # Left as a zombie until the fixture waits for it.
+    assert restored(node.stub, [0, 0, 0, 0])
+    assert children[0].is_running()
+    children[0].kill()
+
+
+def test_a_gpu_stays_locked_while_one_of_its_ranks_lives(node: Node) -> None:
+    first, second, third = node.rank("wait", 0, 1), node.rank("wait", 1), node.rank("wait", 2)
+    guardian = node.guardian_of(first)
+    assert [node.guardian_of(rank) for rank in (second, third)] == [guardian] * 2
+    first.kill()
+    assert restored(node.stub, [0, 1200, 1200, 0])
+    second.kill()
+    third.kill()
+    assert restored(node.stub, [0, 0, 0, 0])
+    assert becomes_true(lambda: not is_running(guardian))
+    assert node.stub.gpus[1].calls("reset_locked") == 1, "not when the first of its ranks was gone"
+
+
+def test_close_restores_before_it_returns(node: Node) -> None:
+    rank = node.rank("close", 2)
+    node.guardian_of(rank)
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == "True False\n"
+    assert node.stub.locked_clocks_mhz() == [0, 0, 0, 0]
+    assert rank.poll() is None
+
+
+def test_ranks_start_another_guardian_when_theirs_has_died(node: Node) -> None:
+    ranks = [node.rank("register again", 0), node.rank("register again", 1)]
+    (dead,) = {node.guardian_of(rank) for rank in ranks}
+    os.kill(dead, signal.SIGKILL)
+    for rank in ranks:
+        assert rank.stdout is not None
+        successor, is_alive = rank.stdout.readline().split()
+        node.guardians.add(int(successor))
+        assert int(successor) != dead
+        assert is_alive == "True"
+        assert rank.stdout.readline() == "True\n", "it restores the clock at the end"
+    assert node.stub.locked_clocks_mhz() == [0, 0, 0, 0]
+
+
+def test_a_rank_whose_guardian_cannot_be_replaced_notices_it_and_nothing_else_happens(node: Node) -> None:
+    rank = node.rank("watch", 0)
+    os.kill(node.guardian_of(rank), signal.SIGKILL)
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == "dead 1200\n"
+    assert rank.poll() is None
+    assert node.stub.locked_clocks_mhz()[0] == 1200
+
+
+def test_a_driver_that_hangs_on_one_gpu_does_not_keep_the_others_locked(node: Node) -> None:
+    ranks = [node.rank("wait", index) for index in range(3)]
+    for rank in ranks:
+        node.guardian_of(rank)
+    node.stub.gpus[1].hang("reset_locked")
+    for rank in ranks:
+        rank.kill()
+    assert restored(node.stub, [0, 1200, 0, 0])
+    node.stub.gpus[1].hang("reset_locked", False)
+    assert restored(node.stub, [0, 0, 0, 0])
+
+
+def test_a_guardian_that_cannot_open_the_gpu_says_why(stub_nvml: StubNvml, tmp_path: Path) -> None:
+    start = "from perseus_ds.clocks.guardian import Guardian; Guardian(['nvml:GPU-dead'], 'lost')"
+    done = stub_nvml.run("-c", start)
+    assert done.returncode == 1
+    assert "GpuError: The guardian cannot watch nvml:GPU-dead: GPU UUID 'GPU-dead' fits 0 of the GPUs" in done.stderr
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_guardian_gets_a_scope_of_systemd_where_the_user_may_have_one(
+    stub_nvml: StubNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    """The stand-in for ``systemd-run`` only notes that it was asked; a scope that is refused is done without."""
+    command, asked = tmp_path / "systemd-run", tmp_path / "asked"
+    run = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"' if works else "exit 1"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n{run}\n')
+    command.chmod(0o755)
+    private = Path(os.environ["XDG_RUNTIME_DIR"], "systemd", "private")
+    private.parent.mkdir()
+    private.touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    node = Node(stub_nvml, str(tmp_path))
+    rank = node.rank("close", 0)
+    node.guardian_of(rank)
+    assert asked.read_text().startswith("--user --scope ")
+    rank.kill()
+    rank.communicate()
+    assert becomes_true(lambda: not any(is_running(pid) for pid in node.guardians))
+
+
+@pytest.mark.parametrize("launcher", [["/bin/sh", "-c", "sleep 60"], ["/no/such/systemd-run"]])
+def test_a_guardian_is_started_without_a_scope_where_systemd_is_stuck_or_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: list[str]
+) -> None:
+    monkeypatch.setattr(guardian, "_launchers", lambda: [launcher, []])
+    monkeypatch.setattr(guardian, "_SCOPE_TIMEOUT_S", 0.1)
+    started = Guardian([], str(tmp_path))
+    assert started.close()
+    assert becomes_true(lambda: not is_running(started.pid))
+
+
+def test_a_guardian_is_of_the_package_that_starts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "perseus_ds").mkdir()
+    (tmp_path / "perseus_ds" / "__init__.py").write_text("raise ImportError('another version')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert Guardian([], str(tmp_path)).close()
+
+
+def test_jobs_do_not_share_a_guardian(node: Node, stub_nvml: StubNvml, tmp_path: Path) -> None:
+    other = Node(stub_nvml, f"{tmp_path}/other")
+    mine, theirs = node.rank("wait", 0), other.rank("wait", 1)
+    assert node.guardian_of(mine) != other.guardian_of(theirs)
+    theirs.kill()
+    assert restored(node.stub, [1200, 0, 0, 0])
+    theirs.communicate()
+
+
+def test_the_guardian_is_small_and_imports_no_framework(node: Node) -> None:
+    assert psutil.Process(node.guardian_of(node.rank("wait", 0))).memory_info().rss < 60e6
+    code = "import sys, perseus_ds.clocks.guardian_daemon, perseus_ds.gpu.nvml; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "deepspeed", "numpy", "scipy", "pydantic", "transformers"} & set(modules)

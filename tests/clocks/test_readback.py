@@ -1,0 +1,100 @@
+"""The clock is read back through the real NVML binding: clocks that the GPU does not reach are reported, with why."""
+
+from types import SimpleNamespace
+
+import pytest
+from stub_nvml.controller import StubNvml
+from stub_nvml.fixtures import StubTime
+
+from perseus_ds.clocks import readback
+from perseus_ds.clocks.controller import ClockController
+from perseus_ds.gpu import nvml
+from perseus_ds.gpu.nvml import NvmlGpu
+
+POWER_CAP, IDLE = 0x4, 0x1
+
+
+@pytest.fixture
+def node(stub_nvml_here: StubNvml, stub_time: StubTime):
+    """A stub GPU, the controller of its clock, and what that one has reported; it must report no error."""
+    errors, refusals = [], []
+    gpu = NvmlGpu(0)
+    clocks = ClockController(gpu, errors.append, refusals.append, timebase=stub_time)
+    yield SimpleNamespace(stub=stub_nvml_here.gpus[0], time=stub_time, clocks=clocks, refusals=refusals)
+    clocks.close()
+    gpu.close()
+    assert errors == []
+
+
+def refused(node):
+    return [(refusal.clock_mhz, refusal.reached_mhz, refusal.reasons) for refusal in node.refusals]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "expected"), [(POWER_CAP, [(1410, 1305, ("sw_power_cap",))]), (0, [(1410, 1305, ())]), (IDLE, [])]
+)
+def test_a_clock_that_is_not_reached_is_reported_once(node, reasons, expected):
+    node.stub.limit_clock_mhz, node.stub.throttle_reasons = 1305, reasons
+    for clock in (1410, 1200, 1410):
+        node.clocks.request(clock)
+        node.time.sleep(2.0)
+    assert refused(node) == expected
+
+
+@pytest.mark.parametrize(("reasons", "expected"), [(POWER_CAP, [(None, 1410, ("sw_power_cap",))]), (0, []), (IDLE, [])])
+def test_a_limit_at_default_clocks_is_reported_once_and_looked_for_for_a_minute(node, reasons, expected):
+    node.time.sleep(5.0)
+    assert node.stub.calls("clock_info") == 0, "nobody asked for it"
+    node.clocks.watch_default_clocks()
+    node.time.sleep(5.0)
+    node.stub.throttle_reasons = reasons
+    node.time.sleep(200.0)
+    assert refused(node) == expected
+    assert node.stub.calls("clock_info") == (11 if expected else 120)
+
+
+def test_reasons_that_limit_nothing_are_reasons_of_the_driver():
+    assert set(nvml._THROTTLE_REASONS.values()) > readback._NO_LIMITS
+
+
+@pytest.mark.parametrize(("reasons", "expected"), [(POWER_CAP, 1305), (IDLE, None)], ids=["busy", "idle"])
+def test_the_default_clock_is_that_of_a_busy_gpu(node, reasons, expected):
+    node.stub.limit_clock_mhz, node.stub.throttle_reasons = 1305, reasons
+    assert node.clocks.readback.default_mhz is None, "it was not read"
+    node.clocks.watch_default_clocks()
+    node.time.sleep(5.0)
+    assert node.clocks.readback.default_mhz == expected
+
+
+@pytest.mark.parametrize(("reasons", "expected"), [(0, [(None, 1200, ())]), (IDLE, [])], ids=["busy", "idle"])
+def test_default_clocks_below_the_highest_without_a_limit_are_reported_once(node, reasons, expected):
+    """As where somebody has locked the clock, of which the driver says nothing."""
+    node.clocks.watch_default_clocks()
+    node.stub.throttle_reasons = reasons
+    for _ in range(3):  # a dip is no lock
+        node.stub.limit_clock_mhz = 1200
+        node.time.sleep(1.0)
+        node.stub.limit_clock_mhz = 0
+        node.time.sleep(1.0)
+    assert node.refusals == []
+    node.stub.limit_clock_mhz = 1200
+    node.time.sleep(100.0)
+    assert refused(node) == expected
+
+
+def test_the_latency_includes_what_the_clock_takes_after_the_call(node):
+    node.stub.lock_latency_s, node.stub.settle_s = 0.010, 0.020
+    for clock in (1410, 1200, 1410, 1200):
+        node.clocks.request(clock)
+        node.time.sleep(0.06)
+    assert node.clocks.latency_s == pytest.approx(0.030, abs=0.0011)  # the clock is read every millisecond
+
+
+def test_a_clock_that_cannot_be_read_does_no_harm(node):
+    node.stub.fail("clock_info", "not_supported")
+    for clock in (1410, 1200):
+        node.clocks.request(clock)
+        node.time.sleep(1.0)
+    assert node.stub.calls("clock_info") == 2, "it is tried once for each clock"
+    assert node.stub.locked_clock_mhz == 1200
+    assert node.refusals == []

@@ -1,0 +1,296 @@
+"""Operations are timed where they run: on the host, on CUDA (a stand-in for its events) and on a simulated GPU."""
+
+import pytest
+import torch
+from set_clock import set_clock
+from virtual_cuda import VirtualCuda
+from virtual_time import VirtualTime
+
+from perseus_ds.clocks.controller import ClockController
+from perseus_ds.clocks.timers import CudaExecution, HostExecution, SimulatedExecution
+from perseus_ds.gpu.device_models import DEVICES, MEMORY_BOUND
+from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Exchange
+
+FORWARD, BACKWARD, TAIL = (Compute(Instruction(0, kind, 0)) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.TAIL))
+A100 = DEVICES["a100-sxm"]
+
+
+@pytest.fixture
+def now():
+    return VirtualTime()
+
+
+@pytest.fixture
+def cuda(now):
+    return VirtualCuda(now, device=3)
+
+
+@pytest.fixture
+def on_cuda(now, cuda):
+    return CudaExecution(torch.device("cuda"), cuda, now)
+
+
+def launch(execution, cuda, operation, seconds):
+    begun = execution.begin(operation)
+    cuda.launch(seconds)
+    return begun, execution.end(operation)
+
+
+def times(execution):
+    spans = execution.finish_iteration().spans()
+    return [(span.operation, pytest.approx(span.start_s), pytest.approx(span.end_s)) for span in spans]
+
+
+def test_host_operations_count_from_the_iterations_start(now):
+    execution = HostExecution(now)
+    now.sleep(5.0)
+    execution.start_iteration()
+    now.sleep(0.5)
+    execution.begin(FORWARD)
+    now.sleep(1.0)
+    execution.end(FORWARD)
+    now.sleep(0.25)
+    assert execution.finish_iteration().time_s() == pytest.approx(1.75)
+    assert times(execution) == [(FORWARD, 0.5, 1.5)]
+    execution.start_iteration()
+    assert execution.finish_iteration().spans() == []
+
+
+def test_cuda_operations_are_launched_ahead_and_timed_where_they_run(now, cuda, on_cuda):
+    execution = on_cuda
+    begin_s = now.now_s()
+    execution.start_iteration()
+    launch(execution, cuda, FORWARD, 0.10)
+    launch(execution, cuda, BACKWARD, 0.20)
+    assert now.now_s() == begin_s, "the host has only launched them"
+    assert times(execution) == [(FORWARD, 0.0, 0.1), (BACKWARD, 0.1, 0.3)]
+    assert now.now_s() == pytest.approx(begin_s + 0.3), "spans wait for the device"
+
+
+def test_cuda_times_count_from_the_iterations_start_on_the_device(now, cuda, on_cuda):
+    execution = on_cuda
+    cuda.launch(0.5)  # of the iteration before
+    execution.start_iteration()
+    launch(execution, cuda, FORWARD, 0.1)
+    now.sleep(2.0)
+    launch(execution, cuda, BACKWARD, 0.2)
+    cuda.launch(0.3)
+    assert times(execution) == [(FORWARD, 0.0, 0.1), (BACKWARD, 1.5, 1.7)]
+    assert execution.finish_iteration().time_s() == pytest.approx(2.0)
+    execution.start_iteration()
+    assert execution.finish_iteration().spans() == []
+
+
+def test_an_iteration_is_ended_without_waiting_and_read_while_the_next_one_runs(now, cuda, on_cuda):
+    begin_s = now.now_s()
+    on_cuda.start_iteration()
+    launch(on_cuda, cuda, FORWARD, 0.3)
+    first = on_cuda.finish_iteration()
+    begun = on_cuda.start_iteration()
+    launch(on_cuda, cuda, BACKWARD, 0.5)
+    second = on_cuda.finish_iteration()
+    assert now.now_s() == begin_s
+    assert not first.is_over()
+    begun.synchronize()
+    begun.passed_s()  # as the thread asks that reads the energy counter at this moment
+    now.sleep(0.1)
+    assert (first.is_over(), second.is_over()) == (True, False)
+    assert first.time_s() == pytest.approx(0.3)
+    assert [span.operation for span in first.spans()] == [FORWARD]
+    assert now.now_s() == pytest.approx(begin_s + 0.4), "nothing was waited for"
+    assert second.start_s() == pytest.approx(begin_s + 0.3)
+    assert second.time_s() == pytest.approx(0.5)
+
+
+def test_waiting_for_cuda_waits_for_all_that_was_launched(now, cuda, on_cuda):
+    begin_s = now.now_s()
+    launch(on_cuda, cuda, FORWARD, 0.1)
+    cuda.launch(0.7)
+    on_cuda.wait()
+    assert now.now_s() == pytest.approx(begin_s + 0.8)
+
+
+def test_the_moments_of_cuda_operations_pass_on_the_device(now, cuda, on_cuda):
+    launch(on_cuda, cuda, FORWARD, 0.1)
+    begun, ended = launch(on_cuda, cuda, BACKWARD, 0.2)
+    assert [begun.query(), ended.query()] == [False, False]
+    begun.synchronize()
+    assert [begun.query(), ended.query()] == [True, False]
+    now.sleep(0.2)
+    assert ended.query()
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cuda", 3), ("cuda:1", 1)])
+def test_threads_use_the_ranks_own_cuda_device(cuda, device, chosen):
+    CudaExecution(torch.device(device), cuda).use_device()
+    assert cuda.chosen == [chosen]
+
+
+class RecordingGpu(SimulatedGpu):
+    def __init__(self, now):
+        super().__init__(A100, timebase=now)
+        self.set_at = []
+
+    def lock_clock(self, clock_mhz):
+        self.set_at.append((clock_mhz, self._time.now_s()))
+        super().lock_clock(clock_mhz)
+
+
+@pytest.fixture
+def gpu(now):
+    return RecordingGpu(now)
+
+
+@pytest.fixture
+def clocks(gpu, now, on_cuda):
+    errors = []
+    made = ClockController(gpu, errors.append, on_start=on_cuda.use_device, timebase=now)
+    yield made
+    made.close()
+    assert errors == []
+
+
+def test_a_clock_is_set_only_when_the_launched_pass_before_it_is_over(now, cuda, on_cuda, clocks, gpu):
+    set_clock(clocks, 1410)
+    now.sleep(1.0)
+    begin_s = now.now_s()
+    for operation, next_clock_mhz in ((FORWARD, 1200), (BACKWARD, 1110)):
+        _, ended = launch(on_cuda, cuda, operation, 0.3)
+        clocks.request(next_clock_mhz, ended)
+    now.sleep(10.0)
+    assert gpu.set_at[1:] == [(1200, pytest.approx(begin_s + 0.3, abs=0.0011)), (1110, pytest.approx(begin_s + 0.6))]
+
+
+def test_clocks_of_passes_that_are_over_before_the_driver_answers_are_skipped(now, cuda, on_cuda, clocks, gpu):
+    set_clock(clocks, 1410)
+    for clock_mhz in (1200, 1110, 1005, 900):
+        _, ended = launch(on_cuda, cuda, FORWARD, 0.005)
+        clocks.request(clock_mhz, ended)
+    now.sleep(10.0)
+    assert [clock_mhz for clock_mhz, _ in gpu.set_at] == [1410, 1200, 900]
+    assert clocks.overtaken == 2
+
+
+def test_an_early_raise_is_made_within_the_pass_before_it(now, cuda, on_cuda, clocks, gpu):
+    set_clock(clocks, 1110)
+    now.sleep(1.0)
+    begin_s = now.now_s()
+    cuda.launch(0.5)
+    begun, ended = launch(on_cuda, cuda, FORWARD, 0.3)
+    clocks.request_early(1410, begun, 0.285)
+    clocks.request(1410, ended)
+    now.sleep(10.0)
+    assert gpu.set_at[1:] == [(1410, pytest.approx(begin_s + 0.785, abs=0.0011))]
+    assert clocks.changes == 2
+
+
+def test_an_early_raise_counts_from_the_pass_even_while_the_driver_is_busy_when_it_begins(
+    now, cuda, on_cuda, clocks, gpu
+):
+    set_clock(clocks, 1410)
+    now.sleep(1.0)
+    on_cuda.start_iteration()
+    begin_s = now.now_s()
+    _, ended = launch(on_cuda, cuda, FORWARD, 0.3)
+    clocks.request(1110, ended)  # the call takes 15 ms, and the next pass begins with it
+    begun, ended = launch(on_cuda, cuda, BACKWARD, 0.3)
+    clocks.request_early(1410, begun, 0.1)
+    clocks.request(1410, ended)
+    now.sleep(10.0)
+    assert gpu.set_at[1:] == [
+        (1110, pytest.approx(begin_s + 0.3, abs=0.0011)),
+        (1410, pytest.approx(begin_s + 0.4, abs=0.0011)),
+    ]
+
+
+def test_an_early_raise_of_the_first_pass_counts_on_what_the_iteration_before_has_shown(
+    now, cuda, on_cuda, clocks, gpu
+):
+    set_clock(clocks, 1110)
+    now.sleep(1.0)
+    on_cuda.start_iteration()
+    _, ended = launch(on_cuda, cuda, FORWARD, 0.3)
+    clocks.request(1410, ended)
+    on_cuda.start_iteration()  # launched ahead, and begun when the driver is busy with 1410
+    begin_s = now.now_s() + 0.3
+    begun, ended = launch(on_cuda, cuda, FORWARD, 0.3)
+    clocks.request_early(1200, begun, 0.1)
+    clocks.request(1200, ended)
+    now.sleep(10.0)
+    assert gpu.set_at[2:] == [(1200, pytest.approx(begin_s + 0.1, abs=0.0011))]
+
+
+@pytest.mark.parametrize("kind", ["host", "cuda"])
+def test_a_moment_says_when_it_passed_however_late_it_is_asked(now, cuda, on_cuda, kind):
+    execution = on_cuda if kind == "cuda" else HostExecution(now)
+    execution.start_iteration()
+    begin_s = now.now_s()
+    begun = execution.begin(FORWARD)
+    cuda.launch(0.5) if kind == "cuda" else now.sleep(0.5)
+    ended = execution.end(FORWARD)
+    ended.synchronize()
+    assert ended.passed_s() == pytest.approx(begin_s + 0.5, abs=1e-6)
+    now.sleep(3.0)
+    assert [begun.passed_s(), ended.passed_s()] == pytest.approx([begin_s, begin_s + 0.5], abs=1e-6)
+
+
+def test_simulated_passes_take_as_long_as_the_gpus_clock_makes_them(now, gpu):
+    execution = SimulatedExecution(gpu, transfer_s=0.01, tail_s=0.5, timebase=now)
+    gpu.lock_clock(705)
+    weights = torch.ones(8, 8)
+
+    def iteration():
+        execution.start_iteration()
+        for operation in (FORWARD, Exchange(), TAIL, TAIL):
+            execution.begin(operation)
+            if operation is FORWARD:
+                weights @ weights
+            execution.end(operation)
+        return [span.time_s for span in execution.finish_iteration().spans()]
+
+    assert iteration() == [0.0, 0.0, 0.0, 0.0], "nothing is stretched before the calibration"
+    assert execution.largest_flops == 2 * 8**3
+    execution.calibrate(0.1 / execution.largest_flops)
+    forward_s, tail_s = 0.1 * A100.slowdown(705), 0.5 * A100.slowdown(705, MEMORY_BOUND)
+    assert iteration() == [pytest.approx(forward_s), pytest.approx(0.01), pytest.approx(tail_s), 0.0]
+
+
+def test_work_is_counted_for_each_shape_of_the_inputs(now, gpu):
+    execution = SimulatedExecution(gpu, timebase=now)
+    gpu.lock_clock(705)
+
+    def forward_s(rows):
+        execution.start_iteration()
+        execution.input_shapes = (rows, 8)
+        execution.begin(FORWARD)
+        torch.ones(rows, 8) @ torch.ones(8, 8)
+        execution.end(FORWARD)
+        return execution.finish_iteration().spans()[0].time_s
+
+    forward_s(4)
+    execution.calibrate(0.1 / execution.largest_flops)
+    short_s = forward_s(4)
+    assert short_s >= 0.1
+    assert forward_s(12) == pytest.approx(3 * short_s)
+    assert forward_s(4) == pytest.approx(short_s)
+
+
+def test_counting_lets_torch_compile_compile(now, gpu):
+    """What is first called where frames cannot compile would never be compiled."""
+    torch._dynamo.reset()
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda left, right: (left @ right).relu(), backend=backend)
+    execution = SimulatedExecution(gpu, timebase=now)
+    execution.start_iteration()
+    execution.begin(FORWARD)
+    function(torch.ones(8, 8), torch.ones(8, 8))
+    execution.end(FORWARD)
+    assert len(compiled) == 1
+    assert execution.largest_flops == 2 * 8**3

@@ -1,0 +1,82 @@
+"""Every DeepSpeed that is not supported gets a clear message; what is supported is said the same everywhere."""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import deepspeed
+import pytest
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from one_rank_engine import config, module, one_rank
+
+import perseus_ds
+from perseus_ds.engines.deepspeed.contract import NEWEST_DEEPSPEED, OLDEST_DEEPSPEED, check_deepspeed, check_engine
+from perseus_ds.errors import VersionError
+
+ROOT = Path(__file__).parents[3]
+
+
+def make_deepspeed(folder, version):
+    """Install a DeepSpeed that cannot be imported, as the old ones cannot be with the torch of today."""
+    metadata = folder / f"deepspeed-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
+    (folder / "deepspeed").mkdir()
+    (folder / "deepspeed" / "__init__.py").write_text("raise ImportError('cannot import name log')\n")
+
+
+def test_a_deepspeed_that_is_too_old_is_named_before_it_is_imported(tmp_path):
+    make_deepspeed(tmp_path, "0.12.6")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import perseus_ds; perseus_ds.initialize(config={{}})"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert finished.stderr.splitlines()[-1] == (
+        "perseus_ds.errors.VersionError: DeepSpeed 0.12.6 is too old for perseus-ds, expected "
+        f'deepspeed>={OLDEST_DEEPSPEED}. Run: pip install "deepspeed>={OLDEST_DEEPSPEED}"'
+    )
+
+
+def test_a_missing_deepspeed_is_reported(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(VersionError, match=r"DeepSpeed is not installed, expected deepspeed>=.* pip install"):
+        perseus_ds.initialize(config={})
+
+
+def test_a_deepspeed_without_what_is_relied_upon_is_told_by_what_it_lacks():
+    class PipelineEngine:
+        train_batch = eval_batch = save_checkpoint = load_checkpoint = None
+        train_batch_size = steps_per_print = None
+
+    message = (
+        r"perseus-ds works with: PipelineEngine has no _exec_schedule \(receives the schedule.*\), "
+        r"destroy \(the clock is restored\)\. Run: pip install --upgrade perseus-ds"
+    )
+    with pytest.raises(VersionError, match=message):
+        check_deepspeed(PipelineEngine, schedule)
+
+
+def test_the_installed_deepspeed_has_what_is_relied_upon():
+    check_deepspeed(PipelineEngine, schedule)
+
+
+def test_an_engine_of_the_installed_deepspeed_has_what_is_relied_upon(tmp_path):
+    with one_rank(tmp_path):
+        model = module()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config())
+        check_engine(engine)
+        del engine.grid.pp_group
+        with pytest.raises(VersionError, match=r"PipelineEngine.grid has no pp_group \(ranks of this pipeline\)"):
+            check_engine(engine)
+
+
+def test_package_makefile_readme_and_code_name_the_same_oldest_version():
+    assert f'"deepspeed>={OLDEST_DEEPSPEED}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"OLDEST_DEEPSPEED := {OLDEST_DEEPSPEED}\n" in (ROOT / "Makefile").read_text()
+    newest = re.search(r"^deepspeed==(\S+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)[1]
+    assert newest == NEWEST_DEEPSPEED
+    assert f"DeepSpeed {OLDEST_DEEPSPEED} to {newest}" in (ROOT / "README.md").read_text()

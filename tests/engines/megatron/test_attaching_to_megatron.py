@@ -1,0 +1,277 @@
+"""Perseus attaches to Megatron-Core and leaves it as it was; the order of an iteration is what the iteration does."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import megatron.core
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel import p2p_communication, schedules
+
+import perseus_ds
+from examples.megatron.cpu import CpuTorch
+from perseus_ds.engines.engine import sessions
+from perseus_ds.engines.megatron.contract import NEWEST_MEGATRON, OLDEST_MEGATRON, check_megatron
+from perseus_ds.errors import ConfigError, GpuPermissionError, ScheduleError, VersionError
+from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Schedule, Wait
+
+WIDTH, LENGTH, ROWS = 4, 2, 1
+NAMES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_step",
+    "backward_step",
+)
+KINDS = {"activation": "forward", "grad": "backward"}
+INTERLEAVED = [(2, 4, 2), (2, 6, 3), (4, 8, 2)]
+
+
+@pytest.fixture
+def block(tmp_path):
+    return {"mode": "observe", "device": "simulated", "output_dir": str(tmp_path / "perseus")}
+
+
+@pytest.fixture(autouse=True)
+def _megatron(monkeypatch):
+    for left in sessions():
+        left.close()
+    for module in (schedules, p2p_communication):
+        monkeypatch.setattr(module, "torch", CpuTorch())
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    perseus_ds.detach(megatron.core)
+    dist.destroy_process_group()
+
+
+class Group:
+    """A process group of which this process is one rank after the other."""
+
+    def __init__(self, rank, ranks):
+        self._rank, self._ranks = rank, ranks
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return self._ranks
+
+
+class Request:
+    """A transfer that is over."""
+
+    def wait(self):
+        pass
+
+
+class Communicator(schedules.P2PCommunicator):
+    """The neighbours of a rank that is alone: whatever it asks for comes."""
+
+    def __init__(self, group, config):
+        self.pp_group, self.config = group, config
+        self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
+
+
+def communicate(self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs=True):
+    """Send nothing and receive zeros at once."""
+    asked = {
+        "send_next": tensor_send_next is not None,
+        "send_prev": tensor_send_prev is not None,
+        "recv_prev": recv_prev,
+        "recv_next": recv_next,
+    }
+    received = [torch.zeros(tensor_shape, requires_grad=True) if wanted else None for wanted in (recv_prev, recv_next)]
+    return (*received, None if wait_on_reqs else {name: Request() for name, wanted in asked.items() if wanted})
+
+
+@pytest.fixture
+def alone(block, monkeypatch):
+    """The block of a job whose ranks run one after the other."""
+    monkeypatch.setattr(schedules.P2PCommunicator, "_communicate", communicate)
+    return block
+
+
+class Part(torch.nn.Linear):
+    """A virtual stage."""
+
+    def __init__(self, config):
+        super().__init__(WIDTH, WIDTH)
+        self.config, self.inputs = config, None
+        self.model_type = None
+
+    def set_input_tensor(self, tensors):
+        self.inputs = tensors[0]
+
+
+def forward_step(data, part):
+    inputs = torch.ones(LENGTH, ROWS, WIDTH) if part.inputs is None else part.inputs
+    return part(inputs), lambda output: (output.mean(), {})
+
+
+def train(rank, ranks, micro_batches, chunks=1, overlap=True, **more):
+    """Run an iteration as a rank of a pipeline; returns what Megatron does."""
+    config = ModelParallelConfig(
+        pipeline_model_parallel_size=ranks,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        microbatch_group_size_per_vp_stage=ranks,
+        pipeline_dtype=torch.float32,
+        overlap_p2p_comm=overlap and chunks > 1,
+        batch_p2p_comm=not (overlap and chunks > 1),
+    )
+    config.hidden_size, config.fine_grained_activation_offloading = WIDTH, False
+    for name, value in more.items():
+        setattr(config, name, value)
+    group, one = Group(rank, ranks), Group(0, 1)
+    parts = [Part(config) for _ in range(chunks)]
+    schedule = NAMES[2] if chunks > 1 else NAMES[1]
+    return getattr(schedules, schedule)(
+        forward_step_func=forward_step,
+        data_iterator=[None] * chunks if chunks > 1 else None,
+        model=parts if chunks > 1 else parts[0],
+        num_microbatches=micro_batches,
+        seq_length=LENGTH,
+        micro_batch_size=ROWS,
+        p2p_communicator=Communicator(group, config),
+        pg_collection=SimpleNamespace(tp=one, cp=one, embd=None, pos_embd=None, pp=group, dp_cp=one),
+    )
+
+
+def order_of(alone, ranks, micro_batches, chunks=1, overlap=True):
+    """What each rank does in its first iteration."""
+    streams = []
+    for rank in range(ranks):
+        perseus_ds.attach(megatron.core, alone)
+        train(rank, ranks, micro_batches, chunks, overlap)
+        streams.append(megatron.core.perseus.engine.read().operations)
+        perseus_ds.detach(megatron.core)
+    return Schedule("megatron", micro_batches, tuple(streams))
+
+
+SIZES = [
+    *((ranks, micro_batches, 1, False) for ranks, micro_batches in ((2, 1), (2, 4), (3, 2), (4, 8))),
+    *((*sizes, overlap) for sizes in INTERLEAVED for overlap in (True, False)),
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_first_iteration_shows_an_order_that_does_not_deadlock(alone, sizes):
+    ranks, micro_batches, chunks, _ = sizes
+    schedule, stages = order_of(alone, *sizes), ranks * chunks
+    counts = Counter(i for stream in schedule.instructions for i in stream)
+    assert set(counts.values()) == {1}
+    passes = Counter((i.stage, i.kind) for i in counts if i.kind is not Kind.TAIL)
+    assert passes == {(s, kind): micro_batches for s in range(stages) for kind in (Kind.FORWARD, Kind.BACKWARD)}
+    for rank, stream in enumerate(schedule.instructions):
+        assert {i.stage % ranks for i in stream} == {rank}
+        assert [i.kind for i in stream].index(Kind.TAIL) == len(stream) - 1
+    operations = [op for stream in schedule.ranks for op in stream if isinstance(op, Exchange | Launch)]
+    sides = Counter(transfer for operation in operations for transfer in operation.transfers)
+    assert len(sides) == 2 * (stages - 1) * micro_batches
+    assert set(sides.values()) == {2}
+    assert len(Dag.build(schedule).nodes) == len(counts) + len(sides)
+
+
+def test_transfers_that_overlap_are_waited_for_before_the_pass_that_needs_them(alone):
+    stream = order_of(alone, 2, 4, 2).ranks[1]
+    launched = [t for op in stream if isinstance(op, Launch) for t in op.transfers]
+    awaited = [t for op in stream if isinstance(op, Wait) for t in op.transfers]
+    assert sorted(launched) == sorted(awaited)
+    received = next(t for op in stream if isinstance(op, Launch) for t in op.receives)
+    used = Compute(Instruction(received.target, Kind(KINDS[received.payload]), received.micro_batch))
+    assert stream.index(Wait((received,))) < stream.index(used)
+
+
+def attributes():
+    communicate = vars(schedules.P2PCommunicator)["_communicate"]
+    return [*(vars(schedules)[name] for name in NAMES), communicate, set(vars(megatron.core))]
+
+
+def test_detach_leaves_every_attribute_as_it_was(block):
+    before = attributes()
+    assert perseus_ds.attach(megatron.core, block) is megatron.core
+    assert megatron.core.perseus.phase == "start"
+    assert attributes() != before
+    perseus_ds.detach(megatron.core)
+    assert attributes() == before
+    perseus_ds.detach(megatron.core)
+
+
+def test_a_function_that_trains_is_attached_to_by_itself(block):
+    plain = schedules.forward_backward_pipelining_without_interleaving
+    ours = perseus_ds.attach(plain, block)
+    assert ours is schedules.forward_backward_pipelining_without_interleaving
+    assert perseus_ds.attach(ours) is ours  # as where every step asks for the function
+    assert perseus_ds.detach(ours) is plain
+
+
+def test_a_disabled_block_changes_nothing(block):
+    before = attributes()
+    perseus_ds.attach(megatron.core, {**block, "enabled": False})
+    assert attributes() == before
+
+
+def test_the_variable_perseus_replaces_keys_of_the_block(block, monkeypatch):
+    monkeypatch.setenv("PERSEUS", '{"max_drift": 0.5}')
+    perseus_ds.attach(megatron.core, block)
+    assert megatron.core.perseus.config.max_drift == 0.5
+
+
+class WholeGraph:
+    """As Megatron's FullCudaGraphWrapper, which needs CUDA to be made."""
+
+    __module__ = "megatron.core.full_cuda_graph"
+
+
+def test_another_config_while_attached_and_other_objects_are_errors(block):
+    perseus_ds.attach(megatron.core, block)
+    with pytest.raises(ConfigError, match=r"attached to Megatron-Core already.*detach"):
+        perseus_ds.attach(megatron.core, block)
+    with pytest.raises(ConfigError, match="no instructions to plan"):
+        perseus_ds.attach(WholeGraph(), block)
+
+
+def test_groups_that_are_not_there_are_an_error_of_the_first_iteration(block, monkeypatch):
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: False)
+    perseus_ds.attach(megatron.core, block)
+    with pytest.raises(ConfigError, match=r"no groups of ranks\. Call parallel_state\.initialize_model_parallel\(\)"):
+        train(0, 2, 4)
+
+
+@pytest.mark.parametrize("mode", [{"mode": "profile"}, {"mode": "auto", "required": True}])
+def test_a_gpu_whose_clocks_may_not_be_set_is_an_error_of_attach_where_the_job_needs_them(block, mode):
+    before = attributes()
+    with pytest.raises(GpuPermissionError, match="may not set clocks"):
+        perseus_ds.attach(megatron.core, {**block, **mode, "simulated": {"may_lock": False}})
+    assert attributes() == before
+
+
+def test_passes_that_have_no_clock_each_are_an_error_in_modes_that_need_one(alone):
+    perseus_ds.attach(megatron.core, {**alone, "mode": "profile"})
+    with pytest.raises(ScheduleError, match="a forward and a backward in one step"):
+        train(0, 2, 4, overlap_moe_expert_parallel_comm=True)
+    with pytest.raises(ScheduleError, match="one CUDA graph"):
+        train(0, 2, 4, cuda_graph_scope=["full_iteration"])
+
+
+def test_the_installed_megatron_has_what_is_relied_upon():
+    check_megatron(megatron.core, schedules, parallel_state)
+    assert megatron.core.__version__ == NEWEST_MEGATRON
+
+
+def test_a_megatron_without_what_is_relied_upon_is_told_by_what_it_lacks():
+    def backward_step(input_tensor, output_tensor):
+        """Of a version that does not exist."""
+
+    lacking = SimpleNamespace(**{**vars(schedules), "backward_step": backward_step})
+    del lacking.get_schedule_table
+    missing = r"no schedules\.get_schedule_table \(the order.*backward_step\(…, output_tensor_grad\)"
+    with pytest.raises(VersionError, match=missing):
+        check_megatron(megatron.core, lacking, parallel_state)
+    with pytest.raises(VersionError, match=rf"0\.12\.1 is too old for perseus-ds.*megatron-core>={OLDEST_MEGATRON}"):
+        check_megatron(SimpleNamespace(__version__="0.12.1"), schedules, parallel_state)

@@ -1,0 +1,138 @@
+"""A third engine needs the interface of engines and nothing else: here a loop that computes its stages by itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from perseus_ds.engines.engine import Engine, attach_to, sessions
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.ranks import PipelineTopology
+from perseus_ds.runtime.config import parse_block
+from perseus_ds.runtime.runtime import RankFacts, RankSchedule
+
+WIDTH = 8
+
+
+class Trainer:
+    """Somebody's training loop of one stage, with a hook around passes."""
+
+    def __init__(self, micro_batches=2):
+        torch.manual_seed(1)
+        self.model = torch.nn.Linear(WIDTH, WIDTH)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.micro_batches = micro_batches
+        self.around = lambda kind, micro_batch, work: work()
+        self.around_step = lambda step: step()
+
+    def step(self):
+        return self.around_step(self._step)
+
+    def _step(self):
+        total = 0.0
+        for number in range(self.micro_batches):
+            inputs = torch.full((4, WIDTH), float(number))
+            loss = self.around("forward", number, lambda inputs=inputs: self.model(inputs).square().mean())
+            self.around("backward", number, loss.backward)
+            total += loss.item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+
+class TrainerEngine(Engine):
+    """All that Perseus needs of it."""
+
+    model = "Linear"
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def facts(self):
+        return RankFacts(place=PipelineTopology(0, (0,)), device=torch.device("cpu"), local_rank=0)
+
+    def read(self):
+        passes = [(kind, number) for number in range(self.trainer.micro_batches) for kind in ("forward", "backward")]
+        stream = (*passes, ("tail", 0))
+        operations = tuple(Compute(Instruction(0, Kind(kind), number)) for kind, number in stream)
+        return RankSchedule("tests:Trainer", self.trainer.micro_batches, operations)
+
+    def surround(self, session):
+        self.session = session
+        self.kept = dict(vars(self.trainer))
+        self.trainer.around, self.trainer.around_step = self.around, self.around_step
+
+    def release(self):
+        vars(self.trainer).update({name: self.kept[name] for name in ("around", "around_step")})
+
+    def around(self, kind, micro_batch, work):
+        with self.session.operation(Compute(Instruction(0, Kind(kind), micro_batch))):
+            return work()
+
+    def around_step(self, step):
+        with self.session.iteration(self.trainer.micro_batches):
+            result = step()
+            self.session.begin_tail(stage=0)
+        return result
+
+
+@pytest.fixture(autouse=True)
+def _process_group():
+    for left in sessions():
+        left.close()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def train(trainer, steps):
+    return [trainer.step() for _ in range(steps)]
+
+
+def test_an_engine_of_a_few_methods_trains_in_auto_mode_and_is_left_as_it_was(tmp_path):
+    simulated = {"longest_instruction_s": 0.004, "counter_period_s": 0.002, "lock_latency_s": 0.0005}
+    profile = {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8}
+    block = {"device": "simulated", "simulated": simulated, "profile": profile, "cache": False}
+    block["policy"] = {"name": "energy_optimal"}
+    trainer, plain = Trainer(), Trainer()
+    before = set(vars(trainer)), trainer.around
+    session = attach_to(TrainerEngine(trainer), parse_block({**block, "output_dir": str(tmp_path)}))
+    losses = train(trainer, 1)
+    while session.phase != "run" and len(losses) < 400:
+        losses += train(trainer, 1)
+    losses += train(trainer, 2)
+    trainer.micro_batches = plain_later = 3
+    losses += train(trainer, 2)
+    assert session.runtime.next.phase in ("calibrate", "warm-up")
+    session.detach()
+    assert (set(vars(trainer)), trainer.around) == before
+    expected = train(plain, len(losses) - 2)
+    plain.micro_batches = plain_later
+    assert losses == expected + train(plain, 2)
+    records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [r["iteration"] for r in records if "iteration" in r] == list(range(1, len(losses) + 1))
+    assert {r["phase"] for r in records if "phase" in r} >= {"warm-up", "profile", "run"}
+
+
+ENDS_WITHOUT_DETACH = """
+import sys, torch.distributed as dist
+from test_third_engine import Trainer, TrainerEngine, attach_to, parse_block, train
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+trainer = Trainer()
+block = {"mode": "observe", "device": "simulated", "output_dir": sys.argv[1]}
+attach_to(TrainerEngine(trainer), parse_block(block))
+train(trainer, 3)
+dist.destroy_process_group()
+"""
+
+
+def test_the_last_iteration_of_a_script_that_does_not_detach_is_recorded(tmp_path):
+    command = [sys.executable, "-c", ENDS_WITHOUT_DETACH, str(tmp_path)]
+    subprocess.run(command, cwd=Path(__file__).parent, check=True, timeout=120)
+    records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [r["iteration"] for r in records if "iteration" in r] == [1, 2, 3]

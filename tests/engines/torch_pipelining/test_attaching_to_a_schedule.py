@@ -1,0 +1,262 @@
+"""Perseus attaches to a schedule of torch, and leaves it as it was; what cannot be planned is an error or trains on."""
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import OVERLAP_F_B, PipelineScheduleSingle, get_schedule_class
+
+import perseus_ds
+from perseus_ds.clocks.controller import ClockController
+from perseus_ds.engines.engine import sessions
+from perseus_ds.errors import ConfigError, ScheduleError, VersionError
+
+WIDTH, ROWS = 8, 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group(tmp_path_factory):
+    store = tmp_path_factory.mktemp("rank") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def block(tmp_path):
+    """Observe on a simulated GPU whose instructions take no time to speak of."""
+    simulated = {"longest_instruction_s": 0.001, "counter_period_s": 0.001}
+    return {"mode": "observe", "device": "simulated", "output_dir": str(tmp_path / "perseus"), "simulated": simulated}
+
+
+@pytest.fixture
+def make():
+    """A function that makes a schedule on one rank; Perseus is closed when the test ends."""
+    for left in sessions():
+        left.close()
+    schedules = []
+
+    def make(name="GPipe", micro_batches=2, stages=1, loss_fn=nn.functional.mse_loss, **arguments):
+        torch.manual_seed(3)
+        parts = [
+            PipelineStage(nn.Linear(WIDTH, WIDTH), number, stages, torch.device("cpu"), **arguments)
+            for number in range(stages)
+        ]
+        schedule = get_schedule_class(name)(
+            parts if stages > 1 else parts[0], micro_batches, **({"loss_fn": loss_fn} if loss_fn else {})
+        )
+        schedules.append(schedule)
+        return schedule
+
+    yield make
+    for schedule in schedules:
+        perseus_ds.detach(schedule)
+
+
+def train(schedule, steps=1, micro_batches=2):
+    for _ in range(steps):
+        inputs = torch.ones(ROWS * micro_batches, WIDTH)
+        schedule.step(inputs, target=inputs)
+
+
+def iterations(block):
+    with open(f"{block['output_dir']}/run.jsonl", encoding="utf-8") as lines:
+        return [r for r in map(json.loads, lines) if "iteration" in r]
+
+
+def attributes(schedule):
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    return [dict(vars(thing)) for thing in (schedule, *stages)]
+
+
+@pytest.mark.parametrize(("name", "stages"), [("1F1B", 1), ("InterleavedZeroBubble", 2)])
+def test_detach_leaves_nothing_behind(make, block, name, stages):
+    schedule = make(name, stages=stages)
+    before = [set(found) for found in attributes(schedule)]
+    assert perseus_ds.attach(schedule, block) is schedule
+    train(schedule, steps=3)
+    assert schedule.perseus.phase == "observe"
+    assert perseus_ds.detach(schedule) is schedule
+    assert [set(found) for found in attributes(schedule)] == before
+    assert len(iterations(block)) == 3
+    train(schedule)
+    assert len(iterations(block)) == 3
+
+
+def test_a_hook_that_somebody_put_in_front_of_ours_stays_and_works(make, block):
+    schedule = make()
+    calls = []
+    perseus_ds.attach(schedule, block)
+    ours = schedule._stage.forward_one_chunk
+
+    def theirs(*args, **kwargs):
+        calls.append(args[0])
+        return ours(*args, **kwargs)
+
+    schedule._stage.forward_one_chunk = theirs
+    train(schedule)
+    perseus_ds.detach(schedule)
+    train(schedule)
+    assert calls == [0, 1] * 2
+    assert schedule._stage.forward_one_chunk is theirs
+
+
+def test_the_loss_belongs_to_the_forward_of_the_last_stage_and_the_tail_lasts_until_the_next_step(make, block):
+    ended = []
+
+    def loss(output, target):
+        runtime = schedule.perseus.runtime
+        ended.append(len(runtime._timers._marks))
+        return nn.functional.mse_loss(output, target)
+
+    schedule = make(loss_fn=loss)
+    perseus_ds.attach(schedule, block)
+    train(schedule)
+    ended.clear()
+    train(schedule)
+    timers = schedule.perseus.runtime._timers
+    assert ended == [0, 1]  # passes, when the loss of either micro-batch was computed
+    assert [str(operation) for operation, *_ in timers._marks] == [
+        "forward of micro-batch 0 on stage 0",
+        "forward of micro-batch 1 on stage 0",
+        "backward of micro-batch 0 on stage 0",
+        "backward of micro-batch 1 on stage 0",
+        "perform_reduce_grad 0 on stage 0",
+    ]
+    perseus_ds.detach(schedule)
+    assert str(timers._marks[-1][0]) == "tail of stage 0"
+
+
+def test_eval_is_no_iteration_and_runs_at_default_clocks(make, block, monkeypatch):
+    schedule = make()
+    perseus_ds.attach(schedule, block)
+    train(schedule, steps=2)
+    asked = []
+    monkeypatch.setattr(ClockController, "request", lambda controller, clock, *_: asked.append(clock))
+    inputs = torch.ones(ROWS * 2, WIDTH)
+    schedule.eval(inputs, target=inputs, losses=[])
+    assert asked == [None]
+    monkeypatch.undo()
+    train(schedule)
+    perseus_ds.detach(schedule)
+    assert len(iterations(block)) == 3
+
+
+def test_a_step_that_raises_raises_the_same_error_and_training_goes_on(make, block):
+    broken = [False]
+
+    def loss(output, target):
+        if broken[0]:
+            raise ZeroDivisionError("the user's own mistake")
+        return nn.functional.mse_loss(output, target)
+
+    schedule = make(loss_fn=loss)
+    perseus_ds.attach(schedule, block)
+    train(schedule, steps=2)
+    broken[0] = True
+    with pytest.raises(ZeroDivisionError, match="own mistake"):
+        train(schedule)
+    broken[0] = False
+    train(schedule, steps=2)
+    perseus_ds.detach(schedule)
+    assert [r["iteration"] for r in iterations(block)] == [1, 2, 3, 4]
+
+
+def test_other_micro_batches_are_read_again_or_leave_the_plan(make, block):
+    schedule = make()
+    perseus_ds.attach(schedule, block)
+    train(schedule, steps=2)
+    schedule._n_microbatches, schedule._stage_forward_initialized = 3, False
+    schedule._stage.chunks = None
+    schedule._stage_backward_initialized = False
+    train(schedule, steps=2, micro_batches=3)
+    perseus_ds.detach(schedule)
+    assert len(iterations(block)) == 4
+
+
+def test_of_two_schedules_in_a_process_the_first_that_trains_is_measured(make, block, caplog):
+    first, second = make(), make("1F1B")
+    perseus_ds.attach(first, block)
+    perseus_ds.attach(second, {**block, "output_dir": block["output_dir"] + "2"})
+    train(first, steps=2)
+    with caplog.at_level(logging.WARNING, "perseus_ds"):
+        train(second, steps=2)
+    assert "this process trains two engines" in caplog.text
+    assert second.perseus.runtime is None
+    perseus_ds.detach(first)
+    assert len(iterations(block)) == 2
+
+
+def test_a_disabled_block_changes_nothing(make, block):
+    schedule = make()
+    before = attributes(schedule)
+    assert perseus_ds.attach(schedule, {**block, "enabled": False}) is schedule
+    assert attributes(schedule) == before
+
+
+def test_the_variable_perseus_replaces_keys_of_the_block(make, block, monkeypatch):
+    monkeypatch.setenv("PERSEUS", '{"enabled": false}')
+    schedule = make()
+    perseus_ds.attach(schedule, block)
+    assert not hasattr(schedule, "perseus")
+
+
+class StepsAsItLikes(PipelineScheduleSingle):
+    """A schedule of the user's whose order is nowhere written."""
+
+    def _step_microbatches(self, arg_mbs=None, *_, **__):
+        for micro_batch, arguments in enumerate(arg_mbs):
+            self._stage.submod(micro_batch, *arguments)
+
+
+class NoStage(nn.Linear):
+    """What somebody may take for a stage."""
+
+    stage_index, num_stages, group_size, group_rank = 0, 1, 1, 0
+
+
+def with_an_overlapping_function(schedule):
+    schedule.register_custom_function(OVERLAP_F_B, print)
+    return schedule
+
+
+def without_reducing_gradients(schedule):
+    del schedule._stage.dw_builder
+    return schedule
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        (lambda make: StepsAsItLikes(make()._stage, 2, loss_fn=abs), ScheduleError, "order of .*StepsAsItLikes is not"),
+        (lambda make: get_schedule_class("GPipe")(NoStage(1, 1), 2, loss_fn=abs), ConfigError, "has a NoStage as a st"),
+        (lambda make: make(loss_fn=None), ScheduleError, "it has no loss_fn, so it trains nothing"),
+        (
+            lambda make: with_an_overlapping_function(make("Interleaved1F1B", stages=2)),
+            ScheduleError,
+            "register_custom_function has replaced how it runs OVERLAP_F_B",
+        ),
+        (lambda make: without_reducing_gradients(make()), VersionError, r"PipelineStage has no dw_builder \(whether"),
+    ],
+)
+def test_what_cannot_be_planned_is_an_error_before_training(make, block, bad, error, message):
+    schedule = bad(make)
+    with pytest.raises(error, match=message):
+        perseus_ds.attach(schedule, block)
+    assert "step" not in vars(schedule)
+
+
+def test_an_older_torch_is_an_error_that_says_what_to_install(make, block, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.12.1+cpu")
+    with pytest.raises(VersionError, match=r"torch 2\.12\.1\+cpu: .*torch>=2\.13.*pip install"):
+        perseus_ds.attach(make(), block)
+
+
+def test_a_wrong_block_and_groups_of_an_engine_are_errors(make, block):
+    with pytest.raises(ConfigError, match="mode"):
+        perseus_ds.attach(make(), {**block, "mode": "fast"})
+    with pytest.raises(ConfigError, match="knows its own ranks"):
+        perseus_ds.attach(object(), block, pipeline=[0])

@@ -1,0 +1,144 @@
+"""The order that a schedule of torch executes, read for every rank without processes."""
+
+from collections import Counter
+
+import pytest
+from schedule_runs import STAGES_PER_RANK
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.cli.inputs import schedule_for
+from perseus_ds.engines.torch_pipelining.order import read_class
+from perseus_ds.errors import ScheduleError
+from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Wait
+
+SHAPES = [(1, 4), (2, 4), (2, 8), (4, 8), (4, 16)]
+
+
+def order_of(name, ranks, micro_batches):
+    return read_class(
+        get_schedule_class(name), ranks=ranks, stages_per_rank=STAGES_PER_RANK[name], micro_batches=micro_batches
+    )
+
+
+@pytest.mark.parametrize("name", STAGES_PER_RANK)
+@pytest.mark.parametrize(("ranks", "micro_batches"), SHAPES)
+def test_each_stage_computes_each_micro_batch_once_on_one_rank_and_nothing_deadlocks(name, ranks, micro_batches):
+    schedule = order_of(name, ranks, micro_batches)
+    rank_of = {i.stage: rank for rank, stream in enumerate(schedule.instructions) for i in stream}
+    counts = Counter(i for stream in schedule.instructions for i in stream)
+    assert set(counts.values()) == {1}
+    assert schedule.num_stages == ranks * STAGES_PER_RANK[name] == len(rank_of)
+    for rank, stream in enumerate(schedule.instructions):
+        assert {rank_of[i.stage] for i in stream} == {rank}
+        assert [i.kind for i in stream].index(Kind.TAIL) == len(stream) - 1
+    for stage in rank_of:
+        kinds = Counter(i.kind for i in counts if i.stage == stage)
+        assert kinds[Kind.FORWARD] == micro_batches
+        # The first stage's input needs no gradient: there, torch computes everything in the second part.
+        assert kinds[Kind.BACKWARD_INPUT] == (kinds[Kind.BACKWARD_WEIGHT] if stage > 0 else 0)
+        assert kinds[Kind.BACKWARD] + kinds[Kind.BACKWARD_WEIGHT] == micro_batches
+    assert sum(len(nodes) for nodes in Dag.build(schedule).compute_nodes) == sum(counts.values())
+
+
+@pytest.mark.parametrize("name", [n for n, stages in STAGES_PER_RANK.items() if stages == 2])
+@pytest.mark.parametrize(("ranks", "micro_batches"), SHAPES)
+def test_the_order_is_that_of_the_schedule_itself_with_its_communication(name, ranks, micro_batches):
+    executed = order_of(name, ranks, micro_batches)
+    for rank, stream in enumerate(executed.ranks):
+        assert list(written(stream)) == list(written_by_torch(name, rank, ranks, micro_batches))
+
+
+LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
+
+
+def written(stream):
+    """What a rank launches and computes, as torch writes it."""
+    for operation in stream:
+        if isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL:
+            i = operation.instruction
+            yield f"{i.stage}{LETTERS[i.kind]}{i.micro_batch}"
+        elif isinstance(operation, Launch | Exchange):
+            for transfer in operation.transfers:
+                letter = "F" if transfer.payload == "activation" else "B"
+                if transfer in operation.sends:
+                    yield f"{transfer.source}SEND_{letter}{transfer.micro_batch}"
+                else:
+                    yield f"{transfer.target}RECV_{letter}{transfer.micro_batch}"
+
+
+def written_by_torch(name, rank, ranks, micro_batches):
+    stages = [StageOfRank(rank + ranks * number, 2 * ranks, ranks, rank) for number in range(2)]
+    schedule = get_schedule_class(name)(stages, micro_batches, loss_fn=abs)
+    for action in schedule.pipeline_order_with_comms[rank]:
+        for part in action.sub_actions or (action,):
+            computes_nothing = part.computation_type.name == "BACKWARD_INPUT" and part.stage_index == 0
+            if not computes_nothing and part.computation_type.name not in ("UNSHARD", "RESHARD", "REDUCE_GRAD"):
+                yield str(part)
+
+
+class StageOfRank:
+    """What constructors of schedules ask of a stage."""
+
+    submod = None
+
+    def __init__(self, stage_index, num_stages, group_size, group_rank):
+        self.stage_index, self.num_stages = stage_index, num_stages
+        self.group_size, self.group_rank = group_size, group_rank
+
+
+def test_1f1b_waits_for_what_it_sends_before_the_next_pass_and_gpipe_only_when_all_forwards_are_done():
+    first = order_of("1F1B", 2, 3).ranks[0]
+    assert [type(operation) for operation in first[:5]] == [Compute, Launch, Compute, Wait, Exchange]
+    first = order_of("GPipe", 2, 3).ranks[0]
+    assert [type(operation) for operation in first[:7]] == [Compute, Launch] * 3 + [Wait]
+    assert len(first[6].transfers) == 3
+
+
+def test_stages_of_one_rank_that_follow_each_other_exchange_nothing():
+    transfers = {t for op in order_of("ZBVZeroBubble", 2, 4).ranks[1] for t in getattr(op, "transfers", ())}
+    assert {(t.source, t.target) for t in transfers} == {(0, 1), (1, 0), (2, 3), (3, 2)}
+
+
+@pytest.mark.parametrize("name", STAGES_PER_RANK)
+def test_streams_survive_being_written(name):
+    schedule = order_of(name, 2, 4)
+    assert ScheduleStreams.model_validate_json(ScheduleStreams.of(schedule).model_dump_json()).to_schedule() == schedule
+
+
+class StepsAsItLikes(PipelineScheduleSingle):
+    """A schedule of the user's whose order is nowhere written."""
+
+    def _step_microbatches(self, arg_mbs=None, *_, **__):
+        for micro_batch, arguments in enumerate(arg_mbs):
+            self._stage.some_other_call(micro_batch, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("schedule_class", "stages_per_rank", "micro_batches", "message"),
+    [
+        (get_schedule_class("1F1B"), 1, 2, r"Number of microbatches \(2\) must be greater"),
+        (get_schedule_class("1F1B"), 2, 8, "it has one stage on each rank"),
+        (get_schedule_class("DualPipeV"), 1, 8, "requires exactly 2 stages per rank"),
+        (get_schedule_class("ZBVZeroBubble"), 2, 0, "expected at least 1 of each"),
+        (StepsAsItLikes, 1, 4, "The order of .*StepsAsItLikes is not known: .*some_other_call"),
+        (PipelineScheduleMulti, 2, 4, "The order of .*PipelineScheduleMulti is not known"),
+    ],
+)
+def test_an_order_that_cannot_be_read_is_an_error_that_says_why(
+    schedule_class, stages_per_rank, micro_batches, message
+):
+    with pytest.raises(ScheduleError, match=message):
+        read_class(schedule_class, ranks=4, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
+
+
+def test_commands_read_the_order_that_a_profile_was_measured_with():
+    measured = order_of("ZBVZeroBubble", 2, 4)
+    info = ProfileInfo(schedule=measured.name, stages=4, pipeline_ranks=2, micro_batches=4)
+    rows = [Measurement(stage, Kind.FORWARD, 1410, 1.0, 1.0) for stage in range(4)]
+    profile = StageProfile(rows, info)
+    assert schedule_for(profile, schedule=None, stages=None, micro_batches=None) == measured
+    assert schedule_for(profile, schedule=None, stages=None, micro_batches=8) == order_of("ZBVZeroBubble", 2, 8)

@@ -1,0 +1,38 @@
+"""Energy of a GPU without an energy counter, on the real binding and the stub driver; in virtual time."""
+
+import pytest
+
+from perseus_ds.errors import GpuError
+from perseus_ds.gpu.energy_counter import PowerIntegrator, with_energy
+from perseus_ds.gpu.nvml import NvmlGpu
+
+
+def test_a_gpu_with_a_counter_is_taken_as_it_is(stub_nvml_here, stub_time):
+    gpu = NvmlGpu(0)
+    assert with_energy(gpu, stub_time) is gpu
+    gpu.close()
+
+
+def test_the_power_of_a_virtual_gpu_without_counter_is_integrated(stub_nvml_here, stub_time):
+    stub_nvml_here.gpus[0].has_energy_counter = 0
+    gpu = with_energy(NvmlGpu(0), stub_time)
+    assert isinstance(gpu, PowerIntegrator)
+    assert gpu.name.startswith("NVIDIA")
+    assert gpu.has_energy_counter
+    stub_time.sleep(10.0)
+    assert gpu.energy_j() == pytest.approx(2500.0, rel=0.003)
+    stub_nvml_here.gpus[0].power_w = 100.0
+    stub_time.sleep(10.0)
+    assert gpu.energy_j() == pytest.approx(3500.0, rel=0.003)
+    gpu.close()
+    assert stub_nvml_here.calls("init") == stub_nvml_here.calls("shutdown")
+
+
+def test_power_that_cannot_be_read_is_reported_to_who_asks_for_energy(stub_nvml_here, stub_time):
+    stub_nvml_here.gpus[0].has_energy_counter = 0
+    gpu = with_energy(NvmlGpu(0), stub_time)
+    stub_nvml_here.gpus[0].fail("power", "gpu_is_lost")
+    stub_time.sleep(1.0)
+    with pytest.raises(GpuError, match="fell off the bus"):
+        gpu.energy_j()
+    gpu.close()

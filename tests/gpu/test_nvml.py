@@ -1,0 +1,305 @@
+"""NVIDIA's GPUs on the stub library: which one is chosen, and every error a user can meet."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pynvml
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stub_nvml.controller import StubNvml
+
+from perseus_ds.errors import GpuError, GpuPermissionError
+from perseus_ds.gpu.nvml import (
+    NvmlGpu,
+    gpu_count,
+    index_of_cuda_device,
+    index_of_uuid,
+    match_uuid,
+    pick,
+    visible_ids,
+)
+
+
+@pytest.fixture
+def gpu(stub_nvml_here: StubNvml) -> NvmlGpu:
+    return NvmlGpu(1)
+
+
+def test_name_uuid_and_driver_are_read(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
+    assert (gpu.index, gpu.name, gpu.driver, gpu.simulated) == (
+        1,
+        "NVIDIA A100-SXM4-80GB (stub)",
+        "550.54.15-stub",
+        False,
+    )
+    assert gpu.uuid.encode() == stub_nvml_here.gpus[1].uuid
+    assert gpu_count() == 4
+
+
+@pytest.mark.parametrize(("visible", "cuda_index", "index"), [(None, 2, 2), ("3,1", 1, 1), ("GPU-2b6", 0, 2)])
+def test_a_cuda_device_is_found(
+    stub_nvml_here: StubNvml, monkeypatch: pytest.MonkeyPatch, visible: str | None, cuda_index: int, index: int
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpu = NvmlGpu(index_of_cuda_device(cuda_index))
+    gpu.lock_clock(1200)
+    assert stub_nvml_here.locked_clocks_mhz() == [1200 * (position == index) for position in range(4)]
+
+
+def test_cudas_own_uuid_wins(stub_nvml_here: StubNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    uuid = stub_nvml_here.gpus[3].uuid.decode().removeprefix("GPU-")
+    assert NvmlGpu(index_of_cuda_device(0, uuid)).index == 3
+    assert NvmlGpu(index_of_uuid(uuid[:6])).index == 3
+
+
+def test_the_order_of_unlike_gpus_is_not_guessed(stub_nvml_here: StubNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_nvml_here.gpus[0].name = b"NVIDIA T4"
+    with pytest.raises(GpuError, match="CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+        NvmlGpu(index_of_cuda_device(0))
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert NvmlGpu(index_of_cuda_device(0)).name == "NVIDIA T4"
+
+
+def test_a_gpu_split_by_mig_is_refused(stub_nvml_here: StubNvml) -> None:
+    stub_nvml_here.gpus[0].mig_enabled = 1
+    with pytest.raises(GpuError, match="split into MIG"):
+        NvmlGpu(index_of_cuda_device(0))
+    assert NvmlGpu(index_of_cuda_device(1)).index == 1
+
+
+def test_a_gpu_that_knows_no_mig_is_fine(stub_nvml_here: StubNvml) -> None:
+    stub_nvml_here.gpus[0].fail("mig_mode", "not_supported")
+    assert NvmlGpu(index_of_cuda_device(0)).index == 0
+
+
+ACTIONS = {
+    "set_locked": lambda gpu: gpu.lock_clock(1200),
+    "reset_locked": lambda gpu: gpu.reset_clock(),
+    "clock_info": lambda gpu: gpu.clock_mhz(),
+    "energy": lambda gpu: gpu.energy_j(),
+    "power": lambda gpu: gpu.power_w(),
+    "reasons": lambda gpu: gpu.throttle_reasons(),
+    "memory_clocks": lambda gpu: gpu.supported_clocks_mhz(),
+    "graphics_clocks": lambda gpu: gpu.supported_clocks_mhz(),
+}
+REMEDIES = {
+    "gpu_is_lost": "fell off the bus",
+    "timeout": "did not answer in time",
+    "not_supported": "lacks the function",
+    "function_not_found": "driver is too old",
+    "unknown": "nvidia-smi",
+}
+
+
+@pytest.mark.parametrize("function", ACTIONS)
+@pytest.mark.parametrize("error", REMEDIES)
+def test_every_call_says_what_failed_where_and_what_to_do(
+    gpu: NvmlGpu, stub_nvml_here: StubNvml, function: str, error: str
+) -> None:
+    stub_nvml_here.gpus[1].fail(function, error)
+    with pytest.raises(GpuError, match=REMEDIES[error]) as caught:
+        ACTIONS[function](gpu)
+    assert "GPU 1 (NVIDIA A100" in str(caught.value)
+    assert not isinstance(caught.value, GpuPermissionError)
+    stub_nvml_here.gpus[1].fail(function, "none")
+    ACTIONS[function](gpu)
+
+
+@pytest.mark.parametrize(
+    ("function", "action"), [("set_locked", "lock"), ("reset_locked", "reset"), ("reset_locked", "check")]
+)
+def test_a_missing_permission_says_how_to_get_it(
+    gpu: NvmlGpu, stub_nvml_here: StubNvml, function: str, action: str
+) -> None:
+    stub_nvml_here.gpus[1].fail(function, "no_permission")
+    calls = {"lock": lambda: gpu.lock_clock(1200), "reset": gpu.reset_clock, "check": gpu.check_lock_permission}
+    with pytest.raises(GpuPermissionError, match=r"CAP_SYS_ADMIN.*--cap-add SYS_ADMIN.*zeusd"):
+        calls[action]()
+
+
+def test_the_permission_check_leaves_the_clock_alone(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
+    gpu.check_lock_permission()
+    assert stub_nvml_here.locked_clocks_mhz() == [0, 0, 0, 0]
+    assert stub_nvml_here.gpus[1].calls("set_locked") == 0
+
+
+@pytest.mark.parametrize("function", ["init", "count", "by_index", "driver_version"])
+def test_a_failed_start_leaves_nothing_open(stub_nvml_here: StubNvml, function: str) -> None:
+    before = stub_nvml_here.calls("init") - stub_nvml_here.calls("shutdown")
+    stub_nvml_here.fail(function, "driver_not_loaded")
+    with pytest.raises(GpuError, match="kernel driver is not loaded"):
+        NvmlGpu(index_of_cuda_device(0))
+    failed_inits = 1 if function == "init" else 0
+    assert stub_nvml_here.calls("init") - stub_nvml_here.calls("shutdown") - before == failed_inits
+
+
+def test_a_gpu_without_energy_counter_says_so(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
+    stub_nvml_here.gpus[1].has_energy_counter = 0
+    assert not gpu.has_energy_counter
+    assert NvmlGpu(0).has_energy_counter
+    with pytest.raises(GpuError, match=r"Reading the energy counter of GPU 1.*lacks the function"):
+        gpu.energy_j()
+
+
+def test_a_lost_gpu_is_not_taken_for_one_without_counter(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
+    stub_nvml_here.gpus[1].fail("energy", "gpu_is_lost")
+    with pytest.raises(GpuError, match="fell off the bus"):
+        _ = gpu.has_energy_counter
+
+
+def test_throttle_reasons_have_names(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
+    assert gpu.throttle_reasons() == ()
+    stub_nvml_here.gpus[1].throttle_reasons = 0x4 | 0x40
+    assert gpu.throttle_reasons() == ("sw_power_cap", "hw_thermal_slowdown")
+
+
+def test_the_clock_read_is_the_one_in_effect(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
+    stub_nvml_here.gpus[1].limit_clock_mhz = 1100
+    gpu.lock_clock(1305)
+    assert gpu.clock_mhz() == 1100
+
+
+def test_a_closed_gpu_refuses_calls(gpu: NvmlGpu) -> None:
+    gpu.close()
+    gpu.close()
+    with pytest.raises(GpuError, match="was closed"):
+        gpu.reset_clock()
+
+
+def test_a_hung_call_stops_only_its_own_thread(gpu: NvmlGpu, stub_nvml_here: StubNvml) -> None:
+    stub_nvml_here.gpus[1].hang("set_locked")
+    worker = threading.Thread(target=gpu.lock_clock, args=(1200,), daemon=True)
+    worker.start()
+    for _ in range(50):
+        gpu.energy_j()
+        gpu.clock_mhz()
+    assert worker.is_alive()
+    stub_nvml_here.gpus[1].hang("set_locked", False)
+    worker.join(60)
+    assert not worker.is_alive()
+    assert stub_nvml_here.gpus[1].locked_clock_mhz == 1200
+
+
+OPEN = """
+import sys
+from perseus_ds.errors import GpuError
+from perseus_ds.gpu.nvml import NvmlGpu, index_of_cuda_device
+try:
+    print(NvmlGpu(index_of_cuda_device(0)).driver)
+except GpuError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_gpus_are_opened_by_many_threads_at_once(stub_nvml: StubNvml) -> None:
+    """As the guardian does for ranks that start together; NVML is thread-safe, and so must the stub be."""
+    program = (
+        "import sys\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from perseus_ds.gpu.nvml import NvmlGpu\n"
+        "with ThreadPoolExecutor(8) as pool:\n"
+        "    list(pool.map(lambda n: NvmlGpu(n % 4).close(), range(400)))\n"
+    )
+    done = stub_nvml.run("-c", program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_process_of_its_own_loads_the_stub_by_library_path(stub_nvml: StubNvml) -> None:
+    done = stub_nvml.run("-c", OPEN)
+    assert (done.returncode, done.stdout) == (0, "550.54.15-stub\n"), done.stderr
+
+
+def test_a_missing_library_is_reported(stub_nvml: StubNvml, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "libnvidia-ml.so.1").write_text("not a library")
+    done = stub_nvml.run("-c", OPEN, environment={"LD_LIBRARY_PATH": str(broken)})
+    assert done.returncode == 1
+    assert "libnvidia-ml.so.1 was not found: install the NVIDIA driver" in done.stderr
+
+
+def test_a_foreign_pynvml_is_reported(stub_nvml: StubNvml, tmp_path: Path) -> None:
+    """It stands on the path before NVIDIA's."""
+    codes = [f"{name} = {value}" for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")]
+    text = "\n".join(["class NVMLError(Exception): pass", "def nvmlInit(): pass", *codes])
+    (tmp_path / "pynvml.py").write_text(text, encoding="utf-8")
+    done = stub_nvml.run("-c", OPEN, environment={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert "is not NVIDIA's binding. Run `pip uninstall pynvml`" in done.stderr
+
+
+UUIDS = ["GPU-8e5f1a2b-0000-4000-8000-000000000000", "GPU-8e77aaaa-0000-4000-8000-000000000001", "GPU-1cafe000-0"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        ("", []),
+        ("-1", []),
+        ("0,1", [0, 1]),
+        (" 3 , 1 ", [3, 1]),
+        ("2,-1,0", [2]),
+        ("1,none,2", [1]),
+        ("1gpu2,2", [1, 2]),
+        ("0,0", []),
+        ("NoDevFiles", []),
+        ("GPU-8e5f,GPU-1cafe", ["GPU-8e5f", "GPU-1cafe"]),
+        ("GPU-8e5f,1", ["GPU-8e5f"]),
+        ("GPU-8e5f,GPU-8e5f", []),
+    ],
+)
+def test_the_variable_is_read_as_cuda_reads_it(value: str | None, expected: list[int | str] | None) -> None:
+    assert visible_ids(value) == expected
+
+
+@pytest.mark.parametrize("value", ["MIG-1234", "GPU-8e5f,MIG-1234", "MIG-GPU-8e5f/1/0"])
+def test_a_mig_device_is_refused(value: str) -> None:
+    with pytest.raises(GpuError, match=r"MIG device.*whole GPU"):
+        visible_ids(value)
+
+
+@pytest.mark.parametrize(
+    ("cuda_index", "value", "expected"),
+    [(1, None, 1), (0, "2,0", 2), (1, "2,0", 0), (0, "GPU-1", 2), (1, "GPU-1caf,GPU-8e7", 1)],
+)
+def test_a_cuda_ordinal_finds_its_gpu(cuda_index: int, value: str | None, expected: int) -> None:
+    assert pick(cuda_index, value, UUIDS) == expected
+
+
+@pytest.mark.parametrize(
+    ("cuda_index", "value", "message"),
+    [
+        (3, None, "NVML sees 3 GPUs"),
+        (-1, None, "does not exist"),
+        (0, "", "shows 0 GPUs"),
+        (2, "0,1", "shows 2 GPUs"),
+        (0, "7", "would be GPU 7"),
+        (0, "GPU-8e", "fits 2 of the GPUs"),
+        (0, "GPU-dead", "fits 0 of the GPUs"),
+    ],
+)
+def test_a_gpu_that_cannot_be_told_is_an_error(cuda_index: int, value: str | None, message: str) -> None:
+    with pytest.raises(GpuError, match=message):
+        pick(cuda_index, value, UUIDS)
+
+
+def test_an_empty_uuid_matches_nothing() -> None:
+    with pytest.raises(GpuError):
+        match_uuid("GPU-", UUIDS[:1])
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.permutations(range(8)), st.integers(1, 8))
+def test_any_order_of_indices_is_kept(order: list[int], length: int) -> None:
+    shown = order[:length]
+    uuids = [f"GPU-{index}" for index in range(8)]
+    value = ",".join(map(str, shown))
+    assert [pick(position, value, uuids) for position in range(length)] == shown
+    by_uuid = ",".join(uuids[index] for index in shown)
+    assert [pick(position, by_uuid, uuids) for position in range(length)] == shown

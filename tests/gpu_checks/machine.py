@@ -1,0 +1,191 @@
+"""The machine that checks run on: one GPU, read through NVML and computing through torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from gpu_checks.recording import RecordingGpu, guard_nvml
+
+from perseus_ds.artifacts.evidence import Machine
+from perseus_ds.clocks.events import captures_to_avoid
+from perseus_ds.clocks.timers import CudaExecution
+from perseus_ds.gpu.nvml import index_of_cuda_device
+from perseus_ds.timebase import REAL_TIME
+
+_MATRIX = 4096
+_WARM_UP_S = 1.0
+
+
+def why_no_gpu() -> str | None:
+    """Return why there is no GPU to check on; None if there is one."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA GPU"
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what the checks rest on."""
+    names = ("perseus-ds", "torch", "deepspeed", "nvidia-ml-py")
+    return {name: _version(name) for name in names} | {"CUDA": str(torch.version.cuda)}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # it is found by PYTHONPATH
+        return "not installed"
+
+
+class OneGpu:
+    """The first GPU that CUDA shows.
+
+    Attributes:
+        simulated: False.
+        timebase: Real time.
+        device: Where tensors live.
+        cuda: The module ``torch.cuda``.
+        gpu: Read through NVML; never changed.
+        backend: Of ``torch.distributed``.
+        block: The part of a ``perseus`` block that chooses the GPU.
+        size: Of the models: width, rows of a micro-batch, layers, micro-batches.
+        stage_size: Of one whose activations go through the host's memory.
+        setups: How models are trained (``gpu_checks.training.SETUPS``).
+    """
+
+    simulated = False
+    timebase = REAL_TIME
+    cuda = torch.cuda
+    backend = "nccl"
+    block: ClassVar[dict[str, Any]] = {"device": "nvml"}
+    size = (1024, 16384, 4, 8)
+    stage_size = (1024, 2048, 8, 8)
+    setups = ("bf16", "fp16", "ZeRO-1", "recomputation", "contiguous recomputation", "torch.compile")
+
+    def __init__(self) -> None:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that matrix products repeat bit for bit
+        guard_nvml()
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.gpu = RecordingGpu(index_of_cuda_device(self.device.index, self._uuid))
+        self._side = torch.cuda.Stream()
+        self._heavy = _Products(self, torch.randn(_MATRIX, _MATRIX, device=self.device, dtype=torch.bfloat16))
+        self._light = _Products(self, torch.zeros(_MATRIX, _MATRIX, device=self.device, dtype=torch.bfloat16))
+        self._cycles_per_s: float | None = None
+
+    @property
+    def _uuid(self) -> str:
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def described(self) -> Machine:
+        """Return what evidence says of this machine."""
+        return Machine(simulated=False, gpu=self.gpu.name, driver=self.gpu.driver, versions=versions())
+
+    def seconds(self, wanted_s: float) -> float:
+        """Return how long to measure [s]."""
+        return wanted_s
+
+    def turns(self, wanted: int) -> int:
+        """Return how often to measure."""
+        return wanted
+
+    def execution(self) -> CudaExecution:
+        """Return what times operations on the GPU."""
+        return CudaExecution(self.device, captures=captures_to_avoid())
+
+    def compute(self, seconds: float) -> None:
+        """Launch matrix products that take about so long, and may reach the power limit; returns at once."""
+        self._heavy.launch(seconds)
+
+    def compute_lightly(self, seconds: float) -> None:
+        """Launch products of zeros that take about so long and draw far less; returns at once."""
+        self._light.launch(seconds)
+
+    def sleep(self, seconds: float) -> None:
+        """Launch a kernel that does nothing for so long, in cycles of the clock that was found; returns at once."""
+        torch.cuda._sleep(int(seconds * self.cycles_per_s()))
+
+    def start_beside(self, seconds: float) -> torch.cuda.Event:
+        """Launch such a kernel on another stream; returns an event at its end."""
+        ended = torch.cuda.Event()
+        with torch.cuda.stream(self._side):
+            self.sleep(seconds)
+            ended.record(self._side)
+        return ended
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Let the current stream wait for an event; returns at once."""
+        torch.cuda.current_stream().wait_event(event)
+
+    def synchronize(self) -> None:
+        """Wait until the GPU is done."""
+        torch.cuda.synchronize()
+
+    def launch_for(self, seconds: float) -> None:
+        """Keep this thread launching small kernels on another stream."""
+        end_s = self.timebase.now_s() + seconds
+        small = torch.zeros(64, device=self.device)
+        with torch.cuda.stream(self._side):
+            while self.timebase.now_s() < end_s:
+                for _ in range(20):
+                    small.add_(1)
+                self._side.synchronize()
+
+    def count_for(self, seconds: float) -> None:
+        """Keep this thread in pure Python, which never gives up the interpreter's lock by itself."""
+        end_s, count = self.timebase.now_s() + seconds, 0
+        while self.timebase.now_s() < end_s:
+            for _ in range(1000):
+                count += 1
+
+    def cycles_per_s(self) -> float:
+        """Return the cycles of a waiting kernel per second, by the host's clock."""
+        if self._cycles_per_s is None:
+            self._cycles_per_s = 1e9
+            self.repeat_for(_WARM_UP_S, lambda: torch.cuda._sleep(10_000_000))
+            torch.cuda.synchronize()
+            began_s = self.timebase.now_s()
+            torch.cuda._sleep(1_000_000_000)
+            torch.cuda.synchronize()
+            self._cycles_per_s = 1e9 / (self.timebase.now_s() - began_s)
+        return self._cycles_per_s
+
+    def repeat_for(self, seconds: float, launch: Callable[[], object]) -> None:
+        """Launch something again and again for so long."""
+        end_s = self.timebase.now_s() + seconds
+        while self.timebase.now_s() < end_s:
+            for _ in range(20):
+                launch()
+            torch.cuda.synchronize()
+
+
+class _Products:
+    """Products of a matrix with itself."""
+
+    def __init__(self, machine: OneGpu, matrix: torch.Tensor) -> None:
+        self._machine = machine
+        self._matrix = matrix
+        self._product = torch.empty_like(matrix)
+
+    def launch(self, seconds: float) -> None:
+        for _ in range(max(1, round(seconds / self._one_s))):
+            self._multiply()
+
+    @cached_property
+    def _one_s(self) -> float:
+        self._machine.repeat_for(_WARM_UP_S, self._multiply)
+        torch.cuda.synchronize()
+        now_s = self._machine.timebase.now_s
+        began_s = now_s()
+        for _ in range(200):
+            self._multiply()
+        torch.cuda.synchronize()
+        return (now_s() - began_s) / 200
+
+    def _multiply(self) -> None:
+        torch.mm(self._matrix, self._matrix, out=self._product)

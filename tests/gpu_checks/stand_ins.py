@@ -1,0 +1,116 @@
+"""Stand-ins for the machine with a GPU, on which the checks' own code runs where there is none.
+
+All that they measure is labelled simulated and says nothing of a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, ClassVar
+
+import torch
+from gpu_checks.machine import versions
+from gpu_checks.recording import RecordsChanges
+from virtual_cuda import CudaOnGpu
+from virtual_time import VirtualTime
+
+from perseus_ds.artifacts.evidence import Machine
+from perseus_ds.clocks.timers import CudaExecution
+from perseus_ds.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
+from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.timebase import REAL_TIME
+
+
+class RecordingSimulatedGpu(RecordsChanges, SimulatedGpu):
+    """A simulated GPU whose clock is not changed."""
+
+
+class VirtualMachine:
+    """A simulated GPU in virtual time, to which work is launched as to CUDA.
+
+    Args:
+        gpu: The GPU that is read; by default the simulated one itself.
+        now: Its virtual time.
+    """
+
+    simulated = True
+
+    def __init__(self, gpu: Any = None, now: VirtualTime | None = None) -> None:
+        self.timebase = now or VirtualTime()
+        self.simulated_gpu = RecordingSimulatedGpu.named("a100-sxm", timebase=self.timebase)
+        self.simulated_gpu.timebase = self.timebase
+        self.gpu = gpu or self.simulated_gpu
+        self.cuda = CudaOnGpu(self.timebase, self.simulated_gpu)
+
+    def described(self) -> Machine:
+        return Machine(simulated=True, gpu=self.gpu.name, driver=self.gpu.driver, versions=versions())
+
+    def seconds(self, wanted_s: float) -> float:
+        return wanted_s
+
+    def execution(self) -> CudaExecution:
+        return CudaExecution(torch.device("cuda", 0), self.cuda, self.timebase, relax_capture=lambda: True)
+
+    def compute(self, seconds: float) -> None:
+        self.cuda.launch(COMPUTE_BOUND, seconds)
+
+    def compute_lightly(self, seconds: float) -> None:
+        self.cuda.launch(MEMORY_BOUND, seconds)
+
+    def sleep(self, seconds: float) -> None:
+        self.cuda.enqueue(lambda: self.timebase.sleep(seconds))
+
+    def start_beside(self, seconds: float) -> float:
+        """Another stream that is busy for so long; returns when its work ends."""
+        return self.timebase.now_s() + seconds
+
+    def wait_for(self, ended_s: float) -> None:
+        self.cuda.enqueue(lambda: self.timebase.sleep(max(0.0, ended_s - self.timebase.now_s())))
+
+    def synchronize(self) -> None:
+        self.cuda.synchronize()
+
+    def launch_for(self, seconds: float) -> None:
+        self.timebase.sleep(seconds)
+
+    def count_for(self, seconds: float) -> None:
+        self.timebase.sleep(seconds)
+
+
+class HostMachine:
+    """The processor in place of the GPU: the real engine on gloo, and a simulated GPU under Perseus."""
+
+    simulated = True
+    timebase = REAL_TIME
+    backend = "gloo"
+    block: ClassVar[dict[str, Any]] = {
+        "device": "simulated",
+        "simulated": {"longest_instruction_s": 0.01, "counter_period_s": 0.02, "lock_latency_s": 0.002},
+    }
+    size = stage_size = (8, 4, 2, 4)
+    setups = ("bf16", "contiguous recomputation")
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._is_busy = False
+        self.device = torch.device("cpu")
+        self.gpu = RecordingSimulatedGpu.named("a100-sxm")
+
+    def described(self) -> Machine:
+        return Machine(simulated=True, gpu=self.gpu.name, driver=None, versions=versions())
+
+    def seconds(self, wanted_s: float) -> float:
+        return min(wanted_s, 0.1)
+
+    def turns(self, wanted: int) -> int:
+        return min(wanted, 5)
+
+    def sleep(self, seconds: float) -> None:
+        self._is_busy = seconds > 1
+
+    def synchronize(self) -> None:
+        """Never return after a long sleep, not even when a signal comes, as a call of the driver does not."""
+        if self._is_busy:
+            mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)  # zeros: PTHREAD_MUTEX_INITIALIZER
+            libc.pthread_mutex_lock(mutex)
+            libc.pthread_mutex_lock(mutex)

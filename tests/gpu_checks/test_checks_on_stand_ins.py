@@ -1,0 +1,307 @@
+"""The checks of `make test-gpu` do what they say, on stand-ins for the GPU; what only a GPU shows is left to them."""
+
+import json
+
+import pynvml
+import pytest
+from gpu_checks import checks, nvml_checks
+from gpu_checks.checks import CHECKS, collected, made_in_a_process
+from gpu_checks.machine import why_no_gpu
+from gpu_checks.recording import Change, GuardError, RecordingGpu, guard_nvml
+from gpu_checks.results import Results, percentile, performed
+from gpu_checks.stand_ins import HostMachine, VirtualMachine
+
+from perseus_ds.artifacts.evidence import CheckResult, Machine
+from perseus_ds.errors import GpuError
+from perseus_ds.gpu.device_models import MEMORY_BOUND
+from perseus_ds.profiler.counter_log import CounterLog
+
+HOST = f"{HostMachine.__module__}:{HostMachine.__name__}"
+MACHINE = Machine(simulated=True, gpu="simulated A100", driver=None, versions={"torch": "2"})
+
+
+def made(name, machine=VirtualMachine):
+    return performed(name, CHECKS[name].title, CHECKS[name].load(), machine)
+
+
+def value(result, name):
+    return next(figure.value for figure in result.figures if figure.name == name)
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", pynvml._nvmlGetFunctionPointer)
+    guard_nvml()
+    guard_nvml()  # once is enough
+
+
+def test_every_function_that_changes_a_gpu_raises_and_reading_goes_on(stub_nvml_here, guarded):
+    gpu = RecordingGpu(0)
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    for change in (
+        lambda: pynvml.nvmlDeviceSetGpuLockedClocks(handle, 1410, 1410),
+        lambda: pynvml.nvmlDeviceResetGpuLockedClocks(handle),
+        lambda: pynvml.nvmlDeviceSetApplicationsClocks(handle, 1593, 1410),
+        lambda: pynvml.nvmlDeviceResetApplicationsClocks(handle),
+        lambda: pynvml.nvmlDeviceSetPowerManagementLimit(handle, 100_000),
+        lambda: pynvml.nvmlDeviceSetPersistenceMode(handle, 1),
+        lambda: pynvml.nvmlDeviceClearEccErrorCounts(handle, 0),
+    ):
+        with pytest.raises(GuardError):
+            change()
+    assert gpu.clock_mhz() == 1410
+    assert gpu.power_w() == 250
+    assert pynvml.nvmlDeviceGetUUID(handle) == gpu.uuid
+    assert stub_nvml_here.gpus[0].calls("set_locked") == stub_nvml_here.gpus[0].calls("reset_locked") == 0
+    gpu.close()
+
+
+def test_no_function_that_reads_is_taken_for_one_that_changes():
+    from gpu_checks.recording import _CHANGES
+
+    names = [name for name in dir(pynvml) if name.startswith("nvml") and callable(getattr(pynvml, name))]
+    setters = [name for name in names if name.startswith(("nvmlDeviceSet", "nvmlDeviceReset"))]
+    assert len(setters) > 20
+    assert all(_CHANGES.match(name) for name in setters)
+    assert not [name for name in names if "Get" in name and _CHANGES.match(name)]
+    assert not _CHANGES.match("nvmlInit_v2")
+
+
+def test_a_recording_gpu_records_what_it_was_asked_for_and_reads_for_real(stub_nvml_here, stub_time, guarded):
+    gpu = RecordingGpu(0)
+    gpu.timebase = stub_time
+    gpu.check_lock_permission()
+    gpu.lock_clock(1200)
+    stub_time.sleep(1.0)
+    gpu.reset_clock()
+    with pytest.raises(GpuError, match="1201 MHz"):
+        gpu.lock_clock(1201)
+    assert gpu.changes == [Change(100.0, 1200), Change(101.0, None)]
+    assert gpu.clock_mhz() == 1410, "nothing was locked"
+    assert gpu.address is None, "no guardian may reset it"
+    gpu.close()
+
+
+def test_nvml_is_checked_through_the_real_binding(stub_nvml_here, stub_time, guarded, monkeypatch):
+    monkeypatch.setattr(nvml_checks, "_PROCESSES", 2)
+    monkeypatch.setattr(nvml_checks, "_READER", nvml_checks._READER.replace("float(sys.argv[2])", "0.01"))
+    monkeypatch.setenv("LD_LIBRARY_PATH", stub_nvml_here.environment["LD_LIBRARY_PATH"])
+    gpu = RecordingGpu(1)
+    stub_nvml_here.gpus[1].application_clock_mhz = 1200
+    result = made("nvml", lambda: VirtualMachine(gpu, stub_time))
+    assert result.outcome == "passed", (result.reason, result.notes)
+    assert value(result, "refresh period of the energy counter") == pytest.approx(100, abs=2)
+    assert value(result, "highest") == 1410
+    assert value(result, "processes that read at once") == 2
+    assert any("application clock is 1200 MHz" in note for note in result.notes)
+    gpu.close()
+
+
+def test_a_part_that_fails_is_recorded_and_the_others_are_made(stub_nvml_here, stub_time, guarded, monkeypatch):
+    monkeypatch.setattr(nvml_checks, "_READER", "raise SystemExit(1)")
+    monkeypatch.setattr(nvml_checks, "_PROCESSES", 1)
+    gpu = RecordingGpu(0)
+    stub_nvml_here.gpus[0].fail("power", "not_supported")
+    result = made("nvml", lambda: VirtualMachine(gpu, stub_time))
+    assert result.outcome == "failed"
+    assert "what it reports: could be made: 0" in result.reason
+    assert any(note.startswith("what it reports: GpuError: Reading the power") for note in result.notes)
+    assert value(result, "refresh period of the energy counter") == pytest.approx(100, abs=2)
+    gpu.close()
+
+
+@pytest.mark.parametrize("name", ["counter", "duty", "spans", "requests"])
+def test_a_check_passes_where_counter_and_events_are_right(name):
+    result = made(name)
+    assert result.outcome == "passed", (result.reason, result.notes)
+    assert len(result.figures) > 3
+
+
+def test_every_wave_of_the_load_is_counted():
+    ratios = [figure.value for figure in made("counter").figures if "of waves of" in figure.name]
+    assert ratios == pytest.approx([1.0] * 4, abs=0.001)
+
+
+def test_waves_are_not_judged_where_the_steady_load_reaches_the_power_limit(monkeypatch):
+    monkeypatch.setattr("gpu_checks.energy_checks._steady_load", lambda machine, log: (100.0, ["sw_power_cap"]))
+    result = made("counter")
+    assert result.outcome == "passed"
+    assert any("reaches the power limit" in note for note in result.notes)
+
+
+def test_a_counter_that_misses_energy_of_short_waves_is_found(monkeypatch):
+    readings = CounterLog.readings
+
+    def without_a_tenth(log, begin_s, end_s):
+        return [(at_s, 0.9 * energy_j) for at_s, energy_j in readings(log, begin_s, end_s)]
+
+    monkeypatch.setattr(
+        "gpu_checks.energy_checks._steady_load",
+        lambda machine, log: (machine.simulated_gpu.model.power_w(1410, MEMORY_BOUND), []),
+    )
+    monkeypatch.setattr(CounterLog, "readings", without_a_tenth)
+    result = made("counter")
+    assert result.outcome == "failed"
+    assert "energy of waves of 20 ms" in result.reason
+
+
+def test_a_request_that_comes_late_is_found(monkeypatch):
+    from perseus_ds.clocks.controller import ClockController
+
+    wait_for = ClockController._wait_for
+
+    def late(clocks, moment):
+        passed = wait_for(clocks, moment)
+        clocks._time.sleep(0.004)
+        return passed
+
+    monkeypatch.setattr(ClockController, "_wait_for", late)
+    result = made("requests")
+    assert result.outcome == "failed"
+    assert "from event to request, main thread launching, 99th percentile" in result.reason
+
+
+def test_spans_that_count_a_wait_for_another_stream_are_found(monkeypatch):
+    machine = VirtualMachine()
+    wait_for, execution = machine.wait_for, machine.execution
+
+    def waiting_inside():
+        made_one = execution()
+        end = made_one.end
+
+        def end_later(operation):
+            machine.sleep(0.01)
+            return end(operation)
+
+        made_one.end = end_later
+        return made_one
+
+    assert wait_for
+    machine.execution = waiting_inside
+    result = made("spans", lambda: machine)
+    assert result.outcome == "failed"
+    assert "span after a wait for another stream" in result.reason
+
+
+def test_sigterm_resets_the_clock_while_the_main_thread_hangs(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", ":".join(map(str, checks._PATH)))
+    result = made("sigterm", HostMachine)
+    assert [figure.name for figure in result.figures] == ["from SIGTERM to the reset"], result.notes
+
+
+def test_a_figure_beyond_its_limits_fails_a_check_and_says_so():
+    def check(machine, results):
+        results.add("lateness", 3.5, "ms", at_most=2)
+        results.add("share", 0.5, at_least=0.25)
+
+    result = performed("spans", "Spans", check, VirtualMachine)
+    assert result.outcome == "failed"
+    assert result.reason == "lateness: 3.5 ms (at most 2 ms)"
+
+
+@pytest.mark.parametrize(("raises", "reason"), [(True, "ValueError: broken"), (False, "it measured nothing")])
+def test_a_check_that_raises_or_measures_nothing_has_failed(raises, reason):
+    def check(machine, results):
+        if raises:
+            raise ValueError("broken")
+
+    result = performed("spans", "Spans", check, VirtualMachine)
+    assert (result.outcome, result.reason) == ("failed", reason)
+
+
+@pytest.mark.parametrize(("share", "found"), [(0.99, 98), (0.985, 98), (0.98, 97), (0.01, 0), (1.0, 99), (0.0, 0)])
+def test_a_percentile_is_the_smallest_value_that_reaches_its_share(share, found):
+    assert percentile(range(100), share) == found
+
+
+def test_an_attempt_keeps_what_was_measured_before_it_failed():
+    results = Results()
+
+    def part():
+        results.add("first", 1)
+        raise RuntimeError("CUDA error: out of memory")
+
+    results.attempt("part", part)
+    assert [figure.name for figure in results.figures] == ["first", "part: could be made"]
+    assert results.notes == ["part: RuntimeError: CUDA error: out of memory"]
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [("raise SystemExit(3)", "its process ended with 3"), ("import time; time.sleep(60)", "it did not end within 0 s")],
+)
+def test_a_process_that_dies_or_hangs_is_a_check_that_failed(tmp_path, monkeypatch, program, reason):
+    monkeypatch.setattr(checks, "_CHILD", program)
+    monkeypatch.setattr(
+        checks,
+        "CHECKS",
+        {"spans": checks.Check("Spans", "gpu_checks.clock_checks:spans", 0.4 if "60" in program else 60)},
+    )
+    result = made_in_a_process("spans", tmp_path, HOST)
+    assert result.outcome == "failed"
+    assert reason in result.reason
+    assert collected(tmp_path) is None, "no machine is known"
+
+
+def test_a_check_that_is_given_up_keeps_the_parts_that_were_made(tmp_path, monkeypatch):
+    program = """
+import os, sys
+from gpu_checks import checks
+def check(machine, results):
+    results.attempt("first", lambda: results.add("first", 1))
+    os.kill(os.getpid(), 9)
+checks.Check.load = lambda self: check
+checks.make(*sys.argv[1:])
+"""
+    monkeypatch.setattr(checks, "_CHILD", program)
+    result = made_in_a_process("spans", tmp_path, HOST)
+    assert (result.outcome, [figure.name for figure in result.figures]) == ("failed", ["first"])
+    assert result.reason.startswith("its process ended with -9")
+    assert collected(tmp_path).machine.simulated
+
+
+def write(folder, name, machine, outcome="passed", at_s=0):
+    import os
+
+    result = CheckResult(name=name, title=CHECKS[name].title, outcome=outcome, took_s=1.0)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine and machine.model_dump(), "result": result.model_dump()}))
+    os.utime(path, (at_s, at_s))
+
+
+def test_evidence_consists_of_checks_of_one_machine(tmp_path):
+    other = MACHINE.model_copy(update={"driver": "550.1"})
+    write(tmp_path, "nvml", MACHINE, at_s=10)
+    write(tmp_path, "spans", other, at_s=20)
+    write(tmp_path, "counter", other, at_s=30)
+    write(tmp_path, "graph", None, outcome="failed", at_s=25)
+    evidence = collected(tmp_path)
+    assert evidence.machine == other
+    assert [check.name for check in evidence.checks] == ["counter", "spans", "graph"]
+    assert evidence.made == "1970-01-01 00:00 UTC"
+    assert CHECKS["nvml"].title in evidence.not_made
+    assert collected(tmp_path / "nothing") is None
+
+
+@pytest.mark.skipif(why_no_gpu() is None, reason="there is a GPU")
+def test_without_a_gpu_one_line_says_why_nothing_is_checked(capsys):
+    from gpu_checks import run
+
+    assert run.main() == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 1
+    assert printed[0].startswith("make test-gpu: skipped, ")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["training", "stages", "closure", "kernels", "overhead", "alarms"])
+def test_the_checks_of_training_are_made_with_the_real_engine(tmp_path, name):
+    """How long anything took is not judged: no GPU was there."""
+    result = made_in_a_process(name, tmp_path, HOST)
+    facts = [figure for figure in result.figures if figure.name.endswith("the same bits")]
+    assert all(figure.value == 1 for figure in facts), result.notes
+    assert result.outcome == "passed" or name not in ("training", "stages"), (result.reason, result.notes)
+    not_made = {figure.name for figure in result.figures if figure.name.endswith("could be made")}
+    assert not not_made, result.notes
+    assert len(result.figures) >= 2, result.reason
+    assert result.outcome == "passed" or not result.reason.startswith(("it", "its")), result.reason

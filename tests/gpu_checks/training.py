@@ -1,0 +1,271 @@
+"""The real pipeline engine of DeepSpeed on one rank, trained with and without Perseus in the same process."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import itertools
+import os
+import random
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from frontiers import save_random_plan
+from gpu_checks.recording import RecordingGpu
+from one_rank_engine import one_rank
+from torch import nn
+
+import perseus_ds
+from perseus_ds.artifacts.run_records import Failed, read_records
+from perseus_ds.pipeline.commands import read_schedule, schedule_class
+from perseus_ds.runtime import devices
+
+_BATCHES = 4
+MOST_ITERATIONS = 400
+DONE = {"observe": ("observe", 6), "profile": ("observe", 3), "run": ("run", 3)}
+"""By mode: a phase, and how many iterations of it are enough."""
+
+
+class Block(nn.Module):
+    """A layer of a transformer without its attention, with dropout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(hidden)))))
+
+
+class CompiledBlock(Block):
+    """The same layer, compiled."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self._compiled = torch.compile(super().forward)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._compiled(hidden)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is trained.
+
+    Attributes:
+        keys: Of DeepSpeed's config.
+        dtype: Of inputs and parameters.
+        recomputes: Whether activations are computed again in the backward.
+        contiguous: Whether what is kept for that lies in one buffer.
+        layer: Class of the layers.
+    """
+
+    keys: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    recomputes: bool = False
+    contiguous: bool = False
+    layer: type[nn.Module] = Block
+
+
+_BF16 = {"bf16": {"enabled": True}}
+SETUPS = {
+    "bf16": Setup(_BF16, torch.bfloat16),
+    "fp16": Setup({"fp16": {"enabled": True, "initial_scale_power": 8}}, torch.half),
+    "ZeRO-1": Setup({**_BF16, "zero_optimization": {"stage": 1}}, torch.bfloat16),
+    "recomputation": Setup(_BF16, torch.bfloat16, recomputes=True),
+    "contiguous recomputation": Setup(_BF16, torch.bfloat16, recomputes=True, contiguous=True),
+    "torch.compile": Setup(_BF16, torch.bfloat16, layer=CompiledBlock),
+}
+
+
+@contextmanager
+def training_on(machine: Any) -> Iterator[Path]:
+    """Be the only rank of a job whose GPU is never changed; yields a folder for it."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    opened = devices.NvmlGpu
+    with tempfile.TemporaryDirectory() as folder, one_rank(folder, machine.backend):
+        devices.NvmlGpu = RecordingGpu  # type: ignore[misc]
+        try:
+            yield Path(folder)
+        finally:
+            devices.NvmlGpu = opened  # type: ignore[misc]
+
+
+@contextmanager
+def engine_of(
+    machine: Any, setup: Setup, block: dict[str, Any] | None, size: tuple[int, ...] | None = None, stages: int = 1
+) -> Iterator[Any]:
+    """Make an engine, the same one for the same arguments; it is destroyed at the end."""
+    width, rows, layers, micro_batches = size or machine.size
+    checkpointing.configure(
+        None,
+        partition_activations=setup.contiguous,
+        contiguous_checkpointing=setup.contiguous,
+        num_checkpoints=layers,
+    )
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    model = PipelineModule(
+        layers=[LayerSpec(setup.layer, width) for _ in range(layers)],
+        num_stages=stages,
+        loss_fn=nn.MSELoss(),
+        partition_method="uniform",
+        activation_checkpoint_interval=int(setup.recomputes),
+    ).to(setup.dtype)
+    config = {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": micro_batches,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        **setup.keys,
+    }
+    if block is not None:
+        config["perseus"] = {**machine.block, **block}
+    engine, *_ = perseus_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+        gc.collect()
+
+
+def batches(machine: Any, setup: Setup, size: tuple[int, ...] | None = None) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield random inputs and labels without end, the same ones every time."""
+    width, rows, *_ = size or machine.size
+    return itertools.cycle(_batches(machine.device, setup.dtype, width, rows))
+
+
+@functools.cache
+def _batches(
+    device: torch.device, dtype: torch.dtype, width: int, rows: int
+) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    generator = torch.Generator().manual_seed(5)
+    inputs = [torch.randn(rows, width, generator=generator).to(device, dtype) for _ in range(_BATCHES)]
+    return tuple((values, values.roll(1, dims=1)) for values in inputs)
+
+
+@dataclass
+class Trained:
+    """What training left behind.
+
+    Attributes:
+        bits: By name: losses, and hashes of weights, optimizer state and random-number generators.
+        phases: Of its iterations under Perseus.
+        changes: How many clock changes its GPU was asked for; None where that is not recorded.
+        has_profile: Whether it wrote a profile.
+        failures: What made it fall back to default clocks.
+    """
+
+    bits: dict[str, object]
+    phases: list[str]
+    changes: int | None
+    has_profile: bool
+    failures: list[str]
+
+
+def train(machine: Any, setup: Setup, block: dict[str, Any]) -> Trained:
+    """Train a new engine under Perseus until its mode has done what it is for, and a few iterations more."""
+    losses: list[str] = []
+    phases: list[str] = []
+    wanted, count = DONE[block["mode"]]
+    with engine_of(machine, setup, block) as engine:
+        data = batches(machine, setup)
+        while phases.count(wanted) < count and len(phases) < MOST_ITERATIONS:
+            phases.append(engine.perseus.phase)
+            losses.append(repr(engine.train_batch(data).item()))
+        changes = getattr(engine.perseus.runtime._rank.gpu, "changes", None)
+        bits = bits_of(engine, machine, losses)
+    output = Path(block["output_dir"])
+    return Trained(
+        bits,
+        phases,
+        None if changes is None else len(changes),
+        (output / "profile.csv").exists(),
+        [record.error for record in read_records(output) if isinstance(record, Failed) and record.event == "failure"],
+    )
+
+
+def train_without(machine: Any, setup: Setup, counts: Collection[int]) -> dict[int, dict[str, object]]:
+    """Train a new engine without Perseus; return what it left behind after each of some numbers of iterations."""
+    losses: list[str] = []
+    found = {}
+    with engine_of(machine, setup, None) as engine:
+        data = batches(machine, setup)
+        for number in range(1, max(counts) + 1):
+            losses.append(repr(engine.train_batch(data).item()))
+            if number in counts:
+                found[number] = bits_of(engine, machine, losses)
+    return found
+
+
+def train_until_profiled(engine: Any, data: Any, output: Path) -> None:
+    """Train until the profile is written.
+
+    Raises:
+        AssertionError: It is not after many iterations; a mode that fails ends in the phase ``observe`` as well.
+    """
+    for _ in range(MOST_ITERATIONS):
+        engine.train_batch(data)
+        if engine.perseus.phase == "observe":
+            break
+    assert (output / "profile.csv").exists(), "no profile was written; see what the job printed"
+
+
+def bits_of(engine: Any, machine: Any, losses: Sequence[str]) -> dict[str, object]:
+    """Return what training has changed, as values that are equal where all bits are."""
+    states = [torch.get_rng_state(), torch.tensor(np.random.get_state()[1].tolist())]
+    if machine.device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(machine.device))
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    kept = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+    return {
+        "losses": tuple(losses),
+        "weights": _hash(value for _, value in sorted(engine.module.state_dict().items())),
+        "optimizer state": _hash(kept),
+        "random-number generators": (_hash(states), random.getstate()),
+    }
+
+
+def _hash(tensors: Any) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def block_of(machine: Any, mode: str, folder: Path, micro_batches: int | None = None) -> dict[str, Any]:
+    """Return a ``perseus`` block for a mode: three clocks in a profile, a random plan of the highest in a run.
+
+    Args:
+        machine: The machine.
+        mode: The mode.
+        folder: In which the job's folders are made.
+        micro_batches: Of an iteration; by default as many as the machine's models have.
+    """
+    clocks = machine.gpu.supported_clocks_mhz()
+    settings = {"sampling": "stride", "clock_stride": max(1, len(clocks) // 2), "warm_up": 2}
+    block: dict[str, Any] = {
+        "mode": mode,
+        "output_dir": tempfile.mkdtemp(dir=folder),
+        "cache": False,
+        "profile": settings,
+    }
+    if mode == "run":
+        schedule = read_schedule(schedule_class("1f1b"), ranks=1, micro_batches=micro_batches or machine.size[3])
+        block["frontier"] = tempfile.mkdtemp(dir=folder)
+        save_random_plan(
+            Path(block["frontier"]), schedule, ranks=1, clocks_mhz=clocks[-6:], simulated=machine.simulated
+        )
+    return block

@@ -1,0 +1,120 @@
+"""Training on the GPU under Perseus: bit for bit what it is without, and without kernels of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gpu_checks.results import Results
+from gpu_checks.training import (
+    DONE,
+    SETUPS,
+    Setup,
+    batches,
+    block_of,
+    engine_of,
+    train,
+    train_without,
+    training_on,
+)
+from torch.autograd import DeviceType
+from torch.profiler import profile, supported_activities
+
+_MODES = ("observe", "profile", "run")
+
+
+def untouched(machine: Any, results: Results) -> None:
+    """Losses, weights, optimizer state and random numbers, with and without Perseus, are the same bits."""
+    with training_on(machine) as folder:
+        for name, setup in SETUPS.items():
+            if name in machine.setups:
+                results.attempt(name, lambda name=name, setup=setup: _same_bits(machine, results, folder, name, setup))
+
+
+def _same_bits(machine: Any, results: Results, folder: Path, name: str, setup: Setup) -> None:
+    trained = {mode: train(machine, setup, block_of(machine, mode, folder)) for mode in _MODES}
+    counts = {len(found.phases) for found in trained.values()}
+    plain, again = (train_without(machine, setup, counts) for _ in range(2))
+    for count in sorted(counts):
+        _compare(results, f"{name}: {count} iterations without Perseus, twice", again[count], plain[count])
+    for mode, found in trained.items():
+        _compare(results, f"{name}, {mode}", found.bits, plain[len(found.phases)])
+        phase, least = DONE[mode]
+        results.add(f"{name}, {mode}: iterations in phase {phase}", found.phases.count(phase), at_least=least)
+        if found.changes is not None:
+            least = int(mode != "observe")
+            results.add(f"{name}, {mode}: clock changes asked for", found.changes, at_least=least)
+        results.add(f"{name}, {mode}: failures", len(found.failures), at_most=0)
+        for error in found.failures:
+            results.note(f"{name}, {mode}: {error}")
+    results.add_fact(f"{name}: a profile was written", trained["profile"].has_profile)
+
+
+def _compare(results: Results, what: str, ours: dict[str, object], theirs: dict[str, object]) -> None:
+    different = [name for name, bits in theirs.items() if ours[name] != bits]
+    results.add_fact(f"{what}: the same bits", not different)
+    if different:
+        results.note(f"{what}: different are {', '.join(different)}")
+
+
+def kernels(machine: Any, results: Results) -> None:
+    """Collectives of Perseus launch no kernel; an iteration launches the same ones with and without it."""
+    setup = SETUPS["bf16"]
+    with (
+        training_on(machine) as folder,
+        engine_of(machine, setup, None) as plain,
+        engine_of(machine, setup, block_of(machine, "observe", folder)) as ours,
+    ):
+        data = batches(machine, setup)
+        for engine in (plain, ours) * 3:
+            engine.train_batch(data)
+        communicator = ours.perseus.runtime._communicator
+        results.add("kernels and copies by collectives", _count(machine, lambda: _collectives(communicator)), at_most=0)
+        without = _count(machine, lambda: plain.train_batch(data))
+        within = _count(machine, lambda: ours.train_batch(data))
+        least = int(not machine.simulated)  # a profiler that may not trace finds none at all
+        results.add("kernels and copies of an iteration without Perseus", without, at_least=least)
+        results.add("kernels and copies more with it", within - without, at_least=0, at_most=0)
+
+
+def _collectives(communicator: Any) -> None:
+    communicator.barrier()
+    communicator.gather("text")
+    communicator.pipeline_gather("text")
+    communicator.first_not_none("text")
+    communicator.all_max(1.0)
+    communicator.computed_on_rank_0(lambda: 1)
+    communicator.all_sum(1.0)
+    communicator.start_exchange([1.0], lambda numbers: numbers[0]).result()
+
+
+def _count(machine: Any, function: Callable[[], object]) -> int:
+    """Return how many kernels and copies a function makes the GPU do."""
+    machine.synchronize()
+    with profile(activities=list(supported_activities())) as found:
+        function()
+        machine.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in found.events())
+
+
+def alarms(machine: Any, results: Results) -> None:
+    """Train at full load for five minutes; nobody may take the driver for slow."""
+    setup, now_s = SETUPS["bf16"], machine.timebase.now_s
+    with training_on(machine) as folder, engine_of(machine, setup, block_of(machine, "run", folder)) as engine:
+        data = batches(machine, setup)
+        engine.train_batch(data)
+        runtime = engine.perseus.runtime
+        begin_s, longest_s = now_s(), 0.0
+        iterations = hung = failed = 0
+        while now_s() - begin_s < machine.seconds(300.0):
+            engine.train_batch(data)
+            iterations += 1
+            longest_s = max(longest_s, runtime._rank.clocks.failing_s)
+            hung += runtime._supervision.problem() is not None
+            failed += runtime._fallback.is_in_force
+        results.add("time at full load", now_s() - begin_s, "s")
+        results.add("iterations", iterations, at_least=1)
+        results.add("longest wait for the driver seen", longest_s, "s")
+        results.add("iterations in which the driver was taken for slow", hung, at_most=0)
+        results.add("iterations after a failure", failed, at_most=0)

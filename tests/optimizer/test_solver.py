@@ -1,0 +1,342 @@
+"""The exact solver: what every frontier must satisfy, and what the optimum is on cases small enough to enumerate."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import EarlyRecomputation, GPipe, dual_pipe_v, one_f_one_b, synthetic_profile
+
+from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.errors import ConfigError, DeadlineError, ProfileError, ScheduleError
+from perseus_ds.optimizer import optimize, solver
+from perseus_ds.optimizer.bounds import Tangent, Verifier, find_path_pairs
+from perseus_ds.optimizer.problem import Problem
+from perseus_ds.optimizer.solver import refine, solve_exact
+from perseus_ds.optimizer.switches import SwitchCosts
+from perseus_ds.pipeline.commands import read_schedule
+from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.instruction import Kind
+
+POWER_W = 80.0
+FIXED = {
+    "load_s": {0: 0.004},
+    "tail_s": {0: 0.03, 1: 0.02},
+    "transfers": [
+        {"payload": "activation", "source": 0, "target": 1, "time_s": 0.003},
+        {"payload": "grad", "source": 1, "target": 0, "time_s": 0.005},
+    ],
+}
+
+
+def noisy_profile(stages, clocks, seed, **info):
+    """Unequal stages, times not falling and energies not convex in the clock, as measured ones are."""
+    rng = np.random.default_rng(seed)
+    return StageProfile(
+        [
+            replace(m, time_s=m.time_s * rng.uniform(0.93, 1.07), energy_j=m.energy_j * rng.uniform(0.93, 1.07))
+            for m in synthetic_profile(stages, clocks=clocks).measurements
+        ],
+        synthetic_profile(stages, **info).info,
+    )
+
+
+def solve(problem, plans=12, **costs):
+    return solve_exact(problem, plans=plans, switches=SwitchCosts(**costs), progress=lambda what, done: None)
+
+
+SCHEDULES = {
+    "1f1b": lambda: one_f_one_b(3, 5),
+    "dualpipev": lambda: dual_pipe_v(2, 6),
+    "gpipe": lambda: read_schedule(GPipe, ranks=3, micro_batches=4),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("info", [{}, FIXED], ids=["nothing fixed", "fixed durations"])
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_plans_run_from_t_min_to_t_star_and_never_beat_their_bound(name, info, seed):
+    schedule = SCHEDULES[name]()
+    problem = Problem(Dag.build(schedule), noisy_profile(schedule.num_stages, 7, seed, **info), POWER_W)
+    proven = solve(problem)
+    assert proven.plans[0].time_s == pytest.approx(problem.t_min_s, rel=1e-9)
+    for faster, slower in itertools.pairwise(proven.plans):
+        assert faster.time_s < slower.time_s
+        assert faster.energy_j > slower.energy_j
+    verifier = Verifier(problem)
+    for number, plan in enumerate(proven.plans):
+        assert plan.lower_bound_j == verifier.bound_j(plan.time_s, *proven.certificates.flow_w(number))
+        assert plan.lower_bound_j <= plan.energy_j
+        again = problem.evaluate(plan.clocks_mhz)
+        assert (again.time_s, again.energy_j) == pytest.approx((plan.time_s, plan.energy_j), rel=1e-12)
+    # These are far from smooth; the bound must still mean something.
+    assert np.mean([plan.gap for plan in proven.plans]) < 0.03
+
+
+def every_plan(problem):
+    """Time and energy at its own end of every possible plan."""
+    sizes = [len(problem.groups[g].cost_j) for g in problem.group]
+    plans = [np.array(choice) for choice in itertools.product(*map(range, sizes))]
+    time_s = np.array([problem.time_s(choice) for choice in plans])
+    return time_s, np.array([problem.energy_j(c, t) for c, t in zip(plans, time_s, strict=True)])
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 10_000), shape=st.sampled_from([(1, 3, 3), (2, 2, 2), (2, 1, 4), (3, 1, 2)]))
+def test_on_tiny_pipelines_the_optimum_lies_between_bound_and_plan(seed, shape):
+    ranks, micro_batches, clocks = shape
+    problem = Problem(Dag.build(one_f_one_b(ranks, micro_batches)), noisy_profile(ranks, clocks, seed), POWER_W)
+    time_s, energy_j = every_plan(problem)
+    excess = []
+    for plan in solve(problem).plans:
+        optimum_j = energy_j[time_s <= plan.time_s * (1 + 1e-12)].min()
+        assert plan.lower_bound_j <= optimum_j <= plan.energy_j * (1 + 1e-12)
+        excess.append(plan.energy_j / optimum_j - 1)
+    # Not always the optimum itself, but near it.
+    assert np.mean(excess) < 0.01
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_no_flow_whatever_proves_more_than_the_optimum(seed):
+    problem = Problem(Dag.build(one_f_one_b(2, 2)), noisy_profile(2, 2, seed), POWER_W)
+    time_s, energy_j = every_plan(problem)
+    verifier, rng = Verifier(problem), np.random.default_rng(seed)
+    edges = sum(map(len, problem.dag.predecessors))
+    for _ in range(20):
+        flow_w, source_w = rng.exponential(300.0, edges), rng.exponential(300.0, len(problem.dag.nodes))
+        at_s = rng.uniform(problem.t_min_s, 1.3 * problem.t_min_s)
+        assert verifier.bound_j(at_s, flow_w, source_w) <= energy_j[time_s <= at_s].min()
+
+
+def scaled(profile, time=1.0, energy=1.0):
+    return StageProfile(
+        [replace(m, time_s=m.time_s * time, energy_j=m.energy_j * energy) for m in profile.measurements]
+    )
+
+
+@pytest.mark.parametrize(("time", "energy"), [(10.0, 10.0), (0.01, 0.01), (1.0, 3.0), (8.0, 1.0)])
+def test_scaled_times_and_energies_scale_the_frontier(time, energy):
+    schedule, profile = one_f_one_b(3, 4), synthetic_profile(3)
+    first = optimize(schedule, profile, blocking_power_w=POWER_W, plans=10)
+    second = optimize(schedule, scaled(profile, time, energy), blocking_power_w=POWER_W * energy / time, plans=10)
+    assert second.t_min_s == pytest.approx(first.t_min_s * time)
+    for ends in (0, -1):
+        assert second.plans[ends].time_s == pytest.approx(first.plans[ends].time_s * time, rel=2e-3)
+        assert second.plans[ends].energy_j == pytest.approx(first.plans[ends].energy_j * energy, rel=2e-3)
+        assert second.plans[ends].lower_bound_j == pytest.approx(first.plans[ends].lower_bound_j * energy, rel=2e-3)
+
+
+def test_the_order_of_rows_changes_nothing():
+    schedule, profile = one_f_one_b(2, 4), noisy_profile(2, 8, 1)
+    rows = list(profile.measurements)
+    np.random.default_rng(0).shuffle(rows)
+    first = optimize(schedule, profile, blocking_power_w=POWER_W, plans=10)
+    assert optimize(schedule, StageProfile(rows), blocking_power_w=POWER_W, plans=10).plans == first.plans
+
+
+def test_recomputation_and_a_profiled_tail_are_decided_too():
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE, Kind.TAIL)
+    schedule = read_schedule(EarlyRecomputation, ranks=3, micro_batches=4)
+    frontier = optimize(schedule, synthetic_profile(3, kinds=kinds), blocking_power_w=POWER_W, plans=8)
+    assert {i.kind for stream in frontier.instructions for i in stream} == set(kinds)
+    assert frontier.plans[0].time_s == pytest.approx(frontier.t_min_s, rel=1e-9)
+
+
+def test_expensive_clock_changes_make_plans_change_less():
+    problem = Problem(Dag.build(one_f_one_b(4, 8)), noisy_profile(4, 12, 3), POWER_W)
+    free, expensive = solve(problem).plans, solve(problem, energy_j=50.0).plans
+    changes = [sum(plan.clock_changes for plan in plans) / len(plans) for plans in (free, expensive)]
+    assert changes[1] < 0.7 * changes[0]
+    assert expensive[0].time_s == pytest.approx(problem.t_min_s, rel=1e-9)
+    assert all(plan.energy_j >= plan.lower_bound_j for plan in expensive)
+
+
+def slowed_by_changes(plan, problem, change_s):
+    """The time of a plan if each change of clock delays the next instruction, by the rows of the profile."""
+    delayed = Problem(problem.dag, problem.profile, problem.blocking_power_w, switch_cost_s=change_s)
+    return delayed.evaluate(plan.clocks_mhz).time_s
+
+
+def test_plans_leave_room_for_the_delay_of_a_clock_change():
+    change_s = 0.004
+    free = Problem(Dag.build(one_f_one_b(4, 8)), synthetic_profile(4), POWER_W)
+    priced = Problem(free.dag, free.profile, POWER_W, switch_cost_s=change_s)
+    careless, careful = solve(free).plans, solve(priced, time_s=change_s).plans
+    assert slowed_by_changes(careless[0], free, change_s) > 1.01 * free.t_min_s
+    assert careful[0].time_s == slowed_by_changes(careful[0], free, change_s) <= 1.0001 * free.t_min_s
+    assert careful[0].energy_j < priced.baseline().energy_j
+    assert all(plan.energy_j >= plan.lower_bound_j for plan in careful)
+
+
+def test_where_waiting_costs_nothing_the_slowest_clocks_are_the_last_plan():
+    problem = Problem(Dag.build(one_f_one_b(2, 3)), synthetic_profile(2), 0.0)
+    last = solve(problem).plans[-1]
+    assert last.energy_j == pytest.approx(problem.energy_j(problem.most_frugal, 0.0))
+
+
+def test_where_the_highest_clock_is_the_most_frugal_there_is_one_plan():
+    rows = [
+        Measurement(0, kind, clock, 100 / clock, 50 + 1e5 / clock)
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+        for clock in (1000, 1200, 1400)
+    ]
+    (plan,) = optimize(one_f_one_b(1, 4), StageProfile(rows), blocking_power_w=POWER_W).plans
+    assert set(plan.clocks_mhz[0]) == {1400}
+    assert plan.gap == pytest.approx(0.0, abs=1e-9)
+
+
+def without(profile, unwanted):
+    return StageProfile([m for m in profile.measurements if not unwanted(m)])
+
+
+@pytest.mark.parametrize(
+    ("profile", "words"),
+    [
+        (
+            without(synthetic_profile(2), lambda m: (m.stage, m.kind) == (1, Kind.BACKWARD)),
+            "no backward rows for stage 1",
+        ),
+        (
+            without(synthetic_profile(2), lambda m: m.stage == 0 and m.clock_mhz > 900),
+            "stage 0, forward: only one clock",
+        ),
+        (scaled(synthetic_profile(2), energy=0.1), "not above the blocking power"),
+        (synthetic_profile(1), "has 2 stages, the profile 1"),
+    ],
+)
+def test_a_profile_that_cannot_be_planned_for_is_refused(profile, words):
+    with pytest.raises(ProfileError, match=words):
+        optimize(one_f_one_b(2, 3), profile, blocking_power_w=POWER_W)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"blocking_power_w": None}, "blocking_power_w is missing"),
+        ({"blocking_power_w": float("nan")}, "blocking_power_w=nan"),
+        ({"plans": 1}, "plans=1"),
+        ({"switch_cost_j": -1.0}, "switch_cost_j=-1.0"),
+        ({"switch_cost_j": 1e300}, r"switch_cost_j=1e\+300: expected a number of joules >= 0, at most 1e\+15"),
+        ({"switch_cost_s": 1e10}, "switch_cost_s=10000000000.0"),
+        ({"least_dwell_s": 1e10}, "least_dwell_s=10000000000.0"),
+        ({"blocking_power_w": 1e10}, "blocking_power_w=10000000000.0"),
+        ({"plans": 999_999_999}, "plans=999999999: at most 10000 are computed"),
+    ],
+)
+def test_an_argument_out_of_range_is_refused_before_planning(arguments, words, monkeypatch):
+    monkeypatch.setattr("perseus_ds.optimizer.solve_exact", None)
+    with pytest.raises(ConfigError, match=words):
+        optimize(one_f_one_b(2, 3), synthetic_profile(2), **{"blocking_power_w": POWER_W, **arguments})
+
+
+def test_no_micro_batches_and_deadlines_out_of_reach_are_refused():
+    with pytest.raises(ScheduleError, match="0 micro-batches"):
+        one_f_one_b(2, 0)
+    frontier = optimize(one_f_one_b(2, 3), synthetic_profile(2), blocking_power_w=POWER_W, plans=4)
+    with pytest.raises(DeadlineError, match="T_min"):
+        frontier.lookup(frontier.t_min_s * 0.99)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_plans_of_long_iterations_meet_their_deadlines_and_are_proven(name, monkeypatch):
+    schedule = SCHEDULES[name]()
+    problem = Problem(Dag.build(schedule), synthetic_profile(schedule.num_stages, **FIXED), POWER_W)
+    monkeypatch.setattr(solver, "_LONG", 0)
+    proven = solve(problem)
+    assert proven.plans[0].time_s == pytest.approx(problem.t_min_s, rel=1e-9)
+    verifier = Verifier(problem)
+    for number, plan in enumerate(proven.plans):
+        assert plan.lower_bound_j == verifier.bound_j(plan.time_s, *proven.certificates.flow_w(number))
+        assert plan.lower_bound_j <= plan.energy_j
+
+
+def test_gaps_of_long_iterations_are_nearly_those_of_a_full_search(monkeypatch):
+    problem = Problem(Dag.build(one_f_one_b(4, 40)), synthetic_profile(4), POWER_W)
+    full = solve(problem, plans=40)
+    monkeypatch.setattr(solver, "_LONG", 0)
+    proven = solve(problem, plans=40)
+    assert proven.plans != full.plans
+    assert len(proven.plans) > 36
+    assert np.mean([plan.gap for plan in proven.plans]) < np.mean([plan.gap for plan in full.plans]) + 1e-3
+
+
+def test_a_long_iteration_that_cannot_be_slower_has_one_plan(monkeypatch):
+    monkeypatch.setattr(solver, "_LONG", 0)
+    test_where_the_highest_clock_is_the_most_frugal_there_is_one_plan()
+
+
+def two_clocks_profile(stages, seed):
+    """Two clocks far apart, so that hulls contain mixtures that neighbouring stages cannot run together."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for stage in range(stages):
+        for kind, work_s in ((Kind.FORWARD, 0.05), (Kind.BACKWARD, 0.1)):
+            scale = rng.uniform(0.9, 1.1)
+            for clock, slower, energy_j in ((1400, 1.0, 60.0), (1000, 1.2, 30.0)):
+                rows.append(Measurement(stage, kind, clock, work_s * scale * slower, energy_j * work_s * 10))
+    return StageProfile(rows)
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_the_joint_bound_of_neighbours_is_below_the_optimum_for_any_flow(seed):
+    problem = Problem(Dag.build(one_f_one_b(2, 3)), two_clocks_profile(2, seed), POWER_W / 10)
+    assert find_path_pairs(problem)
+    time_s, energy_j = every_plan(problem)
+    verifier, rng = Verifier(problem), np.random.default_rng(seed)
+    edges = sum(map(len, problem.dag.predecessors))
+    solved = solve(problem)
+    for _ in range(20):
+        at_s = rng.uniform(problem.t_min_s, 1.2 * problem.t_min_s)
+        optimum_j = energy_j[time_s <= at_s].min()
+        flow_w, source_w = solved.certificates.flow_w(int(rng.integers(len(solved.plans))))
+        assert verifier.bound_j(at_s, flow_w, source_w) <= optimum_j
+        # Not conserved: edges that paths share have too little flow for them all.
+        flow_w = flow_w * rng.uniform(0.5, 1.5, edges)
+        assert verifier.bound_j(at_s, flow_w, source_w) <= optimum_j
+
+
+def test_neighbouring_ranks_meet_between_parallel_paths():
+    problem = Problem(Dag.build(one_f_one_b(4, 10)), synthetic_profile(4, **FIXED), POWER_W)
+    found = find_path_pairs(problem)
+    assert {pairs.rank for pairs in found} == {0, 1, 2}
+    for pairs in found:
+        nodes = problem.node[pairs.decisions]
+        for row in nodes.tolist():
+            works = [problem.dag.nodes[node].work for node in row]
+            ranks = [problem.dag.nodes[node].ranks[0] for node in row]
+            assert ranks == [pairs.rank] * 2 + [pairs.rank + 1] * 2
+            assert (
+                {work.kind for work in works[:2]} == {work.kind for work in works[2:]} == {Kind.FORWARD, Kind.BACKWARD}
+            )
+    for rank in range(3):
+        decisions = np.concatenate([pairs.decisions.ravel() for pairs in found if pairs.rank == rank])
+        assert len(set(decisions.tolist())) == len(decisions)
+
+
+def test_neighbours_bounded_together_prove_more():
+    problem = Problem(Dag.build(one_f_one_b(2, 12)), two_clocks_profile(2, 3), POWER_W / 10)
+    proven = solve(problem)
+    alone = Verifier(problem)
+    alone._pairs = []
+    more = [
+        plan.lower_bound_j - alone.bound_j(plan.time_s, *proven.certificates.flow_w(number))
+        for number, plan in enumerate(proven.plans)
+    ]
+    assert min(more) >= 0
+    assert max(more) > 0.01 * proven.plans[0].energy_j
+
+
+def test_a_step_in_the_curve_is_not_searched_for_beyond_what_tells_two_times_apart():
+    asked = []
+
+    def at(time_s):
+        asked.append(time_s)
+        return Tangent(time_s, 2.0 if time_s < 1.3 else 1.0, 0.0)
+
+    found = refine(at(1.0), at(2.0), at, 10_000)
+    assert 20 < len(found) == len(set(asked)) < 50

@@ -1,0 +1,114 @@
+"""The plan in force: decided on rank 0, in force one iteration later, taken up from checkpoints."""
+
+import json
+import math
+from datetime import datetime, timezone
+
+import pytest
+from virtual_job import LoneCommunicator, told_of
+from virtual_time import VirtualTime
+
+from perseus_ds.artifacts.frontier import Frontier, Provenance
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.run_records import PlanChosen, PolicyChanged
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.policy.job_control import JobControl
+from perseus_ds.policy.policies import DeadlinePolicy, EnergyOptimalPolicy, PowerCapPolicy, SlowdownPolicy
+from perseus_ds.policy.selector import PlanSelector
+
+INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),),)
+PLANS = tuple(FrequencyPlan(INSTRUCTIONS, ((1400 - 10 * i,),), 1.0 + 0.01 * i, 100.0 - i) for i in range(30))
+PROVENANCE = Provenance(schedule="1f1b", micro_batches=1, stages=1, blocking_power_w=1, solver="none")
+FRONTIER = Frontier(PLANS, 1.0, PLANS[0], PROVENANCE)
+
+
+class Job:
+    """A selector on the only rank of a job.
+
+    Attributes:
+        control: What the user asks for.
+        events: What it has recorded.
+        said: What it has printed.
+        selector: The real one.
+    """
+
+    def __init__(self, policy=SlowdownPolicy(max_slowdown=0.05), progress=None):  # noqa: B008 - it is frozen
+        self.control = JobControl(policy, 1)
+        self.control.progress = progress or {}
+        self.events, self.said = [], []
+        self.selector = PlanSelector(
+            LoneCommunicator(),
+            FRONTIER,
+            self.control,
+            timebase=VirtualTime(),
+            record=self.events.append,
+            say=self.said.append,
+        )
+        self._sent = self._ran = None
+
+    def iterate(self, time_ratio=1.0, power_ratio=1.0):
+        """Run an iteration; return the plan that it ran, None for default clocks."""
+        ran = self.selector.in_force
+        plan = FRONTIER.plans[ran.plan]
+        time_s = plan.time_s * time_ratio
+        power_w = power_ratio * plan.energy_j / plan.time_s
+        before, self._ran = self._ran, ran
+        self.control.count_step()
+        self.selector.advance(None if self._sent is None else told_of(self._sent), None, before)
+        self._sent = {"time_s": time_s, "energy_j": power_w * time_s, **self.selector.decided.as_reported()}
+        return None if ran.paused else ran.plan
+
+
+def test_a_decision_is_in_force_one_iteration_after_it_was_made():
+    job = Job()
+    assert [job.iterate() for _ in range(3)] == [5, 5, 5]
+    job.control.policy = EnergyOptimalPolicy(name="energy_optimal")
+    assert [job.iterate() for _ in range(4)] == [5, 5, 29, 29]
+    job.control.paused = True
+    assert [job.iterate() for _ in range(4)] == [29, 29, None, None]
+    assert [(event.plan, event.paused) for event in job.events if isinstance(event, PlanChosen)] == [
+        (5, False),
+        (29, False),
+        (29, True),
+    ]
+
+
+def test_a_condition_that_no_plan_meets_is_recorded_and_said_once():
+    job = Job(PowerCapPolicy(name="power_cap", watts=5.0))
+    for iteration in range(20):
+        job.iterate(power_ratio=1 + 0.01 * (iteration % 3))
+    assert len(job.said) == 1
+    assert [event.problem for event in job.events if isinstance(event, PolicyChanged)] == job.said
+    assert job.selector.in_force.caps_power
+
+
+def test_a_job_goes_on_from_a_checkpoint_under_the_plan_that_it_ran():
+    finish_by = datetime(2026, 11, 23, tzinfo=timezone.utc)
+    first = Job(DeadlinePolicy(name="deadline", finish_by=finish_by, total_steps=1))
+    first.iterate()
+    state = json.loads(json.dumps({**first.selector.state(), "plan": 7}))
+    assert Job(progress=state).selector.in_force.plan == 7
+    assert Job(progress={**state, "plan": None}).selector.in_force.plan == 5
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"plan": math.inf},
+        {"plan": []},
+        {"stretch_factors": [math.nan]},
+        {"stretch_factors": None},
+        {"statistics": None},
+        {"statistics": {"stopped_s": 0.0, "stops": 3, "times": ["x"], "powers": []}},
+        {"statistics": {"stopped_s": math.nan, "stops": 3, "times": [], "powers": []}},
+        {"statistics": {"stopped_s": 0.0, "stops": 3, "times": [1.0], "powers": [[1.0, 0.0]]}},
+        {"statistics": {"stopped_s": 0.0, "stops": 10**400, "times": [1.0], "powers": []}},
+    ],
+)
+def test_damaged_progress_of_a_checkpoint_is_ignored_as_a_whole(damage, caplog):
+    before = Job().selector.state()
+    good = {**before, "plan": 3, "stretch_factors": [1.2]}
+    assert Job(progress=good).selector.in_force.plan == 3
+    job = Job(progress={**good, **damage})
+    assert "cannot be read" in caplog.text
+    assert job.selector.state() == {**before, "plan": 5}

@@ -1,0 +1,111 @@
+"""Estimates from few or noisy rows."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from true_profiles import WORK_S, truth
+
+from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
+from perseus_ds.gpu.device_models import DEVICES
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.profiler.estimates import denoise, estimate_all
+
+
+def errors(profile, true):
+    return np.array(
+        [
+            (m.time_s / t.time_s - 1, m.energy_j / t.energy_j - 1)
+            for m in profile.measurements
+            for t in [true.at(m.stage, m.kind, m.clock_mhz)]
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_rows_without_noise_stay_as_they_are(name):
+    clocks = DEVICES[name].clocks_mhz[40:]
+    true = truth(name, clocks, {**WORK_S, (0, Kind.TAIL): 0.05})
+    assert np.abs(errors(denoise(true, clocks), true)).max() < (0.0015 if name in ("a100-sxm", "a40") else 0.002)
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_rows_between_measured_clocks_are_estimated(name):
+    clocks = DEVICES[name].clocks_mhz[40:]
+    true = truth(name, clocks)
+    completed = denoise(truth(name, clocks[::4]), clocks)
+    assert {m.clock_mhz for m in completed.measurements} > set(clocks[::4])
+    # On the H100, power drops most where its limit ends, which lies between two of the clocks measured here.
+    assert np.abs(errors(completed, true)).max() < (0.04 if name == "h100-sxm" else 0.015)
+    samples = {row.clock_mhz: row.samples for row in completed.info.rows}
+    assert all((samples[c] == 0) == (c not in clocks[::4]) for c in samples)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.sampled_from(sorted(DEVICES)), st.integers(0, 10_000))
+def test_noise_is_reduced(name, seed):
+    clocks = DEVICES[name].clocks_mhz[40:]
+    true, rng = truth(name, clocks), np.random.default_rng(seed)
+    noisy = [
+        replace(
+            m,
+            time_s=m.time_s * (1 + 0.01 * rng.standard_normal()),
+            energy_j=m.energy_j * (1 + 0.02 * rng.standard_normal()),
+        )
+        for m in true.measurements
+    ]
+    quality = [
+        RowQuality(
+            stage=m.stage,
+            kind=m.kind,
+            clock_mhz=m.clock_mhz,
+            samples=1,
+            time_relative_error=0.01,
+            energy_relative_error=0.02,
+        )
+        for m in noisy
+    ]
+    raw = StageProfile(noisy, ProfileInfo(rows=quality))
+    before, after = (np.sqrt((errors(p, true) ** 2).mean(axis=0)) for p in (raw, denoise(raw, clocks)))
+    assert (after < 0.7 * before).all()
+
+
+def test_an_outlier_does_not_change_rows_at_other_clocks():
+    clocks = DEVICES["a100-sxm"].clocks_mhz[40:]
+    true = truth("a100-sxm", clocks)
+    wrong = [
+        replace(m, time_s=1.3 * m.time_s) if (m.stage, m.clock_mhz) == (0, clocks[20]) else m for m in true.measurements
+    ]
+    found = denoise(StageProfile(wrong), clocks)
+    others = StageProfile([m for m in found.measurements if m.clock_mhz != clocks[20]])
+    assert np.abs(errors(others, true)[:, 0]).max() < 0.03
+
+
+def with_a_power_limit(clocks, limit_w=400.0):
+    """An A100 under matrix products: voltage constant up to 980 MHz, then rising linearly; a limit at about 1365 MHz.
+
+    At the limit the board draws 8 % more than one that is locked at the clock it reaches.
+    """
+    rows = []
+    for clock in clocks:
+        power_w = 54 + 0.134 * clock * (1 + 0.00097 * max(0, clock - 980)) ** 2
+        reached, drawn_w = (1290, limit_w) if power_w > 0.98 * limit_w else (clock, power_w)
+        rows.append(Measurement(0, Kind.FORWARD, clock, 80.0 / reached, 80.0 / reached * drawn_w))
+    return StageProfile(rows)
+
+
+def test_a_third_of_the_clocks_is_enough_to_predict_the_rest_of_a_sweep_with_a_power_limit():
+    clocks = list(range(210, 1411, 75))
+    found = estimate_all(with_a_power_limit(clocks[::3] + clocks[-1:]), clocks)
+    off = np.abs(errors(found, with_a_power_limit(clocks)))
+    assert off.mean() < 0.015
+    assert off.max() < 0.06
+
+
+def test_where_rows_do_not_tell_the_voltage_error_bars_say_so():
+    clocks = [210, 360, 660, 1365]
+    found = estimate_all(with_a_power_limit(clocks, limit_w=600.0), range(210, 1366, 15))
+    error = {row.clock_mhz: row.energy_relative_error for row in found.info.rows}
+    assert error[450] < 0.03 < error[1110]

@@ -1,0 +1,194 @@
+"""Rows measured while training goes on: energies divided among kinds, compared with the truth, and ranks combined."""
+
+import numpy as np
+import pytest
+from virtual_time import VirtualTime
+
+from perseus_ds.artifacts.profile import Measurement, RowQuality
+from perseus_ds.clocks.timers import Span
+from perseus_ds.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
+from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler, combine_rows
+
+WORKLOAD = {Kind.FORWARD: COMPUTE_BOUND, Kind.BACKWARD: COMPUTE_BOUND, Kind.TAIL: MEMORY_BOUND}
+
+
+def run_iteration(gpu, now, rng, work_s, micro_batches):
+    """Run instructions with waits between; return the spans and the refreshes of the counter, seen up to 2 ms late."""
+    spans, readings = [], []
+
+    def pass_time(seconds):
+        end_s = now.seconds + seconds
+        while (refresh_s := (np.floor(now.seconds / 0.1 + 1e-9) + 1) * 0.1) < end_s:
+            now.seconds = refresh_s + 1e-6
+            readings.append((now.seconds + rng.uniform(0, 0.002), gpu.energy_j()))
+        now.seconds = end_s
+
+    def run(kind, micro_batch):
+        begin_s, clock_mhz = now.seconds, gpu.clock_mhz()
+        gpu.begin_work(WORKLOAD[kind])
+        time_s = work_s[kind] * (1 + 0.01 * rng.standard_normal())
+        pass_time(time_s * gpu.model.slowdown(clock_mhz, WORKLOAD[kind]))
+        gpu.finish_work(0.0)
+        spans.append(Span(Compute(Instruction(0, kind, micro_batch)), begin_s, now.seconds))
+
+    for micro_batch in range(micro_batches):
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            pass_time(rng.uniform(0, work_s[Kind.FORWARD]))
+            run(kind, micro_batch)
+    run(Kind.TAIL, 0)
+    return spans, readings
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("forward_s", [0.02, 0.05, 0.2])
+def test_rows_agree_with_the_simulated_gpu(forward_s, seed):
+    model = DEVICES["a100-sxm"]
+    now, rng = VirtualTime(), np.random.default_rng(seed)
+    gpu = SimulatedGpu(model, lock_latency_s=0.015, power_noise=0.02, timebase=now, seed=seed)
+    work_s = {Kind.FORWARD: forward_s, Kind.BACKWARD: 2 * forward_s, Kind.TAIL: 2 * forward_s}
+    profiler = OnlineProfiler(model.blocking_power_w)
+    clocks = model.clocks_mhz[::-8][:6]
+    for clock in clocks:
+        gpu.lock_clock(clock)
+        for _ in range(2):
+            spans, readings = run_iteration(gpu, now, rng, work_s, micro_batches=8)
+            profiler.add(clock, [spans], readings)
+    rows = [row.measurement for row in profiler.rows()]
+    assert len(rows) == 3 * len(clocks)
+    for row in rows:
+        time_s = work_s[row.kind] * model.slowdown(row.clock_mhz, WORKLOAD[row.kind])
+        power_w = model.power_w(row.clock_mhz, WORKLOAD[row.kind])
+        # There is one tail an iteration, so its rows have the largest errors.
+        is_tail = row.kind is Kind.TAIL
+        assert row.time_s == pytest.approx(time_s, rel=0.03 if is_tail else 0.02)
+        assert row.energy_j == pytest.approx(time_s * power_w, rel=0.15 if is_tail else 0.04)
+
+
+POWER_W = {Kind.FORWARD: 300.0, Kind.BACKWARD: 400.0, None: 80.0}
+
+
+def iteration(rng, start_s, micro_batches=8):
+    """Return spans, pieces of constant power and the end of an iteration with waits of up to 40 ms."""
+    spans, pieces, now_s = [], [], start_s
+    for micro_batch in range(micro_batches):
+        for kind, time_s in ((Kind.FORWARD, 0.03), (Kind.BACKWARD, 0.07)):
+            wait_s = rng.uniform(0, 0.04)
+            pieces += [(now_s, now_s + wait_s, None), (now_s + wait_s, now_s + wait_s + time_s, kind)]
+            now_s += wait_s + time_s
+            spans.append(Span(Compute(Instruction(0, kind, micro_batch)), now_s - time_s, now_s))
+    return spans, pieces, now_s
+
+
+def used_j(pieces, moment, power_w=POWER_W):
+    """Return the energy that was used until a moment [J]."""
+    return sum(power_w[kind] * max(0.0, min(moment, end) - begin) for begin, end, kind in pieces)
+
+
+@pytest.mark.parametrize("jitter_s", [0.0, 0.002])
+def test_time_and_energy_are_estimated_by_kind(jitter_s):
+    rng = np.random.default_rng(5)
+    profiler = OnlineProfiler(blocking_power_w=80.0)
+    for start_s in (10.0, 20.0, 30.0):
+        spans, pieces, end_s = iteration(rng, start_s)
+        moments = np.arange(start_s + 0.05, end_s, 0.05)
+        readings = [(moment + rng.uniform(0, jitter_s), 1000 + used_j(pieces, moment)) for moment in moments]
+        profiler.add(1200, [spans], readings)
+    backward, forward = (row.measurement for row in profiler.rows())
+    tolerance = 0.04 if jitter_s else 0.01
+    assert forward.time_s == pytest.approx(0.03)
+    assert forward.energy_j == pytest.approx(9.0, rel=tolerance)
+    assert backward.energy_j == pytest.approx(28.0, rel=tolerance)
+
+
+def test_iterations_without_two_refreshes_yield_no_row():
+    spans, _, _ = iteration(np.random.default_rng(1), 0.0)
+    profiler = OnlineProfiler(blocking_power_w=80.0)
+    profiler.add(1200, [spans], [(0.1, 5.0)])
+    assert profiler.rows() == []
+
+
+def test_power_while_waiting_may_be_lower_at_low_clocks():
+    rng = np.random.default_rng(7)
+    profiler = OnlineProfiler(blocking_power_w=80.0)
+    for clock_mhz, waiting_w, computing_w in ((1410, 80.0, 400.0), (600, 50.0, 180.0)):
+        for start_s in (10.0, 20.0, 30.0, 40.0):
+            spans, pieces, end_s = iteration(rng, start_s)
+            moments = np.arange(start_s + 0.05, end_s, 0.1)
+            power_w = {Kind.FORWARD: computing_w, Kind.BACKWARD: computing_w, None: waiting_w}
+            profiler.add(clock_mhz, [spans], [(moment, used_j(pieces, moment, power_w)) for moment in moments])
+    for row in profiler.rows():
+        watts = row.measurement.energy_j / row.measurement.time_s
+        assert watts == pytest.approx(400.0 if row.measurement.clock_mhz == 1410 else 180.0, rel=0.045)
+
+
+def sampled(pieces, moment, period_s=0.1, share=0.25):
+    """Energy by a counter that looks at power in the last quarter of each period [J]."""
+    begins = np.arange(round(pieces[0][0] / period_s), round(moment / period_s)) * period_s + (1 - share) * period_s
+    return sum(
+        POWER_W[kind] / share * max(0.0, min(begin + share * period_s, b) - max(begin, a))
+        for begin in begins
+        for a, b, kind in pieces
+    )
+
+
+def test_a_counter_that_looks_at_power_a_quarter_of_the_time_tells_the_energy_of_each_kind_as_well():
+    profiler, rng = OnlineProfiler(blocking_power_w=80.0), np.random.default_rng(3)
+    for number in range(12):
+        spans, pieces, end_s = iteration(rng, 10.0 * number)
+        moments = np.arange(10.0 * number + 0.1, end_s, 0.1)
+        late = rng.uniform(-0.001, 0.001, len(moments))
+        profiler.add(1200, [spans], [(m + d, sampled(pieces, m)) for m, d in zip(moments, late, strict=True)])
+    backward, forward = (row.measurement.energy_j for row in profiler.rows())
+    assert forward == pytest.approx(0.03 * 300.0, rel=0.05)
+    assert backward == pytest.approx(0.07 * 400.0, rel=0.03)
+
+
+def test_power_that_varies_from_refresh_to_refresh_is_known_less_well():
+    steady, varying = OnlineProfiler(blocking_power_w=80.0), OnlineProfiler(blocking_power_w=80.0)
+    rng = np.random.default_rng(3)
+    spans, pieces, end_s = iteration(rng, 10.0)
+    moments = np.arange(10.1, end_s, 0.1)
+    energy_j = np.array([used_j(pieces, moment) for moment in moments])
+    steady.add(1200, [spans], list(zip(moments, energy_j, strict=True)))
+    noise_j = np.cumsum(rng.normal(0, 10.0, len(moments)))
+    varying.add(1200, [spans], list(zip(moments, energy_j + noise_j, strict=True)))
+    assert steady.power_error(1200) < 0.05 < varying.power_error(1200)
+    errors = [min(r.quality.energy_relative_error for r in found.rows()) for found in (steady, varying)]
+    assert errors[1] > 2 * errors[0]
+
+
+def row(stage, time_s, energy_j, *, samples=9, error=0.01):
+    quality = RowQuality(
+        stage=stage,
+        kind=Kind.FORWARD,
+        clock_mhz=1200,
+        samples=samples,
+        time_relative_error=0.002 * samples,
+        energy_relative_error=error,
+    )
+    return MeasuredRow(Measurement(stage, Kind.FORWARD, 1200, time_s, energy_j), quality)
+
+
+def test_the_slowest_time_and_the_mean_energy_of_all_ranks_of_a_stage():
+    # Two pipelines of two stages, each stage on two tensor-parallel ranks.
+    ranks = [
+        row(0, 0.10, 30.0),
+        row(0, 0.11, 32.0, samples=5),
+        row(0, 0.10, 34.0),
+        row(0, 0.09, 28.0),
+        row(1, 0.2, 50.0),
+    ]
+    first, second = combine_rows(ranks)
+    assert first.measurement == Measurement(0, Kind.FORWARD, 1200, 0.11, 31.0)
+    assert first.quality.samples == 5
+    assert first.quality.time_relative_error == pytest.approx(0.01)  # the slowest rank's
+    assert first.quality.energy_relative_error == pytest.approx(0.005)  # that of a mean of four
+    assert second.measurement == ranks[-1].measurement
+
+
+def test_the_error_is_unknown_if_it_is_unknown_on_one_rank():
+    (found,) = combine_rows([row(0, 0.1, 30.0), row(0, 0.1, 30.0, error=None)])
+    assert found.quality.energy_relative_error is None

@@ -1,0 +1,119 @@
+"""Whatever shows a saving shows the same figure, against the same baseline, by its name."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from live_records import BEGIN, auto_job, default_iteration, planned_iteration, write
+
+from perseus_ds.artifacts.run_records import Ended, PlanJudged
+from perseus_ds.cli.main import main
+from perseus_ds.report.jobs import jobs_of, main_job
+from perseus_ds.report.live import sentences
+from perseus_ds.report.sources import find_sources
+from perseus_ds.runtime.metrics import registry_of
+from perseus_ds.runtime.progress import JobLog
+from perseus_ds.runtime.words import describe
+from perseus_ds.units import plain
+
+STALLED = planned_iteration(40, time_s=60.0, energy_j=80.0 * 60 / 1.02)
+
+
+def judged():
+    """A job whose plan was compared with default clocks in turns, and whose host stalled later."""
+    blocks = [default_iteration(n, time_s=1.01 if n % 2 else 0.99) for n in range(30, 39)]
+    verdict = PlanJudged(plan=3, kept=True, slowdown=0.021, saved=0.199, time=BEGIN)
+    return [
+        *auto_job(),
+        *blocks,
+        planned_iteration(39),
+        verdict,
+        STALLED,
+        *(planned_iteration(n) for n in range(41, 60)),
+    ]
+
+
+def not_judged():
+    """A job that measured default clocks in observe mode, and ran its plan without a comparison."""
+    observed = [default_iteration(n, "observe", time_s=1.03, energy_j=101.0) for n in range(1, 9)]
+    return [*auto_job()[:1], *observed, *auto_job()[1:], STALLED]
+
+
+def by_the_profile():
+    """A job that measured next to nothing at default clocks."""
+    return [record for record in auto_job() if getattr(record, "phase", "") not in ("warm-up", "default")]
+
+
+@pytest.mark.parametrize(
+    ("records", "named"),
+    [
+        (judged(), "default clocks, 8 iterations of this job to compare plans with"),
+        (not_judged(), "default clocks, 7 iterations of this job in observe mode"),
+        (by_the_profile(), "default clocks, by the profile"),
+    ],
+    ids=["judged", "not judged", "by the profile"],
+)
+def test_all_surfaces_say_the_same(tmp_path, capsys, records, named):
+    write(tmp_path / "gpt3", records)
+    job = main_job(jobs_of(find_sources(tmp_path / "gpt3")))
+    (measured,) = job.plans
+    assert str(measured.baseline) == named
+    time, energy = (f"{100 * value:+.1f} %" for value in (measured.slowdown, -measured.saved))
+
+    log = JobLog("gpt3")
+    log.add(records)
+    facts = log.facts(BEGIN + 60)
+    assert (facts.plan.slowdown, facts.plan.saving) == (measured.slowdown, measured.saved)
+    assert (facts.slowdown, facts.saved) == (pytest.approx(measured.slowdown), pytest.approx(measured.saved))
+
+    status = "\n".join(sentences(facts, {}))  # of `control status`
+    assert f"against {named}" in status
+    assert f"real      {time} time, {energy} energy" in status
+
+    assert main(["watch", str(tmp_path / "gpt3"), "once=true"]) == 0
+    watched = " ".join(capsys.readouterr().out.split())
+    assert named in watched
+    assert f"real {time} time, {energy} energy" in watched
+
+    gauges = {s.name: s.value for family in registry_of(lambda: facts).collect() for s in family.samples}
+    assert gauges["perseus_plan_slowdown_ratio"] == measured.slowdown
+    assert gauges["perseus_plan_saving_ratio"] == measured.saved
+
+    last = describe(Ended(**log.savings()))
+    words = [f"{change.strip('+-')} {'less' if change[0] == '-' else 'more'}" for change in (energy, time)]
+    assert f"{words[0]} energy and {words[1]} time than at {named}" in last
+
+    assert main(["report", str(tmp_path / "gpt3")]) == 0
+    reported = " ".join(plain(capsys.readouterr().out).split())
+    assert f"Energy under plan 3 {energy}" in reported
+    assert f"Iteration time under plan 3 {time}" in reported
+    assert named in reported
+
+    assert main(["compare", str(tmp_path / "gpt3"), f"out={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    row = next(plain(line) for line in out.splitlines() if line.startswith("gpt3: plan 3"))
+    assert re.findall(r"[+-]\d+\.\d %", row) == [time, energy]
+
+
+def test_the_table_of_the_demo_says_the_same(tmp_path):
+    path = Path(__file__).parents[2] / "examples" / "gpt3" / "demo.py"
+    spec = importlib.util.spec_from_file_location("demo", path)
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    write(tmp_path, judged())
+    (measured,) = main_job(jobs_of(find_sources(tmp_path))).plans
+
+    class Plan:
+        time_s, energy_j = 1.0, 75.0
+
+    class OnePlan:
+        plans, baseline = [Plan], Plan
+
+        @staticmethod
+        def within(slowdown):
+            return Plan
+
+    text = demo.table(OnePlan, measured)
+    assert f"Energy saved: {measured.saved:.1%} (measured), at {measured.slowdown:+.1%} iteration time" in text
+    assert f"compared with {measured.baseline}" in text

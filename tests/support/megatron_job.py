@@ -1,0 +1,202 @@
+"""Jobs that train a GPT by Megatron-Core on real gloo ranks, one after the other in the same processes.
+
+Started with the path of a folder whose ``jobs.json`` describes them. Every rank writes ``rank<N>.json``: for each job
+the losses, gradient norms and a hash of the parameters after each step, and a random number drawn at its end.
+
+Megatron-Core needs CUDA; here it gets the stand-ins of ``examples/megatron/cpu.py``, and nothing else of it is changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import megatron.core.dist_checkpointing.strategies.torch  # imported late otherwise, after the stand-ins
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.transformer import TransformerConfig
+
+import perseus_ds
+from examples.megatron.cpu import stand_in_for_cuda
+
+VOCABULARY, LENGTH, WIDTH, ROWS = 64, 8, 16, 2
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    stand_in_for_cuda()
+    results = [train(job) for job in json.loads((folder / "jobs.json").read_text())]
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def model_of(job: dict[str, Any]) -> list[Any]:
+    """Return this rank's parts of a GPT, each in Megatron's data-parallel wrapper."""
+    chunks = job.get("chunks", 1)
+    config = TransformerConfig(
+        num_layers=job.get("layers", 4),
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=job.get("tensor", 1),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        num_layers_in_first_pipeline_stage=job.get("first_layers"),
+        overlap_p2p_comm=chunks > 1,
+        batch_p2p_comm=chunks == 1,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        attention_dropout=0.1,
+        hidden_dropout=0.1,
+    )
+    parts = []
+    for chunk in range(chunks):
+        part = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            VOCABULARY,
+            LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+            share_embeddings_and_output_weights=False,
+            vp_stage=chunk if chunks > 1 else None,
+        )
+        parts.append(DistributedDataParallel(config, DistributedDataParallelConfig(), part))
+    config.finalize_model_grads_func = finalize_model_grads
+    return parts
+
+
+def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    tokens = next(data)
+    positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    return model(tokens, positions, None, labels=tokens.roll(-1, dims=1)), loss_of
+
+
+def batches(seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+
+
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    """Train a model; return what to report."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=job.get("tensor", 1),
+        pipeline_model_parallel_size=job["stages"],
+        virtual_pipeline_model_parallel_size=job.get("chunks") if job.get("chunks", 1) > 1 else None,
+    )
+    torch.manual_seed(3 + parallel_state.get_pipeline_model_parallel_rank())
+    model = model_of(job)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, use_distributed_optimizer=False), model
+    )
+    if "load" in job:
+        load(model, job["load"])
+    if job.get("perseus") is not None:
+        perseus_ds.attach(megatron.core, job["perseus"])
+    session = getattr(megatron.core, "perseus", None)
+    torch.manual_seed(11 + dist.get_rank())
+    data = [batches(5 + parallel_state.get_data_parallel_rank()) for _ in model]
+    report: dict[str, Any] = {"losses": [], "norms": [], "weights": [], "random_after": [], "phases": []}
+    last_phase, left = job.get("until", (None, 0))
+    counts = job.get("micro_batches", [4])
+    for step in range(job["steps"]):
+        if session is not None:
+            report["phases"].append(session.phase)
+        if last_phase is not None:
+            left -= session.phase == last_phase
+            if left < 0:
+                break
+        micro_batches = counts[min(step, len(counts) - 1)]
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = iterate(model, data, micro_batches)
+        norm = gradient_norm(model)
+        optimizer.step()
+        report["losses"].append(losses)
+        report["norms"].append(repr(norm))
+        report["weights"].append(weights_of(model))
+        report["random_after"].append(next_random_number())
+        if step == job.get("evaluate_after"):
+            report["losses"].append(iterate(model, data, micro_batches, forward_only=True))
+    if "save" in job:
+        Path(job["save"]).mkdir(parents=True, exist_ok=True)
+        dist_checkpointing.save(sharded_state(model), job["save"])
+    if session is not None:
+        perseus_ds.detach(megatron.core)
+    report["left"] = [
+        hasattr(megatron.core, "perseus"),
+        hasattr(schedules.forward_step, "__wrapped__"),
+        hasattr(schedules.P2PCommunicator._communicate, "__wrapped__"),
+    ]
+    parallel_state.destroy_model_parallel()
+    return report
+
+
+def iterate(model: list[Any], data: list[Any], micro_batches: int, forward_only: bool = False) -> list[str]:
+    """Train or evaluate one iteration; return the losses of its micro-batches, on the last stage."""
+    found = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data if len(model) > 1 else data[0],
+        model=model if len(model) > 1 else model[0],
+        num_microbatches=micro_batches,
+        seq_length=LENGTH,
+        micro_batch_size=ROWS,
+        forward_only=forward_only,
+    )
+    return [repr(losses["loss"].item()) for losses in found]
+
+
+def sharded_state(model: list[Any]) -> dict[str, Any]:
+    return {f"part {number}": chunk.module.sharded_state_dict() for number, chunk in enumerate(model)}
+
+
+def load(model: list[Any], folder: str) -> None:
+    """Load the parameters of a checkpoint."""
+    for chunk, state in zip(model, dist_checkpointing.load(sharded_state(model), folder).values(), strict=True):
+        chunk.module.load_state_dict(state)
+
+
+def gradient_norm(model: list[Any]) -> float:
+    """Return the norm of this rank's gradients; Megatron's own asks tensors whether they are on CUDA."""
+    return sum(float(p.main_grad.square().sum()) for chunk in model for p in chunk.parameters()) ** 0.5
+
+
+def weights_of(model: list[Any]) -> str:
+    weights = hashlib.sha256()
+    for chunk in model:
+        for _, parameter in sorted(chunk.named_parameters()):
+            weights.update(parameter.detach().float().numpy().tobytes())
+    return weights.hexdigest()
+
+
+def next_random_number() -> float:
+    """Return the random number that would be drawn next, without drawing it."""
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(1).item()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What an iteration takes and what it is compared with: from records, wherever it is shown."""
+
+import pytest
+from live_records import default_iteration, planned_iteration, started
+
+from perseus_ds.artifacts.run_records import PlanJudged, ProfileWritten
+from perseus_ds.measures import JobMeasures, Saving, Typical
+
+
+def measures(*records):
+    found = JobMeasures()
+    for record in records:
+        found.add(record)
+    return found
+
+
+def at_default(phase, times_s, first=1, **fields):
+    """Iterations at default clocks, of which the first does not count."""
+    return [default_iteration(first + n, phase, time_s=time_s, **fields) for n, time_s in enumerate([9.0, *times_s])]
+
+
+def planned(count=6, first=100, **fields):
+    return [planned_iteration(first + n, **fields) for n in range(count)]
+
+
+def test_the_time_is_a_median_and_the_energy_the_mean_power_times_that():
+    """Counters are refreshed rarely, and single iterations are held up."""
+    typical = Typical.of([1.0] * 8 + [9.0], [0.0, 200.0] * 4 + [900.0])
+    assert (typical.iterations, typical.time_s, typical.power_w, typical.energy_j) == (9, 1.0, 100.0, 100.0)
+    assert Typical.of([1.0], [None]).energy_j is None
+    assert Typical.of([], []) is None
+
+
+def test_errors_follow_from_how_iterations_differ_and_are_not_below_the_counters():
+    steady = Typical.of([1.0] * 80, [100.0] * 80, counter_period_s=0.1)
+    assert (steady.time_error, steady.power_error) == (0.0, pytest.approx(0.41 * 0.1 / 80, rel=0.01))
+    noisy = Typical.of([1.0, 1.02] * 40, [100.0, 103.0] * 40)
+    assert noisy.time_error == pytest.approx(0.01 * 1.25 * 1.4826 / 80**0.5 / 1.01)
+    assert Typical.of([1.0, 1.02] * 160, [100.0, 103.0] * 160).time_error == pytest.approx(noisy.time_error / 2)
+
+
+def test_the_first_iteration_after_a_change_and_those_with_failed_ranks_do_not_count():
+    records = [*at_default("observe", [1.0] * 5), *planned(3), default_iteration(200, "observe", time_s=5.0)]
+    records += [default_iteration(201, "observe", time_s=7.0, failed_ranks=(1,))]
+    records += [
+        started(),
+        default_iteration(202, "observe", time_s=8.0),
+        default_iteration(203, "calibrate", time_s=8.0),
+    ]
+    found = measures(*records)
+    assert (found.baseline().typical.iterations, found.baseline().typical.time_s) == (5, 1.0)
+    (plan,) = found.plans()
+    assert (plan.ran, plan.typical.iterations) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("records", "phase", "iterations"),
+    [
+        ([*at_default("optimizing", [1.0] * 20), *at_default("default", [1.0] * 6)], "default", 6),
+        ([*at_default("warm-up", [1.0] * 20), *at_default("optimizing", [1.0] * 6)], "optimizing", 6),
+        ([*at_default("warm-up", [1.0] * 20), *at_default("default", [1.0] * 2)], "warm-up", 20),
+        ([*at_default("default", [1.0] * 6), *at_default("observe", [1.0] * 7)], "observe", 7),
+        ([*at_default("observe", [1.0] * 2)], "observe", 2),
+    ],
+)
+def test_the_baseline_is_the_longest_series_of_the_best_kind(records, phase, iterations):
+    baseline = measures(*records).baseline()
+    assert (baseline.phase, baseline.typical.iterations) == (phase, iterations)
+
+
+def test_the_baseline_of_a_plan_is_that_of_its_verdict():
+    before = at_default("observe", [1.0] * 40)
+    first = [*at_default("default", [2.0] * 8), *planned(first=60), *at_default("default", [2.0] * 8, first=70)]
+    found = measures(*before, *first, *planned(), PlanJudged(plan=3, kept=True), *planned())
+    assert (found.baseline(3).phase, found.baseline(3).typical.iterations) == ("default", 16)
+    assert found.plan(3).slowdown == pytest.approx(1.02 / 2.0 - 1)
+    assert "16 iterations of this job to compare plans with" in str(found.baseline(3))
+    for record in (*at_default("default", [4.0] * 9, first=300), *planned(plan=7), PlanJudged(plan=7)):
+        found.add(record)
+    assert [found.baseline(plan).typical.time_s for plan in (3, 7)] == [2.0, 4.0]
+    found.add(PlanJudged(plan=8))  # compared with the same iterations
+    assert found.baseline(8).typical.time_s == 4.0
+
+
+def test_a_run_of_the_job_that_has_more_iterations_at_default_clocks_is_the_baseline():
+    own = measures(*at_default("default", [3.0] * 2), *planned())
+    other = measures(*at_default("observe", [1.0] * 14))
+    assert not own.baseline(3).is_measured  # rather than two iterations
+    baseline = own.baseline(3, {"default": other})
+    assert str(baseline) == "default clocks, 14 iterations of run default in observe mode"
+    assert own.plan(3, {"default": other}).slowdown == pytest.approx(0.02)
+    judged = measures(*at_default("default", [3.0] * 8), *planned(), PlanJudged(plan=3))
+    assert judged.baseline(3, {"default": other}).run is None
+
+
+def test_where_nothing_was_measured_the_profile_says_what_default_clocks_take():
+    found = measures(started(), *planned())
+    assert str(found.baseline(3)) == "default clocks, by the profile"
+    assert found.plan(3).saved == pytest.approx(0.2)
+    assert measures(*planned(default_time_s=None, default_energy_j=None)).plans() == []
+
+
+def test_what_was_saved_is_so_many_typical_iterations_those_of_earlier_frontiers_included():
+    stalled = planned_iteration(50, time_s=60.0, energy_j=80.0 * 60 / 1.02)
+    found = measures(*at_default("observe", [1.0] * 8), *planned(10), stalled)
+    saving = found.saving()
+    assert (saving.iterations, saving.saved_j) == (11, pytest.approx(11 * 20.0))
+    assert saving.slowdown == pytest.approx(0.02)
+    for record in (ProfileWritten(), *planned(5, energy_j=90.0)):
+        found.add(record)
+    assert [one.ran for one in found.plans()] == [5]
+    assert found.saving().saved_j == pytest.approx(11 * 20.0 + 5 * 10.0)
+    assert found.planned == 16
+    assert Saving.of([]) is None
+
+
+def test_plans_of_an_earlier_frontier_are_forgotten_with_the_first_iteration_under_another():
+    found = measures(started(frontier="a"), *at_default("observe", [1.0] * 8), *planned(4), started(frontier=None))
+    assert [one.plan for one in found.plans()] == [3]
+    for record in (started(frontier="b"), *planned(4, plan=5)):
+        found.add(record)
+    assert [one.plan for one in found.plans()] == [5]
+
+
+def test_energy_that_cannot_be_read_saves_nothing_but_times_are_known():
+    found = measures(*at_default("observe", [1.0] * 8), *planned(energy_j=None))
+    assert found.plan(3).slowdown == pytest.approx(0.02)
+    assert (found.plan(3).saved, found.saving()) == (None, None)
+
+
+def test_shapes_of_inputs_are_compared_with_default_clocks_of_their_own():
+    short = {"shape": 1, "time_s": 1.1, "energy_j": 80.0}
+    long = {"shape": 2, "plan": 9, "time_s": 2.2, "energy_j": 160.0, "default_time_s": 2.0, "default_energy_j": 200.0}
+    mixed = [planned_iteration(n, **(short if n % 2 else long)) for n in range(1, 22)]
+    found = measures(*mixed).plan(None)
+    assert (found.slowdown, found.saved) == (pytest.approx(0.1), pytest.approx(0.2))
+    assert measures(*mixed).saving().saved_j == pytest.approx(21 * 30.0)
+
+
+def test_a_long_job_is_known_by_its_last_iterations():
+    found = measures(*at_default("observe", [1.0] * 3000), *at_default("observe", [2.0] * 2000, first=4000))
+    assert found.baseline().typical.time_s == 2.0

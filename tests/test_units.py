@@ -1,0 +1,38 @@
+"""Figures for people."""
+
+import pytest
+
+from perseus_ds import units
+
+SPACE, MINUS = "\N{NARROW NO-BREAK SPACE}", "\N{MINUS SIGN}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (units.number(1234567.0), f"1{SPACE}234{SPACE}567"),
+        (units.number(0.000123456, 3), "0.000123"),
+        (units.number(-2.5, 2), f"{MINUS}2.5"),
+        (units.number(float("nan")), "\N{EN DASH}"),
+        (units.number(None), "\N{EN DASH}"),
+        (units.percent(-0.1234), f"{MINUS}12.3{SPACE}%"),
+        (units.percent(-0.0001), f"0.0{SPACE}%"),
+        (units.percent(0.00012, 2), f"+0.01{SPACE}%"),
+        (units.joules(26_353_867), "26.35 MJ"),
+        (units.joules(999.96), "1.000 kJ"),
+        (units.joules(-0.5), f"{MINUS}0.5000 J"),
+        (units.joules(0), "0 J"),
+        (units.watt_hours(3.6e6), "1.000 kWh"),
+        (units.grams(1500), "1.500 kg"),
+        (units.watts(12_345), "12.35 kW"),
+        (units.duration(0.0123), "12.30 ms"),
+        (units.duration(90_000), "1.042 days"),
+        (units.gpu_time(7200), "2.000 GPU-h"),
+        (units.gpu_time(6.5), "6.500 GPU-s"),
+        (units.money(1234.5, "EUR"), f"1{SPACE}234.50 EUR"),
+        (units.money(0.01234, "EUR"), "0.0123 EUR"),
+        (units.whole(100_000), f"100{SPACE}000"),
+    ],
+)
+def test_figures_are_short_and_have_a_unit_of_fitting_size(text, expected):
+    assert text == expected
