@@ -100,7 +100,7 @@ def without_countermeasures() -> Any:
         patch.object(ClockPlan, "transitions", lambda plan, latency_s: transitions(plan, 0.0)),
         patch.object(online.OnlineProfiler, "_variation", lambda *_: 2e-5),
         patch.object(profiling, "_KNOWN", math.inf),
-        patch.object(modes, "_learn_price", lambda *_: False),
+        patch.object(modes, "_has_other_switch_cost", lambda *_, **__: False),
     ):
         yield
 

@@ -198,11 +198,13 @@ class Problem:
         return FrequencyPlan(self.instructions, clocks_mhz, time_s, self.waiting_energy_j(time_s) + cost_j)
 
     def _delays_s(self, clocks_mhz: tuple[tuple[int, ...], ...]) -> Seconds:
-        """Return by how much changes of clock within the iteration delay every node of the DAG [s]."""
+        """Return by how much changes of clock delay every node of the DAG [s].
+
+        The first clock of an iteration follows the last one of the iteration before, which is the same plan's.
+        """
         delays_s = np.zeros(len(self.dag.nodes))
         for nodes, clocks in zip(self._rank_nodes, clocks_mhz, strict=True):
-            changed = np.diff(np.asarray(clocks)) != 0
-            delays_s[np.asarray(nodes, dtype=np.intp)[1:][changed]] = self.switch_cost_s
+            delays_s[nodes] = self.switch_cost_s * (np.asarray(clocks) != np.roll(clocks, 1))
         return delays_s
 
     def baseline(self) -> FrequencyPlan:

@@ -109,9 +109,9 @@ class _Rank:
         return self._on_path[: self._paths]
 
     def durations_s(self, clocks: Indices, change_s: float) -> Floats:
-        """Return the times of instructions, with the delays of changes within the iteration, by sequence [s]."""
+        """Return the times of instructions, with the delays of changes, by sequence [s]."""
         duration_s: Floats = self.time_s[np.arange(len(self.decisions)), clocks]
-        duration_s[..., 1:] += change_s * (np.diff(clocks) != 0)
+        duration_s += change_s * (clocks != np.roll(clocks, 1, axis=-1))
         return duration_s
 
     def energy_j(self, clocks: Indices) -> Floats:
@@ -518,7 +518,7 @@ class _ClockSearch:
 
     def __init__(self, ranks: Sequence[_Rank], clocks: Sequences, change_s: float) -> None:
         self._ranks = ranks
-        self._changed_s = [change_s * (np.diff(own) != 0) for own in clocks]
+        self._changed_s = [change_s * (own != np.roll(own, 1)) for own in clocks]
         self._labels: list[Indices] = []
         self.count = 0
         for own in clocks:
@@ -547,7 +547,7 @@ class _ClockSearch:
         path_s = np.zeros((len(paths), *self._path_s.shape[1:]))
         for rank, changed_s, label in zip(self._ranks, self._changed_s, self._labels, strict=True):
             on_path = rank.on_path[paths]
-            fixed_s = fixed_s + on_path[:, 1:] @ changed_s
+            fixed_s = fixed_s + on_path @ changed_s
             for group in np.unique(rank.group):
                 places = np.flatnonzero(rank.group == group)
                 runs, inverse = np.unique(label[places], return_inverse=True)

@@ -53,8 +53,9 @@ def change_energy_j(table: OptionTable, costs: SwitchCosts) -> float:
 def choose_clocks(network: Network, table: OptionTable, event_s: Floats, costs: SwitchCosts) -> Indices:
     """Choose clocks that fit between the events, at the least energy plus cost of clock changes.
 
-    With the events fixed, every rank is a chain of its own, and dynamic programming over its
-    instructions is exact (but for the change from the iteration's end to its start, which it ignores).
+    With the events fixed, every rank is a chain of its own, and dynamic programming over its instructions is exact,
+    but for the change from the iteration's end to its start. That one is ignored where changes delay nothing. Otherwise
+    the last clock is that of the best chain without it, and the best chain that ends so is found.
 
     Args:
         network: The events.
@@ -77,7 +78,11 @@ def choose_clocks(network: Network, table: OptionTable, event_s: Floats, costs: 
         if chain:
             options = _Options(network.problem.group[chain], table, clock_mhz)
             changing_j = np.where(is_late[chain], change_j + _LATE * mean_j, change_j)
-            result[chain] = options.best(slowest[chain], after_change[chain], changing_j)
+            arguments = slowest[chain], after_change[chain], changing_j
+            clocks = options.best(*arguments)
+            if costs.time_s:
+                clocks = options.best(*arguments, last=clocks[-1])
+            result[chain] = options.at(clocks)
     return result
 
 
@@ -108,27 +113,42 @@ class _Options:
         self._table = table
         self._of = option_of[group]
 
-    def best(self, slowest: Indices, after_change: Indices, change_j: Floats) -> Indices:
-        """Return the best options, none slower than allowed; arguments and result have shape (instructions, plans)."""
+    def at(self, clocks: Indices) -> Indices:
+        """Return the options of clocks, both of shape (instructions, plans)."""
+        return self._of[np.arange(len(clocks))[:, None], clocks]
+
+    def best(self, slowest: Indices, after_change: Indices, change_j: Floats, last: Indices | None = None) -> Indices:
+        """Return the best clocks, none slower than allowed.
+
+        Args:
+            slowest: The slowest options allowed, shape (instructions, plans).
+            after_change: Those allowed after a change of clock.
+            change_j: What such a change costs [J].
+            last: Shape (plans,): the last clock, which that of the first instruction follows; None for any, and no
+                change before the first instruction.
+        """
         clocks = np.arange(self._of.shape[1])[:, None]
         plans = np.arange(slowest.shape[1])
-        total_j = np.zeros((len(clocks), len(plans)))
+        if last is None:
+            total_j = np.zeros((len(clocks), len(plans)))
+            change_j = np.concatenate([np.zeros_like(change_j[:1]), change_j[1:]])
+            after_change = np.concatenate([slowest[:1], after_change[1:]])
+        else:
+            total_j = np.where(clocks == last, 0.0, np.inf)
         came_from = []
-        for row, (options, allowed, allowed_changed, changing_j) in enumerate(
-            zip(self._of, slowest, after_change, change_j, strict=True)
+        for options, allowed, allowed_changed, changing_j in zip(
+            self._of, slowest, after_change, change_j, strict=True
         ):
             cheapest = total_j.argmin(axis=0)
             exists = options[:, None] >= 0
             kept_j = np.where(exists & (options[:, None] <= allowed), total_j, np.inf)
-            changed_j = total_j[cheapest, plans] + (changing_j if row else 0.0)
-            changed_j = np.where(
-                exists & (options[:, None] <= (allowed_changed if row else allowed)), changed_j, np.inf
-            )
+            changed_j = total_j[cheapest, plans] + changing_j
+            changed_j = np.where(exists & (options[:, None] <= allowed_changed), changed_j, np.inf)
             came_from.append(np.where(kept_j <= changed_j, clocks, cheapest))
             total_j = np.minimum(kept_j, changed_j) + self._table.cost_j[options][:, None]
-        clock = total_j.argmin(axis=0)
+        clock = total_j.argmin(axis=0) if last is None else last
         result = np.empty_like(slowest)
         for step in range(len(slowest) - 1, -1, -1):
-            result[step] = self._of[step, clock]
+            result[step] = clock
             clock = came_from[step][clock, plans]
         return result

@@ -45,9 +45,10 @@ def runs_s(problem, plan):
     for stream, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True):
         for number, (work, clock) in enumerate(zip(stream, clocks, strict=True)):
             duration_s[node_of[work]] = times_s[work.stage, work.kind, clock]
-            if number and clock != clocks[number - 1]:
+            if clock != clocks[number - 1]:
                 duration_s[node_of[work]] += problem.switch_cost_s
     finish_s = dag.finish_s(duration_s)
+    assert max(finish_s) == pytest.approx(plan.time_s, rel=1e-12)
     result = []
     for stream, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True):
         changes = [number for number, clock in enumerate(clocks) if clock != clocks[number - 1]]
