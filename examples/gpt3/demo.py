@@ -97,7 +97,7 @@ def main() -> None:
     perseus_ds = str(BIN / "perseus-ds")
     run(
         "1. Profile: train at a few well-chosen clocks, one after the other",
-        [*TRAIN, "steps=60", "--profile", f"perseus.output_dir={OUT}/profile"],
+        [*TRAIN, "steps=10000", "--profile", f"perseus.output_dir={OUT}/profile"],
         OUT / "profile.log",
     )
     run(

@@ -17,7 +17,6 @@ from run_log import iterations, records
 pytestmark = pytest.mark.integration
 SIMULATED = {"longest_instruction_s": 0.012, "counter_period_s": 0.01, "lock_latency_s": 0.001}
 PROFILE = {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8}
-STEPS = 120
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "megatron" / "train.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -34,11 +33,11 @@ def run(folder, job, modes, ranks):
     block = partial(block_in, folder)
     jobs = {
         "observe": {"steps": 6, "perseus": block("observe")},
-        "profile": {"steps": STEPS, "until": ["observe", 2], "perseus": block("profile")},
-        "auto": {"steps": STEPS, "until": ["run", 3], "perseus": block("auto", policy={"name": "energy_optimal"})},
+        "profile": {"until": ["observe", 2], "perseus": block("profile")},
+        "auto": {"until": ["run", 3], "perseus": block("auto", policy={"name": "energy_optimal"})},
         "run": {"steps": 8, "perseus": block("run", frontier=str(folder / "auto"))},
         "disabled": {"steps": 3, "perseus": {"enabled": False}},
-        "without": {"steps": STEPS},
+        "without": {},
     }
     return run_all(folder, {mode: {**job, **jobs[mode]} for mode in (*modes, "without")}, ranks)
 

@@ -22,7 +22,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_pipelining" / "train.p
 MICRO_BATCHES = 4
 SIMULATED = {"longest_instruction_s": 0.012, "counter_period_s": 0.01, "lock_latency_s": 0.001}
 PROFILE = {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8}
-STEPS = 120
 # Where two stages of a rank follow each other, eval() of torch 2.13 itself fails.
 WITHOUT_EVAL = ("ZBVZeroBubble", "DualPipeV")
 
@@ -46,10 +45,10 @@ def jobs_of(tmp_path, name, modes):
     jobs = {
         "observe": {"steps": 5, "perseus": block("observe")},
         "run": {"steps": 7, "perseus": block("run", frontier=str(tmp_path / "frontier"))},
-        "profile": {"steps": STEPS, "until": ["observe", 2], "perseus": block("profile")},
-        "auto": {"steps": STEPS, "until": ["run", 2], "perseus": block("auto", policy={"name": "energy_optimal"})},
+        "profile": {"until": ["observe", 2], "perseus": block("profile")},
+        "auto": {"until": ["run", 2], "perseus": block("auto", policy={"name": "energy_optimal"})},
         "disabled": {"steps": 5, "perseus": {"enabled": False}},
-        "without": {"steps": STEPS},
+        "without": {},
     }
     return {mode: {**base, **jobs[mode]} for mode in (*modes, "without")}
 
