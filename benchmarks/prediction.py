@@ -29,6 +29,7 @@ from perseus_ds.optimizer.problem import Problem  # noqa: E402
 from perseus_ds.pipeline.commands import read_schedule, schedule_class  # noqa: E402
 from perseus_ds.pipeline.dag import Dag  # noqa: E402
 from perseus_ds.pipeline.instruction import Kind  # noqa: E402
+from perseus_ds.units import percent, plain  # noqa: E402
 
 Figures = dict[str, float]
 """Deviations as fractions, by their name."""
@@ -171,8 +172,9 @@ def main() -> None:
                 for what, value in CASES[name](Path(folder)).items():
                     found.setdefault(what, []).append(value)
         for what, values in found.items():
-            form = "{:.0f}" if what.startswith("iterations") else "{:+.2%}"
-            median, least, most = (form.format(f(values)) for f in (statistics.median, min, max))
+            figures = [f(values) for f in (statistics.median, min, max)]
+            counts = what.startswith("iterations")
+            median, least, most = (f"{figure:.0f}" if counts else plain(percent(figure, 2)) for figure in figures)
             print(f"  {name:10} {what:52} {median:>8} ({least} to {most})", flush=True)
 
 

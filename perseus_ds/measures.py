@@ -454,16 +454,9 @@ class JobMeasures:
         return now + self._saved_before if now and self._saved_before else now or self._saved_before
 
 
-def promise(record: IterationRecord, baseline: Baseline | None) -> tuple[float | None, float | None]:
-    """Return the slowdown and the saving that a plan promises, by the profile, against a baseline.
-
-    Args:
-        record: An iteration under the plan.
-        baseline: Iterations at default clocks.
-    """
+def promise(record: IterationRecord) -> tuple[float | None, float | None]:
+    """Return the slowdown and the saving that the plan of an iteration promises against default clocks of its job."""
     default_s, default_j = record.default_time_s, record.default_energy_j
-    if baseline is not None and baseline.is_measured and not record.shape:
-        default_s, default_j = baseline.typical.time_s, baseline.typical.energy_j
     time_s, energy_j = record.predicted_time_s, record.predicted_energy_j
     slowdown = time_s / default_s - 1 if time_s is not None and default_s else None
     return slowdown, 1 - energy_j / default_j if energy_j is not None and default_j else None

@@ -71,8 +71,8 @@ class IterationRecord(RunRecord):
         description="The same by rank [J]. Jobs of more than 64 ranks have figures by rank in some records only; their "
         "energy is then that of all iterations since the last of these.",
     )
-    predicted_time_s: float | None = Field(None, description="Iteration time by the plans [s].")
-    predicted_energy_j: float | None = Field(None, description="Energy of all GPUs by the plans [J].")
+    predicted_time_s: float | None = Field(None, description="Iteration time that the plans promise [s].")
+    predicted_energy_j: float | None = Field(None, description="Energy of all GPUs that the plans promise [J].")
     default_time_s: float | None = Field(None, description="Iteration time at default clocks [s].")
     default_energy_j: float | None = Field(None, description="Energy at default clocks [J].")
     default_measured: bool = Field(False, description="Whether this job measured these; otherwise by the profile.")
@@ -152,9 +152,10 @@ class PlanJudged(Event):
     then: str = Field("", description="What follows: when it is compared or tried again.")
     slowdown: float = Field(0.0, description="As a fraction of the time at default clocks.")
     slowdown_error: float = Field(0.0, description="Its standard error.")
-    promised_slowdown: float = Field(0.0, description="By the profile.")
+    promised_slowdown: float = Field(0.0, description="What the plan is held to, as a fraction of the same.")
     saved: float = Field(0.0, description="As a fraction of the energy at default clocks.")
     saved_error: float = Field(0.0, description="Its standard error.")
+    promised_saved: float = Field(0.0, description="What the plan promises, as a fraction of the same.")
 
 
 class Predicted(Event):

@@ -62,8 +62,8 @@ class IterationSample:
         counter_period_s: How often energy counters are refreshed [s].
         times_s: Iteration times [s].
         energies_j: Energies of all GPUs [J].
-        promised_slowdown: Of the plan that they ran, by the profile; 0 at default clocks.
-        promised_power: Of the plan that they ran, relative to default clocks, by the profile; 1 at default clocks.
+        promised_slowdown: Of the plan that they ran, against default clocks; 0 at default clocks.
+        promised_power: Of the plan that they ran, relative to default clocks; 1 at default clocks.
         shapes: How often they had which inputs, by what tells their shapes from others.
     """
 
@@ -226,14 +226,16 @@ class PlanComparison:
         slowdown_error: Its standard error.
         saved: How much less energy they used, as a fraction of the energy at default clocks.
         saved_error: Its standard error.
-        promised_slowdown: The slowdown by the profile.
+        promised_slowdown: The slowdown that the plan promises.
+        promised_saved: The saving that it promises.
     """
 
     slowdown: float
     slowdown_error: float
     saved: float
     saved_error: float
-    promised_slowdown: float
+    promised_slowdown: float = 0.0
+    promised_saved: float = 0.0
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[IterationSample]) -> PlanComparison:
@@ -248,38 +250,52 @@ class PlanComparison:
         powers = np.log([block.power_w for block in blocks]) - promised_powers
         late, time_error = under_plan_minus_default(times, np.array([block.time_error for block in blocks]))
         power, power_error = under_plan_minus_default(powers, np.array([block.refresh_error for block in blocks]))
-        promised_time = promised_times[1::2].mean()
+        promised_time, promised_power = float(promised_times[1::2].mean()), float(promised_powers[1::2].mean())
         return cls.of_logarithms(
-            float(late + promised_time),
+            float(late) + promised_time,
             float(time_error),
-            float(power + promised_powers[1::2].mean()),
+            float(power) + promised_power,
             math.hypot(time_error, power_error),
-            math.expm1(promised_time),
+            (promised_time, promised_power),
         )
 
     @classmethod
-    def of_samples(cls, default: IterationSample, planned: IterationSample, promised_slowdown: float) -> PlanComparison:
+    def of_samples(cls, default: IterationSample, planned: IterationSample) -> PlanComparison:
         """Compare iterations under a plan with others at default clocks that may be long ago."""
         return cls.of_logarithms(
             math.log(planned.time_s / default.time_s),
             math.hypot(default.time_error, planned.time_error),
             math.log(planned.power_w / default.power_w),
             math.hypot(default.energy_error, planned.energy_error),
-            promised_slowdown,
+            (math.log1p(planned.promised_slowdown), math.log(planned.promised_power)),
         )
 
     @classmethod
     def of_logarithms(
-        cls, time: float, time_error: float, power: float, energy_error: float, promised_slowdown: float
+        cls,
+        time: float,
+        time_error: float,
+        power: float,
+        energy_error: float,
+        promised: tuple[float, float] = (0.0, 0.0),
     ) -> PlanComparison:
-        """Return the comparison of which the natural logarithms of the ratios of time and power are known."""
+        """Return the comparison of which the natural logarithms of the ratios of time and power are known.
+
+        Args:
+            time: Of the ratio of times.
+            time_error: Standard error of that, and of the slowdown relative to the ratio.
+            power: Of the ratio of powers.
+            energy_error: Relative standard error of the ratio of energies.
+            promised: Of the ratios of time and power that the plan promises.
+        """
         time_ratio, energy_ratio = math.exp(time), math.exp(time + power)
         return cls(
             slowdown=time_ratio - 1,
             slowdown_error=time_ratio * time_error,
             saved=1 - energy_ratio,
             saved_error=energy_ratio * energy_error,
-            promised_slowdown=promised_slowdown,
+            promised_slowdown=math.expm1(promised[0]),
+            promised_saved=-math.expm1(sum(promised)),
         )
 
     @property

@@ -46,11 +46,11 @@ _MOST_ENTRIES = 200
 
 @dataclass(frozen=True)
 class Forecast:
-    """Time and energy of one iteration of the whole job, by the profile.
+    """Time and energy of one iteration of the whole job.
 
     Attributes:
-        time_s: Iteration time [s].
-        energy_j: Energy of all GPUs [J].
+        time_s: Iteration time that the plans promise [s].
+        energy_j: Energy of all GPUs that they promise [J].
         default_time_s: Iteration time at default clocks [s].
         default_energy_j: Energy of all GPUs at default clocks [J].
         default_measured: Whether time and energy at default clocks were measured in this job.

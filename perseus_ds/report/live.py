@@ -16,7 +16,7 @@ from perseus_ds.artifacts.printable import printable
 from perseus_ds.artifacts.run_records import FILE_NAME, RecordFollower
 from perseus_ds.errors import ConfigError
 from perseus_ds.runtime.progress import JobFacts, JobLog, is_below
-from perseus_ds.runtime.words import policy_in_words
+from perseus_ds.runtime.words import changes, policy_in_words
 from perseus_ds.units import duration, joules, number, percent, plain, watt_hours, watts
 
 
@@ -163,7 +163,7 @@ def end(facts: JobFacts) -> str:
 def promised(facts: JobFacts) -> str:
     """Return what the plan promises."""
     plan = facts.plan
-    return "" if plan is None else _changes(plan.promised_slowdown, plan.promised_saving)
+    return "" if plan is None else plain(changes(plan.promised_slowdown, plan.promised_saving))
 
 
 def real(facts: JobFacts) -> str:
@@ -171,7 +171,7 @@ def real(facts: JobFacts) -> str:
     plan = facts.plan
     if plan is None or plan.slowdown is None:
         return "no iteration yet that is typical of it"
-    return f"{_changes(plan.slowdown, plan.saving)} (typical of {plan.iterations} iterations)"
+    return plain(f"{changes(plan.slowdown, plan.saving)} (typical of {plan.iterations} iterations)")
 
 
 def energy(facts: JobFacts) -> str:
@@ -304,12 +304,6 @@ def sentences(facts: JobFacts, asked: Mapping[str, Any]) -> Iterator[str]:
 
 def _starts(facts: JobFacts) -> str:
     return f"{facts.starts} starts" if facts.starts > 1 else ""
-
-
-def _changes(slowdown: float | None, saving: float | None) -> str:
-    time = "time not known" if slowdown is None else f"{percent(slowdown)} time"
-    energy = "energy not known" if saving is None else f"{percent(-saving)} energy"
-    return plain(f"{time}, {energy}")
 
 
 _BLOCKS = "\N{LOWER ONE EIGHTH BLOCK}▂▃▄▅▆▇\N{FULL BLOCK}"

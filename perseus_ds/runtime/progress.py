@@ -386,7 +386,7 @@ class JobProgress:
             return None
         plan = None if last.shape else last.plan
         measured, baseline = self._measures.plan(plan), self._measures.baseline(plan)
-        promised_slowdown, promised_saving = promise(last, baseline)
+        promised_slowdown, promised_saving = promise(last)
         return PlanFacts(
             plan=last.plan,
             plans=self._chosen.plans if self._chosen else (),

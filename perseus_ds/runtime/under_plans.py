@@ -170,11 +170,8 @@ class PlanRunner:
         blocks = [self._default] if self._is_fresh else []
         self._is_fresh = False
         while True:
-            block, is_planned = IterationSample(self._default.counter_period_s), len(blocks) % 2 == 1
-            assignment = self._selector.in_force
-            if is_planned:
-                block.promised_slowdown = assignment.promised_slowdown
-                block.promised_power = self._selector.promised_power
+            is_planned, assignment = len(blocks) % 2 == 1, self._selector.in_force
+            block = self._sample_of_plans() if is_planned else IterationSample(self._default.counter_period_s)
             outcome = yield from self._add_block(blocks, block, is_planned=is_planned, profiles_again=profiles_again)
             if outcome is not None:
                 return outcome
@@ -241,7 +238,7 @@ class PlanRunner:
                 otherwise the job trains on and only says so.
         """
         assert self._default is not None, "default clocks are measured first"
-        watched, number = IterationSample(self._default.counter_period_s), -1
+        watched, number = self._sample_of_plans(), -1
         while iterations > 0:
             seen = yield from self._one_iteration()
             if self._has_drifted(seen, profiles_again=profiles_again) and profiles_again:
@@ -249,14 +246,14 @@ class PlanRunner:
             assignment = self._selector.in_force
             is_settled, number = assignment.number == number, assignment.number
             if not is_settled:
-                watched = IterationSample(watched.counter_period_s)
+                watched = self._sample_of_plans()
             self._advance(seen, watched if is_settled and not assignment.paused else None)
             iterations -= not assignment.paused
             if watched.is_as_long_as(_WATCHED_BLOCKS):
-                comparison = PlanComparison.of_samples(self._default, watched, assignment.promised_slowdown)
+                comparison = PlanComparison.of_samples(self._default, watched)
                 if comparison.is_in_doubt(caps_power=assignment.caps_power):
                     return None
-                watched = IterationSample(watched.counter_period_s)
+                watched = self._sample_of_plans()
         return None
 
     def hurry(self, verdict: Verdict) -> bool:
@@ -342,6 +339,11 @@ class PlanRunner:
             self._scale = factor
             self._planned = self._under_assignment()
 
+    def _sample_of_plans(self) -> IterationSample:
+        """Return a sample for iterations under the assignment in force, with what it promises."""
+        period_s = self._default.counter_period_s if self._default is not None else 0.0
+        return IterationSample(period_s, self._selector.in_force.promised_slowdown, self._selector.promised_power)
+
     def _under_assignment(self) -> NextIteration:
         """Return an iteration by the assignment in force."""
         selector, frontier, assignment = self._selector, self._frontier, self._selector.in_force
@@ -366,17 +368,21 @@ class PlanRunner:
             self._selector.add_halt(waited.time_s, waited.energy_j)
 
     def _forecast(self, assignment: Assignment) -> Forecast:
-        """Return what these plans take by the profile, and what default clocks took in this job, where measured."""
+        """Return what default clocks take, as measured in this job or else by the profile, and what the plans promise.
+
+        They promise a slowdown and a power relative to default clocks; that is the same whether these were measured.
+        """
         forecast = assignment.forecast(self._frontier, self._topology.tensor_parallel)
-        if self._default is None:
-            return forecast
-        return replace(
-            forecast,
-            time_s=self._scale * forecast.time_s,
-            energy_j=self._scale * forecast.energy_j,
-            default_time_s=self._scale * self._default.time_s,
-            default_energy_j=self._scale * self._default.energy_j,
-            default_measured=self._scale == 1.0,
+        default_s, default_j = forecast.default_time_s, forecast.default_energy_j
+        if self._default is not None:
+            default_s, default_j = self._scale * self._default.time_s, self._scale * self._default.energy_j
+        time_s = default_s * (1 + assignment.promised_slowdown)
+        return Forecast(
+            time_s=time_s,
+            energy_j=time_s * self._selector.promised_power * default_j / default_s,
+            default_time_s=default_s,
+            default_energy_j=default_j,
+            default_measured=self._default is not None and self._scale == 1.0,
         )
 
     def _with_report(self, seen: IterationMeasurement | None = None) -> NextIteration:

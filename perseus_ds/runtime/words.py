@@ -41,7 +41,7 @@ def event_in_words(event: Event) -> str:
             others = f", pipelines run {', '.join(map(str, plans))}" if len(set(plans)) > 1 else ""
             return f"{'standing still, then ' if event.halts else ''}plan {plan}{late}{others}"
         case PlanJudged(plan=plan, kept=kept, reason=reason, then=then):
-            changes = ", ".join(
+            found = ", ".join(
                 f"{percent(change)} ± {percent(error).lstrip('+')} {quantity}"
                 for change, error, quantity in (
                     (-event.saved, event.saved_error, "energy"),
@@ -49,8 +49,8 @@ def event_in_words(event: Event) -> str:
                 )
             )
             decided = f"plan {plan} is {'kept' if kept else 'dropped'}" + (f", since {reason}" if reason else "")
-            promised = f"promised {percent(event.promised_slowdown)} time"
-            compared = f"{decided}: {changes} ({promised}), against default clocks of this job"
+            promised = f"promised {changes(event.promised_slowdown, event.promised_saved)}"
+            compared = f"{decided}: {found} ({promised}), against default clocks of this job"
             return f"{compared}; {then}" if then else compared
         case OrderGiven() | PowerCapChanged() | PolicyChanged():
             return _asked_for(event)
@@ -155,15 +155,17 @@ def describe(total: Ended) -> str:
 def begin(plan: int, plans: int, forecast: Forecast | None) -> str:
     """Return which plan a job begins with, of how many, and what it promises; without a forecast, nothing of that."""
     text = f"running under plan {plan} of the frontier's {plans}"
-    return text if forecast is None else f"{text}, which promises {promise(forecast)}"
+    if forecast is None:
+        return text
+    promised = changes(forecast.time_s / forecast.default_time_s - 1, 1 - forecast.energy_j / forecast.default_energy_j)
+    return plain(f"{text} (promised {promised}), against default clocks of this job")
 
 
-def promise(forecast: Forecast) -> str:
-    """Return what plans promise of time and energy, against default clocks."""
-    known = "as measured in this job" if forecast.default_measured else "by the profile"
-    slowdown = forecast.time_s / forecast.default_time_s - 1
-    compared = against_default(slowdown, forecast.energy_j / forecast.default_energy_j - 1)
-    return f"{compared} than at default clocks, {known}"
+def changes(slowdown: float | None, saved: float | None) -> str:
+    """Return changes against default clocks, promised or measured; None for one that is not known."""
+    time = "time not known" if slowdown is None else f"{percent(slowdown)} time"
+    energy = "energy not known" if saved is None else f"{percent(-saved)} energy"
+    return f"{time}, {energy}"
 
 
 def against_default(time: float, energy: float) -> str:

@@ -105,6 +105,7 @@ def test_plans_that_follow_each_other_are_each_held_to_their_own_promise():
     fast = sample(1.01, 90.9, promised_slowdown=0.0, promised_power=0.9)
     comparison = PlanComparison.of_blocks([sample(), slow, sample(), fast, sample(), slow, sample(), fast, sample()])
     assert comparison.promised_slowdown == pytest.approx(0.095, abs=0.002)
+    assert comparison.promised_saved == pytest.approx(0.19, abs=0.01)
     assert comparison.slowdown == pytest.approx(0.105, abs=0.002)
     assert comparison.saved == pytest.approx(0.19, abs=0.01)
     assert comparison.slowdown_error < 0.002
@@ -160,7 +161,7 @@ def test_a_power_cap_keeps_a_plan_that_is_late_and_draws_less():
 
 def test_a_plan_that_runs_is_in_doubt_when_it_is_late_uses_more_energy_or_is_much_faster():
     def is_in_doubt(time_s, energy_j, *, caps_power=False):
-        comparison = PlanComparison.of_samples(sample(), sample(time_s, energy_j), 0.1)
+        comparison = PlanComparison.of_samples(sample(), sample(time_s, energy_j, promised_slowdown=0.1))
         return comparison.is_in_doubt(caps_power=caps_power)
 
     assert not is_in_doubt(1.1, 90.0)

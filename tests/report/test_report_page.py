@@ -227,6 +227,7 @@ def test_events_are_told_in_words(tmp_path):
             "slowdown_error": 0.002,
             "saved": 0.13,
             "saved_error": 0.004,
+            "promised_saved": 0.14,
         },
         {"event": "policy", "policy": {"name": "slowdown", "max_slowdown": 0.05}},
         {"event": "policy", "problem": "no plan is that fast"},
@@ -246,7 +247,8 @@ def test_events_are_told_in_words(tmp_path):
         "plan 3, pipeline 1 is 1.2 times as slow, pipelines run 3, 7",
         "paused",
         "plan 3 is kept, since it is in time and saves energy: \N{MINUS SIGN}13.0 % ± 0.4 % energy, +1.0 % ± 0.2 % "
-        "time (promised 0.0 % time), against default clocks of this job; compared again in 500 iterations",
+        "time (promised 0.0 % time, \N{MINUS SIGN}14.0 % energy), against default clocks of this job; "
+        "compared again in 500 iterations",
         "policy slowdown: max_slowdown 0.05",
         "policy: no plan is that fast",
         "profile written; its iterations took 1.500 s more and 20.00 J more than at default clocks",

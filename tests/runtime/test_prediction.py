@@ -5,9 +5,13 @@ from dataclasses import replace
 import pytest
 from virtual_job import SLOWER, events, in_order, train_until_compared
 
-from perseus_ds.artifacts.run_records import Drifted, Predicted, ProfileWritten
+from perseus_ds.artifacts.run_records import Drifted, Predicted, ProfileWritten, read_records
+from perseus_ds.measures import promise
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.online import OnlineProfiler
+from perseus_ds.runtime.progress import JobLog
+from perseus_ds.runtime.words import changes
+from perseus_ds.units import plain
 
 
 def mean_energy_j(records):
@@ -34,6 +38,23 @@ def test_a_profile_that_predicts_default_clocks_is_left_alone(start, capsys):
     job.close()
     assert events(job, Predicted) == []
     assert "differ from the profile" not in capsys.readouterr().out
+
+
+def test_a_plan_promises_the_same_wherever_it_is_said_though_the_profile_is_a_little_off(start, frontier, capsys):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    job.work_s = {kind: 1.015 * work_s for kind, work_s in job.work_s.items()}
+    (judged,) = train_until_compared(job)
+    job.train(5)
+    records = job.close()
+    log = JobLog("job")
+    log.add(read_records(job.folder))
+    promised = changes(judged.promised_slowdown, judged.promised_saved)
+    assert judged.slowdown == pytest.approx(judged.promised_slowdown, abs=0.005)
+    assert judged.saved == pytest.approx(judged.promised_saved, abs=0.02)
+    plan = log.facts(0.0).plan
+    assert changes(plan.promised_slowdown, plan.promised_saving) == promised
+    assert changes(*promise(records[0])) == promised, "before default clocks were measured"
+    assert capsys.readouterr().out.count(f"(promised {plain(promised)})") == 2, "at the start and with the verdict"
 
 
 def test_instructions_that_have_changed_since_they_were_profiled_are_named_and_corrected(start, capsys):
