@@ -13,9 +13,10 @@ from pydantic import TypeAdapter
 from perseus_ds.artifacts.run_records import OrderGiven
 from perseus_ds.policy.control_socket import Pause, Resume, SetPolicy, SetStraggler, Status
 from perseus_ds.policy.cost_account import CostAccount
-from perseus_ds.policy.policies import PolicyConfig
+from perseus_ds.policy.policies import PolicyConfig, check_deadline
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.policy.stragglers import Straggler
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
 _MOST_STEPS = 10**12
@@ -38,7 +39,11 @@ class JobControl:
     """
 
     def __init__(
-        self, policy: PolicyConfig, pipelines: int, job_status: Callable[[], Mapping[str, Any]] = dict
+        self,
+        policy: PolicyConfig,
+        pipelines: int,
+        job_status: Callable[[], Mapping[str, Any]] = dict,
+        timebase: Timebase = REAL_TIME,
     ) -> None:
         """Begin with the configured policy.
 
@@ -46,6 +51,7 @@ class JobControl:
             policy: The configured one.
             pipelines: Number of data-parallel pipelines.
             job_status: Returns the job's ``phase``, its ``next`` iteration and its ``last`` one; from any thread.
+            timebase: The time that the job lives in.
         """
         self.policy = policy
         self._configured = policy
@@ -58,6 +64,7 @@ class JobControl:
         self.problem_of: Callable[[PolicyConfig], str] = lambda policy: ""
         self._pipelines = pipelines
         self._job_status = job_status
+        self._timebase = timebase
         self._lock = threading.Lock()
         self._reported: dict[int, tuple[int, float]] = {}
 
@@ -109,6 +116,7 @@ class JobControl:
 
     def _done(self, order: SetPolicy | SetStraggler | Pause | Resume) -> str:
         if isinstance(order, SetPolicy):
+            check_deadline(order.policy, self._timebase.date())
             if self.signals is not None:
                 self.signals.follow(order.policy)
             self.policy = order.policy

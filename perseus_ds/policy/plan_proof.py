@@ -35,6 +35,8 @@ from perseus_ds.policy.reports import JobReport
 ANALYSES = (2, 3, 4, 6, 8, 11, 16, 22)
 """After how many blocks under the plan there is an interim analysis; the last one decides."""
 BLOCK_ITERATIONS = 8
+MOST_BLOCKS = 4
+"""Of iterations at default clocks before a comparison, which may be known well enough after one."""
 TOLERANCE = 0.01
 """How much later than promised a plan may be, as a fraction: clocks follow a little late."""
 KNOWN_ERROR = 0.003
@@ -129,17 +131,19 @@ class IterationSample:
     @property
     def is_enough(self) -> bool:
         """Whether time and energy are known to a percent, or more iterations are no longer worth waiting for."""
-        return self.is_as_long_as(4) or (self.is_block and self.energy_error < _WELL_KNOWN)
+        return self.is_as_long_as(MOST_BLOCKS) or (self.is_block and self.energy_error < _WELL_KNOWN)
 
-    def remaining_s(self, iteration_s: float, more: int = 0) -> float:
-        """Return about how long it takes until they are a block [s].
+    def remaining_s(self, iteration_s: float, more: int = 0, blocks: int = 1) -> float:
+        """Return about how long it takes until they are as many and as long as so many blocks [s].
 
         Args:
             iteration_s: A typical iteration time [s].
             more: Iterations until the first one is added.
+            blocks: How many blocks.
         """
-        iterations = max(0, BLOCK_ITERATIONS - len(self.times_s)) * iteration_s
-        return max(iterations, _BLOCK_REFRESHES * self.counter_period_s - self._total_s, 0.0) + more * iteration_s
+        iterations = max(0, blocks * BLOCK_ITERATIONS - len(self.times_s)) * iteration_s
+        rest_s = blocks * _BLOCK_REFRESHES * self.counter_period_s - self._total_s
+        return max(iterations, rest_s, 0.0) + more * iteration_s
 
     @property
     def typical(self) -> Typical:

@@ -10,6 +10,8 @@ from zoneinfo import ZoneInfo
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import Self
 
+from perseus_ds.errors import ConfigError
+
 T = TypeVar("T")
 
 
@@ -37,7 +39,7 @@ class DeadlinePolicy(_Policy):
     """Finish by a time, with the least energy that allows it."""
 
     name: Literal["deadline"]
-    finish_by: AwareDatetime = Field(description="When the last step must be done, such as 2026-11-22T08:00:00+00:00.")
+    finish_by: AwareDatetime = Field(description="When the last step must be done, such as 2030-01-31T08:00:00+00:00.")
     total_steps: int = Field(
         gt=0, le=10**12, description="Steps of the whole training, those before a checkpoint included."
     )
@@ -148,7 +150,7 @@ class CheapestPolicy(_Policy):
     """Finish by a time at the least cost or carbon, by the hours of a price or a carbon intensity."""
 
     name: Literal["cheapest"]
-    finish_by: AwareDatetime = Field(description="When the last step must be done, such as 2026-11-22T08:00:00+00:00.")
+    finish_by: AwareDatetime = Field(description="When the last step must be done, such as 2030-01-31T08:00:00+00:00.")
     total_steps: int = Field(
         gt=0, le=10**12, description="Steps of the whole training, those before a checkpoint included."
     )
@@ -169,10 +171,28 @@ def in_force(policy: PolicyConfig, now: datetime) -> SimplePolicy | CheapestPoli
     return policy.at(now) if isinstance(policy, SchedulePolicy) else policy
 
 
+def parts_of(policy: PolicyConfig) -> list[SimplePolicy | CheapestPolicy]:
+    """Return the policies that decide: those of a schedule's windows and its default, or the policy itself."""
+    if isinstance(policy, SchedulePolicy):
+        return [policy.default, *(window.policy for window in policy.windows)]
+    return [policy]
+
+
+def check_deadline(policy: PolicyConfig, now: datetime) -> None:
+    """Check that the time by which a policy is to finish lies ahead.
+
+    Raises:
+        ConfigError: It has passed.
+    """
+    for part in parts_of(policy):
+        if isinstance(part, DeadlinePolicy | CheapestPolicy) and part.finish_by <= now:
+            raise ConfigError(
+                f"policy.finish_by: {part.finish_by.isoformat()} has passed; it is "
+                f"{now.isoformat(timespec='seconds')}. Give a time to come."
+            )
+
+
 def signal_files(policy: PolicyConfig) -> frozenset[str]:
     """Return the files of the signals that a policy is decided by."""
-    parts = [policy]
-    if isinstance(policy, SchedulePolicy):
-        parts = [policy.default, *(window.policy for window in policy.windows)]
-    named = (part.signal for part in parts if isinstance(part, PowerCapPolicy | CheapestPolicy))
+    named = (part.signal for part in parts_of(policy) if isinstance(part, PowerCapPolicy | CheapestPolicy))
     return frozenset(file for file in named if file is not None)

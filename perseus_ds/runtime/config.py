@@ -64,7 +64,7 @@ class PerseusConfig(StrictModel):
     policy: PolicyConfig = Field(
         default_factory=SlowdownPolicy,
         description='Plan to run. {"name": "slowdown", "max_slowdown": 0.05}: 5 % above T_min at most (default 0); '
-        '{"name": "deadline", "finish_by": "2026-11-22T08:00:00+00:00", "total_steps": 1000}; '
+        '{"name": "deadline", "finish_by": "2030-01-31T08:00:00+00:00", "total_steps": 1000}; '
         '{"name": "power_cap", "watts": 5000}: of all GPUs together; {"name": "energy_optimal"}; '
         '{"name": "schedule", "timezone": "Europe/Berlin", "windows": [{"begin": "17:00", "end": "21:00", '
         '"policy": {"name": "power_cap", "watts": 5000}}]}; {"name": "cheapest", "finish_by": …, "total_steps": …, '

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
 from perseus_ds.clocks.timers import SimulatedExecution, Span
-from perseus_ds.policy.plan_proof import IterationSample
+from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
 from perseus_ds.profiler.fixed_durations import without_gaps
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase, one_iteration
 from perseus_ds.runtime.job import Job, Rank
 
-# The first iteration after a change of clocks begins at the clocks before.
-_SETTLED = 2
+SETTLED = 2
+"""Iterations after a change of clocks that do not count; the first one begins at the clocks before."""
 _KEPT = 4
 _LONGER = 4
 _LONG_AGO = 20
@@ -41,9 +42,19 @@ class DefaultIterations:
 
     @property
     def remaining_s(self) -> float | None:
-        """About how long it takes until they are enough [s]; None before the first report of one."""
-        unsettled = max(0, _SETTLED + 1 - self._iterations)
-        return self.sample.remaining_s(self._last_s, unsettled) if self._last_s else None
+        """About how long it takes until they are enough, at least [s]; None before the first report of one."""
+        return self._remaining_s(1) if self._last_s else None
+
+    @property
+    def remaining(self) -> tuple[int, int] | None:
+        """About how many iterations that is, at least and at most; None before the first report of one."""
+        if not self._last_s:
+            return None
+        least, most = (math.ceil(self._remaining_s(blocks) / self._last_s) for blocks in (1, MOST_BLOCKS))
+        return least, most
+
+    def _remaining_s(self, blocks: int) -> float:
+        return self.sample.remaining_s(self._last_s or 0.0, max(0, SETTLED + 1 - self._iterations), blocks)
 
     def spans(self) -> list[list[Span]]:
         """Return the operations of this rank in the last of them; waits until the device has done them."""
@@ -52,21 +63,33 @@ class DefaultIterations:
     def add(self, seen: IterationMeasurement) -> None:
         """Add an iteration, and the reports of the one before it."""
         self._iterations += 1
-        if self._iterations >= _SETTLED:
+        if self._iterations >= SETTLED:
             self._latest.append(seen)
         if seen.reports is not None and self._iterations > 1:
             self._last_s = seen.reports.time_s
-        if seen.reports is not None and self._iterations > _SETTLED:
+        if seen.reports is not None and self._iterations > SETTLED:
             self.sample.add_reports(seen.reports)
 
 
-def measure_default(default: DefaultIterations) -> Phase[None]:
-    """Run iterations at default clocks until time and energy are known well enough to compare plans with."""
+def measure_default(default: DefaultIterations, say: Callable[[str], None]) -> Phase[None]:
+    """Run iterations at default clocks until time and energy are known well enough to compare plans with.
+
+    Args:
+        default: The iterations are added to it.
+        say: Prints how many they are about to be, as soon as the time of one is known.
+    """
+    is_announced = False
+
+    def next_phase() -> NextPhase:
+        nonlocal is_announced
+        left = default.remaining
+        if left is not None and not is_announced:
+            is_announced = True
+            say("measuring iterations at default clocks, to compare plans with: about {} to {}".format(*left))
+        return NextPhase("run", default.remaining_s)
+
     return run_at_default_clocks(
-        "default",
-        default,
-        goes_on=lambda _: not default.sample.is_enough,
-        next_phase=lambda: NextPhase("run", default.remaining_s),
+        "default", default, goes_on=lambda _: not default.sample.is_enough, next_phase=next_phase
     )
 
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from perseus_ds.artifacts.run_records import Failed
-from perseus_ds.errors import ConnectionLostError
+from perseus_ds.artifacts.run_records import FILE_NAME, Failed
+from perseus_ds.errors import ConfigError, ConnectionLostError
 from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.policy.policies import CheapestPolicy
+from perseus_ds.policy.policies import CheapestPolicy, check_deadline
 from perseus_ds.policy.reports import JobReport, RankReport, ReportExchange, shapes_number
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.runtime.default_clocks import BackOff, after_a_fault, observe
@@ -81,6 +81,7 @@ class ModeDriver:
         self._keep: Callable[[], None] | None = None
         self._is_closed = False
         if job.config.mode in ("run", "auto"):
+            _check_deadline(job, rank, recorder)
             _follow_signals(rank, recorder, control)
         self._start = partial(mode_of, job, rank, recorder, control)
         self._back_off = BackOff(_BACK_OFF)
@@ -261,6 +262,24 @@ class ModeDriver:
             if may_pass(error):
                 self._mode = after_a_fault(self._start, self._back_off.next(self._control.steps))
                 self.next = next(self._mode)
+
+
+def _check_deadline(job: Job, rank: Rank, recorder: Recorder) -> None:
+    """Check that the policy's deadline lies ahead; every rank must call it. Records in the folder mean a resumed job.
+
+    Raises:
+        ConfigError: On all ranks: it has passed, and the job is new.
+    """
+
+    def check() -> None:
+        try:
+            check_deadline(job.config.policy, rank.timebase.date())
+        except ConfigError as error:
+            if not (job.output_dir / FILE_NAME).exists():
+                raise
+            recorder.say(f"{error} This job goes on under the fastest plan")
+
+    rank.communicator.computed_on_rank_0(check)
 
 
 def _follow_signals(rank: Rank, recorder: Recorder, control: JobControl) -> None:

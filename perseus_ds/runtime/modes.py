@@ -86,7 +86,7 @@ def _run(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase
     turns = 0
     while True:
         default = DefaultIterations(counter_period_s(rank))
-        yield from measure_default(default)
+        yield from measure_default(default, recorder.say)
         if not compared:
             compare_prediction(job, rank, recorder, frontier, default)
             compared = True
@@ -172,7 +172,7 @@ def _profile_and_run(
             profiles += 1
         else:
             default = DefaultIterations(counter_period_s(rank))
-        yield from measure_default(default)
+        yield from measure_default(default, recorder.say)
         if default.sample.mixes_shapes:
             return None
         if runner is None:

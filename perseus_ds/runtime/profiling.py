@@ -15,10 +15,12 @@ from perseus_ds.clocks.timers import Span
 from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.errors import GpuError, PerseusError, ProfileError
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.policy.plan_proof import IterationSample
 from perseus_ds.profiler.clock_search import ClockSearch
 from perseus_ds.profiler.counter_log import CounterLog
 from perseus_ds.profiler.estimates import denoise
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler
+from perseus_ds.runtime.default_clocks import SETTLED
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase, one_iteration
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.recorder import Recorder
@@ -57,16 +59,23 @@ def profile_online(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline)
     clocks = settings.clocks_of(rank.gpu)
     search = ClockSearch(rank.communicator, clocks, settings, baseline.info, job.output_dir)
     most = settings.most_clocks(len(clocks))
-    recorder.say(
-        f"profiling while training goes on: about {most} clocks, an iteration or more at each; iterations take "
-        f"{baseline.time_s:.2f} s at default clocks, up to {clocks[-1] / clocks[0]:.1f} times that at the lowest"
-    )
     measurement = _Measurement(rank, baseline)
     window_s = _SETTLE_S + _REFRESHES_A_VISIT * baseline.counter_period_s
     iterations = math.ceil(rank.communicator.all_max(window_s / baseline.time_s))
     refreshes = (iterations * baseline.time_s - _SETTLE_S) / baseline.counter_period_s
     expected = most * iterations * math.ceil(_REFRESHES / refreshes)
     following = "optimizing" if job.config.mode == "auto" else "observe"
+    recorder.say(
+        f"profiling while training goes on: about {most} clocks in {expected} iterations, which take "
+        f"{baseline.time_s:.2f} s at default clocks, up to {clocks[-1] / clocks[0]:.1f} times that at the lowest"
+    )
+    if following == "optimizing":
+        default = IterationSample(baseline.counter_period_s)
+        compared = math.ceil(default.remaining_s(baseline.time_s, more=SETTLED + 1) / baseline.time_s)
+        recorder.say(
+            f"a plan runs in about {expected + compared} iterations: {expected} to measure the profile, and at least "
+            f"{compared} at default clocks, while plans are computed and to compare them with"
+        )
 
     def next_phase() -> NextPhase:
         return NextPhase(following, measurement.remaining_s(expected))

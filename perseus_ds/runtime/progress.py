@@ -28,7 +28,7 @@ from perseus_ds.artifacts.run_records import (
     trains,
 )
 from perseus_ds.measures import AT_DEFAULT_CLOCKS, JobMeasures, Saving, Typical, promise
-from perseus_ds.runtime.words import event_in_words, policy_in_words
+from perseus_ds.runtime.words import STEPS_TO_A_PLAN, event_in_words, policy_in_words, unfinished
 
 _LONG_S = 60.0
 _LONG_ITERATIONS = 10
@@ -105,6 +105,9 @@ class JobFacts(_Facts):
     cap_w: float | None = Field(description="The power cap in force, of all GPUs [W].")
     cap_source: str = Field(description="Where that comes from: the policy, or the file that it names.")
     pending: str | None = Field(description="An order that is not in force yet, in words.")
+    unfinished: str | None = Field(
+        description="What it was at when it ended before a plan ran, or its profile was done."
+    )
     plan: PlanFacts | None
     plans: tuple[PlanSummary, ...] = Field(description="By plan of the frontier in use.")
     pipelines: tuple[PipelineFacts, ...]
@@ -205,6 +208,9 @@ class JobProgress:
         # By rank, what GPUs were asked for and what they reached; large jobs do not record that with every iteration.
         self._clocks: tuple[tuple[int | None, ...], tuple[int | None, ...]] = (), ()
         self._ended = self._simulated = False
+        # The last iteration before a plan ran, or the profile was done.
+        self._on_the_way: IterationRecord | None = None
+        self._has_profile = False
 
     def add(self, record: Record) -> None:
         """Add a record."""
@@ -225,9 +231,11 @@ class JobProgress:
             self._starts += 1
             self._start, self._policy = event, event.policy
             self._chosen = self._last = self._timetable = None
-            self._ordered_policy = self._ordered_pause = None
+            self._ordered_policy = self._ordered_pause = self._on_the_way = None
+            self._has_profile = False
             self._cap = PowerCapChanged()
         elif isinstance(event, ProfileWritten):
+            self._has_profile = True
             self._profiling_s += event.lost_s or 0.0
             self._profiling_j += event.lost_j or 0.0
         elif isinstance(event, PlanChosen):
@@ -247,6 +255,8 @@ class JobProgress:
     def _add_iteration(self, record: IterationRecord) -> None:
         self._last = record
         self._ended = False
+        if record.phase in STEPS_TO_A_PLAN:
+            self._on_the_way = record
         if record.clocks_asked_mhz is not None or record.energy_by_rank_j is not None or record.energy_j is None:
             self._clocks = record.clocks_asked_mhz or (), record.clocks_reached_mhz or ()
         self.total.add(record)
@@ -312,6 +322,7 @@ class JobProgress:
             cap_w=self._cap.watts,
             cap_source=self._cap.source,
             pending=self._pending(),
+            unfinished=self._unfinished(),
             plan=self._plan(),
             pipelines=self._pipeline_facts(self._measures.saving()),
             clocks_asked_mhz=self._clocks[0],
@@ -351,6 +362,16 @@ class JobProgress:
         between_s = [later - earlier for earlier, later in itertools.pairwise(ends)]
         pace_s = statistics.mean(between_s) if between_s else self._recent[-1].time_s
         return max(0.0, (total_steps - self._last.iteration) * pace_s - silent_s)
+
+    def _unfinished(self) -> str | None:
+        """Return what the job was at, and what was missing, if it ended before a plan ran or its profile was done."""
+        last, mode = self._on_the_way, self._start.mode if self._start else None
+        is_done = {"auto": self._measures.planned > 0, "profile": self._has_profile}
+        if last is None or is_done.get(mode or "", True):
+            return None
+        left_s = last.next_in_s
+        iterations = None if left_s is None else max(1, round(left_s / last.time_s))
+        return unfinished(last.phase, iterations, profiles=mode == "profile")
 
     def _pending(self) -> str | None:
         """Return the orders that no iteration has run by yet, in words."""

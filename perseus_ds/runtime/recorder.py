@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import queue
+import shlex
 import threading
 import time
 from collections import deque
@@ -117,6 +118,7 @@ class Recorder:
         """
         self._last: IterationRecord | None = None
         self._communicator = communicator
+        self._directory = directory
         self._simulated = simulated
         self._monitor = monitor if getattr(monitor, "enabled", True) else None
         self._steps_per_print = steps_per_print
@@ -132,6 +134,7 @@ class Recorder:
     def start(self, event: Started) -> None:
         """Record that the job starts, all its checks being passed, and then what happened meanwhile."""
         self._has_started = True
+        self.say(f"{event.mode} mode; {self._command('watch')} shows what this job does")
         for waiting in (event, *self._before_start):
             self.event(waiting)
         self._before_start.clear()
@@ -213,7 +216,13 @@ class Recorder:
             ended = Ended(simulated=self._simulated, **asdict(self._total), **self._log.savings())
             self.say(describe(ended))
             self.event(ended)
+            if (missing := self.facts().unfinished) is not None:
+                self.say(missing)
+            self.say(f"{self._command('report')} makes a report of this job")
         self._writer.flush()
+
+    def _command(self, name: str) -> str:
+        return f"`perseus-ds {name} {shlex.quote(str(self._directory.resolve()))}`"
 
     def facts(self) -> JobFacts:
         """Return the facts of the job, over all its starts; on rank 0, from any thread."""

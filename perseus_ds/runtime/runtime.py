@@ -146,7 +146,7 @@ class PerseusRuntime:
         self._recorder = Recorder(
             communicator, job.output_dir, simulated=gpu.simulated, monitor=monitor, steps_per_print=steps_per_print
         )
-        self._control = JobControl(config.policy, job.info.data_parallel or 1, self._status)
+        self._control = JobControl(config.policy, job.info.data_parallel or 1, self._status, timebase)
         self._control.on_order = self._recorder.event
         self._driver = ModeDriver(job, self._rank, self._recorder, self._control, on_error=self._fail)
         self._recorder.start(job.started(communicator, gpu.name))
@@ -374,14 +374,11 @@ class PerseusRuntime:
         """
         if self._supervision.is_forked:
             return  # the clock is its parent's
-        unfinished = not self._closed and self._job.config.mode == "profile" and not self.profiled
         self._closed = True
         with ExitStack() as steps:  # all of them, whatever fails; the last one first
             ends = self._supervision.close, self._recorder.close, self._driver.close
             for end in (*ends, self._rank.clocks.close, self._supervision.release):
                 steps.callback(end)
-        if unfinished and self._communicator.is_rank_0:
-            logger.warning("perseus: training ended before the profile was finished. Train for more steps.")
 
     def _check(self) -> bool:
         """Return whether clocks can be set; fall back if whatever they rely on does not work."""

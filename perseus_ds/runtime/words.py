@@ -152,6 +152,34 @@ def describe(total: Ended) -> str:
     return plain(text)
 
 
+STEPS_TO_A_PLAN: Mapping[str, str] = {
+    "warm-up": "warming up",
+    "profile": "measuring the profile",
+    "optimizing": "computing plans",
+    "default": "measuring iterations at default clocks to compare plans with",
+}
+"""The phases before the first plan in their order, and what a job does in each."""
+
+
+def unfinished(phase: str, left: int | None, *, profiles: bool) -> str:
+    """Return what a job was at when it ended too early, and what was missing.
+
+    Args:
+        phase: Of its last iteration.
+        left: About how many more iterations that phase takes; None where it is not known.
+        profiles: Whether the job only measures a profile.
+    """
+    steps = [*STEPS_TO_A_PLAN][: 2 if profiles else None]
+    following = [STEPS_TO_A_PLAN[step] for step in steps[steps.index(phase) + 1 :]] if phase in steps else []
+    text = f"training ended before {'the profile was complete' if profiles else 'a plan ran'}, while "
+    text += STEPS_TO_A_PLAN[phase]
+    text += f" (about {left} more iteration{'s' if left > 1 else ''})" if left is not None else ""
+    text += f"; then comes {', then '.join(following)}" if following else ""
+    return f"{text}. Train for more steps" + (
+        "; the next run in the same folder goes on with the clocks that were measured" if phase == "profile" else ""
+    )
+
+
 def begin(plan: int, plans: int, forecast: Forecast | None) -> str:
     """Return which plan a job begins with, of how many, and what it promises; without a forecast, nothing of that."""
     text = f"running under plan {plan} of the frontier's {plans}"

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shlex
 
 import pytest
 from virtual_job import SLOWER, LoneCommunicator, WorkerAtOnce, events, in_order, late_under_plans, train_until_compared
@@ -20,7 +21,7 @@ from perseus_ds.artifacts.run_records import (
     Predicted,
     ProfileWritten,
 )
-from perseus_ds.errors import GpuError
+from perseus_ds.errors import ConfigError, GpuError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.report.live import JobFollower
@@ -351,7 +352,7 @@ def test_the_first_and_the_last_line_about_plans_name_time_and_energy(start, cap
     job.runtime.set_policy({"name": "slowdown", "max_slowdown": 0.1})
     job.train(30)
     job.close()
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = capsys.readouterr().out.splitlines()[-2]
     takes = r"a typical one takes [\d.]+ % less energy and [\d.]+ % more time than at default clocks"
     assert re.search(f"80 under plans: {takes}", last)
     assert len(re.findall(r"plan \d+: \d+ iterations, [\d.]+ % less energy and [\d.]+ % more time", last)) == 2
@@ -597,3 +598,82 @@ def test_orders_to_a_job_that_runs_no_plans_are_answered_so(start):
     answer = job.runtime._control.carry_out(parse_order({"command": "pause"}))
     assert answer == {"done": "default clocks; but this job runs no plans now"}
     assert job.runtime._status()["phase"] == "observe"
+
+
+@pytest.mark.parametrize(
+    ("mode", "phase", "told"),
+    [
+        ("auto", "warm-up", r"before a plan ran, while warming up .*then comes measuring the profile"),
+        ("auto", "profile", r"before a plan ran, while measuring the profile \(about \d+ more iterations\)"),
+        ("auto", "optimizing", r"before a plan ran, while computing plans"),
+        ("auto", "default", r"before a plan ran, while measuring iterations at default clocks"),
+        ("profile", "warm-up", r"before the profile was complete, while warming up"),
+        ("profile", "profile", r"before the profile was complete, while measuring"),
+    ],
+)
+def test_a_job_that_ends_too_early_says_where_it_was(start, capsys, mode, phase, told):
+    job = start(mode=mode)
+    job.train_until(phase)
+    job.train(1)
+    job.close()
+    assert re.search(told, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("mode", ["auto", "profile", "observe"])
+def test_a_job_that_did_what_it_was_asked_for_is_not_called_unfinished(start, capsys, mode):
+    job = start(mode=mode)
+    job.train_until({"auto": "run"}.get(mode, "observe"))
+    job.train(2)
+    job.close()
+    assert "training ended before" not in capsys.readouterr().out
+
+
+def test_a_job_says_in_how_many_iterations_a_plan_runs(start, capsys):
+    job = start(mode="auto")
+    job.train_until("profile")
+    before = job.runtime._control.steps
+    expected = int(re.search(r"a plan runs in about (\d+) iterations", capsys.readouterr().out)[1])
+    job.train_until("run")
+    assert job.runtime._control.steps - before == pytest.approx(expected, rel=0.5)
+
+
+def test_the_measurement_of_default_clocks_is_announced_with_its_length(start, frontier, capsys):
+    job = start(mode="run", frontier=frontier)
+    job.train_until("default")
+    capsys.readouterr()
+    phases = job.train_until("run")
+    announced = re.search(r"at default clocks, to compare plans with: about (\d+) to (\d+)", capsys.readouterr().out)
+    least, most = map(int, announced.groups())
+    # Before that, some pass until the time of one is known.
+    assert least <= len(phases) <= most + 3
+
+
+def test_the_first_and_the_last_line_name_the_commands_that_show_the_job(start, capsys):
+    job = start("it's here", mode="observe")
+    job.train(2)
+    job.close()
+    lines = capsys.readouterr().out.splitlines()
+    folder = shlex.quote(str(job.folder))
+    assert f"perseus-ds watch {folder}" in lines[0]
+    assert f"perseus-ds report {folder}" in lines[-1]
+
+
+@pytest.mark.parametrize("policy", [
+    {"name": "deadline", "finish_by": "2020-01-01T00:00:00Z", "total_steps": 10},
+    {"name": "schedule", "timezone": "UTC", "windows": [{"begin": "08:00", "end": "09:00", "policy": {
+        "name": "deadline", "finish_by": "2020-01-01T00:00:00Z", "total_steps": 10}}]},
+])  # fmt: skip
+def test_a_deadline_in_the_past_is_an_error_in_a_new_job_and_in_an_order_and_not_in_a_resumed_job(
+    start, frontier, capsys, policy
+):
+    with pytest.raises(ConfigError, match=r"2020-01-01T00:00:00.* has passed"):
+        start("new", mode="run", frontier=frontier, policy=policy)
+    job = start("known", mode="run", frontier=frontier)
+    job.train(2)
+    with pytest.raises(ConfigError, match="has passed"):
+        job.runtime.set_policy(policy)
+    job.close()
+    resumed = start("known", mode="run", frontier=frontier, policy=policy)
+    assert "has passed" in capsys.readouterr().out
+    assert "run" in resumed.train(3)
+    assert resumed.close()[-1].plan == 0

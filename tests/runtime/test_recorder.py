@@ -85,7 +85,7 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ca
     assert (first.saved, first.late, first.drift) == (None, None, None)
     assert (second.default_energy_j, second.default_time_s, second.drift, second.clock_skips) == (100.0, 1.0, 0.02, 2)
     assert (end.iterations, end.energy_j, end.saved) == (3, 260.0, pytest.approx(0.2))
-    step, summary = capsys.readouterr().out.splitlines()
+    step, summary = capsys.readouterr().out.splitlines()[1:3]
     assert step == "perseus: step 2: run, 1.100 s, 80.00 J (plan 4: 1.000 s, 75.00 J), simulated GPUs"
     assert "3 iterations, 3.200 s, 260.0 J (0.07222 Wh), 12 clock changes, 4 skipped; 2 under plans" in summary
     assert "20.0 % less energy and 10.0 % more time than at default clocks, by the profile" in summary
