@@ -266,6 +266,7 @@ class SimulatedExecution(HostExecution):
     nothing is stretched.
 
     Attributes:
+        seconds_per_flop: Time of a floating-point operation at the top clock [s]; None before :meth:`calibrate`.
         input_shapes: Shapes of the inputs of the next pass, where whoever runs passes knows them.
 
     Args:
@@ -283,7 +284,7 @@ class SimulatedExecution(HostExecution):
         self._transfer_s = transfer_s
         self._tail_s = tail_s
         self._tail_done = False
-        self._seconds_per_flop: float | None = None
+        self.seconds_per_flop: float | None = None
         self.input_shapes: Hashable = None
         self._flops: dict[Hashable, int] = {}
         self._counter: FlopCounter | None = None
@@ -295,7 +296,7 @@ class SimulatedExecution(HostExecution):
 
     def calibrate(self, seconds_per_flop: float) -> None:
         """Set how long a floating-point operation takes at the top clock [s]."""
-        self._seconds_per_flop = seconds_per_flop
+        self.seconds_per_flop = seconds_per_flop
 
     def start_iteration(self) -> DeviceEvent:
         self._tail_done = False
@@ -315,8 +316,8 @@ class SimulatedExecution(HostExecution):
                 self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
                 self._flops[self._key(operation)] = self._counter.flops
                 self._counter = None
-            self._gpu.finish_work(self._flops[self._key(operation)] * (self._seconds_per_flop or 0.0))
-        elif self._seconds_per_flop is not None:
+            self._gpu.finish_work(self._flops[self._key(operation)] * (self.seconds_per_flop or 0.0))
+        elif self.seconds_per_flop is not None:
             self._stretch_rest(operation)
         return super().end(operation)
 

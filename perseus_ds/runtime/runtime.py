@@ -100,6 +100,10 @@ class PerseusRuntime:
 
     ``iteration()`` surrounds a training iteration and ``operation()`` each of its operations. Between two iterations
     of a plan the clock is its first; it is the default after 2 s, within ``paused()``, and from ``close()`` on.
+
+    Attributes:
+        job: The training job.
+        rank: This rank: its GPU, clocks, timers, and its connection to the other ranks.
     """
 
     def __init__(
@@ -131,9 +135,7 @@ class PerseusRuntime:
         """
         job = with_permission(job, gpu, communicator)
         config = job.config
-        self._job = job
-        self._communicator = communicator
-        self._timers = timers
+        self.job = job
         self._in_iteration = False
         # Ranks without a tail do not take part in its barrier.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
@@ -141,16 +143,16 @@ class PerseusRuntime:
         self._closed = self._process_ends = False
         clocks = ClockController(gpu, self._fail, self._refused, timers.use_device, timebase)
         self._fallback = Fallback(communicator.topology.rank, clocks, timebase, self._tell)
-        self._rank = Rank(communicator, gpu, clocks, timers, device, timebase)
+        self.rank = Rank(communicator, gpu, clocks, timers, device, timebase)
         self._hooks = OperationHooks(timers, clocks, communicator)
         self._recorder = Recorder(
             communicator, job.output_dir, simulated=gpu.simulated, monitor=monitor, steps_per_print=steps_per_print
         )
         self._control = JobControl(config.policy, job.info.data_parallel or 1, self._status, timebase)
         self._control.on_order = self._recorder.event
-        self._driver = ModeDriver(job, self._rank, self._recorder, self._control, on_error=self._fail)
+        self._driver = ModeDriver(job, self.rank, self._recorder, self._control, on_error=self._fail)
         self._recorder.start(job.started(communicator, gpu.name))
-        self._supervision = Supervision(job, self._rank, self._recorder, self._control, self.close)
+        self._supervision = Supervision(job, self.rank, self._recorder, self._control, self.close)
 
     @classmethod
     def start(
@@ -244,11 +246,16 @@ class PerseusRuntime:
         """Whether there is nothing left to measure."""
         return self.next.phase in ("observe", "run", "pause")
 
+    @property
+    def has_fallen_back(self) -> bool:
+        """Whether this rank runs at default clocks because something has failed."""
+        return self._fallback.is_in_force
+
     @contextmanager
     def iteration(self, samples: int = 0) -> Iterator[None]:
         """Surround one training iteration, after which the job has seen so many samples."""
         self._driver.halt()
-        clocks = self._rank.clocks
+        clocks = self.rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
         self._has_clocks = self._check()
         plan = self.next.clocks if self._has_clocks else ClockPlan.none()
@@ -256,7 +263,7 @@ class PerseusRuntime:
         aligns_tail = self.next.aligns_tail and self._has_tail
         begun = self._energy_at(self._hooks.start_iteration())  # before the clock is set, which takes a while
         self._hooks.change_plan(plan, aligns_tail=aligns_tail)
-        start_s = self._rank.timebase.now_s()
+        start_s = self.rank.timebase.now_s()
         self._in_iteration = True
         try:
             yield
@@ -266,13 +273,13 @@ class PerseusRuntime:
         finally:
             self._in_iteration = False
         # The host is done once all is launched; the device may still be at it, and nobody waits for it here.
-        finished = self._timers.finish_iteration()
+        finished = self.rank.timers.finish_iteration()
         energy = EnergyUse(begun, self._energy_at(finished.end), self._fail)
         seen = IterationMeasurement(
             finished,
             energy.used_j,
             lambda: finished.is_over() and energy.is_known(),
-            (start_s, self._rank.timebase.now_s()),
+            (start_s, self.rank.timebase.now_s()),
             self._hooks.requested.clock,
             not self._has_clocks or self._fallback.is_in_force or self._closed,
             shapes=(self._shapes.first, self._shapes.total),
@@ -296,8 +303,8 @@ class PerseusRuntime:
         if self._driver.holds_report:
             self._driver.send_report_if_known()
         if isinstance(operation, Compute):
-            if isinstance(self._timers, SimulatedExecution):
-                self._timers.input_shapes = inputs
+            if isinstance(self.rank.timers, SimulatedExecution):
+                self.rank.timers.input_shapes = inputs
             if inputs and operation.instruction.kind is Kind.FORWARD:
                 self._take_in(float((hash(inputs) & 0xFFFFFFFF) + 1))
         return OperationScope(self._hooks, operation)
@@ -313,12 +320,12 @@ class PerseusRuntime:
 
     def tail_begins(self) -> None:
         """The tail goes on in the user's hands, who may take a while: its clock is kept for 2 s."""
-        self._rank.clocks.reset_when_idle(_IDLE_S)
+        self.rank.clocks.reset_when_idle(_IDLE_S)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Surround work outside of training iterations: it runs at default clocks."""
-        self._rank.clocks.request(None)
+        self.rank.clocks.request(None)
         yield
 
     def schedule_changed(self) -> None:
@@ -333,7 +340,7 @@ class PerseusRuntime:
         Raises:
             ConfigError: It is no policy; the message names the key.
         """
-        self._control.carry_out(parse_order({"command": "policy", "policy": policy}))
+        self.carry_out({"command": "policy", "policy": policy})
 
     def set_straggler(self, pipeline: int, slowdown: float, after_iterations: int = 0) -> None:
         """Expect a pipeline to take longer: the others then run no faster than is of use; rank 0's counts.
@@ -347,6 +354,17 @@ class PerseusRuntime:
             ValueError: There is no such pipeline, or the slowdown is below 1.
         """
         self._control.set_straggler(pipeline, slowdown, after_iterations)
+
+    def carry_out(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Carry out an order as ``perseus-ds control`` sends it, such as ``{"command": "pause"}``; rank 0's counts.
+
+        Returns:
+            The answer: what was ``done``, or the ``status``, once all records up to now are written.
+
+        Raises:
+            ConfigError: It is no order; the message names the key.
+        """
+        return self._control.carry_out(parse_order(order))
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of Perseus: policy, reported stragglers, steps done, the plan in use."""
@@ -377,7 +395,7 @@ class PerseusRuntime:
         self._closed = True
         with ExitStack() as steps:  # all of them, whatever fails; the last one first
             ends = self._supervision.close, self._recorder.close, self._driver.close
-            for end in (*ends, self._rank.clocks.close, self._supervision.release):
+            for end in (*ends, self.rank.clocks.close, self._supervision.release):
                 steps.callback(end)
 
     def _check(self) -> bool:
@@ -395,11 +413,11 @@ class PerseusRuntime:
 
     def _refused(self, refusal: Refusal) -> None:
         """Record a clock that the GPU does not reach."""
-        self._recorder.own_event(ClockRefused(rank=self._communicator.topology.rank, **asdict(refusal)))
+        self._recorder.own_event(ClockRefused(rank=self.rank.communicator.topology.rank, **asdict(refusal)))
 
     def _energy_at(self, event: DeviceEvent) -> DriverCall | None:
         """Have the energy counter read when the device passes an event; None once this is closed."""
-        return None if self._closed else self._rank.clocks.call(self._rank.gpu.energy_j, event)
+        return None if self._closed else self.rank.clocks.call(self.rank.gpu.energy_j, event)
 
     def _fail(self, error: Exception) -> None:
         """Fall back to default clocks; training goes on."""

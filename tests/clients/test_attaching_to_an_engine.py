@@ -273,7 +273,7 @@ def test_a_batch_size_set_before_the_first_step_is_the_one_that_counts(make, blo
     engine.set_train_batch_size(16)
     engine.perseus.set_policy({"name": "energy_optimal"})
     train(engine, 2)
-    assert engine.perseus.runtime._job.schedule.micro_batches == 4
+    assert engine.perseus.runtime.job.schedule.micro_batches == 4
     assert engine.perseus.phase in ("warm-up", "calibrate")
     assert engine.perseus.state()["policy"] == {"name": "energy_optimal"}
 
@@ -296,7 +296,7 @@ def test_auto_begins_again_when_the_batch_size_changes(make, block):
                 trained.set_train_batch_size(16)
             losses[-1].append(trained.train_batch(data).item())
     assert losses[0] == losses[1]
-    assert engine.perseus.runtime._job.schedule.micro_batches == 4
+    assert engine.perseus.runtime.job.schedule.micro_batches == 4
     engine.perseus.close()
     phases = [record["phase"] for record in iterations(block)]
     assert phases.count("calibrate") == 2
@@ -471,5 +471,5 @@ def test_patched_steps_are_the_schedule_that_is_planned(make, block, monkeypatch
     engine = make(perseus=block)
     monkeypatch.setattr(schedule.TrainSchedule, "steps", loads_first)
     train(engine, 1)
-    (stream,) = engine.perseus.runtime._job.schedule.ranks
+    (stream,) = engine.perseus.runtime.job.schedule.ranks
     assert [type(operation).__name__ for operation in stream] == ["Load"] * 2 + ["Compute"] * 5

@@ -185,7 +185,7 @@ def train(machine: Any, setup: Setup, block: dict[str, Any]) -> Trained:
         while phases.count(wanted) < count and len(phases) < MOST_ITERATIONS:
             phases.append(engine.perseus.phase)
             losses.append(repr(engine.train_batch(data).item()))
-        changes = getattr(engine.perseus.runtime._rank.gpu, "changes", None)
+        changes = getattr(engine.perseus.runtime.rank.gpu, "changes", None)
         bits = bits_of(engine, machine, losses)
     output = Path(block["output_dir"])
     return Trained(

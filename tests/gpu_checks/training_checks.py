@@ -69,7 +69,7 @@ def kernels(machine: Any, results: Results) -> None:
         data = batches(machine, setup)
         for engine in (plain, ours) * 3:
             engine.train_batch(data)
-        communicator = ours.perseus.runtime._communicator
+        communicator = ours.perseus.runtime.rank.communicator
         results.add("kernels and copies by collectives", _count(machine, lambda: _collectives(communicator)), at_most=0)
         without = _count(machine, lambda: plain.train_batch(data))
         within = _count(machine, lambda: ours.train_batch(data))
@@ -110,9 +110,9 @@ def alarms(machine: Any, results: Results) -> None:
         while now_s() - begin_s < machine.seconds(300.0):
             engine.train_batch(data)
             iterations += 1
-            longest_s = max(longest_s, runtime._rank.clocks.failing_s)
-            hung += runtime._supervision.problem() is not None
-            failed += runtime._fallback.is_in_force
+            longest_s = max(longest_s, runtime.rank.clocks.failing_s)
+            hung += runtime.rank.clocks.problem is not None
+            failed += runtime.has_fallen_back
         results.add("time at full load", now_s() - begin_s, "s")
         results.add("iterations", iterations, at_least=1)
         results.add("longest wait for the driver seen", longest_s, "s")

@@ -402,7 +402,7 @@ def test_profile_mode_measures_while_training_goes_on_and_then_observes(start):
 
 
 def test_a_lone_communicator_is_enough_for_a_job(start):
-    assert isinstance(start(mode="observe").runtime._communicator, LoneCommunicator)
+    assert isinstance(start(mode="observe").runtime.rank.communicator, LoneCommunicator)
 
 
 SHORT = {Kind.FORWARD: 0.011, Kind.BACKWARD: 0.022, Kind.TAIL: 0.001}

@@ -29,7 +29,7 @@ def train_until(job, condition, most=200):
 
 def runs_plans(job):
     """Whether the next iteration of all ranks is under a plan."""
-    return all(r.next.plan is not None and not r._fallback.is_in_force for r in job.runtimes)
+    return all(r.next.plan is not None and not r.has_fallen_back for r in job.runtimes)
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def test_after_a_fault_of_one_driver_under_a_plan_all_ranks_are_under_it_again(j
     gpu = job.gpus[1]
     gpu.begin(fault)
     job.train(20)
-    assert job.runtimes[1]._fallback.is_in_force
+    assert job.runtimes[1].has_fallen_back
     assert gpu.is_at_default_clock or fault in ("no permission", "driver hangs")
-    assert not job.runtimes[0]._fallback.is_in_force
+    assert not job.runtimes[0].has_fallen_back
     gpu.end()
     train_until(job, lambda: runs_plans(job))
     job.train(20)  # more than ten seconds
@@ -90,4 +90,4 @@ def test_a_mistake_is_final(job):
     train_until(job, lambda: runs_plans(job))
     job.runtimes[1]._fail(ZeroDivisionError("division by zero"))
     job.train(20)
-    assert job.runtimes[1]._fallback.is_in_force
+    assert job.runtimes[1].has_fallen_back

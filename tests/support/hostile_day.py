@@ -153,7 +153,7 @@ class HostileDay:
 
     def _is_under_a_plan(self):
         return all(r.next.phase == "run" and r.next.plan is not None for r in self.job.runtimes) and not any(
-            r._fallback.is_in_force for r in self.job.runtimes
+            r.has_fallen_back for r in self.job.runtimes
         )
 
     def _end_with_a_fault_that_stays(self):
@@ -161,7 +161,7 @@ class HostileDay:
         rank = self._random.randrange(len(STAGES_S))
         job.gpus[rank].begin(cause)
         self._train_for(120.0)
-        if not (job.runtimes[rank]._fallback.is_in_force and job.gpus[rank].is_at_default_clock):
+        if not (job.runtimes[rank].has_fallen_back and job.gpus[rank].is_at_default_clock):
             self.outcomes[cause].broken.append("a fault that stays leaves another clock than the default")
         job.close()
         if not all(gpu.is_at_default_clock for gpu in job.gpus):

@@ -254,8 +254,8 @@ class SlowPipeline:
     def update(self) -> None:
         if self.affected and self.file.exists() != self.is_slow:
             self.is_slow = not self.is_slow
-            timers = self.engine.perseus.runtime._timers
-            timers.calibrate(timers._seconds_per_flop * (self.factor if self.is_slow else 1 / self.factor))
+            timers = self.engine.perseus.runtime.rank.timers
+            timers.calibrate(timers.seconds_per_flop * (self.factor if self.is_slow else 1 / self.factor))
 
 
 def end(how: str, rank: int) -> None:

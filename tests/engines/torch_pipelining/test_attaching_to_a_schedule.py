@@ -109,7 +109,7 @@ def test_the_loss_belongs_to_the_forward_of_the_last_stage_and_the_tail_lasts_un
 
     def loss(output, target):
         runtime = schedule.perseus.runtime
-        ended.append(len(runtime._timers._marks))
+        ended.append(len(runtime.rank.timers.finish_iteration().spans()))
         return nn.functional.mse_loss(output, target)
 
     schedule = make(loss_fn=loss)
@@ -117,9 +117,9 @@ def test_the_loss_belongs_to_the_forward_of_the_last_stage_and_the_tail_lasts_un
     train(schedule)
     ended.clear()
     train(schedule)
-    timers = schedule.perseus.runtime._timers
+    timers = schedule.perseus.runtime.rank.timers
     assert ended == [0, 1]  # passes, when the loss of either micro-batch was computed
-    assert [str(operation) for operation, *_ in timers._marks] == [
+    assert [str(span.operation) for span in timers.finish_iteration().spans()] == [
         "forward of micro-batch 0 on stage 0",
         "forward of micro-batch 1 on stage 0",
         "backward of micro-batch 0 on stage 0",
@@ -127,7 +127,7 @@ def test_the_loss_belongs_to_the_forward_of_the_last_stage_and_the_tail_lasts_un
         "perform_reduce_grad 0 on stage 0",
     ]
     perseus_ds.detach(schedule)
-    assert str(timers._marks[-1][0]) == "tail of stage 0"
+    assert str(timers.finish_iteration().spans()[-1].operation) == "tail of stage 0"
 
 
 def test_eval_is_no_iteration_and_runs_at_default_clocks(make, block, monkeypatch):
