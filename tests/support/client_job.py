@@ -31,7 +31,7 @@ from perseus_ds import launch
 
 MODES = ("observe", "profile", "auto", "run", "plain")
 STEPS = 4
-MOST_STEPS = 400
+MOST_STEPS = 100_000
 calls: Counter[str] = Counter()
 """How often each patch of the client was called, by its name."""
 

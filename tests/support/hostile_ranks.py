@@ -69,14 +69,14 @@ class HostileRanks:
         self._has_checkpoint = False
 
     def run(self, minutes):
-        """Train for so long, faults after faults; return what was broken."""
+        """Train for so long, and until each fault has come once; return what was broken."""
         causes: list[str] = []
         with ThreadPoolExecutor() as pool:
             self._pool = pool
             self._start()
             end_s = time.monotonic() + 60.0 * minutes
             try:
-                while time.monotonic() < end_s:
+                while time.monotonic() < end_s or not all(outcome.times for outcome in self.outcomes.values()):
                     # Each cause once before any comes again, so that a short trial sees most of them.
                     causes = causes or self._random.sample(list(self.outcomes), len(self.outcomes))
                     self._let_happen(causes.pop())
