@@ -86,16 +86,20 @@ def _attach_to_engines(engine_module: Any) -> None:
 
 
 def _attach_to_megatron(schedules: Any) -> None:
-    """Attach to Megatron-Core when a script first asks for the function that trains, if ``PERSEUS`` is set."""
+    """Attach to Megatron-Core when a script first asks for the function that trains, if ``PERSEUS`` is set.
+
+    Old code with a copy of Megatron-Core in it that has no version, such as Megatron-DeepSpeed, trains by DeepSpeed.
+    """
     get_function = schedules.get_forward_backward_func
 
     def attach_and_get_function(*args: Any, **kwargs: Any) -> Any:
         if schedules.get_forward_backward_func is attach_and_get_function:
             schedules.get_forward_backward_func = get_function
-            if os.environ.get("PERSEUS", "").strip():
+            core = sys.modules["megatron.core"]
+            if os.environ.get("PERSEUS", "").strip() and hasattr(core, "__version__"):
                 from perseus_ds.engines.megatron.engine import attach
 
-                attach(sys.modules["megatron.core"])
+                attach(core)
         return get_function(*args, **kwargs)
 
     attach_and_get_function.__wrapped__ = get_function  # type: ignore[attr-defined]

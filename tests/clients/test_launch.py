@@ -233,3 +233,21 @@ def test_both_launchers_start_it(tmp_path, launcher):
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     by_launcher = [None, None] if launcher[0] == "-m" else [0, 1]
     assert ranks == [[0.5, local_rank, "__main__"] for local_rank in by_launcher]
+
+
+def test_a_copy_of_megatron_core_without_a_version_is_left_alone(tmp_path):
+    package = tmp_path / "megatron" / "core" / "pipeline_parallel"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    write(package, "schedules.py", "def get_forward_backward_func(): return 'theirs'")
+    script = write(
+        tmp_path,
+        "train.py",
+        """
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+        print(get_forward_backward_func(), get_forward_backward_func())
+        """,
+    )
+    finished = run([*LAUNCH, str(script)], tmp_path, PERSEUS="{}")
+    assert finished.stdout.strip() == "theirs theirs", finished.stderr[-3000:]
