@@ -116,7 +116,7 @@ def _outcome(times: Numbers, errors: Numbers, powers: Numbers, power_errors: Num
         for job, *figures in zip(going_on, time, time_error, power, energy_error, strict=True):
             ours, ours_error, draws, used_error = map(float, figures)
             comparison = PlanComparison.of_logarithms(ours, ours_error, draws, used_error)
-            verdict = Verdict.of(comparison, sure, caps_power=False, is_last=pairs == ANALYSES[-1])
+            verdict = Verdict.of(comparison, sure, is_last=pairs == ANALYSES[-1])
             if verdict is None:
                 unclear.append(job)
                 continue

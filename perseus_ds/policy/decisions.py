@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from datetime import datetime
+from dataclasses import replace
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.policy.cheapest import by_hours
@@ -16,8 +15,7 @@ from perseus_ds.policy.policies import (
     SlowdownPolicy,
     in_force,
 )
-from perseus_ds.policy.signals import Signal
-from perseus_ds.policy.situation import MARGIN, Decision, Situation
+from perseus_ds.policy.situation import MARGIN, Decision, PowerCap, Situation
 
 
 def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> Decision:
@@ -71,29 +69,42 @@ def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situatio
 
 
 def _under_cap(policy: PowerCapPolicy, frontier: Frontier, situation: Situation) -> Decision:
+    """Return the fastest plan under the cap.
+
+    What is measured is noisy, and plans differ from the profile in different ways, so a plan must not follow each
+    change of the power measured: a slower one is taken once the power exceeds the cap, and a faster one only where it
+    would stay below it by the headroom, which doubles each time that this was wrong.
+    """
     last = len(frontier.plans) - 1
-    cap_w = cap_in_force_w(policy, situation.signals, situation.now)
-    if cap_w is None:
+    watts = policy.watts
+    if policy.signal is not None:
+        signal = situation.signals.get(policy.signal)
+        watts = None if signal is None else signal.held_at(situation.now.timestamp())
+    if watts is None:
         return Decision(last, f"the power cap cannot be read from {policy.signal}. Running the plan that draws least")
     scale = situation.gpus_per_rank * situation.power_ratio
     powers_w = [scale * plan.energy_j / plan.time_s for plan in frontier.plans]
-    if powers_w[last] <= cap_w:
-        fastest = next(n for n, power_w in enumerate(powers_w) if power_w <= cap_w)
-        safe = next((n for n, power_w in enumerate(powers_w) if power_w <= cap_w * (1 - MARGIN)), last)
-        return Decision(_clamp(fastest if situation.running is None else situation.running, fastest, safe))
-    return Decision(
-        last,
-        f"a power cap of {cap_w:.0f} W cannot be kept: the plan that draws least takes {powers_w[-1]:.0f} W. "
-        "Running it",
+
+    def fastest_below(cap_w: float) -> int:
+        return next((n for n, power_w in enumerate(powers_w) if power_w <= cap_w), last)
+
+    cap, running = situation.cap, situation.running
+    if cap is None or cap.watts != watts or running is None:
+        cap, plan = PowerCap(watts), fastest_below(watts * (1 - MARGIN))
+    elif powers_w[running] > watts:
+        headroom = 2 * cap.headroom if cap.raised else cap.headroom
+        cap, plan = PowerCap(watts, headroom), max(running, fastest_below(watts * (1 - MARGIN)))
+    elif (faster := fastest_below(watts * (1 - cap.headroom))) < running:
+        cap, plan = replace(cap, raised=True), faster
+    else:
+        plan = running
+    problem = (
+        f"a power cap of {watts:.0f} W cannot be kept: the plan that draws least takes {powers_w[last]:.0f} W. "
+        "Running it"
+        if powers_w[last] > watts
+        else ""
     )
-
-
-def cap_in_force_w(policy: PowerCapPolicy, signals: Mapping[str, Signal], now: datetime) -> float | None:
-    """Return the power cap of a policy at some time [W]; None where it cannot be read from its file."""
-    if policy.signal is None:
-        return policy.watts
-    signal = signals.get(policy.signal)
-    return None if signal is None else signal.held_at(now.timestamp())
+    return Decision(plan, problem, cap=cap)
 
 
 def _clamp(running: int, low: int, high: int) -> int:

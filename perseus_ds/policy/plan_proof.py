@@ -320,24 +320,14 @@ class PlanComparison:
         """Whether it is certain that it is kept."""
         return self.slowdown + sure * self.slowdown_error <= self.promised_slowdown + TOLERANCE
 
-    def draws(self, sure: float) -> int:
-        """Return -1 or 1 where it is certain that mean power is lower or higher than at default clocks, else 0."""
-        ratio = (1 - self.saved) / (1 + self.slowdown)
-        return _sign(ratio - 1, sure * math.hypot(self.saved_error, self.slowdown_error))
-
     def uses(self, sure: float) -> int:
         """Return -1 or 1 where it is certain that iterations use less or more energy than at default clocks, else 0."""
         return _sign(-self.saved, sure * self.saved_error)
 
-    def is_in_doubt(self, *, caps_power: bool) -> bool:
-        """Whether iterations long after a comparison call for another one: the plan no longer keeps its promise.
-
-        Args:
-            caps_power: Whether the policy limits power.
-        """
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether iterations long after a comparison call for another one: the plan no longer keeps its promise."""
         is_faster = self.slowdown < self.promised_slowdown - _FASTER - _SURE * self.slowdown_error
-        if caps_power:
-            return is_faster or self.draws(_SURE) > 0
         return is_faster or self.is_late(_SURE) or self.uses(_SURE) > 0
 
 
@@ -362,21 +352,14 @@ class Verdict:
     reason: str
 
     @classmethod
-    def of(cls, comparison: PlanComparison, sure: float, *, caps_power: bool, is_last: bool) -> Verdict | None:
+    def of(cls, comparison: PlanComparison, sure: float, *, is_last: bool) -> Verdict | None:
         """Decide by an interim analysis; None to go on.
 
         Args:
             comparison: Of the blocks so far.
             sure: How many standard errors are certain.
-            caps_power: Whether the policy limits power: a plan that draws less is kept, however long it takes.
             is_last: Whether no more blocks follow.
         """
-        if caps_power:
-            draws = comparison.draws(sure)
-            if not draws and not is_last:
-                return None
-            reason = {-1: "it draws less power", 0: "it is not known to draw less power", 1: "it draws more power"}
-            return cls(comparison, draws < 0, is_late=False, reason=reason[draws])
         uses = comparison.uses(sure)
         if comparison.is_late(sure):
             return cls(comparison, kept=False, is_late=True, reason="it takes longer than promised")

@@ -26,7 +26,7 @@ class Decision:
         plan: What the policy asks for, as a place on the frontier.
         paused: Whether to run at default clocks.
         halts: Whether all ranks wait before that iteration.
-        caps_power: Whether the policy in force limits power, so that plans are judged by it.
+        capped: Whether default clocks would draw more than the power cap in force: then all iterations run under plans.
         assignment: Another number whenever the plan of any pipeline is another.
         promised_slowdown: Of the whole job, as the profile has it.
     """
@@ -34,7 +34,7 @@ class Decision:
     plan: int = 0
     paused: bool = False
     halts: bool = False
-    caps_power: bool = False
+    capped: bool = False
     assignment: int = 0
     promised_slowdown: float = 0.0
 

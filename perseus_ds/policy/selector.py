@@ -21,7 +21,7 @@ from typing import Any
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.run_records import Event, Halted, PlanChosen, PolicyChanged, PowerCapChanged, TimetableMade
-from perseus_ds.policy.decisions import cap_in_force_w, decide, stretched_plan
+from perseus_ds.policy.decisions import decide, stretched_plan
 from perseus_ds.policy.hourly_programme import Timetable
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import (
@@ -34,7 +34,7 @@ from perseus_ds.policy.policies import (
 )
 from perseus_ds.policy.reports import JobReport, RankReports
 from perseus_ds.policy.signals import Signal
-from perseus_ds.policy.situation import Decision, RunStatistics, Situation
+from perseus_ds.policy.situation import MARGIN, Decision, PowerCap, RunStatistics, Situation
 from perseus_ds.policy.stragglers import StragglerWatch, straggler_of, with_reported
 from perseus_ds.ranks import Communicator
 from perseus_ds.timebase import Timebase
@@ -71,7 +71,7 @@ class Assignment:
         plan: The plan that the policy asks for, as a place on the frontier.
         paused: Whether to run at default clocks.
         halts: Whether training stands still before the iteration.
-        caps_power: Whether the policy limits power, so that plans are judged by it.
+        capped: Whether default clocks would draw more than the power cap in force: then all iterations run under plans.
         promised_slowdown: Of the whole job against default clocks, by the profile.
         stretch_factor: How many times as long as the policy's plan the plan of this rank's pipeline may take.
         stretch_factors: The same of every pipeline, on rank 0; empty elsewhere.
@@ -82,7 +82,7 @@ class Assignment:
     plan: int
     paused: bool = False
     halts: bool = False
-    caps_power: bool = False
+    capped: bool = False
     promised_slowdown: float = 0.0
     stretch_factor: float = 1.0
     stretch_factors: tuple[float, ...] = ()
@@ -107,7 +107,7 @@ class Assignment:
             stretch_factors: Of every pipeline.
             lateness: How much longer than promised plans take in this job, as a fraction: plans are faster by that, to
                 keep what the policy's plan promises.
-            decided: Whether it is ``paused``, ``halts`` and ``caps_power``.
+            decided: Whether it is ``paused``, ``halts`` and ``capped``.
         """
 
         def with_factors(factors: tuple[float, ...]) -> Assignment:
@@ -133,7 +133,7 @@ class Assignment:
             plan=report.plan,
             paused=report.paused,
             halts=report.halts,
-            caps_power=report.caps_power,
+            capped=report.capped,
             promised_slowdown=report.promised_slowdown,
             stretch_factor=report.stretch_factor,
             stretch_factors=decided.stretch_factors,
@@ -147,7 +147,7 @@ class Assignment:
             "plan": self.plan,
             "paused": self.paused,
             "halts": self.halts,
-            "caps_power": self.caps_power,
+            "capped": self.capped,
             "promised_slowdown": self.promised_slowdown,
         }
 
@@ -193,6 +193,7 @@ class PlanSelector:
         in_force: What the next iteration runs by.
         decided: On rank 0, its last decision; elsewhere what was in force at the beginning.
         statistics: Measured over predicted time and power of the last iterations.
+        default_power_w: Of all GPUs at default clocks, as measured in this job; None where it is not known [W].
     """
 
     def __init__(
@@ -225,7 +226,9 @@ class PlanSelector:
         self._idle_power_w = frontier.provenance.blocking_power_w * communicator.world_size
         self._stragglers = StragglerWatch(int(communicator.pipeline_of_rank.max(initial=-1)) + 1)
         self.statistics = RunStatistics()
+        self.default_power_w: float | None = None
         self._running: int | None = None
+        self._asked: int | None = None
         self._lateness = 0.0
         self._numbers = 0
         self._ordered: PolicyConfig = control.policy
@@ -233,7 +236,7 @@ class PlanSelector:
         self._policy = in_force(control.policy, timebase.date())
         self._timetable: Timetable | None = None
         self._problem = ""
-        self._cap_w: float | None = None
+        self._cap: PowerCap | None = None
         self._ended_s = math.nan
         control.problem_of = self.problem_of
         self.in_force = self.decided = self._begin()
@@ -252,7 +255,8 @@ class PlanSelector:
         def decide_first() -> Assignment:
             if plan is None:
                 return self._numbered(self._choose(iterations_ahead=0))
-            return self._numbered(self._assign(plan, paused=self._control.paused))
+            capped = self.would_be_capped()
+            return self._numbered(self._assign(plan, paused=self._control.paused, capped=capped))
 
         decided = self._communicator.computed_on_rank_0(decide_first)
         self._running = decided.plan
@@ -328,10 +332,11 @@ class PlanSelector:
             self._ordered, self._window, self._problem, self._lateness = control.policy, None, "", 0.0
             self._record(PolicyChanged(policy=control.policy.model_dump(mode="json")))
         if isinstance(control.policy, SchedulePolicy) and policy != self._window:
-            self._window, self._problem = policy, ""
+            self._window, self._problem, self._lateness = policy, "", 0.0
             self._record(PolicyChanged(policy=policy.model_dump(mode="json"), by_schedule=True))
-        self._record_cap(policy)
         decision = self._decide(policy, iterations_ahead)
+        self._asked = decision.plan
+        self._record_cap(policy, decision.cap)
         # Before the first colon a problem has no figures that change at every iteration.
         if decision.problem and decision.problem.partition(":")[0] != self._problem.partition(":")[0]:
             self._problem = decision.problem
@@ -341,18 +346,30 @@ class PlanSelector:
             self._timetable = decision.timetable
             self._record_timetable(decision.timetable)
         return self._assign(
-            decision.plan, paused=control.paused or decision.failed, halts=decision.halts and not control.paused
+            decision.plan,
+            paused=control.paused or decision.failed,
+            halts=decision.halts and not control.paused,
+            capped=self._is_capped(decision),
         )
 
-    def _record_cap(self, policy: PolicyConfig) -> None:
+    def _record_cap(self, policy: PolicyConfig, cap: PowerCap | None) -> None:
         """Record the power cap in force where it is another than before."""
-        cap_w, source = None, ""
-        if isinstance(policy, PowerCapPolicy):
-            signals = self._control.signals.signals if self._control.signals is not None else {}
-            cap_w, source = cap_in_force_w(policy, signals, self._timebase.date()), policy.signal or "the policy"
-        if cap_w != self._cap_w:
-            self._cap_w = cap_w
-            self._record(PowerCapChanged(watts=cap_w, source=source))
+        if (cap and cap.watts) != (self._cap and self._cap.watts):
+            source = policy.signal or "the policy" if isinstance(policy, PowerCapPolicy) else ""
+            self._record(PowerCapChanged(watts=cap and cap.watts, source=source))
+        self._cap = cap
+
+    def _is_capped(self, decision: Decision) -> bool:
+        """Whether default clocks would draw more than the power cap in force."""
+        if decision.cap is None:
+            return False
+        baseline = self._frontier.baseline
+        by_profile_w = self.statistics.power_ratio * baseline.energy_j / baseline.time_s * self._gpus_per_rank
+        return (self.default_power_w or by_profile_w) > decision.cap.watts * (1 - MARGIN)
+
+    def would_be_capped(self) -> bool:
+        """Whether default clocks would draw more than the cap of the policy that is asked for now; on rank 0."""
+        return self._is_capped(self._decide(self._control.policy))
 
     def _decide(self, policy: PolicyConfig, iterations_ahead: int = 1) -> Decision:
         signals = self._control.signals
@@ -363,11 +380,12 @@ class PlanSelector:
             power_ratio=self.statistics.power_ratio,
             stopped_s=self.statistics.stopped_s,
             gpus_per_rank=self._gpus_per_rank,
-            running=self._running,
+            running=self._asked,
             iterations_ahead=iterations_ahead,
             idle_power_w=self._idle_power_w,
             signals=signals.signals if signals is not None else {},
             timetable=self._timetable,
+            cap=self._cap,
         )
         try:
             return decide(policy, self._frontier, situation)
@@ -376,8 +394,7 @@ class PlanSelector:
 
     def _assign(self, plan: int, **decided: bool) -> Assignment:
         factors = with_reported(self._stragglers.stretch_factors, self._control.straggler())
-        caps_power = isinstance(self._policy, PowerCapPolicy)
-        return Assignment.of(self._frontier, plan, factors, lateness=self._lateness, caps_power=caps_power, **decided)
+        return Assignment.of(self._frontier, plan, factors, lateness=self._lateness, **decided)
 
     def hurry(self, late: float) -> bool:
         """Run faster plans from a later iteration on, since they take longer than promised; on rank 0.
@@ -519,5 +536,5 @@ class PlanSelector:
             return None
         if len(factors) == len(self._stragglers.stretch_factors):
             self._stragglers.stretch_factors = factors
-        self._running = plan
+        self._running = self._asked = plan
         return plan

@@ -16,7 +16,23 @@ from perseus_ds.policy.signals import Signal
 # Times and powers are known this well; of what there is to use up, this much is left.
 MARGIN = 0.005
 _REMEMBERED = 10
+_LEAST_POWERS = 4
 _LARGEST = 1e18
+
+
+@dataclass(frozen=True)
+class PowerCap:
+    """A power cap in force, and how near to it a faster plan may come.
+
+    Attributes:
+        watts: Of all GPUs of the job.
+        headroom: A faster plan is taken only if it would draw less than the cap by this fraction of it.
+        raised: Whether a faster plan was taken after a slower one.
+    """
+
+    watts: float
+    headroom: float = 0.02
+    raised: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,7 @@ class Situation:
         idle_power_w: What all GPUs of the job draw while they wait [W].
         signals: Last good values of the signals, by file.
         timetable: What a cheapest policy has decided before.
+        cap: The power cap by which the plan that runs was chosen.
     """
 
     step: int
@@ -48,6 +65,7 @@ class Situation:
     idle_power_w: float = 0.0
     signals: Mapping[str, Signal] = field(default_factory=dict)
     timetable: Timetable | None = None
+    cap: PowerCap | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,7 @@ class Decision:
         failed: Whether nothing could be decided; then the job runs at default clocks.
         halts: Whether training stands still before it.
         timetable: What a cheapest policy has decided for the time until the job ends.
+        cap: The power cap in force; None for none, or where it cannot be read.
     """
 
     plan: int
@@ -67,6 +86,7 @@ class Decision:
     failed: bool = False
     halts: bool = False
     timetable: Timetable | None = None
+    cap: PowerCap | None = None
 
 
 class RunStatistics:
@@ -104,9 +124,9 @@ class RunStatistics:
 
     @property
     def power_ratio(self) -> float:
-        """Power, 1 where it is not known; of sums, since counters are refreshed more rarely than iterations end."""
+        """Power, 1 where few are known; of sums, since counters are refreshed more rarely than iterations end."""
         powers = [*self._powers]
-        if not powers:
+        if len(powers) < _LEAST_POWERS:
             return 1.0
         return sum(measured_w for measured_w, _ in powers) / sum(promised_w for _, promised_w in powers)
 

@@ -71,12 +71,15 @@ class DefaultIterations:
             self.sample.add_reports(seen.reports)
 
 
-def measure_default(default: DefaultIterations, say: Callable[[str], None]) -> Phase[None]:
+def measure_default(
+    default: DefaultIterations, say: Callable[[str], None], stops: Callable[[], bool] = lambda: False
+) -> Phase[None]:
     """Run iterations at default clocks until time and energy are known well enough to compare plans with.
 
     Args:
         default: The iterations are added to it.
         say: Prints how many they are about to be, as soon as the time of one is known.
+        stops: Whether to stop before that; rank 0's answer counts.
     """
     is_announced = False
 
@@ -88,9 +91,14 @@ def measure_default(default: DefaultIterations, say: Callable[[str], None]) -> P
             say("measuring iterations at default clocks, to compare plans with: about {} to {}".format(*left))
         return NextPhase("run", default.remaining_s)
 
-    return run_at_default_clocks(
-        "default", default, goes_on=lambda _: not default.sample.is_enough, next_phase=next_phase
-    )
+    def goes_on(seen: IterationMeasurement | None) -> bool:
+        return not (default.sample.is_enough or _is_stopped(seen))
+
+    return run_at_default_clocks("default", default, goes_on=goes_on, next_phase=next_phase, vote=stops)
+
+
+def _is_stopped(seen: IterationMeasurement | None) -> bool:
+    return seen is not None and seen.reports is not None and seen.reports.rank_0_votes
 
 
 def run_at_default_clocks(
@@ -155,10 +163,13 @@ class BackOff:
         return self._last
 
 
-def back_off_for(iterations: int, following: str) -> Phase[None]:
-    """Train at default clocks for so many iterations, before another phase."""
+def back_off_for(iterations: int, following: str, stops: Callable[[], bool]) -> Phase[None]:
+    """Train at default clocks for so many iterations, before another phase; or until rank 0's ``stops`` says so."""
     for _ in range(iterations):
-        yield from one_iteration(NextIteration("observe", next_phase=NextPhase(following)))
+        wanted = NextIteration("observe", next_phase=NextPhase(following), reported={"vote": stops()})
+        seen = yield from one_iteration(wanted)
+        if _is_stopped(seen):
+            return
 
 
 def after_a_fault(start: Callable[[], Phase[None]], iterations: int) -> Phase[None]:

@@ -10,7 +10,7 @@ from typing import Any
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.policy.plan_proof import Verdict
+from perseus_ds.policy.plan_proof import IterationSample, Verdict
 from perseus_ds.policy.switch_cost import SwitchCost
 from perseus_ds.runtime.default_clocks import (
     BackOff,
@@ -86,11 +86,10 @@ def _run(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase
     turns = 0
     while True:
         default = DefaultIterations(counter_period_s(rank))
-        yield from measure_default(default, recorder.say)
-        if not compared:
+        yield from _measure_again(recorder, runner, default)
+        if not compared and default.sample.is_enough:
             compare_prediction(job, rank, recorder, frontier, default)
             compared = True
-        runner.compare_with(default.sample)
         result = yield from _while_kept(recorder, runner, profiles_again=False)
         if isinstance(result, Verdict):
             turns += 1
@@ -172,7 +171,8 @@ def _profile_and_run(
             profiles += 1
         else:
             default = DefaultIterations(counter_period_s(rank))
-        yield from measure_default(default, recorder.say)
+        measuring = _measure_again(recorder, runner, default) if runner else measure_default(default, recorder.say)
+        yield from measuring
         if default.sample.mixes_shapes:
             return None
         if runner is None:
@@ -182,8 +182,6 @@ def _profile_and_run(
             runner = PlanRunner(
                 job, rank, recorder, control, frontier=frontier, comparisons=comparisons, default=default.sample
             )
-        else:
-            runner.compare_with(default.sample)
         may_profile = profiles < _MOST_PROFILES + (control.own_steps - begun) // _PROFILED_AGAIN_EVERY
         result = yield from _while_kept(
             recorder,
@@ -199,7 +197,7 @@ def _profile_and_run(
                 continue
             if _has_faster_plan(recorder, runner, result, turns):
                 continue
-            is_stale = _is_stale(job, rank, frontier, default)
+            is_stale = _is_stale(job, rank, frontier, runner.default)
             iterations = back_off.next(control.steps) if profiles or not is_stale else 0
             yield from _back_off(recorder, runner, result, iterations)
             turns = 0
@@ -207,13 +205,21 @@ def _profile_and_run(
         if result is Outcome.PROFILE_OUTDATED:
             control.progress = runner.progress_for_other_plans()
             if runner.drifts_by_shape:
-                return next(iter(default.sample.shapes)) if len(default.sample.shapes) == 1 else None
+                return next(iter(runner.default.shapes)) if len(runner.default.shapes) == 1 else None
             frontier = runner = None
 
 
-def _is_stale(job: Job, rank: Rank, frontier: Frontier, default: DefaultIterations) -> bool:
+def _measure_again(recorder: Recorder, runner: PlanRunner, default: DefaultIterations) -> Phase[None]:
+    """Measure default clocks for the plans to be compared with, unless they would draw more than a power cap."""
+    while not (default.sample.is_enough or runner.becomes_capped()):
+        yield from measure_default(default, recorder.say, runner.would_be_capped)
+    if default.sample.is_enough:
+        runner.compare_with(default.sample)
+
+
+def _is_stale(job: Job, rank: Rank, frontier: Frontier, default: IterationSample) -> bool:
     """Return whether the profile of a dropped plan no longer holds; later runs do not begin with it then."""
-    if is_predicted(rank, frontier, default.sample):
+    if is_predicted(rank, frontier, default):
         return False
     forget_for_later_runs(job, rank)
     return True
@@ -223,6 +229,8 @@ def _while_kept(
     recorder: Recorder, runner: PlanRunner, *, profiles_again: bool, when_kept: Callable[[], None] = lambda: None
 ) -> Phase[Verdict | Outcome]:
     """Train under the policy's plan for as long as it keeps its promise; default clocks have just been measured.
+
+    Where they would draw more than a power cap, nothing is compared, until the cap has ended.
 
     Args:
         recorder: Of the job.
@@ -235,7 +243,13 @@ def _while_kept(
     """
     again_in = _COMPARED_AGAIN_AFTER
     while True:
+        if runner.becomes_capped():
+            when_kept()
+            outcome = yield from runner.run_under_cap(profiles_again=profiles_again)
+            return outcome or Outcome.DEFAULT_OUTDATED
         verdict = yield from runner.compare(profiles_again=profiles_again)
+        if verdict is None:
+            continue
         if isinstance(verdict, Outcome) or not verdict.kept:
             return verdict
         recorder.plan_compared(runner.plan_number, verdict, f"compared again in {again_in} iterations")
@@ -250,7 +264,7 @@ def _has_other_switch_cost(
     recorder: Recorder, rank: Rank, runner: PlanRunner, verdict: Verdict, *, switch_cost: SwitchCost
 ) -> bool:
     """Learn from a dropped plan how much a change of clock delays this job; return whether to plan for that."""
-    plan, default_s = runner.plan, runner.default_s
+    plan, default_s = runner.plan, runner.default.time_s
 
     def learn() -> float | None:
         has_changed = plan is not None and switch_cost.learn(plan, verdict.comparison, default_s)
@@ -277,7 +291,7 @@ def _back_off(recorder: Recorder, runner: PlanRunner, verdict: Verdict, iteratio
     then = f"tried again in {iterations} iterations" if iterations else "profiling again"
     recorder.plan_compared(runner.plan_number, verdict, f"training goes on at default clocks, {then}")
     runner.do_not_hurry()
-    yield from back_off_for(iterations, "default")
+    yield from back_off_for(iterations, "default", runner.would_be_capped)
 
 
 def _check_clocks(job: Job, rank: Rank, recorder: Recorder) -> None:

@@ -110,6 +110,8 @@ class PlanRunner:
         self._selector = PlanSelector(
             rank.communicator, frontier, control, timebase=rank.timebase, record=recorder.event, say=recorder.say
         )
+        if default is not None:
+            self._selector.default_power_w = default.power_w
         self._planned = self._under_assignment()
         self.wanted = self._with_report()
         recorder.say(begin(self._selector.in_force.plan, len(frontier.plans), self._planned.forecast))
@@ -125,10 +127,10 @@ class PlanRunner:
         return self.wanted.plan
 
     @property
-    def default_s(self) -> float:
-        """Iteration time at default clocks, as measured in this job last [s]."""
+    def default(self) -> IterationSample:
+        """Iterations at default clocks, as measured in this job last."""
         assert self._default is not None, "default clocks are measured first"
-        return self._default.time_s
+        return self._default
 
     def progress_for_other_plans(self) -> dict[str, Any]:
         """Return what stays true of the job when it drops these plans for those of another profile."""
@@ -136,8 +138,12 @@ class PlanRunner:
 
     def compare_with(self, default: IterationSample) -> None:
         """Compare iterations from now on with others at default clocks, which have just been measured."""
-        self._default, self._is_fresh = default, True
+        self._is_fresh = True
         self._ran, self._incomparable = _Ran(), 0
+        self._set_default(default)
+
+    def _set_default(self, default: IterationSample) -> None:
+        self._default, self._selector.default_power_w = default, default.power_w
         self._planned = self._under_assignment()
         self.wanted = self._with_report()
 
@@ -156,22 +162,54 @@ class PlanRunner:
             if seen.reports is not None:
                 iterations, time_s = iterations + 1, time_s + seen.reports.time_s
 
-    def compare(self, *, profiles_again: bool) -> Phase[Verdict | Outcome]:
+    @property
+    def is_capped(self) -> bool:
+        """Whether default clocks would draw more than the power cap in force: then all iterations run under plans."""
+        return self._selector.in_force.capped
+
+    def would_be_capped(self) -> bool:
+        """Whether they would draw more than the cap that is asked for now; only rank 0 knows."""
+        return self._is_first and self._selector.would_be_capped()
+
+    def becomes_capped(self) -> bool:
+        """Bring a cap that default clocks would exceed into force at once, if there is one; the same on all ranks."""
+        if not self._communicator.computed_on_rank_0(self.would_be_capped):
+            return False
+        if self._selector.resume():
+            self._planned = self._under_assignment()
+            self.wanted = self._with_report()
+        return self.is_capped
+
+    def run_under_cap(self, *, profiles_again: bool) -> Phase[Outcome | None]:
+        """Train under plans for as long as default clocks would draw more than the power cap: nothing is compared.
+
+        Args:
+            profiles_again: Whether to return where instructions take longer or shorter than profiled.
+        """
+        self._is_fresh = False
+        while self.is_capped:
+            seen = yield from self._one_iteration()
+            if self._has_drifted(seen, profiles_again=profiles_again) and profiles_again:
+                return Outcome.PROFILE_OUTDATED
+            self._advance(seen)
+        return None
+
+    def compare(self, *, profiles_again: bool) -> Phase[Verdict | Outcome | None]:
         """Train by turns at default clocks and under the policy's plan until it is known whether it keeps its promise.
 
         Args:
             profiles_again: Whether to return where instructions take longer or shorter than profiled.
 
         Returns:
-            The verdict; or why there is none, and something has to be measured again.
+            The verdict; or why there is none, and something has to be measured again; None where default clocks would
+            draw more than the power cap.
         """
-        assert self._default is not None, "default clocks are measured first"
         sure = certainty(next(self._comparisons))
-        blocks = [self._default] if self._is_fresh else []
+        blocks = [self.default] if self._is_fresh else []
         self._is_fresh = False
-        while True:
+        while not self.is_capped:
             is_planned, assignment = len(blocks) % 2 == 1, self._selector.in_force
-            block = self._sample_of_plans() if is_planned else IterationSample(self._default.counter_period_s)
+            block = self._sample_of_plans() if is_planned else IterationSample(self.default.counter_period_s)
             outcome = yield from self._add_block(blocks, block, is_planned=is_planned, profiles_again=profiles_again)
             if outcome is not None:
                 return outcome
@@ -182,22 +220,19 @@ class PlanRunner:
                 verdict = self._verdict(blocks, sure)
                 if verdict is not None:
                     return verdict
+        return None
 
     def _verdict(self, blocks: Sequence[IterationSample], sure: float) -> Verdict | None:
         """Return what rank 0 decides by an interim analysis, on all ranks."""
-        assert self._default is not None, "default clocks are measured first"
-        assignment = self._selector.in_force
 
         def decide() -> Verdict | None:
             comparison = PlanComparison.of_blocks(blocks)
             is_last = len(blocks) // 2 == ANALYSES[-1]
-            return Verdict.of(comparison, sure, caps_power=assignment.caps_power, is_last=is_last)
+            return Verdict.of(comparison, sure, is_last=is_last)
 
         verdict = self._communicator.computed_on_rank_0(decide)
         if verdict is not None:
-            self._default = IterationSample.joined(blocks[::2])
-            self._planned = self._under_assignment()
-            self.wanted = self._with_report()
+            self._set_default(IterationSample.joined(blocks[::2]))
         return verdict
 
     def _add_block(
@@ -215,7 +250,7 @@ class PlanRunner:
         analysis = next((pairs for pairs in ANALYSES if pairs > (len(blocks) - 1) // 2), ANALYSES[-1])
         following = 2 * analysis - len(blocks)
         is_settled, in_s = False, None
-        while not block.is_block and not (is_planned and self._selector.in_force.number != begun):
+        while not (block.is_block or self.is_capped or (is_planned and self._selector.in_force.number != begun)):
             seen = yield from self._one_iteration(NextPhase("verdict", in_s), at_default=not is_planned)
             if self._has_drifted(seen, profiles_again=profiles_again) and profiles_again:
                 return Outcome.PROFILE_OUTDATED
@@ -239,7 +274,7 @@ class PlanRunner:
         """
         assert self._default is not None, "default clocks are measured first"
         watched, number = self._sample_of_plans(), -1
-        while iterations > 0:
+        while iterations > 0 and not self.is_capped:
             seen = yield from self._one_iteration()
             if self._has_drifted(seen, profiles_again=profiles_again) and profiles_again:
                 return Outcome.PROFILE_OUTDATED
@@ -251,7 +286,7 @@ class PlanRunner:
             iterations -= not assignment.paused
             if watched.is_as_long_as(_WATCHED_BLOCKS):
                 comparison = PlanComparison.of_samples(self._default, watched)
-                if comparison.is_in_doubt(caps_power=assignment.caps_power):
+                if comparison.is_in_doubt:
                     return None
                 watched = self._sample_of_plans()
         return None

@@ -30,8 +30,8 @@ def sample(time_s=1.0, energy_j=100.0, iterations=12, noise=0.0, seed=0, **promi
     return result
 
 
-def decide(comparison, *, sure=SURE, caps_power=False, is_last=False):
-    return Verdict.of(comparison, sure, caps_power=caps_power, is_last=is_last)
+def decide(comparison, *, sure=SURE, is_last=False):
+    return Verdict.of(comparison, sure, is_last=is_last)
 
 
 def compared(slowdown=0.0, saved=0.1, error=0.002, promised=0.0):
@@ -151,21 +151,11 @@ def test_savings_that_are_not_certain_count_as_none():
     assert "uses more energy" in decide(compared(saved=-0.1)).reason
 
 
-def test_a_power_cap_keeps_a_plan_that_is_late_and_draws_less():
-    assert not decide(compared(slowdown=0.3, promised=0.1, saved=0.05)).kept
-    assert decide(compared(slowdown=0.3, promised=0.1, saved=0.05), caps_power=True).kept
-    assert not decide(compared(saved=-0.1), caps_power=True).kept
-    assert decide(compared(saved=0.001), caps_power=True) is None
-    assert not decide(compared(saved=0.001), caps_power=True, is_last=True).kept
-
-
 def test_a_plan_that_runs_is_in_doubt_when_it_is_late_uses_more_energy_or_is_much_faster():
-    def is_in_doubt(time_s, energy_j, *, caps_power=False):
-        comparison = PlanComparison.of_samples(sample(), sample(time_s, energy_j, promised_slowdown=0.1))
-        return comparison.is_in_doubt(caps_power=caps_power)
+    def is_in_doubt(time_s, energy_j):
+        return PlanComparison.of_samples(sample(), sample(time_s, energy_j, promised_slowdown=0.1)).is_in_doubt
 
     assert not is_in_doubt(1.1, 90.0)
-    assert (is_in_doubt(1.3, 95.0), is_in_doubt(1.3, 95.0, caps_power=True)) == (True, False)
+    assert is_in_doubt(1.3, 95.0)
     assert is_in_doubt(1.0, 110.0)
-    assert is_in_doubt(1.0, 110.0, caps_power=True)
-    assert (is_in_doubt(0.9, 80.0), is_in_doubt(0.9, 80.0, caps_power=True)) == (True, True)
+    assert is_in_doubt(0.9, 80.0)

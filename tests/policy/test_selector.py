@@ -1,7 +1,9 @@
 """The plan in force: decided on rank 0, in force one iteration later, taken up from checkpoints."""
 
+import itertools
 import json
 import math
+import random
 from datetime import datetime, timezone
 
 import pytest
@@ -79,7 +81,46 @@ def test_a_condition_that_no_plan_meets_is_recorded_and_said_once():
         job.iterate(power_ratio=1 + 0.01 * (iteration % 3))
     assert len(job.said) == 1
     assert [event.problem for event in job.events if isinstance(event, PolicyChanged)] == job.said
-    assert job.selector.in_force.caps_power
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.05])
+@pytest.mark.parametrize("differ", [0.0, 0.015])
+def test_a_cap_at_the_edge_of_two_plans_hardly_changes_plans_and_is_kept_on_average(noise, differ):
+    cap_w = sum(PLANS[n].energy_j / PLANS[n].time_s for n in (5, 6)) / 2
+    job, draw = Job(PowerCapPolicy(name="power_cap", watts=cap_w)), random.Random(1)
+    ran, powers_w = [], []
+    for _ in range(1000):
+        plan = PLANS[job.selector.in_force.plan]
+        differs = 1 + (-differ if ran and ran[-1] % 2 else differ)  # from the profile, each plan in its own way
+        ratio = differs * (1 + draw.gauss(0, noise))
+        ran.append(job.iterate(power_ratio=ratio))
+        powers_w.append(ratio * plan.energy_j / plan.time_s)
+    changed = [number for number, (before, after) in enumerate(itertools.pairwise(ran)) if before != after]
+    assert len(changed) <= 12
+    assert sum(number < 44 for number in changed) <= 5
+    assert sum(powers_w[changed[-1] if changed else 0 :]) / len(powers_w[changed[-1] if changed else 0 :]) <= cap_w
+    assert max(ran) <= 10, "the fastest that is below, but for some percent"
+
+
+def test_a_faster_plan_is_taken_where_it_stays_below_the_cap_by_far_and_at_once_when_the_cap_changes():
+    power_w = [plan.energy_j / plan.time_s for plan in PLANS]
+    job = Job(PowerCapPolicy(name="power_cap", watts=power_w[10]))
+    assert [job.iterate() for _ in range(3)] == [11] * 3
+    assert {job.iterate(power_ratio=0.995) for _ in range(30)} == {11}
+    for _ in range(20):
+        faster = job.iterate(power_ratio=0.9)
+    assert power_w[faster] * 0.9 <= 0.98 * power_w[10] < power_w[faster - 1] * 0.9
+    job.control.policy = PowerCapPolicy(name="power_cap", watts=1.001 * power_w[10])
+    assert [job.iterate(power_ratio=0.9) for _ in range(4)][-1] < faster
+
+
+def test_whether_default_clocks_would_exceed_a_cap_is_measured_or_else_by_the_profile():
+    baseline_w = FRONTIER.baseline.energy_j / FRONTIER.baseline.time_s
+    job = Job(PowerCapPolicy(name="power_cap", watts=0.97 * baseline_w))
+    assert job.selector.in_force.capped
+    job.selector.default_power_w = 0.9 * baseline_w
+    assert not job.selector.would_be_capped()
+    assert not Job().selector.in_force.capped
 
 
 def test_a_job_goes_on_from_a_checkpoint_under_the_plan_that_it_ran():

@@ -150,13 +150,25 @@ def test_a_plan_that_runs_is_compared_again_at_growing_distances(start, frontier
     assert gaps == [pytest.approx(500, abs=20), pytest.approx(1000, abs=20)]
 
 
-def test_under_a_power_cap_a_plan_that_is_late_is_kept_as_long_as_it_draws_less(start, frontier):
-    job = start(mode="run", frontier=frontier, policy={"name": "power_cap", "watts": 300.0})
-    late_under_plans(job)
-    (judged,) = train_until_compared(job)
-    assert judged.kept
-    assert judged.slowdown > judged.promised_slowdown + 0.05
-    assert set(job.train(100)) == {"run"}
+@pytest.mark.parametrize("begins", ["at once", "while compared", "while backing off"])
+def test_under_a_power_cap_that_default_clocks_would_exceed_all_iterations_run_under_plans(start, frontier, begins):
+    cap = {"name": "power_cap", "watts": 300.0}
+    job = start(mode="run", frontier=frontier, policy=cap if begins == "at once" else SLOWER["policy"])
+    if begins == "while compared":
+        job.train_until("default")
+        job.train(10)
+    elif begins == "while backing off":
+        late_under_plans(job)
+        job.train_until("observe", most=400)
+    if begins != "at once":
+        job.runtime.set_policy(cap)
+        job.train(3)
+    assert set(job.train(60)) == {"run"}
+    job.runtime.set_policy(SLOWER["policy"])
+    assert "default" in job.train(40), "compared as soon as default clocks are allowed"
+    records = job.close()
+    capped = [r for r in records if r.iteration <= 60 and r.phase == "run"][-40:]
+    assert sum(r.energy_j for r in capped) / sum(r.time_s for r in capped) <= 300.0
 
 
 def test_a_clock_that_needs_more_iterations_gets_them_after_the_others(start):

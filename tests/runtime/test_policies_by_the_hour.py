@@ -245,6 +245,7 @@ def test_power_is_below_a_changed_cap_from_the_second_iteration_after_the_change
 ):
     plans = frontier[1].plans
     high_w, low_w = (plans[n].energy_j / plans[n].time_s for n in (1, len(plans) * 2 // 3))
+    high_w *= 1.006  # half a percent is kept in reserve
     path = tmp_path / "cap"
     path.write_text(f"{high_w}\n")
     job = start(name="power_cap", **({"signal": str(path)} if by == "file" else {"watts": high_w}))
@@ -265,9 +266,10 @@ def test_power_is_below_a_changed_cap_from_the_second_iteration_after_the_change
     assert [r.iteration for r in before] == list(range(13, 13 + len(before)))
     assert began_s[len(before)] - told_s <= most_s + 2.05 * before[0].time_s
     assert len(before) == 2 or by == "file"
-    assert sum(r.energy_j for r in under) / sum(r.time_s for r in under) < 1.01 * low_w
-    # Of single iterations the GPU's own energy is compared: its counter moves every 0.1 s.
-    assert max(powers_w[r.iteration] for r in under) < 1.01 * low_w
+    # The GPU's own energy: its counter moves every 0.1 s, so that the energy of a single iteration is not known.
+    settled = [powers_w[r.iteration] for r in under[10:]]
+    assert sum(settled) / len(settled) <= low_w
+    assert max(powers_w[r.iteration] for r in under) < 1.01 * low_w, "before the profile's power is corrected, too"
 
 
 def test_costs_go_on_from_a_checkpoint(start, tmp_path):
