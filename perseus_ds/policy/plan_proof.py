@@ -14,8 +14,8 @@ the slowdown decides, and savings that are not certain by then count as none. In
 than 0.2 % of comparisons where iterations vary by up to 2 %, and in about 7 % where they vary by 5 %.
 
 *Certain* means that the difference exceeds so many standard errors that all interim analyses of all comparisons of a
-job err with a probability of 5 % together: the first comparison may spend half of it, each later one half of what is
-left.
+job err about lateness with a probability of 5 % together, and about energy as well: the first comparison may spend half
+of it, each later one half of what is left.
 """
 
 from __future__ import annotations
