@@ -4,9 +4,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 OLDEST_DEEPSPEED := 0.14.4
+PYTHONS := 3.10 3.13
 DOCS := .venv-docs
 
-.PHONY: demo test test-unit test-busy test-extended test-oldest test-gpu fuzz lint docs clean
+.PHONY: demo test test-unit test-busy test-extended test-oldest test-pythons test-gpu fuzz lint docs clean
 
 demo: $(READY)  ## Profile, optimise and train GPT-3 (tiny) on four pipeline stages with simulated GPUs.
 	$(BIN)/python examples/gpt3/demo.py
@@ -39,6 +40,17 @@ test-oldest: .deepspeed-$(OLDEST_DEEPSPEED)/.ready  ## The oldest DeepSpeed that
 		--upgrade --target $(@D) deepspeed==$(OLDEST_DEEPSPEED)
 	touch $@
 
+test-pythons: $(PYTHONS:%=test-python-%)  ## Unit tests that need no torch, on the oldest and the newest Python, where they are there.
+
+test-python-%:
+	@python=$$(tests/support/find_python.sh $*) || { echo "Python $* is not installed: no test runs on it."; exit 0; }; \
+	cmp --silent requirements-pythons.lock .venv-$*/installed.lock || { \
+		$$python -m venv --clear .venv-$* && \
+		.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-pythons.lock && \
+		cp requirements-pythons.lock .venv-$*/installed.lock; \
+	} && env -u CI PYTHONPATH=$(CURDIR):$(CURDIR)/tests/support .venv-$*/bin/python -m pytest -p without_torch -n 2 \
+		-m "not integration and not extended and not gpu"
+
 fuzz: $(READY)  ## Damaged files on every command that reads them, for hours; always new ones.
 	FUZZ_EXAMPLES=20000 $(BIN)/pytest tests/fuzz -x -n 2
 
@@ -60,7 +72,7 @@ $(DOCS)/.ready: requirements-docs.lock
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS) .deepspeed-* runs site
+	rm -rf $(VENV) $(DOCS) $(PYTHONS:%=.venv-%) .deepspeed-* runs site
 
 # Made again when the pins or the package's metadata change; otherwise targets start at once.
 $(READY): requirements.lock pyproject.toml

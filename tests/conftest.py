@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 from fail_on_skip import FailOnSkip
 from job import ENVIRONMENT, EXTENSIONS, PlainRuns
@@ -14,6 +15,7 @@ __all__ = ["make_stub_nvml", "stub_library", "stub_nvml", "stub_nvml_here", "stu
 
 
 def pytest_configure(config):
+    hypothesis.settings.load_profile("ci")  # always the same examples, and no deadline on the wall clock
     # The ninja that jobs find: of two ninjas in turn each compiles DeepSpeed's extension again.
     os.environ["PATH"] = ENVIRONMENT["PATH"]
     if os.environ.get("CI"):

@@ -58,6 +58,24 @@ def test_every_dependency_is_pinned_within_its_range(requirement):
     assert wanted.specifier.contains(version.version)
 
 
+def test_supported_pythons_are_named_alike_and_tested():
+    project = PYPROJECT["project"]
+    prefix = "Programming Language :: Python :: 3."
+    minors = sorted(int(line.removeprefix(prefix)) for line in project["classifiers"] if line.startswith(prefix))
+    assert project["requires-python"] == f">=3.{minors[0]}"
+    assert f"PYTHONS := 3.{minors[0]} 3.{minors[-1]}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    for page in ("README.md", "docs/quick-start.md"):
+        assert f"Python 3.{minors[0]} to 3.{minors[-1]}" in (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_other_pythons_have_the_same_pins_where_there_are_such_versions_for_them():
+    lines = (ROOT / "requirements-pythons.lock").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    newest = {str(pin).partition(";")[0] for pin in pins if pin.marker is None or "3.11" in str(pin.marker)}
+    newest -= {str(pin).partition(";")[0] for pin in pins if "<" in str(pin.marker)}
+    assert newest <= set((ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines())
+
+
 def test_reference_pages_are_made_with_what_the_lock_of_the_docs_has():
     script = "import sys, reference\nfor page in reference.PAGES.values():\n    page()\nprint(*sys.modules)"
     done = subprocess.run(

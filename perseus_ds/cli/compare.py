@@ -13,7 +13,10 @@ from perseus_ds.cli.arguments import argument
 class Arguments:
     """Show runs side by side: default clocks, power limits, plans; also as one HTML file (comparison.html)."""
 
-    examples: ClassVar = ("perseus-ds compare runs/default runs/plan", "perseus-ds compare a b baseline=b out=ab.html")
+    examples: ClassVar[tuple[str, ...]] = (
+        "perseus-ds compare runs/default runs/plan",
+        "perseus-ds compare a b baseline=b out=ab.html",
+    )
 
     runs: list[Path] = argument("output folders of training runs", word=True)
     baseline: str | None = argument("name of the run to compare with; by default the first at default clocks", None)

@@ -23,7 +23,7 @@ class Shell(Enum):
 class Arguments:
     """Print a script that completes commands, arguments and their values in a shell."""
 
-    examples: ClassVar = (
+    examples: ClassVar[tuple[str, ...]] = (
         'eval "$(perseus-ds completion bash)"   # in ~/.bashrc',
         'eval "$(perseus-ds completion zsh)"    # in ~/.zshrc',
     )

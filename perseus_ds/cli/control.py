@@ -24,7 +24,7 @@ class Command(Enum):
 class Arguments:
     """Tell a running job what to do, or ask how it goes. Run it on the node of rank 0."""
 
-    examples: ClassVar = (
+    examples: ClassVar[tuple[str, ...]] = (
         "perseus-ds control status perseus",
         "perseus-ds control status perseus json=true",
         "perseus-ds control policy perseus policy.name=slowdown policy.max_slowdown=0.05",

@@ -36,7 +36,11 @@ _ONLY_FOR = {
 class Arguments:
     """Say on one page whether this machine will work, and what to do where it will not."""
 
-    examples: ClassVar = ("perseus-ds doctor", "perseus-ds doctor lock=true", "perseus-ds doctor device=simulated")
+    examples: ClassVar[tuple[str, ...]] = (
+        "perseus-ds doctor",
+        "perseus-ds doctor lock=true",
+        "perseus-ds doctor device=simulated",
+    )
 
     device: Device = argument("what the machine has to be ready for", Device.nvml)
     lock: bool = argument(

@@ -24,7 +24,9 @@ class Arguments:
     The computation is that of the emulation in the Perseus paper.
     """
 
-    examples: ClassVar = ("perseus-ds emulate perseus/frontier profile=perseus pipelines=16 gpus_per_stage=8",)
+    examples: ClassVar[tuple[str, ...]] = (
+        "perseus-ds emulate perseus/frontier profile=perseus pipelines=16 gpus_per_stage=8",
+    )
 
     frontier: list[Path] = argument("folder with frontier.json, or a CSV with columns time,energy", word=True)
     profile: Path = argument("profile.csv from which the frontier was computed, or the folder it is in")

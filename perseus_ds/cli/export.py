@@ -13,7 +13,7 @@ from perseus_ds.cli.arguments import argument
 class Arguments:
     """Write the plans of a frontier for the server of Zeus's pipeline frequency optimizer."""
 
-    examples: ClassVar = ("perseus-ds export perseus/frontier out=plans",)
+    examples: ClassVar[tuple[str, ...]] = ("perseus-ds export perseus/frontier out=plans",)
 
     frontier: Path = argument("frontier.json, or the folder it is in", word=True)
     out: Path = argument("folder for freqs_pipeline_00000.py (the fastest plan), freqs_pipeline_00001.py, …")

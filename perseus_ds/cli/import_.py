@@ -16,7 +16,7 @@ class Arguments:
     The files of plans are parsed and never executed.
     """
 
-    examples: ClassVar = ("perseus-ds import plans profile=perseus out=perseus/frontier",)
+    examples: ClassVar[tuple[str, ...]] = ("perseus-ds import plans profile=perseus out=perseus/frontier",)
 
     plans: Path = argument("folder of freqs_pipeline_*.py", word=True)
     profile: Path = argument("profile.csv, or the folder it is in; profile.json is read beside it")

@@ -25,7 +25,7 @@ class SolverChoice(Enum):
 class Arguments:
     """Compute the frontier of frequency plans from a profile."""
 
-    examples: ClassVar = ("perseus-ds optimize perseus out=perseus/frontier",)
+    examples: ClassVar[tuple[str, ...]] = ("perseus-ds optimize perseus out=perseus/frontier",)
 
     profile: Path = argument("profile.csv, or the folder it is in; profile.json is read beside it", word=True)
     out: Path = argument("folder for frontier.json and frontier.csv")

@@ -14,7 +14,7 @@ from perseus_ds.errors import ConfigError, PlanError
 class Arguments:
     """Draw the frontier, and the pipeline's timeline at the highest clock and under a plan."""
 
-    examples: ClassVar = (
+    examples: ClassVar[tuple[str, ...]] = (
         "perseus-ds plot perseus",
         "perseus-ds plot perseus/frontier profile=perseus out=pictures max_slowdown=0.05",
     )

@@ -36,7 +36,7 @@ class Arguments:
     block of its DeepSpeed config.
     """
 
-    examples: ClassVar = (
+    examples: ClassVar[tuple[str, ...]] = (
         "perseus-ds profile show perseus out=profile.png",
         "perseus-ds profile merge monday other=[tuesday,wednesday] out=merged",
     )

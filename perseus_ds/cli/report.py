@@ -13,7 +13,10 @@ from perseus_ds.cli.arguments import RunArguments, argument
 class Arguments(RunArguments):
     """Show what a run saved, and write one HTML file about it: frontier, timelines, savings (report.html)."""
 
-    examples: ClassVar = ("perseus-ds report perseus", "perseus-ds report perseus price_per_kwh=0.25 currency=EUR")
+    examples: ClassVar[tuple[str, ...]] = (
+        "perseus-ds report perseus",
+        "perseus-ds report perseus price_per_kwh=0.25 currency=EUR",
+    )
 
     carbon_g_per_kwh: float = argument(
         "emissions of electricity [g CO2 equivalent per kWh]; the default is the world's mean in 2022 (Ember, 2023)",

@@ -19,7 +19,7 @@ class Arguments:
     It is needed where a node's guardian was killed together with its job.
     """
 
-    examples: ClassVar = ("perseus-ds reset", "perseus-ds reset gpus=[0,1]")
+    examples: ClassVar[tuple[str, ...]] = ("perseus-ds reset", "perseus-ds reset gpus=[0,1]")
 
     gpus: list[int | str] | None = argument(
         "index of nvidia-smi, UUID, or the beginning of a UUID; by default all GPUs of this node", None

@@ -34,7 +34,7 @@ class Arguments:
     printed below the table. Each rank holds the same share of the model under every schedule.
     """
 
-    examples: ClassVar = (
+    examples: ClassVar[tuple[str, ...]] = (
         "perseus-ds schedules perseus",
         "perseus-ds schedules perseus schedules=[1f1b,interleaved,zbv,dualpipev] micro_batches=[8,16] out=schedules",
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Arguments(RunArguments):
     """Write predicted and measured timelines for Perfetto (trace.json; open it at ui.perfetto.dev)."""
 
-    examples: ClassVar = ("perseus-ds trace perseus",)
+    examples: ClassVar[tuple[str, ...]] = ("perseus-ds trace perseus",)
 
     plan: int | None = argument(
         "which plan of the frontier, 0 is the fastest; by default the one in use", None, at_least=0

@@ -17,7 +17,7 @@ class Arguments:
     It needs the certificates that "perseus-ds optimize" writes with certificates=true.
     """
 
-    examples: ClassVar = ("perseus-ds verify perseus/frontier",)
+    examples: ClassVar[tuple[str, ...]] = ("perseus-ds verify perseus/frontier",)
 
     frontier: Path = argument("frontier.json, or the folder it is in", word=True)
     profile: Path | None = argument(

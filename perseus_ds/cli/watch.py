@@ -17,7 +17,11 @@ class Arguments:
     job can be reached: on the node of rank 0, by its owner. q leaves. Where there is no job yet, it waits for one.
     """
 
-    examples: ClassVar = ("perseus-ds watch perseus", "perseus-ds watch runs --once", "perseus-ds watch perseus --json")
+    examples: ClassVar[tuple[str, ...]] = (
+        "perseus-ds watch perseus",
+        "perseus-ds watch runs --once",
+        "perseus-ds watch perseus --json",
+    )
 
     run: Path = argument("the job's output folder, or a folder of several", word=True)
     once: bool = argument("print how it goes now and leave; so does output that is no terminal's", False)

@@ -1,0 +1,45 @@
+"""Leaves out tests that need torch, where there is none: `pytest -p without_torch`, for `make test-pythons`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+_MISSING = frozenset({"torch", "deepspeed", "transformers", "datasets", "hydra", "megatron"})
+_PROCESSES_NEED_IT = (
+    "tests/cli/test_command_line.py::test_the_version_is_the_packages",
+    "tests/cli/test_reset_doctor_commands.py::test_doctor_without_a_gpu",
+    "tests/cli/test_reset_doctor_commands.py::test_doctor_for_",
+    "tests/clients/test_launch.py::test_engines_of_an_untouched_script_get_perseus",
+    "tests/examples/test_missing_packages.py",
+    "tests/test_dependencies.py",
+    "tests/test_public_names.py::test_each_name_is_what_it_says[initialize]",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if not item.nodeid.startswith(_PROCESSES_NEED_IT)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    excinfo = report.call.excinfo if report.failed else None  # type: ignore[attr-defined]
+    return _without(report, excinfo)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    return _without(report, call.excinfo if report.failed else None)
+
+
+def _without(report, excinfo):
+    """Return the report of a test, or a module of tests, as skipped if it failed since a package is missing."""
+    error = None if excinfo is None else excinfo.value
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _MISSING:
+            report.outcome, report.longrepr = "skipped", (report.nodeid, 0, "needs torch")
+        error = error.__cause__ or error.__context__
+    return report
