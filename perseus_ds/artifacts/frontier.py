@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 
 from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
 from perseus_ds.artifacts.certificates import Certificates
+from perseus_ds.artifacts.gpu_settings import GpuSettings
 from perseus_ds.artifacts.io import FileModel, check_json_size, read_json, validated, write_together
 from perseus_ds.artifacts.limits import (
     MOST_PLANS,
@@ -54,6 +55,7 @@ class Provenance(FileModel):
     solver: Text
     simulated: bool | None = None
     gpu: Text | None = None
+    settings: GpuSettings | None = None
     profile: Text | None = None
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field, ValidationError
 
+from perseus_ds.artifacts.gpu_settings import GpuSettings
 from perseus_ds.artifacts.io import MOST_JSON_BYTES, FileModel, read_json, read_text, validated, write_together
 from perseus_ds.artifacts.limits import (
     Clock,
@@ -90,6 +91,7 @@ class ProfileInfo(FileModel):
     simulated: bool | None = None
     gpu: Text | None = None
     driver: Text | None = None
+    settings: GpuSettings | None = None
     blocking_power_w: Power | None = None
     default_clock_mhz: Clock | None = None
     schedule: Text | None = None

@@ -15,7 +15,6 @@ from typing import Literal
 
 from perseus_ds.engines.deepspeed.contract import REMEDY, deepspeed_problem
 from perseus_ds.errors import GpuError
-from perseus_ds.gpu.base import counts_whole_module
 from perseus_ds.gpu.energy_counter import counter_period_s
 from perseus_ds.gpu.nvml import NvmlGpu, gpu_count
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -129,7 +128,7 @@ def examine_gpus(*, lock: bool, timebase: Timebase = REAL_TIME) -> list[list[Fin
 
 def _examine_gpu(index: int, lock: bool, timebase: Timebase) -> Iterator[Finding]:
     try:
-        gpu = NvmlGpu(index)
+        gpu = NvmlGpu(index, timebase)
     except GpuError as error:
         yield _failure(f"GPU {index}", error)
         return
@@ -157,8 +156,9 @@ def _clocks(gpu: NvmlGpu) -> Finding:
 
 
 def _settings(gpu: NvmlGpu) -> Iterator[Finding]:
-    """Find what somebody has set that changes what default clocks are."""
+    """Find what is set, and what of it changes default clocks or what the GPU draws."""
     try:
+        yield Finding("ok", "settings", str(gpu.settings))
         for setting in gpu.administrator_settings:
             text, _, remedy = setting.partition(". ")
             yield Finding("warn", "default", text, remedy)
@@ -188,9 +188,9 @@ def _energy(gpu: NvmlGpu, timebase: Timebase) -> Finding:
             "warn", "energy", "the counter did not change in 1 s", "Check nvidia-smi; energies would be wrong."
         )
     refreshed = f"counter refreshed every {period_s * 1e3:.0f} ms"
-    if counts_whole_module(gpu.name):
+    if gpu.settings.whole_module:
         remedy = "Savings are parts of the module's energy: what its CPU uses does not follow the GPU's clock."
-        return Finding("warn", "energy", f"{refreshed}; it covers the whole Grace-Hopper module", remedy)
+        return Finding("warn", "energy", f"{refreshed}; it covers the whole module", remedy)
     return Finding("ok", "energy", refreshed)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:  # a guardian needs no pydantic
+    from perseus_ds.artifacts.gpu_settings import GpuSettings
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,6 @@ class GpuState:
     power_state: str | None = None
 
 
-def counts_whole_module(name: str) -> bool:
-    """Return whether the energy counter of this product covers more than the GPU: on Grace-Hopper, the CPU too."""
-    return "GH200" in name
-
-
 class Gpu(Protocol):
     """One GPU, the one this process computes on.
 
@@ -33,11 +31,15 @@ class Gpu(Protocol):
         address: How another process on this node opens it (:func:`perseus_ds.clocks.guardian_daemon`); None if no lock
             of its clock outlives this process.
         simulated: Whether its physics is simulated. All its results are labelled accordingly.
+        settings: What was set of it when it was opened; None where that is not told.
     """
 
     name: str
     driver: str | None
     simulated: bool
+
+    @property
+    def settings(self) -> GpuSettings | None: ...
 
     @property
     def has_energy_counter(self) -> bool:

@@ -8,15 +8,20 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pynvml
 
 from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
 from perseus_ds.gpu.base import GpuState
+from perseus_ds.timebase import REAL_TIME, Timebase
+
+if TYPE_CHECKING:
+    from perseus_ds.artifacts.gpu_settings import GpuSettings
 
 _ANOTHER_DEVICE = 'or set "device": "simulated" in the perseus block.'
 _REMEDIES = {
@@ -67,6 +72,22 @@ _THROTTLE_REASONS = {
     0x080: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
+_POWER = "NVML_FI_DEV_POWER_INSTANT"
+_MODULE = getattr(pynvml, "NVML_POWER_SCOPE_MODULE", 1)
+_MODULE_WINDOW_S = 1.0
+_MODULE_POLL_S = 0.05
+_SMOOTHING = (
+    "ACTIVE_PRESET_PROFILE",
+    "APPLIED_TMP_CEIL",
+    "APPLIED_TMP_FLOOR",
+    "ADMIN_OVERRIDE_PERCENT_TMP_FLOOR",
+    "ADMIN_OVERRIDE_RAMP_UP_RATE",
+    "ADMIN_OVERRIDE_RAMP_DOWN_RATE",
+    "ADMIN_OVERRIDE_RAMP_DOWN_HYST_VAL",
+)
+_NOT_SET = 0xFFFFFFFF
+_VALUE_TYPES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+"""Of what NVML keeps by number, by the number of its type."""
 _POWER_PROFILE = "NVML_POWER_PROFILE_"
 _POWER_PROFILES = {
     number: name.removeprefix(_POWER_PROFILE)
@@ -91,12 +112,18 @@ class NvmlGpu:
 
     simulated = False
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, timebase: Timebase = REAL_TIME) -> None:
         """Open a GPU by NVML's own index (:func:`index_of_cuda_device` finds it).
+
+        Args:
+            index: NVML's index.
+            timebase: Its timebase.
 
         Raises:
             GpuError: NVML, the driver or the GPU is missing, or the GPU is split by MIG.
         """
+        self._time = timebase
+        self._settings: GpuSettings | None = None
         _start_nvml()
         self._open = True
         try:
@@ -220,8 +247,15 @@ class NvmlGpu:
         return float(self._ask("Reading the energy counter", "nvmlDeviceGetTotalEnergyConsumption")) / 1e3
 
     def power_w(self) -> float:
-        """Return the power drawn now [W]; recent GPUs average it over about a second."""
+        """Return the power drawn now [W]; recent GPUs whose driver tells no other average it over about a second."""
+        instant_mw = self._field(_POWER) if self._tells_instant_power else None
+        if instant_mw is not None:
+            return instant_mw / 1e3
         return float(self._ask("Reading the power", "nvmlDeviceGetPowerUsage")) / 1e3
+
+    @cached_property
+    def _tells_instant_power(self) -> bool:
+        return self._field(_POWER) is not None
 
     def throttle_reasons(self) -> tuple[str, ...]:
         """Return why the clock is not higher now, such as ``sw_power_cap``; empty if nothing limits it."""
@@ -245,19 +279,40 @@ class NvmlGpu:
         return GpuState(temperature_c, power_state)
 
     @property
+    def settings(self) -> GpuSettings:
+        """What was set of it when this was first asked, as far as the driver tells."""
+        if self._settings is None:
+            self._settings = self._read_settings()
+        return self._settings
+
+    def _read_settings(self) -> GpuSettings:
+        from perseus_ds.artifacts.gpu_settings import GpuSettings
+
+        limit_mw = self._optional("Reading the enforced power limit", "nvmlDeviceGetEnforcedPowerLimit")
+        if limit_mw is None:
+            limit_mw = self._optional("Reading the power limit", "nvmlDeviceGetPowerManagementLimit")
+        return GpuSettings(
+            power_limit_w=None if limit_mw is None else round(limit_mw / 1e3),
+            application_clock_mhz=self._optional(
+                "Reading the application clock", "nvmlDeviceGetApplicationsClock", pynvml.NVML_CLOCK_SM
+            ),
+            power_profiles=self._power_profiles(),
+            power_smoothing=self._power_smoothing(),
+            whole_module=self._counts_whole_module(),
+        )
+
+    @property
     def administrator_settings(self) -> list[str]:
-        """What somebody has set that keeps default clocks below the GPU's own, a sentence each.
+        """What somebody has set that changes default clocks or what the GPU draws, a sentence each.
 
         A clock that somebody has locked cannot be asked for: it is seen under load only, where the clock stays below
         the highest and nothing limits it.
         """
-        found = []
+        found, settings = [], self.settings
         top_mhz = 0
         with suppress(GpuError):  # a GPU whose clocks are not listed can be observed
             top_mhz = self._clocks_mhz[-1]
-        application_mhz = self._optional(
-            "Reading the application clock", "nvmlDeviceGetApplicationsClock", pynvml.NVML_CLOCK_SM
-        )
+        application_mhz = settings.application_clock_mhz
         usual_mhz = self._optional(
             "Reading the default application clock", "nvmlDeviceGetDefaultApplicationsClock", pynvml.NVML_CLOCK_SM
         )
@@ -267,17 +322,25 @@ class NvmlGpu:
                 f"its application clock is {application_mhz} MHz of {top_mhz}: default clocks stay below that, and a "
                 f"lock by Perseus does not. `nvidia-smi -i {self.index} -rac` resets it."
             )
-        limit_mw = self._optional("Reading the power limit", "nvmlDeviceGetPowerManagementLimit")
         default_mw = self._optional("Reading the default power limit", "nvmlDeviceGetPowerManagementDefaultLimit")
-        if limit_mw is not None and default_mw is not None and limit_mw < default_mw:
+        limit_w, default_w = settings.power_limit_w, None if default_mw is None else round(default_mw / 1e3)
+        if limit_w is not None and default_w is not None and limit_w < default_w:
             found.append(
-                f"its power limit is {limit_mw / 1e3:.0f} W of {default_mw / 1e3:.0f} W: plans are made for that limit "
-                f"and hold as long as it stays. `nvidia-smi -i {self.index} -pl {default_mw / 1e3:.0f}` resets it."
+                f"its power limit is {limit_w:g} W of {default_w} W: plans are made for that limit and hold as long as "
+                f"it stays. `nvidia-smi -i {self.index} -pl {default_w}` resets it, unless it was set from outside the "
+                "node."
             )
-        if profiles := self._power_profiles():
+        if settings.power_profiles:
             found.append(
-                f"its power profile is {', '.join(profiles)}: default clocks and powers are those of that profile, and "
-                "plans hold as long as it stays. `nvidia-smi power-profiles --help` says how to clear it."
+                f"its power profile is {', '.join(settings.power_profiles)}: default clocks and powers are those of "
+                "that profile, and plans hold as long as it stays. `nvidia-smi power-profiles --help` says how to "
+                "clear it."
+            )
+        if settings.power_smoothing:
+            values = ", ".join(f"{name} {value}" for name, value in settings.power_smoothing.items())
+            found.append(
+                f"power smoothing is on ({values}): a GPU that waits draws more than otherwise, and plans hold as long "
+                "as that stays. `nvidia-smi power-smoothing --help` says how to switch it off."
             )
         return found
 
@@ -295,6 +358,40 @@ class NvmlGpu:
         words = enumerate(current.enforcedProfilesMask.mask)
         numbers = [32 * place + bit for place, word in words for bit in range(32) if word >> bit & 1]
         return [_POWER_PROFILES.get(number, f"number {number}") for number in numbers]
+
+    def _power_smoothing(self) -> dict[str, int]:
+        """Return what is applied of power smoothing, by NVML's names; empty where it is off, or there is none."""
+        if not self._field("NVML_FI_PWR_SMOOTHING_ENABLED"):
+            return {}
+        read = {name: self._field(f"NVML_FI_PWR_SMOOTHING_{name}") for name in _SMOOTHING}
+        return {name.lower(): value for name, value in read.items() if value not in (None, _NOT_SET)}
+
+    def _counts_whole_module(self) -> bool:
+        """Return whether the energy counter follows the power of the module rather than that of the GPU in it.
+
+        NVML tells the power of both where a GPU is a part of a module, and the energy of one of them.
+        """
+        if self._field(_POWER, _MODULE) is None or not self.has_energy_counter:
+            return False
+        begin_s, begin_j = self._time.now_s(), self.energy_j()
+        gpu_w, module_w = [], []
+        while (passed_s := self._time.now_s() - begin_s) < _MODULE_WINDOW_S:
+            gpu_w.append(self.power_w())
+            module_w.append((self._field(_POWER, _MODULE) or 0) / 1e3)
+            self._time.sleep(_MODULE_POLL_S)
+        counted_w = (self.energy_j() - begin_j) / passed_s
+        return abs(counted_w - statistics.fmean(module_w)) < abs(counted_w - statistics.fmean(gpu_w))
+
+    def _field(self, name: str, scope: int = 0) -> int | None:
+        """Return a value that NVML keeps by number; None where the GPU, its driver or the binding does not have it."""
+        number = getattr(pynvml, name, None)
+        if number is None:
+            return None
+        try:
+            (value,) = self._ask(f"Reading {name}", "nvmlDeviceGetFieldValues", [(number, scope)])
+        except GpuError:
+            return None
+        return None if value.nvmlReturn else int(getattr(value.value, _VALUE_TYPES[value.valueType]))
 
     def _optional(self, what: str, function: str, *arguments: int) -> int | None:
         """Return a setting; None where the GPU or its driver does not have it."""

@@ -182,6 +182,7 @@ class SimulatedGpu:
     """
 
     simulated = True
+    settings = None
     has_energy_counter = True
     address: str | None = None
 

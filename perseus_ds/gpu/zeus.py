@@ -175,6 +175,7 @@ class ZeusAmdGpu:
     """
 
     simulated = False
+    settings = None
     driver: str | None = None
 
     def __init__(self, index: int) -> None:

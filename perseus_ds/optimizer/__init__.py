@@ -121,6 +121,7 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
             solver=solver,
             simulated=info.simulated,
             gpu=info.gpu,
+            settings=info.settings,
         ),
         instruction_times_s={(m.stage, m.kind, m.clock_mhz): m.time_s for m in problem.profile.measurements},
         schedule=schedule,

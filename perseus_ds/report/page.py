@@ -14,7 +14,6 @@ from typing import Any
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.run_records import CostsSoFar, Event
 from perseus_ds.artifacts.timeline import MeasuredIteration
-from perseus_ds.gpu.base import counts_whole_module
 from perseus_ds.report.figures import Figure, frontier_figure, history_figure, profile_figures, trend_figure
 from perseus_ds.report.history import History
 from perseus_ds.report.jobs import Factors, Job, RunTotals, main_job, measured_points
@@ -334,6 +333,11 @@ def _says(path: Path, found: Sources) -> list[str | None]:
     if path.name == "profile.csv" and found.profile is not None:
         info = found.profile.info
         versions = [f"{name} {version}" for name, version in info.versions.items()]
-        module = "its energy counter covers the whole module" if counts_whole_module(info.gpu or "") else None
-        return [info.gpu, module, f"driver {info.driver}" if info.driver else None, info.model, *versions]
+        return [
+            info.gpu,
+            str(info.settings) if info.settings else None,
+            f"driver {info.driver}" if info.driver else None,
+            info.model,
+            *versions,
+        ]
     return []

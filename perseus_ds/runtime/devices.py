@@ -12,7 +12,7 @@ import torch
 from perseus_ds.clocks.events import captures_to_avoid
 from perseus_ds.clocks.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
 from perseus_ds.errors import ConfigError, GpuPermissionError
-from perseus_ds.gpu.base import Gpu, counts_whole_module
+from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.energy_counter import with_energy
 from perseus_ds.gpu.nvml import NvmlGpu, index_of_cuda_device
 from perseus_ds.gpu.simulated import SimulatedGpu, turn_on_node
@@ -46,8 +46,8 @@ def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_ra
     if isinstance(gpu, NvmlGpu):
         for setting in gpu.administrator_settings:
             logger.warning("perseus: rank %d, %s: %s", rank, gpu, setting)
-        if counts_whole_module(gpu.name):
-            told = "its energy counter covers the whole Grace-Hopper module, and so do all energies and savings."
+        if gpu.settings.whole_module:
+            told = "its energy counter covers the whole module, processor included, and so do all energies and savings."
             logger.warning("perseus: rank %d, %s: %s", rank, gpu, told)
     return with_energy(gpu)
 

@@ -93,14 +93,19 @@ class Job:
         )
 
     def profile_key(self, communicator: Communicator) -> str:
-        """Return the same of its profile, how it is measured included; every rank must ask at the same time."""
-        return self._key(communicator, {"profile": self.config.profile.model_dump()})
+        """Return the same of its profile: how it is measured, and under which settings of the GPUs, included.
+
+        Every rank must ask at the same time.
+        """
+        settings = communicator.gather(self.info.settings and self.info.settings.model_dump())
+        return self._key(communicator, {"profile": self.config.profile.model_dump(), "settings": settings})
 
     def _key(self, communicator: Communicator, settings: dict[str, object]) -> str:
         simulated = self.config.simulated.model_dump() if self.info.simulated else {}
         fingerprints = communicator.gather(self.fingerprint)
+        info = self.info.model_copy(update={"settings": None})
         return communicator.computed_on_rank_0(
-            lambda: cache_key(self.info, fingerprints, {**settings, "simulated": simulated})
+            lambda: cache_key(info, fingerprints, {**settings, "simulated": simulated})
         )
 
 

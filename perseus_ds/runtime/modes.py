@@ -78,6 +78,13 @@ def _observe(job: Job, rank: Rank) -> Phase[None]:
 
 def _run(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase[None]:
     frontier = load_frontier(job, rank, Path(str(job.config.frontier)))
+    made, now = frontier.provenance.settings, job.info.settings
+    if made is not None and now is not None and made != now:
+        recorder.say(
+            f"the plans of {job.config.frontier} were made for other settings of the GPU ({made}) than today's "
+            f"({now}): "
+            'measure a profile again, with "mode": "profile", if they do not keep what they promise'
+        )
     yield from calibrate(job, rank)
     runner = PlanRunner(job, rank, recorder, control, frontier=frontier, comparisons=itertools.count())
     yield from runner.try_out()

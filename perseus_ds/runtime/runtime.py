@@ -436,6 +436,7 @@ def _profile_info(facts: RankFacts, schedule: Schedule, gpu: Gpu, topology: Pipe
         simulated=gpu.simulated,
         gpu=gpu.name,
         driver=gpu.driver,
+        settings=gpu.settings,
         schedule=schedule.name,
         stages=schedule.num_stages,
         pipeline_ranks=topology.pipeline_ranks,

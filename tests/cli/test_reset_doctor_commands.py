@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import pynvml
 import pytest
 from stub_nvml.controller import StubNvml
 from stub_nvml.fixtures import StubTime
@@ -94,12 +95,16 @@ def test_doctor_measures_how_often_the_counter_is_refreshed(
     assert findings_of(stub_time)["energy"] == finding
 
 
-def test_doctor_says_where_the_counter_covers_more_than_the_gpu(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
-    for gpu in stub_nvml_here.gpus:
-        gpu.name = b"NVIDIA GH200 480GB"
-    level, text = findings_of(stub_time)["energy"]
-    assert level == "warn"
-    assert "the whole Grace-Hopper module" in text
+def test_doctor_asks_whether_the_counter_covers_the_module_or_the_gpu_in_it(
+    stub_nvml_here: StubNvml, stub_time: StubTime
+) -> None:
+    for gpu, leaves_module_out in zip(stub_nvml_here.gpus[2:], (False, True), strict=True):
+        gpu.module_w, gpu.counter_leaves_module_out = 150.0, leaves_module_out
+    found = [{one.what: one for one in findings} for findings in examine_gpus(lock=False, timebase=stub_time)]
+    assert [gpu["energy"].level for gpu in found] == ["ok", "ok", "warn", "ok"]
+    assert "covers the whole module" in found[2]["energy"].text
+    assert ["energy of the whole module" in gpu["settings"].text for gpu in found] == [False, False, True, False]
+    assert found[2]["power"].text.startswith("250 W now"), "that of the GPU alone"
 
 
 def test_doctor_measures_the_lock_when_asked_and_resets(stub_nvml_here: StubNvml, stub_time: StubTime) -> None:
@@ -215,6 +220,20 @@ def test_doctor_finds_what_an_administrator_has_set(stub_nvml_here: StubNvml, st
     assert "its power limit is 300 W of 400 W" in power[1]
     assert "nvidia-smi -i 2 -pl 400" in power[2]
     assert none == []
+
+
+def test_doctor_finds_power_smoothing_and_a_limit_from_outside_the_node(
+    stub_nvml_here: StubNvml, stub_time: StubTime
+) -> None:
+    smoothed, limited = stub_nvml_here.gpus[:2]
+    smoothed.set_field(pynvml.NVML_FI_PWR_SMOOTHING_ENABLED, 1)
+    smoothed.set_field(pynvml.NVML_FI_PWR_SMOOTHING_APPLIED_TMP_FLOOR, 120)
+    smoothed.set_field(pynvml.NVML_FI_PWR_SMOOTHING_ADMIN_OVERRIDE_RAMP_UP_RATE, 0xFFFFFFFF)  # nobody has set it
+    limited.enforced_power_limit_w = 250.0
+    (smoothing,), (limit,), *others = settings_found(stub_time)
+    assert "power smoothing is on (applied_tmp_floor 120): a GPU that waits draws more" in smoothing[1]
+    assert "its power limit is 250 W of 400 W" in limit[1]
+    assert others == [[], []]
 
 
 def test_a_gpu_whose_default_application_clock_is_below_the_highest_is_as_it_should_be(

@@ -28,6 +28,19 @@ def test_the_power_of_a_virtual_gpu_without_counter_is_integrated(stub_nvml_here
     assert stub_nvml_here.calls("init") == stub_nvml_here.calls("shutdown")
 
 
+def test_power_of_the_moment_is_integrated_where_the_driver_tells_it_rather_than_an_average(stub_nvml_here, stub_time):
+    stub_nvml_here.gpus[0].has_energy_counter = 0
+    stub_nvml_here.gpus[0].average_power_w = 100.0
+    gpu = with_energy(NvmlGpu(0), stub_time)
+    stub_time.sleep(10.0)
+    assert gpu.energy_j() == pytest.approx(2500.0, rel=0.003)
+    gpu.close()
+    stub_nvml_here.gpus[0].fail("fields", "function_not_found")
+    gpu = NvmlGpu(0)
+    assert gpu.power_w() == 100.0, "an older driver tells the average alone"
+    gpu.close()
+
+
 def test_power_that_cannot_be_read_is_reported_to_who_asks_for_energy(stub_nvml_here, stub_time):
     stub_nvml_here.gpus[0].has_energy_counter = 0
     gpu = with_energy(NvmlGpu(0), stub_time)

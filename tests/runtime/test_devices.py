@@ -2,13 +2,16 @@
 
 import pytest
 import torch
-from virtual_job import VirtualJob
+from pipelines import one_f_one_b
+from virtual_job import LoneCommunicator, VirtualJob
 
+from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.clocks.controller import ClockController
 from perseus_ds.errors import ConfigError, GpuPermissionError
 from perseus_ds.gpu import zeus
 from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.devices import open_gpu
+from perseus_ds.runtime.job import Job
 
 
 @pytest.mark.parametrize(("limit_w", "warnings"), [(400.0, 0), (300.0, 1)])
@@ -20,12 +23,26 @@ def test_a_power_limit_below_the_default_is_said_at_the_start_of_a_job(stub_nvml
     assert caplog.text.count("its power limit is 300 W of 400 W: plans are made for that limit") == warnings
 
 
-def test_a_counter_of_the_whole_module_is_said_at_the_start_of_a_job(stub_nvml_here, caplog):
-    for name, warnings in ((b"NVIDIA H100 80GB HBM3", 0), (b"NVIDIA GH200 480GB", 1)):
-        for gpu in stub_nvml_here.gpus:
-            gpu.name = name
-        open_gpu(parse_block({"device": "nvml"}), torch.device("cpu"), rank=5, local_rank=0).close()
-        assert caplog.text.count("covers the whole Grace-Hopper module") == warnings
+def test_plans_are_kept_for_the_settings_of_all_gpus_and_jobs_are_told_apart_without_them(stub_nvml_here):
+    def keys(*limits_w):
+        infos = []
+        for gpu, limit_w in zip(stub_nvml_here.gpus, limits_w, strict=False):
+            gpu.enforced_power_limit_w = limit_w
+            opened = open_gpu(parse_block({"device": "nvml"}), torch.device("cpu"), rank=0, local_rank=len(infos))
+            infos.append(ProfileInfo(gpu=opened.name, settings=opened.settings))
+            opened.close()
+
+        class TwoRanks(LoneCommunicator):
+            def gather(self, own):
+                return [own] if not isinstance(own, dict) else [info.settings.model_dump() for info in infos]
+
+        job = Job(parse_block({}), one_f_one_b(ranks=1, micro_batches=1), infos[0])
+        return job.profile_key(TwoRanks()), job.key(TwoRanks())
+
+    assert keys(400, 400) == keys(400, 400)
+    profile_key, job_key = keys(400, 300)
+    assert profile_key != keys(400, 400)[0]
+    assert job_key == keys(400, 400)[1], "jobs under different limits can be compared"
 
 
 @pytest.mark.parametrize("device", ["xpu", "hpu", "npu"])

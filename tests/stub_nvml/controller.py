@@ -16,13 +16,14 @@ STATE_VARIABLE = "PERSEUS_STUB_NVML"
 MAX_GPUS = 8
 MAX_CLOCKS = 128
 HISTORY = 4096
+MAX_FIELDS = 16
 A100_CLOCKS_MHZ = tuple(range(1410, 209, -15))
 
 FUNCTIONS = (
     "init", "shutdown", "driver_version", "count", "by_index", "by_uuid", "by_pci", "uuid", "name", "pci_info",
     "memory_clocks", "graphics_clocks", "set_locked", "reset_locked", "clock_info", "energy", "power", "reasons",
     "mig_mode", "application_clock", "default_application_clock", "power_limit", "default_power_limit",
-    "power_profiles",
+    "power_profiles", "enforced_power_limit", "fields",
 )  # fmt: skip
 ERRORS = {
     "none": 0, "not_supported": 3, "no_permission": 4, "driver_not_loaded": 9, "timeout": 10, "function_not_found": 13,
@@ -32,6 +33,10 @@ ERRORS = {
 
 class _Change(ctypes.Structure):
     _fields_ = (("at_s", ctypes.c_double), ("clock_mhz", ctypes.c_uint32), ("pid", ctypes.c_uint32))
+
+
+class _Field(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_uint32), ("scope", ctypes.c_uint32), ("value", ctypes.c_uint64))
 
 
 class StubGpu(ctypes.Structure):
@@ -45,11 +50,14 @@ class StubGpu(ctypes.Structure):
         ("limit_clock_mhz", ctypes.c_uint32), ("has_energy_counter", ctypes.c_uint32),
         ("mig_enabled", ctypes.c_uint32), ("application_clock_mhz", ctypes.c_uint32),
         ("default_application_clock_mhz", ctypes.c_uint32), ("power_profiles", ctypes.c_uint32 * 8),
+        ("field_count", ctypes.c_uint32), ("counter_leaves_module_out", ctypes.c_uint32),
+        ("_values", _Field * MAX_FIELDS),
         ("throttle_reasons", ctypes.c_uint64),
         ("locked_at_s", ctypes.c_double), ("settle_s", ctypes.c_double), ("lock_latency_s", ctypes.c_double),
         ("counter_period_s", ctypes.c_double), ("power_w", ctypes.c_double), ("power_limit_w", ctypes.c_double),
         ("default_power_limit_w", ctypes.c_double), ("power_by_clock", ctypes.c_double),
-        ("counted_j", ctypes.c_double), ("counted_until_s", ctypes.c_double),
+        ("enforced_power_limit_w", ctypes.c_double), ("average_power_w", ctypes.c_double),
+        ("module_w", ctypes.c_double), ("counted_j", ctypes.c_double), ("counted_until_s", ctypes.c_double),
         ("_calls", ctypes.c_uint32 * len(FUNCTIONS)), ("_errors", ctypes.c_int32 * len(FUNCTIONS)),
         ("_hang", ctypes.c_uint32 * len(FUNCTIONS)), ("change_count", ctypes.c_uint32),
         ("_changes", _Change * HISTORY),
@@ -65,6 +73,11 @@ class StubGpu(ctypes.Structure):
     def hang(self, function: str, hangs: bool = True) -> None:
         """Let a function not return until it is told so again with False."""
         self._hang[FUNCTIONS.index(function)] = hangs
+
+    def set_field(self, number: int, value: int) -> None:
+        """Let the GPU have a value that NVML keeps by number."""
+        self._values[self.field_count] = _Field(number, 0, value)
+        self.field_count += 1
 
     def changes_mhz(self) -> list[int]:
         """Return the clocks that were set so far, in order; 0 is a reset. The last 4096 at most."""

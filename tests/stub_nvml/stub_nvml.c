@@ -17,18 +17,26 @@
 #define MAX_GPUS 8
 #define MAX_CLOCKS 128
 #define HISTORY 4096
+#define MAX_FIELDS 16
+#define POWER_INSTANT 186
 
 enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7,
        DRIVER_NOT_LOADED = 9 };
 
 enum function { INIT, SHUTDOWN, DRIVER_VERSION, COUNT, BY_INDEX, BY_UUID, BY_PCI, UUID, NAME, PCI_INFO, MEMORY_CLOCKS,
                 GRAPHICS_CLOCKS, SET_LOCKED, RESET_LOCKED, CLOCK_INFO, ENERGY, POWER, REASONS, MIG_MODE,
-                APPLICATION_CLOCK, DEFAULT_APPLICATION_CLOCK, POWER_LIMIT, DEFAULT_POWER_LIMIT, POWER_PROFILES, FUNCTIONS };
+                APPLICATION_CLOCK, DEFAULT_APPLICATION_CLOCK, POWER_LIMIT, DEFAULT_POWER_LIMIT, POWER_PROFILES,
+                ENFORCED_POWER_LIMIT, FIELDS, FUNCTIONS };
 
 struct change {
     double at_s; /* CLOCK_MONOTONIC, or virtual */
     uint32_t clock_mhz; /* 0: reset */
     uint32_t pid;
+};
+
+struct field { /* a value that NVML keeps by number */
+    uint32_t id, scope;
+    uint64_t value;
 };
 
 struct gpu {
@@ -40,9 +48,14 @@ struct gpu {
     uint32_t limit_clock_mhz; /* the clock stays below this one, as at a power limit; 0: no limit */
     uint32_t has_energy_counter, mig_enabled, application_clock_mhz, default_application_clock_mhz;
     uint32_t power_profiles[8]; /* a bit for each that is in force */
+    uint32_t field_count, counter_leaves_module_out;
+    struct field fields[MAX_FIELDS];
     uint64_t throttle_reasons;
     double locked_at_s, settle_s, lock_latency_s, counter_period_s, power_w, power_limit_w, default_power_limit_w;
     double power_by_clock; /* which share of power_w is drawn in proportion to the clock */
+    double enforced_power_limit_w; /* 0: power_limit_w */
+    double average_power_w; /* what the averaged reading says, 0: what is drawn */
+    double module_w; /* what the module draws beside the GPU */
     double counted_j, counted_until_s; /* the energy up to the last change of the clock */
     uint32_t calls[FUNCTIONS];
     int32_t errors[FUNCTIONS]; /* nvmlReturn_t to answer with, 0: none */
@@ -107,7 +120,8 @@ static double drawn_w(struct gpu *gpu) {
 }
 
 static double energy_j(struct gpu *gpu, double until_s) {
-    return gpu->counted_j + (until_s > gpu->counted_until_s ? until_s - gpu->counted_until_s : 0) * drawn_w(gpu);
+    return gpu->counted_j + (until_s > gpu->counted_until_s ? until_s - gpu->counted_until_s : 0) *
+                                (drawn_w(gpu) + (gpu->counter_leaves_module_out ? 0 : gpu->module_w));
 }
 
 static void change_clock(struct gpu *gpu, uint32_t mhz) {
@@ -291,7 +305,40 @@ int nvmlDeviceGetTotalEnergyConsumption(struct gpu *gpu, unsigned long long *mil
 
 int nvmlDeviceGetPowerUsage(struct gpu *gpu, unsigned *milliwatts) {
     int error = call(gpu, POWER);
-    if (!error) *milliwatts = (unsigned)(drawn_w(gpu) * 1e3);
+    if (!error) *milliwatts = (unsigned)((gpu->average_power_w ? gpu->average_power_w : drawn_w(gpu)) * 1e3);
+    return error;
+}
+
+struct field_value { /* nvmlFieldValue_t */
+    unsigned id, scope;
+    long long timestamp, latency;
+    int type, error;
+    unsigned long long value;
+};
+
+int nvmlDeviceGetFieldValues(struct gpu *gpu, int count, struct field_value *values) {
+    int error = call(gpu, FIELDS);
+    if (error) return error;
+    for (int i = 0; i < count; i++) {
+        struct field_value *v = &values[i];
+        v->type = 3; /* unsigned long long */
+        v->error = NOT_SUPPORTED;
+        if (v->id == POWER_INSTANT && (v->scope == 0 || gpu->module_w)) {
+            v->error = call(gpu, POWER);
+            v->value = (unsigned long long)((drawn_w(gpu) + (v->scope ? gpu->module_w : 0)) * 1e3);
+        }
+        for (unsigned n = 0; n < gpu->field_count; n++)
+            if (gpu->fields[n].id == v->id && gpu->fields[n].scope == v->scope) {
+                v->error = SUCCESS;
+                v->value = gpu->fields[n].value;
+            }
+    }
+    return SUCCESS;
+}
+
+int nvmlDeviceGetEnforcedPowerLimit(struct gpu *gpu, unsigned *milliwatts) {
+    int error = call(gpu, ENFORCED_POWER_LIMIT);
+    if (!error) *milliwatts = (unsigned)((gpu->enforced_power_limit_w ? gpu->enforced_power_limit_w : gpu->power_limit_w) * 1e3);
     return error;
 }
 
