@@ -49,8 +49,8 @@ def commands() -> str:
         "`perseus-ds COMMAND key=value …`; values are YAML, so a list is `[a,b]`. Words in capitals may be given",
         "without their key. `perseus-ds help COMMAND` prints a part of this page; with",
         '`eval "$(perseus-ds completion bash)"` the shell completes commands, arguments and paths.\n',
-        "Exit code 0 is success; 1 means that the answer is no (`doctor`, `reset`, `verify`, `profile validate`), or",
-        "that a GPU refused; 2 is for what the caller can mend: arguments, files, an output that cannot be written.",
+        "Exit status 0 is success, and 2 an error: arguments, files, a driver or a permission that is missing. Three",
+        "commands answer a question, `doctor`, `verify` and `profile validate`: they return 1 where the answer is no.",
     ]
     for command in COMMANDS:
         declaration = module_of(command).Arguments

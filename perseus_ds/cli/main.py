@@ -11,7 +11,7 @@ from perseus_ds.artifacts.printable import printable
 from perseus_ds.cli.arguments import parse
 from perseus_ds.cli.commands import COMMANDS, command_help, module_of, overview
 from perseus_ds.cli.output import PrintableText
-from perseus_ds.errors import ConfigError, GpuError, PerseusError
+from perseus_ds.errors import ConfigError, PerseusError
 
 _HELP = ("-h", "--help")
 
@@ -20,9 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0, or 1 where the command's answer is no (a machine that is not ready, a bound that does not hold) or a GPU
-        refused; 2 for whatever the caller can mend: arguments, files, an output that cannot be written; 130 or 141, as
-        usual in shells, where it was interrupted or nobody read its output any more.
+        0, or 1 where the command's answer is no (a machine that is not ready, a bound that does not hold); 2 for
+        whatever the caller can mend: arguments, files, a missing driver or permission, an output that cannot be
+        written; 130 or 141, as usual in shells, where it was interrupted or nobody read its output any more.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["help"]:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
     except PerseusError as error:
         print(printable(f"{program}: {error}"), file=sys.stderr)
-        return 1 if isinstance(error, GpuError) else 2
+        return 2
     except BrokenPipeError:  # nobody reads the output any more, as with "| head"; the rest of it goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

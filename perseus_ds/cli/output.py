@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from perseus_ds.artifacts.printable import printable
 from perseus_ds.errors import ConfigError
+from perseus_ds.units import percent, plain
 
 if TYPE_CHECKING:
     from perseus_ds.artifacts.frontier import Frontier
@@ -98,7 +99,7 @@ def frontier_summary(frontier: Frontier) -> str:
         f"({provenance.schedule}, solver {provenance.solver})",
         f"  all at the highest clock  {frontier.baseline.time_s:10.4f} s  {frontier.baseline.energy_j:12.2f} J",
         f"  fastest plan              {fastest.time_s:10.4f} s  {fastest.energy_j:12.2f} J  "
-        f"saves {figures['saving_at_t_min']:.1%} at {slowdown:+.2%} time against T_min",
+        f"saves {figures['saving_at_t_min']:.1%} at {plain(percent(slowdown, 2))} time against T_min",
         f"  least energy (T*)         {figures['t_star_s']:10.4f} s  {frontier.plans[-1].energy_j:12.2f} J  "
         f"saves {figures['saving_at_t_star']:.1%}",
     ]

@@ -27,9 +27,9 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> int:
-    """Reset the clocks; returns 1 if a GPU could not be reset."""
+    """Reset the clocks; returns 2 if a GPU could not be reset."""
     results = [_reset(index) for index in _indices(arguments.gpus)]
-    return 0 if all(results) else 1
+    return 0 if all(results) else 2
 
 
 def _indices(chosen: list[int | str] | None) -> list[int]:

@@ -33,6 +33,7 @@ _OTHER_PHASE = ("soft", "diamond-open")
 _DRAWN_EVENTS = ("plan", "proof", "profile", "policy", "drift", "failure")
 _AT_THE_BOTTOM = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": False}
 _LEAST_SHOWN = 0.1
+_LEAST_PERCENT = 5
 _LINE_PX = 15
 _MOST_POINTS, _MOST_EVENTS, _MOST_PHASES = 1500, 200, 20
 
@@ -165,6 +166,10 @@ def trend_figure(trend: Trend) -> Figure:
         series = Series(name, trend.x, [100 * value for value in values], "blue", "solid", "circle", texts=trend.texts)
         data.append(_trace(series) | axes)
     layout = _two_rows(("energy [%]", "time [%]"), trend.x_title, None)
+    for axis, values in (("yaxis", trend.energy), ("yaxis2", trend.time)):
+        low, high = 100 * min(0.0, *values), 100 * max(0.0, *values)
+        margin = max(0.1 * (high - low), (_LEAST_PERCENT - (high - low)) / 2)
+        layout[axis]["range"] = [low - margin, high + margin]
     layout["shapes"] = [
         {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": axis, "y0": 0, "y1": 0,
          "line": {"color": variable("orange"), "dash": "dash", "width": 1.5}}

@@ -131,7 +131,7 @@ def state(facts: JobFacts) -> str:
 def phase(facts: JobFacts) -> str:
     """Return what the job does, and what comes next."""
     if facts.phase is None:
-        return "ended" if facts.ended else "starting"
+        return (facts.unfinished or "ended") if facts.ended else "starting"
     text = _PHASES.get(facts.phase) or plain(facts.phase)
     if facts.phase == "run" and facts.plan is not None:
         text = f"running under plan {facts.plan.plan}"

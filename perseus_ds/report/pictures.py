@@ -27,6 +27,7 @@ from perseus_ds.report.palette import SCALE, light
 from perseus_ds.report.series import QUANTITIES, Curve, Series, curve_values, frontier_series, profile_curves
 from perseus_ds.report.timeline import Bar, Timeline
 from perseus_ds.report.trace import short_name
+from perseus_ds.units import percent
 
 _WIDTH_IN = 9.0
 _TALLEST_IN = 14.0
@@ -58,7 +59,9 @@ def frontier_picture(
     """
     figure = Figure(figsize=(_WIDTH_IN, 4.8), layout="constrained")
     axes = figure.add_subplot()
-    label = "" if in_use is None else f"plan in use: {_change(in_use.energy_j, frontier.baseline.energy_j)} energy"
+    label = ""
+    if in_use is not None:
+        label = f"plan in use: {percent(in_use.energy_j / frontier.baseline.energy_j - 1)} energy"
     number = None if in_use is None else frontier.plans.index(in_use)
     for one in frontier_series(frontier, in_use=number, in_use_label=f"{label} (predicted)", measured=measured):
         _draw_series(axes, one)
@@ -105,8 +108,8 @@ def timeline_picture(before: Timeline, after: Timeline, provenance: Provenance, 
         _draw_timeline(axes, part, norm, colours, longest_s)
     upper.set_title(f"Everything at the highest clock: {before.time_s:.3f} s, {before.energy_j:.0f} J", loc="left")
     lower.set_title(
-        f"Under the plan: {after.time_s:.3f} s ({_change(after.time_s, before.time_s)}), "
-        f"{after.energy_j:.0f} J ({_change(after.energy_j, before.energy_j)})",
+        f"Under the plan: {after.time_s:.3f} s ({percent(after.time_s / before.time_s - 1)}), "
+        f"{after.energy_j:.0f} J ({percent(after.energy_j / before.energy_j - 1)})",
         loc="left",
     )
     lower.set_xlabel("time [s]")
@@ -208,11 +211,6 @@ def _subject(provenance: Provenance) -> str:
     if provenance.simulated and "simulated" not in parts[-1].lower():
         parts.append("SIMULATED")
     return ", ".join(part for part in parts if part)
-
-
-def _change(value: float, reference: float) -> str:
-    text = f"{value / reference - 1:+.1%}".replace("-", "\N{MINUS SIGN}")
-    return text if text[1:] != "0.0%" else "±0.0%"
 
 
 def save_picture(figure: Figure, path: Path | str, dpi: int) -> None:

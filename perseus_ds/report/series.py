@@ -14,6 +14,7 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.report.jobs import MeasuredPoint
 from perseus_ds.report.palette import DASHES, MEASURED_SYMBOLS, SERIES, SYMBOLS
+from perseus_ds.units import percent
 
 QUANTITIES = {"time": "s", "energy": "J", "power": "W"}
 # Two stages whose rows differ by less are drawn as one curve: they could not be told apart.
@@ -65,8 +66,8 @@ def frontier_series(
     if len(bounds_j) == len(plans):
         found.append(Series("lower bound: no plan uses less", times_s, bounds_j, "soft", dash="dash"))
     texts = [
-        f"<b>plan {number}</b><br>{plan.time_s:.4f} s ({plan.time_s / baseline.time_s - 1:+.2%})"
-        f"<br>{plan.energy_j:.1f} J ({plan.energy_j / baseline.energy_j - 1:+.2%})"
+        f"<b>plan {number}</b><br>{plan.time_s:.4f} s ({percent(plan.time_s / baseline.time_s - 1, 2)})"
+        f"<br>{plan.energy_j:.1f} J ({percent(plan.energy_j / baseline.energy_j - 1, 2)})"
         f"<br>above the bound: {'unknown' if plan.gap is None else f'{plan.gap:.2%}'}"
         f"<br>clock changes: {plan.clock_changes}"
         for number, plan in enumerate(plans)

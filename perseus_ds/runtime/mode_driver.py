@@ -30,6 +30,7 @@ from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.modes import mode_of
 from perseus_ds.runtime.recorder import IterationContext, Recorder
 from perseus_ds.runtime.timeline_log import Ran, TimelineLog
+from perseus_ds.units import less_or_more, plain
 
 logger = logging.getLogger("perseus_ds")
 _LAST_REPORTS_S = 2.0
@@ -311,5 +312,5 @@ def _summarise_costs(control: JobControl, recorder: Recorder) -> None:
     is_done = isinstance(policy, CheapestPolicy) and control.steps >= policy.total_steps
     recorder.event(costs.so_far(done=is_done))
     if is_done and costs.saved is not None:
-        compared = f"{abs(costs.saved):.1%} {'more' if costs.saved < 0 else 'less'}"
+        compared = plain(less_or_more(-costs.saved))
         recorder.say(f"by the signal, energy cost {compared} than under the plan of slowdown 0 throughout")

@@ -24,6 +24,7 @@ from perseus_ds.runtime.default_clocks import DefaultIterations
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.recorder import Recorder
 from perseus_ds.runtime.warm_up import Baseline
+from perseus_ds.units import percent, plain
 
 _OFF = 0.02
 _SURE = 3.0
@@ -163,9 +164,9 @@ def _tell(
 ) -> None:
     time_s, energy_j = predicted
     longer, more = sample.time_s / time_s - 1, sample.energy_j / energy_j - 1
-    parts = ", ".join(f"{name} {factor - 1:+.1%}" for name, factor in factors.items())
+    parts = ", ".join(f"{name} {percent(factor - 1)}" for name, factor in factors.items())
     explained = parts or "no instruction, transfer or tail differs in time"
-    recorder.say(
-        f"iterations at default clocks differ from the profile by {longer:+.1%} time and {more:+.1%} energy "
-        f"({explained}): {remedy}"
+    differ = (
+        f"iterations at default clocks differ from the profile by {percent(longer)} time and {percent(more)} energy"
     )
+    recorder.say(plain(f"{differ} ({explained}): {remedy}"))

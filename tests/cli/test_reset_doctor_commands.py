@@ -46,7 +46,7 @@ def test_reset_goes_on_after_a_gpu_that_refuses(stub_nvml_here: StubNvml, capsys
     for gpu in stub_nvml_here.gpus:
         gpu.locked_clock_mhz = 900
     stub_nvml_here.gpus[1].fail("reset_locked", "no_permission")
-    assert main(["reset"]) == 1
+    assert main(["reset"]) == 2
     assert stub_nvml_here.locked_clocks_mhz() == [0, 900, 0, 0]
     assert "GPU 1: NOT reset." in (complaint := capsys.readouterr().err)
     assert "CAP_SYS_ADMIN" in complaint

@@ -49,7 +49,7 @@ window.addEventListener("afterprint", () => { printing = false; drawEverything()
 const fixed = (value, digits) => value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: digits }).replaceAll(",", "\u202f");
 const signed = (value) => {
   const text = Math.abs(100 * value).toFixed(1);
-  return `${text === "0.0" ? "\u00b1" : value < 0 ? "\u2212" : "+"}${text} %`;
+  return `${text === "0.0" ? "" : value < 0 ? "\u2212" : "+"}${text} %`;
 };
 function joules(value) {
   const [unit, size] = [["GJ", 1e9], ["MJ", 1e6], ["kJ", 1e3], ["J", 1]].find(([, least]) => Math.abs(value) >= 0.99995 * least) || ["J", 1];
