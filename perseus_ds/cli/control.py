@@ -59,25 +59,28 @@ def run(arguments: Arguments) -> int:
     parse_order(order)
     answer = send_order(arguments.run, order)
     if "status" in answer:
-        print(_status(answer["status"], as_json=arguments.json))
+        _print_status(answer["status"], as_json=arguments.json)
     if "done" in answer:
         print(answer["done"])
     return 0
 
 
-def _status(status: dict[str, Any], *, as_json: bool) -> str:
+def _print_status(status: dict[str, Any], *, as_json: bool) -> None:
     import json
 
     from pydantic import ValidationError
+    from rich.console import Console
 
+    from perseus_ds.cli.output import terminal
     from perseus_ds.errors import ConfigError
-    from perseus_ds.report.live import sentences
+    from perseus_ds.report.live import JobScreen
     from perseus_ds.runtime.progress import JobFacts
 
     if as_json:
-        return json.dumps(status)
+        print(json.dumps(status))
+        return
     try:
         facts = JobFacts.model_validate(status)
     except ValidationError:
         raise ConfigError("the job runs another version of Perseus; write json=true for its answer.") from None
-    return "\n".join(sentences(facts, status))
+    Console(file=terminal()).print(JobScreen(facts))

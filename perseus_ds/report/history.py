@@ -23,21 +23,21 @@ from perseus_ds.measures import JobMeasures
 
 @dataclass(frozen=True)
 class Share:
-    """A part of the job's energy.
+    """A rank's part of the job's energy.
 
     Attributes:
-        name: Of a rank or a pipeline.
+        rank: Which.
         energy_j: Over the whole run [J].
         power_w: On average [W].
     """
 
-    name: str
+    rank: int
     energy_j: float
     power_w: float
 
 
-class PartSums:
-    """What is known of the parts so far."""
+class RankSums:
+    """What is known of the ranks' energies so far."""
 
     def __init__(self) -> None:
         self._sums_j: list[float] | None = None
@@ -60,11 +60,11 @@ class PartSums:
         self._is_mixed |= len(parts_j) != len(self._sums_j)  # the job was resumed at another size
         self._sums_j = [total + part for total, part in zip(self._sums_j, parts_j, strict=False)]
 
-    def shares(self, name: str) -> list[Share]:
-        """Return them by number; none where not all records have the same parts, or no energy."""
+    def shares(self) -> list[Share]:
+        """Return them by rank; none where not all records have as many, or no energy."""
         if self._is_mixed or not self._time_s:
             return []
-        return [Share(f"{name} {i}", total_j, total_j / self._time_s) for i, total_j in enumerate(self._sums_j or [])]
+        return [Share(rank, total_j, total_j / self._time_s) for rank, total_j in enumerate(self._sums_j or [])]
 
 
 _PLANNING = ("auto", "run")
@@ -135,8 +135,7 @@ class History:
         steps: All iterations but those that calibrate a simulated GPU.
         occurrences: All events.
         measures: What its iterations take.
-        by_rank: The energy of each rank.
-        by_pipeline: The energy of each data-parallel pipeline.
+        by_rank: The energy of each rank, where it is recorded.
         simulated: Whether any of it is simulated.
         left_out: Number of iterations of other jobs in the same file.
     """
@@ -147,8 +146,7 @@ class History:
     steps: tuple[Step, ...] = field(repr=False)
     occurrences: tuple[Occurrence, ...] = field(repr=False)
     measures: JobMeasures = field(default_factory=JobMeasures, repr=False)
-    by_rank: PartSums = field(default_factory=PartSums, repr=False)
-    by_pipeline: PartSums = field(default_factory=PartSums, repr=False)
+    by_rank: RankSums = field(default_factory=RankSums, repr=False)
     simulated: bool = False
     left_out: int = 0
 
@@ -215,7 +213,6 @@ def read_history(folder: Path, name: str | None = None) -> History:
         occurrences=tuple(last.occurrences),
         measures=last.measures,
         by_rank=last.by_rank,
-        by_pipeline=last.by_pipeline,
         simulated=last.simulated,
         left_out=sum(len(other.steps) for other in jobs.values() if other is not last),
     )
@@ -228,7 +225,7 @@ class _Job:
         self.steps: list[Step] = []
         self.occurrences: list[Occurrence] = []
         self.measures = JobMeasures()
-        self.by_rank, self.by_pipeline = PartSums(), PartSums()
+        self.by_rank = RankSums()
         self.simulated = False
         self._frontier: tuple[str | None, int] = None, 0
 
@@ -239,9 +236,7 @@ class _Job:
             self._happened(record)
         elif trains(record):
             self.steps.append(Step(len(self.steps) + 1, Iteration.of(record), self._frontier, not counts))
-            known_s = 0.0 if record.energy_j is None else record.time_s
-            self.by_rank.add(known_s, record.energy_by_rank_j)
-            self.by_pipeline.add(known_s, record.energy_by_pipeline_j)
+            self.by_rank.add(0.0 if record.energy_j is None else record.time_s, record.energy_by_rank_j)
 
     def _happened(self, event: Event) -> None:
         (event.model_extra or {}).clear()  # keys of later versions, of any size

@@ -155,12 +155,6 @@ def totals_of(history: History, size: JobSize) -> RunTotals:
     )
 
 
-def shares_of(history: History) -> list[Share]:
-    """Return the energy by rank; where that is not recorded, by pipeline, if there are several."""
-    by_rank, by_pipeline = history.by_rank.shares("rank"), history.by_pipeline.shares("pipeline")
-    return by_rank or (by_pipeline if len(by_pipeline) > 1 else [])
-
-
 @dataclass(frozen=True)
 class Trend:
     """Typical iterations of equal parts of those under plans.
@@ -235,7 +229,7 @@ class Job:
     Attributes:
         history: All that it did.
         totals: What the whole of it took.
-        shares: Its energy by rank or by pipeline; empty where that is not known.
+        shares: Its energy by rank; empty where that is not known.
         baseline: What its plans are compared with; None where nothing says what default clocks take.
         plans: What its iterations under each plan take.
         saving: What all of them saved; None if it ran under no plan, or nothing says what default clocks take.
@@ -305,7 +299,7 @@ def _job(history: History, found: Sources) -> Job:
     return Job(
         history=history,
         totals=totals_of(history, found.size),
-        shares=shares_of(history),
+        shares=history.by_rank.shares(),
         baseline=baseline,
         plans=plans,
         saving=history.measures.saving(others),

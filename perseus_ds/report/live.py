@@ -1,12 +1,11 @@
-"""Jobs while they run, in a terminal: following their records, the facts in words, and the screen of ``watch``."""
+"""Jobs while they run, in a terminal: following their records, and the screen of ``watch`` and ``control status``."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -219,13 +218,6 @@ def pipelines(facts: JobFacts) -> list[str]:
     return shown
 
 
-def clocks(facts: JobFacts) -> str:
-    """Return the clocks asked for, and the ranks that do not reach theirs."""
-    if not any(facts.clocks_asked_mhz):
-        return "default"
-    return f"{asked_for(facts)} asked for, {reached_by(facts)}"
-
-
 def asked_for(facts: JobFacts) -> str:
     """Return the range of the clocks that GPUs were asked for."""
     asked = [clock for clock in facts.clocks_asked_mhz if clock is not None]
@@ -265,41 +257,6 @@ def power(facts: JobFacts) -> str:
 def policy(facts: JobFacts) -> str:
     """Return the policy."""
     return plain(policy_in_words(facts.policy)).removeprefix("policy ") if facts.policy else "none"
-
-
-def sentences(facts: JobFacts, asked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the facts as sentences.
-
-    Args:
-        facts: The facts.
-        asked: What users have asked the running job for: ``paused``.
-    """
-    yield f"{title(facts)}; {state(facts)}."
-    yield f"Now: {phase(facts)}."
-    yield f"End of the training: {end(facts)}."
-    yield f"Policy: {policy(facts)}; {'paused' if asked.get('paused') else 'not paused'}."
-    if facts.pending:
-        yield f"Pending, not in force yet: {plain(facts.pending)}."
-    if facts.plan is not None:
-        yield f"Plan {facts.plan.plan}, against {facts.plan.baseline}:"
-        yield f"  promised  {promised(facts)}"
-        yield f"  real      {real(facts)}"
-    if facts.iteration_s is not None:
-        yield f"An iteration takes {plain(duration(facts.iteration_s))}."
-    if facts.power_w is not None:
-        yield f"Power: {power(facts)}."
-    yield f"So far: {energy(facts)}."
-    yield f"Saved so far: {saved(facts)}."
-    if profiling(facts):
-        yield f"Profiling took {profiling(facts)} than training at default clocks."
-    for text in pipelines(facts):
-        yield f"Pipeline {text}."
-    yield f"Clocks: {clocks(facts)}."
-    yield f"Straggler: {straggler(facts)}."
-    if problems(facts):
-        yield f"Problem: {problems(facts)}."
-    if facts.events:
-        yield f"Last event: {plain(facts.events[-1].text)}."
 
 
 def _starts(facts: JobFacts) -> str:

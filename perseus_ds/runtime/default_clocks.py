@@ -51,7 +51,7 @@ class DefaultIterations:
         if not self._last_s:
             return None
         least, most = (math.ceil(self._remaining_s(blocks) / self._last_s) for blocks in (1, MOST_BLOCKS))
-        return least, most
+        return max(1, least), max(1, most)
 
     def _remaining_s(self, blocks: int) -> float:
         return self.sample.remaining_s(self._last_s or 0.0, max(0, SETTLED + 1 - self._iterations), blocks)

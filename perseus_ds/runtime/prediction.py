@@ -166,7 +166,9 @@ def _tell(
     longer, more = sample.time_s / time_s - 1, sample.energy_j / energy_j - 1
     parts = ", ".join(f"{name} {percent(factor - 1)}" for name, factor in factors.items())
     explained = parts or "no instruction, transfer or tail differs in time"
-    differ = (
-        f"iterations at default clocks differ from the profile by {percent(longer)} time and {percent(more)} energy"
+    recorder.say(
+        plain(
+            f"iterations at default clocks differ from the profile by {percent(longer)} time and "
+            f"{percent(more)} energy ({explained}): {remedy}"
+        )
     )
-    recorder.say(plain(f"{differ} ({explained}): {remedy}"))

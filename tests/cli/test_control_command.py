@@ -25,13 +25,12 @@ def job(tmp_path):
     server.close()
 
 
-def test_status_is_told_in_sentences(job, capsys):
+def test_status_is_told_as_watch_tells_it(job, capsys):
     folder, _ = job
     assert main(["control", "status", str(folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "gpt3; no step yet."
-    assert "Policy: none; paused." in lines
-    assert "Saved so far: nothing yet: no iteration under a plan." in lines
+    words = " ".join(capsys.readouterr().out.split())
+    assert words.startswith("job gpt3 state no step yet phase starting policy none")
+    assert "saved nothing yet: no iteration under a plan" in words
 
 
 @pytest.mark.parametrize("word", ["json=true", "--json"])

@@ -11,7 +11,7 @@ from perseus_ds.cli.main import main
 from perseus_ds.measures import Baseline, Typical
 from perseus_ds.report.figures import history_figure
 from perseus_ds.report.history import read_history
-from perseus_ds.report.jobs import Factors, jobs_of, main_job, shares_of, totals_of, trend_of
+from perseus_ds.report.jobs import Factors, jobs_of, main_job, totals_of, trend_of
 from perseus_ds.report.page import alternatives, one_percent_slower, tiles
 from perseus_ds.report.sources import JobSize, find_sources
 
@@ -86,23 +86,18 @@ def test_energy_of_a_sample_and_of_a_token_need_the_size_of_the_job(tmp_path, jo
     assert gpu_time.value == units.gpu_time(abs(6 * gained_s))
 
 
-def test_energy_is_told_by_rank_else_by_pipeline(tmp_path):
-    by_pipeline = [record(n, "observe", 2.0, 100.0) | {"energy_by_pipeline_j": [40.0, 60.0]} for n in (1, 2)]
-    write_log(tmp_path, [START, *by_pipeline])
-    shares = shares_of(read_history(tmp_path))
-    assert [(share.name, share.energy_j, share.power_w) for share in shares] == [
-        ("pipeline 0", 80.0, 20.0),
-        ("pipeline 1", 120.0, 30.0),
-    ]
-    write_log(tmp_path, [START, *(line | {"energy_by_rank_j": [10.0, 30.0, 20.0, 40.0]} for line in by_pipeline)])
-    assert [share.energy_j for share in shares_of(read_history(tmp_path))] == [20.0, 60.0, 40.0, 80.0]
-    write_log(tmp_path, [START, record(1, "observe", 2.0, 100.0) | {"energy_by_pipeline_j": [100.0]}])
-    assert shares_of(read_history(tmp_path)) == []
+def test_energy_is_told_by_rank_where_it_is_recorded(tmp_path):
+    lines = [record(n, "observe", 2.0, 100.0) for n in (1, 2)]
+    write_log(tmp_path, [START, *(line | {"energy_by_rank_j": [40.0, 60.0]} for line in lines)])
+    shares = read_history(tmp_path).by_rank.shares()
+    assert [(share.rank, share.energy_j, share.power_w) for share in shares] == [(0, 80.0, 20.0), (1, 120.0, 30.0)]
+    write_log(tmp_path, [START, *lines])
+    assert read_history(tmp_path).by_rank.shares() == []
 
 
 def test_energy_by_rank_of_iterations_without_energy_is_no_figure(tmp_path):
     write_log(tmp_path, [START, record(1, "observe", 2.0, None) | {"energy_by_rank_j": [1.0, 2.0]}])
-    assert shares_of(read_history(tmp_path)) == []
+    assert read_history(tmp_path).by_rank.shares() == []
 
 
 def test_a_long_job_takes_little_memory_whatever_its_records_hold(tmp_path):
@@ -115,7 +110,7 @@ def test_a_long_job_takes_little_memory_whatever_its_records_hold(tmp_path):
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(shares_of(history)) == 64
+    assert len(history.by_rank.shares()) == 64
     assert kept / len(history.steps) < 500
 
 
