@@ -25,7 +25,6 @@ def schedule_for(
     schedule: str | None,
     stages: int | None,
     micro_batches: int | None,
-    recorded: str | None = None,
 ) -> Schedule:
     """Return the schedule that the arguments name; what they leave out is the profile's.
 
@@ -34,7 +33,6 @@ def schedule_for(
         schedule: As the user gave it; a class of that name is imported.
         stages: As the user gave it.
         micro_batches: As the user gave it.
-        recorded: Its name in a file that counts more than the profile; not imported either.
 
     Raises:
         ConfigError: Neither says how many micro-batches there are, or the stages do not fit the schedule.
@@ -51,7 +49,7 @@ def schedule_for(
         return written
     stages = stages or info.stages or profile.num_stages
     check_size(stages, micro_batches)
-    name, found = find_schedule(recorded or info.schedule, schedule)
+    name, found = find_schedule(info.schedule, schedule)
     if is_of_torch(found):
         from perseus_ds.engines.torch_pipelining.order import read_class
 
@@ -66,23 +64,15 @@ def schedule_for(
     return read_schedule(found, ranks=stages // per_rank, micro_batches=micro_batches)
 
 
-def schedule_of(frontier: Frontier, profile: StageProfile) -> Schedule:
-    """Return the schedule of a frontier's plans: as the frontier holds it, or else by its name and the profile.
+def schedule_of(frontier: Frontier) -> Schedule:
+    """Return the schedule of a frontier's plans.
 
     Raises:
-        ConfigError: Neither file holds it, and its name is not one that perseus-ds knows.
-        ScheduleError: It cannot be read.
+        ConfigError: Its file does not hold it.
     """
-    if frontier.schedule is not None:
-        return frontier.schedule
-    origin = frontier.provenance
-    return schedule_for(
-        profile,
-        schedule=None,
-        stages=origin.stages,
-        micro_batches=origin.micro_batches,
-        recorded=origin.schedule,
-    )
+    if frontier.schedule is None:
+        raise ConfigError('frontier.json holds no schedule ("streams"). Run "perseus-ds optimize" again.')
+    return frontier.schedule
 
 
 def schedule_of_plans(pairs: Pairs, profile: StageProfile, schedule: str | None) -> Schedule:
@@ -185,7 +175,7 @@ def sources_for(arguments: RunArguments) -> Sources:
     found = find_sources(arguments.run, frontier=arguments.frontier, profile=arguments.profile, runs=arguments.runs)
     if found.frontier is not None and found.profile is not None:
         try:
-            schedule = schedule_of(found.frontier, found.profile)
+            schedule = schedule_of(found.frontier)
         except PerseusError as error:
             found.missing.append(f"Timelines of the plans: their schedule cannot be read ({error})")
         else:

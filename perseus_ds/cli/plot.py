@@ -44,7 +44,7 @@ def run(arguments: Arguments) -> int:
     folder = arguments.frontier if arguments.frontier.is_dir() else arguments.frontier.parent
     frontier, profile = frontier_and_profile(arguments.frontier, arguments.profile)
     provenance = frontier.provenance
-    schedule = schedule_of(frontier, profile)
+    schedule = schedule_of(frontier)
     try:
         check_instructions(frontier.instructions, schedule.instructions)
     except PlanError as error:

@@ -102,8 +102,18 @@ def _against(cost: float, fastest_cost: float) -> str:
     )
 
 
+_LIMITS = {
+    "sw_power_cap": "power limit",
+    "hw_power_brake_slowdown": "power brake of the machine",
+    "sw_thermal_slowdown": "too hot",
+    "hw_thermal_slowdown": "too hot",
+}
+"""What NVML's names of limits mean."""
+
+
 def _refused(event: ClockRefused) -> str:
-    why = f" ({', '.join(event.reasons)})" if event.reasons else ""
+    reasons = [f"{_LIMITS[name]}, {name}" if name in _LIMITS else name for name in event.reasons]
+    why = f" ({'; '.join(reasons)})" if reasons else ""
     if event.clock_mhz is None:
         unexplained = ", though the driver names no limit: somebody may have locked its clock (nvidia-smi -q -d CLOCK)"
         return f"rank {event.rank}'s GPU at default clocks is kept at {event.reached_mhz} MHz{why or unexplained}"

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -149,7 +150,7 @@ def test_a_run_whose_frontier_lies_elsewhere_finds_it_and_its_profile(tmp_path, 
     for name in ("frontier.json", "profile.csv", "profile.json"):
         shutil.move(folder / name, elsewhere / name)
     provenance = job.frontier.provenance.model_copy(update={"profile": str(elsewhere / "profile.csv")})
-    type(job.frontier)(job.frontier.plans, job.frontier.t_min_s, job.frontier.baseline, provenance).save(elsewhere)
+    replace(job.frontier, provenance=provenance).save(elsewhere)
     assert find_sources(folder).frontier is None
     lines = (folder / "run.jsonl").read_text().splitlines()
     lines[0] = json.dumps(json.loads(lines[0]) | {"frontier": str(elsewhere)})
@@ -255,8 +256,8 @@ def test_events_are_told_in_words(tmp_path):
         "times drifted by 7%: profiling again",
         "times drifted by 7%; the profile stays in use",
         "failure on rank 1: the driver hangs",
-        "rank 2's GPU was asked for 1410 MHz and runs at 1380 MHz (sw_power_cap)",
-        "rank 2's GPU at default clocks is kept at 1300 MHz (sw_power_cap)",
+        "rank 2's GPU was asked for 1410 MHz and runs at 1380 MHz (power limit, sw_power_cap)",
+        "rank 2's GPU at default clocks is kept at 1300 MHz (power limit, sw_power_cap)",
     ]
 
 

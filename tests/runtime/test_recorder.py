@@ -21,7 +21,6 @@ from perseus_ds.artifacts.run_records import (
 from perseus_ds.policy.selector import Forecast
 from perseus_ds.ranks import PipelineTopology
 from perseus_ds.report.history import read_history
-from perseus_ds.report.jobs import shares_of
 from perseus_ds.runtime import recorder as record_writer
 from perseus_ds.runtime.progress import JobLog
 from perseus_ds.runtime.recorder import IterationContext, Recorder, RecordWriter
@@ -124,7 +123,7 @@ def test_many_ranks_have_figures_by_rank_in_some_records_that_lose_no_energy(tmp
     assert (records[3].energy_by_rank_j, records[7].energy_by_rank_j) == ((7.0,) * 200, (26.0,) * 200)
     assert [record.iteration for record in records if record.clocks_asked_mhz is not None] == [4, 8]
     assert records[0].energy_j == 200.0
-    shares = shares_of(read_history(tmp_path))
+    shares = read_history(tmp_path).by_rank.shares()
     assert (shares[0].energy_j, shares[0].power_w) == (33.0, pytest.approx(33.0 / 7))
 
 
