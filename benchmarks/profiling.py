@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 
 from sampling import Judge  # type: ignore[import-not-found]  # noqa: E402
 from true_profiles import truth  # type: ignore[import-not-found]  # noqa: E402
-from virtual_job import VirtualPipeline  # type: ignore[import-not-found]  # noqa: E402
+from virtual.job import VirtualJob  # type: ignore[import-not-found]  # noqa: E402
 
 from perseus_ds.artifacts.profile import StageProfile  # noqa: E402
 from perseus_ds.gpu.device_models import DEVICES  # noqa: E402
@@ -77,7 +77,7 @@ def measure(name: str, job: dict[str, Any], seed: int, conditions: Sequence[str]
     noise = {"time_noise": 0.01, "power_noise": 0.02, "conditions": conditions}
     NoisyGpu.draw = seed
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        training = VirtualPipeline(Path(folder), device=name, gpu_class=NoisyGpu, gpu=noise, mode="profile", **job)
+        training = VirtualJob(Path(folder), device=name, gpu_class=NoisyGpu, gpu=noise, mode="profile", **job)
         iterations = 0
         while training.runtimes[0].next.phase != "observe":
             iterations += len(training.train(1))
@@ -117,7 +117,7 @@ def mean_and_worst(errors: Sequence[float]) -> tuple[float, float]:
 def judge_of(name: str, job: dict[str, Any]) -> Judge:
     """Return what judges profiles of a job, by the order of its instructions and true rows."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        idle = VirtualPipeline(Path(folder), device=name, mode="observe", **job)
+        idle = VirtualJob(Path(folder), device=name, mode="observe", **job)
         schedule = idle.schedule
         idle.close()
     return Judge(truth(name, DEVICES[name].clocks_mhz, work_of(job)), schedule, DEVICES[name].blocking_power_w)

@@ -22,24 +22,19 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
-from unittest.mock import patch
-
-from perseus_ds.runtime import optimising
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "support")]
 
-from hostile_day import HostileDay  # type: ignore[import-not-found]  # noqa: E402
 from hostile_ranks import RANKS, HostileRanks  # type: ignore[import-not-found]  # noqa: E402
 from stub_nvml.controller import StubNvml, build  # type: ignore[import-not-found]  # noqa: E402
-from virtual_job import WorkerAtOnce  # type: ignore[import-not-found]  # noqa: E402
+from virtual.hostile_day import HostileDay  # type: ignore[import-not-found]  # noqa: E402
 
 
 def virtual(folder: Path, seed: int, minutes: float) -> list[str]:
     """Run the part in virtual time; return what was broken."""
-    with patch.object(optimising, "OptimizeWorker", WorkerAtOnce):
-        day = HostileDay(folder / "virtual", seed=seed)
-        broken = day.run(minutes)
+    day = HostileDay(folder / "virtual", seed=seed)
+    broken = day.run(minutes)
     show(f"virtual: {minutes:g} minutes of a job of 4 ranks on simulated GPUs, seed {seed}", day.outcomes)
     return list(broken)
 

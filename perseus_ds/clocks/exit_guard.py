@@ -49,8 +49,10 @@ class ExitGuard:
         return os.getpid() != self._pid
 
     def release(self) -> None:
-        """Stop watching; the handlers that were installed before are put back."""
+        """Stop watching; the handlers that were installed before are put back, where this is the main thread."""
         atexit.unregister(self._end)
+        if threading.current_thread() is not threading.main_thread():
+            return
         if self._listener is not None:
             self._listener.close()
         for number, previous in self._previous.items():

@@ -179,6 +179,12 @@ class SimulatedGpu:
         may_lock: Whether this process has the permission to set clocks.
         seed: Seed of the noise.
         timebase: Its timebase.
+
+    Attributes:
+        model: The kind of GPU.
+        timebase: Its timebase.
+        locked_clock_mhz: The clock that was set last; the highest one by default [MHz].
+        counter_period_s: How often the energy counter is refreshed [s].
     """
 
     simulated = True
@@ -206,7 +212,7 @@ class SimulatedGpu:
         self.driver: str | None = None
         self._lock_latency = LATENCIES[lock_latency] if lock_latency else LatencyModel(lock_latency_s, lock_latency_s)
         self._latency_random = random.Random(f"latency {seed}")  # so that other noise does not depend on clock changes
-        self._counter_period_s = counter_period_s
+        self.counter_period_s = counter_period_s
         self._time_noise = time_noise
         self._power_noise = power_noise
         self._conditions = frozenset(conditions)
@@ -214,16 +220,16 @@ class SimulatedGpu:
         self._changes_s: deque[float] = deque(maxlen=16)
         self._may_lock = may_lock
         self._random = random.Random(seed)
-        self._time = timebase
+        self.timebase = timebase
         self._changed = timebase.condition()
-        self._clock_mhz = model.top_clock_mhz
+        self.locked_clock_mhz = model.top_clock_mhz
         self._board = Board(model.blocking_power_w)
         self._reached_mhz = float(model.top_clock_mhz)
         self._power_w = model.blocking_power_w
         self._power_factor = 1.0
         self._workload: Workload | None = None
         self._progress_s = 0.0
-        self._last_s = self._time.now_s()
+        self._last_s = self.timebase.now_s()
         self._energy_j = 0.0
         self._counted_j = 0.0
         self._counter_j = 0.0
@@ -261,14 +267,14 @@ class SimulatedGpu:
         with self._changed:
             self._advance()
             if self._workload is None:
-                return self._clock_mhz
+                return self.locked_clock_mhz
             return round(self._reached_mhz)
 
     def throttle_reasons(self) -> tuple[str, ...]:
         with self._changed:
             if self._workload is None:
                 return ("idle",)
-            return ("sw_power_cap",) if self._reached_mhz < self._clock_mhz else ()
+            return ("sw_power_cap",) if self._reached_mhz < self.locked_clock_mhz else ()
 
     def energy_j(self) -> float:
         with self._changed:
@@ -295,7 +301,7 @@ class SimulatedGpu:
         if "slow-transfers" not in self._conditions:
             return 0.0
         with self._changed:
-            now_s = self._time.now_s()
+            now_s = self.timebase.now_s()
             return _DELAY_S * sum(now_s - changed_s < _DISTURBED_S for changed_s in self._changes_s)
 
     def power_w(self) -> float:
@@ -338,24 +344,24 @@ class SimulatedGpu:
         lowest_mhz, top_mhz = self.model.lowest_clock_mhz, self.model.top_clock_mhz
         target = (clock_mhz - lowest_mhz) / (top_mhz - lowest_mhz)
         with self._driver_turn():
-            self._time.sleep(self._lock_latency.sample_s(target, self._latency_random))
+            self.timebase.sleep(self._lock_latency.sample_s(target, self._latency_random))
         with self._changed:
             self._advance()
-            self._clock_mhz = clock_mhz
-            self._changes_s.append(self._time.now_s())
+            self.locked_clock_mhz = clock_mhz
+            self._changes_s.append(self.timebase.now_s())
             self._update_power()
             self._changed.notify_all()
 
     def _update_power(self) -> None:
         """Set power and clock to those that hold from now on."""
         model, workload = self.model, self._workload
-        self._reached_mhz = float(self._clock_mhz)
+        self._reached_mhz = float(self.locked_clock_mhz)
         if workload is None:
             self._power_w = model.blocking_power_w
             if "low-clock-waiting" in self._conditions:
-                self._power_w *= 0.5 + 0.5 * self._clock_mhz / model.top_clock_mhz
+                self._power_w *= 0.5 + 0.5 * self.locked_clock_mhz / model.top_clock_mhz
         else:
-            self._reached_mhz = model.reached_clock_mhz(self._clock_mhz, workload)
+            self._reached_mhz = model.reached_clock_mhz(self.locked_clock_mhz, workload)
             if "duty-limit" in self._conditions:
                 allowed_w = self._board.allowed_w(model.power_limit_w)
                 self._reached_mhz = min(self._reached_mhz, model.highest_clock_mhz(allowed_w, workload))
@@ -365,8 +371,8 @@ class SimulatedGpu:
 
     def _advance(self) -> None:
         """Account for the time since the last change, at the power and speed that held."""
-        now_s, last_s = self._time.now_s(), self._last_s
-        refreshed_s = math.floor(now_s / self._counter_period_s) * self._counter_period_s
+        now_s, last_s = self.timebase.now_s(), self._last_s
+        refreshed_s = math.floor(now_s / self.counter_period_s) * self.counter_period_s
         if refreshed_s > last_s:
             self._counter_j = self._counted_j + self._power_w * self._counted_s(last_s, refreshed_s)
         self._counted_j += self._power_w * self._counted_s(last_s, now_s)
@@ -385,5 +391,5 @@ class SimulatedGpu:
         return self._sampled_s(until_s) - self._sampled_s(from_s)
 
     def _sampled_s(self, moment_s: float) -> float:
-        periods, phase = divmod(moment_s / self._counter_period_s, 1.0)
-        return (periods + max(0.0, phase - (1 - _SAMPLED)) / _SAMPLED) * self._counter_period_s
+        periods, phase = divmod(moment_s / self.counter_period_s, 1.0)
+        return (periods + max(0.0, phase - (1 - _SAMPLED)) / _SAMPLED) * self.counter_period_s

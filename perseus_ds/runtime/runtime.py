@@ -407,7 +407,8 @@ class PerseusRuntime:
 
     def _status(self) -> dict[str, Any]:
         """Return the facts of the job, what it runs next, and what its last iteration took."""
-        facts, last, following = self._recorder.facts().model_dump(mode="json"), self._recorder.last, self._driver.next
+        last, following = self._recorder.last, self._driver.next  # the last record first: facts are of all records
+        facts = self._recorder.facts().model_dump(mode="json")
         now = {"phase": following.phase, "next": dict(following.status), "last": last.model_dump() if last else {}}
         return facts | now
 

@@ -4,57 +4,19 @@ import dataclasses
 import itertools
 import sys
 import threading
-from contextlib import contextmanager
 
 import pytest
-from set_clock import set_clock
-from virtual_time import VirtualTime
+from virtual.gpu import RecordingGpu, set_clock
+from virtual.time import VirtualTime
 
 from perseus_ds.clocks.controller import ClockController, ShortSwitchInterval
 from perseus_ds.clocks.events import PassedEvent
 from perseus_ds.errors import GpuBusyError, GpuError
-from perseus_ds.gpu.device_models import DEVICES
-from perseus_ds.gpu.simulated import LatencyModel, SimulatedGpu
 from perseus_ds.timebase import Flag, RealTime
 
 LATENCY_S = 0.02
 A_WHILE_S = 10.0
 """Longer than anything that a controller may still be about to do."""
-
-
-class RecordingGpu(SimulatedGpu):
-    """A simulated GPU that records which clocks were set, None for the default, and when."""
-
-    def __init__(self, timebase, **settings):
-        super().__init__(DEVICES["a100-sxm"], lock_latency_s=LATENCY_S, timebase=timebase, **settings)
-        self.set_at = []
-        self.refusal = self.refusal_to_reset = None
-
-    @property
-    def clocks_set(self):
-        return [clock_mhz for clock_mhz, _ in self.set_at]
-
-    def lock_clock(self, clock_mhz):
-        if self.refusal is not None:
-            raise self.refusal
-        self._note(clock_mhz)
-        super().lock_clock(clock_mhz)
-
-    def reset_clock(self):
-        if self.refusal_to_reset is not None:
-            raise self.refusal_to_reset
-        self._note(None)
-        super().reset_clock()
-
-    def _note(self, clock_mhz):
-        self.set_at.append((clock_mhz, self._time.now_s()))
-
-    @contextmanager
-    def computing(self):
-        """An instruction that takes as long as what is done meanwhile."""
-        self.begin_work()
-        yield
-        self.finish_work(0.0)
 
 
 class LaterEvent:
@@ -86,7 +48,7 @@ def now():
 
 @pytest.fixture
 def gpu(now):
-    return RecordingGpu(now)
+    return RecordingGpu.named("a100-sxm", lock_latency_s=LATENCY_S, timebase=now)
 
 
 @pytest.fixture
@@ -174,8 +136,9 @@ def test_a_clock_at_its_default_is_left_alone_when_idle_and_at_the_end(clocks, g
     assert gpu.clocks_set == []
 
 
-def test_closing_does_not_wait_for_a_driver_that_hangs(clocks, gpu, now):
-    gpu._lock_latency = LatencyModel(100.0, 100.0)
+def test_closing_does_not_wait_for_a_driver_that_hangs(now):
+    gpu = RecordingGpu.named("a100-sxm", lock_latency_s=100.0, timebase=now)
+    clocks = ClockController(gpu, pytest.fail, timebase=now)
     clocks.request(1200)
     now.sleep(1.0)
     begin_s = now.now_s()
@@ -459,7 +422,7 @@ class InterruptedCondition(threading.Condition):
 
 
 def test_a_signal_that_interrupts_a_request_restores_the_default_clock(monkeypatch):
-    gpu = RecordingGpu(RealTime())
+    gpu = RecordingGpu.named("a100-sxm", timebase=RealTime())
     monkeypatch.setattr(RealTime, "condition", lambda self: InterruptedCondition())
     clocks = ClockController(gpu, pytest.fail)
     set_clock(clocks, 1200)

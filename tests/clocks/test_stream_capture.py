@@ -5,8 +5,8 @@ import threading
 
 import pytest
 import torch
-from virtual_cuda import VirtualCuda
-from virtual_time import VirtualTime
+from virtual.gpu import VirtualCuda
+from virtual.time import VirtualTime
 
 from perseus_ds.clocks.controller import ClockController
 from perseus_ds.clocks.events import Captures, captures_to_avoid, relax_stream_capture

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from set_clock import set_clock
-from virtual_cuda import VirtualCuda
-from virtual_time import VirtualTime
+from virtual.gpu import RecordingGpu, VirtualCuda, set_clock
+from virtual.time import VirtualTime
 
 from perseus_ds.clocks.controller import ClockController
 from perseus_ds.clocks.timers import CudaExecution, HostExecution, SimulatedExecution
 from perseus_ds.gpu.device_models import DEVICES, MEMORY_BOUND
-from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange
 
@@ -128,19 +126,9 @@ def test_threads_use_the_ranks_own_cuda_device(cuda, device, chosen):
     assert cuda.chosen == [chosen]
 
 
-class RecordingGpu(SimulatedGpu):
-    def __init__(self, now):
-        super().__init__(A100, timebase=now)
-        self.set_at = []
-
-    def lock_clock(self, clock_mhz):
-        self.set_at.append((clock_mhz, self._time.now_s()))
-        super().lock_clock(clock_mhz)
-
-
 @pytest.fixture
 def gpu(now):
-    return RecordingGpu(now)
+    return RecordingGpu.named("a100-sxm", timebase=now)
 
 
 @pytest.fixture
@@ -169,7 +157,7 @@ def test_clocks_of_passes_that_are_over_before_the_driver_answers_are_skipped(no
         _, ended = launch(on_cuda, cuda, FORWARD, 0.005)
         clocks.request(clock_mhz, ended)
     now.sleep(10.0)
-    assert [clock_mhz for clock_mhz, _ in gpu.set_at] == [1410, 1200, 900]
+    assert gpu.clocks_set == [1410, 1200, 900]
     assert clocks.overtaken == 2
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from virtual_time import VirtualTime
+from virtual.time import VirtualTime
 
 from perseus_ds.errors import GpuError, GpuPermissionError
 from perseus_ds.gpu.base import Gpu

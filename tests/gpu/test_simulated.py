@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from published import stage_profile
-from virtual_time import OneAtATime, VirtualTime
+from virtual.gpu import OneAtATime
+from virtual.time import VirtualTime
 
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.device_models import DEVICES, MEMORY_BOUND
@@ -161,11 +162,11 @@ def simulated(*conditions, **settings):
 def compute(gpu, passes, work_s=0.1, pause_s=0.0):
     """Run passes; return the time of the last one."""
     for _ in range(passes):
-        begin_s = gpu._time.now_s()
+        begin_s = gpu.timebase.now_s()
         gpu.begin_work()
         gpu.finish_work(work_s)
-        taken_s = gpu._time.now_s() - begin_s
-        gpu._time.sleep(pause_s)
+        taken_s = gpu.timebase.now_s() - begin_s
+        gpu.timebase.sleep(pause_s)
     return taken_s
 
 

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 from gpu_checks.machine import versions
 from gpu_checks.recording import RecordsChanges
-from virtual_cuda import CudaOnGpu
-from virtual_time import VirtualTime
+from virtual.gpu import VirtualCuda
+from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.evidence import Machine
 from perseus_ds.clocks.timers import CudaExecution
-from perseus_ds.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
+from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.timebase import REAL_TIME
 
@@ -38,9 +38,8 @@ class VirtualMachine:
     def __init__(self, gpu: Any = None, now: VirtualTime | None = None) -> None:
         self.timebase = now or VirtualTime()
         self.simulated_gpu = RecordingSimulatedGpu.named("a100-sxm", timebase=self.timebase)
-        self.simulated_gpu.timebase = self.timebase
         self.gpu = gpu or self.simulated_gpu
-        self.cuda = CudaOnGpu(self.timebase, self.simulated_gpu)
+        self.cuda = VirtualCuda(self.timebase, self.simulated_gpu)
 
     def described(self) -> Machine:
         return Machine(simulated=True, gpu=self.gpu.name, driver=self.gpu.driver, versions=versions())
@@ -52,13 +51,13 @@ class VirtualMachine:
         return CudaExecution(torch.device("cuda", 0), self.cuda, self.timebase, relax_capture=lambda: True)
 
     def compute(self, seconds: float) -> None:
-        self.cuda.launch(COMPUTE_BOUND, seconds)
+        self.cuda.launch(seconds)
 
     def compute_lightly(self, seconds: float) -> None:
-        self.cuda.launch(MEMORY_BOUND, seconds)
+        self.cuda.launch(seconds, MEMORY_BOUND)
 
     def sleep(self, seconds: float) -> None:
-        self.cuda.enqueue(lambda: self.timebase.sleep(seconds))
+        self.cuda.idle(seconds)
 
     def start_beside(self, seconds: float) -> float:
         """Another stream that is busy for so long; returns when its work ends."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_job import told_of
+from virtual.job import job_report
 
 from perseus_ds.policy.plan_proof import (
     ANALYSES,
@@ -60,7 +60,7 @@ def test_one_iteration_that_is_held_up_changes_no_typical_one():
 def test_iterations_in_which_a_counter_stands_still_are_left_out_unless_shorter_than_its_refreshes(time_s, kept):
     found = IterationSample(PERIOD_S)
     for _ in range(80):
-        found.add_reports(told_of({"time_s": time_s, "energy_j": 100.0}, {"time_s": time_s, "energy_j": 0.0}))
+        found.add_reports(job_report({"time_s": time_s, "energy_j": 100.0}, {"time_s": time_s, "energy_j": 0.0}))
     assert len(found.times_s) == kept
 
 
@@ -73,9 +73,9 @@ def test_without_any_energy_nothing_is_compared():
 def test_iterations_of_failed_ranks_or_unknown_energy_are_left_out():
     default = sample()
     for report in ({"energy_j": math.nan}, {"failed": True}):
-        default.add_reports(told_of({}, report))
+        default.add_reports(job_report({}, report))
     assert len(default.times_s) == 12
-    default.add_reports(told_of({}, {}))
+    default.add_reports(job_report({}, {}))
     assert len(default.times_s) == 13
 
 

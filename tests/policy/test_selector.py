@@ -7,8 +7,8 @@ import random
 from datetime import datetime, timezone
 
 import pytest
-from virtual_job import LoneCommunicator, told_of
-from virtual_time import VirtualTime
+from virtual.job import LoneCommunicator, job_report
+from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
@@ -56,7 +56,7 @@ class Job:
         power_w = power_ratio * plan.energy_j / plan.time_s
         before, self._ran = self._ran, ran
         self.control.count_step()
-        self.selector.advance(None if self._sent is None else told_of(self._sent), None, before)
+        self.selector.advance(None if self._sent is None else job_report(self._sent), None, before)
         self._sent = {"time_s": time_s, "energy_j": power_w * time_s, **self.selector.decided.as_reported()}
         return None if ran.paused else ran.plan
 

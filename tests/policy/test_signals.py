@@ -5,7 +5,7 @@ import os
 from datetime import datetime, timedelta, timezone
 
 import pytest
-from virtual_time import VirtualTime
+from virtual.time import VirtualTime
 
 from perseus_ds.errors import SignalError
 from perseus_ds.policy import signals

@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_job import reports_of, told_of
+from virtual.job import job_report, reports_of
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
@@ -96,7 +96,7 @@ def test_who_is_told_of_a_straggler_believes_it_and_counts_nothing_twice():
 @given(st.integers(0, 60), st.lists(st.booleans(), min_size=3, max_size=3), st.integers(0, 10**9), st.floats(0, 3))
 def test_decisions_travel_with_the_report_of_rank_0(plan, flags, number, promised):
     decided = Assignment(plan, *flags, promised_slowdown=promised, number=number)
-    received = told_of(decided.as_reported(), {"plan": 7})
+    received = job_report(decided.as_reported(), {"plan": 7})
     assert Assignment.of_report(received, Assignment(0)) == decided
 
 

@@ -1,7 +1,7 @@
 """Average power from a counter that is refreshed every 100 ms or so; in virtual time."""
 
 import pytest
-from virtual_time import VirtualTime
+from virtual.time import VirtualTime
 
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.device_models import DEVICES
@@ -92,7 +92,7 @@ def test_a_counter_whose_refreshes_become_irregular_is_read_often_enough(now):
     gpu = CountingGpu(DEVICES["a100-sxm"], timebase=now)
     with CounterLog(gpu, now) as log:
         now.sleep(2.0)
-        gpu._counter_period_s = 0.083
+        gpu.counter_period_s = 0.083
         now.sleep(1.0)
         begin_s = now.now_s()
         now.sleep(2.0)

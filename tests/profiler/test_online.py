@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from virtual_time import VirtualTime
+from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.profile import Measurement, RowQuality
 from perseus_ds.clocks.timers import Span

@@ -1,13 +1,12 @@
 """Jobs of one rank in virtual time."""
 
 import pytest
-from virtual_job import SLOWER, VirtualJob, WorkerAtOnce
+from virtual.job import SLOWER, VirtualJob
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch):
-    """A function that starts a job; its optimiser runs at once, in this process."""
-    monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
+def start(tmp_path):
+    """A function that starts a job of one rank."""
     jobs = []
 
     def start(folder="perseus", **block):
@@ -16,7 +15,7 @@ def start(tmp_path, monkeypatch):
 
     yield start
     for job in jobs:
-        job.runtime.close()
+        job.close()
 
 
 @pytest.fixture

@@ -3,23 +3,7 @@
 import statistics
 
 import pytest
-from virtual_job import VirtualPipeline, WorkerAtOnce
-
-
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    """A function that starts a pipeline of four ranks."""
-    monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
-    jobs = []
-
-    def start(conditions, **block):
-        gpu = {"conditions": conditions}
-        jobs.append(VirtualPipeline(tmp_path, stages_s=(0.036, 0.034, 0.034, 0.05), gpu=gpu, mode="auto", **block))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job.close()
+from virtual.job import VirtualJob
 
 
 def typical(job, phase):
@@ -30,8 +14,9 @@ def typical(job, phase):
 
 
 @pytest.mark.extended
-def test_where_clock_changes_delay_transfers_plans_allow_for_it_and_still_save_energy(start, capsys):
-    job = start(["slow-transfers"])
+def test_where_clock_changes_delay_transfers_plans_allow_for_it_and_still_save_energy(tmp_path, capsys):
+    stages_s, gpu = (0.036, 0.034, 0.034, 0.05), {"conditions": ["slow-transfers"]}
+    job = VirtualJob(tmp_path, stages_s=stages_s, micro_batches=8, gpu=gpu, mode="auto")
     job.train(160)
     default_s, default_j = typical(job, "default")
     under_plan_s, under_plan_j = typical(job, "run")
@@ -39,3 +24,4 @@ def test_where_clock_changes_delay_transfers_plans_allow_for_it_and_still_save_e
     assert {phase for phase, _, _ in job.taken[-30:]} == {"run"}
     assert under_plan_s < 1.01 * default_s
     assert under_plan_j < 0.95 * default_j
+    job.close()

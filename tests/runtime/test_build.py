@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 from pipelines import one_f_one_b
-from virtual_job import LoneCommunicator
+from virtual.job import LoneCommunicator
 
 from perseus_ds.errors import GpuError
 from perseus_ds.runtime import runtime

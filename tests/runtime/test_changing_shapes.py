@@ -1,7 +1,7 @@
 """Inputs of other shapes make iterations longer or shorter; plans are judged by how instructions compare."""
 
 import pytest
-from virtual_job import SLOWER, events, train_until_compared
+from virtual.job import SLOWER
 
 from perseus_ds.artifacts.run_records import Drifted, PlanJudged, ProfileWritten
 
@@ -10,7 +10,7 @@ from perseus_ds.artifacts.run_records import Drifted, PlanJudged, ProfileWritten
 def job(start):
     """A job that runs under a plan."""
     job = start(mode="auto", **SLOWER)
-    train_until_compared(job)
+    job.train_until_compared()
     job.train(12)
     return job
 
@@ -18,16 +18,16 @@ def job(start):
 def lengthen(job, factors, shapes=2.0):
     """Make the inputs of the next iterations longer."""
     job.shapes = shapes
-    for kind, factor in zip(job.work_s, factors, strict=True):
-        job.work_s[kind] *= factor
+    for kind, factor in zip(job.work_s[0], factors, strict=True):
+        job.work_s[0][kind] *= factor
 
 
 def test_a_factor_common_to_all_instructions_is_not_drift(job):
     lengthen(job, (1.5, 1.5, 1.0))
     assert set(job.train(60)) == {"run"}
     job.close()
-    assert events(job, Drifted) == []
-    assert len(events(job, ProfileWritten)) == 1
+    assert job.events(Drifted) == []
+    assert len(job.events(ProfileWritten)) == 1
 
 
 def test_the_promise_is_scaled_by_it(job):
@@ -44,14 +44,14 @@ def test_iterations_of_other_shapes_are_not_compared_with_those_at_default_clock
     lengthen(job, (1.5, 1.5, 1.0))
     job.train(100)
     job.close()
-    assert len(events(job, PlanJudged)) == 1
+    assert len(job.events(PlanJudged)) == 1
 
 
 def test_instructions_that_change_in_proportion_are_drift(job):
     lengthen(job, (1.0, 1.6, 1.0))
     job.train_until("profile", most=60)
     job.close()
-    (drifted,) = events(job, Drifted)
+    (drifted,) = job.events(Drifted)
     assert drifted.drift > 0.05
 
 
@@ -59,7 +59,7 @@ def test_without_other_shapes_a_common_factor_is_drift(job):
     lengthen(job, (1.5, 1.5, 1.0), shapes=job.shapes)
     job.train_until("profile", most=60)
     job.close()
-    assert len(events(job, Drifted)) == 1
+    assert len(job.events(Drifted)) == 1
 
 
 def test_going_back_to_the_shapes_of_the_profile_takes_the_promise_back(job):
@@ -69,4 +69,4 @@ def test_going_back_to_the_shapes_of_the_profile_takes_the_promise_back(job):
     job.train(40)
     last = job.close()[-1]
     assert last.predicted_time_s == pytest.approx(last.time_s, rel=0.03)
-    assert events(job, Drifted) == []
+    assert job.events(Drifted) == []

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from pipelines import one_f_one_b
-from virtual_job import LoneCommunicator, VirtualJob
+from virtual.job import LoneCommunicator, VirtualJob
 
 from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.clocks.controller import ClockController

@@ -1,13 +1,7 @@
 """Random faults of a few minutes, in virtual time; ``benchmarks/soak.py`` does so for hours."""
 
 import pytest
-from hostile_day import GPU_FAULTS, JOB_FAULTS, HostileDay
-from virtual_job import WorkerAtOnce
-
-
-@pytest.fixture(autouse=True)
-def _optimise_at_once(monkeypatch):
-    monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
+from virtual.hostile_day import GPU_FAULTS, JOB_FAULTS, HostileDay
 
 
 def test_every_promise_is_kept_under_faults_of_drivers(tmp_path):

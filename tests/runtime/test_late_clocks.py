@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from virtual_job import SLOWER, WorkerAtOnce
+from virtual.job import SLOWER, WorkerAtOnce
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.pipeline.instruction import Kind
@@ -19,12 +19,12 @@ def test_energy_is_counted_from_when_the_clock_is_there(start):
     assert len({row.clock_mhz for row in rows}) >= 3
     model = job.gpu.model
     for row in rows:
-        true_j = job.work_s[row.kind] * model.slowdown(row.clock_mhz) * model.power_w(row.clock_mhz)
+        true_j = job.work_s[0][row.kind] * model.slowdown(row.clock_mhz) * model.power_w(row.clock_mhz)
         assert row.energy_j == pytest.approx(true_j, rel=0.005), row
 
 
 @pytest.mark.parametrize("latency_s", [0.015, 0.03])
-def test_plans_of_auto_mode_have_no_run_that_is_shorter_than_two_latencies(start, monkeypatch, latency_s):
+def test_plans_of_auto_mode_have_no_run_that_is_shorter_than_two_latencies(start, latency_s):
     requests = []
 
     class Recording(WorkerAtOnce):
@@ -32,8 +32,9 @@ def test_plans_of_auto_mode_have_no_run_that_is_shorter_than_two_latencies(start
             requests.append(request)
             super().__init__(request, log_path)
 
-    monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", Recording)
-    start(mode="auto", gpu={"lock_latency_s": latency_s}, **SLOWER).train_until("run")
+    job = start(mode="auto", gpu={"lock_latency_s": latency_s}, **SLOWER)
+    job.worker = Recording
+    job.train_until("run")
     assert requests[0].least_dwell_s == pytest.approx(2 * latency_s, abs=0.003)
 
 

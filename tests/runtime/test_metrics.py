@@ -14,7 +14,7 @@ from live_records import BEGIN, auto_job, planned_iteration, started
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from run_log import GIVE_UP_S, wait_until
-from virtual_job import VirtualJob
+from virtual.job import VirtualJob
 
 from perseus_ds.artifacts.run_records import Ended, Failed, read_records
 from perseus_ds.errors import ConfigError

@@ -6,7 +6,7 @@ import re
 import shlex
 
 import pytest
-from virtual_job import SLOWER, LoneCommunicator, WorkerAtOnce, events, in_order, late_under_plans, train_until_compared
+from virtual.job import SLOWER, WorkerAtOnce, in_order
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
@@ -23,7 +23,6 @@ from perseus_ds.artifacts.run_records import (
 )
 from perseus_ds.errors import ConfigError, GpuError
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.report.live import JobFollower
 
 
@@ -38,20 +37,20 @@ def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
     phases = job.train_until("run")
     assert in_order(phases) == ["warm-up", "profile", "optimizing", "default"]
     assert phases.count("warm-up") == 3
-    train_until_compared(job)
+    job.train_until_compared()
     job.train(20)
     iterations = job.close()[-19:]
     profile = StageProfile.load(job.folder)
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        expected_s = job.work_s[kind] * job.gpu.model.slowdown(profile.at_highest_clock(0, kind).clock_mhz)
+        expected_s = job.work_s[0][kind] * job.gpu.model.slowdown(profile.at_highest_clock(0, kind).clock_mhz)
         assert profile.at_highest_clock(0, kind).time_s == pytest.approx(expected_s, rel=0.02)
     assert {r.phase for r in iterations} == {"run"}
     energy_j = sum(r.energy_j for r in iterations) / len(iterations)
     assert iterations[-1].time_s / iterations[-1].default_time_s == pytest.approx(1.2, abs=0.02)
     assert energy_j == pytest.approx(iterations[0].predicted_energy_j, rel=0.02)
     assert energy_j < 0.9 * iterations[0].default_energy_j
-    assert [event.plan for event in events(job, PlanChosen)] == [iterations[0].plan]
-    (written,) = events(job, ProfileWritten)
+    assert [event.plan for event in job.events(PlanChosen)] == [iterations[0].plan]
+    (written,) = job.events(ProfileWritten)
     assert written.iterations == phases.count("profile")
 
 
@@ -59,7 +58,7 @@ def test_a_profile_tells_the_clock_that_was_read_while_the_job_warmed_up(start):
     job = start(mode="auto", **SLOWER)
     job.train_until("optimizing")
     job.close()
-    (refused,) = [event for event in events(job, ClockRefused) if event.clock_mhz is None]  # at default clocks
+    (refused,) = [event for event in job.events(ClockRefused) if event.clock_mhz is None]  # at default clocks
     assert StageProfile.load(job.folder).info.default_clock_mhz == refused.reached_mhz
     assert refused.reached_mhz < job.gpu.model.top_clock_mhz, "the board's power limit keeps it lower"
 
@@ -81,7 +80,7 @@ def test_run_mode_trains_under_the_frontier_that_it_is_given(start):
     first.train_until("run")
     second = start("second", mode="run", frontier=str(first.folder / "frontier.json"), **SLOWER)
     second.train(3)
-    assert {record.plan for record in second.close()} == {events(first, PlanChosen)[0].plan}
+    assert {record.plan for record in second.close()} == {first.events(PlanChosen)[0].plan}
 
 
 def test_run_mode_keeps_a_plan_that_wins_against_default_clocks_of_this_job(start, frontier):
@@ -89,7 +88,7 @@ def test_run_mode_keeps_a_plan_that_wins_against_default_clocks_of_this_job(star
     phases = job.train(150)
     records = job.close()
     assert in_order(phases) == ["run", *["default", "run"] * 3], "by turns, until it is known"
-    (judged,) = events(job, PlanJudged)
+    (judged,) = job.events(PlanJudged)
     assert judged.kept
     default = [r for r in records if r.phase == "default"]
     assert judged.slowdown == pytest.approx(records[-1].time_s / default[-1].time_s - 1, abs=0.005)
@@ -98,10 +97,10 @@ def test_run_mode_keeps_a_plan_that_wins_against_default_clocks_of_this_job(star
 
 def test_run_mode_goes_back_to_default_clocks_where_no_plan_keeps_its_promise_and_says_why(start, frontier, capsys):
     job = start(mode="run", frontier=frontier, **SLOWER)
-    late_under_plans(job)
+    job.late_under_plans()
     job.train_until("observe", most=400)
     job.close()
-    compared = events(job, PlanJudged)
+    compared = job.events(PlanJudged)
     assert [event.kept for event in compared] == [False] * len(compared)
     assert compared[-1].then == "training goes on at default clocks, tried again in 200 iterations"
     assert capsys.readouterr().out.count("is dropped, since it takes longer than promised") == len(compared)
@@ -109,8 +108,8 @@ def test_run_mode_goes_back_to_default_clocks_where_no_plan_keeps_its_promise_an
 
 def test_a_faster_plan_has_its_turn_after_one_that_is_late_and_is_held_to_the_same_promise(start, frontier):
     job = start(mode="run", frontier=frontier, max_drift=10.0, policy={"name": "slowdown", "max_slowdown": 0.25})
-    late_under_plans(job, by_s=0.015)
-    first, second = train_until_compared(job, times=2)
+    job.late_under_plans(by_s=0.015)
+    first, second = job.train_until_compared(times=2)
     assert (first.kept, first.then) == (False, "a faster plan has its turn")
     assert second.kept
     assert second.plan < first.plan
@@ -122,29 +121,29 @@ def test_a_faster_plan_has_its_turn_after_one_that_is_late_and_is_held_to_the_sa
 def test_a_dropped_plan_is_tried_again_later(start, frontier):
     job = start(mode="run", frontier=frontier, max_drift=10.0, **SLOWER)
     work = job.work
-    late_under_plans(job)
+    job.late_under_plans()
     job.train_until("observe", most=400)
     job.work = work
     job.train(190)
     assert job.runtime.next.phase == "observe"
     job.train_until("run", most=40)
-    before = len(events(job, PlanJudged))
-    assert train_until_compared(job, times=before + 1)[-1].kept
+    before = len(job.events(PlanJudged))
+    assert job.train_until_compared(times=before + 1)[-1].kept
 
 
 def test_a_plan_that_no_longer_keeps_its_promise_is_compared_again_and_dropped(start, frontier):
     job = start(mode="run", frontier=frontier, max_drift=10.0, **SLOWER)
-    train_until_compared(job)
-    late_under_plans(job)
+    job.train_until_compared()
+    job.late_under_plans()
     job.train_until("observe", most=400)
     job.close()
-    kept = [event.kept for event in events(job, PlanJudged)]
+    kept = [event.kept for event in job.events(PlanJudged)]
     assert kept == [True] + [False] * (len(kept) - 1)
 
 
 def test_a_plan_that_runs_is_compared_again_at_growing_distances(start, frontier):
     job = start(mode="run", frontier=frontier, **SLOWER)
-    train_until_compared(job, times=3, most=2200)
+    job.train_until_compared(times=3, most=2200)
     at = [place for place, record in enumerate(job.close()) if record.phase == "default"]
     gaps = [after - before for before, after in itertools.pairwise(at) if after - before > 100]
     assert gaps == [pytest.approx(500, abs=20), pytest.approx(1000, abs=20)]
@@ -158,7 +157,7 @@ def test_under_a_power_cap_that_default_clocks_would_exceed_all_iterations_run_u
         job.train_until("default")
         job.train(10)
     elif begins == "while backing off":
-        late_under_plans(job)
+        job.late_under_plans()
         job.train_until("observe", most=400)
     if begins != "at once":
         job.runtime.set_policy(cap)
@@ -185,23 +184,16 @@ def test_instructions_that_drift_are_profiled_again_three_times_at_most(start):
     for profiles in (1, 2, 3):
         job.train_until("run")
         job.train(12)
-        assert len(events_now(job, ProfileWritten)) == profiles
-        for kind in job.work_s:
-            job.work_s[kind] *= 1.3
+        assert len(job.events(ProfileWritten)) == profiles
+        job.slowdowns[0] *= 1.3
         if profiles < 3:
             job.train_until("profile")
-    train_until_compared(job, most=600)
+    job.train_until_compared(most=600)
     job.train(10)
     assert job.runtime.next.phase == "run"
     job.close()
-    assert [event.profiles_again for event in events(job, Drifted)] == [True, True, False]
-    assert len(events(job, ProfileWritten)) == 3
-
-
-def events_now(job, kind):
-    """Events of a job that goes on."""
-    job.runtime._recorder._writer.flush()
-    return events(job, kind)
+    assert [event.profiles_again for event in job.events(Drifted)] == [True, True, False]
+    assert len(job.events(ProfileWritten)) == 3
 
 
 def test_an_optimiser_that_fails_leaves_the_job_at_default_clocks(start, monkeypatch, caplog):
@@ -211,7 +203,7 @@ def test_an_optimiser_that_fails_leaves_the_job_at_default_clocks(start, monkeyp
     job.train(3)
     assert [record.plan for record in job.close()][-3:] == [None] * 3
     assert caplog.text.count("optimising failed: no such profile. Training goes on at default clocks") == 1
-    assert [event.error for event in events(job, Failed)] == ["optimising failed: no such profile"]
+    assert [event.error for event in job.events(Failed)] == ["optimising failed: no such profile"]
 
 
 def test_a_counter_that_fails_while_profiling_ends_it_with_its_reason(start, caplog):
@@ -262,7 +254,7 @@ def test_a_policy_that_fails_means_default_clocks_until_there_is_another(start, 
     job.runtime.set_policy({"name": "energy_optimal"})
     assert job.train(4)[-1] == "run"
     job.close()
-    problems = [record.problem for record in events(job, PolicyChanged) if record.problem]
+    problems = [record.problem for record in job.events(PolicyChanged) if record.problem]
     assert len(problems) == 1
     assert problems[0].endswith("Running at default clocks")
 
@@ -301,28 +293,28 @@ def test_progress_that_cannot_be_read_leaves_the_choice_to_the_policy(start, cap
 
 def test_pause_and_resume_at_iteration_boundaries(start):
     job = start(mode="auto", **SLOWER)
-    train_until_compared(job)
-    job.runtime._control.paused = True
+    job.train_until_compared()
+    job.runtime.carry_out({"command": "pause"})
     assert job.train(4) == ["run", "run", "pause", "pause"]
-    job.runtime._control.paused = False
+    job.runtime.carry_out({"command": "resume"})
     assert job.train(3) == ["pause", "pause", "run"]
-    assert [(event.paused) for event in events_now(job, PlanChosen)] == [False, True, False]
+    assert [(event.paused) for event in job.events(PlanChosen)] == [False, True, False]
 
 
 def test_status_tells_what_is_next_apart_from_what_was_last(start):
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.train(3)
-    status = job.runtime._status()
+    status = job.runtime.carry_out({"command": "status"})["status"]
     assert status["next"]["plan"] == status["last"]["plan"]
-    assert status["last"]["iteration"] == job.runtime._control.steps - 1
+    assert status["last"]["iteration"] == job.runtime.state()["steps"] - 1
     assert status["next"]["t_min_s"] == Frontier.load(job.folder).t_min_s
 
 
 def test_each_phase_says_what_follows_and_about_when(start):
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
-    train_until_compared(job)
+    job.train_until_compared()
     job.train(1)
     iterations = job.close()
     follows = {
@@ -358,8 +350,8 @@ def test_the_first_and_the_last_line_about_plans_name_time_and_energy(start, cap
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     first = re.search(r"running under plan (\d+) of .*", capsys.readouterr().out).group()
-    assert re.search(r"promises [\d.]+ % less energy and [\d.]+ % more time than at default clocks, as measured", first)
-    train_until_compared(job)
+    assert re.search(r"\+[\d.]+ % time, -[\d.]+ % energy", first)
+    job.train_until_compared()
     job.train(30)
     job.runtime.set_policy({"name": "slowdown", "max_slowdown": 0.1})
     job.train(30)
@@ -368,27 +360,26 @@ def test_the_first_and_the_last_line_about_plans_name_time_and_energy(start, cap
     takes = r"a typical one takes [\d.]+ % less energy and [\d.]+ % more time than at default clocks"
     assert re.search(f"80 under plans: {takes}", last)
     assert len(re.findall(r"plan \d+: \d+ iterations, [\d.]+ % less energy and [\d.]+ % more time", last)) == 2
-    (end,) = events(job, Ended)
+    (end,) = job.events(Ended)
     assert sum(plan.iterations for plan in end.plans) == end.planned == 80
 
 
 def test_a_policy_that_no_plan_meets_is_said_to_be_so_in_the_answer(start):
     job = start(mode="auto", **SLOWER)
     order = {"command": "policy", "policy": {"name": "power_cap", "watts": 5.0}}
-    assert job.runtime._control.carry_out(parse_order(order))["done"] == "policy power_cap from the next iterations on"
+    assert job.runtime.carry_out(order)["done"] == "policy power_cap from the next iterations on"
     job.train_until("run")
-    answer = job.runtime._control.carry_out(parse_order(order))["done"]
+    answer = job.runtime.carry_out(order)["done"]
     assert "; but a power cap of 5 W cannot be kept: the plan that draws least takes" in answer
     possible = {"command": "policy", "policy": {"name": "power_cap", "watts": 5000.0}}
-    assert "cannot" not in job.runtime._control.carry_out(parse_order(possible))["done"]
+    assert "cannot" not in job.runtime.carry_out(possible)["done"]
 
 
 def test_status_and_the_records_give_the_same_facts(start):
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.train(12)
-    job.runtime._recorder._writer.flush()
-    status = job.runtime._status()
+    status = job.runtime.carry_out({"command": "status"})["status"]
     followed = JobFollower(job.folder).facts(0.0).model_dump(mode="json")
     by_time = {"silent_s", "next_in_s", "remaining_s", "phase"}
     assert {key: status[key] for key in followed if key not in by_time} == {
@@ -405,16 +396,12 @@ def test_profile_mode_measures_while_training_goes_on_and_then_observes(start):
     profile = StageProfile.load(job.folder)
     model = job.gpu.model
     for row in profile.measurements:
-        expected_s = job.work_s[row.kind] * model.slowdown(row.clock_mhz)
+        expected_s = job.work_s[0][row.kind] * model.slowdown(row.clock_mhz)
         assert row.time_s == pytest.approx(expected_s, rel=0.015)
         assert row.energy_j == pytest.approx(expected_s * model.power_w(row.clock_mhz), rel=0.03)
     assert job.runtime.profiled
-    (written,) = events(job, ProfileWritten)
+    (written,) = job.events(ProfileWritten)
     assert written.iterations == phases.count("profile")
-
-
-def test_a_lone_communicator_is_enough_for_a_job(start):
-    assert isinstance(start(mode="observe").runtime.rank.communicator, LoneCommunicator)
 
 
 SHORT = {Kind.FORWARD: 0.011, Kind.BACKWARD: 0.022, Kind.TAIL: 0.001}
@@ -441,7 +428,7 @@ def test_a_plan_that_wins_is_measured_against_default_clocks_of_this_job_and_kep
     job.train_until("run")
     job.train(40)
     records = job.close()
-    (judged,) = events(job, PlanJudged)
+    (judged,) = job.events(PlanJudged)
     default = [r for r in records if r.phase == "default"]
     planned = [r for r in records if r.phase == "run"]
     assert judged.kept
@@ -457,7 +444,7 @@ def test_a_plan_that_saves_nothing_leaves_and_says_so(start, capsys):
     job.train_until("observe", most=200)
     assert set(job.train(5)) == {"observe"}
     job.close()
-    (judged,) = events(job, PlanJudged)
+    (judged,) = job.events(PlanJudged)
     assert not judged.kept
     assert "is dropped, since it saves no energy that could be measured" in capsys.readouterr().out
 
@@ -465,10 +452,10 @@ def test_a_plan_that_saves_nothing_leaves_and_says_so(start, capsys):
 def test_plans_that_are_later_than_promised_are_dropped(start):
     job = start(mode="auto", max_drift=10.0, **SLOWER)
     job.train_until("run")
-    late_under_plans(job)
+    job.late_under_plans()
     job.train_until("observe", most=400)
     job.close()
-    for judged in events(job, PlanJudged):
+    for judged in job.events(PlanJudged):
         assert not judged.kept
         assert judged.slowdown > judged.promised_slowdown + 0.05
 
@@ -477,14 +464,13 @@ def test_a_plan_that_becomes_late_is_compared_again_with_default_clocks(start):
     job = start(mode="auto", max_drift=10.0, **SLOWER)
     job.train_until("run")
     job.train(40)
-    for kind in job.work_s:
-        job.work_s[kind] *= 1.1  # at default clocks too
+    job.slowdowns[0] *= 1.1  # at default clocks too
     job.train_until("default")
     job.train_until("run")
     job.train(60)
     assert job.runtime.next.phase == "run"
     job.close()
-    assert [event.kept for event in events(job, PlanJudged)] == [True, True]
+    assert [event.kept for event in job.events(PlanJudged)] == [True, True]
 
 
 def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win(start, monkeypatch, tmp_path):
@@ -498,10 +484,10 @@ def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win
     assert list((tmp_path / "cache").rglob("frontier.json"))
     second = start("second", max_drift=10.0, **cached)
     assert in_order(second.train_until("run")) == ["default"]
-    late_under_plans(second)
+    second.late_under_plans()
     assert set(second.train_until("observe", most=400)) == {"run", "default"}
     second.close()
-    assert events(second, Predicted) == []
+    assert second.events(Predicted) == []
     assert list((tmp_path / "cache").rglob("frontier.json")), "the profile is right, so another policy may win"
 
 
@@ -513,8 +499,8 @@ def test_a_cached_profile_that_no_longer_predicts_default_clocks_is_replaced(sta
     first.train(40)
     first.close()
     second = start("second", **cached)
-    late_under_plans(second)
-    second.work_s[Kind.BACKWARD] *= 1.2
+    second.late_under_plans()
+    second.work_s[0][Kind.BACKWARD] *= 1.2
     phases = second.train_until("observe", most=600)
     assert in_order([phase for phase in phases if phase not in ("default", "run")]) == [
         "warm-up",
@@ -522,7 +508,7 @@ def test_a_cached_profile_that_no_longer_predicts_default_clocks_is_replaced(sta
         "optimizing",
     ]
     second.close()
-    assert [event.corrected for event in events(second, Predicted)] == [False]
+    assert [event.corrected for event in second.events(Predicted)] == [False]
     assert not list((tmp_path / "cache").rglob("frontier.json"))
 
 
@@ -534,7 +520,7 @@ def test_a_policy_that_changes_during_the_proof_is_judged_by_its_own_plan(start)
     job.train(60)
     assert job.runtime.next.phase == "run"
     job.close()
-    (judged,) = events(job, PlanJudged)
+    (judged,) = job.events(PlanJudged)
     assert judged.kept
     assert judged.promised_slowdown == pytest.approx(0.1, abs=0.02)
     assert judged.slowdown == pytest.approx(judged.promised_slowdown, abs=0.01)
@@ -571,8 +557,7 @@ def test_what_a_job_knows_of_its_stops_outlives_its_profile(start):
     for _ in range(12):
         job.time.sleep(1.0)
         job.train()
-    for kind in job.work_s:
-        job.work_s[kind] *= 1.3
+    job.slowdowns[0] *= 1.3
     job.train_until("profile")
     kept = job.runtime.state()["progress"]
     assert kept["plan"] is None
@@ -597,7 +582,7 @@ def test_the_clock_returns_to_its_default_after_an_iteration_that_was_broken_off
 def test_a_closed_standard_output_ends_neither_plans_nor_the_end(start, monkeypatch):
     job = start(mode="auto", **SLOWER)
     monkeypatch.setattr("builtins.print", lambda *_, **__: 1 / 0)
-    train_until_compared(job)
+    job.train_until_compared()
     job.train(5)
     assert job.runtime.next.phase == "run"
     assert job.close()[-1].phase == "run"
@@ -607,9 +592,9 @@ def test_orders_to_a_job_that_runs_no_plans_are_answered_so(start):
     job = start(mode="auto")
     job.train_until("run")
     job.train_until("observe", most=200)
-    answer = job.runtime._control.carry_out(parse_order({"command": "pause"}))
+    answer = job.runtime.carry_out({"command": "pause"})
     assert answer == {"done": "default clocks; but this job runs no plans now"}
-    assert job.runtime._status()["phase"] == "observe"
+    assert job.runtime.carry_out({"command": "status"})["status"]["phase"] == "observe"
 
 
 @pytest.mark.parametrize(
@@ -643,10 +628,10 @@ def test_a_job_that_did_what_it_was_asked_for_is_not_called_unfinished(start, ca
 def test_a_job_says_in_how_many_iterations_a_plan_runs(start, capsys):
     job = start(mode="auto")
     job.train_until("profile")
-    before = job.runtime._control.steps
+    before = job.runtime.state()["steps"]
     expected = int(re.search(r"a plan runs in about (\d+) iterations", capsys.readouterr().out)[1])
     job.train_until("run")
-    assert job.runtime._control.steps - before == pytest.approx(expected, rel=0.5)
+    assert job.runtime.state()["steps"] - before == pytest.approx(expected, rel=0.5)
 
 
 def test_the_measurement_of_default_clocks_is_announced_with_its_length(start, frontier, capsys):

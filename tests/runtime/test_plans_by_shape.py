@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from virtual_job import SLOWER, VirtualPipeline, WorkerAtOnce, events, in_order
+from virtual.job import SLOWER, VirtualJob, WorkerAtOnce, in_order
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, PlanJudged, ProfileWritten, ShapePlanned
@@ -18,8 +18,8 @@ def train(job, shapes):
     """Run an iteration of each shape; return the phases that ran."""
     phases = []
     for shape in shapes:
-        job.shapes, job.work_s = shape, WORK.get(shape, LONG)
-        phases.append(job.train_one())
+        job.shapes, job.work_s = shape, [WORK.get(shape, LONG)]
+        phases += job.train()
     return phases
 
 
@@ -38,7 +38,7 @@ def test_shapes_that_alternate_from_the_start_each_get_a_profile_and_a_plan_that
     phases = alternate(job, 420)
     records = job.close()
     assert {shape: in_order(of_shape)[-1] for shape, of_shape in phases.items()} == {1.0: "run", 2.0: "run"}
-    judged = events(job, PlanJudged)
+    judged = job.events(PlanJudged)
     assert [event.kept for event in judged] == [True, True]
     number_of = {record.shape: shape for record, shape in zip(records, [1.0, 2.0] * 210, strict=True)}
     for number in (1, 2):
@@ -52,7 +52,7 @@ def test_shapes_that_alternate_from_the_start_each_get_a_profile_and_a_plan_that
         assert mine[-1].time_s / mine[-1].default_time_s == pytest.approx(1.2, abs=0.03)
         energy_j = sum(record.energy_j for record in mine[-20:]) / len(mine[-20:])
         assert energy_j < 0.95 * mine[-1].default_energy_j
-    assert len(events(job, ProfileWritten)) == 3, "one of both shapes, and one of each"
+    assert len(job.events(ProfileWritten)) == 3, "one of both shapes, and one of each"
 
 
 @pytest.mark.extended
@@ -65,8 +65,8 @@ def test_a_shape_whose_proportions_differ_gets_a_profile_beside_that_of_the_firs
     job.close()
     assert {shape: in_order(of_shape)[-1] for shape, of_shape in phases.items()} == {1.0: "run", 2.0: "run"}
     assert "profile" not in phases[1.0], "its profile is known"
-    assert {event.shape for event in events(job, ShapePlanned)} == {0, 1}
-    assert len(events(job, ProfileWritten)) == 2
+    assert {event.shape for event in job.events(ShapePlanned)} == {0, 1}
+    assert len(job.events(ProfileWritten)) == 2
 
 
 @pytest.mark.extended
@@ -77,7 +77,7 @@ def test_a_shape_that_is_seldom_or_never_comes_again_runs_at_default_clocks(job)
     assert train(job, [4.0]) == ["observe"]
     records = job.close()
     assert [record.plan for record in records[-4:]].count(None) == 2
-    assert {event.shape for event in events(job, ShapePlanned)} == {1, 2}
+    assert {event.shape for event in job.events(ShapePlanned)} == {1, 2}
 
 
 @pytest.mark.extended
@@ -96,37 +96,37 @@ def test_shapes_without_order_run_under_their_own_plans(job):
 
 
 @pytest.mark.extended
-def test_ranks_know_the_shape_of_an_iteration_without_a_collective_that_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
-    job = VirtualPipeline(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, mode="auto", **SLOWER)
+def test_ranks_know_the_shape_of_an_iteration_without_a_collective_that_waits(tmp_path):
+    job = VirtualJob(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, mode="auto", **SLOWER)
 
     def train_both(pairs):
         for number in range(2 * pairs):
-            job.shape = 1.0 + number % 2
+            job.shapes = 1.0 + number % 2
+            job.slowdowns = [job.shapes] * 2
             job.train(1)
         return [phase for phase, _, _ in job.taken[-2 * pairs :]]
 
     while set(train_both(10)) != {"run"}:
         assert len(job.taken) < 600
     train_both(20)
-    waits = job.meetings.waits
+    waits = job.waits
     assert set(train_both(10)) == {"run"}
-    assert job.meetings.waits == waits
+    assert job.waits == waits
     assert {record.shape for record in job.close()[-20:]} == {1, 2}
 
 
 def test_iterations_that_begin_alike_and_go_on_differently_are_not_planned_by_shape(job):
-    micro_batches = []
+    phases = []
 
     def shapes_of(iteration):
         return [1.0, 1.0, 1.0] if iteration % 2 else [1.0, 2.0, 2.0]
 
     for iteration in range(300):
         job.shapes = shapes_of(iteration)
-        micro_batches.append(job.train_one())
+        phases += job.train()
     job.close()
-    assert micro_batches[-1] == "observe"
-    assert [event.given_up for event in events(job, ShapePlanned) if event.given_up is None] == []
+    assert phases[-1] == "observe"
+    assert [event.given_up for event in job.events(ShapePlanned) if event.given_up is None] == []
 
 
 @pytest.mark.extended
@@ -141,11 +141,11 @@ def test_a_shape_that_cannot_be_profiled_runs_at_default_clocks_and_the_others_g
     monkeypatch.setattr(WorkerAtOnce, "__init__", fail_for_one_shape)
     phases = alternate(job, 420)
     job.close()
-    given_up = [event for event in events(job, ShapePlanned) if event.given_up]
+    given_up = [event for event in job.events(ShapePlanned) if event.given_up]
     assert len(given_up) == 1
     assert "no such profile" in given_up[0].given_up
     assert {of_shape[-1] for of_shape in phases.values()} == {"run", "observe"}
-    assert events(job, Failed) == []
+    assert job.events(Failed) == []
 
 
 @pytest.mark.extended
@@ -168,4 +168,4 @@ def test_more_shapes_than_are_kept_make_room_for_each_other_only_when_unused(job
     alternate(job, 100)
     train(job, [float(number) for number in range(1, 10)] * 8)
     job.close()
-    assert len({event.shape for event in events(job, ShapePlanned)}) == 6
+    assert len({event.shape for event in job.events(ShapePlanned)}) == 6

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 from frontiers import save_true_frontier
-from virtual_job import VirtualJob
+from virtual.job import VirtualJob
 
 from perseus_ds.artifacts.run_records import (
     CostsSoFar,
@@ -16,12 +16,10 @@ from perseus_ds.artifacts.run_records import (
     PlanChosen,
     PolicyChanged,
     TimetableMade,
-    read_records,
 )
 from perseus_ds.errors import GpuBusyError, SignalError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy import selector
-from perseus_ds.policy.control_socket import parse_order
 
 WORK_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.1 * (2 - 1 / 6), Kind.TAIL: 0.01}
 BEGIN = datetime(2026, 11, 22, tzinfo=timezone.utc)
@@ -48,10 +46,6 @@ def start(tmp_path, frontier):
     yield start
     for job in jobs:
         job.runtime.close()
-
-
-def events(job, kind):
-    return [record for record in read_records(job.folder) if isinstance(record, kind)]
 
 
 def date(seconds):
@@ -93,9 +87,9 @@ def test_a_window_of_a_schedule_is_a_change_of_plan_at_a_boundary(start, frontie
         # Decided on at the end of an iteration, a plan runs one iteration later.
         if not any(edge_s <= begin_s < edge_s + 2.5 * record.time_s for edge_s in (120, 180)):
             assert record.plan == (last if 120 <= begin_s < 180 else 0)
-    changed = [event.policy["name"] for event in events(job, PolicyChanged) if event.by_schedule]
+    changed = [event.policy["name"] for event in job.events(PolicyChanged) if event.by_schedule]
     assert changed == ["slowdown", "energy_optimal", "slowdown"]
-    assert [event.plan for event in events(job, PlanChosen)] == [0, last, 0]
+    assert [event.plan for event in job.events(PlanChosen)] == [0, last, 0]
 
 
 def test_a_job_ends_in_time_for_hardly_more_than_the_bound(start, tmp_path):
@@ -104,15 +98,15 @@ def test_a_job_ends_in_time_for_hardly_more_than_the_bound(start, tmp_path):
     job.train(380)
     assert job.time.seconds <= BEGIN_S + 360
     job.close()
-    first, costs = events(job, TimetableMade)[0], events(job, CostsSoFar)[-1]
-    records = [record for record in read_records(job.folder) if isinstance(record, IterationRecord)]
+    first, costs = job.events(TimetableMade)[0], job.events(CostsSoFar)[-1]
+    records = job.events(IterationRecord)
     assert 1 <= 380 - costs.iterations <= 24, "all but the last ones, and those before default clocks were measured"
     assert sum(record.phase == "run" for record in records) > 300
     assert costs.bound == first.bound <= first.cost
     assert first.unit == "EUR/MWh"
     assert costs.cost == pytest.approx(first.bound * costs.iterations / 380, rel=0.05)
     assert costs.cost < 0.85 * costs.fastest_cost
-    assert len({record.plan for record in read_records(job.folder) if isinstance(record, IterationRecord)}) > 2
+    assert len({record.plan for record in job.events(IterationRecord)}) > 2
 
 
 def test_a_job_stands_still_while_energy_is_dear_and_says_so(start, tmp_path, capsys):
@@ -127,14 +121,14 @@ def test_a_job_stands_still_while_energy_is_dear_and_says_so(start, tmp_path, ca
     assert len(records) == 180
     dear = [(b, e) for b, e, r in zip(began_s, ended_s, records, strict=True) if e - r.time_s > 162 and b < 278]
     assert len(dear) <= 2, "iterations in the dear minutes, but for those that had begun"
-    (halt,) = events(job, Halted)
+    (halt,) = job.events(Halted)
     assert halt.time_s == pytest.approx(120, abs=4)
     assert halt.energy_j < 120 * 90, "the GPU is idle"
-    costs = events(job, CostsSoFar)[-1]
+    costs = job.events(CostsSoFar)[-1]
     assert costs.halted_s == pytest.approx(halt.time_s, abs=0.01)
     assert costs.cost < 0.8 * costs.fastest_cost
     assert ended_s[-1] <= BEGIN_S + 360
-    assert [e.halts for e in events(job, PlanChosen)].count(True) == 1
+    assert [e.halts for e in job.events(PlanChosen)].count(True) == 1
     assert "cost" in capsys.readouterr().out
 
 
@@ -151,9 +145,9 @@ def test_a_halt_whose_energy_cannot_be_read_costs_what_idle_gpus_do(start, tmp_p
     job.gpu.energy_j = busy_as_the_halt_begins
     job.train(180)
     job.close()
-    (halt,) = events(job, Halted)
+    (halt,) = job.events(Halted)
     assert halt.energy_j is None
-    costs = events(job, CostsSoFar)[-1]
+    costs = job.events(CostsSoFar)[-1]
     assert costs.halted_s == pytest.approx(120, abs=4)
     assert costs.cost > 900 / 3.6e9 * 110 * job.gpu.model.blocking_power_w
 
@@ -166,11 +160,11 @@ def test_a_job_that_stands_still_goes_on_when_it_is_told_to(start, tmp_path, how
     def tell():
         job.time.sleep(210.0 - job.time.seconds)
         if how == "close":
-            job.runtime._driver.close()  # as a handler of SIGTERM on the main thread would
+            job.runtime.close()  # as a handler of SIGTERM on the main thread would
         elif how == "pause":
-            job.runtime._control.carry_out(parse_order({"command": "pause"}))
+            job.runtime.carry_out({"command": "pause"})
         else:
-            job.runtime._control.carry_out(parse_order({"command": "policy", "policy": {"name": "slowdown"}}))
+            job.runtime.carry_out({"command": "policy", "policy": {"name": "slowdown"}})
 
     job.time.thread(tell, "teller").start()
     began_s = []
@@ -190,24 +184,24 @@ def test_a_changed_signal_is_taken_up_and_a_bad_one_is_not(start, tmp_path, capl
     write_signal(path, 10, 90, 10, 90, 10, 90)
     job = start(**cheapest(path, 4, 200))
     job.train(5)
-    made = len(events(job, TimetableMade))
+    made = len(job.events(TimetableMade))
     write_signal(path, 90, 10, 90, 10, 90, 10)
     job.train(6)
-    assert len(events(job, TimetableMade)) == made + 1
+    assert len(job.events(TimetableMade)) == made + 1
     path.write_text("time,value\nnonsense")
     job.train(10)
-    (failed,) = events(job, Failed)
+    (failed,) = job.events(Failed)
     assert failed.event == "signal"
     assert str(path) in failed.error
     assert "The last good values stay in use" in failed.error
     assert caplog.text.count("The last good values stay in use") == 1
     path.unlink()
     job.train(10)
-    assert "no such file" in events(job, Failed)[-1].error
+    assert "no such file" in job.events(Failed)[-1].error
     write_signal(path, 90, 20, 90, 10, 90, 10)
-    made = len(events(job, TimetableMade))
+    made = len(job.events(TimetableMade))
     job.train(5)
-    assert len(events(job, TimetableMade)) == made + 1
+    assert len(job.events(TimetableMade)) == made + 1
 
 
 def test_a_timetable_is_recorded_with_the_entries_that_come_first(start, tmp_path, monkeypatch):
@@ -215,7 +209,7 @@ def test_a_timetable_is_recorded_with_the_entries_that_come_first(start, tmp_pat
     signal = write_signal(tmp_path / "prices.csv", 50, 90, 20, 70, 30, 80, 40, 60)
     job = start(**cheapest(signal, 6, 380))
     job.train(2)
-    made = events(job, TimetableMade)[0]
+    made = job.events(TimetableMade)[0]
     assert len(made.entries) == 2
     assert made.entries[0][0] <= made.entries[1][0] < made.ends - 60
 
@@ -236,7 +230,7 @@ def test_an_order_with_a_bad_signal_is_refused_and_changes_nothing(start, tmp_pa
     assert job.runtime.state()["policy"]["name"] == "slowdown"
     job.runtime.set_policy(cheapest(write_signal(tmp_path / "prices.csv", 1, 2, 3, 4, 5), 3, 100))
     job.train(4)
-    assert len(events(job, TimetableMade)) == 1
+    assert len(job.events(TimetableMade)) == 1
 
 
 @pytest.mark.parametrize(("by", "most_s"), [("order", 0.0), ("file", 1.0)])
@@ -283,7 +277,7 @@ def test_costs_go_on_from_a_checkpoint(start, tmp_path):
     resumed.runtime.restore(state, 60)
     resumed.train(10)
     resumed.close()
-    before, after = events(job, CostsSoFar)[-1], events(resumed, CostsSoFar)[-1]
+    before, after = job.events(CostsSoFar)[-1], resumed.events(CostsSoFar)[-1]
     assert after.iterations > before.iterations + 5
     assert before.cost < after.cost < 1.4 * before.cost
     assert after.bound == before.bound

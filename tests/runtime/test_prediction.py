@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from virtual_job import SLOWER, events, in_order, train_until_compared
+from virtual.job import SLOWER, in_order
 
 from perseus_ds.artifacts.run_records import Drifted, Predicted, ProfileWritten, read_records
 from perseus_ds.measures import promise
@@ -36,14 +36,14 @@ def test_a_profile_that_predicts_default_clocks_is_left_alone(start, capsys):
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.close()
-    assert events(job, Predicted) == []
+    assert job.events(Predicted) == []
     assert "differ from the profile" not in capsys.readouterr().out
 
 
 def test_a_plan_promises_the_same_wherever_it_is_said_though_the_profile_is_a_little_off(start, frontier, capsys):
     job = start(mode="run", frontier=frontier, **SLOWER)
-    job.work_s = {kind: 1.015 * work_s for kind, work_s in job.work_s.items()}
-    (judged,) = train_until_compared(job)
+    job.slowdowns[0] = 1.015
+    (judged,) = job.train_until_compared()
     job.train(5)
     records = job.close()
     log = JobLog("job")
@@ -61,33 +61,33 @@ def test_instructions_that_have_changed_since_they_were_profiled_are_named_and_c
     job = start(mode="auto", **SLOWER)
 
     def change():
-        job.work_s[Kind.BACKWARD] *= 1.3
+        job.work_s[0][Kind.BACKWARD] *= 1.3
 
     assert in_order(change_after_profiling(job, change)) == ["optimizing", "default", "optimizing"]
     job.train(100)
     records = job.close()
-    (predicted,) = events(job, Predicted)
+    (predicted,) = job.events(Predicted)
     assert predicted.corrected
     assert predicted.parts == {"backward of stage 0": pytest.approx(1.3, rel=0.01)}
     assert predicted.time_s / predicted.predicted_time_s == pytest.approx(1.2, rel=0.02)
     assert capsys.readouterr().out.count("backward of stage 0 +30.") == 1
     assert records[-1].late == pytest.approx(0.0, abs=0.01)
     assert mean_energy_j(records[-50:]) == pytest.approx(records[-1].predicted_energy_j, rel=0.03)
-    assert events(job, Drifted) == []
-    assert len(events(job, ProfileWritten)) == 1
+    assert job.events(Drifted) == []
+    assert len(job.events(ProfileWritten)) == 1
 
 
 def test_a_tail_that_has_become_longer_is_named_and_corrected(start):
     job = start(mode="auto", **SLOWER)
 
     def change():
-        job.work_s[Kind.TAIL] = 0.08
+        job.work_s[0][Kind.TAIL] = 0.08
 
     change_after_profiling(job, change)
-    train_until_compared(job)
+    job.train_until_compared()
     job.train(5)
     records = job.close()
-    (predicted,) = events(job, Predicted)
+    (predicted,) = job.events(Predicted)
     assert predicted.corrected
     assert predicted.parts == {"tail": pytest.approx(8.0, rel=0.02)}
     assert records[-1].late == pytest.approx(0.0, abs=0.01)
@@ -110,7 +110,7 @@ def test_energies_that_were_measured_wrong_are_corrected_where_times_are_right(s
     assert in_order(phases)[-3:] == ["optimizing", "default", "optimizing"]
     job.train(100)
     records = job.close()
-    (predicted,) = events(job, Predicted)
+    (predicted,) = job.events(Predicted)
     assert (predicted.parts, predicted.corrected) == ({}, True)
     assert 1.05 < predicted.predicted_energy_j / predicted.energy_j < 1.2
     assert mean_energy_j(records[-50:]) == pytest.approx(records[-1].predicted_energy_j, rel=0.02)
@@ -124,7 +124,7 @@ def test_time_between_instructions_that_no_part_explains_is_said_and_the_profile
 
     assert in_order(change_after_profiling(job, change)) == ["optimizing", "default"]
     job.close()
-    (predicted,) = events(job, Predicted)
+    (predicted,) = job.events(Predicted)
     assert (predicted.parts, predicted.corrected) == ({}, False)
     assert "no instruction, transfer or tail differs in time" in capsys.readouterr().out
 
@@ -133,24 +133,24 @@ def test_default_clocks_below_the_highest_of_the_profile_do_not_change_its_rows(
     job = start(mode="auto", **SLOWER)
     work = job.work
 
-    def work_slowly_at_default_clocks(kind):
+    def work_slowly_at_default_clocks(rank, kind):
         at_default = job.runtime.next.phase in ("warm-up", "optimizing", "default")
-        job.time.sleep(0.1 * job.work_s[kind] if at_default else 0.0)
-        work(kind)
+        job.time.sleep(0.1 * job.work_s[rank][kind] if at_default else 0.0)
+        work(rank, kind)
 
     job.work = work_slowly_at_default_clocks
     assert in_order(until_default_clocks_are_known(job))[-2:] == ["optimizing", "default"]
     job.close()
-    (predicted,) = events(job, Predicted)
+    (predicted,) = job.events(Predicted)
     assert not predicted.corrected
     assert predicted.parts["forward of stage 0"] == pytest.approx(1.1, rel=0.02)
 
 
 def test_run_mode_says_where_a_plan_from_elsewhere_does_not_predict_default_clocks(start, frontier, capsys):
     job = start(mode="run", frontier=frontier, max_drift=10.0, **SLOWER)
-    job.work_s[Kind.FORWARD] *= 1.3
+    job.work_s[0][Kind.FORWARD] *= 1.3
     job.train(200)
     job.close()
-    (predicted,) = events(job, Predicted)
+    (predicted,) = job.events(Predicted)
     assert (set(predicted.parts), predicted.corrected) == ({"forward of stage 0"}, False)
     assert capsys.readouterr().out.count("forward of stage 0 +30.") == 1

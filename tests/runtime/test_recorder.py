@@ -6,7 +6,7 @@ import math
 import os
 
 import pytest
-from virtual_job import LoneCommunicator, reports_of
+from virtual.job import LoneCommunicator, reports_of
 
 from perseus_ds.artifacts.run_records import (
     ClockRefused,

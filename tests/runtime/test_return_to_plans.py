@@ -1,10 +1,10 @@
 """A rank that has fallen back to default clocks is under plans again once what failed works, and so are its peers."""
 
 import pytest
-from faulty_gpu import DRIVER_FAULTS, FaultyGpu
-from virtual_job import VirtualPipeline, WorkerAtOnce, events
+from virtual.gpu import DRIVER_FAULTS, FaultyGpu
+from virtual.job import VirtualJob
 
-from perseus_ds.artifacts.run_records import Failed, PlanJudged, Recovered
+from perseus_ds.artifacts.run_records import Failed, PlanJudged, Recovered, to_line
 
 RANKS = 2
 
@@ -12,19 +12,10 @@ RANKS = 2
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """Two ranks under a plan."""
-    monkeypatch.setattr("perseus_ds.runtime.optimising.OptimizeWorker", WorkerAtOnce)
     monkeypatch.setattr("perseus_ds.runtime.fallback._OVER_S", 10.0)
-    job = VirtualPipeline(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, gpu_class=FaultyGpu, mode="auto")
+    job = VirtualJob(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, gpu_class=FaultyGpu, mode="auto")
     yield job
     job.close()
-
-
-def train_until(job, condition, most=200):
-    for _ in range(most):
-        if condition():
-            return
-        job.train(1)
-    raise AssertionError("it does not happen")
 
 
 def runs_plans(job):
@@ -37,7 +28,7 @@ def runs_plans(job):
     [pytest.param(fault, marks=() if fault == "driver error" else pytest.mark.extended) for fault in DRIVER_FAULTS],
 )
 def test_after_a_fault_of_one_driver_under_a_plan_all_ranks_are_under_it_again(job, fault, caplog):
-    train_until(job, lambda: runs_plans(job))
+    job.train_while(lambda: not runs_plans(job))
     gpu = job.gpus[1]
     gpu.begin(fault)
     job.train(20)
@@ -45,49 +36,51 @@ def test_after_a_fault_of_one_driver_under_a_plan_all_ranks_are_under_it_again(j
     assert gpu.is_at_default_clock or fault in ("no permission", "driver hangs")
     assert not job.runtimes[0].has_fallen_back
     gpu.end()
-    train_until(job, lambda: runs_plans(job))
+    job.train_while(lambda: not runs_plans(job))
     job.train(20)  # more than ten seconds
     assert runs_plans(job)
     assert caplog.text.count("Training goes on at default clocks") == 1
     assert caplog.text.count("the driver works again. This rank runs under plans again.") == 1
-    assert [event.rank for event in events(job, Failed)] == [1]
-    assert [event.rank for event in events(job, Recovered)] == [1]
+    assert [event.rank for event in job.events(Failed)] == [1]
+    assert [event.rank for event in job.events(Recovered)] == [1]
 
 
 def test_under_a_plan_that_was_judged_no_rank_waits_for_all_others_whatever_one_has_to_tell(job):
-    train_until(job, lambda: events(job, PlanJudged))
+    job.train_while(lambda: not job.events(PlanJudged))
     job.train(2)
-    waits = job.meetings.waits
+    waits = job.waits
     job.train(20)
-    job.runtimes[1]._recorder.own_event(Failed(rank=1, error="something"))
+    job.runtimes[1].rank.communicator.send_event(to_line(Failed(rank=1, error="something")).encode())
     job.train(20)
-    assert job.meetings.waits == waits
-    assert [event.rank for event in events(job, Failed)] == [1]
+    assert job.waits == waits
+    assert [event.rank for event in job.events(Failed)] == [1]
 
 
 def test_a_mode_that_ended_by_a_fault_while_profiling_begins_again(job):
-    train_until(job, lambda: job.runtimes[0].next.phase == "profile")
+    job.train_while(lambda: job.runtimes[0].next.phase != "profile")
     job.gpus[1].begin("driver error")
-    train_until(job, lambda: job.runtimes[0].next.phase == "observe")
+    job.train_while(lambda: job.runtimes[0].next.phase != "observe")
     job.train(10)
     assert {runtime.next.phase for runtime in job.runtimes} == {"observe"}
     job.gpus[1].end()
-    train_until(job, lambda: runs_plans(job))
+    job.train_while(lambda: not runs_plans(job))
 
 
 @pytest.mark.extended
 def test_a_fault_that_comes_back_at_once_is_told_once(job, caplog):
-    train_until(job, lambda: runs_plans(job))
+    job.train_while(lambda: not runs_plans(job))
     for _ in range(5):
         job.gpus[0].begin("driver error")
         job.train(5)
         job.gpus[0].end()
-        train_until(job, lambda: runs_plans(job))
+        job.train_while(lambda: not runs_plans(job))
     assert caplog.text.count("Training goes on at default clocks") == 1
 
 
 def test_a_mistake_is_final(job):
-    train_until(job, lambda: runs_plans(job))
-    job.runtimes[1]._fail(ZeroDivisionError("division by zero"))
-    job.train(20)
+    job.train_while(lambda: not runs_plans(job))
+    job.gpus[1].begin("a mistake of ours")
+    job.train(5)
+    job.gpus[1].end()
+    job.train(200)
     assert job.runtimes[1].has_fallen_back

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from guardians import guardians_of
-from virtual_job import LoneCommunicator
+from virtual.job import LoneCommunicator
 
 from perseus_ds.clocks.lock_records import left_locks
 from perseus_ds.errors import GpuBusyError, GpuError

@@ -1,13 +1,15 @@
 """Which iterations are kept operation by operation, on one time axis for all ranks."""
 
 import pytest
-from virtual_job import LoneCommunicator, seen
+from virtual.job import LoneCommunicator
 
 from perseus_ds.artifacts.timeline import TimelineFile
-from perseus_ds.clocks.timers import Span
+from perseus_ds.clocks.events import PassedEvent
+from perseus_ds.clocks.timers import FinishedIteration, Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Transfer
 from perseus_ds.ranks import PipelineTopology
+from perseus_ds.runtime.iterations import IterationMeasurement
 from perseus_ds.runtime.timeline_log import Ran, TimelineLog
 
 FORWARD = Instruction(0, Kind.FORWARD, 0)
@@ -16,6 +18,13 @@ SPANS = [
     Span(Compute(FORWARD), 0.1, 0.4),
     Span(Exchange((Transfer("activation", 0, 1, 0),)), 0.4, 0.5),
 ]
+
+
+def seen(*, spans):
+    """A measured iteration of 1 s."""
+    begin, end = PassedEvent(0.0), PassedEvent(1.0)
+    finished = FinishedIteration(begin, end, lambda: 1.0, lambda: list(spans))
+    return IterationMeasurement(finished, lambda: 100.0, lambda: True, (0.0, 1.0), {}, failed=False)
 
 
 class TwoRanks(LoneCommunicator):

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from virtual_job import SLOWER, VirtualJob, events
+from virtual.job import SLOWER, VirtualChannel, VirtualJob
 
 from perseus_ds.artifacts.run_records import Failed, PlanJudged
 from perseus_ds.pipeline.instruction import Kind
@@ -13,7 +13,7 @@ from perseus_ds.pipeline.instruction import Kind
 def job(tmp_path):
     made = VirtualJob(tmp_path, cuda=True, mode="observe")
     yield made
-    made.runtime.close()
+    made.close()
 
 
 def test_an_iteration_ends_when_all_is_launched_and_is_measured_as_the_device_ran_it(job):
@@ -35,10 +35,10 @@ def test_an_iteration_ends_when_all_is_launched_and_is_measured_as_the_device_ra
     assert begin_j < job.gpu.energy_j()
 
 
-def test_a_report_is_sent_once_the_device_is_done_with_its_iteration(job):
-    sent = []
-    exchange = job.runtime._driver._exchange
-    send, exchange.send = exchange.send, lambda *report: sent.append(job.time.now_s()) or send(*report)
+def test_a_report_is_sent_once_the_device_is_done_with_its_iteration(job, monkeypatch):
+    sent, exchange = [], VirtualChannel.exchange
+    note = lambda channel, *report: sent.append(job.time.now_s()) or exchange(channel, *report)  # noqa: E731
+    monkeypatch.setattr(VirtualChannel, "exchange", note)
     begin_s = job.time.now_s()
     job.train(1)
     assert sent == []
@@ -80,7 +80,7 @@ def test_a_host_that_is_four_seconds_ahead_of_the_device_does_not_take_the_drive
     job = start(cuda=True, mode="run", frontier=frontier, work_s=work_s, **SLOWER)
     job.train(20)
     job.close()
-    assert events(job, Failed) == []
+    assert job.events(Failed) == []
 
 
 @pytest.mark.parametrize("host_s", [0.0, 0.03])
@@ -88,15 +88,15 @@ def test_time_that_the_host_takes_while_the_device_computes_is_no_part_of_a_comp
     job = start(cuda=True, mode="auto", **SLOWER)
     work, forwards = job.work, itertools.count()
 
-    def work_after_host(kind):
+    def work_after_host(rank, kind):
         if kind is Kind.FORWARD and next(forwards) % 3 == 0:
             job.time.sleep(host_s)
-        work(kind)
+        work(rank, kind)
 
     job.work = work_after_host
     job.train_until("run")
     job.train(100)
     job.close()
-    (judged,) = events(job, PlanJudged)
+    (judged,) = job.events(PlanJudged)
     assert judged.kept
     assert judged.slowdown == pytest.approx(0.1933, abs=0.002)

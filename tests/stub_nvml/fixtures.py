@@ -9,7 +9,7 @@ from pathlib import Path
 import pynvml
 import pytest
 from stub_nvml.controller import STATE_VARIABLE, StubNvml, build
-from virtual_time import VirtualTime
+from virtual.time import VirtualTime
 
 MakeStub = Callable[[int], StubNvml]
 

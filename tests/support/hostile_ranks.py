@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 from frontiers import save_random_plan
-from hostile_day import Outcome
 from job import Running, run
 from run_log import events, iterations, records, wait_until
+from virtual.hostile_day import Outcome
 
 from perseus_ds.errors import ConfigError
 from perseus_ds.policy.control_socket import send_order

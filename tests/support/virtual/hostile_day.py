@@ -7,11 +7,9 @@ fault does not pass: clocks must be the default ones then.
 import random
 from dataclasses import dataclass, field
 
-from faulty_gpu import DRIVER_FAULTS, FaultyGpu
-from virtual_job import VirtualPipeline
-
-from perseus_ds.artifacts.run_records import Failed, RecordFollower
-from perseus_ds.policy.control_socket import parse_order
+from perseus_ds.artifacts.run_records import Failed
+from virtual.gpu import DRIVER_FAULTS, FaultyGpu
+from virtual.job import VirtualJob
 
 STAGES_S = (0.036, 0.034, 0.034, 0.05)
 GPU_FAULTS = (*DRIVER_FAULTS, "counter stands still")
@@ -50,19 +48,18 @@ class HostileDay:
         outcomes: By cause.
     """
 
-    def __init__(self, folder, *, seed, causes=GPU_FAULTS + JOB_FAULTS, **block):
+    def __init__(self, folder, *, seed, causes=GPU_FAULTS + JOB_FAULTS):
         """Start the job.
 
         Args:
             folder: For its files.
             seed: Of the faults.
             causes: What may happen.
-            block: Of the job.
         """
         self.outcomes = {cause: Outcome() for cause in causes}
         self._random = random.Random(seed)
-        self.job = VirtualPipeline(folder, stages_s=STAGES_S, gpu_class=FaultyGpu, **{"mode": "auto", **block})
-        self._records = RecordFollower(self.job.folder)
+        self.job = VirtualJob(folder, stages_s=STAGES_S, micro_batches=8, gpu_class=FaultyGpu, mode="auto")
+        self._warnings = 0
 
     def run(self, minutes):
         """Train for so long, faults after faults, and then with one that does not pass; return what was broken."""
@@ -93,9 +90,9 @@ class HostileDay:
 
     def _warned(self):
         """Return the failures of ranks since the last time; each is a warning and a record."""
-        self.job.runtimes[0]._recorder._writer.flush()
-        found = [record for _, records in self._records.read() for record in records]
-        return [record for record in found if isinstance(record, Failed) and record.event == "failure"]
+        failed = [record for record in self.job.events(Failed) if record.event == "failure"]
+        known, self._warnings = self._warnings, len(failed)
+        return failed[known:]
 
     def _cause(self, cause, for_s):
         """Let something happen for some time [s]."""
@@ -118,9 +115,10 @@ class HostileDay:
             self._train_for(for_s)
             job.slowdowns = [1.0] * len(STAGES_S)
         elif cause == "other shapes":
-            job.shape = self._random.uniform(0.7, 1.4)
+            job.shapes = self._random.uniform(0.7, 1.4)
+            job.slowdowns = [job.shapes] * len(STAGES_S)
             self._train_for(for_s)
-            job.shape = 1.0
+            job.shapes, job.slowdowns = 1.0, [1.0] * len(STAGES_S)
         elif cause == "orders":
             self._give_orders(for_s)
         else:
@@ -133,9 +131,9 @@ class HostileDay:
             if order == "policy":
                 runtime.set_policy(self._random.choice(_POLICIES))
             else:
-                runtime._control.carry_out(parse_order({"command": order}))
+                runtime.carry_out({"command": order})
             self._train_for(for_s / 5)
-        runtime._control.carry_out(parse_order({"command": "resume"}))
+        runtime.carry_out({"command": "resume"})
 
     def _later(self, function):
         """Call a function within the next iteration."""

@@ -9,7 +9,6 @@ import heapq
 import itertools
 import threading
 from collections import deque
-from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 
 
@@ -173,24 +172,3 @@ class _Thread(threading.Thread):
 
     def is_alive(self):
         return self._begins.has_come and not self._is_over
-
-
-class OneAtATime:
-    """A driver that serves one call after the other: surrounds each call, of GPUs that live in one time."""
-
-    def __init__(self, time):
-        self._changed = time.condition()
-        self._is_busy = False
-
-    @contextmanager
-    def __call__(self):
-        with self._changed:
-            while self._is_busy:
-                self._changed.wait()
-            self._is_busy = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_busy = False
-                self._changed.notify()

@@ -1,0 +1,240 @@
+"""Simulated GPUs in virtual time: one that records its clocks, one with a faulty driver, and CUDA on top of one."""
+
+from collections import deque
+from contextlib import contextmanager
+
+from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
+from perseus_ds.gpu.device_models import COMPUTE_BOUND
+from perseus_ds.gpu.simulated import SimulatedGpu
+
+REFUSALS = {
+    "driver error": GpuError("Locking the clock failed: unknown error (code 999)"),
+    "driver busy": GpuBusyError("Locking the clock failed: the driver did not answer in time"),
+    "no permission": GpuPermissionError("Locking the clock failed: changing clocks needs root or CAP_SYS_ADMIN"),
+    "a mistake of ours": ZeroDivisionError("division by zero"),
+}
+DRIVER_FAULTS = ("driver error", "driver busy", "no permission", "driver hangs", "counter fails")
+
+
+def set_clock(clocks, clock_mhz):
+    """Request a clock of a controller, and return when the driver has accepted it, or refused."""
+    clocks.request(clock_mhz)
+    clocks.call(lambda: 0.0).value()
+
+
+class RecordingGpu(SimulatedGpu):
+    """Records which clocks were set, None for the default, and when.
+
+    Attributes:
+        set_at: Clocks and times.
+        refusal: An error that locking a clock raises instead.
+        refusal_to_reset: An error that resetting it raises instead.
+    """
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.set_at = []
+        self.refusal = self.refusal_to_reset = None
+
+    @property
+    def clocks_set(self):
+        return [clock_mhz for clock_mhz, _ in self.set_at]
+
+    def lock_clock(self, clock_mhz):
+        self._record(clock_mhz, self.refusal)
+        super().lock_clock(clock_mhz)
+
+    def reset_clock(self):
+        self._record(None, self.refusal_to_reset)
+        super().reset_clock()
+
+    def _record(self, clock_mhz, refusal):
+        if refusal is not None:
+            raise refusal
+        self.set_at.append((clock_mhz, self.timebase.now_s()))
+
+    @contextmanager
+    def computing(self):
+        """An instruction that takes as long as what is done meanwhile."""
+        self.begin_work()
+        yield
+        self.finish_work(0.0)
+
+
+class FaultyGpu(SimulatedGpu):
+    """Its driver misbehaves between :meth:`begin` and :meth:`end`.
+
+    Attributes:
+        fault: One of :data:`DRIVER_FAULTS` or of :data:`REFUSALS`, or ``"counter stands still"``; None if it works.
+    """
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.fault = None
+        self._stands_at_j = 0.0
+        self._works = self.timebase.condition()
+
+    @property
+    def is_at_default_clock(self):
+        return self.locked_clock_mhz == self.model.top_clock_mhz
+
+    def begin(self, fault):
+        """Misbehave from now on."""
+        self._stands_at_j = super().energy_j()
+        self.fault = fault
+
+    def end(self):
+        """Work again."""
+        with self._works:
+            self.fault = None
+            self._works.notify_all()
+
+    def lock_clock(self, clock_mhz):
+        self._answer()
+        if self.fault in REFUSALS:
+            raise REFUSALS[self.fault]
+        super().lock_clock(clock_mhz)
+
+    def reset_clock(self):
+        self._answer()
+        if self.fault == "no permission":
+            raise REFUSALS[self.fault]
+        super().reset_clock()
+
+    def energy_j(self):
+        self._answer()
+        if self.fault == "counter fails":
+            raise GpuError("Reading the energy counter failed: unknown error (code 999)")
+        return self._stands_at_j if self.fault == "counter stands still" else super().energy_j()
+
+    def _answer(self):
+        with self._works:
+            while self.fault == "driver hangs":
+                self._works.wait()
+
+
+class OneAtATime:
+    """A driver that serves one call after the other: surrounds each call, of GPUs that live in one time."""
+
+    def __init__(self, time):
+        self._changed = time.condition()
+        self._is_busy = False
+
+    @contextmanager
+    def __call__(self):
+        with self._changed:
+            while self._is_busy:
+                self._changed.wait()
+            self._is_busy = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify()
+
+
+class VirtualCuda:
+    """One stream of CUDA, whose work a simulated GPU does at the clock that it has; launches return at once.
+
+    See ``perseus_ds.clocks.timers.Cuda``.
+
+    Args:
+        time: Its virtual time.
+        gpu: A simulated GPU that lives in it; None for work that always takes as long as it says.
+        device: Number of the current device.
+
+    Attributes:
+        chosen: The device that each call of ``set_device`` chose.
+        events: How many events were created.
+    """
+
+    def __init__(self, time, gpu=None, device=0):
+        self.time = time
+        self.chosen = []
+        self.events = 0
+        self._gpu = gpu
+        self._device = device
+        self._queue = deque()
+        self._changed = time.condition()
+        self._is_busy = False
+        time.thread(self._run, "stream").start()
+
+    def launch(self, seconds, workload=COMPUTE_BOUND):
+        """Enqueue work that takes some time at the top clock; returns at once."""
+
+        def work():
+            self._gpu.begin_work(workload)
+            self._gpu.finish_work(seconds)
+
+        self.idle(seconds) if self._gpu is None else self.enqueue(work)
+
+    def idle(self, seconds):
+        """Enqueue a wait."""
+        self.enqueue(lambda: self.time.sleep(seconds))
+
+    def enqueue(self, work):
+        """Enqueue a function, during which the stream is busy."""
+        with self._changed:
+            self._queue.append(work)
+            self._changed.notify_all()
+
+    def Event(self, *, enable_timing, blocking):  # noqa: N802
+        assert enable_timing, "an event without timing cannot be read"
+        assert blocking, "a thread that waits for it would occupy a core"
+        self.events += 1
+        return _Event(self)
+
+    def current_device(self):
+        return self._device
+
+    def set_device(self, device):
+        self.chosen.append(device)
+
+    def synchronize(self):
+        self.wait_until(lambda: not self._queue and not self._is_busy)
+
+    def wait_until(self, is_so):
+        with self._changed:
+            while not is_so():
+                self._changed.wait()
+
+    def _run(self):
+        while True:
+            with self._changed:
+                while not self._queue:
+                    self._changed.wait()
+                work = self._queue.popleft()
+                self._is_busy = True
+            work()
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+
+
+class _Event:
+    def __init__(self, cuda):
+        self._cuda = cuda
+        self._at_s = None
+        self._records = 0
+
+    def record(self):
+        self._at_s = None
+        self._records += 1
+        number = self._records
+        self._cuda.enqueue(lambda: self._pass(number))
+
+    def query(self):
+        return self._at_s is not None
+
+    def synchronize(self):
+        self._cuda.wait_until(self.query)
+
+    def elapsed_time(self, end_event):
+        if not (self.query() and end_event.query()):
+            raise RuntimeError("CUDA error: device not ready")
+        return (end_event._at_s - self._at_s) * 1e3
+
+    def _pass(self, number):
+        if number == self._records:
+            self._at_s = self._cuda.time.now_s()

@@ -1,0 +1,504 @@
+"""A training job in virtual time: the real runtime on simulated GPUs, without an engine.
+
+The one rank of a job runs on the thread of the test. Each rank of a pipeline is a thread of one :class:`VirtualTime`;
+they meet in :class:`Meetings`, by which they also exchange what real ranks exchange by rank 0's store.
+"""
+
+import itertools
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from pipelines import one_f_one_b
+
+from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
+from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, RecordFollower
+from perseus_ds.clocks.timers import CudaExecution, HostExecution
+from perseus_ds.gpu.device_models import COMPUTE_BOUND, MEMORY_BOUND
+from perseus_ds.gpu.simulated import SimulatedGpu
+from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.worker import OptimizeResult
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Compute, Exchange
+from perseus_ds.policy.reports import JobReport, RankReport, RankReports
+from perseus_ds.ranks import Communicator, PipelineTopology
+from perseus_ds.runtime.config import parse_block
+from perseus_ds.runtime.job import Job
+from perseus_ds.runtime.runtime import PerseusRuntime
+from virtual.gpu import OneAtATime, VirtualCuda
+from virtual.time import VirtualTime
+
+SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
+"""One stage has no slack: only a plan that is slower saves energy."""
+
+
+class VirtualJob:
+    """A job of one rank, or of a 1F1B pipeline of ranks.
+
+    Attributes:
+        time: The time it lives in.
+        gpus: Simulated, one of each rank.
+        runtimes: The real ones, one of each rank.
+        work_s: Of each rank, how long each kind of instruction takes at the top clock; a test may change it [s].
+        slowdowns: How many times as long each rank takes; a test may change it.
+        wait_s: Time in which the GPU waits after each pass; a test may change it [s].
+        shapes: What tells the shapes of the inputs from others, of all forwards or of each; a test may change it.
+        worker: In the place of ``OptimizeWorker``.
+        taken: Of every iteration its phase, its time [s] and the energy that all GPUs really used [J].
+        waits: How many times a rank had to wait for others in a collective.
+    """
+
+    def __init__(
+        self,
+        folder,
+        *,
+        stages_s=(0.1,),
+        tail_s=0.01,
+        work_s=None,
+        wait_s=0.0,
+        transfer_s=0.0,
+        micro_batches=3,
+        gpu=None,
+        device="a100-sxm",
+        gpu_class=SimulatedGpu,
+        cuda=False,
+        **block,
+    ):
+        """Begin the job; its first iteration is run by :meth:`train`.
+
+        Args:
+            folder: For its files.
+            stages_s: Time of each stage's forward at the top clock; its backward takes twice that [s].
+            tail_s: Time of the tail at the top clock [s].
+            work_s: By kind, in the place of both, of a job of one rank [s].
+            wait_s: Time in which the GPU waits after each pass [s].
+            transfer_s: Time of a transfer [s].
+            micro_batches: Of an iteration.
+            gpu: Settings of the simulated GPUs.
+            device: Their model.
+            gpu_class: Of the simulated GPUs.
+            cuda: Whether passes are only launched, on a stand-in for CUDA; else they are over when they return.
+            block: The rest of the ``perseus`` block.
+        """
+        self.time = VirtualTime()
+        self.folder = folder
+        self.work_s = [work_s or {Kind.FORWARD: s, Kind.BACKWARD: 2 * s, Kind.TAIL: tail_s} for s in stages_s]
+        self.slowdowns = [1.0] * len(stages_s)
+        self.shapes = 1.0
+        self.worker = WorkerAtOnce
+        self.taken = []
+        self.runtimes = [None] * len(stages_s)
+        self.wait_s, self._transfer_s = wait_s, transfer_s
+        self.schedule = one_f_one_b(ranks=len(stages_s), micro_batches=micro_batches)
+        settings = {"counter_period_s": 0.1, "lock_latency_s": 0.015, **(gpu or {})}
+        if "lock-contention" in settings.get("conditions", ()):
+            settings["driver_turn"] = OneAtATime(self.time)
+        self.gpus = [
+            gpu_class.named(device, timebase=self.time, seed=rank, **settings) for rank in range(len(stages_s))
+        ]
+        self._cuda = [VirtualCuda(self.time, made) for made in self.gpus] if cuda else None
+        config = parse_block({"device": "simulated", "output_dir": str(folder), "cache": False, **block})
+        info = ProfileInfo(
+            simulated=True,
+            gpu=self.gpus[0].name,
+            stages=len(stages_s),
+            pipeline_ranks=len(stages_s),
+            schedule="1f1b",
+            micro_batches=micro_batches,
+        )
+        self._job = Job(config, self.schedule, info)
+        self._records, self._follower = [], RecordFollower(folder)
+        self._start()
+
+    @property
+    def runtime(self):
+        """That of rank 0."""
+        return self.runtimes[0]
+
+    @property
+    def gpu(self):
+        """That of rank 0."""
+        return self.gpus[0]
+
+    @property
+    def cuda(self):
+        """The stand-in for CUDA of rank 0."""
+        return self._cuda[0]
+
+    @property
+    def waits(self):
+        return self._meetings.waits
+
+    def train(self, iterations=1):
+        """Run iterations; return their phases."""
+        begin = len(self.taken)
+        self._on_all_ranks(lambda rank: [self._iterate(rank) for _ in range(iterations)])
+        return [phase for phase, _, _ in self.taken[begin:]]
+
+    def train_until(self, phase, most=80):
+        """Run iterations until the next one is of a phase; return the phases of those before."""
+        return self.train_while(lambda: self.runtime.next.phase != phase, most)
+
+    def train_while(self, is_so, most=300):
+        """Run iterations as long as something is so; return their phases."""
+        phases = []
+        while is_so():
+            assert len(phases) < most, phases
+            phases += self.train()
+        return phases
+
+    def train_until_compared(self, times=1, most=300):
+        """Run iterations until plans have been compared with default clocks so often; return the comparisons."""
+        self.train_while(lambda: len(self.events(PlanJudged)) < times, most)
+        return self.events(PlanJudged)
+
+    def late_under_plans(self, by_s=0.05):
+        """Make passes take longer under plans than they did when they were profiled."""
+        idle, work = self.idle, self.work
+
+        def work_late(rank, kind):
+            if self.runtime.next.phase == "run":
+                idle(rank, by_s)
+            work(rank, kind)
+
+        self.work = work_late
+
+    def work(self, rank, kind):
+        """Compute an instruction."""
+        workload = MEMORY_BOUND if kind is Kind.TAIL else COMPUTE_BOUND
+        seconds = self.work_s[rank][kind] * self.slowdowns[rank]
+        if self._cuda is not None:
+            self._cuda[rank].launch(seconds, workload)
+        else:
+            self.gpus[rank].begin_work(workload)
+            self.gpus[rank].finish_work(seconds)
+
+    def idle(self, rank, seconds):
+        """Let the device wait."""
+        (self._cuda[rank].idle if self._cuda is not None else self.time.sleep)(seconds)
+
+    def settle(self):
+        """Wait until the devices are done."""
+        for cuda in self._cuda or ():
+            cuda.synchronize()
+
+    def records(self):
+        """All records so far."""
+        self.runtime.carry_out({"command": "status"})  # which waits until they are written
+        for _, found in self._follower.read():
+            self._records += found
+        return self._records
+
+    def events(self, kind):
+        """The events of a kind so far."""
+        return [record for record in self.records() if isinstance(record, kind)]
+
+    def restart(self):
+        """End the job as at a checkpoint, start it again in the same folder, and resume it."""
+        states = [runtime.state() for runtime in self.runtimes]
+        self.close()
+        self._start()
+        self._on_all_ranks(lambda rank: self.runtimes[rank].restore(states[rank]))
+
+    def close(self):
+        """End the job once the devices are done; return its iterations."""
+        self.settle()
+        self._on_all_ranks(lambda rank: self.runtimes[rank].close())
+        return [record for record in self.records() if isinstance(record, IterationRecord)]
+
+    def _start(self):
+        self._meetings = Meetings(self.time)
+        self._neighbours = Neighbours(self._meetings)
+        self._iterations = [0] * len(self.gpus)
+        self._on_all_ranks(self._begin)
+
+    def _begin(self, rank):
+        topology = PipelineTopology(rank, tuple(range(len(self.gpus))))
+        self.runtimes[rank] = PerseusRuntime(
+            self._job,
+            communicator=VirtualCommunicator(self._meetings, topology),
+            gpu=self.gpus[rank],
+            timers=self._timers(rank),
+            device=torch.device("cpu"),
+            timebase=self.time,
+        )
+
+    def _timers(self, rank):
+        if self._cuda is None:
+            return HostExecution(self.time)
+        return CudaExecution(torch.device("cuda", 0), self._cuda[rank], self.time, relax_capture=lambda: True)
+
+    def _iterate(self, rank):
+        runtime = self.runtimes[rank]
+        begin_s = self.time.now_s()
+        begin_j = sum(gpu.true_energy_j for gpu in self.gpus) if rank == 0 else 0.0
+        shapes = iter(self.shapes if isinstance(self.shapes, list) else itertools.repeat(self.shapes))
+        self._iterations[rank] += 1
+        with runtime.iteration():
+            for operation in self.schedule.ranks[rank]:
+                kind = operation.instruction.kind if isinstance(operation, Compute) else None
+                with runtime.operation(operation, next(shapes) if kind is Kind.FORWARD else 0.0):
+                    if kind is not None:
+                        self.work(rank, kind)
+                    elif isinstance(operation, Exchange):
+                        self._exchange(rank, operation)
+                if self.wait_s and kind in (Kind.FORWARD, Kind.BACKWARD):
+                    self.idle(rank, self.wait_s)
+            self._meet(("end", self._iterations[rank]), rank)
+            phase = runtime.next.phase  # known now, when its inputs are
+        if rank == 0:
+            used_j = sum(gpu.true_energy_j for gpu in self.gpus) - begin_j
+            self.taken.append((phase, self.time.now_s() - begin_s, used_j))
+
+    def _exchange(self, rank, operation):
+        for transfer in operation.transfers:
+            delays = self._meet((self._iterations[rank], transfer), rank, self.gpus[rank].transfer_delay_s, 2)
+            self.time.sleep(self._transfer_s + max(delays))
+
+    def _meet(self, name, rank, value=None, size=None):
+        self._meetings.bring(name, rank, value)
+        return self._meetings.wait(name, size or len(self.gpus)).values()
+
+    @contextmanager
+    def _stand_ins(self):
+        with (
+            patch("perseus_ds.profiler.blocking.dist", self._neighbours),
+            patch("perseus_ds.runtime.optimising.OptimizeWorker", self.worker),
+        ):
+            yield
+
+    def _on_all_ranks(self, run):
+        """Run a function on all ranks at once; raise what one of them raises."""
+        if len(self.gpus) == 1:
+            with self._stand_ins():
+                run(0)
+            return
+        problems = []
+
+        def on(rank):
+            self._neighbours.use(rank)
+            try:
+                run(rank)
+            except RankLeftError:
+                pass
+            except BaseException as error:
+                problems.append(error)
+                self._meetings.leave()
+
+        threads = [self.time.thread(lambda rank=rank: on(rank), f"rank-{rank}") for rank in range(len(self.gpus))]
+        with self._stand_ins():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if problems:
+            raise problems[0]
+
+
+class WorkerAtOnce:
+    """What ``OptimizeWorker`` does, in this process.
+
+    Attributes:
+        problem: Why it fails; a test may set it.
+    """
+
+    problem = None
+
+    def __init__(self, request, log_path):
+        self._request = request
+        self._result = None
+        self.stopped = False
+
+    def remaining_s(self):
+        return None
+
+    def poll(self):
+        if self.problem is not None:
+            return OptimizeResult(ok=False, error=self.problem)
+        if self._result is None:
+            request = self._request
+            frontier = optimize(
+                request.schedule.to_schedule(),
+                StageProfile.load(request.profile),
+                plans=20,
+                switch_cost_j=request.switch_cost_j,
+                switch_cost_s=request.switch_cost_s,
+                least_dwell_s=request.least_dwell_s,
+            )
+            self._result = OptimizeResult(ok=True, frontier=frontier.save(request.out))
+        return self._result
+
+    def stop(self):
+        self.stopped = True
+
+
+class RankLeftError(BaseException):
+    """Another rank has ended with an error, so what this one waits for does not come; no code of the job handles it."""
+
+
+class OrderError(BaseException):
+    """Ranks call different collectives of one group at once, which on gloo mixes up what they send, or never ends."""
+
+
+class Meetings:
+    """What threads bring to the meetings of a name; each is over when all have come.
+
+    Attributes:
+        waits: How many times a rank had to wait for an answer.
+    """
+
+    def __init__(self, time):
+        self._time = time
+        self._changed = time.condition()
+        self._brought = {}
+        self._taken = Counter()
+        self._is_left = False
+        self.waits = 0
+
+    def bring(self, name, who, value):
+        """Come to a meeting without waiting for the others."""
+        with self._changed:
+            self._brought.setdefault(name, {})[who] = value
+            self._changed.notify_all()
+
+    def leave(self):
+        """Tell all who wait that a rank does not come any more."""
+        with self._changed:
+            self._is_left = True
+            self._changed.notify_all()
+
+    def wait(self, name, size):
+        """Wait until so many have come, each of whom waits once; return what they brought, by name."""
+        with self._changed:
+            while not self._are_there(name, size):
+                self._changed.wait()
+            self._taken[name] += 1
+            if self._taken[name] < size:
+                return self._brought[name]
+            del self._taken[name]
+            return self._brought.pop(name)
+
+    def count_wait(self, name, size):
+        """Count a rank that begins to wait for what is not there."""
+        with self._changed:
+            self.waits += not self._are_there(name, size)
+
+    def wait_within(self, name, size, timeout_s):
+        """Wait for them for some time; return whether they have come."""
+        end_s = self._time.now_s() + timeout_s
+        with self._changed:
+            while not self._are_there(name, size) and (rest_s := end_s - self._time.now_s()) > 0:
+                self._changed.wait(rest_s)
+            return self._are_there(name, size)
+
+    def _are_there(self, name, size):
+        if len(self._brought.get(name, ())) >= size:
+            return True
+        if self._is_left:
+            raise RankLeftError
+        return False
+
+
+class VirtualCommunicator(Communicator):
+    """A communicator whose ranks are threads of a virtual time."""
+
+    is_connected = True
+
+    def __init__(self, meetings, topology):
+        super().__init__(topology, VirtualChannel(meetings, topology.rank, topology.pipeline_ranks))
+
+
+class LoneCommunicator(Communicator):
+    """A communicator whose channel has no other ranks, whatever the topology says."""
+
+    is_connected = True
+
+    def __init__(self, topology=None):
+        super().__init__(topology or PipelineTopology(0, (0,)), VirtualChannel(Meetings(VirtualTime()), 0, 1))
+
+
+class VirtualChannel:
+    """What ``StoreChannel`` does, among threads of a virtual time.
+
+    Collectives are matched by their order; where ranks begin different ones, it is an error.
+    """
+
+    def __init__(self, meetings, rank, world_size, name=()):
+        self.rank, self.world_size = rank, world_size
+        self._meetings, self._name = meetings, name
+        self._begun = self._channels = 0
+
+    def exchange(self, numbers, content, reduce, among=()):
+        self._begun += 1
+        name = ("collective", *self._name, self._begun)
+        kind = f"exchange of {len(numbers)} among {among or 'all'}"
+        self._meetings.bring(name, self.rank, (kind, numbers, content, reduce))
+        return _Collective(self._meetings, name, self.world_size)
+
+    def another(self):
+        self._channels += 1
+        return VirtualChannel(self._meetings, self.rank, self.world_size, (*self._name, self._channels))
+
+
+class _Collective:
+    """A collective under way; the answer is made once, as by rank 0, when the first rank has what all have brought."""
+
+    def __init__(self, meetings, name, size):
+        self._meetings, self._name, self._size = meetings, name, size
+        self._result = None
+
+    def result(self):
+        if self._result is None:
+            self._meetings.count_wait(self._name, self._size)
+            brought = self._meetings.wait(self._name, self._size)
+            if "result" not in brought:
+                kinds, numbers, contents, reductions = zip(*(brought[rank] for rank in range(self._size)), strict=True)
+                if len(set(kinds)) > 1:
+                    raise OrderError(f"{self._name}, by rank: {kinds}")
+                brought["result"] = [reductions[0](np.array(numbers, float), list(contents))]
+            self._result = brought["result"]
+        return self._result[0]
+
+    def is_over_within(self, timeout_s):
+        return self._meetings.wait_within(self._name, self._size, timeout_s)
+
+
+class Neighbours:
+    """``torch.distributed`` as the measurement of blocking power uses it."""
+
+    def __init__(self, meetings):
+        self._meetings = meetings
+        self._rank = threading.local()
+        self._counts = Counter()
+
+    def use(self, rank):
+        self._rank.number = rank
+
+    def send(self, tensor, target):
+        self._meetings.bring(self._name("sent", self._rank.number, target), "sender", None)
+
+    def recv(self, tensor, source):
+        self._meetings.wait(self._name("received", source, self._rank.number), 1)
+
+    def _name(self, side, source, target):
+        self._counts[side, source, target] += 1
+        return "blocking", source, target, self._counts[side, source, target]
+
+
+def reports_of(*fields, pipelines=None):
+    """The reports of as many ranks as there are fields, as rank 0 has them."""
+    numbers = [RankReport(**{"time_s": 1.0, "energy_j": 100.0, **field}).as_numbers() for field in fields]
+    return RankReports(np.array(numbers), None if pipelines is None else np.array(pipelines))
+
+
+def job_report(*fields):
+    """What is broadcast of such reports."""
+    return JobReport.of(reports_of(*fields))
+
+
+def in_order(phases):
+    """Phases without repetitions."""
+    return [phase for phase, _ in itertools.groupby(phases)]
