@@ -44,6 +44,7 @@ class MeasuredOperation(FileModel):
         "backward_input",
         "backward_weight",
         "recompute",
+        "forward_backward",
         "tail",
         "load",
         "other",

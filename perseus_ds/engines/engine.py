@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from perseus_ds import errors
 from perseus_ds.artifacts.plan import check_ranks
-from perseus_ds.errors import PerseusError, ScheduleError
+from perseus_ds.errors import ConfigError, PerseusError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.policy.control_socket import parse_order
@@ -45,8 +45,10 @@ from perseus_ds.runtime.frontiers import read_frontier
 from perseus_ds.runtime.runtime import PerseusRuntime, RankFacts, RankSchedule, local_rank
 
 logger = logging.getLogger("perseus_ds")
-# A batch size that changes all the time fits no profile; to go on measuring would only cost.
-_MOST_SCHEDULES = 8
+# A batch size that changes all the time fits no profile, and to go on measuring would only cost: after so many
+# schedules one after the other that were left before their profile was done, one is measured once it has lasted.
+_MOST_LEFT = 8
+_LASTS_AFTER = 50
 _NOTHING: AbstractContextManager[None] = nullcontext()
 # Engines share the GPU of the process, so the one that evaluates must be able to ask the one that trains.
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -102,6 +104,10 @@ class Engine(ABC):
         """Return the ranks of a pipeline where an engine that starts late knows them, for checks beforehand."""
         return None
 
+    def versions(self) -> Mapping[str, str]:
+        """Return the versions of what trains, which must be the same on all ranks."""
+        return {}
+
     def steps(self) -> int | None:
         """Return the iterations done, where the engine itself counts them."""
         return None
@@ -118,7 +124,10 @@ class Session:
         engine: The engine.
         config: The ``perseus`` block.
         runtime: Perseus on this rank; None before the engine has trained.
+        checked: Whether what can be known before training was checked.
     """
+
+    checked = False
 
     def __init__(self, engine: Engine, config: PerseusConfig) -> None:
         """Wait for the first training iteration of an engine."""
@@ -128,7 +137,11 @@ class Session:
         self._waiting: list[Callable[[PerseusRuntime], None]] = []
         self._restored: dict[str, Any] = {}
         self._order: Hashable = None
-        self._schedules = 0
+        # The schedule of the frontier in run mode; schedules left one after the other before their profile was done;
+        # and how long this one has to last until it is measured.
+        self._planned: Hashable = None
+        self._left = 0
+        self._measured_in: int | None = None
         # The iteration that is open, and the runtime of which its passes are surrounded; none in its tail.
         self._open: ExitStack | None = None
         self._passes_of: PerseusRuntime | None = None
@@ -261,6 +274,7 @@ class Session:
         if self.runtime is None:
             if self._another_trains():
                 return None
+            self._planned = order
             try:
                 with reported_once():
                     self._start()
@@ -269,7 +283,11 @@ class Session:
                     raise
                 self._go_on_without(error)
         elif order != self._order:
-            self._change_schedule()
+            self._change_schedule(order)
+        elif self._measured_in is not None:
+            self._measured_in -= 1
+            if self._measured_in == 0:
+                self._start_again()
         self._order = order
         return self.runtime
 
@@ -300,14 +318,22 @@ class Session:
         for action in waiting:
             action(self.runtime)
 
-    def _change_schedule(self) -> None:
+    def _change_schedule(self, order: Hashable) -> None:
         """Go on with another schedule, such as after a changed batch size: auto mode profiles and plans again."""
         assert self.runtime is not None
-        self._schedules += 1
         measures = self.config.mode == "auto" or (self.config.mode == "profile" and not self.runtime.profiled)
-        if not measures or self._schedules > _MOST_SCHEDULES:
+        if self._measured_in is None:
+            self._left = 0 if self.runtime.profiled else self._left + 1
+        self._measured_in = _LASTS_AFTER if measures and self._left > _MOST_LEFT else None
+        if (measures and self._measured_in is None) or (self.config.mode == "run" and order == self._planned):
+            self._start_again()
+        else:
             self.runtime.schedule_changed()
-            return
+
+    def _start_again(self) -> None:
+        """Go through the mode from its beginning, with the schedule that the engine has now."""
+        assert self.runtime is not None
+        self._measured_in = None
         state = {key: value for key, value in self.runtime.state().items() if key != "progress"}
         self.runtime.close()
         try:
@@ -335,14 +361,50 @@ def attach_to(engine: Engine, config: PerseusConfig) -> Session:
             that starts late has no GPU, or one whose clocks may not be set.
     """
     if dist.is_initialized():
-        _raise_on_all_ranks(lambda: _check_before_training(engine, config))
+        check_before_training(engine, config)
     session = Session(engine, config)
+    session.checked = dist.is_initialized()
     engine.surround(session)
     return session
 
 
-def _check_before_training(engine: Engine, config: PerseusConfig) -> None:
-    """Check what is known before the schedule is; only rank 0's node need have the frontier."""
+def check_before_training(engine: Engine, config: PerseusConfig) -> None:
+    """Check what is known before the schedule is; every rank must do so at once.
+
+    Raises:
+        PerseusError: On all ranks, what is wrong on one.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    key = f"perseus/checked/{store.add(f'perseus/checks/{dist.get_rank()}', 1)}"
+    try:
+        _check_same_on_all_ranks(engine, config, f"{key}/settings")
+        _check_gpu_and_frontier(engine, config)
+    except PerseusError as error:
+        store.compare_set(f"{key}/error", "", f"{type(error).__name__}:{error}")
+    if store.add(f"{key}/ranks", 1) == dist.get_world_size():
+        store.set(f"{key}/over", "")
+    store.get(f"{key}/over")
+    kind, _, text = store.compare_set(f"{key}/error", "", "").decode().partition(":")
+    if kind:
+        raise getattr(errors, kind)(text)
+
+
+def _check_same_on_all_ranks(engine: Engine, config: PerseusConfig, key: str) -> None:
+    """Compare with the first rank that comes here; where files are may differ, and what GPUs are simulated."""
+    settings = config.model_dump(mode="json", exclude={"output_dir", "frontier", "simulated"})
+    own = {"rank": dist.get_rank(), **engine.versions(), **settings}
+    store = dist.distributed_c10d._get_default_store()
+    first = json.loads(store.compare_set(key, "", json.dumps(own)))
+    for name, value in own.items():
+        if name != "rank" and first.get(name) != value:
+            raise ConfigError(
+                f"perseus: ranks differ: {name} is {value} on rank {own['rank']}, {first.get(name)} on rank "
+                f"{first['rank']}. Give all ranks the same perseus block, and install the same versions."
+            )
+
+
+def _check_gpu_and_frontier(engine: Engine, config: PerseusConfig) -> None:
+    """Check this rank's GPU, and the frontier of ``run`` mode, which only rank 0's node need have."""
     with ExitStack() as opened:
         gpu = None
         if (device := engine.device()) is not None:
@@ -354,22 +416,6 @@ def _check_before_training(engine: Engine, config: PerseusConfig) -> None:
             frontier = read_frontier(Path(str(config.frontier)), gpu)
             if (ranks := engine.pipeline_ranks()) is not None:
                 check_ranks(len(frontier.instructions), ranks)
-
-
-def _raise_on_all_ranks(check: Callable[[], None]) -> None:
-    """Raise the first error that a check raises on any rank, on all ranks."""
-    store = dist.distributed_c10d._get_default_store()
-    key = f"perseus/checked/{store.add(f'perseus/checks/{dist.get_rank()}', 1)}"
-    try:
-        check()
-    except PerseusError as error:
-        store.compare_set(f"{key}/error", "", f"{type(error).__name__}:{error}")
-    if store.add(f"{key}/ranks", 1) == dist.get_world_size():
-        store.set(f"{key}/over", "")
-    store.get(f"{key}/over")
-    kind, _, text = store.compare_set(f"{key}/error", "", "").decode().partition(":")
-    if kind:
-        raise getattr(errors, kind)(text)
 
 
 @contextmanager

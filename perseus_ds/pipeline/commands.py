@@ -23,7 +23,7 @@ _TRANSFERS = {
     "send_grad": "SendGrad",
     "recv_grad": "RecvGrad",
 }
-COMMAND_KINDS = (*(kind.value for kind in Kind), _LOAD, *_TRANSFERS, _NOTHING)
+COMMAND_KINDS = (*(kind.value for kind in Kind if kind is not Kind.FORWARD_BACKWARD), _LOAD, *_TRANSFERS, _NOTHING)
 """What a command can be registered as."""
 
 _KNOWN: dict[str, tuple[str, ...]] = {

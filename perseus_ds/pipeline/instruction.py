@@ -17,6 +17,8 @@ class Kind(str, enum.Enum):
     """The part of a split backward that computes gradients of weights; no stage waits for them."""
     RECOMPUTE = "recompute"
     """A forward run again before its backward (activation checkpointing as a separate instruction)."""
+    FORWARD_BACKWARD = "forward_backward"
+    """A forward and, within it, the backward of another micro-batch, each hiding what the other communicates."""
     TAIL = "tail"
     """Gradient reduction and optimizer step, once per iteration."""
 
@@ -32,9 +34,9 @@ class Instruction:
     """One kind of work of one stage on one micro-batch.
 
     Attributes:
-        stage: Stage index, 0 first.
+        stage: Stage index, 0 first; that of the forward where the kind is ``forward_backward``.
         kind: The computation.
-        micro_batch: Micro-batch index within the iteration, 0 first (0 for the tail).
+        micro_batch: Micro-batch index within the iteration, 0 first (0 for the tail); likewise.
     """
 
     stage: int

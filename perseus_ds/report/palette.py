@@ -50,6 +50,7 @@ DASHES = {
     Kind.BACKWARD_INPUT: "longdash",
     Kind.BACKWARD_WEIGHT: "longdashdot",
     Kind.RECOMPUTE: "dashdot",
+    Kind.FORWARD_BACKWARD: "10px 2px",
     Kind.TAIL: "dot",
 }
 SYMBOLS = {
@@ -58,6 +59,7 @@ SYMBOLS = {
     Kind.BACKWARD_INPUT: "diamond",
     Kind.BACKWARD_WEIGHT: "x",
     Kind.RECOMPUTE: "triangle-down",
+    Kind.FORWARD_BACKWARD: "hexagon",
     Kind.TAIL: "triangle-up",
 }
 MEASURED_SYMBOLS = ("diamond", "x", "triangle-up", "pentagon", "cross")

@@ -1,5 +1,6 @@
 """Training a GPT by Megatron-Core under Perseus is, bit for bit, training without it; Megatron itself is untouched."""
 
+import itertools
 import json
 import os
 import re
@@ -8,11 +9,16 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import megatron.core
 import pytest
 from forked import run_ranks
 from job import ENVIRONMENT
 from megatron_job import __file__ as script
 from run_log import iterations, records
+
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.pipeline.instruction import Kind
 
 pytestmark = pytest.mark.integration
 SIMULATED = {"longest_instruction_s": 0.012, "counter_period_s": 0.01, "lock_latency_s": 0.001}
@@ -20,7 +26,7 @@ PROFILE = {"min_clock_mhz": 1080, "sampling": "stride", "clock_stride": 8}
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "megatron" / "train.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-ONE_F_ONE_B = {"stages": 2, "evaluate_after": 3}
+ONE_F_ONE_B = {"stages": 2, "evaluate_every": 20}
 
 
 def block_in(folder, mode, **keys):
@@ -76,18 +82,24 @@ def test_plans_leave_losses_gradients_and_parameters_as_they_are(tmp_path):
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("job", "ranks"),
+    ("job", "ranks", "in_step"),
     [
-        (ONE_F_ONE_B, 2),
-        ({"stages": 2, "chunks": 2, "evaluate_after": 3}, 2),
-        ({"stages": 4, "first_layers": 1, "micro_batches": [8]}, 4),
-        ({"stages": 2, "tensor": 2}, 4),
-        ({"stages": 2}, 4),
+        (ONE_F_ONE_B, 2, 1),
+        ({"stages": 2, "chunks": 2, "evaluate_every": 20}, 2, 1),
+        ({"stages": 2, "chunks": 2, "experts": 4, "expert": 2, "combined": True, "evaluate_every": 20}, 4, 2),
+        ({"stages": 4, "first_layers": 1, "micro_batches": 8}, 4, 1),
+        ({"stages": 2, "tensor": 2}, 4, 2),
+        ({"stages": 2, "context": 2}, 4, 2),
+        ({"stages": 2, "distributed": True}, 4, 1),
     ],
-    ids=["1F1B", "interleaved", "4 uneven stages", "tensor parallel", "data parallel"],
+    ids=["1F1B", "interleaved", "combined 1F1B", "4 uneven stages", "tensor", "context", "data, distributed optimizer"],
 )
-def test_every_mode_leaves_losses_gradients_and_parameters_as_they_are(tmp_path, job, ranks):
+def test_every_mode_leaves_losses_gradients_and_parameters_as_they_are(tmp_path, job, ranks, in_step):
     assert_untouched(tmp_path, job, ["observe", "profile", "auto", "run", "disabled"], ranks)
+    profile = StageProfile.load(tmp_path / "profile")
+    assert (profile.info.tensor_parallel, profile.info.data_parallel) == (in_step, ranks // job["stages"] // in_step)
+    combined = {(stage, Kind.FORWARD_BACKWARD) for stage in range(4)} if "combined" in job else set()
+    assert {key for key in profile.keys if key[1] is Kind.FORWARD_BACKWARD} == combined
 
 
 @pytest.mark.extended
@@ -116,10 +128,39 @@ def test_the_example_trains_under_the_launcher_as_without_it(tmp_path, more):
 
 
 @pytest.mark.extended
-def test_a_batch_size_that_changes_is_followed(tmp_path):
-    job = {"stages": 2, "micro_batches": [4, 4, 4, 6]}
-    assert_untouched(tmp_path, job, ["observe"], ranks=2)
-    assert len(iterations(records(tmp_path / "observe"))) == 4
+def test_each_order_of_a_ramp_up_has_its_own_plan(tmp_path):
+    many = [[count] for count in range(5, 15) for _ in range(2)]  # more orders than are measured at once
+    orders = [[4, "run", 3], *many, [3, "run", 3], [4, "run", 3]]
+    job = {"stages": 2, "evaluate_every": 10, "orders": orders}
+    auto = block_in(tmp_path, "auto", policy={"name": "energy_optimal"}, cache=True)
+    jobs = {"auto": {**job, "perseus": auto}, "without": {**job, "like_first": True}}
+    for of_rank in run_all(tmp_path, jobs, ranks=2):
+        assert of_rank["auto"] == {**of_rank["without"], "phases": of_rank["auto"]["phases"]}
+        counts, phases = of_rank["auto"]["counts"], of_rank["auto"]["phases"]
+        # Before the first iteration of an order, the phase is that of the order before.
+        steady = [
+            n
+            for n, before, phase in zip(counts[1:], counts, phases[1:], strict=False)
+            if n == before and phase == "run"
+        ]
+        assert [count for count, _ in itertools.groupby(steady)] == [4, 3, 4]
+    # The first iteration of each order shows it.
+    assert len(iterations(records(tmp_path / "auto"))) == len(counts) - len(set(counts))
+    assert Frontier.load(tmp_path / "auto").provenance.micro_batches == 4
+
+
+def test_ranks_that_differ_are_an_error_on_all_of_them_before_training(tmp_path):
+    version, other = megatron.core.__version__, "0.14.0"
+    jobs = {
+        "modes": {"stages": 2, "perseus": block_in(tmp_path, "observe"), "differing": [{}, {"mode": "profile"}]},
+        "policies": {"stages": 2, "perseus": block_in(tmp_path, "auto"), "differing": [{"max_drift": 0.5}, {}]},
+        "versions": {"stages": 2, "perseus": block_in(tmp_path, "observe"), "versions": [version, other]},
+    }
+    for of_rank in run_all(tmp_path, jobs, ranks=2):
+        errors = {
+            name: re.findall(r"perseus: ranks differ: (\S+) is", found["error"]) for name, found in of_rank.items()
+        }
+        assert errors == {"modes": ["mode"], "policies": ["max_drift"], "versions": ["megatron-core"]}
 
 
 @pytest.mark.extended

@@ -9,13 +9,19 @@ Megatron-Core needs CUDA; here it gets the stand-ins of ``examples/megatron/cpu.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import megatron.core
-import megatron.core.dist_checkpointing.strategies.torch  # imported late otherwise, after the stand-ins
+
+# Imported late otherwise, after the stand-ins.
+import megatron.core.dist_checkpointing.strategies.torch
+import megatron.core.models.common.model_chunk_schedule_plan
+import megatron.core.models.gpt.fine_grained_callables
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -25,9 +31,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 import perseus_ds
 from examples.megatron.cpu import stand_in_for_cuda
+from perseus_ds.errors import PerseusError
 
 VOCABULARY, LENGTH, WIDTH, ROWS = 64, 8, 16, 2
 
@@ -37,31 +46,47 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     stand_in_for_cuda()
+    vars(moe_utils).setdefault("te_general_gemm", None)  # which 0.16 defines with Transformer Engine only
+    token_dispatcher.maybe_move_tensor_to_cpu = already_on_cpu
     results: list[dict[str, Any]] = []
     for job in json.loads((folder / "jobs.json").read_text()):
-        # Until its phase, or as many as the longest job before it: how many that takes depends on the machine.
-        steps = {"steps": sys.maxsize if "until" in job else max((len(done["weights"]) for done in results), default=0)}
-        results.append(train({**steps, **job}))
+        # Until its phases, or as many as the longest job before it: how many that takes depends on the machine.
+        longest = max((len(done.get("weights", ())) for done in results), default=0)
+        steps = {"steps": sys.maxsize if job.keys() & {"until", "orders"} else longest}
+        same = {"orders": [[count] for count in results[0]["counts"]]} if "like_first" in job else {}
+        results.append(train({**steps, **job, **same}))
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
+def already_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Do what is asked for a tensor that comes from CUDA, and is left out for others."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def model_of(job: dict[str, Any]) -> list[Any]:
     """Return this rank's parts of a GPT, each in Megatron's data-parallel wrapper."""
-    chunks = job.get("chunks", 1)
+    chunks, half = job.get("chunks", 1), job.get("combined", False)  # combined 1F1B trains no model of 32 bits
     config = TransformerConfig(
         num_layers=job.get("layers", 4),
         hidden_size=WIDTH,
         num_attention_heads=2,
         use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=torch.bfloat16 if half else torch.float32,
         tensor_model_parallel_size=job.get("tensor", 1),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         num_layers_in_first_pipeline_stage=job.get("first_layers"),
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
+        num_moe_experts=job.get("experts"),
+        expert_model_parallel_size=job.get("expert", 1),
+        moe_token_dispatcher_type="alltoall",
+        add_bias_linear="experts" not in job,
+        overlap_moe_expert_parallel_comm=job.get("combined", False),
+        bf16=half,
+        params_dtype=torch.bfloat16 if half else torch.float32,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -73,7 +98,7 @@ def model_of(job: dict[str, Any]) -> list[Any]:
     for chunk in range(chunks):
         part = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            get_gpt_layer_local_spec(num_experts=job.get("experts")),
             VOCABULARY,
             LENGTH,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
@@ -81,7 +106,13 @@ def model_of(job: dict[str, Any]) -> list[Any]:
             share_embeddings_and_output_weights=False,
             vp_stage=chunk if chunks > 1 else None,
         )
-        parts.append(DistributedDataParallel(config, DistributedDataParallelConfig(), part))
+        parts.append(
+            DistributedDataParallel(
+                config,
+                DistributedDataParallelConfig(use_distributed_optimizer=job.get("distributed", False)),
+                Float16Module(config, part) if half else part,
+            )
+        )
     config.finalize_model_grads_func = finalize_model_grads
     return parts
 
@@ -91,10 +122,14 @@ def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]
     return loss, {"loss": loss.detach().clone()}
 
 
-def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
-    tokens = next(data)
-    positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
-    return model(tokens, positions, None, labels=tokens.roll(-1, dims=1)), loss_of
+def forward_step(data: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
+    # Each context parallel rank has its part of a sequence; attention between the parts needs Transformer Engine.
+    parts, part = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    tokens, positions = (
+        whole.chunk(parts, dim=1)[part] for whole in (next(data), torch.arange(LENGTH).expand(ROWS, LENGTH))
+    )
+    run = model.build_schedule_plan if return_schedule_plan else model  # a plan of combined 1F1B, which runs it
+    return run(tokens, positions, None, labels=tokens.roll(-1, dims=1)), loss_of
 
 
 def batches(seed: int) -> Any:
@@ -108,42 +143,51 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=job.get("tensor", 1),
         pipeline_model_parallel_size=job["stages"],
+        context_parallel_size=job.get("context", 1),
+        expert_model_parallel_size=job.get("expert", 1),
         virtual_pipeline_model_parallel_size=job.get("chunks") if job.get("chunks", 1) > 1 else None,
     )
     torch.manual_seed(3 + parallel_state.get_pipeline_model_parallel_rank())
     model = model_of(job)
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, use_distributed_optimizer=False), model
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            bf16=model[0].config.bf16,
+            clip_grad=1.0,
+            use_distributed_optimizer=job.get("distributed", False),
+        ),
+        model,
     )
     if "load" in job:
         load(model, job["load"])
+    if "versions" in job:
+        megatron.core.__version__ = job["versions"][dist.get_rank()]
     if job.get("perseus") is not None:
-        perseus_ds.attach(megatron.core, job["perseus"])
+        try:
+            perseus_ds.attach(megatron.core, {**job["perseus"], **job.get("differing", [{}] * 8)[dist.get_rank()]})
+        except PerseusError as error:
+            parallel_state.destroy_model_parallel()
+            return {"error": str(error)}
     session = getattr(megatron.core, "perseus", None)
     torch.manual_seed(11 + dist.get_rank())
     data = [batches(5 + parallel_state.get_data_parallel_rank()) for _ in model]
-    report: dict[str, Any] = {"losses": [], "norms": [], "weights": [], "random_after": [], "phases": []}
-    last_phase, left = job.get("until", (None, 0))
-    counts = job.get("micro_batches", [4])
-    for step in range(job["steps"]):
+    report: dict[str, Any] = {"losses": [], "norms": [], "weights": [], "random_after": [], "phases": [], "counts": []}
+    for step, micro_batches in enumerate(itertools.islice(counts_of(job, session), job["steps"])):
         if session is not None:
             report["phases"].append(session.phase)
-        if last_phase is not None:
-            left -= session.phase == last_phase
-            if left < 0:
-                break
-        micro_batches = counts[min(step, len(counts) - 1)]
+        report["counts"].append(micro_batches)
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         losses = iterate(model, data, micro_batches)
         norm = gradient_norm(model)
-        optimizer.step()
+        _, total, _ = optimizer.step()
         report["losses"].append(losses)
-        report["norms"].append(repr(norm))
+        report["norms"].append([repr(norm), repr(float(total))])
         report["weights"].append(weights_of(model))
         report["random_after"].append(next_random_number())
-        if step == job.get("evaluate_after"):
+        if step % job.get("evaluate_every", 1000) == 3:
             report["losses"].append(iterate(model, data, micro_batches, forward_only=True))
     if "save" in job:
         Path(job["save"]).mkdir(parents=True, exist_ok=True)
@@ -157,6 +201,21 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     ]
     parallel_state.destroy_model_parallel()
     return report
+
+
+def counts_of(job: dict[str, Any], session: Any) -> Iterator[int]:
+    """Yield how many micro-batches each iteration has, for as many steps as the job has at most.
+
+    Entries of its ``orders`` are ``[count]`` for one iteration, and ``[count, phase, n]`` for all until there were n of
+    a phase.
+    """
+    count = job.get("micro_batches", 4)
+    orders = [[count, *job["until"]]] if "until" in job else [[count]] * job["steps"]
+    for count, *until in job.get("orders", orders):
+        phase, left = until or (None, 1)
+        while left:
+            left -= phase is None or session.phase == phase
+            yield count
 
 
 def iterate(model: list[Any], data: list[Any], micro_batches: int, forward_only: bool = False) -> list[str]:

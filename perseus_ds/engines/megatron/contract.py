@@ -12,8 +12,8 @@ from perseus_ds.errors import VersionError
 
 OLDEST_MEGATRON = "0.14.0"
 """The first whose transfers are methods of ``P2PCommunicator`` and whose forwards know their virtual stage."""
-NEWEST_MEGATRON = "0.16.1"
-"""The version of ``requirements.lock``, which all tests run with."""
+NEWEST_MEGATRON = "0.19.2"
+"""The newest that was tried."""
 
 SCHEDULES: Mapping[str, str] = {
     "get_forward_backward_func": "gives the function that trains an iteration",
@@ -30,6 +30,10 @@ SCHEDULES: Mapping[str, str] = {
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "forward_step": ("input_tensor", "current_microbatch", "vp_stage"),
     "backward_step": ("output_tensor", "output_tensor_grad"),
+    "combined_forward_backward_step": (
+        *("f_model", "b_model", "f_model_chunk_id", "current_microbatch", "input_tensor"),
+        *("b_output_tensor", "b_output_tensor_grad", "pre_backward"),
+    ),
     "_communicate": ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "wait_on_reqs"),
 }
 """Parameters that tell which instruction or transfer it is."""
@@ -38,6 +42,7 @@ PARALLEL_STATE: Mapping[str, str] = {
     "model_parallel_is_initialized": "whether there are groups",
     "get_pipeline_model_parallel_group": "ranks of a pipeline",
     "get_data_parallel_group": "ranks that train the same stages on other data",
+    "get_expert_model_parallel_group": "ranks that share the experts of a stage",
 }
 """Names in ``megatron.core.parallel_state``, and what each is used for."""
 
@@ -63,9 +68,12 @@ def check_megatron(core: Any, schedules: Any, parallel_state: Any) -> None:
     missing += [
         f"parallel_state.{name} ({use})" for name, use in PARALLEL_STATE.items() if not hasattr(parallel_state, name)
     ]
+    owners = {
+        "_communicate": getattr(schedules, "P2PCommunicator", None),
+        "combined_forward_backward_step": getattr(core.pipeline_parallel, "combined_1f1b", None),
+    }
     for name, parameters in PARAMETERS.items():
-        owner = getattr(schedules, "P2PCommunicator", None) if name == "_communicate" else schedules
-        function = getattr(owner, name, None)
+        function = getattr(owners.get(name, schedules), name, None)
         found = inspect.signature(function).parameters if function is not None else {}
         missing += [
             f"{name}(…, {parameter}) (which pass or transfer it is)"

@@ -7,15 +7,17 @@ import hashlib
 import importlib
 import inspect
 import logging
+import re
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from perseus_ds.engines.engine import Engine, Session, attach_to, reported_once, sessions
-from perseus_ds.engines.groups import RankGroups
+from perseus_ds.engines.engine import Engine, Session, attach_to, check_before_training, reported_once, sessions
+from perseus_ds.engines.groups import RankGroups, ranks_of
 from perseus_ds.engines.hooks import Hooks
 from perseus_ds.engines.megatron.contract import check_megatron
 from perseus_ds.engines.megatron.order import OrderRecorder
@@ -33,6 +35,8 @@ _PIPELINED = ("forward_backward_pipelining_without_interleaving", "forward_backw
 _SINGLE = "forward_backward_no_pipelining"
 _RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_COMBINED = "megatron.core.pipeline_parallel.combined_1f1b"
+_ONE_GRAPH = "an iteration that is replayed as one CUDA graph (FullCudaGraphWrapper) has no instructions to plan"
 
 
 def attach(target: T, config: Mapping[str, Any] | None = None) -> T:
@@ -52,10 +56,13 @@ def attach(target: T, config: Mapping[str, Any] | None = None) -> T:
         schedules = importlib.import_module(_SCHEDULES)
         core, parallel_state = sys.modules["megatron.core"], sys.modules["megatron.core.parallel_state"]
         name = getattr(target, "__name__", type(target).__name__)
+        if name == "FullCudaGraphWrapper" and settings.mode == "auto":
+            _warn_on_rank_0(f"{_ONE_GRAPH}: training goes on at default clocks")
+            return target
         if target is not core and name not in (*_PIPELINED, _SINGLE):
+            reason = f": {_ONE_GRAPH}" if name == "FullCudaGraphWrapper" else ""
             raise ConfigError(
-                f"perseus: expected megatron.core or what its get_forward_backward_func() returns, got {name}. A whole "
-                "iteration in one CUDA graph (FullCudaGraphWrapper) has no instructions to plan."
+                f"perseus: expected megatron.core or what its get_forward_backward_func() returns, got {name}{reason}."
             )
         if _attached() is None:
             check_megatron(core, schedules, parallel_state)
@@ -116,16 +123,26 @@ class MegatronEngine(Engine):
         return "a model of Megatron-Core" if module is None else type(module).__name__
 
     def facts(self) -> RankFacts:
-        groups = RankGroups.of(self._pp_group, self._parallel_state.get_data_parallel_group())
+        groups = RankGroups(ranks_of(self._pp_group), self._copies())
         parameter = next(parameter for chunk in self._model for parameter in chunk.parameters())
         return RankFacts(
             place=groups.topology,
             device=parameter.device,
             local_rank=local_rank(),
             fingerprint=self._fingerprint(),
-            versions={"megatron-core": str(self._core.__version__)},
+            versions=self.versions(),
             micro_batch_size=self._micro_batch_size,
         )
+
+    def _copies(self) -> tuple[int, ...]:
+        """Return the ranks that train this stage on other data, one of each pipeline.
+
+        Ranks that exchange tokens with each other by expert parallelism run in step, and are of one pipeline.
+        """
+        copies = ranks_of(self._parallel_state.get_data_parallel_group())
+        experts = ranks_of(self._parallel_state.get_expert_model_parallel_group())
+        in_step = len(set(copies) & set(experts))  # Megatron numbers expert parallel ranks first
+        return copies[copies.index(dist.get_rank()) % in_step :: in_step]
 
     def read(self) -> RankSchedule:
         found = self._orders[self._order]
@@ -144,6 +161,9 @@ class MegatronEngine(Engine):
             return None
         return int(self._parallel_state.get_pipeline_model_parallel_group().size())
 
+    def versions(self) -> Mapping[str, str]:
+        return {"megatron-core": str(self._core.__version__)}
+
     @property
     def _first_stage(self) -> int:
         """The first stage of this rank, to which its tail belongs."""
@@ -158,6 +178,9 @@ class MegatronEngine(Engine):
         self._backward_arguments = _Arguments(self._schedules.backward_step)
         self._hooks.surround(self._schedules, "forward_step", self._forward)
         self._hooks.surround(self._schedules, "backward_step", self._backward)
+        combined = sys.modules[_COMBINED]
+        self._combined_arguments = _Arguments(combined.combined_forward_backward_step)
+        self._hooks.surround(combined, "combined_forward_backward_step", self._forward_backward)
         self._hooks.surround(self._schedules.P2PCommunicator, "_communicate", self._communicate)
 
     def release(self) -> None:
@@ -181,8 +204,7 @@ class MegatronEngine(Engine):
         if order not in self._orders:
             return self._first_iteration(order, lambda: method(*args, **kwargs))
         self._order = order
-        samples = kwargs["num_microbatches"] * kwargs["micro_batch_size"]
-        with self._session.iteration(order, samples):
+        with self._session.iteration(order):
             self._expected, self._position = self._surrounded.get(order, ()), 0
             try:
                 return method(*args, **kwargs)
@@ -201,6 +223,9 @@ class MegatronEngine(Engine):
                 "perseus: Megatron-Core has no groups of ranks. Call parallel_state.initialize_model_parallel() before "
                 "the first iteration."
             )
+        if not self._session.checked:  # it was attached before there were ranks
+            check_before_training(self, self._session.config)
+            self._session.checked = True
         model, communicator = kwargs["model"], kwargs.get("p2p_communicator")
         self._model = model if isinstance(model, list) else [model]
         self._config = self._schedules.get_model_config(self._model[0])
@@ -218,13 +243,11 @@ class MegatronEngine(Engine):
 
     def _problem(self, communicator: Any) -> str | None:
         """Return why what trains cannot be planned; None if it can."""
-        if getattr(self._config, "overlap_moe_expert_parallel_comm", False):
-            return "overlap_moe_expert_parallel_comm runs a forward and a backward in one step, so neither has a clock"
-        scopes = getattr(self._config, "cuda_graph_scope", None) or ()
-        if "full_iteration" in str(scopes):
-            return "an iteration that is replayed as one CUDA graph has no instructions to plan"
+        graphs = [getattr(self._config, name, None) for name in ("cuda_graph_impl", "cuda_graph_scope")]
+        if "full_iteration" in re.findall(r"\w+", str(graphs)):  # texts, or members of an enumeration
+            return _ONE_GRAPH
         if communicator is not None and not isinstance(communicator, self._schedules.P2PCommunicator):
-            return f"transfers by a {type(communicator).__name__} are not known"
+            return f"transfers by a {type(communicator).__name__}, as between several modules, have no known stages"
         return None
 
     def _group_size(self) -> int | None:
@@ -258,7 +281,8 @@ class MegatronEngine(Engine):
             return
         instructions = [op.instruction for op in schedule.operations if isinstance(op, Compute)]
         ranks = self._pp_group.size()
-        forwards = [(i.micro_batch, i.stage // ranks) for i in instructions if i.kind is Kind.FORWARD]
+        kinds = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
+        forwards = [(i.micro_batch, i.stage // ranks) for i in instructions if i.kind in kinds]
         table = self._schedules.get_schedule_table(schedule.micro_batches, len(self._model), group_size)
         if forwards != [tuple(row) for row in table]:
             raise ScheduleError("its forwards are not in the order of get_schedule_table")
@@ -269,16 +293,42 @@ class MegatronEngine(Engine):
         given = self._forward_arguments.of(args, kwargs)
         chunk, micro_batch = given("vp_stage") or 0, given("current_microbatch")
         if self._recorder is not None:
-            run = functools.partial(method, *args, **kwargs)
-            return self._recorder.forward(run, chunk, micro_batch, given("input_tensor"))
-        return self._surround(Kind.FORWARD, method, args, kwargs, micro_batch)
+            run, forward = functools.partial(method, *args, **kwargs), (chunk, micro_batch, given("input_tensor"))
+            return self._recorder.step(run, forward=forward, results=lambda found: (found[0], None))
+        with self._next(Kind.FORWARD, micro_batch):
+            return method(*args, **kwargs)
 
     def _backward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         if self._recorder is not None:
             given = self._backward_arguments.of(args, kwargs)
+            run, backward = (
+                functools.partial(method, *args, **kwargs),
+                (given("output_tensor"), given("output_tensor_grad")),
+            )
+            return self._recorder.step(run, backward=backward, results=lambda found: (None, found))
+        with self._next(Kind.BACKWARD):
+            return method(*args, **kwargs)
+
+    def _forward_backward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+        """Surround a step of combined 1F1B: at its ends a forward or a backward alone, in between both as one."""
+        if self._recorder is None and not self._expected:
+            return method(*args, **kwargs)
+        given = self._combined_arguments.of(args, kwargs)
+        chunk, micro_batch = given("f_model_chunk_id") or 0, given("current_microbatch")
+        forward = None if given("f_model") is None else (chunk, micro_batch, given("input_tensor"))
+        backward = None if given("b_model") is None else (given("b_output_tensor"), given("b_output_tensor_grad"))
+        if self._recorder is not None:
             run = functools.partial(method, *args, **kwargs)
-            return self._recorder.backward(run, given("output_tensor"), given("output_tensor_grad"))
-        return self._surround(Kind.BACKWARD, method, args, kwargs)
+            results = lambda found: (found[0], found[2])  # noqa: E731
+            return self._recorder.step(run, forward=forward, backward=backward, results=results)
+        kind = Kind.BACKWARD if forward is None else Kind.FORWARD if backward is None else Kind.FORWARD_BACKWARD
+        with ExitStack() as step:
+            begin = functools.partial(step.enter_context, self._next(kind, micro_batch if forward else None))
+            if (receive := kwargs.get("pre_backward")) is None:
+                begin()
+            else:  # the step begins when it has received what it is for
+                kwargs["pre_backward"] = lambda *given: (receive(*given), begin())
+            return method(*args, **kwargs)
 
     def _communicate(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         """Surround a transfer, of which all arguments but the communicator are given by name."""
@@ -290,27 +340,30 @@ class MegatronEngine(Engine):
             return self._recorder.communicate(run, sends, receives, waits)
         transfers = (kwargs["tensor_send_next"], kwargs["tensor_send_prev"])
         is_empty = all(tensor is None for tensor in transfers) and not (kwargs["recv_prev"] or kwargs["recv_next"])
-        return method(*args, **kwargs) if not waits or is_empty else self._surround(None, method, args, kwargs)
-
-    def _surround(
-        self, kind: Kind | None, method: Method, args: Any, kwargs: Any, micro_batch: int | None = None
-    ) -> Any:
-        """Run the next pass of the order, or where there is no kind its next exchange with the neighbours."""
-        if not self._expected:
+        if not waits or is_empty:
             return method(*args, **kwargs)
+        with self._next(None):
+            return method(*args, **kwargs)
+
+    @contextmanager
+    def _next(self, kind: Kind | None, micro_batch: int | None = None) -> Iterator[None]:
+        """Surround the next pass of the order, or where there is no kind its next exchange with the neighbours."""
+        if not self._expected:
+            yield
+            return
         operation = self._expected[self._position] if self._position < len(self._expected) else None
         instruction = operation.instruction if isinstance(operation, Compute) else None
         found = None if instruction is None else instruction.kind
         if operation is None or found is not kind or micro_batch not in (None, instruction and instruction.micro_batch):
             self._warn("an iteration runs its passes in another order than the first: its clocks are the default ones")
             self._expected = ()
-            return method(*args, **kwargs)
+            yield
+            return
         self._position += 1
         with self._session.operation(operation, self._inputs if kind else None):
-            result = method(*args, **kwargs)
+            yield
         if self._position == len(self._expected):
             self._session.begin_tail(self._first_stage)
-        return result
 
     def _surround_optimizers(self) -> None:
         """Have iterations end with the step of Megatron's optimizers, those of classes that were defined since too."""
@@ -333,8 +386,8 @@ class MegatronEngine(Engine):
                 self._session.end_iteration()
 
     def _warn(self, message: str) -> None:
-        if message not in self._warned and dist.get_rank() == 0:
-            logger.warning("perseus: %s.", message)
+        if message not in self._warned:
+            _warn_on_rank_0(message)
         self._warned.add(message)
 
     def _fingerprint(self) -> str:
@@ -345,6 +398,11 @@ class MegatronEngine(Engine):
             for chunk in self._model
         ]
         return hashlib.sha256(repr((content, recompute, self._inputs)).encode()).hexdigest()
+
+
+def _warn_on_rank_0(message: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning("perseus: %s.", message)
 
 
 class _Arguments:

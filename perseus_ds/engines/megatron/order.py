@@ -46,29 +46,57 @@ class OrderRecorder:
         self._outputs = _ByTensor[Instruction]()
         self._gradients = _ByTensor[Instruction]()
         self._received = _ByTensor[tuple[_Communication, str]]()
+        self._under_way: tuple[Instruction | None, Instruction | None] = None, None
         self._problem = ""
 
-    def forward(self, run: Callable[[], V], chunk: int, micro_batch: int, inputs: Any) -> V:
-        """Run a forward of one of the rank's virtual stages; it returns its outputs and something else."""
-        instruction = Instruction(chunk * self._ranks + self._rank, Kind.FORWARD, micro_batch)
-        self._use(inputs, Transfer("activation", instruction.stage - 1, instruction.stage, micro_batch))
-        self._done.append(Compute(instruction))
+    def step(
+        self,
+        run: Callable[[], V],
+        *,
+        forward: tuple[int, int, Any] | None = None,
+        backward: tuple[Any, Any] | None = None,
+        results: Callable[[V], tuple[Any, Any]],
+    ) -> V:
+        """Run a forward, a backward, or both as one; such a step waits and sends by itself.
+
+        Args:
+            run: Runs it.
+            forward: The virtual stage of this rank, the micro-batch, and the inputs of a forward.
+            backward: Outputs of the forward to which a backward belongs, and their gradients.
+            results: Returns the outputs and the gradients of inputs in what it has returned.
+        """
+        begins = None if forward is None else self._begin_forward(*forward)
+        ends = None if backward is None else self._begin_backward(*backward)
+        made = begins or ends
+        if made is None:  # of a backward that belongs to no forward
+            return run()
+        self._under_way = begins, ends
+        first = len(self._done)
         result = run()
-        self._outputs.put(result[0], instruction)  # type: ignore[index]
+        self._under_way = None, None
+        sends = (place for place, done in enumerate(self._done) if place >= first and isinstance(done, _Communication))
+        kind = Kind.FORWARD_BACKWARD if begins and ends else made.kind
+        self._done.insert(next(sends, len(self._done)), Compute(Instruction(made.stage, kind, made.micro_batch)))
+        outputs, gradients = results(result)
+        if begins:
+            self._outputs.put(outputs, begins)
+        if ends:
+            self._gradients.put(gradients, ends)
         return result
 
-    def backward(self, run: Callable[[], V], outputs: Any, gradients: Any) -> V:
-        """Run the backward of what a forward has returned; it returns gradients of the inputs."""
+    def _begin_forward(self, chunk: int, micro_batch: int, inputs: Any) -> Instruction:
+        forward = Instruction(chunk * self._ranks + self._rank, Kind.FORWARD, micro_batch)
+        self._use(inputs, Transfer("activation", forward.stage - 1, forward.stage, micro_batch))
+        return forward
+
+    def _begin_backward(self, outputs: Any, gradients: Any) -> Instruction | None:
         forward = self._outputs.get(outputs)
         if forward is None:
             self._problem = "a backward begins from a tensor that no forward has returned"
-            return run()
-        instruction = Instruction(forward.stage, Kind.BACKWARD, forward.micro_batch)
-        self._use(gradients, Transfer("grad", instruction.stage + 1, instruction.stage, instruction.micro_batch))
-        self._done.append(Compute(instruction))
-        result = run()
-        self._gradients.put(result, instruction)
-        return result
+            return None
+        backward = Instruction(forward.stage, Kind.BACKWARD, forward.micro_batch)
+        self._use(gradients, Transfer("grad", backward.stage + 1, backward.stage, backward.micro_batch))
+        return backward
 
     def communicate(self, run: Callable[[], Any], sends: dict[str, Any], receives: dict[str, bool], waits: bool) -> Any:
         """Run a communication with the neighbours.
@@ -81,10 +109,10 @@ class OrderRecorder:
         """
         done = _Communication(waits)
         if sends["send_next"] is not None:
-            made = self._outputs.get(sends["send_next"])
+            made = self._outputs.get(sends["send_next"]) or self._under_way[0]
             done.transfers["send_next"] = None if made is None else _onward("activation", made, +1)
         if sends["send_prev"] is not None:
-            made = self._gradients.get(sends["send_prev"])
+            made = self._gradients.get(sends["send_prev"]) or self._under_way[1]
             done.transfers["send_prev"] = None if made is None else _onward("grad", made, -1)
         done.transfers.update({name: None for name, wanted in receives.items() if wanted})
         if done.transfers:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import p2p_communication, schedules
+from packaging.version import Version
 
 import perseus_ds
 from examples.megatron.cpu import CpuTorch
@@ -114,7 +115,7 @@ def forward_step(data, part):
     return part(inputs), lambda output: (output.mean(), {})
 
 
-def train(rank, ranks, micro_batches, chunks=1, overlap=True, **more):
+def train(rank, ranks, micro_batches, chunks=1, overlap=True, *, communicator=Communicator, **more):
     """Run an iteration as a rank of a pipeline; returns what Megatron does."""
     config = ModelParallelConfig(
         pipeline_model_parallel_size=ranks,
@@ -137,7 +138,7 @@ def train(rank, ranks, micro_batches, chunks=1, overlap=True, **more):
         num_microbatches=micro_batches,
         seq_length=LENGTH,
         micro_batch_size=ROWS,
-        p2p_communicator=Communicator(group, config),
+        p2p_communicator=communicator(group, config),
         pg_collection=SimpleNamespace(tp=one, cp=one, embd=None, pos_embd=None, pp=group, dp_cp=one),
     )
 
@@ -222,8 +223,8 @@ def test_the_variable_perseus_replaces_keys_of_the_block(block, monkeypatch):
     assert megatron.core.perseus.config.max_drift == 0.5
 
 
-class WholeGraph:
-    """As Megatron's FullCudaGraphWrapper, which needs CUDA to be made."""
+class FullCudaGraphWrapper:
+    """As Megatron's, which needs CUDA to be made."""
 
     __module__ = "megatron.core.full_cuda_graph"
 
@@ -232,8 +233,8 @@ def test_another_config_while_attached_and_other_objects_are_errors(block):
     perseus_ds.attach(megatron.core, block)
     with pytest.raises(ConfigError, match=r"attached to Megatron-Core already.*detach"):
         perseus_ds.attach(megatron.core, block)
-    with pytest.raises(ConfigError, match="no instructions to plan"):
-        perseus_ds.attach(WholeGraph(), block)
+    with pytest.raises(ConfigError, match=r"got FullCudaGraphWrapper.*no instructions to plan"):
+        perseus_ds.attach(FullCudaGraphWrapper(), block)
 
 
 def test_groups_that_are_not_there_are_an_error_of_the_first_iteration(block, monkeypatch):
@@ -251,17 +252,58 @@ def test_a_gpu_whose_clocks_may_not_be_set_is_an_error_of_attach_where_the_job_n
     assert attributes() == before
 
 
-def test_passes_that_have_no_clock_each_are_an_error_in_modes_that_need_one(alone):
+class MultiModulePipelineCommunicator:
+    """As Megatron's: no ``P2PCommunicator``, but with its methods."""
+
+    def __init__(self, *args):
+        self._one = Communicator(*args)
+
+    def __getattr__(self, name):
+        return getattr(self._one, name)
+
+
+UNPLANNABLE = [
+    ({"cuda_graph_scope": ["full_iteration"]}, "one CUDA graph"),
+    ({"cuda_graph_impl": "full_iteration"}, "one CUDA graph"),
+    ({"communicator": MultiModulePipelineCommunicator}, "MultiModulePipelineCommunicator"),
+]
+
+
+@pytest.mark.parametrize(("more", "reason"), UNPLANNABLE)
+def test_iterations_without_known_passes_are_an_error_and_in_auto_mode_one_warning(alone, caplog, more, reason):
     perseus_ds.attach(megatron.core, {**alone, "mode": "profile"})
-    with pytest.raises(ScheduleError, match="a forward and a backward in one step"):
-        train(0, 2, 4, overlap_moe_expert_parallel_comm=True)
-    with pytest.raises(ScheduleError, match="one CUDA graph"):
-        train(0, 2, 4, cuda_graph_scope=["full_iteration"])
+    with pytest.raises(ScheduleError, match=reason):
+        train(0, 2, 4, **more)
+    perseus_ds.detach(megatron.core)
+    perseus_ds.attach(megatron.core, {**alone, "mode": "auto"})
+    for _ in range(2):
+        train(0, 2, 4, **more)
+    assert [reason in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_whole_iteration_in_a_graph_is_left_alone_in_auto_mode_with_a_warning(block, caplog):
+    graph, before = FullCudaGraphWrapper(), attributes()
+    assert perseus_ds.attach(graph, {**block, "mode": "auto"}) is graph
+    assert "at default clocks" in caplog.text
+    assert attributes() == before
+
+
+def test_graphs_of_parts_are_planned_as_usual(alone):
+    perseus_ds.attach(megatron.core, {**alone, "mode": "profile"})
+    train(0, 2, 4, cuda_graph_scope=["full_iteration_inference"], cuda_graph_impl="local")
+
+
+def test_a_single_stage_has_nothing_to_plan_and_trains_without_groups(block, caplog, monkeypatch):
+    perseus_ds.attach(megatron.core, block)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(TypeError, match="forward_step_func"):  # Megatron's own, of a call without arguments
+        schedules.forward_backward_no_pipelining()
+    assert "nothing to plan" in caplog.text
 
 
 def test_the_installed_megatron_has_what_is_relied_upon():
     check_megatron(megatron.core, schedules, parallel_state)
-    assert megatron.core.__version__ == NEWEST_MEGATRON
+    assert Version(OLDEST_MEGATRON) <= Version(megatron.core.__version__) <= Version(NEWEST_MEGATRON)
 
 
 def test_a_megatron_without_what_is_relied_upon_is_told_by_what_it_lacks():
