@@ -3,13 +3,14 @@
     python benchmarks/prediction.py                    # all cases, 3 runs each: about 15 minutes
     python benchmarks/prediction.py --case rows tail --repeat 5
 
-DeepSpeed's engine runs on real ranks with SIMULATED GPUs whose truth is known. These GPUs live in real time, so another
-job on the machine shows in the figures: run it on an idle machine with two cores or more.
+DeepSpeed's engine or Megatron-Core runs on real ranks with SIMULATED GPUs whose truth is known. These GPUs live in real
+time, so another job on the machine shows in the figures: run it on an idle machine with two cores or more.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -19,9 +20,10 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 
+from forked import run_ranks  # type: ignore[import-not-found]  # noqa: E402
 from frontiers import MODEL, save_mixed_plan, save_true_frontier  # type: ignore[import-not-found]  # noqa: E402
-from job import QUICK_PROFILE, Running, run, run_while  # type: ignore[import-not-found]  # noqa: E402
-from run_log import events, iterations  # type: ignore[import-not-found]  # noqa: E402
+from job import ENVIRONMENT, QUICK_PROFILE, Running, run, run_while  # type: ignore[import-not-found]  # noqa: E402
+from run_log import events, iterations, records  # type: ignore[import-not-found]  # noqa: E402
 
 from perseus_ds.artifacts.profile import StageProfile  # noqa: E402
 from perseus_ds.optimizer import optimize  # noqa: E402
@@ -34,6 +36,7 @@ from perseus_ds.units import percent, plain  # noqa: E402
 Figures = dict[str, float]
 """Deviations as fractions, by their name."""
 
+MEGATRON_JOB = Path(__file__).resolve().parents[1] / "tests" / "support" / "megatron_job.py"
 STRAGGLER = 1.2
 LATER = 100_000
 
@@ -79,6 +82,34 @@ def mixed_plan(folder: Path, schedule: str, ranks: int, micro_batches: int) -> F
     streams = read_schedule(schedule_class(schedule), ranks=ranks, micro_batches=micro_batches)
     plan = save_mixed_plan(folder / "frontier", streams, profile)
     time_s, energy_j = trained(folder, folder / "frontier", 13, simulated, job)
+    return {"time": plan.time_s / time_s - 1, "energy": plan.energy_j / energy_j - 1}
+
+
+def megatron(folder: Path, ranks: int, **job: Any) -> Figures:
+    """The same for a GPT by Megatron-Core."""
+
+    def train(mode: str, perseus: dict[str, Any], **more: Any) -> Path:
+        simulated = {"longest_instruction_s": 0.06}
+        block = {
+            "mode": mode,
+            "device": "simulated",
+            "simulated": simulated,
+            "output_dir": str(folder / mode),
+            **perseus,
+        }
+        place = folder / f"{mode} job"
+        place.mkdir()
+        (place / "jobs.json").write_text(json.dumps([{**job, **more, "perseus": block}]))
+        returncode, output = run_ranks(place, ranks, ENVIRONMENT, [str(MEGATRON_JOB), str(place)])
+        assert returncode == 0, output[-4000:]
+        return folder / mode
+
+    measured = {"min_clock_mhz": 900, "sampling": "stride", "clock_stride": 8, "warm_up": 5}
+    profile = StageProfile.load(train("profile", {"profile": measured}, until=["observe", 1]))
+    assert profile.info.streams is not None
+    plan = save_mixed_plan(folder / "frontier", profile.info.streams.to_schedule(), profile)
+    ran = iterations(records(train("run", {"frontier": str(folder / "frontier")}, steps=14)), "run")
+    time_s, energy_j = (statistics.median(r[key] for r in ran) for key in ("time_s", "energy_j"))
     return {"time": plan.time_s / time_s - 1, "energy": plan.energy_j / energy_j - 1}
 
 
@@ -155,6 +186,13 @@ CASES: dict[str, Callable[[Path], Figures]] = {
     "dualpipev": lambda folder: mixed_plan(folder, "dualpipev", ranks=2, micro_batches=4),
     "tail": tail,
     "straggler": straggler,
+    # The stages of examples/megatron: the last one has the head as well.
+    "megatron": lambda folder: megatron(folder, ranks=2, stages=2, layers=5, first_layers=3),
+    "megatron-4": lambda folder: megatron(folder, ranks=4, stages=4, layers=7, first_layers=1, micro_batches=8),
+    "megatron-interleaved": lambda folder: megatron(folder, ranks=2, stages=2, chunks=2),
+    "megatron-combined": lambda folder: megatron(
+        folder, ranks=4, stages=2, chunks=2, experts=4, expert=2, combined=True
+    ),
 }
 
 
@@ -175,7 +213,7 @@ def main() -> None:
             figures = [f(values) for f in (statistics.median, min, max)]
             counts = what.startswith("iterations")
             median, least, most = (f"{figure:.0f}" if counts else plain(percent(figure, 2)) for figure in figures)
-            print(f"  {name:10} {what:52} {median:>8} ({least} to {most})", flush=True)
+            print(f"  {name:20} {what:52} {median:>8} ({least} to {most})", flush=True)
 
 
 if __name__ == "__main__":

@@ -81,4 +81,4 @@ def stand_in_for_cuda() -> None:
         found = of_cpu(tensor, *args, **kwargs)
         return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
 
-    torch.Tensor.type = type_of  # type: ignore[method-assign]
+    torch.Tensor.type = type_of  # type: ignore[assignment,method-assign]
