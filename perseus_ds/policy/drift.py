@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from perseus_ds.artifacts.plan import ClockTimes
 from perseus_ds.clocks.timers import Span
@@ -27,51 +28,20 @@ def reported_drift(
     """
     if not clocks_mhz:
         return {"drift": 0.0}
-    low, high = paces_of_rank(spans, clocks_mhz, expected)
-    return {"drift": drift_of_rank(spans, clocks_mhz, expected), "pace_low": low, "pace_high": high}
-
-
-def drift_of_rank(spans: Iterable[Span], clocks_mhz: Mapping[Instruction, int], expected: ClockTimes) -> float:
-    """Return how far a rank's instructions are from the profile, by their median, as a fraction.
-
-    Args:
-        spans: One iteration.
-        clocks_mhz: Clock of each instruction; without one an instruction is left out.
-        expected: The times that the profile says.
-    """
-    ratios = []
-    for span in spans:
-        if isinstance(span.operation, Compute):
-            instruction = span.operation.instruction
-            expected_s = expected.get((instruction.stage, instruction.kind, clocks_mhz.get(instruction, 0)))
-            if expected_s is not None:
-                ratios.append(span.time_s / expected_s)
-    return abs(statistics.median(ratios) - 1) if ratios else 0.0
-
-
-def paces_of_rank(
-    spans: Iterable[Span], clocks_mhz: Mapping[Instruction, int], expected: ClockTimes
-) -> tuple[float, float]:
-    """Return how long forwards and backwards take, divided by what the profile says: of the fastest and slowest kind.
-
-    Args:
-        spans: One iteration.
-        clocks_mhz: Clock of each instruction; without one an instruction is left out.
-        expected: The times that the profile says.
-
-    Returns:
-        The lowest and the highest of the kinds' medians; NaN where no instruction has a clock.
-    """
     ratios: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for span in spans:
-        if isinstance(span.operation, Compute) and span.operation.instruction.kind is not Kind.TAIL:
+        if isinstance(span.operation, Compute):
             instruction = span.operation.instruction
             key = instruction.stage, instruction.kind
             expected_s = expected.get((*key, clocks_mhz.get(instruction, 0)))
             if expected_s is not None:
                 ratios[key].append(span.time_s / expected_s)
-    medians = [statistics.median(values) for values in ratios.values()]
-    return (min(medians), max(medians)) if medians else (math.nan, math.nan)
+    paces = [statistics.median(of_kind) for (_, kind), of_kind in ratios.items() if kind is not Kind.TAIL]
+    return {
+        "drift": abs(statistics.median(chain.from_iterable(ratios.values())) - 1) if ratios else 0.0,
+        "pace_low": min(paces, default=math.nan),
+        "pace_high": max(paces, default=math.nan),
+    }
 
 
 class DriftWatch:

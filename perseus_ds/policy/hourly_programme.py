@@ -5,9 +5,8 @@ plans, each with a rate [steps/s] and a power [W], and a price is paid for the e
 ends, that is a linear programme over (hour, plan). An hour's cost is a convex function of its steps: the price times
 the lower hull of power over rate (the upper hull where the price is negative). So the programme is solved exactly by
 filling the segments of the hulls of all hours in the order of their cost for a step, up to one marginal cost, at which
-as many steps are done as are needed. With the hours in the order of their prices, those in which a segment is worth its
-cost are consecutive, and a sum over them is a difference of two cumulative sums: that takes milliseconds for a year of
-quarter-hours, where a general solver takes seconds for a week of hours (``benchmarks/price_signal.py``).
+as many steps are done as are needed. That takes milliseconds for a week of hours, where a general solver takes nearly a
+second (``benchmarks/price_signal.py``).
 
 The hour in which the job ends is chosen by branch and bound: for any marginal cost, the Lagrangian gives a lower bound
 of the cost for all hours at once. The hour of the lowest bound is solved, and its marginal cost improves the bounds,
@@ -171,10 +170,7 @@ class _Hull:
         plans: Of each corner.
         rates: Of each corner.
         powers_w: Of each corner.
-        rate_gains: Of each segment.
-        power_gains_w: Of each segment.
-        slopes: Of each segment, at a price of plus or minus one; ascending.
-        falling: How many of them are negative.
+        slopes: What a step costs in each segment, at a price of plus or minus one; ascending.
     """
 
     def __init__(self, options: Sequence[Option], sign: int) -> None:
@@ -182,114 +178,30 @@ class _Hull:
         cheapest_of_rate = [next(same) for _, same in groupby(ordered, key=lambda option: option.rate)]
         rates = np.array([option.rate for option in cheapest_of_rate])
         costs = sign * np.array([option.power_w for option in cheapest_of_rate])
-        corners = [cheapest_of_rate[corner] for corner in lower_hull(rates, costs)]
-        self.plans: Places = np.array([option.plan for option in corners])
-        self.rates = np.array([option.rate for option in corners])
-        self.powers_w = np.array([option.power_w for option in corners])
-        self.rate_gains, self.power_gains_w = np.diff(self.rates), np.diff(self.powers_w)
-        # Convex but for rounding; no negative zero.
-        self.slopes = np.maximum.accumulate(sign * self.power_gains_w / self.rate_gains) + 0.0
-        self.falling = int(np.searchsorted(self.slopes, 0.0))
+        corners = lower_hull(rates, costs)
+        self.plans: Places = np.array([cheapest_of_rate[corner].plan for corner in corners])
+        self.rates, self.powers_w = rates[corners], sign * costs[corners]
+        # Convex but for rounding.
+        self.slopes = np.maximum.accumulate(np.diff(costs[corners]) / np.diff(self.rates))
 
 
-class _Hours:
-    """Hours whose prices have one sign, in the order of their sizes.
-
-    Attributes:
-        hull: Of their options.
-        places: Which hours they are, shape (hours,).
-    """
-
-    def __init__(self, hull: _Hull, places: Places, lengths_s: Numbers, prices: Numbers) -> None:
-        """Take hours.
-
-        Args:
-            hull: Of their options.
-            places: Which hours they are; by ascending absolute price.
-            lengths_s: Of each.
-            prices: Of each.
-        """
-        self.hull = hull
-        self.places = places
-        self._lengths_s, self._prices = lengths_s, prices
-        self._sizes = np.abs(prices)
-        self._length_sums = _sums(lengths_s)
-        self._price_sums = _sums(lengths_s * prices)
-
-    def before(self, place: int) -> _Hours:
-        """Return those of the hours that are before one."""
-        is_before = self.places < place
-        return _Hours(self.hull, self.places[is_before], self._lengths_s[is_before], self._prices[is_before])
-
-    def totals(self, marginal: float) -> tuple[float, float]:
-        """Return steps and cost of all hours with each segment that costs at most so much for a step."""
-        hull, lengths_s, prices = self.hull, self._length_sums, self._price_sums
-        begins, ends = self._filled(marginal)
-        steps = hull.rates[0] * lengths_s[-1] + (hull.rate_gains * (lengths_s[ends] - lengths_s[begins])).sum()
-        cost = hull.powers_w[0] * prices[-1] + (hull.power_gains_w * (prices[ends] - prices[begins])).sum()
-        return float(steps), float(cost)
-
-    def corners(self, marginal: float) -> Places:
-        """Return how far the hull of each hour is filled then."""
-        begins, ends = self._filled(marginal)
-        count = len(self.places) + 1
-        changes = np.bincount(begins, minlength=count) - np.bincount(ends, minlength=count)
-        return np.cumsum(changes)[:-1]
-
-    def reduced_costs(self, marginal: float) -> Numbers:
-        """Return the cost of each hour, less its steps at so much for a step."""
-        corners = self.corners(marginal)
-        costs: Numbers = self._prices * self.hull.powers_w[corners] - marginal * self.hull.rates[corners]
-        return self._lengths_s * costs
-
-    def _filled(self, marginal: float) -> tuple[Places, Places]:
-        """Return for each segment the first hour in which a step costs at most so much, and the one after the last."""
-        hull, falling = self.hull, self.hull.falling
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            sizes = marginal / hull.slopes  # of a level segment at no marginal cost not a number: beyond all hours
-        begins = np.zeros(len(sizes), dtype=np.int64)
-        ends = np.searchsorted(self._sizes, sizes, "right")
-        if falling:  # they are worth more at high prices
-            begins[:falling] = np.searchsorted(self._sizes, sizes[:falling], "left")
-            ends[:falling] = len(self.places)
-        return begins, ends
-
-
-class _LastHour:
-    """The hour in which a job ends.
-
-    Attributes:
-        hull: Of its options.
-        places: Which hour it is, shape (1,).
-    """
-
-    def __init__(self, hull: _Hull, place: int, length_s: float, price: float) -> None:
-        self.hull = hull
-        self.places: Places = np.array([place])
-        self._length_s, self._price = length_s, price
-        self._costs = hull.slopes * abs(price)
-
-    def totals(self, marginal: float) -> tuple[float, float]:
-        """Return its steps and cost, as of :class:`_Hours`."""
-        corner = self._costs.searchsorted(marginal, "right")
-        rate, power_w = float(self.hull.rates[corner]), float(self.hull.powers_w[corner])
-        return self._length_s * rate, self._length_s * power_w * self._price
-
-    def corners(self, marginal: float) -> Places:
-        """Return how far its hull is filled, as of :class:`_Hours`."""
-        return np.array([self._costs.searchsorted(marginal, "right")])
-
-
-def _sums(values: Numbers) -> Numbers:
-    """Return the sum of the values before each place, and of all."""
-    return np.concatenate([[0.0], np.cumsum(values)])
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Filled:
-    """All segments that cost at most so much for a step."""
+    """All segments that cost at most so much for a step.
+
+    Attributes:
+        marginal: So much.
+        rates: Of each hour.
+        plans: Of each hour.
+        costs: Of each hour.
+        steps: Of all.
+        cost: Of all.
+    """
 
     marginal: float
+    rates: Numbers
+    plans: Places
+    costs: Numbers
     steps: float
     cost: float
 
@@ -322,17 +234,11 @@ class _Programme:
 
     def __init__(self, options: Sequence[Option], edges_s: Numbers, prices: Numbers, steps: float) -> None:
         self._edges_s, self._prices, self._steps = edges_s, prices, steps
-        self._lengths_s = np.diff(edges_s)
+        self._lengths_s, self._sizes, self._negative = np.diff(edges_s), np.abs(prices), np.flatnonzero(prices < 0)
         self._rates = [option.rate for option in options]
-        order = np.argsort(np.abs(prices))
-        negative = prices[order] < 0
-        places = {1: order[~negative], -1: order[negative]}
-        self._hours = [
-            _Hours(_Hull(options, sign), hours, self._lengths_s[hours], prices[hours])
-            for sign, hours in places.items()
-            if hours.size
-        ]
-        self._ending = {sign: _Hull([*options, Option(_DONE, 0.0, 0.0)], sign) for sign in places}
+        self._hulls = _Hull(options, 1), _Hull(options, -1)
+        ending = [*options, Option(_DONE, 0.0, 0.0)]
+        self._ending = _Hull(ending, 1), _Hull(ending, -1)
 
     def possible(self) -> npt.NDArray[np.bool_]:
         """Return whether the job can end in each hour."""
@@ -344,65 +250,67 @@ class _Programme:
 
     def lower_bounds(self, marginal: float) -> Numbers:
         """Return, for each hour, a cost below which a job that ends in it cannot stay."""
-        reduced = np.empty(len(self._prices))
-        for hours in self._hours:
-            reduced[hours.places] = hours.reduced_costs(marginal)
+        filled = self._filled(marginal)
+        reduced: Numbers = filled.costs - marginal * filled.rates * self._lengths_s
         before: Numbers = np.cumsum(reduced) - reduced
         return before + np.minimum(reduced, 0) + marginal * self._steps
 
     def solve(self, last: int, guess: float) -> _Ending:
         """Return the least cost of a job that ends in an hour, which must be possible; ``guess`` is a marginal cost."""
-        hours = self._up_to(last)
-        low, high = _filled(hours, -math.inf), _filled(hours, math.inf)
+        low, high = self._filled(-math.inf, last), self._filled(math.inf, last)
         steps = min(max(self._steps, low.steps), high.steps)
-        found = _filled(hours, guess)
+        found = self._filled(guess, last)
         while True:
             if low.steps < found.steps < high.steps:
                 low, high = (found, high) if found.steps < steps else (low, found)
             # Steps hardly bend between two marginal costs that are near each other.
             if math.isfinite(high.marginal - low.marginal):
                 share = (steps - low.steps) / (high.steps - low.steps)
-                found = _filled(hours, low.marginal + share * (high.marginal - low.marginal))
+                found = self._filled(low.marginal + share * (high.marginal - low.marginal), last)
                 if low.steps < found.steps < high.steps:
                     low, high = (found, high) if found.steps < steps else (low, found)
             # If nothing costs less than what is on the line between the two, nothing costs less at all.
             marginal = (high.cost - low.cost) / (high.steps - low.steps)
             cost = low.reduced_cost(marginal, steps)
-            found = _filled(hours, marginal)
+            found = self._filled(marginal, last)
             below = cost - found.reduced_cost(marginal, steps)
             if below <= _ROUNDING * (abs(cost) + abs(marginal) * steps) or found.steps in (low.steps, high.steps):
                 return _Ending(last, cost, marginal, low, high)
 
     def parts(self, ending: _Ending) -> tuple[Numbers, Places]:
         """Return what runs when: the fastest first in an hour; what is too much is left out of the latest hours."""
-        count = ending.last + 1
-        rates, plans = np.empty((2, count)), np.empty((2, count), dtype=np.int64)
-        for hours in self._up_to(ending.last):
-            for way, filled in enumerate((ending.high, ending.low)):
-                corners = hours.corners(filled.marginal)
-                rates[way, hours.places] = hours.hull.rates[corners]
-                plans[way, hours.places] = hours.hull.plans[corners]
+        count, high, low = ending.last + 1, ending.high, ending.low
         lengths_s = self._lengths_s[:count]
-        gained = lengths_s * (rates[0] - rates[1])
+        gained = lengths_s * (high.rates - low.rates)
         after = np.cumsum(gained[::-1])[::-1] - gained
-        surplus = max(0.0, float((lengths_s * rates[0]).sum()) - self._steps)
+        surplus = max(0.0, high.steps - self._steps)
         with np.errstate(invalid="ignore"):
             slow = np.nan_to_num(np.clip(surplus - after, 0, gained) / gained)
         slow = np.where(slow < _TOLERANCE, 0.0, np.where(slow > 1 - _TOLERANCE, 1.0, slow))
         parts_s = np.stack([lengths_s * (1 - slow), lengths_s * slow], axis=1).ravel()
         begins_s = np.stack([self._edges_s[:count], self._edges_s[1 : count + 1] - lengths_s * slow], axis=1).ravel()
-        return _together(begins_s, parts_s, plans.T.ravel())
+        return _together(begins_s, parts_s, np.stack([high.plans, low.plans], axis=1).ravel())
 
-    def _up_to(self, last: int) -> list[_Hours | _LastHour]:
-        """Return the hours up to one in which the job ends."""
-        length_s, price = float(self._lengths_s[last]), float(self._prices[last])
-        ending = _LastHour(self._ending[-1 if price < 0 else 1], last, length_s, price)
-        return [*(hours.before(last) for hours in self._hours), ending]
+    def _filled(self, marginal: float, last: int | None = None) -> _Filled:
+        """Fill the hours at a marginal cost: those up to the last one, which the job may leave early, or all."""
+        count = len(self._prices) if last is None else last + 1
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            worth = marginal / self._sizes[:count]
+        rates, powers_w, plans = _corners(self._hulls[0], worth)
+        negative = self._negative[: np.searchsorted(self._negative, count)]
+        if negative.size:
+            rates[negative], powers_w[negative], plans[negative] = _corners(self._hulls[1], worth[negative])
+        if last is not None:
+            rates[last], powers_w[last], plans[last] = _corners(self._ending[int(self._prices[last] < 0)], worth[last])
+        costs = self._lengths_s[:count] * self._prices[:count] * powers_w
+        steps = float(self._lengths_s[:count] @ rates)
+        return _Filled(marginal, rates, plans, costs, steps, float(costs.sum()))
 
 
-def _filled(hours: Sequence[_Hours | _LastHour], marginal: float) -> _Filled:
-    steps, costs = zip(*(each.totals(marginal) for each in hours), strict=True)
-    return _Filled(marginal, sum(steps), sum(costs))
+def _corners(hull: _Hull, worth: Numbers) -> tuple[Numbers, Numbers, Places]:
+    """Return rate, power and plan of the corners up to which a step costs at most so much, at a price of one."""
+    corners = np.searchsorted(hull.slopes, worth, "right")
+    return hull.rates[corners], hull.powers_w[corners], hull.plans[corners]
 
 
 def _together(begins_s: Numbers, lengths_s: Numbers, plans: Places) -> tuple[Numbers, Places]:

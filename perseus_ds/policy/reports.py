@@ -19,29 +19,33 @@ from perseus_ds.ranks import Communicator, Pending
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What rank 0 has decided for the next iteration; it counts in its own report, and all ranks get it back.
+class Assigned:
+    """What rank 0 assigns to all ranks for the next iteration; it counts in its own report, and all ranks get it back.
 
     Attributes:
         plan: What the policy asks for, as a place on the frontier.
         paused: Whether to run at default clocks.
         halts: Whether all ranks wait before that iteration.
         capped: Whether default clocks would draw more than the power cap in force: then all iterations run under plans.
-        assignment: Another number whenever the plan of any pipeline is another.
-        promised_slowdown: Of the whole job, as the profile has it.
+        number: Another one whenever the plan of any pipeline is another.
+        promised_slowdown: Of the whole job against default clocks, by the profile.
     """
 
     plan: int = 0
     paused: bool = False
     halts: bool = False
     capped: bool = False
-    assignment: int = 0
+    number: int = 0
     promised_slowdown: float = 0.0
+
+    def assigned(self) -> dict[str, Any]:
+        """Return these fields alone."""
+        return {field.name: getattr(self, field.name) for field in fields(Assigned)}
 
 
 @dataclass(frozen=True)
-class RankReport(Decision):
-    """One rank's report of an iteration to rank 0, as numbers, with rank 0's decision.
+class RankReport(Assigned):
+    """One rank's report of an iteration to rank 0, as numbers, with rank 0's assignment.
 
     Attributes:
         time_s: Iteration time [s].
@@ -90,7 +94,7 @@ class RankReport(Decision):
 
 
 @dataclass(frozen=True)
-class JobReport(Decision):
+class JobReport(Assigned):
     """Rank 0's answer to the reports of an iteration, with its decision.
 
     Attributes:
@@ -151,7 +155,7 @@ class JobReport(Decision):
             pace=pace,
             drift_beside_pace=beside,
             drift_beside_pace_most=beside_most,
-            **{field.name: getattr(rank_0, field.name) for field in fields(Decision)},
+            **rank_0.assigned(),
         )
 
 

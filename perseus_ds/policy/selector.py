@@ -32,7 +32,7 @@ from perseus_ds.policy.policies import (
     SimplePolicy,
     in_force,
 )
-from perseus_ds.policy.reports import JobReport, RankReports
+from perseus_ds.policy.reports import Assigned, JobReport, RankReports
 from perseus_ds.policy.signals import Signal
 from perseus_ds.policy.situation import MARGIN, Decision, PowerCap, RunStatistics, Situation
 from perseus_ds.policy.stragglers import StragglerWatch, straggler_of, with_reported
@@ -64,30 +64,18 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Assignment:
+class Assignment(Assigned):
     """What the pipelines run, as rank 0 has decided.
 
     Attributes:
-        plan: The plan that the policy asks for, as a place on the frontier.
-        paused: Whether to run at default clocks.
-        halts: Whether training stands still before the iteration.
-        capped: Whether default clocks would draw more than the power cap in force: then all iterations run under plans.
-        promised_slowdown: Of the whole job against default clocks, by the profile.
         stretch_factor: How many times as long as the policy's plan the plan of this rank's pipeline may take.
         stretch_factors: The same of every pipeline, on rank 0; empty elsewhere.
         plans: Each pipeline's plan, on rank 0; empty elsewhere.
-        number: Another one whenever anything else is another.
     """
 
-    plan: int
-    paused: bool = False
-    halts: bool = False
-    capped: bool = False
-    promised_slowdown: float = 0.0
     stretch_factor: float = 1.0
     stretch_factors: tuple[float, ...] = ()
     plans: tuple[int, ...] = ()
-    number: int = 0
 
     @classmethod
     def of(
@@ -112,7 +100,7 @@ class Assignment:
 
         def with_factors(factors: tuple[float, ...]) -> Assignment:
             plans = tuple(stretched_plan(frontier, plan, factor) for factor in factors)
-            return cls(plan, stretch_factor=factors[0], stretch_factors=factors, plans=plans, **decided)
+            return cls(plan=plan, stretch_factor=factors[0], stretch_factors=factors, plans=plans, **decided)
 
         assignment = with_factors(tuple(stretch_factors))
         promised = assignment.forecast(frontier, 1)
@@ -129,27 +117,11 @@ class Assignment:
             decided: What this rank has decided last; on rank 0 that is what was sent.
         """
         return cls(
-            number=report.assignment,
-            plan=report.plan,
-            paused=report.paused,
-            halts=report.halts,
-            capped=report.capped,
-            promised_slowdown=report.promised_slowdown,
+            **report.assigned(),
             stretch_factor=report.stretch_factor,
             stretch_factors=decided.stretch_factors,
             plans=decided.plans,
         )
-
-    def as_reported(self) -> dict[str, Any]:
-        """Return the fields of rank 0's report that carry it, but for the stretch factors of the pipelines."""
-        return {
-            "assignment": self.number,
-            "plan": self.plan,
-            "paused": self.paused,
-            "halts": self.halts,
-            "capped": self.capped,
-            "promised_slowdown": self.promised_slowdown,
-        }
 
     def status(self) -> dict[str, Any]:
         """Return it as plain values, for people and records; on rank 0."""

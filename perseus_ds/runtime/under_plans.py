@@ -426,7 +426,7 @@ class PlanRunner:
         later = partial(self._own_times, seen, self._ran.assignment, looks) if seen is not None else dict
         return replace(
             self._planned,
-            reported=self._selector.decided.as_reported(),
+            reported=self._selector.decided.assigned(),
             reported_later=later,
             stretch_factors=self._selector.sent_factors,
         )

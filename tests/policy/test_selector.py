@@ -57,7 +57,7 @@ class Job:
         before, self._ran = self._ran, ran
         self.control.count_step()
         self.selector.advance(None if self._sent is None else job_report(self._sent), None, before)
-        self._sent = {"time_s": time_s, "energy_j": power_w * time_s, **self.selector.decided.as_reported()}
+        self._sent = {"time_s": time_s, "energy_j": power_w * time_s, **self.selector.decided.assigned()}
         return None if ran.paused else ran.plan
 
 

@@ -13,7 +13,7 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.policy.drift import DriftWatch, drift_of_rank
+from perseus_ds.policy.drift import DriftWatch, reported_drift
 from perseus_ds.policy.reports import JobReport
 from perseus_ds.policy.selector import Assignment
 from perseus_ds.policy.stragglers import Straggler, StragglerWatch, straggler_of, with_reported
@@ -95,9 +95,11 @@ def test_who_is_told_of_a_straggler_believes_it_and_counts_nothing_twice():
 
 @given(st.integers(0, 60), st.lists(st.booleans(), min_size=3, max_size=3), st.integers(0, 10**9), st.floats(0, 3))
 def test_decisions_travel_with_the_report_of_rank_0(plan, flags, number, promised):
-    decided = Assignment(plan, *flags, promised_slowdown=promised, number=number)
-    received = job_report(decided.as_reported(), {"plan": 7})
-    assert Assignment.of_report(received, Assignment(0)) == decided
+    paused, halts, capped = flags
+    fields = {"plan": plan, "paused": paused, "halts": halts, "capped": capped}
+    decided = Assignment(**fields, promised_slowdown=promised, number=number)
+    received = job_report(decided.assigned(), {"plan": 7})
+    assert Assignment.of_report(received, Assignment()) == decided
 
 
 def test_the_forecast_accounts_as_the_papers_emulation_does():
@@ -120,7 +122,7 @@ def test_a_profile_is_out_of_date_when_half_of_the_pipelines_say_so_twice():
         return JobReport.of(reports).drift
 
     spans = [Span(Compute(forward), 0.0, s) for s in (0.09, 0.11, 0.9)]
-    assert drift_of_rank(spans, {forward: 1400}, expected) == pytest.approx(0.1)
-    assert drift_of_rank(spans, {}, expected) == 0
+    assert reported_drift(spans, {forward: 1400}, expected)["drift"] == pytest.approx(0.1)
+    assert reported_drift(spans, {}, expected) == {"drift": 0.0}
     seen = [[0.0, 0.2], [0.0, 0.2], [0.2, 0.2], [0.1, 0.1], [0.1, 0.1], [0.0, 0.0], [0.1, 0.1], [0.1, 0.1]]
     assert [watch.has_drifted(told(pipelines)) for pipelines in seen] == [n in (3, 7) for n in range(8)]

@@ -235,7 +235,7 @@ def test_an_unexpected_error_in_a_report_never_ends_training(start, monkeypatch,
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.train(2)
-    monkeypatch.setattr("perseus_ds.policy.drift.drift_of_rank", lambda *_: 1 / 0)
+    monkeypatch.setattr("perseus_ds.runtime.under_plans.reported_drift", lambda *_: 1 / 0)
     job.train(30)
     assert caplog.text.count("division by zero") == 1
     last = job.close()[-1]
