@@ -341,7 +341,8 @@ class PlanSelector:
 
     def would_be_capped(self) -> bool:
         """Whether default clocks would draw more than the cap of the policy that is asked for now; on rank 0."""
-        return self._is_capped(self._decide(self._control.policy))
+        policy = in_force(self._control.policy, self._timebase.date())
+        return isinstance(policy, PowerCapPolicy) and self._is_capped(self._decide(policy))
 
     def _decide(self, policy: PolicyConfig, iterations_ahead: int = 1) -> Decision:
         signals = self._control.signals

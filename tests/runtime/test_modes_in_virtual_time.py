@@ -6,6 +6,7 @@ import re
 import shlex
 
 import pytest
+from frontiers import save_true_frontier
 from virtual.job import SLOWER, WorkerAtOnce, in_order
 
 from perseus_ds.artifacts.frontier import Frontier
@@ -168,6 +169,20 @@ def test_under_a_power_cap_that_default_clocks_would_exceed_all_iterations_run_u
     records = job.close()
     capped = [r for r in records if r.iteration <= 60 and r.phase == "run"][-40:]
     assert sum(r.energy_j for r in capped) / sum(r.time_s for r in capped) <= 300.0
+
+
+@pytest.mark.parametrize("phase", ["default", "observe"])
+def test_ranks_leave_default_clocks_together_when_a_power_cap_begins(start, tmp_path, phase):
+    plans = save_true_frontier(tmp_path / "frontier", stages=2, micro_batches=3, forward_s=0.1)
+    job = start(stages_s=(0.1, 0.1), mode="run", frontier=str(tmp_path / "frontier"), **SLOWER)
+    if phase == "observe":
+        job.late_under_plans()
+    job.train_until(phase, most=400)
+    job.train(5)
+    watts = 0.9 * plans.baseline.energy_j / plans.baseline.time_s
+    job.runtime.set_policy({"name": "power_cap", "watts": watts})
+    assert job.train(4)[-1] == "run"
+    assert set(job.train(20)) == {"run"}
 
 
 def test_a_clock_that_needs_more_iterations_gets_them_after_the_others(start):
