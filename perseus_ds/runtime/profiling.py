@@ -63,7 +63,8 @@ def profile_online(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline)
     window_s = _SETTLE_S + _REFRESHES_A_VISIT * baseline.counter_period_s
     iterations = math.ceil(rank.communicator.all_max(window_s / baseline.time_s))
     refreshes = (iterations * baseline.time_s - _SETTLE_S) / baseline.counter_period_s
-    expected = most * iterations * math.ceil(_REFRESHES / refreshes)
+    # One more for each: a rank asks for another visit with a report that is known an iteration later.
+    expected = most * iterations * (math.ceil(_REFRESHES / refreshes) + 1)
     following = "optimizing" if job.config.mode == "auto" else "observe"
     recorder.say(
         f"profiling while training goes on: about {most} clocks in {expected} iterations, which take "
