@@ -185,9 +185,7 @@ def unfinished(phase: str, left: int | None, *, profiles: bool) -> str:
     text += STEPS_TO_A_PLAN[phase]
     text += f" (about {left} more iteration{'s' if left > 1 else ''})" if left is not None else ""
     text += f"; then comes {', then '.join(following)}" if following else ""
-    return f"{text}. Train for more steps" + (
-        "; the next run in the same folder goes on with the clocks that were measured" if phase == "profile" else ""
-    )
+    return f"{text}. Train for more steps"
 
 
 def begin(plan: int, plans: int, forecast: Forecast | None) -> str:
