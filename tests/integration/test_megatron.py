@@ -137,11 +137,11 @@ def test_each_order_of_a_ramp_up_has_its_own_plan(tmp_path):
     for of_rank in run_all(tmp_path, jobs, ranks=2):
         assert of_rank["auto"] == {**of_rank["without"], "phases": of_rank["auto"]["phases"]}
         counts, phases = of_rank["auto"]["counts"], of_rank["auto"]["phases"]
-        # Before the first iteration of an order, the phase is that of the order before.
+        # The phase is that of the order before until the second iteration of an order has begun.
         steady = [
-            n
-            for n, before, phase in zip(counts[1:], counts, phases[1:], strict=False)
-            if n == before and phase == "run"
+            counts[step]
+            for step, phase in enumerate(phases)
+            if phase == "run" and set(counts[max(0, step - 2) : step]) == {counts[step]}
         ]
         assert [count for count, _ in itertools.groupby(steady)] == [4, 3, 4]
     # The first iteration of each order shows it.

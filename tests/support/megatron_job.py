@@ -210,7 +210,7 @@ def counts_of(job: dict[str, Any], session: Any) -> Iterator[int]:
     a phase.
     """
     count = job.get("micro_batches", 4)
-    orders = [[count, *job["until"]]] if "until" in job else [[count]] * job["steps"]
+    orders = [[count, *job["until"]]] if "until" in job else itertools.repeat([count], job["steps"])
     for count, *until in job.get("orders", orders):
         phase, left = until or (None, 1)
         while left:
