@@ -1,0 +1,8 @@
+"""Runs GPT-NeoX's ``train.py`` with Perseus; its launcher, ``deepy.py``, takes a script and not a module."""
+
+import runpy
+
+import perseus_ds.launch
+
+perseus_ds.launch.attach_when_engines_are_imported()
+runpy.run_path("train.py", run_name="__main__")

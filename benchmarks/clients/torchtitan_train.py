@@ -1,0 +1,24 @@
+"""Trains torchtitan with Perseus, by a trainer derived from its own; ``PERSEUS`` is the block."""
+
+from typing import Any
+
+from torchtitan.train import Trainer, main
+
+import perseus_ds
+
+
+class PerseusTrainer(Trainer):  # type: ignore[misc]
+    """Attaches once schedule and model are made."""
+
+    def __init__(self, job_config: Any) -> None:
+        super().__init__(job_config)
+        dims = self.parallel_dims
+        data_parallel = dims.get_mesh("batch") if dims.dp_enabled else None
+        perseus_ds.attach(self.pp_schedule, pipeline=dims.get_mesh("pp"), data_parallel=data_parallel)
+
+    def close(self) -> None:
+        perseus_ds.detach(self.pp_schedule)
+        super().close()
+
+
+main(PerseusTrainer)
