@@ -34,8 +34,8 @@ from perseus_ds.errors import GpuError
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _ANSWER_TIMEOUT_S = 30.0
-# A user's systemd that is stuck must not use up the time that ranks wait for an answer.
-_SCOPE_TIMEOUT_S = 10.0
+SCOPE_TIMEOUT_S = 10.0
+"""A user's systemd that is stuck must not use up the time that ranks wait for an answer."""
 _AGAIN_S = 0.05
 _LOOK_S = 0.2
 _REPLACED_WITHIN_S = 5.0
@@ -205,7 +205,7 @@ def _start(name: str) -> None:
     """
     complaint: str | None = ""
     for launcher in _launchers():
-        timeout_s = _SCOPE_TIMEOUT_S if launcher else _ANSWER_TIMEOUT_S
+        timeout_s = SCOPE_TIMEOUT_S if launcher else _ANSWER_TIMEOUT_S
         complaint = _run([*launcher, sys.executable, "-c", _CODE, name[1:]], timeout_s)
         if complaint is None:
             return

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _LONGEST = 4096
-_IN_MEMORY = Path("/dev/shm")
+IN_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def _folder() -> Path:
         OSError: There is none.
     """
     # Schedulers hand on the variable of the node where the job was submitted; the folder need not be on this one.
-    named = Path(os.environ.get("XDG_RUNTIME_DIR") or _IN_MEMORY)
-    parent = next((parent for parent in (named, _IN_MEMORY) if parent.is_dir()), Path("/tmp"))
+    named = Path(os.environ.get("XDG_RUNTIME_DIR") or IN_MEMORY)
+    parent = next((parent for parent in (named, IN_MEMORY) if parent.is_dir()), Path("/tmp"))
     folder = parent / f"perseus-ds-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

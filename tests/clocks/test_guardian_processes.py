@@ -20,11 +20,11 @@ from perseus_ds.clocks.guardian import Guardian
 RANK = """
 import os, signal, sys, time
 from perseus_ds.gpu.nvml import NvmlGpu
-from perseus_ds.clocks import guardian as module
+from perseus_ds.clocks.guardian import Guardian
 signal.signal(signal.SIGINT, signal.default_int_handler)
 job, end, *indices = sys.argv[1:]
 gpus = [NvmlGpu(int(index)) for index in indices]
-guardian = module.Guardian([gpu.address for gpu in gpus], job)
+guardian = Guardian([gpu.address for gpu in gpus], job)
 for gpu in gpus:
     gpu.lock_clock(1200)
 if end == "fork" and os.fork() == 0:
@@ -46,7 +46,7 @@ if end == "register again":
     print(guardian.pid, guardian.alive, flush=True)
     print(guardian.close(), flush=True)
 if end == "watch":
-    module._CODE = "raise SystemExit('no memory')"
+    sys.executable = "/bin/false"  # so that no other guardian can be started
     while guardian.alive:
         time.sleep(0.01)
     print("dead", gpus[0].clock_mhz(), flush=True)
@@ -229,37 +229,33 @@ def test_a_guardian_that_cannot_open_the_gpu_says_why(stub_nvml: StubNvml, tmp_p
     assert "GpuError: The guardian cannot watch nvml:GPU-dead: GPU UUID 'GPU-dead' fits 0 of the GPUs" in done.stderr
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_the_guardian_gets_a_scope_of_systemd_where_the_user_may_have_one(
-    stub_nvml: StubNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool
+@pytest.mark.parametrize(
+    "run",
+    [
+        '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done; shift; exec "$@"',
+        "#!/bin/sh\nexit 1",
+        "#!/bin/sh\nsleep 60",
+        "#!/no/such/interpreter",
+    ],
+    ids=["works", "refuses", "is stuck", "cannot be run"],
+)
+def test_the_guardian_gets_a_scope_of_systemd_where_the_user_may_have_one_and_else_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str
 ) -> None:
-    """The stand-in for ``systemd-run`` only notes that it was asked; a scope that is refused is done without."""
+    """The stand-in for ``systemd-run`` only notes that it was asked."""
     command, asked = tmp_path / "systemd-run", tmp_path / "asked"
-    run = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"' if works else "exit 1"
-    command.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n{run}\n')
+    first, *others = run.splitlines()
+    command.write_text("\n".join([first, f'echo "$@" >> {asked}', *others]))
     command.chmod(0o755)
-    private = Path(os.environ["XDG_RUNTIME_DIR"], "systemd", "private")
-    private.parent.mkdir()
-    private.touch()
+    (tmp_path / "systemd").mkdir()
+    (tmp_path / "systemd" / "private").touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    node = Node(stub_nvml, str(tmp_path))
-    rank = node.rank("close", 0)
-    node.guardian_of(rank)
-    assert asked.read_text().startswith("--user --scope ")
-    rank.kill()
-    rank.communicate()
-    assert becomes_true(lambda: not any(is_running(pid) for pid in node.guardians))
-
-
-@pytest.mark.parametrize("launcher", [["/bin/sh", "-c", "sleep 60"], ["/no/such/systemd-run"]])
-def test_a_guardian_is_started_without_a_scope_where_systemd_is_stuck_or_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: list[str]
-) -> None:
-    monkeypatch.setattr(guardian, "_launchers", lambda: [launcher, []])
-    monkeypatch.setattr(guardian, "_SCOPE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(guardian, "SCOPE_TIMEOUT_S", 60.0 if others[0].startswith("while") else 1.0) if others else None
     started = Guardian([], str(tmp_path))
     assert started.close()
     assert becomes_true(lambda: not is_running(started.pid))
+    assert asked.read_text().startswith("--user --scope ") if others else not asked.exists()
 
 
 def test_a_guardian_is_of_the_package_that_starts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

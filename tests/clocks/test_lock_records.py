@@ -108,7 +108,7 @@ def test_a_folder_that_others_can_write_is_not_used(hold, tmp_path):
 def test_a_runtime_folder_that_is_not_on_this_node_is_not_used(tmp_path, monkeypatch):
     """Slurm hands on the variables of the login node."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run" / "user" / "1000"))
-    monkeypatch.setattr(lock_records, "_IN_MEMORY", tmp_path)
+    monkeypatch.setattr(lock_records, "IN_MEMORY", tmp_path)
     held = HeldLock("nvml:GPU-1")
     assert len(list(tmp_path.glob("perseus-ds-*/*"))) == 1
     held.release()

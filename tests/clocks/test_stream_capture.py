@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -92,8 +93,21 @@ def watched_graph():
     return kind(), Captures(kind)
 
 
+class CountingCaptures(Captures):
+    """Knows how many calls captures wait for."""
+
+    calls = 0
+
+    @contextmanager
+    def outside(self):
+        with super().outside():
+            self.calls += 1
+            yield
+            self.calls -= 1
+
+
 def test_where_the_mode_cannot_be_exchanged_the_clocks_thread_stays_away_from_captures():
-    now, (_, captures) = VirtualTime(), watched_graph()
+    now, captures = VirtualTime(), CountingCaptures(type("WatchedGraph", (Graph,), {}))
     cuda, calls = VirtualCuda(now), []
     execution = CudaExecution(torch.device("cuda:0"), cuda, now, relax_capture=lambda: False, captures=captures)
     clocks = ClockController(
@@ -103,7 +117,7 @@ def test_where_the_mode_cannot_be_exchanged_the_clocks_thread_stays_away_from_ca
     cuda.launch(0.1)
     ended = execution.end(Compute(Instruction(0, Kind.FORWARD, 0)))
     query = ended.event.event.event.query
-    ended.event.event.event.query = lambda: (calls.append(captures._calls), query())[1]
+    ended.event.event.event.query = lambda: (calls.append(captures.calls), query())[1]
     clocks.request(1110, ended)
     now.sleep(1.0)
     clocks.close()

@@ -1,6 +1,7 @@
 """Which policy of a schedule is in force: by local time, weekday and clock changes."""
 
 from datetime import datetime, timedelta, timezone
+from zoneinfo import ZoneInfo
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -18,7 +19,7 @@ def schedule(*windows, zone="Europe/Berlin", **more):
 
 
 def is_within(policy, text, utc=False):
-    now = datetime.fromisoformat(text).replace(tzinfo=timezone.utc if utc else policy._zone)
+    now = datetime.fromisoformat(text).replace(tzinfo=timezone.utc if utc else ZoneInfo(policy.timezone))
     return in_force(policy, now) == EnergyOptimalPolicy(name="energy_optimal")
 
 
@@ -54,13 +55,13 @@ def test_a_window_that_ends_when_it_begins_is_a_whole_day():
 def test_the_first_of_windows_that_overlap_counts():
     cap = {"name": "power_cap", "watts": 500}
     policy = schedule({"begin": "08:00", "end": "20:00", "policy": cap}, {"begin": "10:00", "end": "22:00"})
-    assert isinstance(in_force(policy, datetime(2026, 11, 23, 11, tzinfo=policy._zone)), PowerCapPolicy)
+    assert isinstance(in_force(policy, datetime(2026, 11, 23, 11, tzinfo=ZoneInfo(policy.timezone))), PowerCapPolicy)
     assert is_within(policy, "2026-11-23T21:00")
 
 
 def hours_within(policy, day):
     """How many hours of a local day, by the clock of the universe, the window is in force."""
-    begin = datetime.fromisoformat(day).replace(tzinfo=policy._zone).astimezone(timezone.utc)
+    begin = datetime.fromisoformat(day).replace(tzinfo=ZoneInfo(policy.timezone)).astimezone(timezone.utc)
     return sum(is_within(policy, (begin + timedelta(minutes=15 * n)).isoformat()[:19], utc=True) for n in range(96)) / 4
 
 

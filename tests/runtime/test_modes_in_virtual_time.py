@@ -24,6 +24,7 @@ from perseus_ds.artifacts.run_records import (
 )
 from perseus_ds.errors import ConfigError, GpuError
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.policy.decisions import decide
 from perseus_ds.report.live import JobFollower
 
 
@@ -103,6 +104,7 @@ def test_run_mode_goes_back_to_default_clocks_where_no_plan_keeps_its_promise_an
     job.close()
     compared = job.events(PlanJudged)
     assert [event.kept for event in compared] == [False] * len(compared)
+    assert all(event.slowdown > event.promised_slowdown + 0.05 for event in compared)
     assert compared[-1].then == "training goes on at default clocks, tried again in 200 iterations"
     assert capsys.readouterr().out.count("is dropped, since it takes longer than promised") == len(compared)
 
@@ -234,23 +236,13 @@ def test_a_counter_that_fails_while_profiling_ends_it_with_its_reason(start, cap
     assert caplog.text.count("the counter is gone") == 1
 
 
-def test_an_unexpected_error_in_a_decision_never_ends_training(start, monkeypatch, caplog):
+@pytest.mark.parametrize("of", ["policy.selector.Assignment.of_report", "runtime.under_plans.reported_drift"])
+def test_an_unexpected_error_in_a_decision_or_a_report_never_ends_training(start, monkeypatch, caplog, of):
+    """This rank trains on at default clocks; of a report, the other ranks get the rest."""
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
     job.train(2)
-    monkeypatch.setattr("perseus_ds.policy.selector.Assignment.of_report", lambda *_: 1 / 0)
-    job.train(30)
-    assert job.runtime.next.phase == "observe"
-    assert caplog.text.count("division by zero") == 1
-    assert job.close()[-1].plan is None
-
-
-def test_an_unexpected_error_in_a_report_never_ends_training(start, monkeypatch, caplog):
-    """The other ranks get the rest of it, and this one trains on at default clocks."""
-    job = start(mode="auto", **SLOWER)
-    job.train_until("run")
-    job.train(2)
-    monkeypatch.setattr("perseus_ds.runtime.under_plans.reported_drift", lambda *_: 1 / 0)
+    monkeypatch.setattr(f"perseus_ds.{of}", lambda *_: 1 / 0)
     job.train(30)
     assert caplog.text.count("division by zero") == 1
     last = job.close()[-1]
@@ -261,7 +253,8 @@ def test_a_policy_that_fails_means_default_clocks_until_there_is_another(start, 
     job = start(mode="run", frontier=frontier)
     job.train_until("run")
     job.runtime.set_policy({"name": "power_cap", "watts": 300.0})
-    monkeypatch.setattr("perseus_ds.policy.decisions._under_cap", lambda *_: 1 / 0)
+    fail = lambda policy, *about: 1 / 0 if policy.name == "power_cap" else decide(policy, *about)  # noqa: E731
+    monkeypatch.setattr("perseus_ds.policy.selector.decide", fail)
     assert job.train(6)[-1] == "pause"
     job.settle()
     assert job.gpu.clock_mhz() == job.gpu.supported_clocks_mhz()[-1]
@@ -438,20 +431,6 @@ def test_iterations_shorter_than_a_refresh_of_the_counter_are_profiled_truly(sta
         assert row.energy_j / row.time_s == pytest.approx(model.power_w(top_mhz), rel=0.06)
 
 
-def test_a_plan_that_wins_is_measured_against_default_clocks_of_this_job_and_kept(start):
-    job = start(mode="auto", **SLOWER)
-    job.train_until("run")
-    job.train(40)
-    records = job.close()
-    (judged,) = job.events(PlanJudged)
-    default = [r for r in records if r.phase == "default"]
-    planned = [r for r in records if r.phase == "run"]
-    assert judged.kept
-    assert judged.slowdown == pytest.approx(planned[-1].time_s / default[-1].time_s - 1, abs=0.005)
-    assert all(r.default_measured for r in planned)
-    assert planned[-1].default_time_s == pytest.approx(default[-1].time_s, rel=0.01)
-
-
 def test_a_plan_that_saves_nothing_leaves_and_says_so(start, capsys):
     """One stage has no slack: without a slowdown there is nothing to gain."""
     job = start(mode="auto")
@@ -462,17 +441,6 @@ def test_a_plan_that_saves_nothing_leaves_and_says_so(start, capsys):
     (judged,) = job.events(PlanJudged)
     assert not judged.kept
     assert "is dropped, since it saves no energy that could be measured" in capsys.readouterr().out
-
-
-def test_plans_that_are_later_than_promised_are_dropped(start):
-    job = start(mode="auto", max_drift=10.0, **SLOWER)
-    job.train_until("run")
-    job.late_under_plans()
-    job.train_until("observe", most=400)
-    job.close()
-    for judged in job.events(PlanJudged):
-        assert not judged.kept
-        assert judged.slowdown > judged.promised_slowdown + 0.05
 
 
 def test_a_plan_that_becomes_late_is_compared_again_with_default_clocks(start):

@@ -123,15 +123,3 @@ def test_a_dropped_plan_asks_for_nothing_but_default_clocks(hooks, calls):
     requests = [call[1] for call in calls.made if call[0] == "request"]
     assert requests == [1410, 1410, None]
     assert hooks.plan.plan is None
-
-
-def test_transitions_are_planned_anew_only_for_another_plan_or_latency(hooks, calls):
-    plan = ClockPlan.of_rank(PLAN, 0)
-    begin(hooks, plan)
-    requested = hooks.requested
-    calls.latency_s = 0.0
-    begin(hooks, plan)
-    assert hooks.requested is requested
-    calls.latency_s = 0.02
-    begin(hooks, plan)
-    assert hooks.requested is not requested

@@ -262,7 +262,7 @@ def test_what_could_not_be_written_is_written_once_that_is_possible(tmp_path, ca
     recorder = Recorder(LoneCommunicator(), tmp_path / "folder", simulated=True)
     recorder.start(Started())
     recorder.add(under_plan(1), reports())
-    recorder._writer.flush()
+    assert recorder.last.iteration == 1
     (tmp_path / "folder").unlink()
     recorder.add(under_plan(2), reports())
     recorder.close()
@@ -275,7 +275,7 @@ def test_what_could_not_be_written_is_written_once_that_is_possible(tmp_path, ca
 def test_a_line_of_which_only_a_part_could_be_written_is_taken_back(tmp_path, monkeypatch):
     recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True)
     recorder.start(Started())
-    recorder._writer.flush()
+    assert recorder.last is None
     write, is_full = os.write, [True]
 
     def write_half(handle, data):
@@ -288,7 +288,7 @@ def test_a_line_of_which_only_a_part_could_be_written_is_taken_back(tmp_path, mo
 
     monkeypatch.setattr("perseus_ds.runtime.recorder.os.write", write_half)
     recorder.add(under_plan(1), reports())
-    recorder._writer.flush()
+    assert recorder.last.iteration == 1
     assert len(read_records(tmp_path)) == 1
     recorder.add(under_plan(2), reports())
     recorder.close()
