@@ -13,7 +13,13 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 
 def measure_blocking_power_w(
-    gpu: Gpu, topology: PipelineTopology, device: torch.device, window_s: float, timebase: Timebase = REAL_TIME
+    gpu: Gpu,
+    topology: PipelineTopology,
+    device: torch.device,
+    *,
+    settle_s: float,
+    window_s: float,
+    timebase: Timebase = REAL_TIME,
 ) -> float:
     """Let the ranks of a pipeline wait for each other in turns; every rank must call this.
 
@@ -21,7 +27,8 @@ def measure_blocking_power_w(
         gpu: This rank's GPU.
         topology: Position of this rank in its pipeline.
         device: Where the engine's tensors live.
-        window_s: How long each rank waits [s]; several refreshes of the energy counter.
+        settle_s: How long each rank waits before it is measured: the counter still tells what was drawn before [s].
+        window_s: How long it is measured then [s]; several refreshes of the energy counter.
         timebase: The GPU's timebase.
 
     Returns:
@@ -36,16 +43,17 @@ def measure_blocking_power_w(
     for waiting, sending in _turns(topology.pipeline_ranks):
         if rank == waiting:
             try:
-                power_w = _waiting_power_w(gpu, topology.pipeline[sending], device, timebase)
+                power_w = _waiting_power_w(gpu, topology.pipeline[sending], device, settle_s, timebase)
             except GpuError as error:
                 problem = error
         elif rank == sending:
-            timebase.sleep(window_s)
+            timebase.sleep(settle_s + window_s)
             dist.send(torch.zeros(1, device=device), topology.pipeline[waiting])
     if problem is not None:
         raise problem
     if power_w is None:  # a pipeline of one rank never waits; idling comes closest
         with CounterLog(gpu, timebase) as log:
+            timebase.sleep(settle_s)
             begin_s = timebase.now_s()
             timebase.sleep(window_s)
             power_w = log.power_w(begin_s, timebase.now_s())
@@ -59,9 +67,9 @@ def _turns(ranks: int) -> list[tuple[int, int]]:
     return [*turns, (ranks - 1, ranks - 2)] if ranks > 1 and ranks % 2 else turns
 
 
-def _waiting_power_w(gpu: Gpu, source: int, device: torch.device, timebase: Timebase) -> float:
+def _waiting_power_w(gpu: Gpu, source: int, device: torch.device, settle_s: float, timebase: Timebase) -> float:
     with CounterLog(gpu, timebase) as log:
-        begin_s = timebase.now_s()
+        begin_s = timebase.now_s() + settle_s
         dist.recv(torch.zeros(1, device=device), source)
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -60,9 +60,10 @@ def profile_online(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline)
     search = ClockSearch(rank.communicator, clocks, settings, baseline.info, job.output_dir)
     most = settings.most_clocks(len(clocks))
     measurement = _Measurement(rank, baseline)
-    window_s = _SETTLE_S + _REFRESHES_A_VISIT * baseline.counter_period_s
+    settle_s = _SETTLE_S + baseline.counter_settle_s
+    window_s = settle_s + _REFRESHES_A_VISIT * baseline.counter_period_s
     iterations = math.ceil(rank.communicator.all_max(window_s / baseline.time_s))
-    refreshes = (iterations * baseline.time_s - _SETTLE_S) / baseline.counter_period_s
+    refreshes = (iterations * baseline.time_s - settle_s) / baseline.counter_period_s
     # One more for each: a rank asks for another visit with a report that is known an iteration later.
     expected = most * iterations * (math.ceil(_REFRESHES / refreshes) + 1)
     following = "optimizing" if job.config.mode == "auto" else "observe"
@@ -206,7 +207,8 @@ class _Measurement:
                 first, last = part.seen[0], part.seen[-1]
                 start_s, end_s = first.start_s + _SETTLE_S, last.start_s + last.time_s
                 reached_s = self.log.reached_s(clock_mhz, start_s, end_s)
-                readings = self.log.readings(start_s if reached_s is None else reached_s, end_s)
+                settled_s = (start_s if reached_s is None else reached_s) + self._baseline.counter_settle_s
+                readings = self.log.readings(settled_s, end_s)
                 self._profiler.add(clock_mhz, part.spans, readings, self.log.state)
                 self._refreshes[clock_mhz] += len(readings)
         except GpuError as error:  # the other ranks are told with the rows

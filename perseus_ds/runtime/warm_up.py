@@ -9,6 +9,7 @@ from perseus_ds.artifacts.profile import ProfileInfo, StageProfile, TransferDura
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.clocks.timers import Span
 from perseus_ds.errors import GpuError
+from perseus_ds.gpu.energy_counter import CounterAnswer, answer_to_a_step
 from perseus_ds.gpu.energy_counter import counter_period_s as measured_period_s
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.profiler.blocking import measure_blocking_power_w
@@ -27,8 +28,8 @@ from perseus_ds.runtime.iterations import NextIteration, NextPhase, Phase, one_i
 from perseus_ds.runtime.job import Job, Rank
 
 _STEADY = 0.02
-_BLOCKING_WINDOW_S = 0.45
-_REFRESHES = 4.5
+# Blocking power is measured over so many refreshes of the counter, at most for so long [s], but over the fewest.
+_REFRESHES, _BLOCKING_WINDOW_S, _FEWEST_REFRESHES = 20, 2.0, 4.5
 _SHORT_WINDOW_S = 0.35
 _WINDOW_S = 1.0
 _MOST_TIMES_AS_LONG = 3
@@ -44,6 +45,7 @@ class Baseline:
         time_s: A typical iteration [s].
         energy_j: Of this rank's GPU in a typical iteration [J].
         counter_period_s: How often the energy counter is refreshed [s].
+        counter_settle_s: How long, on any rank, the counter still tells what was drawn before a step of power [s].
         info: The job, and the durations of what has no clock to choose; complete on rank 0.
         tails_of: On rank 0, the profile whose tails are used, since these were not measured; None where they were.
     """
@@ -52,6 +54,7 @@ class Baseline:
     time_s: float
     energy_j: float
     counter_period_s: float
+    counter_settle_s: float
     info: ProfileInfo
     tails_of: StageProfile | None = None
 
@@ -98,9 +101,16 @@ def warm_up(job: Job, rank: Rank) -> Phase[Baseline]:
             break
         drifts = len(times_s) < 2 or abs(times_s[-1] / times_s[-2] - 1) > _STEADY
     # The first iteration allocates memory and exchanges shapes.
-    period_s, power_w = _counter_and_blocking_power(rank)
+    answer, power_w = _counter_and_blocking_power(rank, energies_j[-1] / times_s[-1])
     info = _info(job, rank, spans[1:], begins_s[1:], power_w)
-    return Baseline(spans[1:], statistics.median(times_s[1:]), statistics.mean(energies_j[1:]), period_s, info)
+    return Baseline(
+        spans[1:],
+        statistics.median(times_s[1:]),
+        statistics.mean(energies_j[1:]),
+        answer.period_s or _WINDOW_S,
+        answer.settle_s,
+        info,
+    )
 
 
 def _info(job: Job, rank: Rank, spans: list[list[Span]], begins_s: list[float], power_w: float) -> ProfileInfo:
@@ -174,22 +184,43 @@ def _own_counter_period_s(rank: Rank) -> tuple[float, GpuError | None]:
         return 0.0, error
 
 
-def _counter_and_blocking_power(rank: Rank) -> tuple[float, float]:
-    """Return how often the energy counter is refreshed [s], and what this rank's GPU draws while it waits [W].
+def _counter_and_blocking_power(rank: Rank, before_w: float) -> tuple[CounterAnswer, float]:
+    """Return how the energy counter answers to the end of a load, and what this rank's GPU draws while it waits [W].
+
+    Args:
+        rank: This rank.
+        before_w: What its GPU has drawn in the last iteration [W].
 
     Raises:
         GpuError: On all ranks, if it cannot be told on one.
     """
-    communicator = rank.communicator
-    power_w = 0.0
-    period_s, problem = _own_counter_period_s(rank)
-    window_s = max(_BLOCKING_WINDOW_S, _REFRESHES * communicator.all_max(period_s))
+    communicator, answer, problem, power_w = rank.communicator, CounterAnswer(None, 0.0), None, 0.0
+
+    def ask() -> None:
+        nonlocal answer
+        answer = answer_to_a_step(rank.gpu, before_w, rank.timebase)
+
+    rank.timers.wait()
     try:
-        power_w = measure_blocking_power_w(rank.gpu, communicator.topology, rank.device, window_s, rank.timebase)
+        rank.clocks.call(ask).value()
+    except GpuError as error:
+        problem = error
+    period_s = communicator.all_max(answer.period_s or _WINDOW_S)
+    settle_s = communicator.all_max(answer.settle_s)
+    window_s = max(min(_REFRESHES * period_s, _BLOCKING_WINDOW_S), _FEWEST_REFRESHES * period_s)
+    try:
+        power_w = measure_blocking_power_w(
+            rank.gpu,
+            communicator.topology,
+            rank.device,
+            settle_s=settle_s + period_s,
+            window_s=window_s,
+            timebase=rank.timebase,
+        )
     except GpuError as error:
         problem = problem or error
     _raise_on_all_ranks(rank, problem)
-    return period_s, power_w
+    return replace(answer, settle_s=settle_s), power_w
 
 
 def _raise_on_all_ranks(rank: Rank, problem: GpuError | None) -> None:

@@ -1,9 +1,11 @@
 """Energy of a GPU without an energy counter, on the real binding and the stub driver; in virtual time."""
 
 import pytest
+from averaging_counter import AveragingGpu
+from virtual.time import VirtualTime
 
 from perseus_ds.errors import GpuError
-from perseus_ds.gpu.energy_counter import PowerIntegrator, with_energy
+from perseus_ds.gpu.energy_counter import PowerIntegrator, answer_to_a_step, with_energy
 from perseus_ds.gpu.nvml import NvmlGpu
 
 
@@ -49,3 +51,22 @@ def test_power_that_cannot_be_read_is_reported_to_who_asks_for_energy(stub_nvml_
     with pytest.raises(GpuError, match="fell off the bus"):
         gpu.energy_j()
     gpu.close()
+
+
+@pytest.mark.parametrize(("average_s", "settle_s"), [(0.0, 0.0), (0.5, 0.5), (1.0, 1.0)])
+@pytest.mark.parametrize("period_s", [0.02, 0.1])
+def test_how_long_a_counter_tells_what_was_drawn_before_a_step_is_found(period_s, average_s, settle_s):
+    time = VirtualTime()
+    gpu = AveragingGpu.named("a100-sxm", timebase=time, counter_period_s=period_s)
+    gpu.average_s = average_s
+    gpu.run_for(3.0)
+    load_w = gpu.true_energy_j / 3.0
+    answer = answer_to_a_step(gpu, load_w, time)
+    assert answer.period_s == pytest.approx(period_s, abs=0.002)
+    assert 0.85 * settle_s - period_s <= answer.settle_s <= settle_s + 0.001
+
+
+def test_a_counter_that_is_hardly_ever_refreshed_has_no_period():
+    time = VirtualTime()
+    gpu = AveragingGpu.named("a100-sxm", timebase=time, counter_period_s=5.0)
+    assert answer_to_a_step(gpu, 300.0, time).period_s is None

@@ -6,6 +6,7 @@ import re
 import shlex
 
 import pytest
+from averaging_counter import AveragingGpu
 from frontiers import save_true_frontier
 from virtual.job import SLOWER, WorkerAtOnce, in_order
 
@@ -23,6 +24,7 @@ from perseus_ds.artifacts.run_records import (
     ProfileWritten,
 )
 from perseus_ds.errors import ConfigError, GpuError
+from perseus_ds.gpu.device_models import COMPUTE_BOUND
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.decisions import decide
 from perseus_ds.report.live import JobFollower
@@ -54,6 +56,20 @@ def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
     assert [event.plan for event in job.events(PlanChosen)] == [iterations[0].plan]
     (written,) = job.events(ProfileWritten)
     assert written.iterations == phases.count("profile")
+
+
+@pytest.mark.parametrize("average_s", [0.0, 1.0])
+def test_waiting_is_measured_after_a_counter_that_averages_has_forgotten_the_load(start, monkeypatch, average_s):
+    monkeypatch.setattr(AveragingGpu, "average_s", average_s)
+    monkeypatch.setattr("virtual.job.SimulatedGpu", AveragingGpu)
+    job = start(mode="profile")
+    job.train_until("observe", most=400)
+    profile = StageProfile.load(job.folder)
+    waiting_w = job.gpu.model.blocking_power_w
+    assert profile.info.blocking_power_w == pytest.approx(waiting_w, rel=0.02)
+    for clock_mhz in profile.options(0, Kind.FORWARD).clock_mhz:
+        row = profile.at(0, Kind.FORWARD, int(clock_mhz))
+        assert row.energy_j / row.time_s == pytest.approx(job.gpu.model.power_w(clock_mhz, COMPUTE_BOUND), rel=0.1)
 
 
 def test_a_profile_tells_the_clock_that_was_read_while_the_job_warmed_up(start):
