@@ -7,17 +7,17 @@ OLDEST_DEEPSPEED := 0.14.4
 PYTHONS := 3.10 3.13
 DOCS := .venv-docs
 
-.PHONY: demo test test-unit test-busy test-extended test-oldest test-pythons test-gpu fuzz lint docs clean
+.PHONY: demo test test-unit test-busy test-extended test-oldest test-pythons test-gpu wheels fuzz lint docs clean
 
 demo: $(READY)  ## Profile, optimise and train GPT-3 (tiny) on four pipeline stages with simulated GPUs.
 	$(BIN)/python examples/gpt3/demo.py
 
 test: $(READY)  ## Unit tests, and integration tests that launch real DeepSpeed ranks.
-	$(BIN)/pytest -m "not integration and not extended and not gpu" -n 2
+	$(BIN)/pytest -m "not integration and not extended" -n 2
 	$(BIN)/pytest -m "integration and not extended" -n 2
 
 test-unit: $(READY)  ## Unit tests only.
-	$(BIN)/pytest -m "not integration and not extended and not gpu" -n 2
+	$(BIN)/pytest -m "not integration and not extended" -n 2
 
 test-busy: $(READY)  ## `make test` three times in a row while two processes keep two cores busy.
 	$(BIN)/python tests/support/while_busy.py $(MAKE) test
@@ -25,9 +25,20 @@ test-busy: $(READY)  ## `make test` three times in a row while two processes kee
 test-extended: $(READY)  ## More integration tests: faults, odd jobs, the examples, a cluster's files, the wheel.
 	$(BIN)/pytest -m extended -n 2 --dist loadfile
 
-# Some of them: make test-gpu CHECKS="nvml or spans". No clock is changed. Results in runs/gpu, also of earlier calls.
+# Some of them: make test-gpu CHECKS="spans requests". No clock is changed. Results in runs/gpu, also of earlier calls.
+ifdef WHEELS
+test-gpu:
+	rm -rf .site-gpu
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --target .site-gpu $(WHEELS)/*.whl
+	@PYTHONPATH=$(CURDIR)/.site-gpu $(PYTHON) tests/gpu_checks/run.py $(CHECKS)
+else
 test-gpu: $(READY)  ## Checks on a real GPU, with evidence; where there is none, one line that says why they are skipped.
-	@$(BIN)/python tests/gpu_checks/run.py "$(CHECKS)"
+	@$(BIN)/python tests/gpu_checks/run.py $(CHECKS)
+endif
+
+# For a machine without a network: carry the folder there, then make test-gpu WHEELS=wheels PYTHON=python3.12.
+wheels: $(READY)  ## Wheels of what the checks on a GPU import, in wheels/: make wheels FOR=3.12
+	$(BIN)/python tests/gpu_checks/wheels.py wheels $(or $(FOR),3.12)
 
 # With a folder for compiled extensions of its own: what another DeepSpeed has compiled is of no use, or harmful.
 test-oldest: .deepspeed-$(OLDEST_DEEPSPEED)/.ready  ## The oldest DeepSpeed that is supported, which has no DualPipeV.
@@ -49,7 +60,7 @@ test-python-%:
 		.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-pythons.lock && \
 		cp requirements-pythons.lock .venv-$*/installed.lock; \
 	} && env -u CI PYTHONPATH=$(CURDIR):$(CURDIR)/tests/support .venv-$*/bin/python -m pytest -p without_torch -n 2 \
-		-m "not integration and not extended and not gpu"
+		-m "not integration and not extended"
 
 fuzz: $(READY)  ## Damaged files on every command that reads them, for hours; always new ones.
 	FUZZ_EXAMPLES=20000 $(BIN)/pytest tests/fuzz -x -n 2
@@ -72,7 +83,7 @@ $(DOCS)/.ready: requirements-docs.lock
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS) $(PYTHONS:%=.venv-%) .deepspeed-* runs site
+	rm -rf $(VENV) $(DOCS) $(PYTHONS:%=.venv-%) .deepspeed-* .site-gpu wheels runs site
 
 # Made again when the pins or the package's metadata change; otherwise targets start at once.
 $(READY): requirements.lock pyproject.toml

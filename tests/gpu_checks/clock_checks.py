@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from gpu_checks.results import Results, add_times, percentile
@@ -43,6 +44,23 @@ def spans(machine: Any, results: Results) -> None:
     results.add("span to length, 99th percentile", percentile(ratios, 0.99), at_most=1.01)
     results.add("sum of spans to the host's time", sum(measured_s) / (ended_s - began_s), at_least=0.98, at_most=1.001)
     results.attempt("other stream", lambda: _other_stream(machine, results))
+    results.attempt("host 4 s ahead", lambda: _far_ahead(machine, results))
+
+
+def _far_ahead(machine: Any, results: Results) -> None:
+    execution, now_s, length_s = machine.execution(), machine.timebase.now_s, 0.04
+    execution.start_iteration()
+    for _ in range(100):
+        execution.begin(_PASS)
+        machine.sleep(length_s)
+        ended = execution.end(_PASS)
+    finished, launched_s = execution.finish_iteration(), now_s()
+    ended.synchronize()
+    ended_s = now_s()
+    results.add("how far the host was ahead, longer kernels", ended_s - launched_s, "s", at_least=3.5)
+    results.add("end by its event, after the host's", (ended.passed_s() - ended_s) * 1e3, "ms", at_least=-5, at_most=1)
+    ratios = [span.time_s / length_s for span in finished.spans()]
+    results.add("span to length then, median", statistics.median(ratios), at_least=0.99, at_most=1.01)
 
 
 def _other_stream(machine: Any, results: Results) -> None:
@@ -64,13 +82,21 @@ def _other_stream(machine: Any, results: Results) -> None:
 
 def requests(machine: Any, results: Results) -> None:
     """From the event at the end of a pass to the call that would lock a clock; early raises."""
-    for name, occupy in (("launching", machine.launch_for), ("in pure Python", machine.count_for)):
+    for name, occupy, at_most_ms in (
+        ("launching", machine.launch_for, 2),
+        ("in pure Python", machine.count_for, 2),
+        ("waiting in a full launch queue", machine.fill_queue_for, None),
+        ("waiting there with Triton's kernels", machine.fill_queue_with_triton_for, None),
+    ):
         what = f"from event to request, main thread {name}"
-        results.attempt(what, lambda what=what, occupy=occupy: _delays(machine, results, what, occupy))
+        part = partial(_delays, machine, results, what, occupy, at_most_ms)
+        results.attempt(what, part)
     results.attempt("early raises", lambda: _early_raises(machine, results))
 
 
-def _delays(machine: Any, results: Results, what: str, occupy: Callable[[float], None]) -> None:
+def _delays(
+    machine: Any, results: Results, what: str, occupy: Callable[[float], None], at_most_ms: float | None
+) -> None:
     clocks_mhz = machine.gpu.supported_clocks_mhz()[-2:]
 
     def launch(clocks: ClockController, execution: Any) -> None:
@@ -81,7 +107,27 @@ def _delays(machine: Any, results: Results, what: str, occupy: Callable[[float],
 
     asked_s, passes = _asked(machine, launch, occupy)
     results.add(f"{what}: requests made", len(asked_s), at_least=_REQUESTS, at_most=_REQUESTS)
-    add_times(results, what, [at - ended for at, (_, ended) in zip(asked_s, passes, strict=True)], p99_at_most_ms=2)
+    add_times(
+        results, what, [at - ended for at, (_, ended) in zip(asked_s, passes, strict=True)], p99_at_most_ms=at_most_ms
+    )
+
+
+def memory(machine: Any, results: Results) -> None:
+    """GPU memory that the clocks' thread and the events of a long iteration take."""
+    _calibrate(machine)
+    before = machine.free_bytes()
+    execution = machine.execution()
+    clocks = ClockController(machine.gpu, lambda error: None, on_start=execution.use_device, timebase=machine.timebase)
+    try:
+        execution.start_iteration()
+        for _ in range(_OPERATIONS):
+            clocks.call(lambda: None, execution.begin(_PASS))
+            execution.end(_PASS)
+        execution.finish_iteration().end.synchronize()
+        taken = before - machine.free_bytes()
+    finally:
+        clocks.close()
+    results.add("GPU memory taken", taken / 2**20, "MiB", at_most=16)
 
 
 def _early_raises(machine: Any, results: Results) -> None:

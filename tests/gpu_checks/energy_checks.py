@@ -8,6 +8,7 @@ from typing import Any
 from gpu_checks.load import full_load
 from gpu_checks.results import Results
 
+from perseus_ds.gpu.energy_counter import answer_to_a_step
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.counter_log import CounterLog
@@ -32,6 +33,16 @@ def counter(machine: Any, results: Results) -> None:
             results.add(name, ratio, **({} if is_capped else {"at_least": 0.97, "at_most": 1.03}))
     if is_capped:
         results.note("The steady load reaches the power limit, and waves of it do not: their powers differ.")
+
+
+def step(machine: Any, results: Results) -> None:
+    """How long, after the end of a full load, the energy counter still tells what was drawn before."""
+    with CounterLog(machine.gpu, machine.timebase) as log, full_load(machine):
+        busy_w = _mean_power_w(machine, log, settle_s=1.5)
+    answer = answer_to_a_step(machine.gpu, busy_w, machine.timebase)
+    results.add("power at full load", busy_w, "W")
+    results.add("refresh period of the energy counter", (answer.period_s or 0.0) * 1e3, "ms", at_least=1)
+    results.add("settled after the end of the load", answer.settle_s * 1e3, "ms")
 
 
 def _steady_load(machine: Any, log: CounterLog) -> tuple[float, list[str]]:

@@ -136,6 +136,30 @@ class OneGpu:
                     small.add_(1)
                 self._side.synchronize()
 
+    def fill_queue_for(self, seconds: float) -> None:
+        """Keep this thread launching more than the GPU can take, so that launches wait."""
+        small = torch.zeros(64, device=self.device)
+        self._fill_queue(seconds, lambda: small.add_(1))
+
+    def fill_queue_with_triton_for(self, seconds: float) -> None:
+        """The same with a kernel of Triton, whose launches may hold the interpreter's lock while they wait."""
+        small = torch.zeros(64, device=self.device)
+        kernel = torch.compile(lambda values: values + 1)
+        kernel(small)
+        self._fill_queue(seconds, lambda: kernel(small))
+
+    def _fill_queue(self, seconds: float, launch: Callable[[], object]) -> None:
+        end_s = self.timebase.now_s() + seconds
+        with torch.cuda.stream(self._side):
+            while self.timebase.now_s() < end_s:
+                self.sleep(0.0005)
+                launch()
+        self._side.synchronize()
+
+    def free_bytes(self) -> int:
+        """Return how much of the GPU's memory is free, whoever has taken the rest."""
+        return torch.cuda.mem_get_info(self.device)[0]
+
     def count_for(self, seconds: float) -> None:
         """Keep this thread in pure Python, which never gives up the interpreter's lock by itself."""
         end_s, count = self.timebase.now_s() + seconds, 0

@@ -85,7 +85,7 @@ def _kept_iterations(timers: Any) -> list[Any]:
 def overhead(machine: Any, results: Results) -> None:
     """Iterations of 0.2 s and of 1 s with Perseus and without, in turns, beside a second engine without it."""
     with training_on(machine) as folder:
-        for goal_s, turns, at_most in ((0.2, 40, 1.005), (1.0, 25, 1.002)):
+        for goal_s, turns, at_most in ((0.2, 40, 1.005), (1.0, 15, 1.002)):
             micro_batches = _micro_batches(machine, goal_s)
             size = (*machine.size[:3], micro_batches)
             for mode in ("observe", "run"):

@@ -1,28 +1,50 @@
 """``make test-gpu``: the checks on a GPU; where there is none, one line that says why they are skipped.
 
-Words after it choose checks, as ``pytest -k`` does: ``python tests/gpu_checks/run.py "nvml or spans"``.
+Words after it choose checks by their names, in the order of :data:`gpu_checks.checks.CHECKS`:
+``python tests/gpu_checks/run.py spans requests``.
 """
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests")]
+FOLDER = ROOT / "runs" / "gpu"
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
 
-def main() -> int:
-    """Run the checks."""
+def main(chosen: list[str], folder: Path = FOLDER) -> int:
+    """Run the checks; after each of them, write what is known by then, checks of earlier calls included."""
+    from gpu_checks.checks import CHECKS, made_in_a_process
     from gpu_checks.machine import why_no_gpu
 
+    if unknown := sorted(set(chosen) - set(CHECKS)):
+        print(f"make test-gpu: there is no check {unknown[0]!r}; there are {', '.join(CHECKS)}.")
+        return 2
     if reason := why_no_gpu():
         print(f"make test-gpu: skipped, {reason}.")
         return 0
-    import pytest
+    failed = 0
+    for name, check in CHECKS.items():
+        if not chosen or name in chosen:
+            print(f"{check.title} ...", flush=True)
+            result = made_in_a_process(name, folder / "checks")
+            failed += result.outcome != "passed"
+            print(f"  {result.outcome} in {result.took_s:.0f} s{f': {result.reason}' if result.reason else ''}")
+            write_evidence(folder)
+    return int(failed > 0)
 
-    chosen = " ".join(sys.argv[1:])
-    tests = str(Path(__file__).with_name("test_on_this_gpu.py"))
-    return int(pytest.main([tests, "-m", "gpu", *(["-k", chosen] if chosen else [])]))
+
+def write_evidence(folder: Path) -> None:
+    """Write the results of all checks on this machine, and a page of them."""
+    from gpu_checks.checks import collected
+
+    from perseus_ds.report.evidence import evidence_page
+
+    evidence = collected(folder / "checks")
+    if evidence is not None:
+        evidence.save(folder)
+        (folder / "evidence.html").write_text(evidence_page(evidence), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

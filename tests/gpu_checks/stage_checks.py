@@ -14,7 +14,7 @@ from gpu_checks.results import Results
 
 _RANKS = 2
 _MOST_ITERATIONS = 200
-_GIVE_UP_S = 150.0
+_GIVE_UP_S = 75.0
 _RANK = """
 import sys
 from gpu_checks.stage_checks import train_one_rank

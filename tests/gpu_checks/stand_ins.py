@@ -72,8 +72,10 @@ class VirtualMachine:
     def launch_for(self, seconds: float) -> None:
         self.timebase.sleep(seconds)
 
-    def count_for(self, seconds: float) -> None:
-        self.timebase.sleep(seconds)
+    count_for = fill_queue_for = fill_queue_with_triton_for = launch_for
+
+    def free_bytes(self) -> int:
+        return 0
 
 
 class HostMachine:

@@ -1,6 +1,11 @@
 """The checks of `make test-gpu` do what they say, on stand-ins for the GPU; what only a GPU shows is left to them."""
 
 import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires
 
 import pynvml
 import pytest
@@ -10,6 +15,9 @@ from gpu_checks.machine import why_no_gpu
 from gpu_checks.recording import Change, GuardError, RecordingGpu, guard_nvml
 from gpu_checks.results import Results, percentile, performed
 from gpu_checks.stand_ins import HostMachine, VirtualMachine
+from gpu_checks.wheels import NAMES
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from perseus_ds.artifacts.evidence import CheckResult, Machine
 from perseus_ds.errors import GpuError
@@ -110,11 +118,11 @@ def test_a_part_that_fails_is_recorded_and_the_others_are_made(stub_nvml_here, s
     gpu.close()
 
 
-@pytest.mark.parametrize("name", ["counter", "duty", "spans", "requests"])
+@pytest.mark.parametrize("name", ["counter", "duty", "spans", "requests", "step", "memory"])
 def test_a_check_passes_where_counter_and_events_are_right(name):
     result = made(name)
     assert result.outcome == "passed", (result.reason, result.notes)
-    assert len(result.figures) > 3
+    assert result.figures
 
 
 def test_every_wave_of_the_load_is_counted():
@@ -261,8 +269,6 @@ checks.make(*sys.argv[1:])
 
 
 def write(folder, name, machine, outcome="passed", at_s=0):
-    import os
-
     result = CheckResult(name=name, title=CHECKS[name].title, outcome=outcome, took_s=1.0)
     path = folder / f"{name}.json"
     path.write_text(json.dumps({"machine": machine and machine.model_dump(), "result": result.model_dump()}))
@@ -277,7 +283,7 @@ def test_evidence_consists_of_checks_of_one_machine(tmp_path):
     write(tmp_path, "graph", None, outcome="failed", at_s=25)
     evidence = collected(tmp_path)
     assert evidence.machine == other
-    assert [check.name for check in evidence.checks] == ["counter", "spans", "graph"]
+    assert [check.name for check in evidence.checks] == ["spans", "graph", "counter"]
     assert evidence.made == "1970-01-01 00:00 UTC"
     assert CHECKS["nvml"].title in evidence.not_made
     assert collected(tmp_path / "nothing") is None
@@ -287,10 +293,61 @@ def test_evidence_consists_of_checks_of_one_machine(tmp_path):
 def test_without_a_gpu_one_line_says_why_nothing_is_checked(capsys):
     from gpu_checks import run
 
-    assert run.main() == 0
+    assert run.main([]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 1
     assert printed[0].startswith("make test-gpu: skipped, ")
+
+
+def test_a_name_that_no_check_has_is_refused(capsys):
+    from gpu_checks import run
+
+    assert run.main(["span"]) == 2
+    assert "there is no check 'span'; there are" in capsys.readouterr().out
+
+
+_IMPORTED = """
+import importlib, json, sys
+from pathlib import Path
+from importlib.metadata import packages_distributions
+sys.modules["dill"] = None  # which torch uses where it is installed
+from gpu_checks import run
+from gpu_checks.checks import CHECKS
+for check in CHECKS.values():
+    check.load()
+run.write_evidence(Path(sys.argv[1]))
+import perseus_ds.runtime.runtime
+found = packages_distributions()
+modules = {name.partition(".")[0] for name, module in sys.modules.items() if module is not None}
+print(json.dumps(sorted({found[name][0] for name in modules if name in found})))
+"""
+
+
+def test_wheels_are_those_of_what_the_checks_import_beside_torch(tmp_path):
+    def closure(name):
+        if name not in of_torch:
+            of_torch.add(name)
+            with suppress(PackageNotFoundError):
+                for line in requires(name) or []:
+                    needed = Requirement(line)
+                    if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                        closure(canonicalize_name(needed.name))
+
+    of_torch = set()
+    closure("torch")
+    (tmp_path / "checks").mkdir()
+    write(tmp_path / "checks", "spans", MACHINE)
+    path = ":".join(map(str, checks._PATH))
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTED, str(tmp_path)],
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    imported = {canonicalize_name(name) for name in json.loads(done.stdout.splitlines()[-1])}
+    assert (tmp_path / "evidence.html").exists()
+    assert imported - of_torch - {"perseus-ds", "setuptools"} == {canonicalize_name(name) for name in NAMES}
 
 
 @pytest.mark.extended

@@ -99,7 +99,7 @@ def _count(machine: Any, function: Callable[[], object]) -> int:
 
 
 def alarms(machine: Any, results: Results) -> None:
-    """Train at full load for five minutes; nobody may take the driver for slow."""
+    """Train at full load for three minutes; nobody may take the driver for slow."""
     setup, now_s = SETUPS["bf16"], machine.timebase.now_s
     with training_on(machine) as folder, engine_of(machine, setup, block_of(machine, "run", folder)) as engine:
         data = batches(machine, setup)
@@ -107,7 +107,7 @@ def alarms(machine: Any, results: Results) -> None:
         runtime = engine.perseus.runtime
         begin_s, longest_s = now_s(), 0.0
         iterations = hung = failed = 0
-        while now_s() - begin_s < machine.seconds(300.0):
+        while now_s() - begin_s < machine.seconds(180.0):
             engine.train_batch(data)
             iterations += 1
             longest_s = max(longest_s, runtime.rank.clocks.failing_s)

@@ -1,0 +1,47 @@
+"""``make wheels``: what the checks on a GPU import, for a machine that has Python, torch with CUDA and no network."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = (
+    "annotated-types", "deepspeed", "einops", "hjson", "msgpack", "numpy", "nvidia-ml-py", "packaging", "platformdirs",
+    "prometheus_client", "psutil", "pydantic", "pydantic_core", "scipy", "tqdm", "typing-inspection",
+)  # fmt: skip
+"""Beside torch and what torch needs itself; installed without their own dependencies."""
+MOST_BYTES = 64 * 2**20
+_PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)] + ["manylinux2014_x86_64"]
+
+
+def collect(folder: Path, python: str) -> None:
+    """Put the wheels for a version of Python, such as 3.12, into a folder.
+
+    Raises:
+        SystemExit: They are too large to be carried.
+    """
+    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lock if line.partition("==")[0] in NAMES]
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    folder.mkdir(parents=True, exist_ok=True)
+    only = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", python]
+    places = [option for platform in _PLATFORMS for option in ("--platform", platform)]
+    for pin in pins:
+        # Some are source distributions alone, of Python only.
+        download = [*pip, "download", *only, *places, "--dest", str(folder), pin]
+        if subprocess.run(download, check=False, stderr=subprocess.DEVNULL).returncode:
+            _build(pip, folder, pin)
+    _build(pip, folder, str(ROOT))
+    size = sum(path.stat().st_size for path in folder.glob("*.whl"))
+    print(f"{len(pins) + 1} wheels for Python {python}, {size / 2**20:.1f} MiB, are in {folder}.")
+    if size > MOST_BYTES:
+        raise SystemExit(f"That is more than {MOST_BYTES >> 20} MiB.")
+
+
+def _build(pip: list[str], folder: Path, what: str) -> None:
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), what]
+    subprocess.run(["env", "DS_BUILD_OPS=0", *build], check=True)
+
+
+if __name__ == "__main__":
+    collect(Path(sys.argv[1]), sys.argv[2])
