@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from perseus_ds.artifacts.frontier import Frontier
     from perseus_ds.artifacts.profile import StageProfile
     from perseus_ds.engines.deepspeed.engine import initialize
+    from perseus_ds.engines.deepspeed.huggingface import pipeline_module
+    from perseus_ds.engines.torch_pipelining.huggingface import pipeline_stage
     from perseus_ds.optimizer import optimize
     from perseus_ds.pipeline.commands import read_schedule, register_command, schedule_class
     from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -30,6 +32,8 @@ __all__ = [
     "detach",
     "initialize",
     "optimize",
+    "pipeline_module",
+    "pipeline_stage",
     "read_schedule",
     "register_command",
     "schedule_class",
@@ -42,6 +46,8 @@ _MODULES = {
     "PerseusRuntime": "perseus_ds.runtime.runtime",
     "StageProfile": "perseus_ds.artifacts.profile",
     "optimize": "perseus_ds.optimizer",
+    "pipeline_module": "perseus_ds.engines.deepspeed.huggingface",
+    "pipeline_stage": "perseus_ds.engines.torch_pipelining.huggingface",
     "read_schedule": "perseus_ds.pipeline.commands",
     "register_command": "perseus_ds.pipeline.commands",
     "schedule_class": "perseus_ds.pipeline.commands",

@@ -41,7 +41,7 @@ def imported(folder):
 
 
 def test_the_package_imports_what_it_declares_and_nothing_else():
-    assert imported("perseus_ds") == names(NEEDED) | names(OPTIONAL["zeus"])
+    assert imported("perseus_ds") == names(NEEDED) | names(OPTIONAL["zeus"]) | names(OPTIONAL["huggingface"])
 
 
 def test_the_examples_import_what_their_extra_declares():

@@ -8,6 +8,7 @@ import pytest
 import perseus_ds
 
 OF_TRAINING = {"initialize", "attach", "detach", "register_command", "PerseusRuntime"}
+OF_TRAINING |= {"pipeline_module", "pipeline_stage"}
 NAMES = OF_TRAINING | {
     "read_schedule",
     "schedule_class",

@@ -13,6 +13,7 @@ FOLDERS = [
     "launch",
     "__init__",
     "engines",
+    "huggingface",
     "report",
     "runtime",
     "policy",

@@ -1,0 +1,49 @@
+"""A Hugging Face model as a stage of ``torch.distributed.pipelining``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+from perseus_ds.errors import ConfigError
+from perseus_ds.huggingface.stages import Source, build_stage, read_config, skeleton, uniform_cut
+
+
+def pipeline_stage(
+    source: Source,
+    *,
+    stage_index: int,
+    num_stages: int,
+    device: torch.device | str,
+    cut: Sequence[int] | None = None,
+    group: Any = None,
+    **options: Any,
+) -> PipelineStage:
+    """Make a stage of ``torch.distributed.pipelining`` of a Hugging Face model; its loss is ``CausalLoss``.
+
+    Args:
+        source: A causal model that declares a pipeline plan: its name on the hub, a folder, or a configuration.
+        stage_index: Which stage.
+        num_stages: Of how many, over all ranks.
+        device: Where it runs.
+        cut: How many layers each stage has; by default equally many.
+        group: Process group of the pipeline's ranks; by default all.
+        **options: ``inputs``, ``pretrained``, ``dtype``, ``seed`` and ``gradient_checkpointing`` of
+            :func:`~perseus_ds.huggingface.stages.build_stage`.
+
+    Raises:
+        ConfigError: The model cannot be read or cut, not like this, or ties its embedding to its head.
+    """
+    config = read_config(source)
+    if num_stages > 1 and getattr(config.get_text_config(), "tie_word_embeddings", False):
+        raise ConfigError(
+            f"{type(config).__name__}: the embedding and the head share one weight, and stages of torch share none. "
+            "Set tie_word_embeddings=False in the configuration, with a head of its own, or train with DeepSpeed."
+        )
+    if cut is None:
+        cut = uniform_cut(len(skeleton(config).base_model.layers), num_stages)
+    stage = build_stage(source, cut, stage_index, **options)
+    return PipelineStage(stage.to(device), stage_index, num_stages, torch.device(device), group=group)

@@ -1,0 +1,1 @@
+"""From a transformers model to pipeline stages that any engine can train."""

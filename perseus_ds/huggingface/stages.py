@@ -1,0 +1,409 @@
+"""Stages of a Hugging Face model: each rank builds its own, and runs the model's own forward around its layers.
+
+A causal model of transformers is an embedding, a list of layers, a norm and a head. A *cut* says how many of the layers
+each stage has; the first stage has the embedding too, the last one the norm and the head. A stage is the model's own
+class, built without storage, in which the layers of other stages are replaced by :class:`_Absent`: the one before the
+stage's first layer returns what the previous stage sent, the one behind its last layer keeps what the next one gets.
+Masks, position embeddings, scales and heads are therefore computed by the model's own code, and no table of models is
+needed: which parts come before and behind the layers is in the pipeline plan that the model declares
+(``base_model_pp_plan`` of its configuration).
+
+Stages know no engine: ``perseus_ds.pipeline_module`` makes a DeepSpeed module of them, ``perseus_ds.pipeline_stage`` a
+stage of ``torch.distributed.pipelining``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from perseus_ds.errors import ConfigError
+
+Source: TypeAlias = str | Path | PretrainedConfig
+"""A model of the hub by its name, a folder that ``save_pretrained`` wrote, or a configuration (for new weights)."""
+
+# Weights, gradients and the two moments of Adam, in single precision.
+TRAINED_BYTES_PER_PARAMETER = 16
+
+
+class _Absent(nn.Module):
+    """Stands for a layer of another stage; it has that layer's plain attributes, which loops over layers read."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if not name.startswith("_"):
+                setattr(self, name, value)
+        self.received: torch.Tensor | None = None
+        self.seen: torch.Tensor | None = None
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        self.seen = hidden_states
+        return hidden_states if self.received is None else self.received
+
+
+class Stage(nn.Module):
+    """The layers of one stage of a causal model, run by the model's own forward.
+
+    Args:
+        model: A model of which :func:`build_stage` has kept this stage's parts.
+        layers: The stage's layers, by their index in the model.
+        inputs: Names of what the data have for the first stage: ``input_ids``, then ``attention_mask`` or
+            ``position_ids`` where they have them. The latter are sent from stage to stage.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: range, inputs: Sequence[str] = ("input_ids",)) -> None:
+        super().__init__()
+        self.model = model
+        self.layers = layers
+        self.names = tuple(inputs)
+        of_base = model.base_model.layers
+        self.is_first, self.is_last = layers.start == 0, layers.stop == len(of_base)
+        # In tuples, so that the model's parts are not registered twice.
+        self._before: tuple[_Absent, ...] = () if self.is_first else (of_base[layers.start - 1],)
+        self._behind: tuple[_Absent, ...] = () if self.is_last else (of_base[layers.stop],)
+        self._routed = has_balanced_routers(model.config, type(model))
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """Weight of the token embedding, on the stages that have it: the first, and the last where it is tied."""
+        return self.model.get_input_embeddings().weight  # type: ignore[no-any-return]
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Return what the next stage gets.
+
+        Args:
+            inputs: What the previous stage returned; for the first stage what the data have.
+
+        Returns:
+            Hidden states of shape (batch, sequence, hidden size), then masks and positions as they came, and the logits
+            of the routers so far, of shape (layers, tokens, experts), where the model's loss needs them. Of the last
+            stage, logits of shape (batch, sequence, vocabulary), and those of the routers.
+        """
+        given = dict(zip(self.names, inputs, strict=False))
+        hidden = given.pop("input_ids")
+        routers = list(inputs[len(self.names) :])
+        arguments: dict[str, Any] = {**given, "use_cache": False}
+        if self._routed:
+            arguments["output_router_logits"] = True
+        if self.is_first:
+            arguments["input_ids"] = hidden
+        else:
+            # The model's forward gets embeddings only to compute masks and positions from; what its scales and norms
+            # before the layers make of them is replaced by what was received.
+            arguments["inputs_embeds"] = hidden.detach()
+            for layer in self._before:
+                layer.received = hidden
+        output = self.model(**arguments) if self.is_last else self.model.base_model(**arguments)
+        for layer in self._before:
+            layer.received = None
+        if self._routed and output.router_logits:
+            own = torch.stack([logits for logits in output.router_logits if logits is not None])
+            routers = [torch.cat([*routers, own])]
+        if self.is_last:
+            return (output.logits, *routers) if routers else output.logits
+        for layer in self._behind:
+            assert layer.seen is not None
+            hidden, layer.seen = layer.seen, None
+        self._check(hidden)
+        carried = (*given.values(), *routers)
+        return (hidden, *carried) if carried else hidden
+
+    def _check(self, hidden: torch.Tensor) -> None:
+        size = self.model.config.get_text_config().hidden_size
+        if hidden.dim() != 3 or hidden.shape[-1] != size:
+            raise ConfigError(
+                f"{type(self.model).__name__}: its layers pass on tensors of shape {tuple(hidden.shape)}, not hidden "
+                f"states of shape (batch, sequence, {size}), all that its pipeline plan names. It cannot be cut."
+            )
+
+
+def has_balanced_routers(config: PretrainedConfig, of: type[PreTrainedModel]) -> bool:
+    """Whether the loss of a mixture of experts has a term for the balance of its routers."""
+    wanted = bool(getattr(config.get_text_config(), "output_router_logits", False))
+    return wanted and hasattr(sys.modules[of.__module__], "load_balancing_loss_func")
+
+
+class CausalLoss:
+    """The model's loss of its logits: of the next tokens, and of its routers where its configuration asks for that."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self._config = config.get_text_config()
+        self._module = sys.modules[model_class(config).__module__]
+        from transformers.loss.loss_utils import LOSS_MAPPING
+
+        self._loss = LOSS_MAPPING["ForCausalLM"]
+
+    def __call__(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss.
+
+        Args:
+            outputs: What the last stage returned.
+            labels: The input's token ids, of shape (batch, sequence); -100 where there is nothing to learn.
+        """
+        logits, *routers = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        loss = self._loss(logits=logits, labels=labels, vocab_size=self._config.vocab_size)
+        if routers:
+            experts = next(
+                getattr(self._config, name)
+                for name in ("num_experts", "num_local_experts", "n_routed_experts")
+                if hasattr(self._config, name)
+            )
+            balance = self._module.load_balancing_loss_func(
+                tuple(routers[0]), experts, self._config.num_experts_per_tok, None
+            )
+            loss = loss + self._config.router_aux_loss_coef * balance
+        return loss  # type: ignore[no-any-return]
+
+
+def read_config(source: Source) -> PretrainedConfig:
+    """Return the configuration of a model that can be cut into stages.
+
+    Raises:
+        ConfigError: The hub or folder has no such model, or it declares no pipeline plan.
+    """
+    if isinstance(source, PretrainedConfig):
+        config = source
+    else:
+        try:
+            config = AutoConfig.from_pretrained(str(source))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{source}: no configuration of a model could be read ({str(error).splitlines()[0]}). Give a model's "
+                "name on the hub, which this machine must reach, or a folder that save_pretrained has written."
+            ) from error
+    plan = getattr(config, "base_model_pp_plan", None)
+    if not plan or "layers" not in plan:
+        raise ConfigError(
+            f"{type(config).__name__}: the model declares no pipeline plan (base_model_pp_plan) with layers, so where "
+            "it may be cut is not known. Llama, Qwen, Mistral, Gemma, GPT-NeoX and some eighty others declare one."
+        )
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(f"{type(config).__name__}: transformers has no causal model for it.")
+    return config
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return the class of the causal model that a configuration is for."""
+    found = AutoModelForCausalLM._model_mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+
+def skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the whole model without storage.
+
+    Raises:
+        ConfigError: The model does not have what its pipeline plan names.
+    """
+    with torch.device("meta"):
+        model = model_class(config)._from_config(config)
+    missing = [part for part in config.base_model_pp_plan if not hasattr(model.base_model, part)]
+    if missing:
+        raise ConfigError(
+            f"{type(model).__name__}: its pipeline plan names {', '.join(missing)}, which the model does not have. It "
+            "cannot be cut."
+        )
+    return model
+
+
+def stages_of(cut: Sequence[int], layers: int) -> list[range]:
+    """Return the layers of each stage.
+
+    Args:
+        cut: How many layers each stage has.
+        layers: How many the model has.
+
+    Raises:
+        ConfigError: The numbers do not add up to the model's layers, or a stage has none.
+    """
+    if sum(cut) != layers or min(cut, default=0) < 1:
+        raise ConfigError(
+            f"cut: the model has {layers} layers; {list(cut)} are {sum(cut)}. Give each stage one or more of them, "
+            "in order, so that all are used."
+        )
+    ends = list(accumulate(cut))
+    return [range(end - count, end) for end, count in zip(ends, cut, strict=True)]
+
+
+def uniform_cut(layers: int, stages: int) -> tuple[int, ...]:
+    """Return a cut into stages of equally many layers; the first stages have one more where it does not divide.
+
+    Raises:
+        ConfigError: There are more stages than layers.
+    """
+    if not 1 <= stages <= layers:
+        raise ConfigError(f"num_stages: the model has {layers} layers, so 1 to {layers} stages, not {stages}.")
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def build_stage(
+    source: Source,
+    cut: Sequence[int],
+    index: int,
+    *,
+    inputs: Sequence[str] = ("input_ids",),
+    pretrained: bool | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 1234,
+    gradient_checkpointing: bool = False,
+) -> Stage:
+    """Build one stage, with storage and weights for its own layers only.
+
+    Args:
+        source: The model.
+        cut: How many layers each stage has.
+        index: Which stage.
+        inputs: Names of what the data have, see :class:`Stage`.
+        pretrained: Whether weights are read, by default for a name or a folder; each stage reads its own only.
+            Otherwise they are new, and the same for every cut.
+        dtype: Type of the weights.
+        seed: Of new weights.
+        gradient_checkpointing: Whether activations are computed again in the backward pass.
+
+    Raises:
+        ConfigError: The model cannot be cut, or not like this.
+    """
+    config = read_config(source)
+    layers = stages_of(cut, len(skeleton(config).base_model.layers))[index]
+    staged = _class_of_stage(model_class(config), layers)
+    if pretrained is None:
+        pretrained = not isinstance(source, PretrainedConfig)
+    if pretrained:
+        try:
+            model = staged.from_pretrained(str(source), config=config, dtype=dtype)
+        except OSError as error:
+            raise ConfigError(
+                f"{source}: its weights could not be read ({str(error).splitlines()[0]}). For new weights, say "
+                "pretrained=False."
+            ) from error
+    else:
+        with torch.device("meta"):
+            model = staged._from_config(config, dtype=dtype)
+        _initialize(model.to_empty(device="cpu"), seed)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    stage = Stage(model.train(), layers, inputs)
+    _try(stage)
+    return stage
+
+
+def _try(stage: Stage) -> None:
+    """Run a stage on four tokens, so that a model that cannot be cut is an error before ranks wait for each other."""
+    config = stage.model.config.get_text_config()
+    hidden = torch.zeros(1, 4, config.hidden_size, dtype=stage.model.dtype)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            stage(tokens if stage.is_first else hidden, *(torch.ones_like(tokens) for _ in stage.names[1:]))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{type(stage.model).__name__}: layers {stage.layers.start} to {stage.layers.stop - 1} do not run alone "
+            f"({str(error).splitlines()[0]}): its layers need more from each other than the hidden states that its "
+            "pipeline plan names. It cannot be cut."
+        ) from error
+
+
+def _class_of_stage(whole: type[PreTrainedModel], layers: range) -> type[PreTrainedModel]:
+    """Return a model's class with a constructor that keeps one stage's parts."""
+
+    def construct(model: PreTrainedModel, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(model, config, *args, **kwargs)
+        _keep(model, layers)
+
+    attributes = {
+        "__init__": construct,
+        "__module__": whole.__module__,
+        # A checkpoint has the weights of all stages.
+        "_keys_to_ignore_on_load_unexpected": [".*"],
+        # Not rank 0 alone: each stage has weights of its own.
+        "should_save_on_this_rank": lambda model, is_main_process: is_main_process,
+    }
+    return type(whole.__name__, (whole,), attributes)
+
+
+def _keep(model: PreTrainedModel, layers: range) -> None:
+    """Replace all parts of a model that belong to other stages."""
+    base, config = model.base_model, model.config
+    parts = list(config.base_model_pp_plan)
+    at_layers = parts.index("layers")
+    is_last = layers.stop == len(base.layers)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = is_last and bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+    for index, layer in enumerate(base.layers):
+        if index not in layers:
+            base.layers[index] = _Absent(layer)
+    for part in parts[:at_layers] if layers.start > 0 else ():
+        # The head of a tied model is the embedding's weight, so the last stage has it too.
+        if not (tied and getattr(base, part) is embedding):
+            setattr(base, part, nn.Identity())
+    if not is_last:
+        for part in parts[at_layers + 1 :]:
+            setattr(base, part, nn.Identity())
+        for name, child in list(model.named_children()):
+            if child is head:
+                setattr(model, name, nn.Identity())
+        model._tied_weights_keys = None
+        model.all_tied_weights_keys = {}
+
+
+@torch.no_grad()
+def _initialize(model: PreTrainedModel, seed: int) -> None:
+    """Give a stage's parts new weights, by the model's own rule and a seed for each part."""
+    base = model.base_model
+    parts = [
+        (f"{name}.{index}", layer)
+        for name, child in base.named_children()
+        if isinstance(child, nn.ModuleList)
+        for index, layer in enumerate(child)
+    ]
+    for name, part in [*parts, *base.named_children(), *model.named_children(), ("", model)]:
+        # A generator of its own for each part, so that weights do not depend on the cut.
+        torch.manual_seed(seed + sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31)
+        part.apply(model._initialize_weights)
+    model.tie_weights()
+
+
+def save_pretrained(stage: Stage, folder: Path | str) -> None:
+    """Write a stage's weights into a folder of the whole model; :func:`finish_folder` completes it.
+
+    Args:
+        stage: One stage; every stage of one pipeline is written into the same folder.
+        folder: Is made if it is not there.
+    """
+    folder = Path(folder)
+    part = folder / f".layers-{stage.layers.start:05d}"
+    stage.model.save_pretrained(part)
+    for number, file in enumerate(sorted(part.glob("*.safetensors"))):
+        file.replace(folder / f"model-{stage.layers.start:05d}-{number:05d}.safetensors")
+    if stage.is_first:
+        for file in part.glob("*.json"):
+            if not file.name.endswith(".index.json"):
+                file.replace(folder / file.name)
+    shutil.rmtree(part)
+
+
+def finish_folder(folder: Path | str) -> None:
+    """Write the index of all stages' weights, after which ``from_pretrained`` reads the folder as the whole model."""
+    folder = Path(folder)
+    where: dict[str, str] = {}
+    size = 0
+    for file in sorted(folder.glob("model-*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
+                # The head of a tied model is on the last stage too; the first stage's is as good.
+                where.setdefault(name, file.name)
+        size += file.stat().st_size
+    index = {"metadata": {"total_size": size}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")

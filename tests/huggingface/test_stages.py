@@ -1,0 +1,157 @@
+"""Stages of Hugging Face models compute what the whole model computes."""
+
+import pytest
+import torch
+from tiny_models import families, tiny, token_ids
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from perseus_ds.errors import ConfigError
+from perseus_ds.huggingface.stages import (
+    CausalLoss,
+    build_stage,
+    finish_folder,
+    read_config,
+    save_pretrained,
+    skeleton,
+    stages_of,
+    uniform_cut,
+)
+
+# Their layers need more from each other than the hidden states that their plans name.
+CANNOT_BE_CUT = {
+    "deepseek_v4": "shape",
+    "gemma4_text": "do not run alone",
+    "glm_moe_dsa": "do not run alone",
+    "hrm_text": "does not have",
+    "hy_v4": "do not run alone",
+}
+# No tiny configuration of them makes a model that trains, cut or not.
+CANNOT_BE_TINY = {"cohere_compass_text", "dots1", "dots3_note_text", "gemma3n_text", "longcat_flash", "phi4_multimodal"}
+
+
+def whole_model(config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def through(stages, ids, *others):
+    values = (ids, *others)
+    for stage in stages:
+        values = stage(*values)
+        values = values if isinstance(values, tuple) else (values,)
+    return values
+
+
+def assert_same_numbers(config, cut, folder, *others):
+    """Loss, logits and gradients of the stages are those of the whole model to a relative 1e-5."""
+    model = whole_model(config)
+    model.save_pretrained(folder)
+    ids = token_ids()
+    named = ("input_ids", "attention_mask", "position_ids")[: 1 + len(others)]
+    torch.manual_seed(1)
+    expected = model(**dict(zip(named, (ids, *others), strict=True)), labels=ids, use_cache=False)
+    expected.loss.backward()
+    stages = [build_stage(folder, cut, index, inputs=named) for index in range(len(cut))]
+    torch.manual_seed(1)
+    outputs = through(stages, ids, *others)
+    loss = CausalLoss(config)(outputs, ids)
+    loss.backward()
+    assert (outputs[0] - expected.logits).norm() <= 1e-5 * expected.logits.norm()
+    assert abs(loss - expected.loss) <= 1e-5 * expected.loss
+    gradients = {}
+    for stage in stages:
+        for name, parameter in stage.model.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = gradients.get(name, 0) + parameter.grad
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert (gradients[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm() + 1e-12, name
+    assert sum(p.numel() for stage in stages for p in stage.parameters()) >= sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "mixtral", "qwen3"])
+def test_stages_give_the_numbers_of_the_whole_model(family, tmp_path):
+    assert_same_numbers(tiny(family), (1, 2, 1), tmp_path)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("family", sorted(families().keys() - CANNOT_BE_CUT - CANNOT_BE_TINY))
+def test_stages_of_every_family_give_the_numbers_of_the_whole_model(family, tmp_path):
+    assert_same_numbers(tiny(family), (2, 2), tmp_path / "two")
+    assert_same_numbers(tiny(family), (1, 1, 1, 1), tmp_path / "four")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("family", CANNOT_BE_CUT)
+def test_a_model_that_cannot_be_cut_is_an_error_when_its_stages_are_built(family):
+    with pytest.raises(ConfigError, match=CANNOT_BE_CUT[family]):
+        [build_stage(tiny(family), (1, 1, 1, 1), index) for index in range(4)]
+
+
+def test_masks_and_positions_reach_every_stage(tmp_path):
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, :5] = 0
+    assert_same_numbers(tiny("llama"), (1, 3), tmp_path, mask, torch.arange(16).expand(2, 16) % 8)
+
+
+def test_new_weights_are_the_same_for_every_cut():
+    config = tiny("qwen3", tie_word_embeddings=True)
+
+    def weights(cut):
+        stages = [build_stage(config, cut, index) for index in range(len(cut))]
+        return {name: value for stage in stages for name, value in stage.model.named_parameters()}
+
+    whole, cut = weights((4,)), weights((1, 2, 1))
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(value, cut[name]) for name, value in whole.items())
+    assert 0.01 < whole["model.layers.1.mlp.up_proj.weight"].std() < 0.03
+
+
+def test_a_stage_has_storage_for_its_own_layers_only():
+    config = tiny("llama")
+    names = {name for name, _ in build_stage(config, (1, 2, 1), 1).model.named_parameters()}
+    assert {name.split(".")[2] for name in names} == {"1", "2"}
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    def gradients(checkpointing):
+        stages = [build_stage(tiny("llama"), (2, 2), i, gradient_checkpointing=checkpointing) for i in range(2)]
+        # Two micro-batches are under way at once, as in a pipeline.
+        losses = [CausalLoss(tiny("llama"))(through(stages, token_ids(seed=s)), token_ids(seed=s)) for s in range(2)]
+        for loss in losses:
+            loss.backward()
+        return [p.grad for stage in stages for p in stage.parameters()]
+
+    assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(gradients(False), gradients(True), strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3"])
+def test_saved_stages_load_as_the_whole_model(family, tmp_path):
+    config = tiny(family)
+    stages = [build_stage(config, (1, 2, 1), index) for index in range(3)]
+    for stage in stages:
+        save_pretrained(stage, tmp_path)
+    finish_folder(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = token_ids()
+    assert torch.allclose(loaded(ids).logits, through(stages, ids)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_cuts_are_checked():
+    assert uniform_cut(7, 3) == (3, 2, 2)
+    assert stages_of((3, 4), 7) == [range(3), range(3, 7)]
+    with pytest.raises(ConfigError, match="1 to 7 stages, not 8"):
+        uniform_cut(7, 8)
+    with pytest.raises(ConfigError, match=r"the model has 7 layers; \[3, 3\] are 6"):
+        stages_of((3, 3), 7)
+
+
+def test_a_model_without_a_plan_or_that_cannot_be_read_says_what_to_do(tmp_path):
+    with pytest.raises(ConfigError, match="base_model_pp_plan"):
+        read_config(GPT2Config())
+    with pytest.raises(ConfigError, match="hub"):
+        read_config(tmp_path / "nothing")
+
+
+def test_a_skeleton_takes_no_memory():
+    assert all(parameter.is_meta for parameter in skeleton(tiny("llama")).parameters())

@@ -1,0 +1,58 @@
+"""Tiny Hugging Face models of every family that declares a pipeline plan."""
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+# Those of these names that a family's configuration has.
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 96,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 8,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "max_position_embeddings": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "sliding_window": 8,
+    "output_router_logits": True,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LATENT_ATTENTION = {"num_key_value_heads": 4, "head_dim": 4}
+
+
+def families() -> dict[str, type[PretrainedConfig]]:
+    """Configurations of causal models with a pipeline plan, by the name of the family."""
+    found = {c.model_type: c for c in MODEL_FOR_CAUSAL_LM_MAPPING if getattr(c, "base_model_pp_plan", None)}
+    return dict(sorted(found.items()))
+
+
+def tiny(family: str, **settings: object) -> PretrainedConfig:
+    """A configuration with four layers of width 32 and 96 tokens."""
+    config = families()[family]
+    whole = config()
+    sizes = {name: size for name, size in SIZES.items() if name in dir(whole)}
+    if "kv_lora_rank" in sizes:
+        sizes |= LATENT_ATTENTION
+    return config(**{**sizes, **settings})
+
+
+def token_ids(count: int = 1, seed: int = 0) -> torch.Tensor:
+    """Sequences of 16 tokens, two for each of so many micro-batches."""
+    return torch.randint(3, 96, (2 * count, 16), generator=torch.Generator().manual_seed(seed))
