@@ -1,13 +1,16 @@
 """What Perseus adds to training: per instruction on the training thread, and per iteration of DeepSpeed.
 
-    python benchmarks/overhead.py                  # beside Zeus's client where `zeus` is importable
+    python benchmarks/overhead.py                  # beside Zeus's client where `zeus` is importable; some eight minutes
 
 Clocks are set through the real NVML binding on the tests' stub driver, whose calls take 15 ms as real ones do. Zeus's
 client path is ``PipelineFrequencyOptimizer.on_instruction_begin`` with its ``FrequencyController`` process and queue,
 without the ``torch.cuda.synchronize()`` it does at every instruction: there is no GPU here to wait for. For the same
-reason ours is without the two CUDA events that it creates and records there for every pass, load and transfer. Our plan
-has the instructions' durations, so that every second change is asked for twice, early and when it is due, as in
-training.
+reason ours is without the CUDA events that it records there.
+
+Per instruction, the clock changes every time, early requests among them. In iterations of DeepSpeed it changes as often
+as plans change it, which hold a clock for at least twice the driver's latency. Each process measures both modes, in
+turns with iterations of the same engine without Perseus; figures are means over processes with their standard errors,
+printed as soon as a process has them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -28,8 +32,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MICRO_BATCHES, ITERATIONS = 64, 60
-# Time of a pass [s], micro-batches, and turns. Passes of large models take 20 to 300 ms.
-ENGINES = {"short": (0.0015, 64, 40), "0.2 s": (0.01, 10, 40), "2 s": (0.1, 10, 8), "2 s, many": (0.01, 100, 8)}
+# Time of a pass [s], micro-batches, processes, and turns in each of them. Passes of large models take 20 to 300 ms.
+ENGINES = {"0.2 s": (0.01, 10, 5, 16), "2 s": (0.1, 10, 2, 3)}
 _ITERATIONS_OF_TURN = 3
 MODES = ("observe", "run")
 CLOCKS_MHZ = (1410, 1200)
@@ -39,10 +43,12 @@ LAYERS = 4
 
 
 def main() -> None:
-    """Measure each way in processes of its own and print the ratios."""
+    """Measure each way in processes of its own and print what they find."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--child", choices=sorted(CHILDREN), help=argparse.SUPPRESS)
-    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument(
+        "--processes", type=int, help="instead of five for iterations of 0.2 s and two for those of 2 s"
+    )
     arguments = parser.parse_args()
     if arguments.child:
         print(json.dumps(CHILDREN[arguments.child]()))
@@ -53,33 +59,44 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         stub = StubNvml(build(Path(folder)), Path(folder) / "state", 1)
         stub.gpus[0].lock_latency_s = LATENCY_S
-        found: dict[str, list[list[float]]] = {name: [] for name in CHILDREN}
-        for _ in range(arguments.repeat):
-            for name in CHILDREN:
-                if (value := run(name, Path(folder), stub.environment)) is not None:
-                    found[name].append(value)
-    per = {name: [statistics.median(v) for v in zip(*runs, strict=True)] for name, runs in found.items() if runs}
-    report(per["perseus"][0], per["zeus"][0] if "zeus" in per else None, found)
+        child = partial(run, folder=Path(folder), environment=stub.environment)
+        report_instruction(child)
+        for name, (pass_s, micro_batches, processes, _) in ENGINES.items():
+            passes = f"{2 * micro_batches} passes of {1e3 * pass_s:.0f} ms"
+            say(f"Iterations of DeepSpeed's pipeline engine, one stage, {passes}:")
+            report_engines(name, child, arguments.processes or processes)
 
 
-def report(ours_s: float, zeus_s: float | None, engines: dict[str, list[list[float]]]) -> None:
-    """Print seconds per instruction, and what is added to iterations of DeepSpeed in each repetition."""
-    print("Training thread, per instruction (begin and end, the clock changes every time):")
-    print(f"  perseus-ds  {ours_s * 1e6:6.1f} µs, without the CUDA events it records on a GPU")
-    if zeus_s is None:
-        print("  zeus        skipped: its pipeline optimizer cannot be imported (pip install zeus[pfo])")
+def say(text: str) -> None:
+    """Print something at once."""
+    print(text, flush=True)
+
+
+def report_instruction(child: Callable[[str], Any]) -> None:
+    """Measure and print seconds per instruction."""
+    say("Training thread, per instruction (begin and end, the clock changes every time):")
+    (ours_s,), zeus = child("perseus"), child("zeus")
+    say(f"  perseus-ds  {ours_s * 1e6:6.1f} µs, without the CUDA events it records on a GPU")
+    if zeus is None:
+        say("  zeus        skipped: its pipeline optimizer cannot be imported (pip install zeus[pfo])")
     else:
-        print(f"  zeus        {zeus_s * 1e6:6.1f} µs, without its synchronize\n  ratio       {ours_s / zeus_s:6.2f}")
-    print("Iterations of DeepSpeed's pipeline engine, one stage; in run mode a clock change at every pass.")
-    print("Added time and its standard error; the same of plain iterations; added processor time of the thread:")
-    for name, (pass_s, micro_batches, _) in ENGINES.items():
+        say(f"  zeus        {zeus[0] * 1e6:6.1f} µs, without its synchronize\n  ratio       {ours_s / zeus[0]:6.2f}")
+
+
+def report_engines(name: str, child: Callable[[str], Any], processes: int) -> None:
+    """Measure and print what is added to iterations of DeepSpeed: by each process, then over all of them."""
+    say("  process  mode     plain       added             plain again  processor time of the training thread")
+    added: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for number in range(processes):
+        figures = iter(child(name))
         for mode in MODES:
-            print(f"  {mode}, {2 * micro_batches} passes of {pass_s * 1e3:.1f} ms")
-            for plain_s, added_s, error_s, again_s, cpu_s in engines[f"{mode} {name}"]:
-                print(
-                    f"    {plain_s * 1e3:7.1f} ms  {added_s / plain_s:+.2%} ± {error_s / plain_s:.2%}"
-                    f"  ({again_s / plain_s:+.2%})  {cpu_s / plain_s:+.2%}"
-                )
+            plain_s, added_s, error_s, again_s, cpu_s = (next(figures) for _ in range(5))
+            added[mode].append(added_s / plain_s)
+            shown = f"{1e3 * plain_s:7.1f} ms  {added_s / plain_s:+.2%} ± {error_s / plain_s:.2%}"
+            say(f"  {number + 1:7}  {mode:7} {shown}   {again_s / plain_s:+.2%}       {cpu_s / plain_s:+.2%}")
+    for mode, found in added.items():
+        error = f"{statistics.stdev(found) / len(found) ** 0.5:.2%}" if len(found) > 1 else "unknown"
+        say(f"  {mode}: {statistics.mean(found):+.2%} ± {error} over {len(found)} processes")
 
 
 def run(name: str, folder: Path, environment: dict[str, str]) -> list[float] | None:
@@ -144,8 +161,14 @@ def _runtime() -> tuple[Any, Any]:
     return runtime, schedule.instructions[0][:-1]
 
 
-def _plan(instruction_s: float | None = None, micro_batches: int = MICRO_BATCHES) -> tuple[Any, str]:
-    """Return a schedule and a plan for it; without durations, every change is made however short the instructions."""
+def _plan(instruction_s: float | None = None, micro_batches: int = MICRO_BATCHES, held: int = 1) -> tuple[Any, str]:
+    """Return a schedule and a plan for it.
+
+    Args:
+        instruction_s: Time of an instruction [s]; without, every change is made however short the instructions.
+        micro_batches: Of an iteration.
+        held: For how many instructions a clock is held.
+    """
     from perseus_ds.artifacts.frontier import Frontier, Provenance
     from perseus_ds.artifacts.plan import FrequencyPlan
     from perseus_ds.pipeline.commands import read_schedule, schedule_class
@@ -153,7 +176,7 @@ def _plan(instruction_s: float | None = None, micro_batches: int = MICRO_BATCHES
 
     schedule = read_schedule(schedule_class("1f1b"), ranks=1, micro_batches=micro_batches)
     stream = tuple(i for i in schedule.instructions[0] if i.kind is not Kind.TAIL)
-    clocks = tuple(CLOCKS_MHZ[position % 2] for position in range(len(stream)))
+    clocks = tuple(CLOCKS_MHZ[position // held % 2] for position in range(len(stream)))
     plan = FrequencyPlan((stream,), (clocks,), 1.0, 100.0)
     provenance = Provenance(schedule="1f1b", micro_batches=micro_batches, stages=1, blocking_power_w=80, solver="none")
     times_s = {(i.stage, i.kind, clock): instruction_s for i in stream for clock in CLOCKS_MHZ if instruction_s}
@@ -195,24 +218,35 @@ def _repeat(iteration: Callable[[], None]) -> None:
         time.sleep(0.02)
 
 
-def engines(mode: str, pass_s: float, micro_batches: int, turns: int) -> list[float]:
-    """Return seconds per iteration of DeepSpeed alone, and what Perseus adds to it, with its standard error.
+def engines(pass_s: float, micro_batches: int, turns: int) -> list[float]:
+    """Return five figures for each mode.
 
-    Then what a second turn without Perseus adds, and the processor time that Perseus adds on the training thread.
+    They are seconds per iteration of DeepSpeed alone, what Perseus adds to it, its standard error, what a second turn
+    without Perseus adds, and the processor time that Perseus adds on the training thread.
 
     One engine is of DeepSpeed's own class and of that with Perseus in turns; a turn with Perseus is compared with the
     two around it. The first iteration of each turn does not count, and neither does a tenth of the turns at each end.
     """
     import torch
 
-    _, frontier = _plan(micro_batches=micro_batches)
-    block = {"mode": mode, "device": "nvml", "output_dir": tempfile.mkdtemp()}
-    if mode == "run":
-        block["frontier"] = frontier
-    engine = _engine(block, pass_s, micro_batches)
+    import perseus_ds
+
+    held = max(1, math.ceil(2 * LATENCY_S / pass_s))
+    _, frontier = _plan(micro_batches=micro_batches, held=held)
+    engine = _engine(None, pass_s, micro_batches)
+    plain = type(engine)
     data = iter(lambda: (torch.zeros(1, 8), torch.zeros(1, 8)), None)
-    with_perseus = type(engine)
-    plain = with_perseus.__mro__[2]  # after the class with Perseus, and what it adds
+    found: list[float] = []
+    for mode in MODES:
+        block = {"mode": mode, "device": "nvml", "output_dir": tempfile.mkdtemp()}
+        perseus_ds.attach(engine, {**block, "frontier": frontier} if mode == "run" else block)
+        found += _compared(engine, type(engine), plain, data, turns)
+        perseus_ds.detach(engine)
+    return found
+
+
+def _compared(engine: Any, with_perseus: type, plain: type, data: Any, turns: int) -> list[float]:
+    """Return the five figures of a mode."""
     _turn(engine, with_perseus, data)
     before = first = _turn(engine, plain, data)
     added, again = [], []
@@ -222,7 +256,6 @@ def engines(mode: str, pass_s: float, micro_batches: int, turns: int) -> list[fl
         again.append(after[0] - before[0])
         before = after
     engine.__class__ = with_perseus
-    engine.destroy()
     time_s, error_s = _mean([seconds for seconds, _ in added])
     return [first[0], time_s, error_s, _mean(again)[0], _mean([cpu for _, cpu in added])[0]]
 
@@ -248,7 +281,7 @@ def _timed(engine: Any, data: Any) -> tuple[float, float]:
     return time.perf_counter() - began_s, time.thread_time() - began_cpu_s
 
 
-def _engine(block: dict[str, Any], pass_s: float, micro_batches: int) -> Any:
+def _engine(block: dict[str, Any] | None, pass_s: float, micro_batches: int) -> Any:
     import deepspeed
     import torch
     from deepspeed.pipe import LayerSpec, PipelineModule
@@ -266,8 +299,9 @@ def _engine(block: dict[str, Any], pass_s: float, micro_batches: int) -> Any:
         "gradient_accumulation_steps": micro_batches,
         "steps_per_print": 10**9,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}},
-        "perseus": block,
     }
+    if block is not None:
+        config["perseus"] = block
     built, *_ = perseus_ds.initialize(model=module, model_parameters=list(module.parameters()), config=config)
     return built
 
@@ -322,7 +356,7 @@ def _working_layer() -> type:
 CHILDREN: dict[str, Callable[[], list[float]]] = {
     "perseus": perseus,
     "zeus": zeus,
-    **{f"{mode} {name}": partial(engines, mode, *size) for name, size in ENGINES.items() for mode in MODES},
+    **{name: partial(engines, size[0], size[1], size[3]) for name, size in ENGINES.items()},
 }
 
 

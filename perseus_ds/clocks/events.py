@@ -43,17 +43,10 @@ class DeviceEvent(Protocol):
         """Return when the GPU passed it, on the host's clock [s]; only after it has."""
 
 
-class PassedEvent:
-    """An event that is over.
+class PassedEvent(float):
+    """An event that is over, made of when it was [s]; a number, so that making one calls nothing written in Python."""
 
-    Args:
-        at_s: When it was [s].
-    """
-
-    __slots__ = ("_at_s",)
-
-    def __init__(self, at_s: float) -> None:
-        self._at_s = at_s
+    __slots__ = ()
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -62,7 +55,7 @@ class PassedEvent:
         return True
 
     def passed_s(self) -> float:
-        return self._at_s
+        return float(self)
 
 
 class TorchEvent(Protocol):

@@ -28,7 +28,7 @@ from perseus_ds.clocks.events import (
 )
 from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
-from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Operation
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -91,7 +91,13 @@ class FinishedIteration:
 
 
 class Execution(Protocol):
-    """Told of the begin and the end of every operation of this rank."""
+    """Told of the begin and the end of the operations of this rank that are to be timed; one after the other.
+
+    Attributes:
+        needs_all: Whether it has to be told of all others, too.
+    """
+
+    needs_all: bool
 
     def use_device(self) -> None:
         """Let the calling thread, beside the training thread, use the device that operations run on."""
@@ -108,6 +114,9 @@ class Execution(Protocol):
     def end(self, operation: Operation) -> DeviceEvent:
         """Note that the operation was issued; returns the event at which it ends on the device."""
 
+    def event(self) -> DeviceEvent:
+        """Return the event at which the device will have done what was issued so far."""
+
     def wait(self) -> None:
         """Wait until the device has done all that was issued."""
 
@@ -119,8 +128,11 @@ class HostExecution:
         timebase: The time they run in.
     """
 
+    needs_all = False
+
     def __init__(self, timebase: Timebase = REAL_TIME) -> None:
         self._time = timebase
+        self._now_s = timebase.now_s
         self._marks: list[tuple[Operation, float, float]] = []
         self._origin_s = timebase.now_s()
         self._began_s = 0.0
@@ -143,13 +155,16 @@ class HostExecution:
         )
 
     def begin(self, operation: Operation) -> DeviceEvent:
-        self._began_s = self._time.now_s()
-        return PassedEvent(self._began_s)
+        self._began_s = began_s = PassedEvent(self._now_s())
+        return began_s
 
     def end(self, operation: Operation) -> DeviceEvent:
-        ended_s = self._time.now_s()
+        ended_s = PassedEvent(self._now_s())
         self._marks.append((operation, self._began_s, ended_s))
-        return PassedEvent(ended_s)
+        return ended_s
+
+    def event(self) -> DeviceEvent:
+        return PassedEvent(self._now_s())
 
     def wait(self) -> None:
         """Nothing is outstanding."""
@@ -178,6 +193,8 @@ class CudaExecution:
         relax_capture: Lets the calling thread use CUDA while another one captures a graph.
         captures: Those that no thread may use CUDA beside; None where threads are relaxed.
     """
+
+    needs_all = False
 
     def __init__(
         self,
@@ -224,6 +241,9 @@ class CudaExecution:
         self._marks.append((operation, self._began, ended))
         return CudaEvent(ended, self._origin)
 
+    def event(self) -> DeviceEvent:
+        return CudaEvent(self._pool.record(), self._origin)
+
     def wait(self) -> None:
         self._cuda.synchronize()
 
@@ -267,7 +287,8 @@ class SimulatedExecution(HostExecution):
 
     Attributes:
         seconds_per_flop: Time of a floating-point operation at the top clock [s]; None before :meth:`calibrate`.
-        input_shapes: Shapes of the inputs of the next pass, where whoever runs passes knows them.
+        input_shapes: Shapes of the inputs of the next forward, where whoever runs passes knows them; the other passes
+            of its micro-batch work on the same.
 
     Args:
         gpu: The simulated GPU.
@@ -275,6 +296,8 @@ class SimulatedExecution(HostExecution):
         tail_s: Time of gradient reduction and optimizer step at the top clock, in addition to the real one [s].
         timebase: The GPU's timebase.
     """
+
+    needs_all = True
 
     def __init__(
         self, gpu: SimulatedGpu, *, transfer_s: float = 0.0, tail_s: float = 0.0, timebase: Timebase = REAL_TIME
@@ -286,7 +309,9 @@ class SimulatedExecution(HostExecution):
         self._tail_done = False
         self.seconds_per_flop: float | None = None
         self.input_shapes: Hashable = None
+        self._shapes: dict[tuple[int, int], Hashable] = {}
         self._flops: dict[Hashable, int] = {}
+        self._running: Hashable = None
         self._counter: FlopCounter | None = None
 
     @property
@@ -305,7 +330,8 @@ class SimulatedExecution(HostExecution):
     def begin(self, operation: Operation) -> DeviceEvent:
         if _is_pass(operation):
             self._gpu.begin_work()
-            if self._key(operation) not in self._flops:
+            self._running = self._key(operation.instruction)
+            if self._running not in self._flops:
                 self._counter = FlopCounter()
                 self._counter.__enter__()  # type: ignore[no-untyped-call]
         return super().begin(operation)
@@ -314,15 +340,19 @@ class SimulatedExecution(HostExecution):
         if _is_pass(operation):
             if self._counter is not None:
                 self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                self._flops[self._key(operation)] = self._counter.flops
+                self._flops[self._running] = self._counter.flops
                 self._counter = None
-            self._gpu.finish_work(self._flops[self._key(operation)] * (self.seconds_per_flop or 0.0))
+            self._gpu.finish_work(self._flops[self._running] * (self.seconds_per_flop or 0.0))
         elif self.seconds_per_flop is not None:
             self._stretch_rest(operation)
         return super().end(operation)
 
-    def _key(self, operation: Compute) -> Hashable:
-        return operation.instruction.stage, operation.instruction.kind, self.input_shapes
+    def _key(self, instruction: Instruction) -> Hashable:
+        """Return what the work of an instruction depends on."""
+        work = instruction.stage, instruction.micro_batch
+        if instruction.kind is Kind.FORWARD:
+            self._shapes[work] = self.input_shapes
+        return instruction.stage, instruction.kind, self._shapes.get(work)
 
     def _stretch_rest(self, operation: Operation) -> None:
         if isinstance(operation, Exchange):

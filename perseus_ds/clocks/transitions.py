@@ -16,6 +16,7 @@ from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan
 from perseus_ds.errors import PlanError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.pipeline.schedule import Compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,13 @@ class IterationClocks:
     Attributes:
         first_mhz: To request as it begins; None for the default.
         by_instruction: What to request around each instruction.
+        ran: The operations of the last iteration in order, with what was requested around them: most iterations are
+            alike, and to compare objects costs less than to look them up.
     """
 
     first_mhz: int | None = None
     by_instruction: dict[Instruction, ClockTransition] = field(default_factory=dict)
+    ran: list[tuple[Compute, ClockTransition | None]] = field(default_factory=list)
 
     @cached_property
     def clock(self) -> dict[Instruction, int]:

@@ -125,6 +125,8 @@ class Session:
         config: The ``perseus`` block.
         runtime: Perseus on this rank; None before the engine has trained.
         checked: Whether what can be known before training was checked.
+        operation: Surrounds one operation of an iteration, as :meth:`PerseusRuntime.operation` does, and outside of the
+            passes of an iteration nothing.
     """
 
     checked = False
@@ -142,9 +144,8 @@ class Session:
         self._planned: Hashable = None
         self._left = 0
         self._measured_in: int | None = None
-        # The iteration that is open, and the runtime of which its passes are surrounded; none in its tail.
-        self._open: ExitStack | None = None
-        self._passes_of: PerseusRuntime | None = None
+        self.operation: Callable[..., AbstractContextManager[None]] = _surround_nothing
+        self._open: ExitStack | None = None  # the iteration
         self._closed = False
         _SESSIONS.add(self)
 
@@ -200,25 +201,16 @@ class Session:
         with ExitStack() as iteration:
             iteration.callback(self._leave)
             iteration.enter_context(runtime.iteration(samples))
-            self._open, self._passes_of = iteration, runtime
+            self._open, self.operation = iteration, runtime.operation
             yield
             self._open = iteration.pop_all()
 
-    def operation(self, operation: Operation, inputs: Hashable = None) -> AbstractContextManager[None]:
-        """Surround one operation of an iteration; outside of iterations, nothing.
-
-        Args:
-            operation: The operation.
-            inputs: The shapes of its inputs; nothing where they are not known.
-        """
-        return _NOTHING if self._passes_of is None else self._passes_of.operation(operation, inputs)
-
     def begin_tail(self, stage: int) -> None:
         """All passes of the iteration were issued; what comes until its end is the tail of a stage of this rank."""
-        runtime, self._passes_of = self._passes_of, None
-        if runtime is not None and self._open is not None:
-            self._open.enter_context(runtime.operation(Compute(Instruction(stage, Kind.TAIL, 0))))
-            runtime.tail_begins()
+        if self._open is not None and self.runtime is not None:
+            self._open.enter_context(self.operation(Compute(Instruction(stage, Kind.TAIL, 0))))
+            self.runtime.tail_begins()
+        self.operation = _surround_nothing
 
     def end_iteration(self) -> None:
         """End the iteration that is open, if there is one; every rank must do so at once."""
@@ -259,7 +251,7 @@ class Session:
                 self.close()
 
     def _leave(self) -> None:
-        self._open = self._passes_of = None
+        self._open, self.operation = None, _surround_nothing
 
     def _when_started(self, action: Callable[[PerseusRuntime], None]) -> None:
         if self.runtime is None:
@@ -346,6 +338,10 @@ class Session:
     def _go_on_without(self, error: PerseusError) -> None:
         self.runtime, self._closed = None, True
         logger.warning("perseus: %s. Training goes on without Perseus.", str(error).rstrip("."))
+
+
+def _surround_nothing(operation: Operation, inputs: Hashable = None) -> AbstractContextManager[None]:
+    return _NOTHING
 
 
 def sessions() -> list[Session]:

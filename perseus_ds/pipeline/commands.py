@@ -165,8 +165,7 @@ class RepeatedReader:
 
     def read(self, command: Any) -> tuple[Operation, ...]:
         """Return the operations of the iteration's next command; none for a transfer that is only queued."""
-        command_class, phase = type(command), phase_of(command)
-        position = self._position
+        command_class, phase, position = type(command), getattr(command, "phase", 0), self._position
         self._position += 1
         if position < len(self._known):
             known_class, known_phase, operations = self._known[position]

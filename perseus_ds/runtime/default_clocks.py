@@ -127,7 +127,7 @@ def run_at_default_clocks(
 def observe() -> Phase[None]:
     """Train at default clocks for the rest of the job; time and energy are measured."""
     while True:
-        yield from one_iteration(NextIteration("observe"))
+        yield from one_iteration(NextIteration("observe", times="none"))
 
 
 def calibrate(job: Job, rank: Rank) -> Phase[None]:
@@ -166,7 +166,7 @@ class BackOff:
 def back_off_for(iterations: int, following: str, stops: Callable[[], bool]) -> Phase[None]:
     """Train at default clocks for so many iterations, before another phase; or until rank 0's ``stops`` says so."""
     for _ in range(iterations):
-        wanted = NextIteration("observe", next_phase=NextPhase(following), reported={"vote": stops()})
+        wanted = NextIteration("observe", times="none", next_phase=NextPhase(following), reported={"vote": stops()})
         seen = yield from one_iteration(wanted)
         if _is_stopped(seen):
             return
@@ -176,7 +176,7 @@ def after_a_fault(start: Callable[[], Phase[None]], iterations: int) -> Phase[No
     """Train at default clocks for so many iterations and until no rank is fallen back; then begin a mode again."""
     done = 0
     while True:
-        seen = yield from one_iteration(NextIteration("observe"))
+        seen = yield from one_iteration(NextIteration("observe", times="none"))
         done += 1
         is_told = done >= max(iterations, _UNTIL_TOLD) and seen.reports is not None
         if is_told and seen.reports is not None and not seen.reports.failed:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from perseus_ds.policy.selector import Forecast
 from perseus_ds.runtime.job import Rank
 
 T = TypeVar("T")
+Times: TypeAlias = Literal["all", "passes", "none"]
 # Short, since a rank that is told to end must be able to tell the others so within the time that a scheduler gives.
 _LOOK_EVERY_S = 1.0
 
@@ -81,6 +82,7 @@ class NextIteration:
         plan: This pipeline's plan, as a place on the frontier; None without one.
         forecast: Prediction for the whole job; None without a plan.
         aligns_tail: Whether all ranks begin the tail together, to tell it from waiting.
+        times: Which operations are timed: what nobody asks for costs training nothing.
         shape: Number of the shape of its inputs, where shapes have plans of their own.
         by_shape: What to run instead, by the number of the shape of the first inputs; an iteration with others runs at
             default clocks. Empty where all shapes run alike.
@@ -99,6 +101,7 @@ class NextIteration:
     plan: int | None = None
     forecast: Forecast | None = None
     aligns_tail: bool = False
+    times: Times = "all"
     shape: int | None = None
     by_shape: Mapping[float, NextIteration] = field(default_factory=dict)
     tell_shapes: Callable[[float, float], None] | None = None
@@ -112,7 +115,7 @@ class NextIteration:
 
 
 # At default clocks, in a job that runs plans in other iterations.
-UNPLANNED = NextIteration("observe", status={"plan": None})
+UNPLANNED = NextIteration("observe", times="none", status={"plan": None})
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ class IterationMeasurement:
         return self.used_j()
 
     def spans(self) -> list[Span]:
-        """Return the operations."""
+        """Return the operations that were timed."""
         return self.finished.spans()
 
 

@@ -24,6 +24,7 @@ from perseus_ds.runtime.iterations import (
     NextIteration,
     NextPhase,
     Resumed,
+    Times,
     wait_until_over,
 )
 from perseus_ds.runtime.job import Job, Rank
@@ -43,6 +44,8 @@ class ModeDriver:
 
     Attributes:
         next: The request for the next iteration.
+        unsent: Returns the report of the last iteration, which is still to be sent once the device has done it; None
+            where there is none.
     """
 
     def __init__(
@@ -77,9 +80,10 @@ class ModeDriver:
         self._ended: IterationContext | None = None
         self._ended_s: float | None = None
         self._halted_s = 0.0
-        self._unsent: Callable[[], tuple[RankReport, Sequence[float]]] | None = None
+        self.unsent: Callable[[], tuple[RankReport, Sequence[float]]] | None = None
         self._is_known: Callable[[], bool] = bool
         self._keep: Callable[[], None] | None = None
+        self._keeps_timeline = False
         self._is_closed = False
         if job.config.mode in ("run", "auto"):
             _check_deadline(job, rank, recorder)
@@ -88,12 +92,11 @@ class ModeDriver:
         self._back_off = BackOff(_BACK_OFF)
         self._mode = self._start()
         self.next: NextIteration = next(self._mode)
-        self._by_shape = bool(self.next.by_shape)
 
-    @property
-    def holds_report(self) -> bool:
-        """Whether the report of the last iteration is still to be sent, once the device has done it."""
-        return self._unsent is not None
+    def times(self) -> Times:
+        """Return which operations of the next iteration are to be timed; asked for once, when it begins."""
+        self._keeps_timeline = not self.next.by_shape and self._timelines.wants(self.next.phase, self.next.plan)
+        return "all" if self._keeps_timeline or self.next.by_shape else self.next.times
 
     def halt(self) -> None:
         """Wait with all ranks before an iteration, for as long as the mode asks; errors never end training."""
@@ -141,7 +144,7 @@ class ModeDriver:
         )
         if not seen.failed:
             ran = replace(ran, plan=self.next.plan, forecast=self.next.forecast)
-        if not self._by_shape and self._timelines.wants(self.next.phase, self.next.plan):
+        if self._keeps_timeline:
             self._keep = partial(self._timelines.keep, Ran(ran.number, ran.phase, ran.plan, seen.clock_mhz), seen)
         if reports is not None and reports.closed:
             self.observe()
@@ -149,8 +152,7 @@ class ModeDriver:
             self._advance(seen)
         is_over = self.next.phase != ran.phase
         self._ended = replace(ran, next_phase=NextPhase(self.next.phase, 0.0) if is_over else self.next.next_phase)
-        self._by_shape = bool(self.next.by_shape)
-        self._unsent = partial(self._report, seen, own, self.next)
+        self.unsent = partial(self._report, seen, own, self.next)
         self._is_known = seen.is_known
         # With tails aligned, ranks exchange something else within the next iteration, all at the same place in it.
         # Where the device is done already, only the driver's answer is missing; a script may end the connections now.
@@ -164,7 +166,7 @@ class ModeDriver:
 
     def send_report(self) -> None:
         """Send the report of the last iteration, unless it was sent; wait for the device."""
-        unsent, self._unsent = self._unsent, None
+        unsent, self.unsent = self.unsent, None
         try:
             if unsent is not None:
                 self._exchange.send(*unsent())
@@ -237,7 +239,7 @@ class ModeDriver:
         self._is_closed = True
         self._rank.beside_training.close()
         end_s = self._rank.timebase.now_s() + _LAST_REPORTS_S
-        while self.holds_report and not self._is_known() and self._rank.timebase.now_s() < end_s:
+        while self.unsent is not None and not self._is_known() and self._rank.timebase.now_s() < end_s:
             self._rank.timebase.sleep(_POLL_S)
         if self._rank.communicator.is_connected:
             self.send_report_if_known()

@@ -34,7 +34,7 @@ from perseus_ds.ranks import Communicator, PipelineTopology
 from perseus_ds.runtime.config import PerseusConfig, parse_block
 from perseus_ds.runtime.devices import execution_on, open_gpu, with_permission
 from perseus_ds.runtime.fallback import Fallback
-from perseus_ds.runtime.iterations import EnergyUse, IterationMeasurement, NextIteration
+from perseus_ds.runtime.iterations import EnergyUse, IterationMeasurement, NextIteration, Times
 from perseus_ds.runtime.job import Job, Rank
 from perseus_ds.runtime.mode_driver import ModeDriver
 from perseus_ds.runtime.recorder import Monitor, Recorder
@@ -45,6 +45,7 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 logger = logging.getLogger("perseus_ds")
 _IDLE_S = 2.0
 _LATENCY_MOVED = 0.2
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ class PerseusRuntime:
         self._fallback = Fallback(communicator.topology.rank, clocks, timebase, self._tell)
         self.rank = Rank(communicator, gpu, clocks, timers, device, timebase)
         self._hooks = OperationHooks(timers, clocks, communicator)
+        self._simulated = timers if isinstance(timers, SimulatedExecution) else None
         self._recorder = Recorder(
             communicator, job.output_dir, simulated=gpu.simulated, monitor=monitor, steps_per_print=steps_per_print
         )
@@ -261,7 +263,8 @@ class PerseusRuntime:
         plan = self.next.clocks if self._has_clocks else ClockPlan.none()
         self._shapes = InputShapes(self._forwards, self.next.tell_shapes)
         aligns_tail = self.next.aligns_tail and self._has_tail
-        begun = self._energy_at(self._hooks.start_iteration())  # before the clock is set, which takes a while
+        # Before the clock is set, which takes a while.
+        begun = self._energy_at(self._hooks.start_iteration(self._driver.times()))
         self._hooks.change_plan(plan, aligns_tail=aligns_tail)
         start_s = self.rank.timebase.now_s()
         self._in_iteration = True
@@ -296,18 +299,19 @@ class PerseusRuntime:
 
         Args:
             operation: The operation.
-            inputs: The shapes of its inputs, or whatever tells them from others; nothing where they are not known.
+            inputs: The shapes of a forward's inputs, or whatever tells them from others; nothing where they are not
+                known, and of other operations.
         """
         if not self._in_iteration:
-            return nullcontext()
-        if self._driver.holds_report:
+            return _NOTHING
+        if self._driver.unsent is not None:
             self._driver.send_report_if_known()
-        if isinstance(operation, Compute):
-            if isinstance(self.rank.timers, SimulatedExecution):
-                self.rank.timers.input_shapes = inputs
-            if inputs and operation.instruction.kind is Kind.FORWARD:
-                self._take_in(float((hash(inputs) & 0xFFFFFFFF) + 1))
-        return OperationScope(self._hooks, operation)
+        if self._simulated is not None:
+            self._simulated.input_shapes = inputs
+        if inputs and isinstance(operation, Compute) and operation.instruction.kind is Kind.FORWARD:
+            self._take_in(float((hash(inputs) & 0xFFFFFFFF) + 1))
+        self._hooks.operation = operation
+        return self._hooks
 
     def _take_in(self, shapes: float) -> None:
         """Note the shapes of a forward's inputs; if they are the first, run what iterations that begin so run."""
@@ -451,9 +455,12 @@ def _profile_info(facts: RankFacts, schedule: Schedule, gpu: Gpu, topology: Pipe
 
 
 class OperationHooks:
-    """Called at the begin and end of the operations of one iteration after the other, on the training thread.
+    """Surround the operations of one iteration after the other, on the training thread.
+
+    They are one context manager for all operations, which do not overlap: making one for each would take time.
 
     Attributes:
+        operation: The operation to surround.
         plan: The clocks of this iteration.
         requested: The clocks that are requested for it.
     """
@@ -472,12 +479,22 @@ class OperationHooks:
         self.plan = ClockPlan.none()
         self.requested = IterationClocks()
         self._requested_for: tuple[ClockPlan, float] = self.plan, 0.0
+        self.operation: Operation | None = None
+        self._position = 0
         self._transition: ClockTransition | None = None
         self._aligns_tail = False
+        self._times_passes = self._times_others = True
         self._begun: DeviceEvent | None = None
 
-    def start_iteration(self) -> DeviceEvent:
-        """Begin an iteration; returns when the device begins it. Its clocks are to be chosen next."""
+    def start_iteration(self, times: Times = "all") -> DeviceEvent:
+        """Begin an iteration; returns when the device begins it. Its clocks are to be chosen next.
+
+        Args:
+            times: The operations that are to be timed.
+        """
+        self._position = 0
+        self._times_passes = times != "none" or self._timers.needs_all
+        self._times_others = times == "all" or self._timers.needs_all
         self._begun = self._timers.start_iteration()
         return self._begun
 
@@ -504,46 +521,46 @@ class OperationHooks:
         self.plan, self.requested, self._transition = ClockPlan.none(), IterationClocks(), None
         self._clocks.request(None)
 
-    def begin(self, operation: Operation) -> None:
+    def __enter__(self) -> None:
         """An operation is about to be issued: its clock is due, and the next one's may have to be asked for early."""
-        if not isinstance(operation, Compute):
-            self._timers.begin(operation)
+        operation = self.operation
+        if type(operation) is not Compute:
+            if self._times_others and operation is not None:
+                self._timers.begin(operation)
             return
         if self._aligns_tail and operation.instruction.kind is Kind.TAIL:
             self._aligns_tail = False
             self._timers.wait()
             with contextlib.suppress(ConnectionLostError):  # the next report says so
                 self._communicator.barrier()
-        transition = self._transition = self.requested.by_instruction.get(operation.instruction)
-        if transition is None:
-            self._timers.begin(operation)
-            return
-        self._clocks.request(transition.clock_mhz)
-        begun = self._timers.begin(operation)
-        if transition.early_s is not None:
+        requested = self.requested
+        transition = self._transition = self._planned_around(operation, requested) if requested.by_instruction else None
+        if transition is not None:
+            self._clocks.request(transition.clock_mhz)
+        begun = self._timers.begin(operation) if self._times_passes else None
+        if transition is not None and transition.early_s is not None:
+            begun = self._timers.event() if begun is None else begun
             self._clocks.request_early(transition.next_clock_mhz, begun, transition.early_s)
-
-    def end(self, operation: Operation) -> None:
-        """An operation was issued: as soon as it is over, the next instruction's clock is due."""
-        ended = self._timers.end(operation)
-        transition = self._transition  # another thread may drop it
-        if transition is not None and isinstance(operation, Compute):
-            self._clocks.request(transition.next_clock_mhz, ended)
-
-
-class OperationScope:
-    """A context manager around one operation; no generator, since it is entered for each operation."""
-
-    __slots__ = ("_hooks", "_operation")
-
-    def __init__(self, hooks: OperationHooks, operation: Operation) -> None:
-        self._hooks = hooks
-        self._operation = operation
-
-    def __enter__(self) -> None:
-        self._hooks.begin(self._operation)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._hooks.end(self._operation)
+        """An operation was issued: as soon as it is over, the next instruction's clock is due."""
+        operation, transition = self.operation, self._transition  # another thread may drop it
+        if type(operation) is not Compute:
+            if self._times_others and operation is not None:
+                self._timers.end(operation)
+            return
+        ended = self._timers.end(operation) if self._times_passes else None
+        if transition is not None and transition.next_clock_mhz != transition.clock_mhz:
+            self._clocks.request(transition.next_clock_mhz, self._timers.event() if ended is None else ended)
+
+    def _planned_around(self, operation: Compute, requested: IterationClocks) -> ClockTransition | None:
+        """Return what to request around the next instruction of an iteration."""
+        position, ran = self._position, requested.ran
+        self._position = position + 1
+        if position < len(ran) and ran[position][0] is operation:
+            return ran[position][1]
+        transition = requested.by_instruction.get(operation.instruction)
+        ran[position:] = [(operation, transition)]
+        return transition

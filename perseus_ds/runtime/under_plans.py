@@ -422,10 +422,13 @@ class PlanRunner:
 
     def _with_report(self, seen: IterationMeasurement | None = None) -> NextIteration:
         """Return the next iteration, with what this rank reports of the last one and rank 0 of its decision."""
-        looks = bool(self._frontier.instruction_times_s) and self._iterations % _DRIFT_EVERY == 0
+        knows_times = bool(self._frontier.instruction_times_s)
+        looks = knows_times and self._iterations % _DRIFT_EVERY == 0
+        will_look = knows_times and (self._iterations + 1) % _DRIFT_EVERY == 0
         later = partial(self._own_times, seen, self._ran.assignment, looks) if seen is not None else dict
         return replace(
             self._planned,
+            times="passes" if will_look or self._topology.data_parallel > 1 else "none",
             reported=self._selector.decided.assigned(),
             reported_later=later,
             stretch_factors=self._selector.sent_factors,

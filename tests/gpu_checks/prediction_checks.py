@@ -78,7 +78,7 @@ def _kept_iterations(timers: Any) -> list[Any]:
         del kept[:-_KEPT]
         return kept[-1]
 
-    timers.finish_iteration = finish_and_keep
+    timers.finish_iteration, timers.needs_all = finish_and_keep, True
     return kept
 
 

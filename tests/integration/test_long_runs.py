@@ -19,10 +19,10 @@ def test_thousands_of_iterations_use_no_more_of_anything_than_hundreds(tmp_path)
         early, late = report["resources"]
         print(f"rank {rank}: after {LOOKS[0]} iterations {early}, after {LOOKS[-1]} {late}")
         assert late["threads"] == early["threads"]
-        assert late["handles"] - early["handles"] <= 2, "records are just being written"
-        # Measures keep the last 2 000 iterations of a series, which is reached here.
-        assert late["objects"] - early["objects"] < 1000, "less than one object in two iterations"
-        assert late["memory_bytes"] - early["memory_bytes"] < 8e6
+        assert late["handles"] == early["handles"]
+        # A comparison that is under way keeps its blocks, some 200 objects.
+        assert late["objects"] - early["objects"] < 500, "less than one object in four iterations"
+        assert late["memory_bytes"] - early["memory_bytes"] < 4e6
     assert len(finished.iterations()) == LOOKS[-1] + 1
 
 

@@ -7,7 +7,7 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Load
-from perseus_ds.runtime.runtime import OperationHooks, OperationScope
+from perseus_ds.runtime.runtime import OperationHooks
 
 SCHEDULE = one_f_one_b(ranks=1, micro_batches=2)
 STREAM = tuple(i for i in SCHEDULE.instructions[0] if i.kind is not Kind.TAIL)
@@ -20,6 +20,7 @@ class Calls:
     """Timers, clocks and communicator in one, which note what they are asked for."""
 
     latency_s = 0.0
+    needs_all = False
 
     def __init__(self):
         self.made = []
@@ -40,6 +41,9 @@ class Calls:
     def end(self, operation):
         self.made.append(("end", operation))
         return ("ended", operation)
+
+    def event(self):
+        return "all of it"
 
     def wait(self):
         self.made.append("wait")
@@ -63,9 +67,10 @@ def begin(hooks, plan, **settings):
     hooks.change_plan(plan, **settings)
 
 
-def surround(hooks, operation):
-    with OperationScope(hooks, operation):
-        pass
+def surround(hooks, operation, during=lambda: None):
+    hooks.operation = operation
+    with hooks:
+        during()
 
 
 def test_the_first_clock_is_asked_for_once_the_device_has_done_the_iteration_before(hooks, calls):
@@ -116,9 +121,7 @@ def test_the_first_command_of_the_tail_waits_for_the_device_and_for_all_ranks(ho
 
 def test_a_dropped_plan_asks_for_nothing_but_default_clocks(hooks, calls):
     begin(hooks, ClockPlan.of_rank(PLAN, 0))
-    operation = Compute(STREAM[0])
-    with OperationScope(hooks, operation):
-        hooks.drop_plan()
+    surround(hooks, Compute(STREAM[0]), during=hooks.drop_plan)
     surround(hooks, Compute(STREAM[1]))
     requests = [call[1] for call in calls.made if call[0] == "request"]
     assert requests == [1410, 1410, None]

@@ -187,8 +187,8 @@ def beside_training():
     return threads + [child for child in children if "perseus_ds.optimizer.worker" in " ".join(child.cmdline())]
 
 
-def test_a_profile_that_was_not_finished_is_spoken_of(start, stub, caplog):
+def test_a_profile_that_was_not_finished_is_spoken_of(start, stub, capsys):
     runtime = start(NvmlGpu(0), mode="profile")
     train(runtime)
     runtime.close()
-    assert caplog.text.count("ended before the profile was finished") == 1
+    assert capsys.readouterr().out.count("ended before the profile was complete") == 1

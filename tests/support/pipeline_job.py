@@ -208,7 +208,8 @@ def is_ordered(file: Path) -> bool:
 
 
 def resources_of(engine) -> dict[str, int]:
-    """Return what a job that runs for weeks must not use ever more of."""
+    """Return what a job that runs for weeks must not use ever more of, once its records are written."""
+    engine.perseus.runtime.carry_out({"command": "status"})
     gc.collect()
     process = psutil.Process()
     return {

@@ -21,6 +21,7 @@ from perseus_ds.engines.deepspeed.contract import check_deepspeed, check_engine
 from perseus_ds.engines.engine import Engine, Session, attach_to, reported_once
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.pipeline.commands import RepeatedReader, is_batched, read_stream
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Other, Schedule
 from perseus_ds.ranks import PipelineTopology
 from perseus_ds.runtime.config import PerseusConfig, parse_block, settings_of
@@ -145,16 +146,19 @@ class DeepSpeedEngine(Engine):
         operations = self._reader.read(command)
         if not operations:
             return _NOTHING
-        inputs = self._input_shapes(command.kwargs) if isinstance(operations[0], Compute) else ()
-        return session.operation(operations[0], inputs)
+        operation = operations[0]
+        if type(operation) is Compute and operation.instruction.kind is Kind.FORWARD:
+            return session.operation(operation, self._input_shapes(command.kwargs))
+        return session.operation(operation)
 
     def _input_shapes(self, arguments: Mapping[str, Any]) -> tuple[torch.Size, ...]:
         """Return the shapes of the inputs that a command works on; none where the engine keeps them in its own way."""
         try:
             buffers, slot = self._engine.pipe_buffers["inputs"], arguments.get("buffer_id")
             inputs = buffers[slot] if slot is not None and slot < len(buffers) else ()
-            values = (inputs,) if torch.is_tensor(inputs) else inputs or ()
-            return tuple(value.shape for value in values if torch.is_tensor(value))
+            if isinstance(inputs, torch.Tensor):
+                return (inputs.shape,)
+            return tuple([value.shape for value in inputs or () if isinstance(value, torch.Tensor)])
         except (AttributeError, KeyError, TypeError, IndexError):
             return ()
 
