@@ -243,15 +243,10 @@ class LeafChannel(StoreChannel):
                 rows[:, FIELDS.index("energy_j")] *= draw.normal(1, 0.01, len(rows))
                 rows[:, FIELDS.index("computed_s")] *= draw.normal(1, 0.002, len(rows)) * self._slow
                 content = b""
+            key = f"perseus/0-{self.world_size - 1}/{number}"
             for rank, row in zip(self._others, rows.tolist(), strict=True):
-                contribute(
-                    self._store_of_others,
-                    f"perseus/0-{self.world_size - 1}/{number}",
-                    rank=rank,
-                    size=self.world_size,
-                    numbers=row,
-                    content=content,
-                )
+                signed = content and self._connection.signed(key, rank, content)
+                contribute(self._store_of_others, key, rank=rank, size=self.world_size, numbers=row, content=signed)
 
 
 def rank_0_and_a_leaf(ranks: int, until_run: int = UNTIL_RUN, measured: int = MEASURED) -> dict[str, float]:

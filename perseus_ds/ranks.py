@@ -8,18 +8,23 @@ part in it, and no GPU stream is used. All other collectives are exchanges for w
 A rank that loses its connection, or waits too long, says so in the store, and rank 0 ends the store: so all ranks lose
 their connections, fall back to default clocks, and train on. At an orderly end, every rank says when it has the last
 answer, and rank 0 serves the store until all of them have.
+
+Whoever reaches the store's port may write to it. What ranks unpickle is therefore signed with a key that rank 0 has
+given to all ranks by the job's own collectives.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import hmac
 import logging
 import math
 import os
 import pickle
 import queue
 import resource
+import secrets
 import socket
 import struct
 import threading
@@ -59,6 +64,7 @@ _LONGEST_WAIT_S = 90.0
 _RANK_0_ENDS_S, _RANK_ENDS_S = 5.0, 1.0
 _LOST = "perseus/lost"
 _FRAME = struct.Struct("<II")  # rank, bytes
+_SIGNATURE = 32  # bytes
 # Beside connections: files of a process.
 _OTHER_FILES = 512
 logger = logging.getLogger("perseus_ds")
@@ -265,6 +271,7 @@ class Connection:
         address: Host and port of the store.
         server: The store, on rank 0.
         longest_wait_s: After which a training thread that waits for other ranks gives the connection up [s].
+        secret: The same on all ranks: signs what they send.
     """
 
     def __init__(
@@ -273,8 +280,11 @@ class Connection:
         world_size: int,
         address: tuple[str, int],
         server: Any = None,
+        *,
         longest_wait_s: float = _LONGEST_WAIT_S,
+        secret: bytes = b"",
     ) -> None:
+        self._secret = secret
         self.rank = rank
         self.world_size = world_size
         self._address = address
@@ -296,14 +306,16 @@ class Connection:
                 _allow_files(world_size + _OTHER_FILES)
                 host = os.environ.get("MASTER_ADDR") or socket.gethostname()
                 server = _store(host, 0, is_master=True)
-                served = [(host, server.port)]
+                served = [(host, server.port, secrets.token_bytes())]
             except (RuntimeError, OSError) as error:
                 served = [PerseusError(f"rank 0 cannot serve a key-value store: {_first_line(error)}")]
         dist.broadcast_object_list(served)
         if isinstance(served[0], PerseusError):
             raise served[0]
+        host, port, secret = served[0]
         # Before the job's own collectives, which wait for ranks that wait here, end the job.
-        return cls(rank, world_size, served[0], server, min(_LONGEST_WAIT_S, _timeout_s() / 2))
+        longest_wait_s = min(_LONGEST_WAIT_S, _timeout_s() / 2)
+        return cls(rank, world_size, (host, port), server, longest_wait_s=longest_wait_s, secret=secret)
 
     def open(self) -> Any:
         """Return a client of the store.
@@ -321,6 +333,21 @@ class Connection:
                 "MASTER_ADDR, on every node, to an address of rank 0's node that all nodes reach, and let them "
                 "connect with any port there."
             ) from error
+
+    def signed(self, key: str, rank: int, content: bytes) -> bytes:
+        """Return what a rank sends by a key, with the job's signature."""
+        return hmac.digest(self._secret, b"%s %d %s" % (key.encode(), rank, content), "sha256") + content
+
+    def verified(self, key: str, rank: int, signed: bytes) -> bytes:
+        """Return what a rank has sent by a key.
+
+        Raises:
+            ConnectionLostError: It is of somebody else.
+        """
+        content = signed[_SIGNATURE:]
+        if not hmac.compare_digest(self.signed(key, rank, content), signed):
+            raise ConnectionLostError(f"what rank {rank} seems to have sent is not signed by this job")
+        return content
 
     def check(self) -> None:
         """Raise an error if it is lost.
@@ -432,7 +459,8 @@ class StoreChannel:
 
         def run() -> None:
             try:
-                contribute(self._store, key, rank=self.rank, size=len(ranks), numbers=numbers, content=content)
+                signed = content and connection.signed(key, self.rank, content)
+                contribute(self._store, key, rank=self.rank, size=len(ranks), numbers=numbers, content=signed)
                 future.set_result(self._answer(key, before, ranks, reduce))
             except Exception as error:  # the store is gone, or the connection with it
                 future.set_exception(connection.lose(error))
@@ -449,15 +477,18 @@ class StoreChannel:
         store = self._store
         if self.rank != ranks[0]:
             store.wait([f"{key}/answer"], _NO_TIMEOUT)
-            return pickle.loads(zlib.decompress(store.get(f"{key}/answer")))  # type: ignore[no-any-return]
+            signed = store.get(f"{key}/answer")
+            return pickle.loads(zlib.decompress(self._connection.verified(key, ranks[0], signed)))  # type: ignore[no-any-return]
         store.wait([f"{key}/all"], _NO_TIMEOUT)
-        rows, contents = collected(store, key)
+        rows, signed_by_rank = collected(store, key)
+        contents = {rank: self._connection.verified(key, rank, signed) for rank, signed in signed_by_rank.items()}
         answer: Any = None
         try:
             answer = reduce(rows, [contents.get(rank, b"") for rank in ranks])
         except Exception:  # the other ranks wait for their answers
             logger.exception("perseus: unexpected")
-        store.set(f"{key}/answer", zlib.compress(pickle.dumps(answer), 1))
+        compressed = zlib.compress(pickle.dumps(answer), 1)
+        store.set(f"{key}/answer", self._connection.signed(key, self.rank, compressed))
         # All ranks have had the answer before if they have begun this exchange.
         delete(store, key, f"{before}/answer")
         return answer  # type: ignore[no-any-return]

@@ -5,11 +5,13 @@ Ranks are threads of this process, each with a client of a real store.
 
 import datetime
 import os
+import pickle
 import socket
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -113,6 +115,27 @@ def test_collectives_give_each_rank_what_their_names_say(job):
         return communicator.pipeline_of_rank.tolist()
 
     assert job.all(use) == [[0, 1, 0, 1], [], [], []]
+
+
+class Unpickled:
+    """Notes that it was unpickled."""
+
+    times = 0
+
+    def __reduce__(self):
+        return note_unpickled, ()
+
+
+def note_unpickled():
+    Unpickled.times += 1
+
+
+def test_what_others_write_into_the_store_is_not_unpickled(job):
+    stranger = dist.TCPStore(*job.address, is_master=False, wait_for_workers=False)
+    for number in range(100):
+        stranger.set(f"perseus/0-{SIZE - 1}/{number}/answer", zlib.compress(pickle.dumps(Unpickled())))
+    assert any("signed" in error for error in job.errors(Communicator.barrier))
+    assert Unpickled.times == 0
 
 
 @pytest.mark.parametrize("error", [PerseusError("five"), ZeroDivisionError("five")])
