@@ -1,22 +1,28 @@
 """How many functions of Perseus a clock passes from ``train_batch`` to the driver, and an iteration to its record.
 
     python benchmarks/call_path.py
+    python benchmarks/call_path.py --count    # how many functions are called for each pass, and for each iteration
 
 One rank of DeepSpeed trains under a plan that changes the clock at every pass, on the tests' stub driver. One iteration
 is traced with ``sys.setprofile``. Printed are the functions that are open when the training thread hands a request to
 the clocks' thread, those that are open there when the driver is called, and the same for a record; and how many
 functions were called on each side, those that have returned included.
+
+Counted are all functions that the training thread calls, written in Python or in C, less those that it calls for the
+same engine without Perseus. Iterations with two numbers of micro-batches tell what is for each pass, loads of
+micro-batches included, from what is for each iteration. Under the plan, the clock changes at every pass.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,6 +32,7 @@ _PACKAGE = str(ROOT / "perseus_ds") + os.sep
 _DRIVER = "nvmlDeviceSetGpuLockedClocks"
 _WAITS = ("threading.py", "queue.py", "selectors.py")
 _MICRO_BATCHES, _PASS_S, _WARM_UP = 4, 0.05, 6
+_COUNTED_MICRO_BATCHES, _COUNTED = (8, 24), 4
 
 
 class Trace:
@@ -96,11 +103,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         stub = StubNvml(build(Path(folder)), Path(folder) / "state", 1)
         path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, __file__, "--child"]
         environment = {**os.environ, **stub.environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(done.stderr[-3000:])
+
+        def child(*arguments: object) -> list[str]:
+            command = [sys.executable, __file__, "--child", *map(str, arguments)]
+            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(done.stderr[-3000:])
+            return done.stdout.splitlines()
+
+        if sys.argv[1:] == ["--count"]:
+            for mode in ("observe", "run"):
+                _print_counts(mode, [json.loads(child(mode, number)[-1]) for number in _COUNTED_MICRO_BATCHES])
+        else:
+            print("\n".join(child()))
 
 
 def trace() -> None:
@@ -129,6 +145,40 @@ def trace() -> None:
     os._exit(0)
 
 
+def count(mode: str, micro_batches: int) -> None:
+    """Print how many functions, written in Python and in C, Perseus adds to an iteration."""
+    import overhead
+    import torch
+
+    _, frontier = overhead._plan(micro_batches=micro_batches)
+    block = {"mode": mode, "device": "nvml", "output_dir": tempfile.mkdtemp()}
+    engine = overhead._engine({**block, "frontier": frontier} if mode == "run" else block, 0.004, micro_batches)
+    data = iter(lambda: (torch.zeros(1, 8), torch.zeros(1, 8)), None)
+    with_perseus = type(engine)
+    calls: Counter[str] = Counter()
+    counted = []
+    for engine_class in (with_perseus, with_perseus.__mro__[2]):
+        engine.__class__ = engine_class
+        for _ in range(_WARM_UP):
+            engine.train_batch(data)
+        calls.clear()
+        sys.setprofile(lambda frame, event, argument: calls.update((event,)))
+        for _ in range(_COUNTED):
+            engine.train_batch(data)
+        sys.setprofile(None)
+        counted.append([calls[event] / _COUNTED for event in ("call", "c_call")])
+    print(json.dumps([ours - plain for ours, plain in zip(*counted, strict=True)]))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _print_counts(mode: str, counts: list[list[float]]) -> None:
+    few, many = (2 * micro_batches for micro_batches in _COUNTED_MICRO_BATCHES)
+    for language, at_few, at_many in zip(("Python", "C"), *counts, strict=True):
+        each = (at_many - at_few) / (many - few)
+        print(f"{mode}, functions in {language}: {each:.1f} a pass, {at_few - few * each:.0f} an iteration", flush=True)
+
+
 def _print(what: str, before: list[tuple[list[str], int]], after: list[tuple[list[str], int]]) -> None:
     """Print one side after the other, of each the longest path of those seen."""
     (ours, ours_called), (theirs, theirs_called) = _longest(before), _longest(after)
@@ -146,4 +196,9 @@ def _longest(found: list[tuple[list[str], int]]) -> tuple[list[str], int]:
 
 
 if __name__ == "__main__":
-    trace() if sys.argv[1:] == ["--child"] else main()
+    if sys.argv[1:] == ["--child"]:
+        trace()
+    elif sys.argv[1:2] == ["--child"]:
+        count(sys.argv[2], int(sys.argv[3]))
+    else:
+        main()
