@@ -274,11 +274,11 @@ class PlanSelector:
 
     @property
     def promised_power(self) -> float:
-        """Power of the job under the plans in force relative to default clocks, by the profile; 1 but on rank 0."""
+        """Power relative to default clocks with which plans keep both of their promises; 1 but on rank 0."""
         if not self.in_force.plans:
             return 1.0
         forecast = self.in_force.forecast(self._frontier, 1)
-        return forecast.energy_j / forecast.time_s / (forecast.default_energy_j / forecast.default_time_s)
+        return forecast.energy_j / forecast.default_energy_j / (1 + self.in_force.promised_slowdown)
 
     def plan_of_this_rank(self) -> int:
         """Return the plan in force of this rank's pipeline, as a place on the frontier."""

@@ -204,7 +204,8 @@ def _profile_and_run(
                 continue
             if _has_faster_plan(recorder, runner, result, turns):
                 continue
-            is_stale = _is_stale(job, rank, frontier, runner.default)
+            measured = default.sample if default.sample.is_enough else runner.default
+            is_stale = _is_stale(job, rank, frontier, measured)
             iterations = back_off.next(control.steps) if profiles or not is_stale else 0
             yield from _back_off(recorder, runner, result, iterations)
             turns = 0
