@@ -31,6 +31,9 @@ def optimise(job: Job, rank: Rank, default: DefaultIterations, switch_cost_s: fl
     # A run at a lower clock needs the latency once to begin and once to end.
     least_dwell_s = 2 * rank.communicator.all_max(rank.clocks.latency_s)
 
+    # A request that comes late delays the instruction after it, whatever was learnt from plans that ran.
+    price_s = max(switch_cost_s, rank.communicator.all_max(rank.clocks.thread_late_s))
+
     def start() -> None:
         nonlocal worker
         request = OptimizeRequest(
@@ -38,7 +41,7 @@ def optimise(job: Job, rank: Rank, default: DefaultIterations, switch_cost_s: fl
             out=job.output_dir,
             schedule=ScheduleStreams.of(job.schedule),
             switch_cost_j=_SWITCH_COST_J,
-            switch_cost_s=switch_cost_s,
+            switch_cost_s=price_s,
             least_dwell_s=least_dwell_s,
         )
         worker = OptimizeWorker(request, job.output_dir / "optimize.log")

@@ -41,6 +41,22 @@ class LaterEvent:
         return self.passed.is_set()
 
 
+class EventWithHeldLock:
+    """Passes at a time; a thread that waits for it goes on later, as while another one holds the interpreter's lock."""
+
+    def __init__(self, now, at_s, held_s):
+        self._time, self._at_s, self._held_s = now, at_s, held_s
+
+    def passed_s(self):
+        return self._at_s
+
+    def synchronize(self):
+        self._time.sleep(self._at_s + self._held_s - self._time.now_s())
+
+    def query(self):
+        return self._time.now_s() >= self._at_s
+
+
 @pytest.fixture
 def now():
     return VirtualTime()
@@ -540,3 +556,13 @@ def test_a_switch_interval_that_is_set_meanwhile_stays():
     sys.setswitchinterval(0.01)
     interval.close()
     assert sys.getswitchinterval() == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(("held_s", "late_s"), [(0.001, 0.0), (0.006, 0.006)])
+def test_a_thread_that_is_kept_from_going_on_says_by_how_much(now, gpu, held_s, late_s):
+    clocks = ClockController(gpu, lambda error: None, timebase=now)
+    for number in range(5):
+        clocks.request((1200, 1410)[number % 2], EventWithHeldLock(now, now.now_s() + 0.1, held_s))
+        now.sleep(A_WHILE_S)
+    assert clocks.thread_late_s == pytest.approx(late_s, abs=1e-6)
+    clocks.close()
