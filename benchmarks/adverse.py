@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from perseus_ds.clocks.latency import LatencyTable
 from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.gpu.simulated import CONDITIONS
 from perseus_ds.profiler import online
@@ -97,7 +98,7 @@ def without_countermeasures() -> Any:
     """Turn off what is done about late clocks, noisy counters and delays by clock changes."""
     transitions = ClockPlan.transitions
     with (
-        patch.object(ClockPlan, "transitions", lambda plan, latency_s: transitions(plan, 0.0)),
+        patch.object(ClockPlan, "transitions", lambda plan, latencies: transitions(plan, LatencyTable())),
         patch.object(online.OnlineProfiler, "_variation", lambda *_: 2e-5),
         patch.object(profiling, "_KNOWN", math.inf),
         patch.object(modes, "_has_other_switch_cost", lambda *_, **__: False),

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from perseus_ds.clocks.latency import LatencyTable
 from perseus_ds.engines.deepspeed.contract import REMEDY, deepspeed_problem
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.energy_counter import counter_period_s
@@ -195,28 +196,40 @@ def _energy(gpu: NvmlGpu, timebase: Timebase) -> Finding:
 
 
 def _lock(gpu: NvmlGpu, timebase: Timebase) -> Finding:
-    """Lock a few clocks of the upper half in turn, and return to the default clock."""
+    """Lock a few clocks of the upper half, one higher than the other and back, and return to the default clock."""
     clocks = gpu.supported_clocks_mhz()
     upper = clocks[len(clocks) // 2 :]
+    rising = upper[:: max(1, len(upper) // _CLOCKS_TRIED)][-_CLOCKS_TRIED:]
     calls_s: list[float] = []
-    settled_s: list[float | None] = []
+    latencies_s: dict[tuple[int, bool], list[float]] = {}
+    before_mhz = clocks[-1]
     try:
-        for clock_mhz in upper[:: max(1, len(upper) // _CLOCKS_TRIED)][-_CLOCKS_TRIED:]:
+        for clock_mhz in (*rising, *rising[-2::-1]):
             began_s = timebase.now_s()
             gpu.lock_clock(clock_mhz)
             calls_s.append(timebase.now_s() - began_s)
-            settled_s.append(_wait_for_clock(gpu, clock_mhz, began_s, timebase))
-            if settled_s[-1] is None:
+            settle_s = _wait_for_clock(gpu, clock_mhz, began_s, timebase)
+            if settle_s is None:
                 break
+            latencies_s[clock_mhz, clock_mhz > before_mhz] = [settle_s]
+            before_mhz = clock_mhz
     finally:
         gpu.reset_clock()
     call = f"permitted; the call takes {statistics.median(calls_s) * 1e3:.1f} ms"
-    known_s = [settle_s for settle_s in settled_s if settle_s is not None]
-    if len(known_s) < len(settled_s):
+    if settle_s is None:
         return Finding(
-            "warn", "lock", f"{call}, but the clock did not follow", "Try again under load; see the line on power."
+            "warn",
+            "lock",
+            f"{call}, but {clock_mhz} MHz did not follow within {_SETTLE_TIMEOUT_S:g} s",
+            "Try again under load; see the line on power.",
         )
-    return Finding("ok", "lock", f"{call}, in effect after {statistics.median(known_s) * 1e3:.1f} ms; clock reset")
+    found = LatencyTable(latencies_s)
+    each = ", ".join(
+        f"{clock_mhz} MHz after {1e3 * latency_s:.1f} ms from {'below' if rises else 'above'}"
+        for (clock_mhz, rises), (latency_s,) in sorted(latencies_s.items())
+    )
+    dwell_s = max(found.dwell_s(clock_mhz) for clock_mhz in rising)
+    return Finding("ok", "lock", f"{call}; in effect: {each}; plans need least_dwell_s={dwell_s:.3f}; clock reset")
 
 
 def _wait_for_clock(gpu: NvmlGpu, clock_mhz: int, began_s: float, timebase: Timebase) -> float | None:

@@ -40,9 +40,7 @@ class Arguments:
     switch_cost_j: float = argument(
         "energy that exact assumes for a change of clock when it chooses clocks [J]", 0.0, at_least=0
     )
-    switch_cost_s: float = argument(
-        "delay that exact assumes for the instruction after a change of clock [s]", 0.0, at_least=0
-    )
+    switch_cost_s: float = argument("delay that exact assumes for what follows a change of clock [s]", 0.0, at_least=0)
     least_dwell_s: float = argument("shortest time at one clock in plans of exact [s]", 0.0, at_least=0)
     certificates: bool = argument(
         "true: write certificates.npz too, the proofs of the lower bounds, for perseus-ds verify", False

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from perseus_ds.clocks.events import DeviceEvent
+from perseus_ds.clocks.latency import LatencyTable
 from perseus_ds.clocks.readback import ClockReadback, Refusal
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu
@@ -215,9 +216,9 @@ class ClockController:
         self._wake()
 
     @property
-    def latency_s(self) -> float:
-        """How late a clock follows its request [s]; 0 as long as it is not known."""
-        return self.readback.latency_s
+    def latencies(self) -> LatencyTable:
+        """How late clocks follow their requests; another object once that has changed."""
+        return self.readback.latencies
 
     @property
     def thread_late_s(self) -> float:
@@ -405,8 +406,13 @@ class ClockController:
             left_s = until_s - self._time.now_s()
             if left_s <= 0:
                 return False
+            due_in_s = self._due_in_s()
+            if due_in_s is not None and due_in_s <= 0:
+                self._do_what_is_due()
+                continue
             # An event of the GPU can only be queried; a request without one wakes this thread.
-            self._wait_for_more_than(count, min(left_s, _POLL_S) if count else left_s)
+            waits_s = [left_s, *([_POLL_S] if count else []), *([] if due_in_s is None else [due_in_s])]
+            self._wait_for_more_than(count, min(waits_s))
 
     def _is_overtaken(self) -> bool:
         """Whether the next request that must be done is due already."""

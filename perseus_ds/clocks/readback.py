@@ -9,18 +9,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from perseus_ds.clocks.latency import LatencyTable
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _NO_READING = (math.nan, math.nan)
 _REMEMBERED = 15
-_ENOUGH = 3
 _TOLERANCE = 0.02
 _SETTLE_EVERY = 16
 """After every so many changes, and after each of the first ones, the clock is read until it is the one requested."""
-_SETTLE_POLL_S = 0.001
-_SETTLED_S = 0.05
+_SETTLE_POLL_S, _SETTLE_POLL = 0.001, 0.05
+"""The clock is then read after so long, or so large a part of the time since the call."""
+_SETTLED_S, _TIMED_OUT_S = 0.05, 1.0
+"""Times after the call from which a clock counts as not reached: where such clocks come sooner, and in any case."""
+_MOVED = 0.2
+"""A latency that has changed by so much is another one."""
 _PERIOD_S = 0.5
 _DEFAULT_READINGS = 120
 _HELD_READINGS = 6
@@ -49,6 +53,7 @@ class ClockReadback:
 
     Attributes:
         reading: The clock requested and the clock read when it had had time to follow [MHz]; NaN at default clocks.
+        latencies: How late clocks have followed their requests; replaced when one of them is another.
     """
 
     def __init__(self, gpu: Gpu, on_refusal: Callable[[Refusal], None], timebase: Timebase = REAL_TIME) -> None:
@@ -63,9 +68,13 @@ class ClockReadback:
         self._on_refusal = on_refusal
         self._time = timebase
         self.reading: tuple[float, float] = _NO_READING
-        self._calls_s: deque[float] = deque(maxlen=_REMEMBERED)
-        self._settling_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self.latencies = LatencyTable()
+        self._samples_s: dict[tuple[int, bool], deque[float]] = {}
         self._changes = 0
+        # The clock before the one requested, and how long after its request that one was not there yet.
+        self._before_mhz = 0
+        self._not_yet_s: float | None = None
+        self._took_s = 0.0
         self._refused: set[int] = set()
         self._clock_mhz: int | None = None
         self._called_s = 0.0
@@ -80,17 +89,6 @@ class ClockReadback:
         self._default_readings = _DEFAULT_READINGS
 
     @property
-    def latency_s(self) -> float:
-        """How late a clock follows its request [s]; 0 as long as too few were seen.
-
-        The median time of the driver's calls plus the median time of the changes after them.
-        """
-        if len(self._calls_s) < _ENOUGH or not self._settling_s:
-            return 0.0
-        # Copies, because the clocks' thread adds to them.
-        return statistics.median(tuple(self._calls_s)) + statistics.median(tuple(self._settling_s))
-
-    @property
     def default_mhz(self) -> int | None:
         """The clock of the GPU while it is busy and nobody has locked it [MHz]; None where it was not read."""
         read_mhz = tuple(self._default_mhz)
@@ -98,12 +96,14 @@ class ClockReadback:
 
     def changed(self, clock_mhz: int | None, took_s: float) -> None:
         """Note that the driver has accepted a clock, None for the default, in a call that took some time [s]."""
-        self._called_s = self._time.now_s()
-        self._clock_mhz = clock_mhz
+        if self._is_settling and self._not_yet_s is not None:
+            self._add_latency(self._not_yet_s)
+        self._called_s, self._took_s = self._time.now_s(), took_s
+        self._before_mhz, self._clock_mhz = self._clock_mhz or self._highest_mhz(), clock_mhz
+        self._not_yet_s = None
         if clock_mhz is None:
             self.reading = _NO_READING
         self._changes += 1
-        self._calls_s.append(took_s)
         self._is_settling = clock_mhz is not None and (
             self._changes <= _REMEMBERED or self._changes % _SETTLE_EVERY == 0
         )
@@ -120,8 +120,10 @@ class ClockReadback:
         if self._clock_mhz is None:
             return max(0.0, (self._read_s or 0.0) + _PERIOD_S - now_s) if self._default_readings else None
         if self._is_settling:
-            return max(0.0, (self._read_s or 0.0) + _SETTLE_POLL_S - now_s)
-        return max(self._called_s + _SETTLED_S, (self._read_s or 0.0) + _PERIOD_S, now_s) - now_s
+            poll_s = max(_SETTLE_POLL_S, _SETTLE_POLL * (now_s - self._called_s))
+            return max(0.0, (self._read_s or 0.0) + poll_s - now_s)
+        settled_s = max(_SETTLED_S, self.latencies.dwell_s(self._clock_mhz))
+        return max(self._called_s + settled_s, (self._read_s or 0.0) + _PERIOD_S, now_s) - now_s
 
     def read(self) -> None:
         """Read the clock back."""
@@ -137,17 +139,40 @@ class ClockReadback:
             return
         self._read_s = self._time.now_s()
         since_s = self._read_s - self._called_s
-        is_over = since_s >= _SETTLED_S
-        if reached_mhz >= requested_mhz * (1 - _TOLERANCE):
-            if self._is_settling and reached_mhz <= requested_mhz * (1 + _TOLERANCE):
-                self._settling_s.append(since_s)
-                self._is_settling = False
-        elif is_over:
-            self._refuse(requested_mhz, reached_mhz)
-        if is_over:
+        is_below = reached_mhz < requested_mhz * (1 - _TOLERANCE)
+        if self._is_settling:
+            is_there = _is_at(reached_mhz, requested_mhz)
+            # A clock that has moved, but not to where it should, is limited; that is no latency.
+            stays = _is_at(reached_mhz, self._before_mhz)
+            self._not_yet_s = self._took_s + since_s if is_there or stays else None
+            if not is_there and since_s < _TIMED_OUT_S:
+                return
             self._is_settling = False
-        if not self._is_settling:
-            self.reading = requested_mhz, reached_mhz
+            if self._not_yet_s is not None:
+                self._add_latency(self._not_yet_s)
+        if is_below:
+            self._refuse(requested_mhz, reached_mhz)
+        self.reading = requested_mhz, reached_mhz
+
+    def _highest_mhz(self) -> int:
+        """Return the clock to which a GPU whose clock nobody has locked may go; 0 where it is not told [MHz]."""
+        try:
+            return self._gpu.supported_clocks_mhz()[-1]
+        except GpuError:
+            return 0
+
+    def _add_latency(self, latency_s: float) -> None:
+        """Add a latency of the clock requested, or how late it is at least [s]."""
+        if self._clock_mhz is None or self._before_mhz == self._clock_mhz:
+            return
+        clock_mhz, rises = self._clock_mhz, self._before_mhz < self._clock_mhz
+        self._samples_s.setdefault((clock_mhz, rises), deque(maxlen=_REMEMBERED)).append(latency_s)
+        table = LatencyTable({key: tuple(samples_s) for key, samples_s in self._samples_s.items()})
+        known = self.latencies
+        for figure in (LatencyTable.latest_s, LatencyTable.soonest_s):
+            now_s, before_s = (figure(each, clock_mhz, rises=rises) for each in (table, known))
+            if abs(now_s - before_s) > _MOVED * before_s:
+                self.latencies = table
 
     def _read_default_clocks(self) -> None:
         self._read_s = self._time.now_s()
@@ -176,3 +201,7 @@ class ClockReadback:
         if "idle" not in reasons:  # A GPU with nothing to do may lower its clock by itself.
             self._refused.add(requested_mhz)
             self._on_refusal(Refusal(requested_mhz, reached_mhz, reasons))
+
+
+def _is_at(read_mhz: int, clock_mhz: int) -> bool:
+    return abs(read_mhz - clock_mhz) <= _TOLERANCE * clock_mhz

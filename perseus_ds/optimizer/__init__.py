@@ -44,7 +44,7 @@ def optimize(
         solver: ``exact`` plans against a proven bound; ``lowtime`` is the published solver.
         plans: For how many deadlines ``exact`` plans; about so many plans come back.
         switch_cost_j: What a change of clock is taken to cost when ``exact`` chooses between clocks [J].
-        switch_cost_s: By how much it is then taken to delay the next instruction [s].
+        switch_cost_s: By how much it is then taken to delay what follows [s].
         least_dwell_s: The shortest time at one clock in plans of ``exact``, for all clocks or by clock in MHz [s].
         progress: Told how far the solver is.
 

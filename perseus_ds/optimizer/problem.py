@@ -75,7 +75,7 @@ class Problem:
             dag: The iteration.
             profile: Measured rows.
             blocking_power_w: What a waiting GPU draws [W].
-            switch_cost_s: By how much a change of clock delays the instruction after it, in plans [s].
+            switch_cost_s: By how much a change of clock delays what follows it, in plans [s].
             least_dwell_s: The longest of the times for which clocks are to be held [s].
 
         Raises:

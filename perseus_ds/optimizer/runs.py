@@ -109,7 +109,7 @@ class _Rank:
         return self._on_path[: self._paths]
 
     def durations_s(self, clocks: Indices, change_s: float) -> Floats:
-        """Return the times of instructions, with the delays of changes, by sequence [s]."""
+        """Return the times of instructions, with the delays of changes before them, by sequence [s]."""
         duration_s: Floats = self.time_s[np.arange(len(self.decisions)), clocks]
         duration_s += change_s * (clocks != np.roll(clocks, 1, axis=-1))
         return duration_s
@@ -185,7 +185,7 @@ class RunSearch:
             network: The events.
             dwell_s: The least time at a clock, one for all clocks or by clock in MHz [s].
             change_j: What a change of clock is taken to cost [J].
-            change_s: By how much it delays the instruction that follows [s].
+            change_s: By how much it delays what follows it [s].
 
         Raises:
             ProfileError: A rank's instructions have no clock in common.

@@ -20,9 +20,9 @@ from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import OptionIndices, OptionTable, Problem
 from perseus_ds.optimizer.relaxation import Relaxation, Relaxed
 from perseus_ds.optimizer.rhythms import mixed_into
-from perseus_ds.optimizer.runs import RunSearch
+from perseus_ds.optimizer.runs import HeldPlan, RunSearch
 from perseus_ds.optimizer.search import Descent, durations_at, evenly, options_at, round_late, splice
-from perseus_ds.optimizer.switches import SwitchCosts, change_energy_j, choose_clocks
+from perseus_ds.optimizer.switches import SwitchCosts, change_energy_j, choose_clocks, dwell_ladder
 
 Floats = npt.NDArray[np.float64]
 Progress = Callable[[str, float], None]
@@ -106,15 +106,22 @@ def _held(
         progress: Called with the solver's progress.
     """
     problem = network.problem
-    search = RunSearch(network, switches.least_dwell_s, change_energy_j(table, switches), switches.time_s)
+    ladder = dwell_ladder(switches.least_dwell_s)
     by_time = np.argsort(event_s[-1], kind="stable")
     if _is_long(problem):
         by_time = by_time[evenly(len(by_time), _LONG_PLANS)]
     clock_mhz = np.concatenate([group.options.clock_mhz for group in problem.groups])[options[:, by_time]]
-    free = [search.sequences(clock_mhz[:, column]) for column in range(len(by_time))]
-    found = search.plans(event_s[-1, by_time], free, progress=lambda done: progress("clocks", done))
-    plans = [problem.evaluate(search.clocks_mhz(plan.clocks)) for plan in found if plan is not None]
-    return plans or [problem.baseline()]
+    found: list[HeldPlan] = []
+    for number, dwell_s in enumerate(ladder):
+        search = RunSearch(network, dwell_s, change_energy_j(table, switches), switches.time_s)
+        free = [search.sequences(clock_mhz[:, column]) for column in range(len(by_time))]
+
+        def report(done: float, before: int = number) -> None:
+            progress("clocks", (before + done) / len(ladder))
+
+        plans = search.plans(event_s[-1, by_time], free, found, report)
+        found = [plan for plan in plans if plan is not None]
+    return [problem.evaluate(search.clocks_mhz(plan.clocks)) for plan in found] or [problem.baseline()]
 
 
 def _relaxed(problem: Problem, relaxation: Relaxation, bounds: Bounds, count: int, progress: Progress) -> list[Relaxed]:

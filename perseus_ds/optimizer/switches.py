@@ -21,6 +21,10 @@ _LATE = 1e3
 """Price of an instruction that ends late, in energies of a mean instruction: more than changes of the clock save."""
 
 
+_SHORTER, _MOST_STEPS = 1.5, 3
+"""Dwell times that are shorter by this factor are planned for apart; so many at most."""
+
+
 DwellTimes = Mapping[int, float] | float
 
 
@@ -43,6 +47,27 @@ class SwitchCosts:
         """The largest of the dwell times [s]."""
         by_clock = self.least_dwell_s
         return max(by_clock.values(), default=0.0) if isinstance(by_clock, Mapping) else by_clock
+
+
+def dwell_ladder(least_dwell_s: DwellTimes) -> list[DwellTimes]:
+    """Return the dwell times to plan for one after the other, the longest first.
+
+    A run can only be as short as the clock after it needs to come. So either all clocks of a rank are held as long as
+    that which comes latest needs, or those that come late are not used, but for whole iterations.
+
+    Args:
+        least_dwell_s: By what each clock itself needs [s].
+    """
+    if not isinstance(least_dwell_s, Mapping):
+        return [least_dwell_s]
+    steps_s: list[float] = []
+    for dwell_s in sorted(least_dwell_s.values(), reverse=True):
+        if not steps_s or (_SHORTER * dwell_s < steps_s[-1] and len(steps_s) < _MOST_STEPS):
+            steps_s.append(dwell_s)
+    return [
+        {clock_mhz: step_s if own_s <= step_s else np.inf for clock_mhz, own_s in least_dwell_s.items()}
+        for step_s in steps_s
+    ]
 
 
 def change_energy_j(table: OptionTable, costs: SwitchCosts) -> float:

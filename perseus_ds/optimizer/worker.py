@@ -55,7 +55,7 @@ class OptimizeRequest(StrictModel):
         out: Folder for ``frontier.json`` and ``frontier.csv``.
         schedule: What every rank does in one iteration.
         switch_cost_j: What a change of clock is taken to cost [J].
-        switch_cost_s: By how much it is taken to delay the next instruction [s].
+        switch_cost_s: By how much it is taken to delay what follows [s].
         least_dwell_s: Shortest time at one clock, for all clocks or by clock in MHz [s].
         plans: For how many deadlines to plan.
     """

@@ -44,11 +44,11 @@ KNOWN_ERROR = 0.003
 _KNOWN_ENERGY_ERROR = 0.005
 _ERROR_SPENT = 0.05
 # Energy counters make windows below some seconds noisy.
-_BLOCK_REFRESHES = 40
+_BLOCK_REFRESHES = 30
 _SURE = 4.0
 # Iterations that are faster by this fraction than promised: default clocks may be faster than they were, too.
 _FASTER = 0.03
-_WELL_KNOWN = 0.01
+_WELL_KNOWN = 0.02
 _COMES_AGAIN = 3
 # The counter changes within an iteration that takes as long as so many refreshes.
 _SURELY_REFRESHED = 3

@@ -17,16 +17,18 @@ _HIGHER = 1.2
 
 
 class SwitchCost:
-    """Fits lateness against the number of clock changes: a line through default clocks, which have no changes.
+    """Divides the lateness of plans by their clock changes, as default clocks have neither.
+
+    A plan that is late in spite of the delay that it allows for shows that changes delay the job by more, such as two
+    ranks at once: the largest of the quotients counts.
 
     Attributes:
-        time_s: By how much plans should take a change of clock to delay the next instruction [s].
+        time_s: By how much plans should take a change of clock to delay what follows it [s].
     """
 
     def __init__(self) -> None:
         self.time_s = 0.0
-        self._changes: list[int] = []
-        self._late_s: list[float] = []
+        self._plans = 0
 
     def learn(self, plan: FrequencyPlan, comparison: PlanComparison, default_s: float) -> bool:
         """Take in how late a plan was; returns whether plans with another switch cost should be made.
@@ -38,13 +40,9 @@ class SwitchCost:
         """
         late = comparison.slowdown - comparison.promised_slowdown
         changes = max(map(count_changes, plan.clocks_mhz))
-        self._changes.append(changes)
-        self._late_s.append(self.time_s * changes + late * default_s)
+        self._plans += 1
         least = _MATTERS + _SURE * comparison.slowdown_error
-        if not least <= late <= _MOST_LATE or len(self._changes) == _MOST_PLANS:
+        if not least <= late <= _MOST_LATE or self._plans == _MOST_PLANS or not changes:
             return False
-        square = sum(changes**2 for changes in self._changes)
-        fitted_s = sum(c * s for c, s in zip(self._changes, self._late_s, strict=True)) / square if square else 0.0
-        rises = fitted_s > _HIGHER * self.time_s
-        self.time_s = max(self.time_s, fitted_s)
-        return rises
+        known_s, self.time_s = self.time_s, self.time_s + late * default_s / changes
+        return self.time_s > _HIGHER * known_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,11 @@ from perseus_ds.runtime.warm_up import Baseline, counter_period_s, warm_up
 # most so many profiles, and one more for every so many iterations.
 _MOST_PROFILES = 3
 _PROFILED_AGAIN_EVERY = 1000
-# When a dropped plan is tried again, the first time, and when one that is kept is compared again, in iterations.
+# When a dropped plan is tried again, the first time, and when one that is kept is compared again, in iterations; the
+# latter not before so many seconds.
 _TRIED_AGAIN_AFTER = 200
 _COMPARED_AGAIN_AFTER = 500
+_COMPARED_AGAIN_AFTER_S = 120.0
 # So many plans at most have a turn one after the other.
 _MOST_TURNS = 3
 
@@ -249,7 +252,7 @@ def _while_kept(
     Returns:
         The verdict that drops the plan; or why there is none, and something has to be measured again.
     """
-    again_in = _COMPARED_AGAIN_AFTER
+    again_in = max(_COMPARED_AGAIN_AFTER, math.ceil(_COMPARED_AGAIN_AFTER_S / runner.default_s))
     while True:
         if runner.becomes_capped():
             when_kept()

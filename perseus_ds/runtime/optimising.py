@@ -22,14 +22,13 @@ def optimise(job: Job, rank: Rank, default: DefaultIterations, switch_cost_s: fl
         job: The job.
         rank: This rank.
         default: The iterations meanwhile are added, which run at default clocks.
-        switch_cost_s: By how much a change of clock delays the instruction after it [s].
+        switch_cost_s: By how much a change of clock delays what follows it [s].
 
     Raises:
         PerseusError: On all ranks: it cannot be made, or does not fit this job.
     """
     worker: OptimizeWorker | None = None
-    # A run at a lower clock needs the latency once to begin and once to end.
-    least_dwell_s = 2 * rank.communicator.all_max(rank.clocks.latency_s)
+    latencies = rank.communicator.gather(rank.clocks.latencies)
 
     # A request that comes late delays the instruction after it, whatever was learnt from plans that ran.
     price_s = max(switch_cost_s, rank.communicator.all_max(rank.clocks.thread_late_s))
@@ -42,7 +41,10 @@ def optimise(job: Job, rank: Rank, default: DefaultIterations, switch_cost_s: fl
             schedule=ScheduleStreams.of(job.schedule),
             switch_cost_j=_SWITCH_COST_J,
             switch_cost_s=price_s,
-            least_dwell_s=least_dwell_s,
+            least_dwell_s={
+                clock_mhz: max(table.dwell_s(clock_mhz) for table in latencies)
+                for clock_mhz in job.config.profile.clocks_of(rank.gpu)
+            },
         )
         worker = OptimizeWorker(request, job.output_dir / "optimize.log")
         rank.beside_training.callback(worker.stop)

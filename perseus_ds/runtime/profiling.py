@@ -36,7 +36,6 @@ _SETTLE_S = 0.05
 # clocks are visited more than once for that.
 _REFRESHES = 10
 _KNOWN = 0.05
-_REFRESHES_A_VISIT = 5
 _MOST_VISITS = 8
 # A tail that takes less of an iteration than this needs no clock of its own.
 _TAIL_MATTERS = 0.02
@@ -60,12 +59,14 @@ def profile_online(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline)
     search = ClockSearch(rank.communicator, clocks, settings, baseline.info, job.output_dir)
     most = settings.most_clocks(len(clocks))
     measurement = _Measurement(rank, baseline)
-    settle_s = _SETTLE_S + baseline.counter_settle_s
-    window_s = settle_s + _REFRESHES_A_VISIT * baseline.counter_period_s
-    iterations = math.ceil(rank.communicator.all_max(window_s / baseline.time_s))
-    refreshes = (iterations * baseline.time_s - settle_s) / baseline.counter_period_s
-    # One more for each: a rank asks for another visit with a report that is known an iteration later.
-    expected = most * iterations * (math.ceil(_REFRESHES / refreshes) + 1)
+    window_s = _SETTLE_S + baseline.counter_settle_s + (_REFRESHES + 1) * baseline.counter_period_s
+    at_highest = rank.communicator.all_max(window_s / baseline.time_s)
+
+    def iterations(clock_mhz: int) -> int:
+        """Return in how many iterations at a clock the energy counter is refreshed often enough."""
+        return max(1, math.ceil(at_highest * clock_mhz / clocks[-1]))
+
+    expected = most * (iterations(clocks[len(clocks) // 2]) + 1)
     following = "optimizing" if job.config.mode == "auto" else "observe"
     recorder.say(
         f"profiling while training goes on: about {most} clocks in {expected} iterations, which take "
@@ -111,24 +112,29 @@ def profile_online(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline)
 
 
 def _measure_batch(
-    measurement: _Measurement, clocks: Sequence[int], iterations: int, next_phase: Callable[[], NextPhase]
+    measurement: _Measurement,
+    clocks: Sequence[int],
+    iterations: Callable[[int], int],
+    next_phase: Callable[[], NextPhase],
 ) -> Phase[None]:
     """Visit some clocks until no rank asks for another visit of any of them.
 
     A rank asks with its report of a visit's last iteration, which is known after the next iteration. So a clock that
-    needs more is visited again after the others, and the last one is repeated until its report is known.
+    needs more is visited again after the others, and the last one has one iteration more, in which that is known.
 
     Args:
         measurement: Of this rank.
         clocks: The clocks.
-        iterations: Iterations of a visit: as many as several refreshes of the energy counter take.
+        iterations: Returns how many a visit of a clock has.
         next_phase: Returns the phase that follows, and when.
     """
     waiting = deque(clocks)
     before: int | None = None
     clock, needs_more = waiting.popleft(), False
     while True:
-        visit = yield from _visit(clock, iterations, next_phase(), needs_more=needs_more)
+        visit = yield from _visit(
+            clock, iterations(clock), next_phase(), needs_more=needs_more, unless_enough=before == clock and not waiting
+        )
         needs_more = measurement.add(clock, visit)
         reports = visit.seen[0].reports
         # Reports that a checkpoint has cut off may have asked.
@@ -170,13 +176,26 @@ class _Visit:
         return parts
 
 
-def _visit(clock_mhz: int, iterations: int, next_phase: NextPhase, *, needs_more: bool) -> Phase[_Visit]:
-    """Run iterations at one clock, and report whether the visit before needs another one."""
+def _visit(
+    clock_mhz: int, iterations: int, next_phase: NextPhase, *, needs_more: bool, unless_enough: bool
+) -> Phase[_Visit]:
+    """Run iterations at one clock, and report whether the visit before needs another one.
+
+    Args:
+        clock_mhz: The clock.
+        iterations: How many.
+        next_phase: The phase that follows, and when.
+        needs_more: Whether the visit before does, by this rank.
+        unless_enough: Whether to run no more than one where no rank says so.
+    """
     wanted = NextIteration("profile", ClockPlan.constant(clock_mhz), aligns_tail=True, next_phase=next_phase)
     visit = _Visit([], [])
     for number in range(iterations):
         reported = {"vote": needs_more} if number == 0 else {}
-        visit.add((yield from one_iteration(replace(wanted, reported=reported))))
+        seen = yield from one_iteration(replace(wanted, reported=reported))
+        visit.add(seen)
+        if unless_enough and seen.reports is not None and not seen.reports.vote:
+            break
     return visit
 
 

@@ -20,6 +20,7 @@ from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_records import ClockRefused, Event
 from perseus_ds.clocks.controller import ClockController, DriverCall
 from perseus_ds.clocks.events import DeviceEvent
+from perseus_ds.clocks.latency import LatencyTable
 from perseus_ds.clocks.readback import Refusal
 from perseus_ds.clocks.timers import Execution, SimulatedExecution
 from perseus_ds.clocks.transitions import ClockPlan, ClockTransition, IterationClocks
@@ -44,7 +45,6 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
 _IDLE_S = 2.0
-_LATENCY_MOVED = 0.2
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -478,7 +478,7 @@ class OperationHooks:
         self._communicator = communicator
         self.plan = ClockPlan.none()
         self.requested = IterationClocks()
-        self._requested_for: tuple[ClockPlan, float] = self.plan, 0.0
+        self._requested_for: tuple[ClockPlan, LatencyTable | None] = self.plan, None
         self.operation: Operation | None = None
         self._position = 0
         self._transition: ClockTransition | None = None
@@ -507,12 +507,12 @@ class OperationHooks:
         """
         self.plan = plan
         self._aligns_tail = aligns_tail
-        latency_s = self._clocks.latency_s
-        planned, planned_latency_s = self._requested_for
-        # Those of the iteration before are kept unless the plan or the latency has changed.
-        if plan is not planned or abs(latency_s - planned_latency_s) > _LATENCY_MOVED * planned_latency_s:
-            self.requested = plan.transitions(latency_s)
-            self._requested_for = plan, latency_s
+        latencies = self._clocks.latencies
+        planned, planned_latencies = self._requested_for
+        # Those of the iteration before are kept unless the plan or a latency has changed.
+        if plan is not planned or latencies is not planned_latencies:
+            self.requested = plan.transitions(latencies)
+            self._requested_for = plan, latencies
         # The device may still be at the iteration before, which keeps its clocks.
         self._clocks.request(self.requested.first_mhz, self._begun)
 

@@ -13,6 +13,7 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.run_records import Drifted
 from perseus_ds.clocks.transitions import ClockPlan
+from perseus_ds.pipeline.dag import Dag
 from perseus_ds.policy.drift import DriftWatch, reported_drift
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.plan_proof import ANALYSES, IterationSample, PlanComparison, Verdict, certainty
@@ -107,6 +108,7 @@ class PlanRunner:
         self._scale = 1.0
         # Of the last iteration, whose reports are on their way.
         self._ran = _Ran()
+        self._dag = Dag.build(job.schedule)
         self._selector = PlanSelector(
             rank.communicator, frontier, control, timebase=rank.timebase, record=recorder.event, say=recorder.say
         )
@@ -390,7 +392,9 @@ class PlanRunner:
         number = selector.plan_of_this_rank()
         return NextIteration(
             "run",
-            ClockPlan.of_rank(frontier.plans[number], self._topology.pipeline_rank, frontier.instruction_times_s),
+            ClockPlan.of_rank(
+                frontier.plans[number], self._topology.pipeline_rank, frontier.instruction_times_s, self._dag
+            ),
             plan=number,
             forecast=self._forecast(assignment) if self._is_first else None,
             status=status,

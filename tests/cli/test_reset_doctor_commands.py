@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -115,8 +116,11 @@ def test_doctor_measures_the_lock_when_asked_and_resets(stub_nvml_here: StubNvml
     gpu.settle_s = 0.04
     level, text = findings_of(stub_time, lock=True)["lock"]
     assert level == "ok"
-    numbers = [float(word) for word in text.replace(",", "").split() if word[0].isdigit()]
-    assert numbers == [15.0, pytest.approx(55.0, abs=0.6)]
+    assert text.startswith("permitted; the call takes 15.0 ms; in effect: ")
+    latencies_ms = [float(ms) for ms in re.findall(r"after (\S+) ms", text)]
+    assert latencies_ms == [pytest.approx(55.0, abs=0.6)] * len(latencies_ms)
+    assert {"from below", "from above"} <= set(re.findall(r"from \w+", text))
+    assert float(re.search(r"least_dwell_s=([\d.]+)", text)[1]) == pytest.approx(0.110, abs=0.0015)
     assert stub_nvml_here.locked_clocks_mhz() == [0, 0, 0, 0]
     assert len(set(gpu.changes_mhz())) > 3
 

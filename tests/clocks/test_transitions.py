@@ -5,14 +5,27 @@ import itertools
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pipelines import one_f_one_b
 
-from perseus_ds.clocks.transitions import plan_transitions
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.clocks.latency import LatencyTable
+from perseus_ds.clocks.transitions import ClockPlan, plan_transitions
+from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.instruction import Kind
 
+TIMES_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
 LATENCY_S = 0.015
+ALL_ALIKE = LatencyTable({(1200, rises): (LATENCY_S,) * 3 for rises in (False, True)})
 CLOCKS = st.sampled_from([900, 1005, 1110, 1200, 1305, 1410])
 TIMES = st.integers(1, 80).map(lambda ms: ms / 1000)
 RUNS = st.lists(st.tuples(CLOCKS, st.lists(TIMES, min_size=1, max_size=6)), min_size=1, max_size=8)
 """Clocks, and the times of instructions at them."""
+
+
+def one_after_the_other(times_s):
+    """When instructions begin and end that follow each other at once, and the last one's end."""
+    ends_s = list(itertools.accumulate(times_s))
+    return list(zip([0.0, *ends_s], ends_s, strict=False)), ends_s[-1]
 
 
 def requests(transitions, times_s, iterations):
@@ -48,7 +61,7 @@ def test_no_instruction_runs_below_its_planned_clock_where_clocks_are_held_for_t
     held = [(clock, [*times_s, max(0.0, 2 * LATENCY_S - sum(times_s)) or 0.001]) for clock, times_s in runs]
     stream = [(clock, time_s) for clock, times_s in held for time_s in times_s]
     clocks, times_s = zip(*stream, strict=True)
-    transitions = plan_transitions(clocks, times_s, LATENCY_S)
+    transitions = plan_transitions(clocks, *one_after_the_other(times_s), ALL_ALIKE)
     # The first change of all comes late; each iteration makes up for at least its shortest instruction, 1 ms.
     settled = 2 + int(2 * LATENCY_S / 0.001)
     there = applied(requests(transitions, times_s, settled + 2), LATENCY_S)
@@ -60,21 +73,61 @@ def test_no_instruction_runs_below_its_planned_clock_where_clocks_are_held_for_t
         begin_s += time_s
 
 
-def test_a_higher_clock_is_requested_one_latency_before_it_is_due():
-    transitions = plan_transitions([1110, 1410], [0.1, 0.05], LATENCY_S)
-    assert [around.early_s for around in transitions] == [pytest.approx(0.085), None]
+def around(clocks_mhz, spans_s, length_s, latencies=ALL_ALIKE):
+    """The clock requested as each instruction begins, and when the next one is requested before its end."""
+    found = plan_transitions(clocks_mhz, spans_s, length_s, latencies)
+    return [each.clock_mhz for each in found], [each.early_s and pytest.approx(each.early_s) for each in found]
+
+
+def test_every_clock_is_requested_one_latency_before_it_is_due():
+    """A lower one is due 1 ms after the next instruction has begun."""
+    assert around([1110, 1410], *one_after_the_other([0.1, 0.05])) == ([1110, 1410], [0.085, 0.036])
 
 
 def test_where_the_instruction_before_is_too_short_the_request_falls_into_an_earlier_one():
-    transitions = plan_transitions([1110, 1110, 1110, 1410], [0.1, 0.01, 0.002, 0.05], LATENCY_S)
-    assert [around.clock_mhz for around in transitions] == [1110, 1410, 1410, 1410]
-    assert [around.early_s for around in transitions] == [pytest.approx(0.097), None, None, None]
+    requested, early_s = around([1110, 1110, 1110, 1410], *one_after_the_other([0.1, 0.01, 0.002, 0.05]))
+    assert requested == [1110, 1410, 1410, 1410]
+    assert early_s == [0.097, None, None, 0.036]
 
 
-@pytest.mark.parametrize(("times_s", "latency_s"), [((), LATENCY_S), ((0.001, 0.001), 0.0)])
-def test_without_knowing_durations_or_latency_the_plan_is_followed_as_it_is(times_s, latency_s):
-    transitions = plan_transitions([1110, 1410], times_s, latency_s)
-    assert [(around.clock_mhz, around.next_clock_mhz, around.early_s) for around in transitions] == [
+@pytest.mark.parametrize(
+    ("clock_mhz", "requested", "early_s"),
+    [(1410, [1110, 1410, 1410], [None, None]), (900, [1110, 1110, 900], [None, 0.0])],
+)
+def test_where_a_rank_waits_a_higher_clock_comes_sooner_and_a_lower_one_later(clock_mhz, requested, early_s):
+    """The request would be due at 0.055 s, between the first instruction and the second."""
+    found = around([1110, 1110, clock_mhz], [(0.0, 0.05), (0.06, 0.07), (0.07, 0.17)], 0.2)
+    assert (found[0], found[1][:2]) == (requested, early_s)
+
+
+def test_waiting_between_iterations_counts_as_time_in_which_a_clock_may_come():
+    """The first clock is due when the last instruction of the iteration before ends, however short the first one is."""
+    requested, early_s = around([1410, 1110, 1110], [(0.0, 0.1), (0.1, 0.15), (0.15, 0.16)], 0.3)
+    assert requested == [1410, 1110, 1410]
+    assert early_s == [0.086, 0.045, None]
+
+
+def test_each_clock_is_requested_by_its_own_latency_and_direction():
+    """A higher clock by its 90th percentile, a lower one by its 10th."""
+    latencies = LatencyTable(
+        {(1410, True): (0.02, 0.03, 0.04, 0.05, 0.06), (1110, False): (0.01, 0.02, 0.03, 0.03, 0.03)}
+    )
+    _, early_s = around([1110, 1410], *one_after_the_other([0.1, 0.1]), latencies)
+    assert early_s == [0.05, 0.081]
+
+
+@pytest.mark.parametrize(("spans_s", "latencies"), [((), ALL_ALIKE), ([(0.0, 0.1), (0.1, 0.2)], LatencyTable())])
+def test_without_knowing_durations_or_latencies_clocks_are_requested_when_instructions_end(spans_s, latencies):
+    found = plan_transitions([1110, 1410], spans_s, 0.2, latencies)
+    assert [(each.clock_mhz, each.next_clock_mhz, each.early_s) for each in found] == [
         (1110, 1410, None),
         (1410, 1110, None),
     ]
+
+
+def test_instructions_begin_when_the_ranks_before_have_sent_their_input():
+    schedule = one_f_one_b(ranks=2, micro_batches=1)
+    streams = tuple(tuple(i for i in stream if i.kind is not Kind.TAIL) for stream in schedule.instructions)
+    plan = FrequencyPlan(streams, ((1110, 1110), (1410, 1410)), 0.7, 1.0)
+    times = {(stage, kind, clock): s for stage, clock in ((0, 1110), (1, 1410)) for kind, s in TIMES_S.items()}
+    assert ClockPlan.of_rank(plan, 0, times, Dag.build(schedule)).spans_s == [(0.0, 0.1), pytest.approx((0.4, 0.6))]

@@ -6,6 +6,7 @@ import pytest
 from virtual.job import SLOWER, WorkerAtOnce
 
 from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Kind
 
 LATE_S = 0.4
@@ -23,7 +24,7 @@ def test_energy_is_counted_from_when_the_clock_is_there(start):
         assert row.energy_j == pytest.approx(true_j, rel=0.005), row
 
 
-@pytest.mark.parametrize("latency_s", [0.015, 0.03])
+@pytest.mark.parametrize("latency_s", [0.015, 0.03, 0.08])
 def test_plans_of_auto_mode_have_no_run_that_is_shorter_than_two_latencies(start, latency_s):
     requests = []
 
@@ -35,7 +36,9 @@ def test_plans_of_auto_mode_have_no_run_that_is_shorter_than_two_latencies(start
     job = start(mode="auto", gpu={"lock_latency_s": latency_s}, **SLOWER)
     job.worker = Recording
     job.train_until("run")
-    assert requests[0].least_dwell_s == pytest.approx(2 * latency_s, abs=0.003)
+    assert set(requests[0].least_dwell_s) == set(SimulatedGpu.named("a100-sxm").supported_clocks_mhz())
+    shortest_s, *_, longest_s = sorted(requests[0].least_dwell_s.values())
+    assert (shortest_s, longest_s) == pytest.approx((2 * latency_s, 2 * latency_s), abs=0.003)
 
 
 @pytest.mark.parametrize(("mode", "is_shorter"), [("observe", False), ("auto", True)])

@@ -4,7 +4,9 @@ import pytest
 from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.clocks.latency import LatencyTable
 from perseus_ds.clocks.transitions import ClockPlan
+from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Load
 from perseus_ds.runtime.runtime import OperationHooks
@@ -13,14 +15,15 @@ SCHEDULE = one_f_one_b(ranks=1, micro_batches=2)
 STREAM = tuple(i for i in SCHEDULE.instructions[0] if i.kind is not Kind.TAIL)
 TAIL = next(i for i in SCHEDULE.instructions[0] if i.kind is Kind.TAIL)
 CLOCKS = (1410, 1200, 1410, 1200)
+LATE = LatencyTable({(1410, True): (0.02, 0.02, 0.02)})
 PLAN = FrequencyPlan((STREAM,), (CLOCKS,), 1.0, 100.0)
 
 
 class Calls:
     """Timers, clocks and communicator in one, which note what they are asked for."""
 
-    latency_s = 0.0
     needs_all = False
+    latencies = LatencyTable()
 
     def __init__(self):
         self.made = []
@@ -94,9 +97,9 @@ def test_an_instruction_asks_for_its_clock_before_it_and_for_the_next_one_when_i
 
 
 def test_a_higher_clock_is_asked_for_one_latency_early(hooks, calls):
-    calls.latency_s = 0.02
+    calls.latencies = LATE
     times = {(i.stage, i.kind, clock): 0.1 for i in STREAM for clock in CLOCKS}
-    begin(hooks, ClockPlan.of_rank(PLAN, 0, times))
+    begin(hooks, ClockPlan.of_rank(PLAN, 0, times, Dag.build(SCHEDULE)))
     second = Compute(STREAM[1])
     surround(hooks, second)
     assert ("early", 1410, ("begun", second), 0.08) in calls.made
