@@ -2,12 +2,15 @@
 
     python benchmarks/late_clocks.py                             # the published A100 and A40 profiles, about 2 minutes
     python benchmarks/late_clocks.py --picture docs/images/late_clocks.svg
+    python benchmarks/late_clocks.py --milp 60                   # small cases beside a MILP, 60 s each: 24 minutes
 
 GPT-3 175B, 8 stages, 24 micro-batches, 1F1B. Dwell times are in pairs: the first stage's forward and backward at the
 highest clock. Savings are of an iteration's energy against the highest clock throughout, at an iteration time 0, 1 and
 5 % above the fastest one. The plain search begins with one clock for each rank's warm-up, steady state and cool-down,
 all the highest. It lowers one of them, or all three of a rank to the same one, to the next clock of less energy, that
 which saves most for the time that it takes, until nothing fits.
+
+The small cases have 3 stages, 6 micro-batches and six clocks of the same profiles.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from milp import solve_held_milp  # type: ignore[import-not-found]  # run as a script, whose folder is on the path
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
@@ -37,6 +41,10 @@ SLOWDOWNS = (0.0, 0.01, 0.05)
 
 def main() -> None:
     arguments = _arguments()
+    if arguments.milp:
+        for gpu in arguments.gpus:
+            compare_with_milp(gpu, arguments.pairs, arguments.milp)
+        return
     curves: dict[str, tuple[list[list[float]], list[list[float]]]] = {}
     for gpu in arguments.gpus:
         file, power_w = GPUS[gpu]
@@ -122,6 +130,40 @@ def plain_savings(schedule: Schedule, profile: StageProfile, power_w: float, dwe
     return result
 
 
+def small_case(gpu: str, pairs: float) -> tuple[Problem, float]:
+    """Return a problem of 3 stages, 6 micro-batches and six clocks, and a dwell time of so many pairs [s]."""
+    file, power_w = GPUS[gpu]
+    profile = StageProfile.load(PROFILES / file)
+    clocks = profile.options(0, Kind.FORWARD).clock_mhz
+    kept = set(clocks[np.linspace(len(clocks) // 3, len(clocks) - 1, 6).astype(np.intp)].tolist())
+    profile = profile.where(lambda stage, kind, clock_mhz: clock_mhz in kept)
+    pair_s = sum(profile.at_highest_clock(0, kind).time_s for kind in (Kind.FORWARD, Kind.BACKWARD))
+    schedule = read_schedule(schedule_class("1f1b"), ranks=3, micro_batches=6)
+    return problem_for(schedule, profile, power_w, least_dwell_s=pairs * pair_s), pairs * pair_s
+
+
+def compare_with_milp(gpu: str, pairs: Sequence[float], time_limit_s: float) -> None:
+    """Print how far plans of small cases are from those of a MILP that knows the dwell time, and from its bounds."""
+    print(f"{gpu}, 3 stages, 6 micro-batches, six clocks; a MILP has {time_limit_s:g} s for each deadline")
+    for own_pairs in pairs:
+        problem, dwell_s = small_case(gpu, own_pairs)
+        network = Network(problem)
+        deadline_s = problem.t_min_s * np.array([1.0, 1.02, 1.05, 1.1])
+        search = RunSearch(network, dwell_s)
+        above_plan, above_bound = [], []
+        for time_s, plan in zip(deadline_s.tolist(), search.plans(deadline_s), strict=True):
+            assert plan is not None
+            ours_j = plan.cost_j + problem.waiting_energy_j(time_s)
+            found = solve_held_milp(network, search, time_s, time_limit_s)
+            above_plan.append(np.nan if found.plan_j is None else ours_j / found.plan_j - 1)
+            above_bound.append(ours_j / found.bound_j - 1)
+        print(
+            f"  {own_pairs:4g} pairs   above its plan {_percent(above_plan)}, mean {np.nanmean(above_plan):.2%}   "
+            f"above its bound {_percent(above_bound)}, mean {np.mean(above_bound):.2%}",
+            flush=True,
+        )
+
+
 def _phase(problem: Problem, decisions: np.ndarray) -> np.ndarray:
     """Return 0 for instructions of a rank's warm-up, 1 for its steady state and 2 for its cool-down."""
     forward = np.array([problem.groups[group].kind is Kind.FORWARD for group in problem.group[decisions]])
@@ -165,6 +207,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=24)
     parser.add_argument("--plans", type=int, default=120)
     parser.add_argument("--pairs", type=float, nargs="+", default=[0, 1, 2, 4, 10, 40])
+    parser.add_argument(
+        "--milp", type=float, help="compare small cases with a MILP, which has so many seconds for each"
+    )
     parser.add_argument("--picture", type=Path, help="file for a picture")
     return parser.parse_args()
 

@@ -10,6 +10,7 @@ from scipy.sparse import coo_array, csr_array, hstack, vstack
 
 from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import Problem
+from perseus_ds.optimizer.runs import RunSearch
 
 
 @dataclass(frozen=True)
@@ -57,4 +58,81 @@ def solve_milp(problem: Problem, deadline_s: float, time_limit_s: float) -> Milp
     return MilpResult(
         bound_j=float(solution.mip_dual_bound) + waiting_j,
         plan_j=None if solution.x is None else float(solution.fun) + waiting_j,
+    )
+
+
+def solve_held_milp(network: Network, search: RunSearch, deadline_s: float, time_limit_s: float) -> MilpResult:
+    """Solve the problem at one deadline with clocks that are held, over the clocks that ``search`` chooses among.
+
+    A rank's instruction may begin later than it could, so runs can be a little longer than in plans of ``search``.
+
+    Args:
+        network: The events.
+        search: Its ranks have the clocks, their times and energies, and the dwell times, one for all clocks.
+        deadline_s: Iteration time, after which the plan repeats [s].
+        time_limit_s: How long to solve [s].
+    """
+    events, n = network.events, network.decisions
+    rows: list[tuple[dict[int, float], float, float]] = []
+    costs, width = [0.0] * events, events
+    choices: dict[int, tuple[int, list[float]]] = {}
+    for rank in search.ranks:
+        for decision, time_s, cost_j in zip(rank.decisions.tolist(), rank.time_s, rank.cost_j, strict=True):
+            choices[decision] = width, time_s.tolist()
+            rows.append(({width + clock: 1.0 for clock in range(len(time_s))}, 1.0, 1.0))
+            costs += cost_j.tolist()
+            width += len(time_s)
+    for arc, (tail, head) in enumerate(zip(network.tail.tolist(), network.head.tolist(), strict=True)):
+        first, times_s = choices.get(arc, (0, []))
+        taken = {first + clock: -time_s for clock, time_s in enumerate(times_s)}
+        rows.append(({head: 1.0, tail: -1.0} | taken, 0.0 if arc < n else float(network.least_s[arc]), np.inf))
+    for rank in search.ranks:
+        chain, dwell_s = rank.decisions.tolist(), float(rank.dwell_s.max())
+        changes = range(width, width + len(chain))
+        width += len(chain)
+        costs += [0.0] * len(chain)
+        for number, decision in enumerate(chain):
+            first, times_s = choices[decision]
+            before, _ = choices[chain[number - 1]]
+            rows += [
+                ({changes[number]: 1.0, first + clock: -1.0, before + clock: 1.0}, 0.0, np.inf)
+                for clock in range(len(times_s))
+            ]
+        # The clock may change before an instruction when the one before ends; before the first one, an iteration ago.
+        ends = []
+        for number in range(len(chain)):
+            first, times_s = choices[chain[number - 1]]
+            end = {int(network.tail[chain[number - 1]]): 1.0} | {first + c: s for c, s in enumerate(times_s)}
+            ends.append((end, 0.0 if number else -deadline_s))
+        for late in range(len(chain)):
+            for early in range(late):
+                for first, last, length_s in ((early, late, 0.0), (late, early, deadline_s)):
+                    (begin, begin_s), (end, end_s) = ends[first], ends[last]
+                    row = {column: end.get(column, 0.0) - begin.get(column, 0.0) for column in begin | end}
+                    row[changes[early]] = row[changes[late]] = -dwell_s
+                    rows.append((row, -dwell_s - length_s - end_s + begin_s, np.inf))
+    matrix = csr_array(
+        (
+            [value for row, _, _ in rows for value in row.values()],
+            [column for row, _, _ in rows for column in row],
+            np.cumsum([0, *(len(row) for row, _, _ in rows)]),
+        ),
+        shape=(len(rows), width),
+    )
+    upper = np.ones(width)
+    upper[:events] = deadline_s
+    upper[0] = 0.0
+    solution = milp(
+        np.array(costs),
+        integrality=np.arange(width) >= events,
+        bounds=Bounds(np.zeros(width), upper),
+        constraints=LinearConstraint(
+            matrix, np.array([least - 1e-9 for _, least, _ in rows]), np.array([most for _, _, most in rows])
+        ),
+        options={"time_limit": time_limit_s, "mip_rel_gap": 1e-4},
+    )
+    waiting_j = network.problem.waiting_energy_j(deadline_s)
+    return MilpResult(
+        bound_j=float(solution.mip_dual_bound) + waiting_j,
+        plan_j=None if solution.fun is None else float(solution.fun) + waiting_j,
     )

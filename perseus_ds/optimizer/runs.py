@@ -111,7 +111,8 @@ class _Rank:
     def durations_s(self, clocks: Indices, change_s: float) -> Floats:
         """Return the times of instructions, with the delays of changes before them, by sequence [s]."""
         duration_s: Floats = self.time_s[np.arange(len(self.decisions)), clocks]
-        duration_s += change_s * (clocks != np.roll(clocks, 1, axis=-1))
+        if change_s:
+            duration_s += change_s * (clocks != np.roll(clocks, 1, axis=-1))
         return duration_s
 
     def energy_j(self, clocks: Indices) -> Floats:
@@ -537,6 +538,7 @@ class _ClockSearch:
                 own_sums = np.zeros((self.count, len(rank.clock_mhz)))
                 np.add.at(own_sums, label, values)
                 sums[own_runs, : len(rank.clock_mhz)] = own_sums[own_runs]
+        self._parts = [_parts(rank, label) for rank, label in zip(ranks, self._labels, strict=True)]
         self._runs = np.arange(self.count)
         self.paths = np.zeros(0, dtype=np.intp)
         self._path_s = np.zeros((0, self.count, width))
@@ -545,15 +547,12 @@ class _ClockSearch:
     def take(self, paths: Indices, fixed_s: Floats) -> None:
         """Look at more paths, given what they take beside their instructions."""
         path_s = np.zeros((len(paths), *self._path_s.shape[1:]))
-        for rank, changed_s, label in zip(self._ranks, self._changed_s, self._labels, strict=True):
+        for rank, changed_s, parts in zip(self._ranks, self._changed_s, self._parts, strict=True):
             on_path = rank.on_path[paths]
             fixed_s = fixed_s + on_path @ changed_s
-            for group in np.unique(rank.group):
-                places = np.flatnonzero(rank.group == group)
-                runs, inverse = np.unique(label[places], return_inverse=True)
-                member = (inverse[:, None] == np.arange(len(runs))).astype(np.float64)
-                times = (on_path[:, places] @ member)[:, :, None] * rank.time_s[places[0]]
-                path_s[:, runs, : len(rank.clock_mhz)] += times
+            for places, runs, first in parts:
+                counts = np.add.reduceat(on_path[:, places], first, axis=1)
+                path_s[:, runs, : len(rank.clock_mhz)] += counts[:, :, None] * rank.time_s[places[0]]
         self.paths = np.append(self.paths, paths)
         self._path_s = np.concatenate([self._path_s, path_s])
         self._length_s = np.append(self._length_s, fixed_s + path_s[:, self._runs, self._now].sum(axis=1))
@@ -635,6 +634,16 @@ class _ClockSearch:
                 self._set(int(run[move]), int(tried.ravel()[move]))
             if self._length_s.max(initial=0.0) > limit_s:  # over a path that was not near
                 self.raised(limit_s)
+
+
+def _parts(rank: _Rank, label: Indices) -> list[tuple[Indices, Indices, Indices]]:
+    """Return for each group of a rank its instructions by run, these runs, and where those of each run begin."""
+    result = []
+    for group in np.unique(rank.group):
+        places = np.flatnonzero(rank.group == group)
+        places = places[np.argsort(label[places], kind="stable")]
+        result.append((places, *np.unique(label[places], return_index=True)))
+    return result
 
 
 def best_runs(

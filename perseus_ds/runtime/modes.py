@@ -252,7 +252,7 @@ def _while_kept(
     Returns:
         The verdict that drops the plan; or why there is none, and something has to be measured again.
     """
-    again_in = max(_COMPARED_AGAIN_AFTER, math.ceil(_COMPARED_AGAIN_AFTER_S / runner.default_s))
+    again_in = max(_COMPARED_AGAIN_AFTER, math.ceil(_COMPARED_AGAIN_AFTER_S / runner.default.time_s))
     while True:
         if runner.becomes_capped():
             when_kept()

@@ -38,9 +38,9 @@ def compared(slowdown=0.0, saved=0.1, error=0.002, promised=0.0):
     return PlanComparison(slowdown, error, saved, error, promised)
 
 
-def test_a_block_is_eight_iterations_and_forty_refreshes_of_the_counter_long():
+def test_a_block_is_eight_iterations_and_thirty_refreshes_of_the_counter_long():
     assert [sample(time_s=0.9, iterations=n).is_block for n in (7, 8)] == [False, True]
-    assert [sample(time_s=0.1, iterations=n).is_block for n in (39, 41)] == [False, True]
+    assert [sample(time_s=0.1, iterations=n).is_block for n in (29, 31)] == [False, True]
 
 
 def test_default_clocks_are_measured_until_they_are_known_to_one_percent_or_for_long():
