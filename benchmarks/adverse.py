@@ -2,6 +2,7 @@
 
     python benchmarks/adverse.py
     python benchmarks/adverse.py --condition slow-transfers sampled-counter
+    python benchmarks/adverse.py --latencies         # savings against how late clocks follow
 
 A job like the demo's, four unequal stages and eight micro-batches, in virtual time: every rank is a thread, passes only
 take time, and the real runtime profiles, plans, proves its plan and runs under it. Iterations under the plan at the end
@@ -10,6 +11,9 @@ GPUs, not those of their counters.
 
 Without countermeasures: clocks are requested without regard to how late they follow, the counter's noise is not
 estimated, and late plans do not teach the price of a clock change. Whether a plan is kept is decided in both cases.
+
+``--latencies`` runs the job with clocks that follow 5, 15, 50 or 200 ms late, and with 15 ms for the upper clocks and
+200 ms for the others, beside the same job with one clock a rank.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import argparse
 import contextlib
 import io
 import math
+import random
 import statistics
 import sys
 import tempfile
@@ -28,14 +33,21 @@ from unittest.mock import patch
 
 from perseus_ds.clocks.latency import LatencyTable
 from perseus_ds.clocks.transitions import ClockPlan
+from perseus_ds.gpu import simulated
 from perseus_ds.gpu.simulated import CONDITIONS
+from perseus_ds.optimizer.worker import OptimizeRequest
 from perseus_ds.profiler import online
 from perseus_ds.runtime import modes, profiling
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 
-from virtual.job import VirtualJob  # type: ignore[import-not-found]  # noqa: E402
+from virtual.job import VirtualJob, WorkerAtOnce  # type: ignore[import-not-found]  # noqa: E402
 
+LATENCIES_S = {"5 ms": (0.005, 0.005), "15 ms": (0.015, 0.015), "50 ms": (0.05, 0.05), "200 ms": (0.2, 0.2)}
+MIXED = {"15 and 200 ms": (0.2, 0.015)}
+"""Of the lower and the upper clocks [s]."""
+UPPER = 0.75
+"""Where the upper clocks begin, from 0 for the lowest clock to 1 for the highest."""
 STAGES_S = (0.036, 0.034, 0.034, 0.05)
 COMPARED = 20
 
@@ -67,19 +79,41 @@ class Result:
         return f"{self.late:+7.2%} {-self.saved:+7.1%} {self.changes:6.1f} changes"
 
 
+@dataclass(frozen=True)
+class TwoLatencies:
+    """What ``LatencyModel`` does, with one latency for the lower clocks and one for the upper ones [s]."""
+
+    lower_s: float
+    upper_s: float
+
+    def sample_s(self, target: float, source: random.Random) -> float:
+        """Return the time of one call."""
+        return self.upper_s if target >= UPPER else self.lower_s
+
+
+class OneClock(WorkerAtOnce):  # type: ignore[misc]
+    """Makes plans of one clock a rank."""
+
+    def __init__(self, request: OptimizeRequest, log_path: Path) -> None:
+        super().__init__(request.model_copy(update={"least_dwell_s": 1e4}), log_path)
+
+
 def settings_of(condition: str) -> dict[str, Any]:
     """Return the simulated GPUs' settings for a condition."""
     if condition == "heavy-tail":
         return {"lock_latency": "heavy-tail"}
+    if condition in simulated.LATENCIES:
+        return {"lock_latency": condition}
     if condition == "all":
         return {"lock_latency": "heavy-tail", "conditions": list(CONDITIONS), "time_noise": 0.005, "power_noise": 0.01}
     return {"conditions": [] if condition == "none" else [condition]}
 
 
-def train(condition: str, iterations: int) -> Result:
+def train(condition: str, iterations: int, worker: type[Any] = WorkerAtOnce) -> Result:
     """Run a job in auto mode."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         job = VirtualJob(Path(folder), stages_s=STAGES_S, micro_batches=8, gpu=settings_of(condition), mode="auto")
+        job.worker = worker
         job.train(iterations)
         records = job.close()
     # The first iterations after a change of phase begin at other clocks.
@@ -111,9 +145,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     conditions = ["none", "heavy-tail", *CONDITIONS, "all"]
     parser.add_argument("--condition", nargs="+", choices=conditions, default=conditions)
+    parser.add_argument("--latencies", action="store_true", help="savings against how late clocks follow")
     parser.add_argument("--iterations", type=int, default=160)
     arguments = parser.parse_args()
     print("SIMULATED A100s; time and energy of an iteration under the plan against default clocks of the same job")
+    if arguments.latencies:
+        models = {name: TwoLatencies(*latencies_s) for name, latencies_s in {**LATENCIES_S, **MIXED}.items()}
+        print(f"{'clocks late by':18} {'one clock a rank':34} plans under auto mode")
+        with patch.dict(simulated.LATENCIES, models):
+            for name in models:
+                one_clock = train(name, arguments.iterations, OneClock)
+                print(f"{name:18} {one_clock!s:34} {train(name, arguments.iterations)}", flush=True)
+        return
     print(f"{'condition':18} {'without countermeasures':34} with countermeasures")
     bad = []
     for condition in arguments.condition:

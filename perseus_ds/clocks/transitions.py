@@ -72,8 +72,9 @@ def plan_transitions(
         if not rises:
             due_s = max(span_s(position)[0], over_s + _BEGUN_S)
         due_s = min(due_s - latencies.lead_s(clock_mhz, rises=rises), over_s)
-        # Where the instruction before is shorter than the latency, the request falls into an earlier one.
-        while span_s(before)[0] > due_s and clocks_mhz[before - 1] == clocks_mhz[before]:
+        # Where the instruction before is shorter than the latency, the request falls into an earlier one. A lower clock
+        # is not requested in the iteration before: its energy would be read only when the driver has set the clock.
+        while (rises or before > 0) and span_s(before)[0] > due_s and clocks_mhz[before - 1] == clocks_mhz[before]:
             requested[before] = clock_mhz
             before -= 1
         begin_s, end_s = span_s(before)

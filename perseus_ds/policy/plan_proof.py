@@ -48,7 +48,7 @@ _BLOCK_REFRESHES = 30
 _SURE = 4.0
 # Iterations that are faster by this fraction than promised: default clocks may be faster than they were, too.
 _FASTER = 0.03
-_WELL_KNOWN = 0.02
+_WELL_KNOWN = 0.03
 _COMES_AGAIN = 3
 # The counter changes within an iteration that takes as long as so many refreshes.
 _SURELY_REFRESHED = 3

@@ -131,3 +131,9 @@ def test_instructions_begin_when_the_ranks_before_have_sent_their_input():
     plan = FrequencyPlan(streams, ((1110, 1110), (1410, 1410)), 0.7, 1.0)
     times = {(stage, kind, clock): s for stage, clock in ((0, 1110), (1, 1410)) for kind, s in TIMES_S.items()}
     assert ClockPlan.of_rank(plan, 0, times, Dag.build(schedule)).spans_s == [(0.0, 0.1), pytest.approx((0.4, 0.6))]
+
+
+def test_a_lower_clock_is_not_requested_before_its_iteration_begins():
+    requested, early_s = around([1410, 1110, 1410], *one_after_the_other([0.005, 0.1, 0.1]))
+    assert requested == [1410, 1110, 1410]
+    assert early_s == [0.0, 0.085, None]
