@@ -163,7 +163,7 @@ class ClockPlan:
         clocks = list(self.clock.values())
         transitions = plan_transitions(clocks, self.spans_s, self.plan.time_s, latencies)
         around = dict(zip(self.clock, transitions, strict=True))
-        return IterationClocks(transitions[0].clock_mhz, around, self.clock)
+        return IterationClocks(transitions[0].clock_mhz, around, clock=self.clock)
 
     def check(self, gpu: Gpu) -> None:
         """Check that a GPU supports these clocks.

@@ -252,7 +252,7 @@ def _while_kept(
     Returns:
         The verdict that drops the plan; or why there is none, and something has to be measured again.
     """
-    again_in = max(_COMPARED_AGAIN_AFTER, math.ceil(_COMPARED_AGAIN_AFTER_S / runner.default.time_s))
+    again_in = _COMPARED_AGAIN_AFTER
     while True:
         if runner.becomes_capped():
             when_kept()
@@ -263,6 +263,7 @@ def _while_kept(
             continue
         if isinstance(verdict, Outcome) or not verdict.kept:
             return verdict
+        again_in = max(again_in, math.ceil(_COMPARED_AGAIN_AFTER_S / runner.default.time_s))
         recorder.plan_compared(runner.plan_number, verdict, f"compared again in {again_in} iterations")
         when_kept()
         outcome = yield from runner.run(again_in, profiles_again=profiles_again)

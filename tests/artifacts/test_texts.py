@@ -19,11 +19,10 @@ def problems(block):
 
 def test_keys_deep_within_a_file_are_named_with_what_was_meant():
     row = {"stage": 0, "kind": "forward", "clock_mhz": 900, "samples": 1}
-    assert problems({"rows": [row, {**row, "kind": "fordward", "stge": 1}]}) == [
-        "profile.json: rows.1.kind: expected 'forward', 'backward', 'backward_input', 'backward_weight', 'recompute' "
-        "or 'tail', got 'fordward'; did you mean 'forward'?",
-        "profile.json: rows.1.stge: unknown key; did you mean 'stage'?",
-    ]
+    of_kind, of_stage = problems({"rows": [row, {**row, "kind": "fordward", "stge": 1}]})
+    assert of_kind.startswith("profile.json: rows.1.kind: expected 'forward', 'backward', ")
+    assert of_kind.endswith(" or 'tail', got 'fordward'; did you mean 'forward'?")
+    assert of_stage == "profile.json: rows.1.stge: unknown key; did you mean 'stage'?"
 
 
 def test_a_missing_key_is_named_without_the_whole_block_around_it():

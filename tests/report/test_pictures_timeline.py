@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -113,9 +114,9 @@ def test_a_picture_of_simulated_gpus_says_so(tmp_path, frontier):
     ).read_text(encoding="utf-8")
 
 
-def test_plot_draws_from_files(tmp_path, profile, frontier, capsys):
+def test_plot_draws_from_files(tmp_path, problem, profile, frontier, capsys):
     profile.save(tmp_path / "profile.csv")
-    frontier.save(tmp_path)
+    replace(frontier, schedule=problem.dag.schedule).save(tmp_path)
     arguments = [f"frontier={tmp_path}", f"profile={tmp_path}", f"out={tmp_path / 'out'}"]
     assert main(["plot", *arguments]) == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"frontier.png", "timeline.png"}
