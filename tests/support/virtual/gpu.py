@@ -147,12 +147,15 @@ class VirtualCuda:
     Attributes:
         chosen: The device that each call of ``set_device`` chose.
         events: How many events were created.
+        lock_held_s: How long another thread then holds the interpreter's lock, when one has waited for an event; a test
+            may change it [s].
     """
 
     def __init__(self, time, gpu=None, device=0):
         self.time = time
         self.chosen = []
         self.events = 0
+        self.lock_held_s = 0.0
         self._gpu = gpu
         self._device = device
         self._queue = deque()
@@ -228,7 +231,10 @@ class _Event:
         return self._at_s is not None
 
     def synchronize(self):
-        self._cuda.wait_until(self.query)
+        if not self.query():
+            self._cuda.wait_until(self.query)
+            if self._cuda.lock_held_s:
+                self._cuda.time.sleep(self._cuda.lock_held_s)
 
     def elapsed_time(self, end_event):
         if not (self.query() and end_event.query()):
