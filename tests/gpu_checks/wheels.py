@@ -24,6 +24,8 @@ def collect(folder: Path, python: str) -> None:
     pins = [line for line in lock if line.partition("==")[0] in NAMES]
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     folder.mkdir(parents=True, exist_ok=True)
+    for wheel in folder.glob("*.whl"):  # of another version of Python, or of this package as it was
+        wheel.unlink()
     only = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", python]
     places = [option for platform in _PLATFORMS for option in ("--platform", platform)]
     for pin in pins:
