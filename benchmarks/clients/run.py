@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
+FILES = {"text": "text.jsonl", "data": "data", "model": "model", "config": "config.json"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class Client:
             returns has the losses, and in most clients the norm of the gradients.
         ranks: Processes to start.
         prepare: Scripts and their arguments that make ``{data}`` of ``{text}``, a JSON object a line, and ``{model}``.
-        config: Its configuration, for a file of JSON.
+        config: Its configuration, for a file of JSON; the same files and ``"{steps}"`` are filled in.
         folder: Where to start it, below the folder of its code.
         replaced: Functions that need a GPU, and what they are replaced by.
         empty: Modules that it imports and does not need.
@@ -182,6 +183,52 @@ def torchtitan(schedule: str) -> Client:
     )
 
 
+def qlora_pipe() -> Client:
+    training = {
+        "micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 4,
+        "pipeline_stages": 2,
+        "epochs": 1,
+        "steps_per_print": 10,
+        "logging_steps": 10,
+        "eval_steps": 50,
+        "checkpoint_every_n_minutes": 1000,
+        "save_dtype": "float32",
+    }
+    return Client(
+        script="train.py",
+        arguments="--deepspeed --config {data}.toml",
+        config={
+            **training,
+            "model": "{model}",
+            "output_dir": "{data}",
+            "model_weight_dtype": "float32",
+            "attn_implementation": "sdpa",
+            "activation_checkpointing": True,
+            "lora_rank": 8,
+            "lora_alpha": 16,
+            "lora_dropout": 0.05,
+            "optimizer": {"type": "adamw", "lr": 1e-3},
+            "datasets": [
+                {"dataset_path": "{text}", "dataset_type": "textfile", "sequence_len": 51, "eval_size": 0.02},
+            ],
+        },
+        record="utils.engine:CustomPipelineEngine.train_batch",
+        prepare=(
+            "{here}/tiny_llama.py {model}",
+            "-c 'import json, sys, toml; toml.dump(json.load(open(sys.argv[1])), open(sys.argv[2], \"w\"))' "
+            "{config} {data}.toml",
+        ),
+        replaced={
+            "deepspeed.ops.adam:FusedAdam": "torch.optim:AdamW",
+            "models.layers:Fast_CrossEntropyLoss": "sitecustomize:CrossEntropy",
+            "utils.engine:CustomPipelineEngine.mem_status": "sitecustomize:Nothing",
+            "axolotl.utils.distributed:is_distributed": "torch.distributed:is_initialized",
+        },
+        empty=("axolotl.utils.data", "kernels"),
+    )
+
+
 CLIENTS = {
     "megatron-lm-1f1b": megatron_lm("--pipeline-model-parallel-size 2 --num-layers 4", 2),
     "megatron-lm-4-ranks": megatron_lm("--pipeline-model-parallel-size 4 --num-layers 4", 4),
@@ -193,6 +240,7 @@ CLIENTS = {
     "alexnet": alexnet(),
     "gpt-neox": gpt_neox(),
     "torchtitan-1f1b": torchtitan("1F1B"),
+    "qlora-pipe": qlora_pipe(),
 }
 
 
@@ -224,8 +272,8 @@ def parse() -> argparse.Namespace:
 def prepare(client: Client, arguments: argparse.Namespace) -> None:
     """Make the data and the configuration that the client reads."""
     config = json.dumps(client.config).replace('"{steps}"', str(arguments.steps))
-    for name in ("data", "model"):
-        config = config.replace(f"{{{name}}}", str(arguments.out / name))
+    for name, file in FILES.items():
+        config = config.replace(f"{{{name}}}", str(arguments.out / file))
     (arguments.out / "config.json").write_text(config)
     numbers = random.Random(1)
     texts = [" ".join(str(numbers.randrange(127)) for _ in range(100)) for _ in range(300)]
@@ -258,8 +306,7 @@ def start(client: Client, arguments: argparse.Namespace, name: str, command: str
     job: dict[str, Any] = {"code": str(arguments.code), "out": str(out), "record": client.record}
     job |= {"replaced": client.replaced, "empty": client.empty}
     path = os.pathsep.join([str(HERE), str(arguments.code), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    files = {"text": "text.jsonl", "data": "data", "model": "model", "config": "config.json"}
-    places = {"here": HERE} | {name: arguments.out / file for name, file in files.items()}
+    places = {"here": HERE} | {name: arguments.out / file for name, file in FILES.items()}
     words = shlex.split(command.format(steps=arguments.steps, out=out, **places))
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "CLIENT": json.dumps(job), **more}
     with (out / "log").open("w") as log:

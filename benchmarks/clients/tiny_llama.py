@@ -22,7 +22,7 @@ LlamaForCausalLM(
         vocab_size=len(words),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=8,  # with fewer, the last of two stages of qlora-pipe has none
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=128,
