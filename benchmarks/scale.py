@@ -64,7 +64,7 @@ from perseus_ds.ranks import (
 )
 from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.iterations import IterationMeasurement
-from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.mode_driver import ModeDriver
 from perseus_ds.runtime.recorder import Recorder
 
@@ -95,7 +95,7 @@ class RealRank:
         gpu = SimulatedGpu.named("a100-sxm")
         timers = HostExecution()
         clocks = ClockController(gpu, _raise, lambda refusal: None, timers.use_device)
-        self._rank = Rank(communicator, gpu, clocks, timers, torch.device("cpu"))
+        self._rank = RankContext(communicator, gpu, clocks, timers, torch.device("cpu"))
         info = ProfileInfo(
             simulated=True,
             gpu=gpu.name,

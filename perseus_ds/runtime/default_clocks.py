@@ -10,7 +10,7 @@ from perseus_ds.clocks.timers import SimulatedExecution, Span
 from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
 from perseus_ds.profiler.fixed_durations import without_gaps
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase, one_iteration
-from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.job import Job, RankContext
 
 SETTLED = 2
 """Iterations after a change of clocks that do not count; the first one begins at the clocks before."""
@@ -130,7 +130,7 @@ def observe() -> Phase[None]:
         yield from one_iteration(NextIteration("observe", times="none"))
 
 
-def calibrate(job: Job, rank: Rank) -> Phase[None]:
+def calibrate(job: Job, rank: RankContext) -> Phase[None]:
     """On simulated GPUs, run one iteration, after which each rank knows how much work its instructions are."""
     if not isinstance(rank.timers, SimulatedExecution):
         return

@@ -16,7 +16,7 @@ from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.errors import ConfigError, PerseusError, PlanError
 from perseus_ds.gpu.base import Gpu
-from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.recorder import Recorder
 
 _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
@@ -43,7 +43,7 @@ def read_frontier(path: Path, gpu: Gpu | None = None) -> Frontier:
     return frontier
 
 
-def load_frontier(job: Job, rank: Rank, path: Path) -> Frontier:
+def load_frontier(job: Job, rank: RankContext, path: Path) -> Frontier:
     """Return the frontier that rank 0 reads, on all ranks.
 
     Raises:
@@ -115,7 +115,7 @@ class Cache:
         write_together((target / name, (self.directory / name).read_bytes()) for name in _FILES)
 
 
-def frontier_of_an_earlier_run(job: Job, rank: Rank, recorder: Recorder) -> Frontier | None:
+def frontier_of_an_earlier_run(job: Job, rank: RankContext, recorder: Recorder) -> Frontier | None:
     """Return the frontier that an earlier run of this job left, if it still fits; every rank must ask at once."""
     cache = Cache(job.profile_key(rank.communicator))
 
@@ -137,7 +137,7 @@ def frontier_of_an_earlier_run(job: Job, rank: Rank, recorder: Recorder) -> Fron
     return frontier
 
 
-def forget_for_later_runs(job: Job, rank: Rank) -> None:
+def forget_for_later_runs(job: Job, rank: RankContext) -> None:
     """Leave nothing of this job for later runs; every rank must do so at once."""
     cache = Cache(job.profile_key(rank.communicator))
     if rank.communicator.is_rank_0 and job.config.cache:
@@ -145,7 +145,7 @@ def forget_for_later_runs(job: Job, rank: Rank) -> None:
             cache.remove()
 
 
-def keep_for_later_runs(job: Job, rank: Rank, recorder: Recorder) -> None:
+def keep_for_later_runs(job: Job, rank: RankContext, recorder: Recorder) -> None:
     """Store profile and frontier for the next run of this job; every rank must call this together."""
     cache = Cache(job.profile_key(rank.communicator))
     if rank.communicator.is_rank_0 and job.config.cache:

@@ -23,7 +23,7 @@ from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.policy.reports import JobReport, RankReports
 from perseus_ds.policy.selector import Forecast
-from perseus_ds.runtime.job import Rank
+from perseus_ds.runtime.job import RankContext
 
 T = TypeVar("T")
 Times: TypeAlias = Literal["all", "passes", "none"]
@@ -192,7 +192,7 @@ def one_iteration(wanted: NextIteration) -> Phase[IterationMeasurement]:
             return received
 
 
-def wait_until_over(rank: Rank, is_over: Callable[[], bool], is_closed: Callable[[], bool]) -> Waited:
+def wait_until_over(rank: RankContext, is_over: Callable[[], bool], is_closed: Callable[[], bool]) -> Waited:
     """Wait until rank 0 says that it is over, or a rank is closed; every rank must do so at the same boundary.
 
     No collective of the job is under way meanwhile, and none of Perseus for longer than the ranks are apart. The thread
@@ -225,7 +225,7 @@ def _of_job(numbers: npt.NDArray[np.float64]) -> tuple[float, float, float]:
     return is_over, is_closed, float(numbers[:, 2].sum())
 
 
-def _energy_j(rank: Rank) -> float:
+def _energy_j(rank: RankContext) -> float:
     try:
         return rank.clocks.call(rank.gpu.energy_j).value()
     except GpuError:

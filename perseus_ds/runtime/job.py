@@ -110,7 +110,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankContext:
     """This rank of the job: its GPU, and its connection to the other ranks.
 
     Attributes:

@@ -27,7 +27,7 @@ from perseus_ds.runtime.iterations import (
     Times,
     wait_until_over,
 )
-from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.modes import mode_of
 from perseus_ds.runtime.recorder import IterationContext, Recorder
 from perseus_ds.runtime.timeline_log import Ran, TimelineLog
@@ -51,7 +51,7 @@ class ModeDriver:
     def __init__(
         self,
         job: Job,
-        rank: Rank,
+        rank: RankContext,
         recorder: Recorder,
         control: JobControl,
         *,
@@ -267,7 +267,7 @@ class ModeDriver:
                 self.next = next(self._mode)
 
 
-def _check_deadline(job: Job, rank: Rank, recorder: Recorder) -> None:
+def _check_deadline(job: Job, rank: RankContext, recorder: Recorder) -> None:
     """Check that the policy's deadline lies ahead; every rank must call it. Records in the folder mean a resumed job.
 
     Raises:
@@ -285,7 +285,7 @@ def _check_deadline(job: Job, rank: Rank, recorder: Recorder) -> None:
     rank.communicator.computed_on_rank_0(check)
 
 
-def _follow_signals(rank: Rank, recorder: Recorder, control: JobControl) -> None:
+def _follow_signals(rank: RankContext, recorder: Recorder, control: JobControl) -> None:
     """Read the signals of the policy, on rank 0, and follow their files until the job ends; every rank must call it.
 
     Raises:

@@ -28,8 +28,8 @@ from perseus_ds.runtime.frontiers import (
     load_frontier,
 )
 from perseus_ds.runtime.iterations import Phase
-from perseus_ds.runtime.job import Job, Rank
-from perseus_ds.runtime.optimising import optimise
+from perseus_ds.runtime.job import Job, RankContext
+from perseus_ds.runtime.optimizing import optimise
 from perseus_ds.runtime.prediction import Agreement, compare_prediction, is_predicted
 from perseus_ds.runtime.profiling import profile_online
 from perseus_ds.runtime.recorder import Recorder
@@ -50,7 +50,7 @@ _COMPARED_AGAIN_AFTER_S = 120.0
 _MOST_TURNS = 3
 
 
-def mode_of(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase[None]:
+def mode_of(job: Job, rank: RankContext, recorder: Recorder, control: JobControl) -> Phase[None]:
     """Return the phases of the job's mode.
 
     What can be checked before training is checked before the first iteration.
@@ -73,13 +73,13 @@ def mode_of(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Ph
     return _observe(job, rank)
 
 
-def _observe(job: Job, rank: Rank) -> Phase[None]:
+def _observe(job: Job, rank: RankContext) -> Phase[None]:
     yield from calibrate(job, rank)
     rank.clocks.watch_default_clocks()
     yield from observe()
 
 
-def _run(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase[None]:
+def _run(job: Job, rank: RankContext, recorder: Recorder, control: JobControl) -> Phase[None]:
     frontier = load_frontier(job, rank, Path(str(job.config.frontier)))
     made, now = frontier.provenance.settings, job.info.settings
     if made is not None and now is not None and made != now:
@@ -108,7 +108,7 @@ def _run(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase
                 turns = 0
 
 
-def _profile(job: Job, rank: Rank, recorder: Recorder) -> Phase[None]:
+def _profile(job: Job, rank: RankContext, recorder: Recorder) -> Phase[None]:
     _check_clocks(job, rank, recorder)
     yield from calibrate(job, rank)
     baseline = yield from warm_up(job, rank)
@@ -116,7 +116,7 @@ def _profile(job: Job, rank: Rank, recorder: Recorder) -> Phase[None]:
     yield from observe()
 
 
-def _auto(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Phase[None]:
+def _auto(job: Job, rank: RankContext, recorder: Recorder, control: JobControl) -> Phase[None]:
     _check_clocks(job, rank, recorder)
     frontier = frontier_of_an_earlier_run(job, rank, recorder)
     yield from calibrate(job, rank)
@@ -144,7 +144,7 @@ def _only(phases: Phase[Any]) -> Phase[None]:
 
 def _profile_and_run(
     job: Job,
-    rank: Rank,
+    rank: RankContext,
     recorder: Recorder,
     control: JobControl,
     frontier: Frontier | None,
@@ -228,7 +228,7 @@ def _measure_again(recorder: Recorder, runner: PlanRunner, default: DefaultItera
         runner.compare_with(default.sample)
 
 
-def _is_stale(job: Job, rank: Rank, frontier: Frontier, default: IterationSample) -> bool:
+def _is_stale(job: Job, rank: RankContext, frontier: Frontier, default: IterationSample) -> bool:
     """Return whether the profile of a dropped plan no longer holds; later runs do not begin with it then."""
     if is_predicted(rank, frontier, default):
         return False
@@ -273,7 +273,7 @@ def _while_kept(
 
 
 def _has_other_switch_cost(
-    recorder: Recorder, rank: Rank, runner: PlanRunner, verdict: Verdict, *, switch_cost: SwitchCost
+    recorder: Recorder, rank: RankContext, runner: PlanRunner, verdict: Verdict, *, switch_cost: SwitchCost
 ) -> bool:
     """Learn from a dropped plan how much a change of clock delays this job; return whether to plan for that."""
     plan, default_s = runner.plan, runner.default.time_s
@@ -306,7 +306,7 @@ def _back_off(recorder: Recorder, runner: PlanRunner, verdict: Verdict, iteratio
     yield from back_off_for(iterations, "default", runner.would_be_capped)
 
 
-def _check_clocks(job: Job, rank: Rank, recorder: Recorder) -> None:
+def _check_clocks(job: Job, rank: RankContext, recorder: Recorder) -> None:
     """Check that there are clocks to choose from, and print a note if the config excludes the highest.
 
     Raises:

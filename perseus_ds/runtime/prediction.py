@@ -21,7 +21,7 @@ from perseus_ds.profiler.correction import (
     with_power,
 )
 from perseus_ds.runtime.default_clocks import DefaultIterations
-from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.recorder import Recorder
 from perseus_ds.runtime.warm_up import Baseline
 from perseus_ds.units import percent, plain
@@ -44,7 +44,7 @@ class Agreement(Enum):
     UNEXPLAINED = "unexplained"
 
 
-def is_predicted(rank: Rank, frontier: Frontier, sample: IterationSample) -> bool:
+def is_predicted(rank: RankContext, frontier: Frontier, sample: IterationSample) -> bool:
     """Return whether iterations at default clocks take the time and energy that the profile predicts for them."""
     predicted_j = _gpus_per_rank(rank) * frontier.baseline.energy_j
     return not (
@@ -53,13 +53,13 @@ def is_predicted(rank: Rank, frontier: Frontier, sample: IterationSample) -> boo
     )
 
 
-def _gpus_per_rank(rank: Rank) -> int:
+def _gpus_per_rank(rank: RankContext) -> int:
     return rank.communicator.world_size // rank.communicator.topology.pipeline_ranks
 
 
 def compare_prediction(
     job: Job,
-    rank: Rank,
+    rank: RankContext,
     recorder: Recorder,
     frontier: Frontier,
     default: DefaultIterations,

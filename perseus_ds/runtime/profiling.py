@@ -22,7 +22,7 @@ from perseus_ds.profiler.estimates import denoise
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler
 from perseus_ds.runtime.default_clocks import SETTLED
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase, one_iteration
-from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.recorder import Recorder
 from perseus_ds.runtime.warm_up import Baseline
 from perseus_ds.runtime.words import against_default_clocks
@@ -41,7 +41,7 @@ _MOST_VISITS = 8
 _TAIL_MATTERS = 0.02
 
 
-def profile_online(job: Job, rank: Rank, recorder: Recorder, baseline: Baseline) -> Phase[None]:
+def profile_online(job: Job, rank: RankContext, recorder: Recorder, baseline: Baseline) -> Phase[None]:
     """Measure a profile and write it.
 
     Args:
@@ -207,7 +207,7 @@ class _Measurement:
         iterations: How many were measured.
     """
 
-    def __init__(self, rank: Rank, baseline: Baseline) -> None:
+    def __init__(self, rank: RankContext, baseline: Baseline) -> None:
         self.log = CounterLog(rank.gpu, rank.timebase)
         self._communicator = rank.communicator
         self._baseline = baseline

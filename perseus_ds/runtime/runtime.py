@@ -36,7 +36,7 @@ from perseus_ds.runtime.config import PerseusConfig, parse_block
 from perseus_ds.runtime.devices import execution_on, open_gpu, with_permission
 from perseus_ds.runtime.fallback import Fallback
 from perseus_ds.runtime.iterations import EnergyUse, IterationMeasurement, NextIteration, Times
-from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.mode_driver import ModeDriver
 from perseus_ds.runtime.recorder import Monitor, Recorder
 from perseus_ds.runtime.shapes import InputShapes
@@ -144,7 +144,7 @@ class PerseusRuntime:
         self._closed = self._process_ends = False
         clocks = ClockController(gpu, self._fail, self._refused, timers.use_device, timebase)
         self._fallback = Fallback(communicator.topology.rank, clocks, timebase, self._tell)
-        self.rank = Rank(communicator, gpu, clocks, timers, device, timebase)
+        self.rank = RankContext(communicator, gpu, clocks, timers, device, timebase)
         self._hooks = OperationHooks(timers, clocks, communicator)
         self._simulated = timers if isinstance(timers, SimulatedExecution) else None
         self._recorder = Recorder(

@@ -22,7 +22,7 @@ from perseus_ds.errors import PerseusError
 from perseus_ds.policy.reports import SHAPES, JobReport, shapes_number
 from perseus_ds.ranks import Pending
 from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextIteration, Phase, Resumed
-from perseus_ds.runtime.job import Rank
+from perseus_ds.runtime.job import RankContext
 from perseus_ds.runtime.recorder import Recorder
 
 _MOST = 6
@@ -105,7 +105,7 @@ class _Planned:
 
 
 def run_by_shape(
-    rank: Rank,
+    rank: RankContext,
     recorder: Recorder,
     start: Callable[[int, Shape], Phase[None]],
     *,
@@ -158,7 +158,7 @@ class _Shapes:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: RankContext,
         recorder: Recorder,
         start: Callable[[int, Shape], Phase[None]],
         first: float | None,

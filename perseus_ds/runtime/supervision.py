@@ -15,7 +15,7 @@ from perseus_ds.clocks.lock_records import HeldLock, left_locks
 from perseus_ds.errors import GpuError
 from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.metrics import MetricsReporter
 from perseus_ds.runtime.recorder import Recorder
 from perseus_ds.timebase import REAL_TIME
@@ -27,7 +27,7 @@ class Supervision:
     """Started before training; ended by :meth:`release`, then :meth:`close`."""
 
     def __init__(
-        self, job: Job, rank: Rank, recorder: Recorder, control: JobControl, restore: Callable[[], None]
+        self, job: Job, rank: RankContext, recorder: Recorder, control: JobControl, restore: Callable[[], None]
     ) -> None:
         """Start the guardian and the control socket, and have clocks restored however the process ends.
 
@@ -92,7 +92,7 @@ class Supervision:
             self._held.release()
 
 
-def _start_guardian(job: Job, rank: Rank) -> Guardian | None:
+def _start_guardian(job: Job, rank: RankContext) -> Guardian | None:
     """Have the clocks restored should all ranks be killed; a job that changes none needs no guardian."""
     if job.config.mode == "observe" or rank.gpu.address is None:
         return None
@@ -114,7 +114,7 @@ def reset_left_clocks() -> None:
         logger.warning("perseus: process %d died and left the clock of %s locked: %s.", left.pid, left.address, said)
 
 
-def _hold(guardian: Guardian | None, rank: Rank) -> HeldLock | None:
+def _hold(guardian: Guardian | None, rank: RankContext) -> HeldLock | None:
     """Keep a record, on this node, that this process may lock its GPU's clock."""
     if guardian is None or rank.gpu.address is None:
         return None
@@ -125,7 +125,7 @@ def _hold(guardian: Guardian | None, rank: Rank) -> HeldLock | None:
         return None
 
 
-def _listen(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> ControlServer | None:
+def _listen(job: Job, rank: RankContext, recorder: Recorder, control: JobControl) -> ControlServer | None:
     """Take orders from outside, on rank 0; a job that runs no plans needs none."""
     if job.config.mode not in ("auto", "run") or not rank.communicator.is_rank_0:
         return None
@@ -137,7 +137,7 @@ def _listen(job: Job, rank: Rank, recorder: Recorder, control: JobControl) -> Co
         return None
 
 
-def _report_metrics(job: Job, rank: Rank, recorder: Recorder) -> MetricsReporter | None:
+def _report_metrics(job: Job, rank: RankContext, recorder: Recorder) -> MetricsReporter | None:
     """Give figures to Prometheus, on rank 0 where they are asked for."""
     config = job.config.metrics
     if config is None or not rank.communicator.is_rank_0:

@@ -21,7 +21,7 @@ from perseus_ds.policy.reports import JobReport
 from perseus_ds.policy.selector import Assignment, Forecast, PlanSelector
 from perseus_ds.policy.stragglers import computed_and_tail_s
 from perseus_ds.runtime.iterations import Halt, IterationMeasurement, NextIteration, NextPhase, Phase, Waited
-from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.recorder import Recorder
 from perseus_ds.runtime.words import begin
 
@@ -70,7 +70,7 @@ class PlanRunner:
     def __init__(
         self,
         job: Job,
-        rank: Rank,
+        rank: RankContext,
         recorder: Recorder,
         control: JobControl,
         *,

@@ -25,7 +25,7 @@ from perseus_ds.profiler.fixed_durations import (
     without_gaps,
 )
 from perseus_ds.runtime.iterations import NextIteration, NextPhase, Phase, one_iteration
-from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.job import Job, RankContext
 
 _STEADY = 0.02
 # Blocking power is measured over so many refreshes of the counter, at most for so long [s], but over the fewest.
@@ -66,7 +66,7 @@ class Baseline:
         return replace(self, info=info, tails_of=profile)
 
 
-def warm_up(job: Job, rank: Rank) -> Phase[Baseline]:
+def warm_up(job: Job, rank: RankContext) -> Phase[Baseline]:
     """Run ordinary iterations until times are steady on all ranks.
 
     Args:
@@ -113,7 +113,7 @@ def warm_up(job: Job, rank: Rank) -> Phase[Baseline]:
     )
 
 
-def _info(job: Job, rank: Rank, spans: list[list[Span]], begins_s: list[float], power_w: float) -> ProfileInfo:
+def _info(job: Job, rank: RankContext, spans: list[list[Span]], begins_s: list[float], power_w: float) -> ProfileInfo:
     """Return the job and what was measured of it; on rank 0, with the durations of what has no clock to choose."""
     communicator = rank.communicator
     profile_key = job.profile_key(communicator)
@@ -151,7 +151,7 @@ def _transfers(schedule: Schedule, ranks: list[tuple[list[list[Span]], list[floa
     return launched_transfer_durations(schedule, map(passes_of, iterations))
 
 
-def _offset_s(rank: Rank) -> float:
+def _offset_s(rank: RankContext) -> float:
     """Return how much this rank's time is ahead of rank 0's [s]: ranks leave a barrier together."""
     offsets_s = []
     for _ in range(_BARRIERS):
@@ -161,7 +161,7 @@ def _offset_s(rank: Rank) -> float:
     return statistics.median(offsets_s)
 
 
-def counter_period_s(rank: Rank) -> float:
+def counter_period_s(rank: RankContext) -> float:
     """Return how often the slowest energy counter of all ranks is refreshed [s]; every rank must ask at once.
 
     Raises:
@@ -172,7 +172,7 @@ def counter_period_s(rank: Rank) -> float:
     return rank.communicator.all_max(period_s)
 
 
-def _own_counter_period_s(rank: Rank) -> tuple[float, GpuError | None]:
+def _own_counter_period_s(rank: RankContext) -> tuple[float, GpuError | None]:
     gpu, timebase = rank.gpu, rank.timebase
     try:
         for window_s in (_SHORT_WINDOW_S, _WINDOW_S):
@@ -184,7 +184,7 @@ def _own_counter_period_s(rank: Rank) -> tuple[float, GpuError | None]:
         return 0.0, error
 
 
-def _counter_and_blocking_power(rank: Rank, before_w: float) -> tuple[CounterAnswer, float]:
+def _counter_and_blocking_power(rank: RankContext, before_w: float) -> tuple[CounterAnswer, float]:
     """Return how the energy counter answers to the end of a load, and what this rank's GPU draws while it waits [W].
 
     Args:
@@ -223,7 +223,7 @@ def _counter_and_blocking_power(rank: Rank, before_w: float) -> tuple[CounterAns
     return replace(answer, settle_s=settle_s), power_w
 
 
-def _raise_on_all_ranks(rank: Rank, problem: GpuError | None) -> None:
+def _raise_on_all_ranks(rank: RankContext, problem: GpuError | None) -> None:
     found = rank.communicator.first_not_none(problem)
     if found is not None:
         raise found

@@ -9,13 +9,13 @@ from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
 from perseus_ds.runtime.default_clocks import DefaultIterations, run_at_default_clocks
 from perseus_ds.runtime.frontiers import load_frontier
 from perseus_ds.runtime.iterations import IterationMeasurement, NextPhase, Phase
-from perseus_ds.runtime.job import Job, Rank
+from perseus_ds.runtime.job import Job, RankContext
 
 # A clock changes about 15 ms after its request; until then instructions run at another clock than planned.
 _SWITCH_COST_J = 0.5
 
 
-def optimise(job: Job, rank: Rank, default: DefaultIterations, switch_cost_s: float) -> Phase[Frontier]:
+def optimise(job: Job, rank: RankContext, default: DefaultIterations, switch_cost_s: float) -> Phase[Frontier]:
     """Make the frontier of the job's profile; rank 0's node does it, with low priority.
 
     Args:
