@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -149,19 +148,20 @@ class IterationMeasurement:
     number: int = 0
     stopped_s: float = 0.0
 
-    @cached_property
+    # No ``cached_property``, whose lock all ranks of a process share until Python 3.12.
+    @property
     def start_s(self) -> float:
         """When it began, in the rank's timebase [s]."""
         return self.finished.start_s()
 
-    @cached_property
+    @property
     def time_s(self) -> float:
         """How long it took [s]."""
         return self.finished.time_s()
 
     @property
     def energy_j(self) -> float:
-        """Of this rank's GPU [J]; no ``cached_property``, whose lock all ranks of a process share until Python 3.12."""
+        """Of this rank's GPU [J]."""
         self.finished.end.synchronize()
         return self.used_j()
 
