@@ -17,7 +17,7 @@ def typical(job, phase):
 def test_where_clock_changes_delay_transfers_plans_allow_for_it_and_still_save_energy(tmp_path, capsys):
     stages_s, gpu = (0.036, 0.034, 0.034, 0.05), {"conditions": ["slow-transfers"]}
     job = VirtualJob(tmp_path, stages_s=stages_s, micro_batches=8, gpu=gpu, mode="auto")
-    job.train(160)
+    job.train(240)
     default_s, default_j = typical(job, "default")
     under_plan_s, under_plan_j = typical(job, "run")
     assert "a clock change delays this job by" in capsys.readouterr().out
