@@ -32,9 +32,6 @@ from perseus_ds.errors import ConfigError
 Source: TypeAlias = str | Path | PretrainedConfig
 """A model of the hub by its name, a folder that ``save_pretrained`` wrote, or a configuration (for new weights)."""
 
-# Weights, gradients and the two moments of Adam, in single precision.
-TRAINED_BYTES_PER_PARAMETER = 16
-
 
 class _Absent(nn.Module):
     """Stands for a layer of another stage; it has that layer's plain attributes, which loops over layers read."""
