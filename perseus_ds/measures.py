@@ -55,11 +55,7 @@ class Typical:
     """A typical one of several iterations that ran alike.
 
     Attributes:
-        iterations: How many.
-        time_s: Iteration time [s].
         power_w: Power of all GPUs [W]; None where no energy could be read.
-        time_error: Relative standard error of the time.
-        power_error: Relative standard error of the power.
     """
 
     iterations: int
@@ -162,8 +158,6 @@ class Measured:
     Attributes:
         plan: The plan's place on the frontier; None for plans of several shapes of inputs.
         ran: How many iterations ran under it, those that do not count included.
-        typical: A typical one.
-        baseline: What it is compared with.
     """
 
     plan: int | None

@@ -75,7 +75,6 @@ class PipelineTopology:
     """Position of this rank in the job.
 
     Attributes:
-        rank: Global rank.
         pipeline: Global ranks of this rank's pipeline, first stage first.
         data_parallel_rank: Which pipeline.
         data_parallel: Number of pipelines.
@@ -113,9 +112,6 @@ class Communicator:
     Once a connection is lost, all methods raise :class:`~perseus_ds.errors.ConnectionLostError`, on all ranks.
 
     Attributes:
-        rank: Global rank.
-        world_size: Number of ranks.
-        topology: Position of this rank.
         pipeline_of_rank: On rank 0, the data-parallel pipeline of each rank; elsewhere empty.
     """
 
@@ -266,8 +262,6 @@ class Connection:
     """Of this rank with the store that rank 0 serves.
 
     Args:
-        rank: Global rank.
-        world_size: Number of ranks.
         address: Host and port of the store.
         server: The store, on rank 0.
         longest_wait_s: After which a training thread that waits for other ranks gives the connection up [s].
@@ -410,10 +404,6 @@ class StoreChannel:
     """Carries one collective after the other by a client of the store, and a thread that waits for them.
 
     Every rank begins the same ones in the same order.
-
-    Attributes:
-        rank: Global rank.
-        world_size: Number of ranks.
     """
 
     def __init__(self, connection: Connection, name: str = "perseus") -> None:
@@ -495,12 +485,7 @@ class StoreChannel:
 
 
 class Pending(Generic[T]):
-    """A collective that is under way.
-
-    Args:
-        future: Gets the answer.
-        connection: By which it comes.
-    """
+    """A collective that is under way."""
 
     def __init__(self, future: futures.Future[T], connection: Connection) -> None:
         self._future = future

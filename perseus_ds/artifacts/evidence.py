@@ -21,11 +21,7 @@ class Figure(FileModel):
     """One measured figure, and the limits that it must keep, if any.
 
     Attributes:
-        name: Names it.
-        value: The figure.
         unit: Its unit, such as ``ms``; empty for a number or a ratio.
-        at_least: The smallest value allowed.
-        at_most: The largest value allowed.
     """
 
     name: Text
@@ -54,7 +50,6 @@ class Machine(FileModel):
 
     Attributes:
         simulated: Whether it is a stand-in without a GPU: its figures say nothing of a GPU.
-        gpu: Product name.
         driver: Version of the driver, None for a stand-in.
         versions: Of packages, and of CUDA.
     """
@@ -69,13 +64,9 @@ class CheckResult(FileModel):
     """The result of one check.
 
     Attributes:
-        name: Of the check.
         title: What it shows, one sentence.
         outcome: ``passed``, or ``failed``: a figure is beyond its limits, or the check could not be made.
         reason: Why it failed; None if it passed.
-        took_s: Time that it took [s].
-        figures: What it measured.
-        notes: What is to be known of the figures.
     """
 
     name: Text
@@ -91,10 +82,7 @@ class Evidence(FileModel):
     """All checks that were made on one machine.
 
     Attributes:
-        format: ``perseus-ds evidence``.
-        schema_version: 1.
         made: When the last of them ended, UTC.
-        machine: Where.
         checks: In the order of their numbers.
         not_made: Titles of the checks that were not made there.
     """

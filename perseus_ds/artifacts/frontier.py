@@ -67,7 +67,6 @@ class Frontier:
         plans: The fastest first; the last one is the energy optimum ``T*``.
         t_min_s: Makespan with every instruction at its fastest measured clock [s].
         baseline: The plan with everything at the highest measured clock: the cost of running without Perseus.
-        provenance: The inputs that it was computed from.
         instruction_times_s: The profile's duration of an instruction, by stage, kind and clock [s].
         schedule: The schedule that the plans are for; None in files that do not hold it.
         certificates: The proofs of the plans' lower bounds, where they were just computed; ``save`` writes them on

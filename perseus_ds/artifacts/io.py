@@ -125,10 +125,6 @@ def is_there(path: Path) -> bool:
 def open_without_links(path: Path, *, append: bool) -> BinaryIO:
     """Open a file to be written little by little; the caller closes it.
 
-    Args:
-        path: The file.
-        append: Whether to keep what is in it.
-
     Raises:
         OSError: It cannot be written, is no regular file, or a link, which somebody else may have made.
     """
@@ -145,12 +141,6 @@ def open_without_links(path: Path, *, append: bool) -> BinaryIO:
 @contextlib.contextmanager
 def open_bounded(path: Path, error_class: type[PerseusError], what: str, most_bytes: int) -> Iterator[BinaryIO]:
     """Open a regular file that is not too large, for reading.
-
-    Args:
-        path: The file, or a link to it.
-        error_class: What to raise.
-        what: What it is expected to be, for messages.
-        most_bytes: How large it may be.
 
     Raises:
         PerseusError: As ``error_class``: it is missing, no regular file, too large, or cannot be read.

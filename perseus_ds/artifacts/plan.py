@@ -20,7 +20,6 @@ class FrequencyPlan:
     Attributes:
         instructions: The instructions of each rank, in program order.
         clocks_mhz: One clock per instruction, shaped like ``instructions``.
-        time_s: Iteration time [s].
         energy_j: Energy of one iteration of one pipeline, one GPU per rank [J].
         lower_bound_j: No plan that is as fast uses less [J]; None where it was not computed.
     """

@@ -386,9 +386,6 @@ class RecordFollower:
     Each time the file is opened anew, so that a shared disk shows what other nodes have written. A last line without
     its end is read once it is complete.
 
-    Args:
-        folder: The job's output folder.
-
     Attributes:
         unreadable: Number of lines that are no records.
     """

@@ -59,7 +59,6 @@ class ScheduleStreams(FileModel):
 
     Attributes:
         name: Class of the schedule. A label for people; nothing imports it.
-        micro_batches: Micro-batches per iteration.
         ranks: Operations of every pipeline rank, in program order.
     """
 

@@ -17,9 +17,6 @@ class ComparedSchedule(FileModel):
     """One schedule with one number of micro-batches.
 
     Attributes:
-        name: As it was asked for.
-        micro_batches: Micro-batches per iteration.
-        ranks: Pipeline ranks.
         stages: Stages on all of them.
         held_by_stage: For how many micro-batches each stage holds activations at most.
         held_by_rank: The most that each rank holds at a time, in micro-batches of all of its layers.
@@ -56,14 +53,7 @@ class ComparedSchedule(FileModel):
 
 
 class ScheduleTable(FileModel):
-    """Several schedules, side by side.
-
-    Attributes:
-        profile: Path of the profile.
-        simulated: Whether the profile is of simulated GPUs.
-        gpu: The device that was measured.
-        schedules: In the order in which they were asked for.
-    """
+    """Several schedules, side by side."""
 
     format: Literal["perseus-ds schedules"] = "perseus-ds schedules"
     schema_version: Literal[1] = 1

@@ -65,7 +65,6 @@ class MeasuredIteration(FileModel):
 
     Attributes:
         iteration: Its number in ``run.jsonl``.
-        phase: The job's phase, as in ``run.jsonl``.
         ranks: By pipeline rank, in program order.
         plan: The plan's index in the frontier; None at default clocks.
     """

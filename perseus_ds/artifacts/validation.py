@@ -40,14 +40,7 @@ def explain(error: ValidationError, owner: Any, prefix: str) -> str:
 
 
 def expectation(key: str, expected: str, found: object, hint: str = "") -> str:
-    """Return the line that says of one key what was expected and what was found.
-
-    Args:
-        key: The key, with the block or file it is in.
-        expected: What may stand there.
-        found: What stands there.
-        hint: What follows, such as the text of ``did_you_mean``.
-    """
+    """Return the line that says of one key what was expected and what was found."""
     return f"{key}: expected {expected}, got {reprlib.repr(found)}{f'; {hint}' if hint else '.'}"
 
 

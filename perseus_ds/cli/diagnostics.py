@@ -34,9 +34,6 @@ class Finding:
     Attributes:
         level: ``fail``: Perseus cannot change clocks here; ``warn``: results are less accurate or a feature is
             missing; ``info`` and ``ok``: nothing is to be done.
-        what: What was examined.
-        text: What was found.
-        remedy: What to do about it; empty where nothing is to be done.
     """
 
     level: Literal["ok", "info", "warn", "fail"]

@@ -78,11 +78,6 @@ def schedule_of(frontier: Frontier) -> Schedule:
 def schedule_of_plans(pairs: Pairs, profile: StageProfile, schedule: str | None) -> Schedule:
     """Return the schedule of plans made elsewhere, by how many ranks and forwards they have.
 
-    Args:
-        pairs: One of the plans.
-        profile: Its ``profile.json`` may hold the schedule's streams.
-        schedule: Its name as the user gave it.
-
     Raises:
         ConfigError: There is no such schedule, or its class is named by a file only.
         ScheduleError: It cannot be read.

@@ -114,12 +114,6 @@ def choose_schedules(
 ) -> list[tuple[str, Schedule]]:
     """Return the schedules with their names, each with every number of micro-batches.
 
-    Args:
-        names: As the user wrote them.
-        micro_batches: Per iteration.
-        ranks: Pipeline ranks.
-        chunks: Stages on each rank, where the schedule does not say.
-
     Raises:
         ConfigError: There is no such schedule.
         ScheduleError: A schedule cannot be built for these numbers.

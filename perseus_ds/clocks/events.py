@@ -75,9 +75,6 @@ class EventPool:
     """Events of CUDA that are recorded again once nobody refers to them any more.
 
     Creating and destroying one can contend for the context's lock for milliseconds.
-
-    Args:
-        create: Creates an event.
     """
 
     def __init__(self, create: Callable[[], TorchEvent]) -> None:
@@ -118,12 +115,7 @@ class RecordedEvent:
 
 
 class CudaEvent:
-    """An event of CUDA, whose time is known on the host's clock.
-
-    Args:
-        event: The event.
-        origin: The origin that its time is counted from.
-    """
+    """An event of CUDA, whose time is known on the host's clock."""
 
     __slots__ = ("_origin", "event")
 
@@ -150,9 +142,7 @@ class CudaOrigin:
     the one before: in two iterations the two clocks do not diverge by much, and some events are found at once.
 
     Args:
-        event: The event.
         before: The origin of the iteration before.
-        timebase: The host's clock.
     """
 
     def __init__(self, event: RecordedEvent, before: CudaOrigin | None, timebase: Timebase) -> None:
@@ -268,13 +258,7 @@ def captures_to_avoid() -> Captures | None:
 
 
 class EventOutsideCaptures:
-    """An event of CUDA that is asked for only while no other thread captures.
-
-    Args:
-        event: The event.
-        captures: In this process.
-        timebase: The host's clock.
-    """
+    """An event of CUDA that is asked for only while no other thread captures."""
 
     def __init__(self, event: Any, captures: Captures, timebase: Timebase) -> None:
         self.event = event

@@ -48,11 +48,7 @@ _CODE = (
 
 
 class Guardian:
-    """A rank's connection to the guardian of its node.
-
-    Attributes:
-        pid: The guardian's process id.
-    """
+    """A rank's connection to the guardian of its node."""
 
     def __init__(self, addresses: Sequence[str], job: str | None = None, timebase: Timebase = REAL_TIME) -> None:
         """Have the node's guardian watch GPUs until this process ends; start it if there is none.

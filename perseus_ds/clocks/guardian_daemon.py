@@ -61,12 +61,7 @@ def open_gpu(address: str) -> Resettable:
 
 
 class GuardianServer(local_socket.LocalServer):
-    """Watches ranks, each on a thread of its own, because a driver call may hang.
-
-    Args:
-        name: Abstract name of its socket.
-        timebase: The time to live in.
-    """
+    """Watches ranks, each on a thread of its own, because a driver call may hang."""
 
     timeout = _POLL_S
 

@@ -21,13 +21,7 @@ IN_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class LeftLock:
-    """A GPU that a dead process held locked.
-
-    Attributes:
-        address: Of the GPU.
-        pid: The dead process.
-        path: Its file.
-    """
+    """A GPU that a dead process held locked."""
 
     address: str
     pid: int
@@ -39,11 +33,7 @@ class LeftLock:
 
 
 class HeldLock:
-    """The file that says that this process may hold a GPU locked; it counts until it is released, or the process ends.
-
-    Args:
-        address: Of the GPU.
-    """
+    """The file that says that this process may hold a GPU locked, until it is released or the process ends."""
 
     def __init__(self, address: str) -> None:
         """Write the file.

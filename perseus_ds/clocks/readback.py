@@ -39,7 +39,6 @@ class Refusal:
 
     Attributes:
         clock_mhz: As requested; None for default clocks.
-        reached_mhz: As read back.
         reasons: Why, where the driver reports it, such as ``sw_power_cap``.
     """
 

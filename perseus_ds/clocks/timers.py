@@ -38,7 +38,6 @@ class Span:
     """One operation as it ran.
 
     Attributes:
-        operation: What ran.
         start_s: From the iteration's start [s].
         end_s: From the iteration's start [s].
     """
@@ -122,11 +121,7 @@ class Execution(Protocol):
 
 
 class HostExecution:
-    """Operations that are over when the call returns.
-
-    Args:
-        timebase: The time they run in.
-    """
+    """Operations that are over when the call returns."""
 
     needs_all = False
 
@@ -187,9 +182,7 @@ class CudaExecution:
     """Operations that the host only launches: timed by events on the current stream.
 
     Args:
-        device: Where the rank's tensors live.
         cuda: Makes events and waits for them.
-        timebase: The host's clock.
         relax_capture: Lets the calling thread use CUDA while another one captures a graph.
         captures: Those that no thread may use CUDA beside; None where threads are relaxed.
     """
@@ -291,10 +284,8 @@ class SimulatedExecution(HostExecution):
             of its micro-batch work on the same.
 
     Args:
-        gpu: The simulated GPU.
         transfer_s: Time of a transfer once both sides have arrived, in addition to the real one [s].
         tail_s: Time of gradient reduction and optimizer step at the top clock, in addition to the real one [s].
-        timebase: The GPU's timebase.
     """
 
     needs_all = True

@@ -153,11 +153,7 @@ class ClockPlan:
         return cls(plan, clocks[0], dict(zip(instructions, clocks, strict=True)), spans_s)
 
     def transitions(self, latencies: LatencyTable) -> IterationClocks:
-        """Return the clocks to request in an iteration.
-
-        Args:
-            latencies: How late clocks follow their requests.
-        """
+        """Return the clocks to request in an iteration."""
         if self.plan is None:
             return IterationClocks(self.first)
         clocks = list(self.clock.values())

@@ -121,10 +121,7 @@ class Session:
     the others run at default clocks.
 
     Attributes:
-        engine: The engine.
-        config: The ``perseus`` block.
         runtime: Perseus on this rank; None before the engine has trained.
-        checked: Whether what can be known before training was checked.
         operation: Surrounds one operation of an iteration, as :meth:`PerseusRuntime.operation` does, and outside of the
             passes of an iteration nothing.
     """

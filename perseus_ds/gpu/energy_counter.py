@@ -40,8 +40,6 @@ class PowerIntegrator:
 
     Args:
         gpu: A GPU before Volta, or a virtual one, that has no counter.
-        period_s: How often power is read [s].
-        timebase: Its timebase.
     """
 
     has_energy_counter = True
@@ -107,11 +105,6 @@ def counter_period_s(gpu: Gpu, duration_s: float = 1.0, timebase: Timebase = REA
 
 def answer_to_a_step(gpu: Gpu, before_w: float, timebase: Timebase = REAL_TIME) -> CounterAnswer:
     """Read the counter of a GPU whose load has just ended, until the power that it tells is steady.
-
-    Args:
-        gpu: The GPU.
-        before_w: The power that it drew up to now [W].
-        timebase: The GPU's timebase.
 
     Raises:
         GpuError: The counter is missing, or the driver refused.

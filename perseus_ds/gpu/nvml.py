@@ -104,20 +104,12 @@ class NvmlGpu:
 
     Attributes:
         index: NVML's index of the GPU, which is nvidia-smi's.
-        uuid: The GPU's UUID, ``GPU-…``.
-        name: Product name.
-        driver: Driver version.
-        simulated: False.
     """
 
     simulated = False
 
     def __init__(self, index: int, timebase: Timebase = REAL_TIME) -> None:
         """Open a GPU by NVML's own index (:func:`index_of_cuda_device` finds it).
-
-        Args:
-            index: NVML's index.
-            timebase: Its timebase.
 
         Raises:
             GpuError: NVML, the driver or the GPU is missing, or the GPU is split by MIG.
@@ -526,9 +518,6 @@ def visible_ids(value: str | None) -> list[int | str] | None:
 
     A list is cut off at its first invalid entry, a repeated one makes it empty, and the first entry decides whether
     it is read as indices or as UUIDs (CUDA programming guide, "CUDA Environment Variables").
-
-    Args:
-        value: The variable's value, None where it is not set.
 
     Returns:
         Indices or (abbreviated) GPU UUIDs in CUDA's order; None if every GPU is visible.

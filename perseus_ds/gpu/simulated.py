@@ -54,11 +54,7 @@ _STEP_S = 0.02
 
 
 class Board:
-    """Temperature and mean power of a board, which follow its power.
-
-    Attributes:
-        temperature_c: Of the GPU.
-    """
+    """Temperature and mean power of a board, which follow its power."""
 
     def __init__(self, power_w: float) -> None:
         self.temperature_c = _COLD_C + _C_PER_W * power_w
@@ -177,14 +173,9 @@ class SimulatedGpu:
         conditions: See :data:`CONDITIONS`.
         driver_turn: Surrounds each clock-setting call, such as :func:`turn_on_node`.
         may_lock: Whether this process has the permission to set clocks.
-        seed: Seed of the noise.
-        timebase: Its timebase.
 
     Attributes:
-        model: The kind of GPU.
-        timebase: Its timebase.
         locked_clock_mhz: The clock that was set last; the highest one by default [MHz].
-        counter_period_s: How often the energy counter is refreshed [s].
     """
 
     simulated = True

@@ -166,13 +166,7 @@ def _pci(address: str | None) -> tuple[int, ...] | None:
 
 
 class ZeusAmdGpu:
-    """An AMD GPU; its clock can be anything in a range. Written from Zeus's interface, not yet run on a real one.
-
-    Attributes:
-        name: Product name.
-        driver: None.
-        simulated: False.
-    """
+    """An AMD GPU; its clock can be anything in a range. Written from Zeus's interface, not yet run on a real one."""
 
     simulated = False
     settings = None

@@ -152,12 +152,6 @@ def emulate(curve: Curve, busy: BusyTotals, job: EmulatedJob, slowdowns: Iterabl
     times the energy of its plan (the baseline, or the fastest plan); the other pipelines run the
     plan of least energy that finishes before it, and wait for it at blocking power.
 
-    Args:
-        curve: The frontier.
-        busy: The pipeline's instructions at the highest clock.
-        job: Size of the job and scale of the figures.
-        slowdowns: How many times slower the straggler is, each >= 1.
-
     Raises:
         ConfigError: A slowdown below 1.
     """

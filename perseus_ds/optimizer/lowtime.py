@@ -33,12 +33,7 @@ def unit_time_s(problem: Problem) -> float:
 
 
 def solve_lowtime(problem: Problem, progress: Callable[[str, float], None]) -> list[FrequencyPlan]:
-    """Return every plan that lowtime passes through, from the one of least energy to the fastest.
-
-    Args:
-        problem: Schedule and profile.
-        progress: Told how far between the slowest and the fastest iteration time the solver is.
-    """
+    """Return every plan that lowtime passes through, from the one of least energy to the fastest."""
     from lowtime.solver import PhillipsDessouky
 
     graph, operations = _graph(problem)

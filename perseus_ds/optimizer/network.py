@@ -39,13 +39,11 @@ class Network:
     """Events and arcs; event 0 is the start of the iteration, the last one its end.
 
     Attributes:
-        problem: The problem that it represents.
         tail: Shape (arcs,): event at which each arc starts. The first ``len(problem.node)`` arcs are
             the decisions, in their order; the others are fixed durations and plain precedences.
         head: Shape (arcs,): event at which each arc ends.
         least_s: Shape (arcs,): the least time each arc takes [s].
         edge_arc: Shape (edges of the DAG,): the arc that carries a DAG edge, else -1.
-        events: Number of events.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -125,9 +123,6 @@ class Network:
 
     def dag_flow(self, flow: Floats) -> tuple[Floats, Floats]:
         """Return a flow over the arcs as one over the DAG: over its edges, and into nodes without predecessors.
-
-        Args:
-            flow: Shape (arcs,).
 
         Returns:
             Shape (edges,), edges in the order of ``dag.predecessors``, and shape (nodes,).

@@ -51,7 +51,6 @@ class Relaxed:
     """An optimum of the relaxed problem.
 
     Attributes:
-        deadline_s: When the iteration ends [s].
         event_s: Shape (events,): when each event happens [s].
         flow_w: Shape (arcs,): what a second more on each arc would save [W]; conserved at every event.
     """
@@ -168,11 +167,6 @@ class Relaxation:
 
         A second more of an instruction will save about as much as in the two. So pieces that save clearly more are
         taken as a whole, and those that save clearly less are left out.
-
-        Args:
-            deadline_s: Iteration time [s].
-            faster: The optimum for a shorter one.
-            slower: The optimum for a longer one.
         """
         pieces, least_s = self.pieces(deadline_s), self.network.least_s
         price_w = np.stack([faster.flow_w[pieces.owner], slower.flow_w[pieces.owner]])

@@ -99,7 +99,6 @@ class Recut:
     """A profile for the stages and kinds of a schedule.
 
     Attributes:
-        profile: The profile.
         assumptions: What it takes for granted and no measurement shows, one sentence each.
     """
 

@@ -95,16 +95,7 @@ def _held(
     *,
     progress: Progress,
 ) -> list[FrequencyPlan]:
-    """Return plans for the same deadlines whose clocks are held long enough.
-
-    Args:
-        network: The events.
-        table: The options of the plans.
-        event_s: Plans of free clocks, shape (events, plans) [s].
-        options: Their clocks, shape (decisions, plans).
-        switches: What a change of clock costs.
-        progress: Called with the solver's progress.
-    """
+    """Return plans for the same deadlines whose clocks are held long enough."""
     problem = network.problem
     ladder = dwell_ladder(switches.least_dwell_s)
     by_time = np.argsort(event_s[-1], kind="stable")

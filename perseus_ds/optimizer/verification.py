@@ -23,7 +23,6 @@ class Verified:
     """The result of a verification that found every claim to hold.
 
     Attributes:
-        plans: Number of plans.
         worst_gap: The largest distance of a plan from its bound, as a fraction.
     """
 
@@ -33,11 +32,6 @@ class Verified:
 
 def verify(frontier: Frontier, certificates: Certificates, profile: StageProfile) -> Verified:
     """Recompute time, energy and lower bound of every plan, and compare them with what the frontier states.
-
-    Args:
-        frontier: The claims.
-        certificates: The proofs of its lower bounds, with the schedule that they are for.
-        profile: The measured rows that the frontier was computed from.
 
     Raises:
         FrontierError: A claim does not hold; the message names the plan.

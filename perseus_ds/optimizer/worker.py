@@ -52,12 +52,10 @@ class OptimizeRequest(StrictModel):
 
     Attributes:
         profile: ``profile.csv``, or the folder that holds it.
-        out: Folder for ``frontier.json`` and ``frontier.csv``.
         schedule: What every rank does in one iteration.
         switch_cost_j: What a change of clock is taken to cost [J].
         switch_cost_s: By how much it is taken to delay what follows [s].
         least_dwell_s: Shortest time at one clock, for all clocks or by clock in MHz [s].
-        plans: For how many deadlines to plan.
     """
 
     profile: Path
@@ -70,13 +68,7 @@ class OptimizeRequest(StrictModel):
 
 
 class OptimizeResult(StrictModel):
-    """The answer to an order.
-
-    Attributes:
-        ok: Whether there is a frontier.
-        frontier: Its ``frontier.json``.
-        error: Why there is none.
-    """
+    """The answer to an order."""
 
     ok: bool
     frontier: Path | None = None

@@ -142,13 +142,7 @@ class CommandReader:
 
 
 class RepeatedReader:
-    """Returns what :class:`CommandReader` does, at the price of a comparison while an iteration is like the last one.
-
-    Args:
-        rank: Pipeline rank.
-        ranks: Pipeline ranks.
-        batched: Sends and receives are only queued until the next ``CommitP2P``.
-    """
+    """Returns what :class:`CommandReader` does; an iteration that is like the last one costs comparisons only."""
 
     def __init__(self, rank: int, ranks: int, batched: bool) -> None:
         self._of_rank = rank, ranks, batched

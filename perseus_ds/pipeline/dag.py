@@ -74,7 +74,6 @@ class Dag:
     Attributes:
         nodes: Every node's predecessors come before it.
         predecessors: For every node, the nodes that must have finished before it starts.
-        schedule: The schedule that it was built from.
     """
 
     def __init__(self, schedule: Schedule, nodes: Sequence[Node], predecessors: Sequence[Sequence[int]]) -> None:
@@ -117,11 +116,7 @@ class Dag:
         return result
 
     def finish_s(self, durations_s: Seconds) -> Seconds:
-        """Return when each node finishes at the earliest, from 0 [s].
-
-        Args:
-            durations_s: One duration per node [s].
-        """
+        """Return when each node finishes at the earliest, from 0 [s]."""
         finish = np.zeros(len(self.nodes) + 1)  # the last entry is used where there is no predecessor
         durations_s = np.asarray(durations_s, dtype=np.float64)
         for level, before in self._levels:

@@ -37,7 +37,6 @@ class Other:
 
     Attributes:
         command: Class name of the command.
-        stage: Stage.
         number: How many of it the stage has run before in this iteration.
     """
 
@@ -114,7 +113,6 @@ class Schedule:
 
     Attributes:
         name: Class of the schedule, as ``package.module:Class``. A label for people; nothing imports it.
-        micro_batches: Micro-batches per iteration.
         ranks: One stream of operations per pipeline rank.
     """
 

@@ -75,13 +75,10 @@ class Timetable:
     """Plans by time, as decided at one moment; costs are values of the signal times kWh.
 
     Attributes:
-        policy: The policy that it is of.
-        signal: The signal that it is of.
         edges_s: When each part begins, and when the last one ends [Unix seconds], shape (parts + 1,).
         plans: What runs in each part; ``HALT`` if nothing does, shape (parts,).
         rates: Steps per second of each plan, standing still included.
         made_s: When it was made [Unix seconds].
-        step: Steps done then.
         valid_until_s: When the next value of the signal begins [Unix seconds].
         cost: Of all steps left, as the timetable has it.
         bound: No assignment of plans to hours that ends in time costs less.

@@ -27,8 +27,6 @@ class JobControl:
     """Changed by users at any time, from any thread; read at iteration boundaries.
 
     Attributes:
-        policy: Decides which plan to run.
-        paused: Whether to run at default clocks.
         steps: Steps done, those before a checkpoint included.
         own_steps: Steps that this process has done.
         progress: What a checkpoint, or the plans before these, kept of the progress under plans, until plans are run.

@@ -340,10 +340,8 @@ class Verdict:
     """What a comparison has decided.
 
     Attributes:
-        comparison: Its figures.
         kept: Whether the plan stays.
         is_late: Whether it is dropped because iterations take longer than promised.
-        reason: Why, in words.
     """
 
     comparison: PlanComparison

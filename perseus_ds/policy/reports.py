@@ -190,9 +190,6 @@ class RankReports:
 class ReportExchange:
     """Sends this rank's report of one iteration after the other; every rank does so at the same boundaries.
 
-    Args:
-        communicator: All ranks.
-
     Attributes:
         ranks: On rank 0, the reports of all ranks that were received last; None elsewhere.
     """

@@ -117,10 +117,6 @@ class Signal:
     def between(self, begin_s: float, end_s: float) -> tuple[Numbers, Numbers]:
         """Return the parts of a span of time in which the value is constant.
 
-        Args:
-            begin_s: Begin of the span [Unix seconds].
-            end_s: Its end, > begin_s [Unix seconds].
-
         Returns:
             Edges of the parts [Unix seconds], shape (parts + 1,), and values, shape (parts,).
         """

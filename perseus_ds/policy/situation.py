@@ -41,7 +41,6 @@ class Situation:
 
     Attributes:
         step: Steps done, those before a checkpoint included.
-        now: The time.
         time_ratio: Measured over predicted iteration time.
         power_ratio: Measured over predicted power.
         stopped_s: Time between iterations [s].

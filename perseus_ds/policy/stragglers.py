@@ -26,7 +26,6 @@ class Straggler:
     """A pipeline all others wait for.
 
     Attributes:
-        pipeline: Which.
         slowdown: How many times as long it takes as it would.
     """
 
@@ -105,9 +104,6 @@ def straggler_of(stretch_factors: Sequence[float]) -> Straggler | None:
 
 def computed_and_tail_s(spans: Iterable[Span]) -> dict[str, float]:
     """Return the times of a rank that tell stragglers, as fields of its report; 0 where they are not known.
-
-    Args:
-        spans: One iteration.
 
     Returns:
         When the rank had computed its last, and how long its tail was, waiting included [s].

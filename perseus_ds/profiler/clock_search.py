@@ -36,11 +36,7 @@ _OPTIMISM = 1.5
 
 
 class Sweep:
-    """Measures one clock after the other until energy has risen five times in a row.
-
-    Args:
-        clocks_mhz: In the order in which they are measured.
-    """
+    """Measures one clock after the other until energy has risen five times in a row."""
 
     def __init__(self, clocks_mhz: Sequence[int]) -> None:
         self._left = list(clocks_mhz)
@@ -81,11 +77,7 @@ class AdaptiveSampler:
         self._asked: set[int] = set()
 
     def next_clocks(self, rows: Sequence[Measurement]) -> list[int]:
-        """Return the clocks to measure next, the highest first [MHz]; none when enough is known.
-
-        Args:
-            rows: All rows measured so far, of all stages.
-        """
+        """Return the clocks to measure next, the highest first [MHz]; none when enough is known."""
         sums = _sums_by_clock(rows)
         left = self._budget - len(self._asked)
         chosen = (self._descend(sums) or self._refine(rows, sums))[: max(0, left)]
@@ -180,9 +172,7 @@ class ClockSearch:
     profile was finished after them, the search continues the interrupted one.
 
     Args:
-        ranks: All ranks.
         clocks_mhz: The clocks that may be measured, ascending.
-        config: How to sample.
         info: The device and job; ``info.job`` identifies the job. Complete on rank 0.
         directory: Where the profile will be written.
 

@@ -69,12 +69,7 @@ class Difference:
 
 
 def differing_instructions(now: PartTimes, profiled_s: Mapping[Key, float]) -> dict[Key, float]:
-    """Return how many times as long instructions take as profiled, of those that differ.
-
-    Args:
-        now: Iterations at default clocks.
-        profiled_s: What the profile says for them [s].
-    """
+    """Return how many times as long instructions take as profiled, of those that differ."""
     factors = {key: now_s / profiled_s[key] for key, now_s in now.instructions.items() if key in profiled_s}
     return {key: factor for key, factor in factors.items() if abs(factor - 1) > _OFF}
 

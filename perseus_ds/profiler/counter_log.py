@@ -23,10 +23,6 @@ class CounterLog:
     A counter refreshed every 100 ms does not show the energy of one 20 ms instruction, but its values right after a
     refresh lie on the true energy curve: the slope through several of them is the average power.
 
-    Args:
-        gpu: The GPU whose counter is read.
-        timebase: The time that moments are given in.
-
     Attributes:
         state: Of the GPU, when the counter was last refreshed.
     """

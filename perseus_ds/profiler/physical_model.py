@@ -204,11 +204,6 @@ def _power_fit(
 def _fit(columns: Floats, value: Floats, trust: Floats | float = 1.0) -> tuple[Floats, Floats]:
     """Fit sums of two terms to relative values, with low weight for outliers.
 
-    Args:
-        columns: The terms of several formulas, shape (formulas, n, 2).
-        value: Shape (n,).
-        trust: Weights of the values.
-
     Returns:
         The coefficients, none negative, shape (formulas, 2), and the misfits, shape (formulas,).
     """

@@ -23,12 +23,8 @@ class Row:
     """Iterations of one run, all at default clocks or all under one plan.
 
     Attributes:
-        run: The run's name.
-        clocks: Default clocks, or the plan.
         point: A typical one of them, of the whole job.
-        size: How large the job is, as far as its profile says.
         job: The job's fingerprint; None where it is not recorded.
-        simulated: Whether the run is simulated.
         is_of_verdict: Whether these are the iterations at default clocks that a plan was compared with in its job.
     """
 
@@ -61,9 +57,6 @@ class Comparison:
     """Runs side by side.
 
     Attributes:
-        rows: In the order in which they were given.
-        baseline: What the others are compared with.
-        why: Why that is the baseline.
         notes: What to keep in mind, and what could not be compared.
     """
 

@@ -23,13 +23,7 @@ from perseus_ds.measures import JobMeasures
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part of the job's energy.
-
-    Attributes:
-        rank: Which.
-        energy_j: Over the whole run [J].
-        power_w: On average [W].
-    """
+    """A rank's part of the job's energy."""
 
     rank: int
     energy_j: float
@@ -72,11 +66,7 @@ _PLANNING = ("auto", "run")
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What a report needs of an iteration's record; the whole one takes ten times the memory.
-
-    Attributes:
-        iteration: As in :class:`IterationRecord`, like all others.
-    """
+    """What a report needs of an iteration's record; the whole one takes ten times the memory."""
 
     iteration: int
     ended: float | None
@@ -100,7 +90,6 @@ class Step:
 
     Attributes:
         number: Position in the job's history over all starts, 1 first.
-        record: What is known of it.
         frontier: Distinguishes the frontier of its plan from the job's earlier ones.
         disturbed: Whether it does not count; see :mod:`perseus_ds.measures`.
     """
@@ -117,7 +106,6 @@ class Occurrence:
 
     Attributes:
         after: Number of steps before it.
-        event: What is known of it.
     """
 
     after: int
@@ -130,13 +118,9 @@ class History:
 
     Attributes:
         folder: Where its ``run.jsonl`` lies.
-        name: Its name in the report.
         starts: Its starts, the first one first.
         steps: All iterations but those that calibrate a simulated GPU.
-        occurrences: All events.
-        measures: What its iterations take.
         by_rank: The energy of each rank, where it is recorded.
-        simulated: Whether any of it is simulated.
         left_out: Number of iterations of other jobs in the same file.
     """
 
@@ -188,10 +172,6 @@ class History:
 
 def read_history(folder: Path, name: str | None = None) -> History:
     """Read a job's ``run.jsonl``.
-
-    Args:
-        folder: Where it lies.
-        name: The job's name in the report; by default the folder's.
 
     Raises:
         ConfigError: The file is missing, or a line of it is no record.

@@ -27,8 +27,6 @@ class Factors:
 
     Attributes:
         carbon_g_per_kwh: CO2 equivalent emitted for a kilowatt-hour [g].
-        price_per_kwh: What a kilowatt-hour costs.
-        currency: In which currency.
         pue: Energy that the whole data centre draws for each joule of a GPU.
         tokens_per_sample: Sequence length; None where there are no tokens.
     """
@@ -53,11 +51,8 @@ class MeasuredPoint:
     """A typical one of several iterations of the same kind.
 
     Attributes:
-        label: Names the kind.
         plan: The plan's place on the frontier; None at default clocks.
-        time_s: Iteration time [s].
         energy_j: Energy of one pipeline, one GPU per rank [J].
-        iterations: How many there were.
     """
 
     label: str
@@ -117,11 +112,9 @@ class RunTotals:
     """All iterations of a job.
 
     Attributes:
-        iterations: How many.
         time_s: All of them together [s].
         energy_j: All of them together, of all GPUs [J].
         without_energy: Iterations whose energy could not be read, and is not in ``energy_j``.
-        size: How large the job is.
     """
 
     iterations: int
@@ -161,10 +154,7 @@ class Trend:
 
     Attributes:
         x: Middle of each part: hours since the job started, or iterations where no times are recorded.
-        x_title: Says which.
         energy: Against default clocks, as a fraction: -0.1 is 10 % less.
-        time: Likewise.
-        texts: What to say of each part.
     """
 
     x: tuple[float, ...]
@@ -175,12 +165,7 @@ class Trend:
 
 
 def trend_of(history: History, baseline: Baseline) -> Trend | None:
-    """Return how energy and time compare with default clocks over time; None for a run too short to tell.
-
-    Args:
-        history: A job that ran under plans.
-        baseline: What it is compared with.
-    """
+    """Return how energy and time compare with default clocks over time; None for a run too short to tell."""
     steps = [step for step in history.under_plans if not step.disturbed and step.record.energy_j is not None]
     count = min(_MOST_PARTS, len(steps) // _LEAST_STEPS)
     default_s, default_j = baseline.typical.time_s, baseline.typical.energy_j
@@ -211,12 +196,7 @@ def _hours(step: Step, history: History) -> float:
 
 @dataclass(frozen=True)
 class SavingRow:
-    """A row of the table of savings.
-
-    Attributes:
-        what: Which iterations.
-        saving: What they saved.
-    """
+    """A row of the table of savings."""
 
     what: str
     saving: Saving
@@ -227,8 +207,6 @@ class Job:
     """A job of the report.
 
     Attributes:
-        history: All that it did.
-        totals: What the whole of it took.
         shares: Its energy by rank; empty where that is not known.
         baseline: What its plans are compared with; None where nothing says what default clocks take.
         plans: What its iterations under each plan take.

@@ -22,11 +22,7 @@ from perseus_ds.units import duration, joules, number, percent, plain, watt_hour
 class JobFollower:
     """Follows one job.
 
-    Args:
-        folder: Its output folder.
-
     Attributes:
-        folder: The same.
         problem: Why its records cannot be read now; empty where they can.
         unreadable: Number of lines that are no records.
     """
@@ -42,11 +38,7 @@ class JobFollower:
         return self._records.unreadable
 
     def facts(self, now: float) -> JobFacts:
-        """Read what is new and return the facts; those known before where it cannot be read.
-
-        Args:
-            now: The time [Unix seconds].
-        """
+        """Read what is new and return the facts; those known before where it cannot be read."""
         self.problem = ""
         try:
             for is_another_file, records in self._records.read():
@@ -59,11 +51,7 @@ class JobFollower:
 
 
 class Jobs:
-    """Follows all jobs of a folder: its own, or those of the folders in it.
-
-    Args:
-        folder: The folder.
-    """
+    """Follows all jobs of a folder: its own, or those of the folders in it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -278,7 +266,6 @@ class JobScreen:
     """All facts of a job, a row each.
 
     Args:
-        facts: The facts.
         height: The number of rows there is room for; None for as many as it takes, with long rows folded.
         footer: The last row, such as the keys.
     """
@@ -311,12 +298,7 @@ class JobScreen:
 
 
 class Drawing:
-    """Draws figures as characters.
-
-    Args:
-        encoding: What the terminal understands.
-        width: How many characters there is room for.
-    """
+    """Draws figures as characters."""
 
     def __init__(self, encoding: str, width: int) -> None:
         self._blocks = _BLOCKS if encoding.lower().startswith("utf") else _ASCII_BLOCKS
@@ -411,7 +393,6 @@ class JobsTable:
     """A line for each job.
 
     Args:
-        jobs: Their facts.
         height: The number of lines there is room for, of which the last jobs are shown; None for all.
     """
 

@@ -26,14 +26,7 @@ from perseus_ds.units import duration, gpu_time, grams, joules, money, number, p
 
 
 def report_page(found: Sources, jobs: Sequence[Job], tiles: Sequence[Tile], factors: Factors) -> str:
-    """Return the page.
-
-    Args:
-        found: What it is about.
-        jobs: The jobs in it.
-        tiles: Its main figures.
-        factors: What energy stands for.
-    """
+    """Return the page."""
     job, in_use = main_job(jobs), found.plan_used or 0
     curves = profile_curves(found.profile) if found.profile else []
     return rendered(
@@ -108,8 +101,6 @@ class Tile:
     """One figure.
 
     Attributes:
-        title: Names it.
-        value: The figure with its unit.
         note: What it is compared with or made of.
     """
 
@@ -119,13 +110,7 @@ class Tile:
 
 
 def tiles(found: Sources, job: Job | None, factors: Factors) -> list[Tile]:
-    """Return the figures that answer what a run saved.
-
-    Args:
-        found: What the report is about.
-        job: The job they are of; None where nothing was trained.
-        factors: What energy stands for.
-    """
+    """Return the figures that answer what a run saved."""
     shown: list[Tile] = []
     if job is not None:
         shown += _saved(job, found, factors)
@@ -276,7 +261,6 @@ class Artefact:
     """A file.
 
     Attributes:
-        path: Where it was read.
         written: When it was last written, UTC.
         sha256: The first digits of its hash.
         facts: What it says of its origin.

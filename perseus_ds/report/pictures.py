@@ -49,14 +49,7 @@ def frontier_picture(
     in_use: FrequencyPlan | None = None,
     measured: Sequence[MeasuredPoint] = (),
 ) -> None:
-    """Draw energy over time of all plans, the lower bound, and what there is to compare them with.
-
-    Args:
-        frontier: The plans.
-        path: Where to write the picture.
-        in_use: The plan to single out.
-        measured: Typical iterations of real runs.
-    """
+    """Draw energy over time of all plans, the lower bound, and what there is to compare them with."""
     figure = Figure(figsize=(_WIDTH_IN, 4.8), layout="constrained")
     axes = figure.add_subplot()
     label = ""
@@ -91,14 +84,7 @@ def _draw_series(axes: Axes, series: Series) -> None:
 
 
 def timeline_picture(before: Timeline, after: Timeline, provenance: Provenance, path: Path | str) -> None:
-    """Draw two timelines of one pipeline below each other, on the same axes.
-
-    Args:
-        before: Such as everything at the highest clock.
-        after: Such as the plan in use.
-        provenance: What they come from.
-        path: Where to write the picture.
-    """
+    """Draw two timelines of one pipeline below each other, on the same axes."""
     figure = Figure(figsize=(_WIDTH_IN, min(2.2 + 0.75 * before.ranks, _TALLEST_IN)), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
     clocks = [bar.clock_mhz for part in (before, after) for bar in part.bars if bar.clock_mhz is not None]

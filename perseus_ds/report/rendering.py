@@ -30,13 +30,7 @@ _FILTERS = {
 
 
 def rendered(template: str, data: Mapping[str, Any], **variables: Any) -> str:
-    """Return a page.
-
-    Args:
-        template: Its file name.
-        data: What the page's script works on.
-        variables: What the template needs besides.
-    """
+    """Return a page."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("perseus_ds.report", "page"),
         autoescape=True,

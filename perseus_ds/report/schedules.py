@@ -62,12 +62,7 @@ def _line(one: ComparedSchedule, first: ComparedSchedule, width: int) -> str:
 
 
 def schedules_picture(table: ScheduleTable, path: Path) -> None:
-    """Draw energy over time of every schedule's plans, both for each micro-batch, so that all can be compared.
-
-    Args:
-        table: The schedules.
-        path: Where to write the picture; its suffix says the format.
-    """
+    """Draw energy over time of every schedule's plans, both for each micro-batch, so that all can be compared."""
     figure = Figure(figsize=(9.0, 6.2), layout="constrained")
     axes = figure.add_subplot()
     names = [*dict.fromkeys(one.name for one in table.schedules)]

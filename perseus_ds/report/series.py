@@ -26,9 +26,6 @@ class Series:
     """Points of one kind, as a line, as symbols or both.
 
     Attributes:
-        name: For the legend.
-        x: Values, as many as ``y``.
-        y: Values.
         colour: Its name in the palette.
         dash: Of the line; None for symbols only.
         symbol: None for a line only.
@@ -51,14 +48,7 @@ class Series:
 def frontier_series(
     frontier: Frontier, *, in_use: int | None, in_use_label: str, measured: Sequence[MeasuredPoint]
 ) -> list[Series]:
-    """Return the lower bound, all plans, and what to compare them with.
-
-    Args:
-        frontier: The plans.
-        in_use: The plan to single out; None for none.
-        in_use_label: Its name.
-        measured: Typical iterations of real runs.
-    """
+    """Return the lower bound, all plans, and what to compare them with."""
     plans, baseline = frontier.plans, frontier.baseline
     times_s, energies_j = [plan.time_s for plan in plans], [plan.energy_j for plan in plans]
     bounds_j = [plan.lower_bound_j for plan in plans if plan.lower_bound_j is not None]
@@ -93,15 +83,7 @@ def _point(name: str, time_s: float, energy_j: float, colour: str, symbol: str) 
 
 @dataclass(frozen=True)
 class Curve:
-    """One kind of instruction of one stage, or of several that take the same.
-
-    Attributes:
-        stages: The stages.
-        kind: The kind.
-        colour: Its name in the palette.
-        dash: Of the line.
-        symbol: Of the points.
-    """
+    """One kind of instruction of one stage, or of several that take the same."""
 
     stages: tuple[int, ...]
     kind: Kind

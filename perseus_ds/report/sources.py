@@ -19,12 +19,7 @@ from perseus_ds.report.history import History, read_history
 
 @dataclass(frozen=True)
 class JobSize:
-    """How large a job is, as far as its profile says.
-
-    Attributes:
-        gpus: All GPUs of the job.
-        samples: Samples of one iteration.
-    """
+    """How large a job is, as far as its profile says."""
 
     gpus: int | None = None
     samples: int | None = None
@@ -48,13 +43,11 @@ class Sources:
     """What was found.
 
     Attributes:
-        folder: The run's output folder.
         histories: Jobs in the order they were started.
         frontier: The plans.
         profile: What the plans were made from.
         dag: The iteration the plans are for; None where it does not fit the profile or nothing says what it is.
         measured: Iterations as they ran, by the name of the job.
-        files: What was read.
         missing: What could not be had, and what to do about it, in sentences.
     """
 

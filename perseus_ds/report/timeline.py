@@ -28,7 +28,6 @@ class Bar:
 
     Attributes:
         rank: Pipeline rank; a transfer has a bar for each of its two.
-        work: What it is.
         start_s: From the iteration's start [s].
         end_s: From the iteration's start [s].
         clock_mhz: The plan's clock; None for what has no clock to choose.
@@ -48,7 +47,6 @@ class Wait:
     """A rank waits.
 
     Attributes:
-        rank: Pipeline rank.
         awaited: What it could not begin before; None for the end of the iteration.
         start_s: From the iteration's start [s].
         end_s: From the iteration's start [s].
@@ -70,8 +68,6 @@ class Timeline:
     Attributes:
         bars: What takes time, by rank and start.
         waits: What is left of the iteration, by rank and start.
-        ranks: Pipeline ranks.
-        time_s: Iteration time [s].
         energy_j: Energy of the iteration, one GPU per rank [J].
     """
 
@@ -84,11 +80,6 @@ class Timeline:
 
 def timeline(dag: Dag, profile: StageProfile, plan: FrequencyPlan) -> Timeline:
     """Return when each instruction runs if it starts as early as it can.
-
-    Args:
-        dag: The iteration.
-        profile: How long each instruction takes at its clock.
-        plan: A plan for this iteration.
 
     Raises:
         ProfileError: The plan has a clock that was not measured.

@@ -26,13 +26,7 @@ _LETTERS = {Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
 def chrome_trace(
     timelines: Mapping[str, Timeline], about: Mapping[str, Any], profile: StageProfile | None
 ) -> dict[str, Any]:
-    """Return the content of a trace file.
-
-    Args:
-        timelines: What to show, by the name it is to have.
-        about: What else to say of it, such as whether it is simulated.
-        profile: Says what power and energy instructions take at their clocks.
-    """
+    """Return the content of a trace file."""
     events: list[Event] = []
     for process, (name, timeline) in enumerate(timelines.items(), start=1):
         events += _process(process, name, timeline, profile)

@@ -24,9 +24,6 @@ _UNTIL_TOLD = 2
 class DefaultIterations:
     """Iterations at default clocks, one right after the other.
 
-    Args:
-        counter_period_s: How often energy counters are refreshed [s].
-
     Their times are those that all ranks have reported, an iteration later: asking for the last one's would wait for the
     device, which iterations under a plan do not.
 
@@ -145,9 +142,6 @@ class BackOff:
     """For how many iterations a job trains at default clocks before it tries again, the same on all ranks.
 
     Each time four times as many as before, unless that is long ago.
-
-    Args:
-        first: Iterations the first time.
     """
 
     def __init__(self, first: int) -> None:

@@ -23,9 +23,6 @@ class Fallback:
     """Whether a rank runs at default clocks because something has failed.
 
     The driver is probed at growing intervals; when it does everything that plans need, the rank runs under plans again.
-
-    Attributes:
-        is_in_force: Whether it does.
     """
 
     def __init__(

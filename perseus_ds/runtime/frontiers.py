@@ -25,10 +25,6 @@ _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
 def read_frontier(path: Path, gpu: Gpu | None = None) -> Frontier:
     """Return the frontier of a file; on rank 0, whose node alone need have it.
 
-    Args:
-        path: The file, or its folder.
-        gpu: On which its plans are to run, where that is known.
-
     Raises:
         PerseusError: There is no such file, it is wrong, or it was measured on simulated GPUs and this one is real.
     """

@@ -40,7 +40,6 @@ class Job:
     """The training job.
 
     Attributes:
-        config: The ``perseus`` block.
         schedule: The operations of every rank of a pipeline in one iteration.
         info: Model, parallelism and versions, for the profile.
         fingerprint: Of this rank's share of the model: what its times depend on.
@@ -77,12 +76,7 @@ class Job:
         return self._key(communicator, {})
 
     def started(self, communicator: Communicator, gpu: str) -> Started:
-        """Return the event of the job's start; every rank must ask at the same time.
-
-        Args:
-            communicator: All ranks.
-            gpu: Name of rank 0's GPU.
-        """
+        """Return the event of the job's start; every rank must ask at the same time."""
         return Started(
             mode=self.config.mode,
             gpu=gpu,
@@ -114,12 +108,8 @@ class RankContext:
     """This rank of the job: its GPU, and its connection to the other ranks.
 
     Attributes:
-        communicator: All ranks.
-        gpu: Of this rank.
         clocks: Sets the GPU's clock, and makes all other calls of its driver.
-        timers: Times operations on the GPU.
         device: Where the engine's tensors live.
-        timebase: The time that the rank lives in.
         beside_training: Ends what a phase has running beside training, such as threads and processes.
     """
 

@@ -117,9 +117,6 @@ class JobCollector(Collector):
 
     Counters count over all starts of the job, and so do the figures of what was saved; other gauges are those of now,
     and there are none after the job's end.
-
-    Args:
-        facts: Returns the facts.
     """
 
     def __init__(self, facts: Callable[[], JobFacts]) -> None:

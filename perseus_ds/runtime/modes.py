@@ -55,12 +55,6 @@ def mode_of(job: Job, rank: RankContext, recorder: Recorder, control: JobControl
 
     What can be checked before training is checked before the first iteration.
 
-    Args:
-        job: The job.
-        rank: This rank.
-        recorder: Of the job.
-        control: The user's policy, reported stragglers and pause.
-
     Raises:
         PerseusError: On all ranks, what is wrong on one.
     """

@@ -44,12 +44,6 @@ _TAIL_MATTERS = 0.02
 def profile_online(job: Job, rank: RankContext, recorder: Recorder, baseline: Baseline) -> Phase[None]:
     """Measure a profile and write it.
 
-    Args:
-        job: The job.
-        rank: This rank.
-        recorder: Of the job.
-        baseline: Iterations before any clock was changed.
-
     Raises:
         PerseusError: On all ranks, if one could not measure.
         OSError: On all ranks, if rank 0 could not write.
@@ -121,12 +115,6 @@ def _measure_batch(
 
     A rank asks with its report of a visit's last iteration, which is known after the next iteration. So a clock that
     needs more is visited again after the others, and the last one has one iteration more, in which that is known.
-
-    Args:
-        measurement: Of this rank.
-        clocks: The clocks.
-        iterations: Returns how many a visit of a clock has.
-        next_phase: Returns the phase that follows, and when.
     """
     waiting = deque(clocks)
     before: int | None = None
@@ -150,12 +138,7 @@ def _measure_batch(
 
 @dataclass(frozen=True)
 class _Visit:
-    """Iterations at one clock.
-
-    Attributes:
-        seen: What this rank measured of each.
-        spans: Operations of each, in the rank's timebase.
-    """
+    """Iterations at one clock."""
 
     seen: list[IterationMeasurement]
     spans: list[list[Span]]
@@ -203,7 +186,6 @@ class _Measurement:
     """Iterations at one clock each, of this rank.
 
     Attributes:
-        log: Reads the energy counter.
         iterations: How many were measured.
     """
 

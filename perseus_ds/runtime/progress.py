@@ -147,11 +147,7 @@ class Tally:
     """Iterations, all of them together; the names are those of the record of a job's end.
 
     Attributes:
-        iterations: How many.
-        time_s: Their time [s].
-        energy_j: Their energy, of all GPUs [J].
         without_energy: How many have an energy that could not be read.
-        clock_changes: Clock changes of all GPUs.
         clock_skips: Clock changes left out.
     """
 
@@ -288,12 +284,7 @@ class JobProgress:
         return tuple(found)
 
     def facts(self, name: str, now: float) -> JobFacts:
-        """Return the facts.
-
-        Args:
-            name: The job's.
-            now: The time [Unix seconds].
-        """
+        """Return the facts."""
         start, last, chosen, recent = self._start, self._last, self._chosen, self._recent
         silent_s = max(0.0, now - self._last_time) if self._last_time else None
         powers_w = [record.power_w for record in recent]
@@ -436,11 +427,7 @@ class _Pipeline:
 
 
 class JobLog:
-    """The progress of the jobs that one ``run.jsonl`` records, of which the one that started last is told; thread-safe.
-
-    Args:
-        name: The job's name.
-    """
+    """The progress of the jobs in one ``run.jsonl``, of which the one that started last is reported; thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -40,7 +40,6 @@ class InputShapes:
     """Numbers for the shapes of the inputs of one iteration.
 
     Args:
-        forwards: How many forwards it has.
         tell: Called with ``first`` and ``total`` once they are known; None for nothing.
 
     Attributes:
@@ -176,12 +175,7 @@ class _Shapes:
         self._told: Pending[list[int] | None] | None = None
 
     def next_iteration(self, last: _Planned | None, reported: Mapping[str, Any]) -> NextIteration:
-        """Return what to run: until its shape is known, what the last shape asks for.
-
-        Args:
-            last: The last shape, if it is planned.
-            reported: Fields of this rank's report of the iteration that has just ended.
-        """
+        """Return what to run: until its shape is known, what the last shape asks for."""
         by_shape = {shape.first: planned.wanted for shape, planned in self._planned.items() if planned.phases}
         begin = last.wanted if last is not None else UNPLANNED
         return replace(

@@ -31,13 +31,6 @@ class Supervision:
     ) -> None:
         """Start the guardian and the control socket, and have clocks restored however the process ends.
 
-        Args:
-            job: The job.
-            rank: This rank.
-            recorder: Of the job.
-            control: Carries out orders from outside.
-            restore: Restores the default clock; called when the process ends.
-
         Raises:
             GpuError: On all ranks, if the guardian of one cannot be started.
         """

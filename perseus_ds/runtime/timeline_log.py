@@ -31,9 +31,7 @@ class Ran:
     """An iteration that has ended, as this rank knows it.
 
     Attributes:
-        number: As in ``run.jsonl``.
         phase: What Perseus was doing.
-        plan: Its place on the frontier; None at default clocks.
         clock_mhz: What the plan asks for.
     """
 
@@ -44,15 +42,7 @@ class Ran:
 
 
 class TimelineLog:
-    """Writes ``timeline.json`` on rank 0: a few iterations of its pipeline, one for each plan.
-
-    Args:
-        communicator: All ranks.
-        directory: Where to write the file.
-        gpu: The GPU's name.
-        simulated: Whether it is simulated.
-        timebase: The time that the ranks live in.
-    """
+    """Writes ``timeline.json`` on rank 0: a few iterations of its pipeline, one for each plan."""
 
     def __init__(
         self,

@@ -183,11 +183,7 @@ class PlanRunner:
         return self.is_capped
 
     def run_under_cap(self, *, profiles_again: bool) -> Phase[Outcome | None]:
-        """Train under plans for as long as default clocks would draw more than the power cap: nothing is compared.
-
-        Args:
-            profiles_again: Whether to return where instructions take longer or shorter than profiled.
-        """
+        """Train under plans for as long as default clocks would draw more than the power cap: nothing is compared."""
         self._is_fresh = False
         while self.is_capped:
             seen = yield from self._one_iteration()
@@ -321,13 +317,7 @@ class PlanRunner:
     def _advance(
         self, seen: IterationMeasurement, block: IterationSample | None = None, *, at_default: bool = False
     ) -> None:
-        """Take in an iteration, and the reports of all ranks of the one before; decide on the next one.
-
-        Args:
-            seen: The iteration.
-            block: The block that it belongs to, if any.
-            at_default: Whether it ran at default clocks.
-        """
+        """Take in an iteration, and the reports of all ranks of the one before; decide on the next one."""
         self._iterations += 1
         ran, self._ran = self._ran, _Ran(None if at_default else self._selector.in_force, block)
         if ran.assignment is not None:

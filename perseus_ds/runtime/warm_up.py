@@ -41,8 +41,6 @@ class Baseline:
     """Iterations before any clock was changed, as this rank measured them.
 
     Attributes:
-        spans: Operations, by iteration.
-        time_s: A typical iteration [s].
         energy_j: Of this rank's GPU in a typical iteration [J].
         counter_period_s: How often the energy counter is refreshed [s].
         counter_settle_s: How long, on any rank, the counter still tells what was drawn before a step of power [s].
@@ -68,10 +66,6 @@ class Baseline:
 
 def warm_up(job: Job, rank: RankContext) -> Phase[Baseline]:
     """Run ordinary iterations until times are steady on all ranks.
-
-    Args:
-        job: The job.
-        rank: This rank.
 
     Raises:
         PerseusError: On all ranks, if the GPU of one cannot be measured.

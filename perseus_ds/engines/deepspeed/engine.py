@@ -221,11 +221,7 @@ class _Step(list[Any]):
 
 
 class _PerseusEngine:
-    """What Perseus adds to the class of an engine.
-
-    Attributes:
-        perseus: Perseus on this engine.
-    """
+    """What Perseus adds to the class of an engine."""
 
     perseus: Any  # a session with a DeepSpeedEngine
 
