@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from perseus_ds.engines.deepspeed.engine import initialize
     from perseus_ds.engines.deepspeed.huggingface import pipeline_module
     from perseus_ds.engines.torch_pipelining.huggingface import pipeline_stage
+    from perseus_ds.huggingface.stages import save_pretrained
     from perseus_ds.optimizer import optimize
     from perseus_ds.pipeline.commands import read_schedule, register_command, schedule_class
     from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -36,6 +37,7 @@ __all__ = [
     "pipeline_stage",
     "read_schedule",
     "register_command",
+    "save_pretrained",
     "schedule_class",
 ]
 
@@ -50,6 +52,7 @@ _MODULES = {
     "pipeline_stage": "perseus_ds.engines.torch_pipelining.huggingface",
     "read_schedule": "perseus_ds.pipeline.commands",
     "register_command": "perseus_ds.pipeline.commands",
+    "save_pretrained": "perseus_ds.huggingface.stages",
     "schedule_class": "perseus_ds.pipeline.commands",
 }
 

@@ -17,17 +17,21 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Sequence
-from itertools import accumulate
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from perseus_ds.errors import ConfigError
+from perseus_ds.errors import ConfigError, PerseusError
+
+T = TypeVar("T")
 
 Source: TypeAlias = str | Path | PretrainedConfig
 """A model of the hub by its name, a folder that ``save_pretrained`` wrote, or a configuration (for new weights)."""
@@ -204,13 +208,17 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
     """
     with torch.device("meta"):
         model = model_class(config)._from_config(config)
-    missing = [part for part in config.base_model_pp_plan if not hasattr(model.base_model, part)]
+    _check_plan(model)
+    return model
+
+
+def _check_plan(model: PreTrainedModel) -> None:
+    missing = [part for part in model.config.base_model_pp_plan if not hasattr(model.base_model, part)]
     if missing:
         raise ConfigError(
             f"{type(model).__name__}: its pipeline plan names {', '.join(missing)}, which the model does not have. It "
             "cannot be cut."
         )
-    return model
 
 
 def stages_of(cut: Sequence[int], layers: int) -> list[range]:
@@ -271,8 +279,8 @@ def build_stage(
         ConfigError: The model cannot be cut, or not like this.
     """
     config = read_config(source)
-    layers = stages_of(cut, len(skeleton(config).base_model.layers))[index]
-    staged = _class_of_stage(model_class(config), layers)
+    layers = stages_of(cut, sum(cut))[index]
+    staged = _class_of_stage(model_class(config), cut, index)
     if pretrained is None:
         pretrained = not isinstance(source, PretrainedConfig)
     if pretrained:
@@ -288,7 +296,9 @@ def build_stage(
             model = staged._from_config(config, dtype=dtype)
         _initialize(model.to_empty(device="cpu"), seed)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Renamed in transformers 5.23.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     stage = Stage(model.train(), layers, inputs)
     _try(stage)
     return stage
@@ -312,12 +322,13 @@ def _try(stage: Stage) -> None:
         ) from error
 
 
-def _class_of_stage(whole: type[PreTrainedModel], layers: range) -> type[PreTrainedModel]:
+def _class_of_stage(whole: type[PreTrainedModel], cut: Sequence[int], index: int) -> type[PreTrainedModel]:
     """Return a model's class with a constructor that keeps one stage's parts."""
 
     def construct(model: PreTrainedModel, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         whole.__init__(model, config, *args, **kwargs)
-        _keep(model, layers)
+        _check_plan(model)
+        _keep(model, stages_of(cut, len(model.base_model.layers))[index])
 
     attributes = {
         "__init__": construct,
@@ -367,40 +378,93 @@ def _initialize(model: PreTrainedModel, seed: int) -> None:
     ]
     for name, part in [*parts, *base.named_children(), *model.named_children(), ("", model)]:
         # A generator of its own for each part, so that weights do not depend on the cut.
-        torch.manual_seed(seed + sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31)
+        torch.manual_seed(seed + zlib.crc32(name.encode()))
         part.apply(model._initialize_weights)
     model.tie_weights()
 
 
-def save_pretrained(stage: Stage, folder: Path | str) -> None:
-    """Write a stage's weights into a folder of the whole model; :func:`finish_folder` completes it.
+def save_pretrained(trained: Any, folder: Path | str) -> None:
+    """Write a trained model into a folder, from which ``from_pretrained`` then reads the whole model.
+
+    Every rank of the job calls it at once; it returns when the folder is complete. Of ranks that have the same stage
+    (data parallelism), the first one writes. Weights of another model in the folder are removed.
 
     Args:
-        stage: One stage; every stage of one pipeline is written into the same folder.
-        folder: Is made if it is not there.
+        trained: What this rank trains: an engine or module of DeepSpeed, a stage of ``torch.distributed.pipelining``,
+            or a list of stages.
+        folder: The same for all ranks; is made if it is not there.
+
+    Raises:
+        ConfigError: Nothing of this is a stage of a Hugging Face model.
+        PerseusError: A rank could not write; raised on all ranks.
     """
     folder = Path(folder)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    stages = _stages_in(trained)
+    of_ranks = _on_all_ranks(lambda: [stage.layers.start for stage in stages])
+    others = {start for starts in of_ranks[:rank] for start in starts}
+    own = [stage for stage in stages if stage.layers.start not in others]
+    written = _on_all_ranks(lambda: [(stage.layers.start, _write_stage(stage, folder)) for stage in own])
+    _on_all_ranks(lambda: _finish_folder(sorted(chain(*written)), folder) if rank == 0 else None)
+
+
+def _on_all_ranks(do: Callable[[], T]) -> list[T]:
+    """Return what each rank's call returns, on all ranks; so is an error of one of them raised."""
+    own: tuple[T | None, str]
+    try:
+        own = do(), ""
+    except Exception as error:
+        own = None, f"{type(error).__name__}: {error}"
+    every: list[Any] = [own]
+    if dist.is_initialized():
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+    for rank, (_, failure) in enumerate(every):
+        if failure:
+            raise PerseusError(f"save_pretrained: rank {rank} could not write its part of the model ({failure}).")
+    return [result for result, _ in every]
+
+
+def _stages_in(trained: Any) -> list[Stage]:
+    parts = trained if isinstance(trained, list | tuple) else [trained]
+    modules: list[Any] = [getattr(part, "submod", part) for part in parts]
+    found = [module for part in modules for module in part.modules() if isinstance(module, Stage)]
+    if not found:
+        raise ConfigError(
+            f"save_pretrained: {type(trained).__name__} has no stage of a Hugging Face model. Give what "
+            "pipeline_module or pipeline_stage returned, or the engine that trains it."
+        )
+    return found
+
+
+def _write_stage(stage: Stage, folder: Path) -> list[tuple[str, str]]:
+    """Write a stage's weights, and the first stage's configuration; return each weight's name and its file's."""
     part = folder / f".layers-{stage.layers.start:05d}"
     stage.model.save_pretrained(part)
+    where = []
     for number, file in enumerate(sorted(part.glob("*.safetensors"))):
-        file.replace(folder / f"model-{stage.layers.start:05d}-{number:05d}.safetensors")
+        name = f"model-{stage.layers.start:05d}-{number:05d}.safetensors"
+        with safe_open(file, framework="pt") as tensors:
+            where += [(tensor, name) for tensor in tensors.keys()]  # noqa: SIM118 - it is no dictionary
+        file.replace(folder / name)
     if stage.is_first:
         for file in part.glob("*.json"):
             if not file.name.endswith(".index.json"):
                 file.replace(folder / file.name)
     shutil.rmtree(part)
+    return where
 
 
-def finish_folder(folder: Path | str) -> None:
-    """Write the index of all stages' weights, after which ``from_pretrained`` reads the folder as the whole model."""
-    folder = Path(folder)
+def _finish_folder(written: Sequence[tuple[int, list[tuple[str, str]]]], folder: Path) -> None:
+    """Write the index of all stages' weights, first stage first, and remove weights that are in none."""
     where: dict[str, str] = {}
-    size = 0
-    for file in sorted(folder.glob("model-*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
-                # The head of a tied model is on the last stage too; the first stage's is as good.
-                where.setdefault(name, file.name)
-        size += file.stat().st_size
+    for name, file_name in chain.from_iterable(tensors for _, tensors in written):
+        # The head of a tied model is on the last stage too; the first stage's is as good.
+        where.setdefault(name, file_name)
+    # A file of the whole model would be read instead of the index.
+    for file in [*folder.glob("model-*.safetensors"), *folder.glob("model.safetensors")]:
+        if file.name not in where.values():
+            file.unlink()
+    size = sum((folder / name).stat().st_size for name in set(where.values()))
     index = {"metadata": {"total_size": size}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")

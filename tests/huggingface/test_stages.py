@@ -5,11 +5,10 @@ import torch
 from tiny_models import families, tiny, token_ids
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from perseus_ds.errors import ConfigError
+from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.huggingface.stages import (
     CausalLoss,
     build_stage,
-    finish_folder,
     read_config,
     save_pretrained,
     skeleton,
@@ -129,12 +128,21 @@ def test_gradient_checkpointing_changes_no_gradient():
 def test_saved_stages_load_as_the_whole_model(family, tmp_path):
     config = tiny(family)
     stages = [build_stage(config, (1, 2, 1), index) for index in range(3)]
-    for stage in stages:
-        save_pretrained(stage, tmp_path)
-    finish_folder(tmp_path)
+    # Of another model, and of another cut: neither is read afterwards.
+    whole_model(config).save_pretrained(tmp_path)
+    save_pretrained([build_stage(config, (2, 2), index, seed=1) for index in range(2)], tmp_path)
+    save_pretrained(stages, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = token_ids()
     assert torch.allclose(loaded(ids).logits, through(stages, ids)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_cannot_be_written_says_which_rank_could_not(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(PerseusError, match="rank 0 could not write its part of the model"):
+        save_pretrained(build_stage(tiny("llama"), (4,), 0), tmp_path / "file")
+    with pytest.raises(ConfigError, match="Linear has no stage of a Hugging Face model"):
+        save_pretrained(torch.nn.Linear(1, 1), tmp_path)
 
 
 def test_cuts_are_checked():

@@ -25,6 +25,9 @@ def differences(tmp_path, families):
 
 def assert_trained_alike(tmp_path, families):
     for rank, jobs in enumerate(differences(tmp_path, families)):
+        copies = jobs.pop("copies")
+        assert copies["same"] == (rank == 0)
+        assert "rank 1 could not write" in copies["error"]
         for name, difference in jobs.items():
             for what in ("losses", "parameters", "saved"):
                 assert difference[what] <= 1e-5, (rank, name, what)

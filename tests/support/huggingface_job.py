@@ -13,7 +13,8 @@ from torch.distributed.pipelining import ScheduleGPipe
 from transformers import AutoModelForCausalLM
 
 import perseus_ds
-from perseus_ds.huggingface.stages import CausalLoss, Stage, build_stage, finish_folder, save_pretrained
+from perseus_ds.errors import PerseusError
+from perseus_ds.huggingface.stages import CausalLoss, Stage, build_stage
 
 STEPS, MICRO_BATCHES, RATE = 3, 2, 0.05
 
@@ -49,7 +50,7 @@ def with_deepspeed(config):
     stage = next(part for part in module.modules() if isinstance(part, Stage))
     replicated = sum(parameter.numel() for parameter in module.parameters() if parameter.ds_pipe_replicated)
     perseus_ds.detach(engine)
-    return losses, stage, replicated
+    return losses, engine, stage, replicated
 
 
 def with_torch(config):
@@ -65,18 +66,14 @@ def with_torch(config):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(sum(loss.item() for loss in parts) / MICRO_BATCHES)
-    return losses, part.submod, 0
+    return losses, part, part.submod, 0
 
 
 def compare(config, train, folder):
     """How far the stages' losses, this stage's parameters and the saved model's logits are from the whole model's."""
     expected, model = whole_model(config)
-    losses, stage, replicated = train(config)
-    save_pretrained(stage, folder)
-    dist.barrier()
-    if stage.is_first:
-        finish_folder(folder)
-    dist.barrier()
+    losses, trained, stage, replicated = train(config)
+    perseus_ds.save_pretrained(trained, folder)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = token_ids()
     parameters = dict(model.named_parameters())
@@ -86,6 +83,24 @@ def compare(config, train, folder):
         "saved": relative(loaded(ids).logits, model(ids, use_cache=False).logits),
         "replicated": replicated,
     }
+
+
+def save_copies(folder):
+    """Save a stage that two data-parallel ranks have, which differ here; then where the second one cannot write."""
+    rank = dist.get_rank()
+    config = tiny("mixtral")
+    copies = [build_stage(config, (2, 2), index, seed=rank) for index in range(2)]
+    # Each rank has one that the other one has as well, and rank 0 another one too.
+    perseus_ds.save_pretrained(copies if rank == 0 else copies[1:], folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights = {name: weight for copy in copies for name, weight in copy.model.named_parameters()}
+    same = all(torch.equal(weight, weights[name]) for name, weight in loaded.named_parameters())
+    file = folder.parent / f"file{rank}"
+    file.touch()
+    try:
+        perseus_ds.save_pretrained(copies[rank], folder if rank == 0 else file)
+    except PerseusError as error:
+        return {"same": same, "error": str(error)}
 
 
 def relative(value, expected):
@@ -100,6 +115,7 @@ def main(out):
         train = {"deepspeed": with_deepspeed, "torch": with_torch}[job["engine"]]
         name = f"{job['engine']} {job['family']}"
         result[name] = compare(config, train, out / name.replace(" ", "-"))
+    result["copies"] = save_copies(out / "copies")
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
 
 
