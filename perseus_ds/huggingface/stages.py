@@ -25,6 +25,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -32,6 +34,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from perseus_ds.errors import ConfigError, PerseusError
 
 T = TypeVar("T")
+# Without it, transformers waits for more than 20 s for every file.
+_HUB_ANSWERS_S = 5.0
 
 Source: TypeAlias = str | Path | PretrainedConfig
 """A model of the hub by its name, a folder that ``save_pretrained`` wrote, or a configuration (for new weights)."""
@@ -167,6 +171,19 @@ class CausalLoss:
         return loss  # type: ignore[no-any-return]
 
 
+def hub_options(name: str | Path) -> dict[str, Any]:
+    """Return how ``from_pretrained`` reads a name or folder: from this machine alone where the hub does not answer."""
+    if Path(name).is_dir():
+        return {}
+    try:
+        HfApi().model_info(str(name), timeout=_HUB_ANSWERS_S)
+    except HfHubHTTPError:
+        return {}  # the hub answers: there is no such model, or it may not be read, which transformers says
+    except Exception:
+        return {"local_files_only": True}
+    return {}
+
+
 def read_config(source: Source) -> PretrainedConfig:
     """Return the configuration of a model that can be cut into stages.
 
@@ -176,12 +193,19 @@ def read_config(source: Source) -> PretrainedConfig:
     if isinstance(source, PretrainedConfig):
         config = source
     else:
+        options = hub_options(source)
         try:
-            config = AutoConfig.from_pretrained(str(source))
+            config = AutoConfig.from_pretrained(str(source), **options)
         except (OSError, ValueError) as error:
+            if options:
+                raise ConfigError(
+                    f"{source}: no folder, and the hub does not answer within {_HUB_ANSWERS_S:g} s; this machine has "
+                    f'no copy of it. Where there is a network, run "hf download {source} --local-dir FOLDER", and give '
+                    "that folder."
+                ) from error
             raise ConfigError(
                 f"{source}: no configuration of a model could be read ({str(error).splitlines()[0]}). Give a model's "
-                "name on the hub, which this machine must reach, or a folder that save_pretrained has written."
+                "name on the hub, or a folder that save_pretrained has written."
             ) from error
     plan = getattr(config, "base_model_pp_plan", None)
     if not plan or "layers" not in plan:
@@ -261,6 +285,8 @@ def build_stage(
     dtype: torch.dtype = torch.float32,
     seed: int = 1234,
     gradient_checkpointing: bool = False,
+    sequence_length: int | None = None,
+    vocabulary: int | None = None,
 ) -> Stage:
     """Build one stage, with storage and weights for its own layers only.
 
@@ -274,18 +300,21 @@ def build_stage(
         dtype: Type of the weights.
         seed: Of new weights.
         gradient_checkpointing: Whether activations are computed again in the backward pass.
+        sequence_length: Of the data, if it is to be checked that the model takes it.
+        vocabulary: Number of tokens of the data's tokenizer, if it is to be checked that the model has them.
 
     Raises:
-        ConfigError: The model cannot be cut, or not like this.
+        ConfigError: The model cannot be cut, not like this, or does not fit the data.
     """
     config = read_config(source)
+    _check_data(config, sequence_length, vocabulary)
     layers = stages_of(cut, sum(cut))[index]
     staged = _class_of_stage(model_class(config), cut, index)
     if pretrained is None:
         pretrained = not isinstance(source, PretrainedConfig)
     if pretrained:
         try:
-            model = staged.from_pretrained(str(source), config=config, dtype=dtype)
+            model = staged.from_pretrained(str(source), config=config, dtype=dtype, **hub_options(str(source)))
         except OSError as error:
             raise ConfigError(
                 f"{source}: its weights could not be read ({str(error).splitlines()[0]}). For new weights, say "
@@ -302,6 +331,21 @@ def build_stage(
     stage = Stage(model.train(), layers, inputs)
     _try(stage)
     return stage
+
+
+def _check_data(config: PretrainedConfig, sequence_length: int | None, vocabulary: int | None) -> None:
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if sequence_length and longest and sequence_length > longest:
+        raise ConfigError(
+            f"sequence_length: the model has positions for {longest} tokens (max_position_embeddings), not for "
+            f"{sequence_length}. Give it shorter sequences."
+        )
+    if vocabulary and vocabulary > text.vocab_size:
+        raise ConfigError(
+            f"vocabulary: the tokenizer has {vocabulary} tokens, the model {text.vocab_size} (vocab_size). Take the "
+            f"model's own tokenizer, or new weights with a vocab_size of at least {vocabulary}."
+        )
 
 
 def _try(stage: Stage) -> None:

@@ -1,11 +1,15 @@
 """Stages of Hugging Face models compute what the whole model computes."""
 
+import socket
+
 import pytest
 import torch
+from huggingface_hub import constants
 from tiny_models import families, tiny, token_ids
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from perseus_ds.errors import ConfigError, PerseusError
+from perseus_ds.huggingface import stages
 from perseus_ds.huggingface.stages import (
     CausalLoss,
     build_stage,
@@ -159,6 +163,37 @@ def test_a_model_without_a_plan_or_that_cannot_be_read_says_what_to_do(tmp_path)
         read_config(GPT2Config())
     with pytest.raises(ConfigError, match="hub"):
         read_config(tmp_path / "nothing")
+
+
+def test_data_that_do_not_fit_the_model_are_an_error():
+    with pytest.raises(ConfigError, match=r"positions for 64 tokens .* not for 65"):
+        build_stage(tiny("llama"), (4,), 0, sequence_length=65)
+    with pytest.raises(ConfigError, match="the tokenizer has 97 tokens, the model 96"):
+        build_stage(tiny("llama"), (4,), 0, vocabulary=97)
+    build_stage(tiny("llama"), (4,), 0, sequence_length=64, vocabulary=96)
+
+
+@pytest.fixture
+def silent_hub(tmp_path, monkeypatch):
+    """A hub that takes connections and never answers, and a cache of this machine; returns the cache."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(stages, "_HUB_ANSWERS_S", 0.2)
+        yield tmp_path / "hub"
+
+
+def test_a_hub_that_does_not_answer_is_an_error_that_says_what_to_do(silent_hub):
+    with pytest.raises(ConfigError, match=r'does not answer .* "hf download someone/model --local-dir FOLDER"'):
+        read_config("someone/model")
+
+
+def test_a_model_that_this_machine_has_needs_no_hub(silent_hub):
+    folder = silent_hub / "models--someone--model"
+    whole_model(tiny("llama")).save_pretrained(folder / "snapshots" / "0123")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0123")
+    assert build_stage("someone/model", (2, 2), 0).is_first
 
 
 def test_a_skeleton_takes_no_memory():

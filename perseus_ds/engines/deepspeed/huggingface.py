@@ -9,6 +9,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
+from perseus_ds.engines.engine import reported_once
 from perseus_ds.huggingface.stages import CausalLoss, Source, build_stage, read_config, skeleton, stages_of, uniform_cut
 
 
@@ -28,6 +29,7 @@ class StageLayer(nn.Module):
         return self.stage(*inputs) if isinstance(inputs, tuple | list) else self.stage(inputs)
 
 
+@reported_once()
 def pipeline_module(
     source: Source, *, num_stages: int, cut: Sequence[int] | None = None, topology: Any = None, **options: Any
 ) -> PipelineModule:
@@ -41,7 +43,7 @@ def pipeline_module(
         num_stages: Stages, of which the world size is a multiple.
         cut: How many layers each stage has; by default equally many.
         topology: DeepSpeed's, instead of the number of stages, where ranks are to be laid out by it.
-        **options: ``inputs``, ``pretrained``, ``dtype``, ``seed`` and ``gradient_checkpointing`` of
+        **options: What data have and how weights are read, as of
             :func:`~perseus_ds.huggingface.stages.build_stage`.
 
     Raises:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage
 
+from perseus_ds.engines.engine import reported_once
 from perseus_ds.errors import ConfigError
 from perseus_ds.huggingface.stages import Source, build_stage, read_config, skeleton, uniform_cut
 
 
+@reported_once()
 def pipeline_stage(
     source: Source,
     *,
@@ -31,7 +33,7 @@ def pipeline_stage(
         device: Where it runs.
         cut: How many layers each stage has; by default equally many.
         group: Process group of the pipeline's ranks; by default all.
-        **options: ``inputs``, ``pretrained``, ``dtype``, ``seed`` and ``gradient_checkpointing`` of
+        **options: What data have and how weights are read, as of
             :func:`~perseus_ds.huggingface.stages.build_stage`.
 
     Raises:
