@@ -264,17 +264,6 @@ def stages_of(cut: Sequence[int], layers: int) -> list[range]:
     return [range(end - count, end) for end, count in zip(ends, cut, strict=True)]
 
 
-def uniform_cut(layers: int, stages: int) -> tuple[int, ...]:
-    """Return a cut into stages of equally many layers; the first stages have one more where it does not divide.
-
-    Raises:
-        ConfigError: There are more stages than layers.
-    """
-    if not 1 <= stages <= layers:
-        raise ConfigError(f"num_stages: the model has {layers} layers, so 1 to {layers} stages, not {stages}.")
-    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
-
-
 def build_stage(
     source: Source,
     cut: Sequence[int],

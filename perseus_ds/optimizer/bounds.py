@@ -148,8 +148,7 @@ class Verifier:
             )
         if not (np.all(edge_flow_w >= 0) and np.all(source_flow_w >= 0)):
             raise CertificateError("A flow must be >= 0 everywhere; the certificate was damaged.")
-        into: Floats = np.where(self._is_first, source_flow_w, 0.0) + np.bincount(self._head, edge_flow_w, nodes)
-        ends = float(np.maximum(into - np.bincount(self._tail, edge_flow_w, nodes), 0.0).sum())
+        into, ends = self.prices_w(edge_flow_w, source_flow_w)
         price_w = into[self.problem.node]
         least_j = self._least_j(time_s, price_w)
         instructions_j = float(least_j.sum()) + self._joint_gain_j(least_j, price_w, edge_flow_w)
@@ -159,6 +158,12 @@ class Verifier:
         earlier_j = max(0.0, waiting_w - ends) * (time_s - self.problem.t_min_s)
         slip_j = _ROUNDING * (abs(instructions_j) + fixed_j + (ends + waiting_w) * time_s)
         return instructions_j + fixed_j + (waiting_w - ends) * time_s - max(earlier_j, 0.0) - slip_j
+
+    def prices_w(self, edge_flow_w: Floats, source_flow_w: Floats) -> tuple[Floats, float]:
+        """Return what flows into each node, the price of a second of it, and what flows out of the last ones [W]."""
+        nodes = len(self.problem.dag.nodes)
+        into: Floats = np.where(self._is_first, source_flow_w, 0.0) + np.bincount(self._head, edge_flow_w, nodes)
+        return into, float(np.maximum(into - np.bincount(self._tail, edge_flow_w, nodes), 0.0).sum())
 
     def _least_j(self, time_s: float, price_w: Floats) -> Floats:
         """Return the least ``c + price * t`` of every decision over the clocks possible by ``time_s``."""

@@ -17,8 +17,8 @@ from perseus_ds.huggingface.stages import (
     save_pretrained,
     skeleton,
     stages_of,
-    uniform_cut,
 )
+from perseus_ds.optimizer.partition import uniform_cut
 
 # Their layers need more from each other than the hidden states that their plans name.
 CANNOT_BE_CUT = {

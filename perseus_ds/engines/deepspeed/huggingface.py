@@ -10,7 +10,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from perseus_ds.engines.engine import reported_once
-from perseus_ds.huggingface.stages import CausalLoss, Source, build_stage, read_config, skeleton, stages_of, uniform_cut
+from perseus_ds.huggingface.stages import CausalLoss, Source, build_stage, read_config, skeleton, stages_of
+from perseus_ds.optimizer.partition import uniform_cut
 
 
 class StageLayer(nn.Module):

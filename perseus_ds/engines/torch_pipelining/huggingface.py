@@ -10,7 +10,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from perseus_ds.engines.engine import reported_once
 from perseus_ds.errors import ConfigError
-from perseus_ds.huggingface.stages import Source, build_stage, read_config, skeleton, uniform_cut
+from perseus_ds.huggingface.stages import Source, build_stage, read_config, skeleton
+from perseus_ds.optimizer.partition import uniform_cut
 
 
 @reported_once()

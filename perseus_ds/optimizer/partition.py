@@ -1,0 +1,463 @@
+"""Where to cut a model into stages: the fastest cut, proven, and the one of least energy at that time.
+
+A *cut* says how many of the model's layers each stage has. The time of an iteration is the length of the longest path
+through its DAG, so the length of any one path is a lower bound. Take a path that goes through stage s most of the
+time. It goes through each stage before s at least n times and through each one behind it at least m times; so with P(i)
+the time of the first i layers and P that of all of them, the iteration takes at least
+
+    n * P(i) + (what the path does on stage s) * (P(j) - P(i)) + m * (P - P(j))
+
+where stage s has the layers i to j, whatever the other stages have. (For 1F1B this is the filling of the pipeline, the
+steady state of its slowest stage and the draining.) The worst of these bounds over stages is least for a cut that
+dynamic programming finds, and a search lists cuts in the order of their bounds. Each is evaluated by the DAG until the
+next bound is not below the best time found. All times are those at default clocks, the highest ones measured.
+
+Energy has a bound over all cuts as well. A flow through the DAG, in watts, proves a bound for one cut
+(:mod:`perseus_ds.optimizer.bounds`): a price for each second of an instruction. With these prices, the least energy of
+each layer on each stage is a sum over layers, of which dynamic programming finds the least over all cuts in time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, count, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from perseus_ds.artifacts.profile import ClockOptions, Measurement, ProfileInfo, StageProfile
+from perseus_ds.errors import ConfigError
+from perseus_ds.optimizer import optimize, problem_for
+from perseus_ds.optimizer.bounds import Corners, Verifier
+from perseus_ds.optimizer.network import Network
+from perseus_ds.optimizer.relaxation import Relaxation
+from perseus_ds.optimizer.schedule_comparison import held_by_stage
+from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Schedule
+
+Floats = npt.NDArray[np.float64]
+Cut = tuple[int, ...]
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD)
+_SAME = 1e-9
+"""Times this close, relative to them, are equal."""
+_MOST_SEARCHED, _MOST_ROUNDS = 30_000, 8
+"""So many beginnings of cuts are looked at in each of so many rounds at most."""
+_PLANS = 12
+"""Deadlines for which each of these is planned; the first one is the fastest time."""
+_PRICES, _LATER = 12, 0.003
+"""Rounds of prices, and how much later than the fastest time their deadline is: at that time itself there are many."""
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What each layer costs on one device; the first layer includes the embedding, the last one the head and the loss.
+
+    Attributes:
+        clocks_mhz: Shape (clocks,), ascending.
+        time_s: By kind, shape (layers, clocks), of one micro-batch.
+        energy_j: The same.
+        parameters: Shape (layers,): how many.
+        fixed_bytes: Shape (layers,): weights, gradients and the optimizer's state.
+        held_bytes: Shape (layers,): what the backward of one micro-batch needs of its forward.
+        blocking_power_w: What a waiting GPU draws [W].
+        gpu: Its name.
+        simulated: Whether it was simulated.
+    """
+
+    clocks_mhz: tuple[int, ...]
+    time_s: Mapping[Kind, Floats]
+    energy_j: Mapping[Kind, Floats]
+    parameters: Floats
+    fixed_bytes: Floats
+    held_bytes: Floats
+    blocking_power_w: float
+    gpu: str
+    simulated: bool
+
+    @property
+    def layers(self) -> int:
+        return len(self.parameters)
+
+    def profile(self, shares: Floats) -> StageProfile:
+        """Return the profile of stages that have these shares of each layer, shape (stages, layers)."""
+        rows = [
+            Measurement(stage, kind, clock_mhz, time_s, energy_j)
+            for kind in _KINDS
+            for stage, share in enumerate(shares)
+            for clock_mhz, time_s, energy_j in zip(
+                self.clocks_mhz,
+                (share @ self.time_s[kind]).tolist(),
+                (share @ self.energy_j[kind]).tolist(),
+                strict=True,
+            )
+        ]
+        info = ProfileInfo(simulated=self.simulated, gpu=self.gpu, blocking_power_w=self.blocking_power_w)
+        return StageProfile(rows, info)
+
+
+@dataclass(frozen=True)
+class EvaluatedCut:
+    """A cut and what an iteration costs with it.
+
+    Attributes:
+        cut: How many layers each stage has.
+        time_s: Iteration time at default clocks [s].
+        energy_j: Its energy at default clocks [J].
+        planned_j: Energy under the plan of least energy that is as fast [J]; the same if one clock was measured only.
+        memory_bytes: Of the stage that needs most.
+    """
+
+    cut: Cut
+    time_s: float
+    energy_j: float
+    planned_j: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Where to cut a model.
+
+    Attributes:
+        uniform: Equally many layers on each stage.
+        parameters: The stage with most parameters has as few as possible.
+        fastest: The fastest cut found.
+        most_frugal: The one of least energy under its plan among those as fast.
+        time_bound_s: No cut is faster [s].
+        energy_bound_j: No cut as fast as the fastest one has a plan of less energy [J].
+        costs: Of the layers.
+    """
+
+    uniform: EvaluatedCut
+    parameters: EvaluatedCut
+    fastest: EvaluatedCut
+    most_frugal: EvaluatedCut
+    time_bound_s: float
+    energy_bound_j: float
+    costs: LayerCosts
+
+    @property
+    def cut(self) -> Cut:
+        """The layers of each stage, of the cut to train with: the most frugal of the fastest."""
+        return self.most_frugal.cut
+
+    @property
+    def time_gap(self) -> float:
+        """How much faster a cut might be than the fastest one found, relative; 0: proven that none is."""
+        gap = self.fastest.time_s / self.time_bound_s - 1
+        return gap if gap > _SAME else 0.0
+
+    @property
+    def energy_gap(self) -> float:
+        """How far the most frugal cut's plan is above the bound of all cuts, relative."""
+        return self.most_frugal.planned_j / self.energy_bound_j - 1
+
+
+def best_partition(costs: LayerCosts, schedule: Schedule, *, memory_bytes: float | None = None) -> Partition:
+    """Find the fastest cut and the most frugal one of those as fast.
+
+    Args:
+        costs: Of the model's layers.
+        schedule: What every rank does in one iteration; its instructions are forwards and backwards.
+        memory_bytes: What a stage may need at most.
+
+    Raises:
+        ConfigError: The schedule has other instructions, there are more stages than layers, or the model does not fit
+            into the memory.
+    """
+    return _Search(costs, schedule, memory_bytes).result()
+
+
+class _Search:
+    def __init__(self, costs: LayerCosts, schedule: Schedule, memory_bytes: float | None) -> None:
+        self.costs, self.schedule = costs, schedule
+        self.stages = schedule.num_stages
+        if others := {i.kind for stream in schedule.instructions for i in stream} - {*_KINDS, Kind.TAIL}:
+            raise ConfigError(
+                f"{schedule.name} has instructions {', '.join(sorted(others))}; layers are measured as forwards and "
+                "backwards. Choose a schedule of these, such as 1f1b."
+            )
+        self.uniform = uniform_cut(costs.layers, self.stages)
+        self.dag = Dag.build(schedule)
+        # Of each node, which of the times (stage, kind) it takes; -1 for none.
+        self.row = np.array([self._row(node.work) for node in self.dag.nodes])
+        # Shape (kinds, layers + 1): time of the first layers at default clocks.
+        self.before_s = _sums(np.stack([costs.time_s[kind][:, -1] for kind in _KINDS]))
+        self.bytes = np.stack(
+            [_between(_sums(costs.fixed_bytes + held * costs.held_bytes)) for held in held_by_stage(schedule)]
+        )
+        self.allowed = self._allowed(memory_bytes)
+        # How often each known path goes through each stage, shape (paths, stages, kinds).
+        self.paths = np.zeros((0, self.stages, len(_KINDS)))
+        for stage in range(self.stages):
+            for slower in (1.05, 3.0):
+                times_s = np.tile(self.before_s[:, -1] / self.stages, (self.stages, 1))
+                times_s[stage] *= slower
+                self._add_path(times_s)
+
+    def _row(self, work: object) -> int:
+        if isinstance(work, Instruction) and work.kind in _KINDS:
+            return work.stage * len(_KINDS) + _KINDS.index(work.kind)
+        return -1
+
+    def _allowed(self, memory_bytes: float | None) -> npt.NDArray[np.bool_]:
+        """Return whether a stage may have the layers i to j, shape (stages, layers + 1, layers + 1)."""
+        limit_bytes = np.inf if memory_bytes is None else memory_bytes
+        needed_bytes, self.fallback = next(_in_order(self.bytes))
+        if needed_bytes > limit_bytes:
+            raise ConfigError(
+                f"memory: with the best cut into {self.stages} stages, {self.fallback}, the fullest one needs "
+                f"{needed_bytes / 2**30:.3g} GiB, and {limit_bytes / 2**30:.3g} GiB are allowed. Give more stages, "
+                "smaller micro-batches, or compute activations again (gradient_checkpointing)."
+            )
+        allowed: npt.NDArray[np.bool_] = self.bytes <= limit_bytes
+        return allowed
+
+    def result(self) -> Partition:
+        fastest, time_bound_s = self._fastest()
+        most_frugal, energy_bound_j = self._most_frugal(fastest, time_bound_s)
+        parameters = np.stack([_between(_sums(self.costs.parameters))] * self.stages)
+        by_parameters = next(_in_order(parameters))[1]
+        return Partition(
+            uniform=self._evaluate(self.uniform),
+            parameters=self._evaluate(by_parameters),
+            fastest=fastest,
+            most_frugal=most_frugal,
+            time_bound_s=time_bound_s,
+            energy_bound_j=energy_bound_j,
+            costs=self.costs,
+        )
+
+    def _times_s(self, cut: Cut) -> Floats:
+        """Return the times of a cut's stages, shape (stages, kinds) [s]."""
+        return np.diff(self.before_s[:, list(accumulate(cut, initial=0))], axis=1).T
+
+    def _durations_s(self, times_s: Floats) -> Floats:
+        return np.where(self.row >= 0, times_s.ravel()[self.row], 0.0)
+
+    def _add_path(self, times_s: Floats) -> None:
+        rows = self.row[self.dag.critical_path(self._durations_s(times_s))]
+        count = np.bincount(rows[rows >= 0], minlength=times_s.size).reshape(1, *times_s.shape)
+        if not (self.paths == count).all(axis=(1, 2)).any():
+            self.paths = np.concatenate([self.paths, count])
+
+    def _least_s(self) -> Floats:
+        """Return the time that no iteration is below if a stage has the layers i to j, shape as of ``allowed`` [s]."""
+        behind_s = self.before_s[:, -1:] - self.before_s
+        result = np.zeros_like(self.bytes)
+        for path in self.paths:
+            for stage in range(self.stages):
+                # Before the first stage and behind the last one there are no layers.
+                first = path[: stage or 1].min(axis=0) @ self.before_s
+                last = path[min(stage + 1, self.stages - 1) :].min(axis=0) @ behind_s
+                time_s = first[:, None] + _between(path[stage] @ self.before_s) + last
+                result[stage] = np.maximum(result[stage], time_s)
+        return result
+
+    def _fastest(self) -> tuple[EvaluatedCut, float]:
+        """Return the fastest cut found, and the time below which no cut stays [s]."""
+        best, bound_s = self.uniform if self._fits(self.uniform) else self.fallback, 0.0
+        known = 0
+        for _ in range(_MOST_ROUNDS):
+            if known == len(self.paths):  # of paths found meanwhile, another round has better bounds
+                break
+            known = len(self.paths)
+            best = self._improved(best)
+            best_s = self._time_s(best)
+            self.least_s = np.where(self.allowed, self._least_s(), np.inf)
+            for bound_s, cut in _in_order(self.least_s, self.paths @ self.before_s):
+                if bound_s >= best_s * (1 - _SAME) or not cut:
+                    break
+                if float(self._lengths_s(cut).max()) >= best_s * (1 - _SAME):
+                    continue
+                self._add_path(self._times_s(cut))
+                if self._time_s(cut) < best_s:
+                    best_s, best = self._time_s(cut), cut
+            else:
+                bound_s = best_s
+        return self._evaluate(best), min(bound_s, best_s)
+
+    def _improved(self, cut: Cut) -> Cut:
+        """Return a cut that no layer moved to a neighbouring stage makes faster."""
+        best_s, better = self._time_s(cut), True
+        while better:
+            better = False
+            for giver, taker in [*pairwise(range(self.stages)), *pairwise(reversed(range(self.stages)))]:
+                moved = tuple(n - (s == giver) + (s == taker) for s, n in enumerate(cut))
+                if moved[giver] and self._fits(moved) and self._time_s(moved) < best_s * (1 - _SAME):
+                    best_s, cut, better = self._time_s(moved), moved, True
+            self._add_path(self._times_s(cut))
+        return cut
+
+    def _fits(self, cut: Cut) -> bool:
+        return all(self.allowed[s, i, j] for s, (i, j) in enumerate(pairwise(accumulate(cut, initial=0))))
+
+    def _most_frugal(self, fastest: EvaluatedCut, time_bound_s: float) -> tuple[EvaluatedCut, float]:
+        """Return the cut of least energy found among those as fast, and the energy below which none stays [J].
+
+        Prices for one cut say little about others that are as fast. So rounds alternate: the prices of a mixture of
+        cuts, the cut of least energy at these prices, which is added to the mixture. Each round's prices, and their
+        mean, prove a bound; the cuts are candidates.
+        """
+        best, deadline_s = fastest, fastest.time_s * (1 + _SAME)
+        if len(self.costs.clocks_mhz) < 2:
+            return best, best.planned_j
+        in_time = np.where(self.least_s <= deadline_s, 0.0, np.inf)
+        shares, seen, bound_j = shares_of(fastest.cut), {fastest.cut}, 0.0
+        mean_w = np.zeros(len(self.dag.nodes) + 1)
+        for number in range(_PRICES):
+            price_w = self._price_w(shares, deadline_s)
+            mean_w += (price_w - mean_w) / (number + 1)
+            for prices_w in (mean_w, price_w):
+                constant_j, sums_j = self._priced(prices_w, deadline_s, time_bound_s)
+                least_j, cut = next(each for each in _in_order(in_time, sums_j) if self._may_take(each[1], deadline_s))
+                bound_j = max(bound_j, constant_j + least_j)
+            if not cut:  # none as fast was found among those of less energy
+                break
+            if cut not in seen:
+                best = min(best, self._evaluate(cut, deadline_s), key=lambda each: each.planned_j)
+            seen.add(cut)
+            shares = shares + (shares_of(cut) - shares) / (number + 2)
+        return best, min(bound_j, best.planned_j)
+
+    def _may_take(self, cut: Cut, deadline_s: float) -> bool:
+        """Whether a cut is as fast as that; true for what a long search ends with."""
+        if not cut:
+            return True
+        return float(self._lengths_s(cut).max()) <= deadline_s and self._time_s(cut) <= deadline_s
+
+    def _lengths_s(self, cut: Cut) -> Floats:
+        """Return the length of each known path [s]."""
+        result: Floats = (self.paths * self._times_s(cut)).sum(axis=(1, 2))
+        return result
+
+    def _price_w(self, shares: Floats, deadline_s: float) -> Floats:
+        """Return the price of a second of each node and, as the last one, of the iteration, for these stages [W]."""
+        problem = problem_for(self.schedule, self.costs.profile(shares), None)
+        network = Network(problem)
+        relaxed = Relaxation(network).solve(max(deadline_s, problem.t_min_s) * (1 + _LATER))
+        prices_w, end_w = Verifier(problem).prices_w(*network.dag_flow(np.maximum(relaxed.flow_w, 0.0)))
+        return np.append(prices_w, end_w)
+
+    def _priced(self, price_w: Floats, deadline_s: float, time_bound_s: float) -> tuple[float, Floats]:
+        """Return the bound of a cut's energy at these prices: a constant, and sums over layers by stage [J]."""
+        least_j = np.zeros((1, self.stages, self.costs.layers))
+        for row in range(self.stages * len(_KINDS)):
+            stage, kind = divmod(row, len(_KINDS))
+            of_row_w = price_w[:-1][self.row == row]
+            least_j[0, stage] += [corners.least_j(of_row_w).sum() for corners in self.corners[kind]]
+        waiting_w = self.costs.blocking_power_w * len(self.schedule.ranks)
+        if waiting_w > price_w[-1]:
+            # A plan may end earlier, but not before the bound with all at their fastest clocks.
+            fastest = min(float((t.min(axis=1) / t[:, -1]).min()) for t in self.costs.time_s.values())
+            deadline_s = time_bound_s * fastest
+        return float(waiting_w - price_w[-1]) * deadline_s, _sums(least_j)
+
+    @cached_property
+    def corners(self) -> list[list[Corners]]:
+        """By kind and layer, the clocks that may be best at some price."""
+        power_w = self.costs.blocking_power_w
+        return [
+            [Corners.of(options.time_s, options.effective_energy_j(power_w)) for options in self._options(kind)]
+            for kind in _KINDS
+        ]
+
+    def _options(self, kind: Kind) -> Iterator[ClockOptions]:
+        """Yield the clocks of each layer that may be chosen, the fastest first."""
+        clocks = np.array(self.costs.clocks_mhz)
+        for time_s, energy_j in zip(self.costs.time_s[kind], self.costs.energy_j[kind], strict=True):
+            yield ClockOptions(clocks, time_s, energy_j).pareto(self.costs.blocking_power_w)
+
+    def _time_s(self, cut: Cut) -> float:
+        return self.dag.makespan_s(self._durations_s(self._times_s(cut)))
+
+    def _evaluate(self, cut: Cut, deadline_s: float | None = None) -> EvaluatedCut:
+        profile = self.costs.profile(shares_of(cut))
+        rows = [(i.stage, i.kind) for stream in self.schedule.instructions for i in stream if i.kind in _KINDS]
+        of_rows = [profile.at_highest_clock(*row) for row in rows]
+        time_s, waiting_w = self._time_s(cut), self.costs.blocking_power_w
+        waiting_s = len(self.schedule.ranks) * time_s - sum(row.time_s for row in of_rows)
+        energy_j = planned_j = sum(row.energy_j for row in of_rows) + waiting_w * waiting_s
+        if len(self.costs.clocks_mhz) > 1:
+            frontier = optimize(self.schedule, profile, plans=_PLANS)
+            planned_j = frontier.lookup((deadline_s or time_s) * (1 + _SAME)).energy_j
+        ends = accumulate(cut, initial=0)
+        needed = max(float(self.bytes[stage, i, j]) for stage, (i, j) in enumerate(pairwise(ends)))
+        return EvaluatedCut(cut, time_s, energy_j, planned_j, needed)
+
+
+def uniform_cut(layers: int, stages: int) -> Cut:
+    """Return a cut into stages of equally many layers; the first stages have one more where it does not divide.
+
+    Raises:
+        ConfigError: There are more stages than layers.
+    """
+    if not 1 <= stages <= layers:
+        raise ConfigError(f"num_stages: the model has {layers} layers, so 1 to {layers} stages, not {stages}.")
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def shares_of(cut: Sequence[int]) -> Floats:
+    """Return how much of each layer each stage of a cut has, shape (stages, layers)."""
+    return np.repeat(np.eye(len(cut)), cut, axis=1)
+
+
+def _sums(values: Floats) -> Floats:
+    """Return the sums of the first 0, 1, 2, … values."""
+    return np.concatenate([np.zeros_like(values[..., :1]), values.cumsum(axis=-1)], axis=-1)
+
+
+def _between(sums: Floats) -> Floats:
+    """Return the sum of the values from i to j for every i and j."""
+    return sums[None, :] - sums[:, None]
+
+
+def _in_order(worst: Floats, sums: Floats | None = None) -> Iterator[tuple[float, Cut]]:
+    """Yield all cuts in the order of a value, with that: the greatest of its stages' values and of several sums.
+
+    After a long search the last one is empty: no other cut is below its value.
+
+    Args:
+        worst: Value of each stage if it has the layers from i to j, shape (stages, layers + 1, layers + 1); infinite
+            where it may not.
+        sums: Sums over the first layers of what each layer adds if it is on a stage, shape (sums, stages, layers + 1).
+    """
+    stages, ends = worst.shape[:2]
+    worst = np.where(np.triu(np.ones((ends, ends), dtype=bool), 1), worst, np.inf)  # a stage has a layer or more
+    sums = np.zeros((0, stages, ends)) if sums is None else sums
+    # The least that stages s, s + 1, … add if they have all layers from i on.
+    worst_left = np.full((stages + 1, ends), np.inf)
+    sums_left = np.full((stages + 1, len(sums), ends), np.inf)
+    worst_left[-1, -1], sums_left[-1, :, -1] = 0.0, 0.0
+    for s in reversed(range(stages)):
+        worst_left[s] = np.maximum(worst[s], worst_left[s + 1]).min(axis=1)
+        for n, of_layers in enumerate(sums[:, s]):
+            added = np.where(np.isfinite(worst[s]), _between(of_layers), np.inf)
+            sums_left[s, n] = (added + sums_left[s + 1, n]).min(axis=1)
+    if not np.isfinite(worst_left[0, 0]):
+        return
+    # Longer beginnings of cuts come first, so that a whole cut is soon found.
+    queue: list[tuple[float, int, tuple[int, ...], float, Floats]] = [(0.0, 0, (0,), 0.0, np.zeros(len(sums)))]
+    for searched in count():
+        if not queue:
+            return
+        bound, _, cut, so_far, added = heapq.heappop(queue)
+        if searched == _MOST_SEARCHED:
+            yield bound, ()
+            return
+        s, begin = len(cut) - 1, cut[-1]
+        if s == stages:
+            yield bound, tuple(b - a for a, b in pairwise(cut))
+            continue
+        most = np.maximum(so_far, worst[s, begin])
+        totals = added[:, None] + sums[:, s] - sums[:, s, begin, None]
+        bounds = np.maximum(most, worst_left[s + 1])
+        bounds = np.maximum(bounds, (totals + sums_left[s + 1]).max(axis=0, initial=0.0))
+        for end in np.flatnonzero(np.isfinite(bounds)).tolist():
+            entry = (float(bounds[end]), -s - 1, (*cut, end), float(most[end]), totals[:, end])
+            heapq.heappush(queue, entry)
