@@ -23,13 +23,11 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
-from perseus_ds.policy.cheapest import options_of
 from perseus_ds.policy.cost_account import CostAccount
-from perseus_ds.policy.decisions import decide
+from perseus_ds.policy.decisions import Decision, Situation, decide, options_of
 from perseus_ds.policy.hourly_programme import Option, Timetable, cheapest
 from perseus_ds.policy.policies import CheapestPolicy
 from perseus_ds.policy.signals import MOST_SIGNAL_VALUES, Numbers, Signal
-from perseus_ds.policy.situation import Decision, Situation
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data" / "sosp24" / "stage_profile"
 BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}

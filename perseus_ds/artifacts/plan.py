@@ -36,14 +36,14 @@ class FrequencyPlan:
         return None if self.lower_bound_j is None else self.energy_j / self.lower_bound_j - 1
 
     @property
+    def changes_by_rank(self) -> list[int]:
+        """Clock changes of each rank within one iteration and from its end to the start of the next one."""
+        return [sum(clock != clocks[number - 1] for number, clock in enumerate(clocks)) for clocks in self.clocks_mhz]
+
+    @property
     def clock_changes(self) -> int:
-        """Clock changes of all ranks within one iteration and from its end to the start of the next one."""
-        return sum(
-            clock != clocks[position - 1]
-            for clocks in self.clocks_mhz
-            if clocks
-            for position, clock in enumerate(clocks)
-        )
+        """The same of all ranks."""
+        return sum(self.changes_by_rank)
 
 
 def check_ranks(planned: int, expected: int, remedy: str = "") -> None:

@@ -87,11 +87,6 @@ def plan_transitions(
     return [ClockTransition(*values) for values in zip(requested, following, early_s, strict=True)]
 
 
-def count_changes(clocks_mhz: Sequence[int]) -> int:
-    """Return how often the clock changes from one instruction to the next, the last to the first included."""
-    return sum(clock != clocks_mhz[position - 1] for position, clock in enumerate(clocks_mhz))
-
-
 @dataclass(frozen=True)
 class IterationClocks:
     """The clocks of one rank in an iteration.

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.policy.cheapest import by_hours
+from perseus_ds.policy.hourly_programme import HALT, Option, Timetable, cheapest
 from perseus_ds.policy.policies import (
     CheapestPolicy,
     DeadlinePolicy,
@@ -15,7 +23,149 @@ from perseus_ds.policy.policies import (
     SlowdownPolicy,
     in_force,
 )
-from perseus_ds.policy.situation import MARGIN, Decision, PowerCap, Situation
+from perseus_ds.policy.signals import Signal
+from perseus_ds.units import J_PER_KWH
+
+# Times and powers are known this well; of what there is to use up, this much is left.
+MARGIN = 0.005
+_REMEMBERED = 10
+_LEAST_POWERS = 4
+_LARGEST = 1e18
+
+
+@dataclass(frozen=True)
+class PowerCap:
+    """A power cap in force, and how near to it a faster plan may come.
+
+    Attributes:
+        watts: Of all GPUs of the job.
+        headroom: A faster plan is taken only if it would draw less than the cap by this fraction of it.
+        raised: Whether a faster plan was taken after a slower one.
+    """
+
+    watts: float
+    headroom: float = 0.02
+    raised: bool = False
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The progress of the run.
+
+    Attributes:
+        step: Steps done, those before a checkpoint included.
+        time_ratio: Measured over predicted iteration time.
+        power_ratio: Measured over predicted power.
+        stopped_s: Time between iterations [s].
+        gpus_per_rank: GPUs of the job for each pipeline rank of a plan.
+        running: The plan the policy asked for last; None at the start.
+        iterations_ahead: Iterations that will have run before the one that is decided on.
+        idle_power_w: What all GPUs of the job draw while they wait [W].
+        signals: Last good values of the signals, by file.
+        timetable: What a cheapest policy has decided before.
+        cap: The power cap by which the plan that runs was chosen.
+    """
+
+    step: int
+    now: datetime
+    time_ratio: float = 1.0
+    power_ratio: float = 1.0
+    stopped_s: float = 0.0
+    gpus_per_rank: int = 1
+    running: int | None = None
+    iterations_ahead: int = 1
+    idle_power_w: float = 0.0
+    signals: Mapping[str, Signal] = field(default_factory=dict)
+    timetable: Timetable | None = None
+    cap: PowerCap | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to run.
+
+    Attributes:
+        plan: Place on the frontier.
+        problem: The condition of the policy that cannot be met; empty if it is met.
+        failed: Whether nothing could be decided; then the job runs at default clocks.
+        halts: Whether training stands still before it.
+        timetable: What a cheapest policy has decided for the time until the job ends.
+        cap: The power cap in force; None for none, or where it cannot be read.
+    """
+
+    plan: int
+    problem: str = ""
+    failed: bool = False
+    halts: bool = False
+    timetable: Timetable | None = None
+    cap: PowerCap | None = None
+
+
+class RunStatistics:
+    """Measured over predicted values of the last iterations.
+
+    Attributes:
+        stopped_s: What an iteration's end and the next one's beginning have between them, such as
+            evaluations and checkpoints, on the average of all iterations so far [s].
+    """
+
+    def __init__(self) -> None:
+        self.stopped_s = 0.0
+        self._stops = 0
+        self._times: deque[float] = deque(maxlen=_REMEMBERED)
+        self._powers: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
+
+    def add_stop(self, time_s: float) -> None:
+        """Take in the time between two iterations [s]."""
+        self._stops += 1
+        self.stopped_s += (max(0.0, time_s) - self.stopped_s) / self._stops
+
+    def add_iteration(
+        self, *, time_s: float, energy_j: float, promised_time_s: float, promised_energy_j: float
+    ) -> None:
+        """Take in an iteration: of the job [s, J], and of the plan that the policy asked for."""
+        self._times.append(time_s / promised_time_s)
+        if math.isfinite(energy_j):  # NaN: a GPU's counter cannot be read
+            self._powers.append((energy_j / time_s, promised_energy_j / promised_time_s))
+
+    @property
+    def time_ratio(self) -> float:
+        """Iteration time, 1 where it is not known; a median, since single iterations may be held up."""
+        times = [*self._times]  # a copy: other threads ask, too
+        return statistics.median(times) if times else 1.0
+
+    @property
+    def power_ratio(self) -> float:
+        """Power, 1 where few are known; of sums, since counters are refreshed more rarely than iterations end."""
+        powers = [*self._powers]
+        if len(powers) < _LEAST_POWERS:
+            return 1.0
+        return sum(measured_w for measured_w, _ in powers) / sum(promised_w for _, promised_w in powers)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, as plain values."""
+        powers = [list(power) for power in self._powers]
+        return {"stopped_s": self.stopped_s, "stops": self._stops, "times": [*self._times], "powers": powers}
+
+    def state_of_stops(self) -> dict[str, Any]:
+        """Return the same without the ratios, which belong to the plans of one profile."""
+        return {**self.state(), "times": [], "powers": []}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up what a checkpoint kept; later measurements gradually replace it.
+
+        Raises:
+            Exception: It is damaged; nothing has changed.
+        """
+        stopped_s, stops = float(state["stopped_s"]), int(state["stops"])
+        times = [float(time) for time in state["times"]]
+        powers = [(float(measured_w), float(promised_w)) for measured_w, promised_w in state["powers"]]
+        divisors = [*times, *(promised_w for _, promised_w in powers)]
+        figures = [stopped_s, stops, *divisors, *(measured_w for measured_w, _ in powers)]
+        if not all(0 <= figure <= _LARGEST for figure in figures) or 0 in divisors:
+            raise ValueError(f"statistics {state}")
+        self.stopped_s, self._stops = stopped_s, stops
+        self._times, self._powers = deque(times, maxlen=_REMEMBERED), deque(powers, maxlen=_REMEMBERED)
 
 
 def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> Decision:
@@ -114,3 +264,113 @@ def _clamp(running: int, low: int, high: int) -> int:
 
 def _slowest(frontier: Frontier, deadline_s: float) -> int:
     return frontier.plans.index(frontier.lookup(max(deadline_s, frontier.plans[0].time_s)))
+
+
+_NO_SIGNAL = Signal((-math.inf,), (1.0,), math.inf)
+# A timetable holds until the job is this many steps before or behind it.
+_LEAST_STEPS_OFF = 2.0
+
+
+def by_hours(policy: CheapestPolicy, frontier: Frontier, situation: Situation) -> Decision:
+    """Return the plan that a policy asks for by the hour, or that training stands still."""
+    left = policy.total_steps - situation.step
+    if left <= 0:
+        return Decision(len(frontier.plans) - 1)
+    now_s = situation.now.timestamp()
+    signal = situation.signals.get(policy.signal, _NO_SIGNAL)
+    timetable = situation.timetable
+    if timetable is None or not _still_holds(timetable, policy, signal, situation):
+        options = options_of(policy, frontier, situation)
+        timetable = make_timetable(policy, signal, options, situation)
+    if timetable is None:
+        needed_s, left_s = left / options[0].rate, max(0.0, policy.finish_by.timestamp() - now_s)
+        return Decision(
+            options[0].plan,
+            f"the deadline {policy.finish_by.isoformat()} cannot be met: {left} steps take {needed_s:.0f} s at the "
+            f"fastest, {left_s:.0f} s are left. Running the fastest plan",
+        )
+    # The iteration that is decided on lasts from half an iteration before this moment to half of one after it.
+    decides_for_s = now_s + (situation.iterations_ahead + 0.5) / timetable.rates[situation.running or 0]
+    return Decision(
+        timetable.plan_at(decides_for_s),
+        _assumption(policy, signal, timetable),
+        halts=timetable.halts_at(decides_for_s),
+        timetable=timetable,
+    )
+
+
+def options_of(policy: CheapestPolicy, frontier: Frontier, situation: Situation) -> list[Option]:
+    """Return rate and power of each plan as measured in this run, the fastest first, and of standing still."""
+    options = []
+    for number, plan in enumerate(frontier.plans):
+        time_s = plan.time_s * situation.time_ratio
+        power_w = plan.energy_j / plan.time_s * situation.power_ratio * situation.gpus_per_rank
+        period_s = time_s + situation.stopped_s
+        energy_j = power_w * time_s + situation.idle_power_w * situation.stopped_s
+        options.append(Option(number, 1 / period_s, energy_j / period_s))
+    if policy.may_pause:
+        options.append(Option(HALT, 0.0, situation.idle_power_w))
+    return options
+
+
+def make_timetable(
+    policy: CheapestPolicy, signal: Signal, options: Sequence[Option], situation: Situation
+) -> Timetable | None:
+    """Return the cheapest timetable that ends in time; None if there is none.
+
+    It keeps one step and half a percent of the time in reserve, as long as that is possible.
+    """
+    begin_s, end_s = situation.now.timestamp(), policy.finish_by.timestamp()
+    left = policy.total_steps - situation.step
+    if end_s <= begin_s:
+        return None
+    edges_s, values = signal.between(begin_s, end_s)
+    bound = cheapest(options, edges_s, values, left)
+    if bound is None:
+        return None
+    in_reserve = cheapest(options, *signal.between(begin_s, end_s - MARGIN * (end_s - begin_s)), left + 1, near=bound)
+    solution = in_reserve or bound
+    edges_s, plans = solution.parts()
+    return Timetable(
+        policy=policy,
+        signal=signal,
+        edges_s=edges_s,
+        plans=plans,
+        rates={option.plan: option.rate for option in options},
+        made_s=begin_s,
+        step=situation.step,
+        valid_until_s=min(signal.next_change_s(begin_s), float(edges_s[-1])),
+        cost=solution.cost / J_PER_KWH,
+        bound=bound.cost / J_PER_KWH,
+        fastest_cost=cost_of_one(options[0], signal, begin_s, left) / J_PER_KWH,
+        mean_from_s=signal.end_s if signal.end_s < end_s else None,
+    )
+
+
+def cost_of_one(option: Option, signal: Signal, begin_s: float, steps: float) -> float:
+    """Return the cost of steps under one plan throughout [value x J]."""
+    edges_s, values = signal.between(begin_s, begin_s + steps / option.rate)
+    return float((np.diff(edges_s) * values).sum() * option.power_w)
+
+
+def _still_holds(timetable: Timetable, policy: CheapestPolicy, signal: Signal, situation: Situation) -> bool:
+    now_s = situation.now.timestamp()
+    allowed = max(_LEAST_STEPS_OFF, MARGIN / 2 * (policy.total_steps - timetable.step))
+    return (
+        timetable.policy == policy
+        and timetable.signal is signal
+        and now_s < timetable.valid_until_s
+        and abs(timetable.steps_at(now_s) - situation.step) <= allowed
+    )
+
+
+def _assumption(policy: CheapestPolicy, signal: Signal, timetable: Timetable) -> str:
+    if signal is _NO_SIGNAL:
+        return f"the signal cannot be read from {policy.signal}: every hour is taken to cost the same"
+    if timetable.mean_from_s is None:
+        return ""
+    end = datetime.fromtimestamp(timetable.mean_from_s, timezone.utc)
+    return (
+        f"the signal {policy.signal} ends at {end:%FT%TZ}, before the deadline: of the time after it, its mean "
+        f"{signal.mean:.4g} is assumed"
+    )

@@ -21,7 +21,7 @@ from typing import Any
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.run_records import Event, Halted, PlanChosen, PolicyChanged, PowerCapChanged, TimetableMade
-from perseus_ds.policy.decisions import decide, stretched_plan
+from perseus_ds.policy.decisions import MARGIN, Decision, PowerCap, RunStatistics, Situation, decide, stretched_plan
 from perseus_ds.policy.hourly_programme import Timetable
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import (
@@ -34,7 +34,6 @@ from perseus_ds.policy.policies import (
 )
 from perseus_ds.policy.reports import Assigned, JobReport, RankReports
 from perseus_ds.policy.signals import Signal
-from perseus_ds.policy.situation import MARGIN, Decision, PowerCap, RunStatistics, Situation
 from perseus_ds.policy.stragglers import StragglerWatch, straggler_of, with_reported
 from perseus_ds.ranks import Communicator
 from perseus_ds.timebase import Timebase

@@ -11,8 +11,7 @@ from typing import Any
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.policy.plan_proof import IterationSample, Verdict
-from perseus_ds.policy.switch_cost import SwitchCost
+from perseus_ds.policy.plan_proof import IterationSample, SwitchCost, Verdict
 from perseus_ds.runtime.default_clocks import (
     BackOff,
     DefaultIterations,
@@ -26,10 +25,10 @@ from perseus_ds.runtime.frontiers import (
     frontier_of_an_earlier_run,
     keep_for_later_runs,
     load_frontier,
+    optimise,
 )
 from perseus_ds.runtime.iterations import Phase
 from perseus_ds.runtime.job import Job, RankContext
-from perseus_ds.runtime.optimizing import optimise
 from perseus_ds.runtime.prediction import Agreement, compare_prediction, is_predicted
 from perseus_ds.runtime.profiling import profile_online
 from perseus_ds.runtime.recorder import Recorder

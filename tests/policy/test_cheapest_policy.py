@@ -10,10 +10,9 @@ from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.policy.cost_account import CostAccount
-from perseus_ds.policy.decisions import decide
+from perseus_ds.policy.decisions import RunStatistics, Situation, decide
 from perseus_ds.policy.policies import CheapestPolicy
 from perseus_ds.policy.signals import Signal
-from perseus_ds.policy.situation import RunStatistics, Situation
 
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
 NOW_S = NOW.timestamp()

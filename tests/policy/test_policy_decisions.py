@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.policy.decisions import decide, stretched_plan
+from perseus_ds.policy.decisions import MARGIN, PowerCap, RunStatistics, Situation, decide, stretched_plan
 from perseus_ds.policy.policies import DeadlinePolicy, EnergyOptimalPolicy, PowerCapPolicy, SlowdownPolicy
-from perseus_ds.policy.situation import MARGIN, PowerCap, RunStatistics, Situation
 
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
 INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),),)

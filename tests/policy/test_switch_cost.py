@@ -3,8 +3,7 @@
 import pytest
 
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.policy.plan_proof import PlanComparison
-from perseus_ds.policy.switch_cost import SwitchCost
+from perseus_ds.policy.plan_proof import PlanComparison, SwitchCost
 
 
 def plan(changes):

@@ -266,7 +266,7 @@ class VirtualJob:
     def _stand_ins(self):
         with (
             patch("perseus_ds.profiler.blocking.dist", self._neighbours),
-            patch("perseus_ds.runtime.optimizing.OptimizeWorker", self.worker),
+            patch("perseus_ds.runtime.frontiers.OptimizeWorker", self.worker),
         ):
             yield
 
