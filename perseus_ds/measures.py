@@ -78,9 +78,7 @@ class Typical:
         if not times_s:
             return None
         time_s = statistics.median(times_s)
-        # From the median deviation, which no single iteration decides.
-        deviation_s = statistics.median(abs(one_s - time_s) for one_s in times_s)
-        time_error = 1.25 * 1.4826 * deviation_s / math.sqrt(len(times_s)) / time_s
+        time_error = error_of_median([one_s - time_s for one_s in times_s], len(times_s)) / time_s
         known = [(one_s, one_j) for one_s, one_j in zip(times_s, energies_j, strict=True) if one_j is not None]
         power_w = _power_w(known) if known else None
         power_error = _power_error(known, power_w, counter_period_s) if power_w else 0.0
@@ -95,6 +93,11 @@ class Typical:
     def energy_error(self) -> float:
         """Relative standard error of the energy."""
         return math.hypot(self.time_error, self.power_error)
+
+
+def error_of_median(deviations: Iterable[float], samples: int) -> float:
+    """Return the standard error of the median of so many samples, from deviations of which no single one decides."""
+    return 1.25 * 1.4826 * statistics.median(map(abs, deviations)) / math.sqrt(samples)
 
 
 def _power_w(known: Iterable[tuple[float, float]]) -> float:

@@ -184,10 +184,14 @@ class IterationSample:
         """Relative standard error of the mean power that the counter's refreshes alone make."""
         return refresh_error(self._total_s, self.counter_period_s)
 
-    def is_as_long_as(self, blocks: int) -> bool:
-        """Whether they are as many and as long as so many blocks."""
-        is_long = self._total_s >= blocks * _BLOCK_REFRESHES * self.counter_period_s
-        return is_long and len(self.times_s) >= blocks * BLOCK_ITERATIONS and any(self.energies_j)
+    def is_block_with(self, time_s: float) -> bool:
+        """Whether they are a block once an iteration of about this time, which is not reported yet, is added."""
+        return self.is_as_long_as(1, time_s, 1)
+
+    def is_as_long_as(self, blocks: int, more_s: float = 0.0, more: int = 0) -> bool:
+        """Whether they, and so many more iterations, are as many and as long as so many blocks."""
+        is_long = self._total_s + more_s >= blocks * _BLOCK_REFRESHES * self.counter_period_s
+        return is_long and len(self.times_s) + more >= blocks * BLOCK_ITERATIONS and any(self.energies_j)
 
 
 def under_plan_minus_default(levels: Numbers, errors: Numbers) -> tuple[Numbers, Numbers]:

@@ -57,10 +57,12 @@ class RankReport(Assigned):
         reached_mhz: Clock that was read then [MHz].
         computed_s: When this rank had computed its last pass, from the iteration's start; 0 where not known [s].
         tail_s: How long its tail took, waiting included; 0 where not known [s].
-        drift: How far its instructions are from the profile, as a fraction; NaN where that was not looked at.
-        pace_low: Time of its instructions divided by the time that the profile says, of the kind with the lowest ratio;
-            NaN where that was not looked at.
-        pace_high: The same of the kind with the highest ratio.
+        drift: How much farther its instructions are from the profile than they vary, as a fraction; NaN where that was
+            not looked at.
+        pace_low: Time of its instructions divided by the time that the profile says, of the kind with the lowest ratio:
+            what that is at most; NaN where that was not looked at.
+        pace_high: The same of the kind with the highest ratio: what that is at least. Below ``pace_low`` where all
+            kinds may have one pace.
         shapes: A whole number that differs when the shapes of the inputs of this rank's forwards differ, and from rank
             to rank; below 2^48.
         closed: Whether this rank has been closed, so that all leave the mode.

@@ -74,8 +74,8 @@ class PerseusConfig(StrictModel):
     max_drift: float = Field(
         0.05,
         gt=0,
-        description="Largest deviation of instruction times from the profile, as a fraction; beyond it auto mode "
-        "profiles again and run mode prints a warning.",
+        description="Largest deviation of instruction times from the profile, as a fraction, beyond what they vary by; "
+        "a larger one is printed, and auto mode profiles again if the plan is dropped or cannot be compared.",
     )
     metrics: MetricsConfig | None = Field(
         None,

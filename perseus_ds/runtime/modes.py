@@ -202,7 +202,8 @@ def _profile_and_run(
                 continue
             measured = default.sample if default.sample.is_enough else runner.default
             is_stale = _is_stale(job, rank, frontier, measured)
-            iterations = back_off.next(control.steps) if profiles or not is_stale else 0
+            explains = is_stale and (not profiles or runner.has_drifted)  # another profile is worth its iterations
+            iterations = 0 if explains and may_profile else back_off.next(control.steps)
             yield from _back_off(recorder, runner, result, iterations)
             turns = 0
             result = Outcome.PROFILE_OUTDATED if is_stale and may_profile else Outcome.DEFAULT_OUTDATED

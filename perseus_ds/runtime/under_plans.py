@@ -38,7 +38,7 @@ class Outcome(Enum):
     """Why there is no verdict on a plan, and something has to be measured again.
 
     Attributes:
-        PROFILE_OUTDATED: Instructions take longer or shorter than profiled.
+        PROFILE_OUTDATED: Instructions take longer or shorter than profiled, and no comparison can tell what that means.
         DEFAULT_OUTDATED: Inputs have other shapes than those with which default clocks were measured.
     """
 
@@ -64,7 +64,8 @@ class PlanRunner:
 
     Attributes:
         wanted: The next iteration.
-        drifts_by_shape: Whether instructions have drifted because inputs have other shapes.
+        has_drifted: Whether instructions were found to take longer or shorter than profiled.
+        drifts_by_shape: Whether that is because inputs have other shapes.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class PlanRunner:
         self._control = control
         self._frontier = frontier
         self._drift = DriftWatch(job.config.max_drift)
-        self._has_announced_drift = False
+        self.has_drifted = False
         self.drifts_by_shape = False
         self._iterations = 0
         self._default = default
@@ -159,7 +160,7 @@ class PlanRunner:
             typical_s = time_s / iterations if iterations else 0.0
             left_s = max(_TRIAL_S - time_s, (_TRIAL_ITERATIONS - iterations) * typical_s)
             seen = yield from self._one_iteration(NextPhase("default", left_s))
-            self._has_drifted(seen, profiles_again=False)
+            self._is_outdated(seen, profiles_again=False)
             self._advance(seen)
             if seen.reports is not None:
                 iterations, time_s = iterations + 1, time_s + seen.reports.time_s
@@ -187,7 +188,7 @@ class PlanRunner:
         self._is_fresh = False
         while self.is_capped:
             seen = yield from self._one_iteration()
-            if self._has_drifted(seen, profiles_again=profiles_again) and profiles_again:
+            if self._is_outdated(seen, profiles_again=profiles_again):
                 return Outcome.PROFILE_OUTDATED
             self._advance(seen)
         return None
@@ -196,7 +197,8 @@ class PlanRunner:
         """Train by turns at default clocks and under the policy's plan until it is known whether it keeps its promise.
 
         Args:
-            profiles_again: Whether to return where instructions take longer or shorter than profiled.
+            profiles_again: Whether to return where instructions take longer or shorter than profiled, and no comparison
+                tells what that means.
 
         Returns:
             The verdict; or why there is none, and something has to be measured again; None where default clocks would
@@ -242,15 +244,16 @@ class PlanRunner:
             blocks: Those before.
             block: The iterations are added to it, the last one while the next block begins.
             is_planned: Whether they run under the plan.
-            profiles_again: Whether to return where instructions take longer or shorter than profiled.
+            profiles_again: Whether to return where instructions take longer or shorter than profiled, and no comparison
+                tells what that means.
         """
         begun = self._selector.in_force.number
         analysis = next((pairs for pairs in ANALYSES if pairs > (len(blocks) - 1) // 2), ANALYSES[-1])
         following = 2 * analysis - len(blocks)
-        is_settled, in_s = False, None
-        while not (block.is_block or self.is_capped or (is_planned and self._selector.in_force.number != begun)):
+        is_settled, is_over, in_s = False, False, None
+        while not (is_over or self.is_capped or (is_planned and self._selector.in_force.number != begun)):
             seen = yield from self._one_iteration(NextPhase("verdict", in_s), at_default=not is_planned)
-            if self._has_drifted(seen, profiles_again=profiles_again) and profiles_again:
+            if self._is_outdated(seen, profiles_again=profiles_again):
                 return Outcome.PROFILE_OUTDATED
             # The first iteration begins at the clocks before.
             self._advance(seen, block if is_settled else None, at_default=not is_planned)
@@ -258,6 +261,9 @@ class PlanRunner:
             if seen.reports is not None:
                 whole_s = IterationSample(block.counter_period_s).remaining_s(seen.reports.time_s, more=2)
                 in_s = block.remaining_s(seen.reports.time_s, more=1) + following * whole_s
+                # The report of the last iteration comes in time for the analysis, unless that is due now.
+                is_in_flight = following > 0 and self._ran.block is block
+                is_over = block.is_block_with(seen.reports.time_s) if is_in_flight else block.is_block
             if self._incomparable >= _INCOMPARABLE:
                 return Outcome.DEFAULT_OUTDATED
         return None
@@ -267,14 +273,14 @@ class PlanRunner:
 
         Args:
             iterations: After how many that is, unless it no longer keeps its promise.
-            profiles_again: Whether to return, to profile again, when instructions take longer or shorter than profiled;
-                otherwise the job trains on and only says so.
+            profiles_again: Whether to return, to profile again, when instructions of inputs of other shapes do not all
+                take longer or shorter by one factor; otherwise the job trains on and only says so.
         """
         assert self._default is not None, "default clocks are measured first"
         watched, number = self._sample_of_plans(), -1
         while iterations > 0 and not self.is_capped:
             seen = yield from self._one_iteration()
-            if self._has_drifted(seen, profiles_again=profiles_again) and profiles_again:
+            if self._is_outdated(seen, profiles_again=profiles_again):
                 return Outcome.PROFILE_OUTDATED
             assignment = self._selector.in_force
             is_settled, number = assignment.number == number, assignment.number
@@ -331,20 +337,29 @@ class PlanRunner:
                 ran.block.add_reports(seen.reports)
         self.wanted = self._with_report(seen)
 
-    def _has_drifted(self, seen: IterationMeasurement, *, profiles_again: bool) -> bool:
-        """Return whether instructions take longer or shorter than profiled, by the reports of all ranks; once."""
+    def _is_outdated(self, seen: IterationMeasurement, *, profiles_again: bool) -> bool:
+        """Return whether to profile again, since instructions take longer or shorter than profiled; that is said once.
+
+        Where iterations can be compared with default clocks, they decide instead: a plan that still saves energy in
+        time stays, whatever its instructions take. Inputs of other shapes and a power cap allow no comparison.
+        """
         reports = seen.reports
         if reports is None or self._ran.assignment is None or math.isnan(reports.drift):
             return False
         typical, most = self._drift_and_most(reports)
-        if not self._drift.has_drifted(typical) or self._has_announced_drift:
+        if not self._drift.has_drifted(typical):
             return False
-        self._has_announced_drift = True
         self.drifts_by_shape = self._default is not None and self._default.has_shapes_beside(reports)
-        self._recorder.event(Drifted(drift=round(most, 4), profiles_again=profiles_again))
-        remedy = "profiling again" if profiles_again else "the plans no longer fit: profile the job as it is now"
-        self._recorder.say(f"instructions take {most:.0%} longer or shorter than profiled; {remedy}")
-        return True
+        is_compared = not (self.drifts_by_shape or self.is_capped)
+        is_outdated = profiles_again and not is_compared
+        if is_outdated or not self.has_drifted:
+            self._recorder.event(Drifted(drift=round(most, 4), profiles_again=is_outdated))
+            no_longer_fits = "the plans no longer fit: profile the job as it is now"
+            remedy = "the plan stays as long as it saves energy in time" if is_compared else no_longer_fits
+            remedy = "profiling again" if is_outdated else remedy
+            self._recorder.say(f"instructions take {most:.0%} longer or shorter than profiled; {remedy}")
+        self.has_drifted = True
+        return is_outdated
 
     def _drift_and_most(self, reports: JobReport) -> tuple[float, float]:
         """Return how far the pipelines are from the profile: typically, and the one that is farthest.

@@ -55,11 +55,15 @@ def test_instructions_that_change_in_proportion_are_drift(job):
     assert drifted.drift > 0.05
 
 
-def test_without_other_shapes_a_common_factor_is_drift(job):
+def test_without_other_shapes_a_plan_that_still_saves_energy_stays_when_all_instructions_take_longer(job):
     lengthen(job, (1.5, 1.5, 1.0), shapes=job.shapes)
-    job.train_until("profile", most=60)
-    job.close()
-    assert len(job.events(Drifted)) == 1
+    assert set(job.train(100)) == {"run", "default"}
+    _, compared = job.train_until_compared(times=2)
+    last = job.close()[-1]
+    assert compared.kept
+    assert [event.profiles_again for event in job.events(Drifted)] == [False]
+    assert len(job.events(ProfileWritten)) == 1
+    assert last.predicted_time_s == pytest.approx(last.time_s, rel=0.03), "default clocks were measured again"
 
 
 def test_going_back_to_the_shapes_of_the_profile_takes_the_promise_back(job):

@@ -18,11 +18,10 @@ the GPU does, and looks at the records, at the clocks or at what was printed::
     def test_a_plan_that_saves_nothing_is_dropped(start):     # ``start`` of tests/runtime/conftest.py ends the job
         job = start(mode="auto")                              # one rank: 3 micro-batches of 0.1 s and 0.2 s
         job.train_until("run")                                # profiles, plans, and is about to run its first plan
-        job.slowdowns[0] = 1.3                                # from now on all passes take longer
+        job.late_under_plans()                                # from now on all passes take longer under plans
         job.train(60)                                         # returns the phase of each iteration
         job.close()
-        (judged,) = job.events(PlanJudged)
-        assert not judged.kept
+        assert not job.events(PlanJudged)[0].kept
 
 Nothing here reads the wall clock, so a test never depends on how fast the machine is.
 """
