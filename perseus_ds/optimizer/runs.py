@@ -447,17 +447,25 @@ class RunSearch:
     def _held(
         self, clocks: Sequences, time_s: float, price_w: Floats | None, *, exchange: bool = False
     ) -> HeldPlan | None:
-        """Search the clocks of a plan's runs; return a plan with runs that are long enough, or None."""
+        """Search the clocks of a plan's runs; return a plan with runs that are long enough, or None.
+
+        It needs no more than the plan itself, if that is in time and its runs are long enough.
+        """
+        given = self._checked(clocks, time_s)
         for _ in range(_REPAIRS):
             runs = sum(max(1, int((own != np.roll(own, 1)).sum())) for own in clocks)
             found = self._polished(clocks, time_s, price_w, exchange) if runs <= _MOST_SEARCHED else clocks
             if found is None:
-                return None
+                return given
             clocks, is_held = self._repaired(found)
             if is_held:
                 break
-        duration_s = self._durations_s(clocks)
-        end_s = float(self._event_s(duration_s)[-1])
+        tried = (given, self._checked(clocks, time_s))
+        return min((plan for plan in tried if plan is not None), key=_cost, default=None)
+
+    def _checked(self, clocks: Sequences, time_s: float) -> HeldPlan | None:
+        """Return a plan if it is in time and its runs are long enough, else None."""
+        end_s = float(self._event_s(self._durations_s(clocks))[-1])
         if end_s > time_s * _FITS or min(float(s.min(initial=0.0)) for s in self.beyond_dwell_s(clocks)) < -1e-12:
             return None
         cost_j = sum(float(rank.energy_j(own)) for rank, own in zip(self.ranks, clocks, strict=True))

@@ -87,18 +87,34 @@ def test_a_clock_that_comes_late_is_held_for_longer_than_others():
     assert any(length_s < 6.0 * PAIR_S for _, length_s in found)
 
 
-def held(schedule, profile, dwell_s, deadlines, start=()):
-    problem = problem_for(schedule, profile, POWER_W, least_dwell_s=dwell_s)
-    network, deadline_s = Network(problem), problem.t_min_s * np.linspace(1.0, 1.25, deadlines)
-    return network, deadline_s, RunSearch(network, dwell_s).plans(deadline_s, start=start)
+DEADLINES = np.linspace(1.0, 1.25, 4)
+"""In the shortest iteration times."""
+
+
+def small_case(seed, dwell_s):
+    """A search among plans of a small pipeline, and its deadlines."""
+    problem = problem_for(one_f_one_b(3, 6), noisy_profile(3, 6, seed), POWER_W, least_dwell_s=dwell_s)
+    return RunSearch(Network(problem), dwell_s), problem.t_min_s * DEADLINES
+
+
+def free_plans(search, seed, deadline_s):
+    """For each deadline, the plan of free clocks."""
+    frontier = optimize(one_f_one_b(3, 6), noisy_profile(3, 6, seed), blocking_power_w=POWER_W, plans=12)
+    plans = [frontier.lookup(time_s * (1 + 1e-9)).clocks_mhz for time_s in deadline_s.tolist()]
+    return [[np.searchsorted(r.clock_mhz, own) for r, own in zip(search.ranks, plan, strict=True)] for plan in plans]
 
 
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10_000), pairs=st.floats(1.0, 5.0))
 def test_no_plan_needs_more_than_the_shapes_that_the_search_starts_from(seed, pairs):
-    schedule, profile = one_f_one_b(3, 6), noisy_profile(3, 6, seed)
-    network, deadline_s, plans = held(schedule, profile, pairs * PAIR_S, 4)
-    for shape in RunSearch(network, pairs * PAIR_S).shapes(deadline_s):
+    """One clock a rank; warm-up, steady state and cool-down; the runs into which the plan of free clocks is cut."""
+    search, deadline_s = small_case(seed, pairs * PAIR_S)
+    free = free_plans(search, seed, deadline_s)
+    plans = search.plans(deadline_s, free)
+    shapes = small_case(seed, pairs * PAIR_S)[0].shapes(deadline_s, free)
+    assert len(shapes) == 3
+    assert any(simple is not None for shape in shapes for simple in shape)
+    for shape in shapes:
         for plan, simple in zip(plans, shape, strict=True):
             assert simple is None or plan.cost_j <= simple.cost_j
 
@@ -106,13 +122,42 @@ def test_no_plan_needs_more_than_the_shapes_that_the_search_starts_from(seed, pa
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_down_a_ladder_of_dwell_times_no_plan_gets_worse(seed):
-    schedule, profile, start, before = one_f_one_b(3, 6), noisy_profile(3, 6, seed), [], None
-    for pairs in (20.0, 6.0, 3.0, 1.0):
-        _, _, plans = held(schedule, profile, pairs * PAIR_S, 4, start)
+    start, before = [], None
+    for pairs in (20.0, 6.0, 3.0, 1.0, 0.0):
+        search, deadline_s = small_case(seed, pairs * PAIR_S)
+        plans = search.plans(deadline_s, start=start)
         start = [plan for plan in plans if plan is not None]
         if before is not None:
             assert all(ours.cost_j <= longer.cost_j for ours, longer in zip(plans, before, strict=True))
         before = plans
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_without_a_dwell_time_no_plan_needs_more_than_that_of_free_clocks(seed):
+    search, deadline_s = small_case(seed, 0.0)
+    free = free_plans(search, seed, deadline_s)
+    for plan, clocks in zip(search.plans(deadline_s, free), free, strict=True):
+        free_j = sum(float(rank.energy_j(own)) for rank, own in zip(search.ranks, clocks, strict=True))
+        assert plan.cost_j <= free_j * (1 + 1e-9)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10_000), rises=st.booleans())
+def test_a_run_continues_across_the_end_of_the_iteration(seed, rises):
+    """Every rank has one clock in the middle of the iteration, and another one, higher or lower, at both its ends."""
+    search, _ = small_case(seed, 2 * PAIR_S)
+    problem, rng = problem_for(one_f_one_b(3, 6), noisy_profile(3, 6, seed), POWER_W), np.random.default_rng(seed)
+    clocks = []
+    for rank in search.ranks:
+        middle = np.zeros(len(rank.decisions), dtype=np.intp)
+        begin, end = rng.integers(1, 5), rng.integers(7, len(middle) - 1)
+        middle[begin:end] = len(rank.clock_mhz) - 1
+        clocks.append(len(rank.clock_mhz) - 1 - middle if rises else middle)
+    expected = runs_s(problem, problem.evaluate(search.clocks_mhz(clocks)))
+    for rank, beyond_s, runs in zip(search.ranks, search.beyond_dwell_s(clocks), expected, strict=True):
+        assert len(runs) == 2
+        assert beyond_s + 2 * PAIR_S == pytest.approx([length_s for _, length_s in sorted(runs, reverse=rises)][::-1])
 
 
 @settings(max_examples=4, deadline=None)
