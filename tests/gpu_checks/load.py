@@ -15,12 +15,7 @@ _AHEAD = 2
 
 @contextmanager
 def full_load(machine: Any, launch: Callable[[float], None] | None = None) -> Iterator[None]:
-    """Compute on another thread, without a pause on the GPU.
-
-    Args:
-        machine: The machine.
-        launch: Launches work that takes some time [s]; by default what draws most.
-    """
+    """Compute on another thread, without a pause on the GPU."""
     stop = Flag(machine.timebase)
 
     def work() -> None:

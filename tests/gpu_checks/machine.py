@@ -47,12 +47,7 @@ class OneGpu:
     """The first GPU that CUDA shows.
 
     Attributes:
-        simulated: False.
-        timebase: Real time.
-        device: Where tensors live.
-        cuda: The module ``torch.cuda``.
         gpu: Read through NVML; never changed.
-        backend: Of ``torch.distributed``.
         block: The part of a ``perseus`` block that chooses the GPU.
         size: Of the models: width, rows of a micro-batch, layers, micro-batches.
         stage_size: Of one whose activations go through the host's memory.

@@ -16,12 +16,7 @@ UNFINISHED = "it did not come to its end"
 
 
 class Results:
-    """The figures of one check.
-
-    Attributes:
-        figures: In the order in which they were measured.
-        notes: What is to be known of them.
-    """
+    """The figures of one check."""
 
     def __init__(self, after_part: Callable[[Results], None] = lambda results: None) -> None:
         """Begin without any.
@@ -65,15 +60,7 @@ def performed(
     machine: Callable[[], Any],
     after_part: Callable[[CheckResult], None] = lambda result: None,
 ) -> CheckResult:
-    """Make a check on a machine and return its result; whatever it raises is the reason why it failed.
-
-    Args:
-        name: Of the check.
-        title: Of the check.
-        check: Makes it.
-        machine: Opens the machine.
-        after_part: Called after each part with what is known by then, as a check that failed.
-    """
+    """Make a check on a machine and return its result; whatever it raises is the reason why it failed."""
     began_s, reason = time.perf_counter(), ""
 
     def result_of(results: Results, reason: str) -> CheckResult:

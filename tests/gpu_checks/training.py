@@ -211,11 +211,7 @@ def train_without(machine: Any, setup: Setup, counts: Collection[int]) -> dict[i
 
 
 def train_until_profiled(engine: Any, data: Any, output: Path) -> None:
-    """Train until the profile is written.
-
-    Raises:
-        AssertionError: It is not after many iterations; a mode that fails ends in the phase ``observe`` as well.
-    """
+    """Train until the profile is written."""
     for _ in range(MOST_ITERATIONS):
         engine.train_batch(data)
         if engine.perseus.phase == "observe":
@@ -246,14 +242,7 @@ def _hash(tensors: Any) -> str:
 
 
 def block_of(machine: Any, mode: str, folder: Path, micro_batches: int | None = None) -> dict[str, Any]:
-    """Return a ``perseus`` block for a mode: three clocks in a profile, a random plan of the highest in a run.
-
-    Args:
-        machine: The machine.
-        mode: The mode.
-        folder: In which the job's folders are made.
-        micro_batches: Of an iteration; by default as many as the machine's models have.
-    """
+    """Return a ``perseus`` block for a mode: three clocks in a profile, a random plan of the highest in a run."""
     clocks = machine.gpu.supported_clocks_mhz()
     settings = {"sampling": "stride", "clock_stride": max(1, len(clocks) // 2), "warm_up": 2}
     block: dict[str, Any] = {

@@ -15,11 +15,7 @@ _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)] + ["m
 
 
 def collect(folder: Path, python: str) -> None:
-    """Put the wheels for a version of Python, such as 3.12, into a folder.
-
-    Raises:
-        SystemExit: They are too large to be carried.
-    """
+    """Put the wheels for a version of Python, such as 3.12, into a folder."""
     lock = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lock if line.partition("==")[0] in NAMES]
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

@@ -25,14 +25,7 @@ FRONTIER = Frontier(PLANS, 1.0, PLANS[0], PROVENANCE)
 
 
 class Job:
-    """A selector on the only rank of a job.
-
-    Attributes:
-        control: What the user asks for.
-        events: What it has recorded.
-        said: What it has printed.
-        selector: The real one.
-    """
+    """A selector on the only rank of a job."""
 
     def __init__(self, policy=SlowdownPolicy(max_slowdown=0.05), progress=None):  # noqa: B008 - it is frozen
         self.control = JobControl(policy, 1)

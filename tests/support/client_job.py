@@ -37,11 +37,7 @@ calls: Counter[str] = Counter()
 
 
 class Client(Protocol):
-    """A client's training code.
-
-    Attributes:
-        engine: The engine that is trained.
-    """
+    """A client's training code."""
 
     engine: Any
 

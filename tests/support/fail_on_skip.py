@@ -11,11 +11,7 @@ EXPECTED: Mapping[str, str] = {}
 
 
 class FailOnSkip:
-    """Collects skips; registered as a plugin of pytest.
-
-    Args:
-        expected: Beginnings of the node ids that may be skipped.
-    """
+    """Collects skips; registered as a plugin of pytest."""
 
     def __init__(self, expected: Mapping[str, str] = EXPECTED) -> None:
         self._expected = tuple(expected)

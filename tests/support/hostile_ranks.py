@@ -35,22 +35,10 @@ _POWER_CAP = {"name": "power_cap", "watts": 1e6}
 
 
 class HostileRanks:
-    """See the module.
-
-    Attributes:
-        outcomes: By cause.
-    """
+    """See the module."""
 
     def __init__(self, folder, stub, *, seed, causes=CAUSES, longest_s=10.0):
-        """Prepare the job.
-
-        Args:
-            folder: For its files.
-            stub: A node of as many GPUs as ranks.
-            seed: Of the faults.
-            causes: What may happen.
-            longest_s: Of a fault [s].
-        """
+        """Prepare the job."""
         self.outcomes = {cause: Outcome() for cause in causes}
         self._random = random.Random(seed)
         self._stub = stub

@@ -131,11 +131,7 @@ def run_while(during: Callable[[Running], None], folder: Path, ranks: int, **job
 
 @dataclass
 class PlainRuns:
-    """Jobs without Perseus; each is run once for all tests that compare with it.
-
-    Attributes:
-        folder: Where they run.
-    """
+    """Jobs without Perseus; each is run once for all tests that compare with it."""
 
     folder: Path
     _finished: dict[str, Finished] = field(default_factory=dict)

@@ -24,13 +24,7 @@ STAGES_PER_RANK = {
 
 @dataclass
 class Ran:
-    """Jobs that ran one after the other.
-
-    Attributes:
-        returncode: Of the processes.
-        output: What they printed.
-        folder: Where the ranks left their reports.
-    """
+    """Jobs that ran one after the other."""
 
     returncode: int
     output: str

@@ -10,13 +10,7 @@ WORK_S = {(0, Kind.FORWARD): 0.1, (0, Kind.BACKWARD): 0.21, (1, Kind.FORWARD): 0
 
 
 def truth(name: str, clocks: Iterable[int], work_s: Mapping[tuple[int, Kind], float] = WORK_S) -> StageProfile:
-    """Return the profile of a simulated GPU.
-
-    Args:
-        name: Of the GPU.
-        clocks: The clocks [MHz].
-        work_s: Time of each stage and kind at the top clock [s].
-    """
+    """Return the profile of a simulated GPU."""
     model = DEVICES[name]
     rows = []
     for (stage, kind), top_s in work_s.items():

@@ -19,13 +19,7 @@ from trials.trial import NotPossibleError, Outcome, Scenario, attempt
 
 @dataclass
 class Row:
-    """All trials of one scenario.
-
-    Attributes:
-        scenario: The scenario.
-        outcomes: Of the trials.
-        problem: Why there are no more.
-    """
+    """All trials of one scenario."""
 
     scenario: Scenario
     outcomes: list[Outcome] = field(default_factory=list)

@@ -84,14 +84,7 @@ class Scenario:
 
 
 class Trial:
-    """A job that is to be ended.
-
-    Attributes:
-        node: Its GPUs.
-        draw: Random numbers of this trial.
-        folder: Of the job.
-        cgroup: Of the job, where it has one of its own.
-    """
+    """A job that is to be ended."""
 
     def __init__(self, node: StubNvml, draw: random.Random, folder: Path) -> None:
         self.node = node
@@ -151,11 +144,7 @@ class Trial:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait until something is so.
-
-        Raises:
-            TimeoutError: It does not happen.
-        """
+        """Wait until something is so."""
         end_s = time.monotonic() + GIVE_UP_S
         while not condition():
             if time.monotonic() > end_s:
@@ -193,19 +182,7 @@ def kill(processes: Iterable[psutil.Process]) -> float:
 
 
 def attempt(scenario: Scenario, library: Path, folder: Path, seed: int, extensions: Path | None = None) -> Outcome:
-    """Run a job and end it.
-
-    Args:
-        scenario: How.
-        library: The stub driver.
-        folder: To work in; not there yet.
-        seed: Of the moment at which the job is ended.
-        extensions: Where DeepSpeed's extension is compiled, for a job of DeepSpeed.
-
-    Raises:
-        NotPossibleError: This system lacks what is needed.
-        TimeoutError: The job, or what is left of it, hangs.
-    """
+    """Run a job and end it."""
     (folder / "runtime").mkdir(parents=True)
     node = StubNvml(library, folder / "gpus", RANKS)
     scenario.prepare(node)
@@ -324,13 +301,7 @@ def _restored_at_s(gpu: StubGpu) -> float:
 
 
 def _is_restored_later(trial: Trial, *, by_command: bool, says_so: bool) -> bool:
-    """Whether ``perseus-ds reset``, or the next job on the node, restores the clocks that are left locked.
-
-    Args:
-        trial: The trial.
-        by_command: Whether the command is to do it.
-        says_so: Whether the next job must say so.
-    """
+    """Whether ``perseus-ds reset``, or the next job on the node, restores the clocks that are left locked."""
     node = trial.node
     if by_command:
         done = node.run("-m", "perseus_ds", "reset", environment={"XDG_RUNTIME_DIR": str(trial.folder / "runtime")})

@@ -42,20 +42,10 @@ class Outcome:
 
 
 class HostileDay:
-    """See the module.
-
-    Attributes:
-        outcomes: By cause.
-    """
+    """See the module."""
 
     def __init__(self, folder, *, seed, causes=GPU_FAULTS + JOB_FAULTS):
-        """Start the job.
-
-        Args:
-            folder: For its files.
-            seed: Of the faults.
-            causes: What may happen.
-        """
+        """Start the job."""
         self.outcomes = {cause: Outcome() for cause in causes}
         self._random = random.Random(seed)
         self.job = VirtualJob(folder, stages_s=STAGES_S, micro_batches=8, gpu_class=FaultyGpu, mode="auto")

@@ -39,14 +39,10 @@ class VirtualJob:
     """A job of one rank, or of a 1F1B pipeline of ranks.
 
     Attributes:
-        time: The time it lives in.
-        gpus: Simulated, one of each rank.
-        runtimes: The real ones, one of each rank.
         work_s: Of each rank, how long each kind of instruction takes at the top clock; a test may change it [s].
         slowdowns: How many times as long each rank takes; a test may change it.
         wait_s: Time in which the GPU waits after each pass; a test may change it [s].
         shapes: What tells the shapes of the inputs from others, of all forwards or of each; a test may change it.
-        worker: In the place of ``OptimizeWorker``.
         taken: Of every iteration its phase, its time [s] and the energy that all GPUs really used [J].
         waits: How many times a rank had to wait for others in a collective.
     """
@@ -70,7 +66,6 @@ class VirtualJob:
         """Begin the job; its first iteration is run by :meth:`train`.
 
         Args:
-            folder: For its files.
             stages_s: Time of each stage's forward at the top clock; its backward takes twice that [s].
             tail_s: Time of the tail at the top clock [s].
             work_s: By kind, in the place of both, of a job of one rank [s].
@@ -78,8 +73,6 @@ class VirtualJob:
             transfer_s: Time of a transfer [s].
             micro_batches: Of an iteration.
             gpu: Settings of the simulated GPUs.
-            device: Their model.
-            gpu_class: Of the simulated GPUs.
             cuda: Whether passes are only launched, on a stand-in for CUDA; else they are over when they return.
             block: The rest of the ``perseus`` block.
         """
