@@ -15,11 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from perseus_ds.clocks.events import (
-    Captures,
     CudaEvent,
     CudaOrigin,
     DeviceEvent,
-    EventOutsideCaptures,
     EventPool,
     PassedEvent,
     RecordedEvent,
@@ -184,7 +182,6 @@ class CudaExecution:
     Args:
         cuda: Makes events and waits for them.
         relax_capture: Lets the calling thread use CUDA while another one captures a graph.
-        captures: Those that no thread may use CUDA beside; None where threads are relaxed.
     """
 
     needs_all = False
@@ -195,11 +192,9 @@ class CudaExecution:
         cuda: Cuda = torch.cuda,
         timebase: Timebase = REAL_TIME,
         relax_capture: Callable[[], object] = relax_stream_capture,
-        captures: Captures | None = None,
     ) -> None:
         self._cuda = cuda
         self._relax_capture = relax_capture
-        self._captures = captures
         self._time = timebase
         self._device = cuda.current_device() if device.index is None else device.index
         self._marks: list[tuple[Operation, RecordedEvent, RecordedEvent]] = []
@@ -242,8 +237,7 @@ class CudaExecution:
 
     def _create(self) -> TorchEvent:
         # Blocking: a thread that waits for it, the clocks' thread, sleeps instead of occupying a core.
-        event = self._cuda.Event(enable_timing=True, blocking=True)
-        return EventOutsideCaptures(event, self._captures, self._time) if self._captures else event
+        return self._cuda.Event(enable_timing=True, blocking=True)
 
 
 class FlopCounter(TorchDispatchMode):

@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 
-from perseus_ds.clocks.events import captures_to_avoid
 from perseus_ds.clocks.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
 from perseus_ds.errors import ConfigError, GpuPermissionError
 from perseus_ds.gpu.base import Gpu
@@ -56,7 +55,7 @@ def execution_on(gpu: Gpu, device: torch.device, config: PerseusConfig) -> Execu
     """Return what times operations on a GPU."""
     if isinstance(gpu, SimulatedGpu):
         return SimulatedExecution(gpu, transfer_s=config.simulated.transfer_s, tail_s=config.simulated.tail_s)
-    return CudaExecution(device, captures=captures_to_avoid()) if device.type == "cuda" else HostExecution()
+    return CudaExecution(device) if device.type == "cuda" else HostExecution()
 
 
 def with_permission(job: Job, gpu: Gpu, communicator: Communicator) -> Job:

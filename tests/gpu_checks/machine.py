@@ -12,7 +12,6 @@ import torch
 from gpu_checks.recording import RecordingGpu, guard_nvml
 
 from perseus_ds.artifacts.evidence import Machine
-from perseus_ds.clocks.events import captures_to_avoid
 from perseus_ds.clocks.timers import CudaExecution
 from perseus_ds.gpu.nvml import index_of_cuda_device
 from perseus_ds.timebase import REAL_TIME
@@ -91,7 +90,7 @@ class OneGpu:
 
     def execution(self) -> CudaExecution:
         """Return what times operations on the GPU."""
-        return CudaExecution(self.device, captures=captures_to_avoid())
+        return CudaExecution(self.device)
 
     def compute(self, seconds: float) -> None:
         """Launch matrix products that take about so long, and may reach the power limit; returns at once."""
