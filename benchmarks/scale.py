@@ -29,7 +29,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ from perseus_ds.ranks import (
     StoreChannel,
     collected,
     contribute,
-    delete,
+    send_answer,
 )
 from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.iterations import IterationMeasurement
@@ -77,7 +76,6 @@ SLOW_PIPELINE, SLOWER = 1, 1.2
 DEFAULT_J, PLANNED_J = 900.0, 800.0
 FIELDS = [field.name for field in dataclasses.fields(RankReport)]
 REPORT = len(FIELDS)
-WAIT = timedelta(minutes=10)
 
 
 class RealRank:
@@ -243,10 +241,11 @@ class LeafChannel(StoreChannel):
                 rows[:, FIELDS.index("energy_j")] *= draw.normal(1, 0.01, len(rows))
                 rows[:, FIELDS.index("computed_s")] *= draw.normal(1, 0.002, len(rows)) * self._slow
                 content = b""
-            key = f"perseus/0-{self.world_size - 1}/{number}"
+            group = f"perseus/0-{self.world_size - 1}"
             for rank, row in zip(self._others, rows.tolist(), strict=True):
-                signed = content and self._connection.signed(key, rank, content)
-                contribute(self._store_of_others, key, rank=rank, size=self.world_size, numbers=row, content=signed)
+                signed = content and self._connection.signed(f"{group}/{number}", rank, content)
+                ranks = range(self.world_size)
+                contribute(self._store_of_others, group, number, rank=rank, ranks=ranks, numbers=row, content=signed)
 
 
 def rank_0_and_a_leaf(ranks: int, until_run: int = UNTIL_RUN, measured: int = MEASURED) -> dict[str, float]:
@@ -305,21 +304,17 @@ def with_clients(ranks: int, exchanges: int = 5) -> dict[str, float]:
         stores = list(threads.map(lambda _: Connection(0, ranks, ("127.0.0.1", server.port)).open(), range(ranks)))
     report = RankReport(ITERATION_S, 800.0).as_numbers()
     wall_s, cpu_s, reduced_s = [], [], []
-    for number in range(exchanges):
-        key = f"perseus/{number}"
+    for number in range(1, exchanges + 1):
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         for rank, store in enumerate(stores):
-            contribute(store, key, rank=rank, size=ranks, numbers=report, content=b"")
-        stores[0].wait([f"{key}/all"], WAIT)
+            contribute(store, "perseus", number, rank=rank, ranks=range(ranks), numbers=report, content=b"")
         began_reducing_s = time.thread_time()
-        numbers, _ = collected(stores[0], key)
+        numbers, _ = collected(stores[0], "perseus", number, ranks)
         answer = pickle.dumps(JobReport.of(RankReports(numbers)))
         reduced_s.append(time.thread_time() - began_reducing_s)
-        stores[0].set(f"{key}/answer", answer)
+        send_answer(stores[0], "perseus", number, answer, had_contents=False)
         for store in stores[1:]:
-            store.wait([f"{key}/answer"], WAIT)
-            assert store.get(f"{key}/answer") == answer
-        delete(stores[0], key)
+            assert store.get(f"perseus/{number}/answer") == answer
         wall_s.append(time.perf_counter() - began_s)
         cpu_s.append(time.process_time() - began_cpu_s)
     return {

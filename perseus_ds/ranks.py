@@ -320,13 +320,15 @@ class Connection:
         self.check()
         host, port = self._address
         try:
-            return _store(host, port)
+            store = _store(host, port)
         except RuntimeError as error:
             raise PerseusError(
                 f"rank {self.rank} cannot be connected with rank 0 at {host}:{port}: {_first_line(error)}. Set "
                 "MASTER_ADDR, on every node, to an address of rank 0's node that all nodes reach, and let them "
                 "connect with any port there."
             ) from error
+        store.set_timeout(_NO_TIMEOUT)
+        return store
 
     def signed(self, key: str, rank: int, content: bytes) -> bytes:
         """Return what a rank sends by a key, with the job's signature."""
@@ -443,15 +445,14 @@ class StoreChannel:
         self._connection.check()
         ranks = among or range(self.world_size)
         group = f"{self._name}/{ranks[0]}-{ranks[-1]}"
-        before, key = f"{group}/{self._exchanges[group]}", f"{group}/{self._exchanges[group] + 1}"
         self._exchanges[group] += 1
-        connection, future = self._connection, futures.Future[T]()
+        number, connection, future = self._exchanges[group], self._connection, futures.Future[T]()
 
         def run() -> None:
             try:
-                signed = content and connection.signed(key, self.rank, content)
-                contribute(self._store, key, rank=self.rank, size=len(ranks), numbers=numbers, content=signed)
-                future.set_result(self._answer(key, before, ranks, reduce))
+                signed = content and connection.signed(f"{group}/{number}", self.rank, content)
+                contribute(self._store, group, number, rank=self.rank, ranks=ranks, numbers=numbers, content=signed)
+                future.set_result(self._answer(group, number, ranks, reduce))
             except Exception as error:  # the store is gone, or the connection with it
                 future.set_exception(connection.lose(error))
 
@@ -463,24 +464,20 @@ class StoreChannel:
         self._channels += 1
         return StoreChannel(self._connection, f"{self._name}/{self._channels}")
 
-    def _answer(self, key: str, before: str, ranks: Sequence[int], reduce: Reduce[T]) -> T:
-        store = self._store
+    def _answer(self, group: str, number: int, ranks: Sequence[int], reduce: Reduce[T]) -> T:
+        store, connection, key = self._store, self._connection, f"{group}/{number}"
         if self.rank != ranks[0]:
-            store.wait([f"{key}/answer"], _NO_TIMEOUT)
-            signed = store.get(f"{key}/answer")
-            return pickle.loads(zlib.decompress(self._connection.verified(key, ranks[0], signed)))  # type: ignore[no-any-return]
-        store.wait([f"{key}/all"], _NO_TIMEOUT)
-        rows, signed_by_rank = collected(store, key)
-        contents = {rank: self._connection.verified(key, rank, signed) for rank, signed in signed_by_rank.items()}
+            signed = connection.verified(key, ranks[0], store.get(f"{key}/answer"))
+            return pickle.loads(zlib.decompress(signed))  # type: ignore[no-any-return]
+        rows, signed_by_rank = collected(store, group, number, len(ranks))
+        contents = {rank: connection.verified(key, rank, signed) for rank, signed in signed_by_rank.items()}
         answer: Any = None
         try:
             answer = reduce(rows, [contents.get(rank, b"") for rank in ranks])
         except Exception:  # the other ranks wait for their answers
             logger.exception("perseus: unexpected")
         compressed = zlib.compress(pickle.dumps(answer), 1)
-        store.set(f"{key}/answer", self._connection.signed(key, self.rank, compressed))
-        # All ranks have had the answer before if they have begun this exchange.
-        delete(store, key, f"{before}/answer")
+        send_answer(store, group, number, connection.signed(key, self.rank, compressed), had_contents=bool(contents))
         return answer  # type: ignore[no-any-return]
 
 
@@ -505,31 +502,37 @@ class Pending(Generic[T]):
         return bool(futures.wait([self._future], timeout_s).done)
 
 
-def contribute(store: Any, key: str, *, rank: int, size: int, numbers: Sequence[float], content: bytes) -> None:
-    """Append to a key what a rank has, and say so if it is the last one.
+# What ranks append to is used by all exchanges of a group, one after the other: each call of the store is a round trip.
+
+
+def contribute(
+    store: Any, group: str, number: int, *, rank: int, ranks: Sequence[int], numbers: Sequence[float], content: bytes
+) -> None:
+    """Append what a rank has to what the others have, and say so if it is the last one.
 
     Args:
         store: A client of the store.
-        key: The same of all ranks.
+        group: Names the ranks.
+        number: Of the exchange, 1 for their first one.
         rank: This one.
-        size: Number of these ranks.
+        ranks: All of them.
         numbers: As many as every rank has.
         content: Any bytes.
     """
     if content:
-        store.append(f"{key}/contents", _FRAME.pack(rank, len(content)) + content)
-    store.append(f"{key}/rows", np.array([rank, len(content), *numbers], np.float64).tobytes())
-    if store.add(f"{key}/count", 1) == size:
-        store.set(f"{key}/all", b"1")
+        store.append(f"{group}/contents", _FRAME.pack(rank, len(content)) + content)
+    store.append(f"{group}/rows", np.array([rank, len(content), *numbers], np.float64).tobytes())
+    if store.add(f"{group}/count", 1) == number * len(ranks):
+        store.set(f"{group}/{number}/all", b"1")
 
 
-def collected(store: Any, key: str) -> tuple[Numbers, dict[int, bytes]]:
-    """Return the numbers of all ranks, in their order, and by rank the bytes, of those that have any."""
-    count = int(store.get(f"{key}/count"))
-    rows: Numbers = np.frombuffer(store.get(f"{key}/rows")).reshape(count, -1)
+def collected(store: Any, group: str, number: int, size: int) -> tuple[Numbers, dict[int, bytes]]:
+    """Wait for so many ranks; return the numbers of all, in their order, and by rank the bytes, of those with any."""
+    store.get(f"{group}/{number}/all")
+    rows: Numbers = np.frombuffer(store.get(f"{group}/rows")).reshape(size, -1)
     rows = rows[np.argsort(rows[:, 0])]
     contents, begin = {}, 0
-    frames = store.get(f"{key}/contents") if rows[:, 1].any() else b""
+    frames = store.get(f"{group}/contents") if rows[:, 1].any() else b""
     while begin < len(frames):
         rank, length = _FRAME.unpack_from(frames, begin)
         begin += _FRAME.size + length
@@ -537,10 +540,13 @@ def collected(store: Any, key: str) -> tuple[Numbers, dict[int, bytes]]:
     return rows[:, 2:], contents
 
 
-def delete(store: Any, key: str, *others: str) -> None:
-    """Delete what ranks have appended to a key, and other keys."""
-    for name in (f"{key}/rows", f"{key}/contents", f"{key}/count", f"{key}/all", *others):
-        store.delete_key(name)
+def send_answer(store: Any, group: str, number: int, answer: bytes, *, had_contents: bool) -> None:
+    """Write the answer for all ranks, which then append for the next exchange to what is empty again."""
+    emptied = [f"{group}/rows", *([f"{group}/contents"] if had_contents else [])]
+    store.multi_set([*emptied, f"{group}/{number}/answer"], [*(b"" for _ in emptied), answer])
+    store.delete_key(f"{group}/{number}/all")
+    # All ranks have had the answer before if they have begun this exchange.
+    store.delete_key(f"{group}/{number - 1}/answer")
 
 
 def _work(tasks: _Tasks, connection: Connection, store: Any, name: str) -> None:
