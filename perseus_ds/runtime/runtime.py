@@ -45,6 +45,8 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
 _IDLE_S = 2.0
+# An iteration that begins so soon after the one before begins at the reading of the energy counter that ended that one.
+_TOGETHER_S = 0.001
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -142,6 +144,7 @@ class PerseusRuntime:
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
         self._forwards = job.forwards_of(communicator.topology.pipeline_rank)
         self._closed = self._process_ends = False
+        self._ended: tuple[DriverCall | None, float] = None, -math.inf
         clocks = ClockController(gpu, self._fail, self._refused, timers.use_device, timebase)
         self._fallback = Fallback(communicator.topology.rank, clocks, timebase, self._tell)
         self.rank = RankContext(communicator, gpu, clocks, timers, device, timebase)
@@ -264,9 +267,11 @@ class PerseusRuntime:
         self._shapes = InputShapes(self._forwards, self.next.tell_shapes)
         aligns_tail = self.next.aligns_tail and self._has_tail
         # Before the clock is set, which takes a while.
-        begun = self._energy_at(self._hooks.start_iteration(self._driver.times()))
-        self._hooks.change_plan(plan, aligns_tail=aligns_tail)
+        begins = self._hooks.start_iteration(self._driver.times())
         start_s = self.rank.timebase.now_s()
+        ended, ended_s = self._ended
+        begun = ended if start_s - ended_s < _TOGETHER_S else self._energy_at(begins)
+        self._hooks.change_plan(plan, aligns_tail=aligns_tail)
         self._in_iteration = True
         try:
             yield
@@ -277,12 +282,15 @@ class PerseusRuntime:
             self._in_iteration = False
         # The host is done once all is launched; the device may still be at it, and nobody waits for it here.
         finished = self.rank.timers.finish_iteration()
-        energy = EnergyUse(begun, self._energy_at(finished.end), self._fail)
+        ended = self._energy_at(finished.end)
+        end_s = self.rank.timebase.now_s()
+        self._ended = ended, end_s
+        energy = EnergyUse(begun, ended, self._fail)
         seen = IterationMeasurement(
             finished,
             energy.used_j,
             lambda: finished.is_over() and energy.is_known(),
-            (start_s, self.rank.timebase.now_s()),
+            (start_s, end_s),
             self._hooks.requested.clock,
             not self._has_clocks or self._fallback.is_in_force or self._closed,
             shapes=(self._shapes.first, self._shapes.total),
