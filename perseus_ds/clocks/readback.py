@@ -73,7 +73,7 @@ class ClockReadback:
         # The clock before the one requested, and how long after its request that one was not there yet.
         self._before_mhz = 0
         self._not_yet_s: float | None = None
-        self._took_s = 0.0
+        self._took_s = self._settled_s = 0.0
         self._refused: set[int] = set()
         self._clock_mhz: int | None = None
         self._called_s = 0.0
@@ -102,6 +102,8 @@ class ClockReadback:
         self._not_yet_s = None
         if clock_mhz is None:
             self.reading = _NO_READING
+        else:
+            self._settled_s = max(_SETTLED_S, self.latencies.dwell_s(clock_mhz))
         self._changes += 1
         self._is_settling = clock_mhz is not None and (
             self._changes <= _REMEMBERED or self._changes % _SETTLE_EVERY == 0
@@ -121,8 +123,7 @@ class ClockReadback:
         if self._is_settling:
             poll_s = max(_SETTLE_POLL_S, _SETTLE_POLL * (now_s - self._called_s))
             return max(0.0, (self._read_s or 0.0) + poll_s - now_s)
-        settled_s = max(_SETTLED_S, self.latencies.dwell_s(self._clock_mhz))
-        return max(self._called_s + settled_s, (self._read_s or 0.0) + _PERIOD_S, now_s) - now_s
+        return max(self._called_s + self._settled_s, (self._read_s or 0.0) + _PERIOD_S, now_s) - now_s
 
     def read(self) -> None:
         """Read the clock back."""

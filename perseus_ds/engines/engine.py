@@ -122,8 +122,8 @@ class Session:
 
     Attributes:
         runtime: Perseus on this rank; None before the engine has trained.
-        operation: Surrounds one operation of an iteration, as :meth:`PerseusRuntime.operation` does, and outside of the
-            passes of an iteration nothing.
+        operation: Surrounds one operation of an iteration, as :meth:`PerseusRuntime.operation` does; outside of the
+            passes of an iteration, and where nobody asks for its operations, it does nothing.
     """
 
     checked = False
@@ -150,6 +150,11 @@ class Session:
     def profiled(self) -> bool:
         """Whether there is nothing left to measure."""
         return self.runtime is not None and self.runtime.profiled
+
+    @property
+    def follows_operations(self) -> bool:
+        """Whether an iteration is open whose operations have to be surrounded."""
+        return self.operation is not _surround_nothing
 
     @property
     def phase(self) -> str:
@@ -198,7 +203,9 @@ class Session:
         with ExitStack() as iteration:
             iteration.callback(self._leave)
             iteration.enter_context(runtime.iteration(samples))
-            self._open, self.operation = iteration, runtime.operation
+            self._open = iteration
+            if runtime.follows_operations:
+                self.operation = runtime.operation
             yield
             self._open = iteration.pop_all()
 

@@ -112,6 +112,11 @@ class NextIteration:
     progress: Callable[[], dict[str, Any]] = dict
     halt: Halt | None = None
 
+    @property
+    def follows_operations(self) -> bool:
+        """Whether anything is done or asked at its operations: clocks, times, or the shapes of inputs."""
+        return not (self.phase == "observe" and self.times == "none") or bool(self.by_shape or self.tell_shapes)
+
 
 # At default clocks, in a job that runs plans in other iterations.
 UNPLANNED = NextIteration("observe", times="none", status={"plan": None})

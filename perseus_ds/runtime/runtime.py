@@ -302,6 +302,11 @@ class PerseusRuntime:
         self._driver.end_iteration(seen, report, samples, is_last=self._process_ends)
         clocks.reset_when_idle(_IDLE_S)
 
+    @property
+    def follows_operations(self) -> bool:
+        """Whether :meth:`operation` has to surround the operations of the iteration that has begun."""
+        return self._hooks.times_all or self.next.follows_operations or self._driver.unsent is not None
+
     def operation(self, operation: Operation, inputs: Hashable = None) -> AbstractContextManager[None]:
         """Surround one operation of an iteration.
 
@@ -469,6 +474,7 @@ class OperationHooks:
 
     Attributes:
         operation: The operation to surround.
+        times_all: Whether all operations of this iteration are timed, transfers included.
         plan: The clocks of this iteration.
         requested: The clocks that are requested for it.
     """
@@ -491,7 +497,7 @@ class OperationHooks:
         self._position = 0
         self._transition: ClockTransition | None = None
         self._aligns_tail = False
-        self._times_passes = self._times_others = True
+        self._times_passes = self.times_all = True
         self._begun: DeviceEvent | None = None
 
     def start_iteration(self, times: Times = "all") -> DeviceEvent:
@@ -502,7 +508,7 @@ class OperationHooks:
         """
         self._position = 0
         self._times_passes = times != "none" or self._timers.needs_all
-        self._times_others = times == "all" or self._timers.needs_all
+        self.times_all = times == "all" or self._timers.needs_all
         self._begun = self._timers.start_iteration()
         return self._begun
 
@@ -533,7 +539,7 @@ class OperationHooks:
         """An operation is about to be issued: its clock is due, and the next one's may have to be asked for early."""
         operation = self.operation
         if type(operation) is not Compute:
-            if self._times_others and operation is not None:
+            if self.times_all and operation is not None:
                 self._timers.begin(operation)
             return
         if self._aligns_tail and operation.instruction.kind is Kind.TAIL:
@@ -556,7 +562,7 @@ class OperationHooks:
         """An operation was issued: as soon as it is over, the next instruction's clock is due."""
         operation, transition = self.operation, self._transition  # another thread may drop it
         if type(operation) is not Compute:
-            if self._times_others and operation is not None:
+            if self.times_all and operation is not None:
                 self._timers.end(operation)
             return
         ended = self._timers.end(operation) if self._times_passes else None

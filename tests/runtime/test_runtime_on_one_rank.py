@@ -170,7 +170,7 @@ def test_nothing_of_a_phase_outlives_it(start, stub, phase, end):
     stub.gpus[0].counter_period_s = 0.005
     profile = {"warm_up": 2, "min_clock_mhz": 1395, "sampling": "stride", "clock_stride": 1}
     runtime = start(NvmlGpu(0), mode="auto", cache=False, profile=profile)
-    for _ in range(60):
+    for _ in range(400):
         if runtime.next.phase == phase:
             break
         stub.gpus[0].power_w = 100.0 if runtime.next.phase == "warm-up" else 400.0  # more than was drawn when waiting

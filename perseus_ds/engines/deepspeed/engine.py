@@ -124,8 +124,12 @@ class DeepSpeedEngine(Engine):
         self._reader.begin_iteration()
         samples = self._engine.global_samples + self._engine.train_batch_size()
         try:
-            with session.iteration(order, samples), watched(pipe_schedule, functools.partial(self._surround, session)):
-                yield
+            with session.iteration(order, samples):
+                if session.follows_operations:
+                    with watched(pipe_schedule, functools.partial(self._surround, session)):
+                        yield
+                else:
+                    yield
         finally:
             if not self._in_batch:
                 self._end_iteration()
