@@ -29,7 +29,14 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from perseus_ds.errors import ConfigError, PerseusError
 
@@ -171,17 +178,39 @@ class CausalLoss:
         return loss  # type: ignore[no-any-return]
 
 
-def hub_options(name: str | Path) -> dict[str, Any]:
-    """Return how ``from_pretrained`` reads a name or folder: from this machine alone where the hub does not answer."""
-    if Path(name).is_dir():
-        return {}
+def _read(kind: Any, what: str, name: str | Path, **options: Any) -> Any:
+    """Return what ``from_pretrained`` of a class reads: from this machine alone where the hub does not answer."""
+    name, hub_answers = str(name), True
+    if not Path(name).is_dir():
+        try:
+            HfApi().model_info(name, timeout=_HUB_ANSWERS_S)
+        except HfHubHTTPError:
+            pass  # there is no such model, or it may not be read, which transformers says
+        except Exception:
+            hub_answers = False
     try:
-        HfApi().model_info(str(name), timeout=_HUB_ANSWERS_S)
-    except HfHubHTTPError:
-        return {}  # the hub answers: there is no such model, or it may not be read, which transformers says
-    except Exception:
-        return {"local_files_only": True}
-    return {}
+        return kind.from_pretrained(name, local_files_only=not hub_answers, **options)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        if hub_answers:
+            raise ConfigError(
+                f"{name}: no {what} could be read ({str(error).splitlines()[0]}). Give a model's name on the hub, or a "
+                "folder that save_pretrained has written."
+            ) from error
+        raise ConfigError(
+            f"{name}: no folder, and the hub does not answer within {_HUB_ANSWERS_S:g} s; this machine has no copy of "
+            f'its {what}. Where there is a network, run "hf download {name} --local-dir FOLDER", and give that folder.'
+        ) from error
+
+
+def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model of the hub or of a folder.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    return _read(AutoTokenizer, "tokenizer", name)
 
 
 def read_config(source: Source) -> PretrainedConfig:
@@ -190,23 +219,7 @@ def read_config(source: Source) -> PretrainedConfig:
     Raises:
         ConfigError: The hub or folder has no such model, or it declares no pipeline plan.
     """
-    if isinstance(source, PretrainedConfig):
-        config = source
-    else:
-        options = hub_options(source)
-        try:
-            config = AutoConfig.from_pretrained(str(source), **options)
-        except (OSError, ValueError) as error:
-            if options:
-                raise ConfigError(
-                    f"{source}: no folder, and the hub does not answer within {_HUB_ANSWERS_S:g} s; this machine has "
-                    f'no copy of it. Where there is a network, run "hf download {source} --local-dir FOLDER", and give '
-                    "that folder."
-                ) from error
-            raise ConfigError(
-                f"{source}: no configuration of a model could be read ({str(error).splitlines()[0]}). Give a model's "
-                "name on the hub, or a folder that save_pretrained has written."
-            ) from error
+    config = source if isinstance(source, PretrainedConfig) else _read(AutoConfig, "configuration", source)
     plan = getattr(config, "base_model_pp_plan", None)
     if not plan or "layers" not in plan:
         raise ConfigError(
@@ -302,13 +315,7 @@ def build_stage(
     if pretrained is None:
         pretrained = not isinstance(source, PretrainedConfig)
     if pretrained:
-        try:
-            model = staged.from_pretrained(str(source), config=config, dtype=dtype, **hub_options(str(source)))
-        except OSError as error:
-            raise ConfigError(
-                f"{source}: its weights could not be read ({str(error).splitlines()[0]}). For new weights, say "
-                "pretrained=False."
-            ) from error
+        model = _read(staged, "weights", str(source), config=config, dtype=dtype)
     else:
         with torch.device("meta"):
             model = staged._from_config(config, dtype=dtype)

@@ -14,7 +14,9 @@ runpy.run_path(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("name", ["gpt3", pytest.param("bert", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "name", ["gpt3", *(pytest.param(name, marks=pytest.mark.extended) for name in ("bert", "huggingface"))]
+)
 def test_without_transformers_it_says_what_to_install(name):
     train = EXAMPLES / name / "train.py"
     finished = subprocess.run([sys.executable, "-c", SCRIPT, train], capture_output=True, text=True, check=False)

@@ -14,7 +14,7 @@ from perseus_ds.artifacts.frontier import Frontier
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-QUICK = ["model=tiny", "log_every=1", "perseus.device=simulated", "perseus.simulated.longest_instruction_s=0.02"]
+QUICK = ["log_every=1", "perseus.device=simulated", "perseus.simulated.longest_instruction_s=0.02"]
 QUICK_PROFILE = [
     "perseus.profile.sampling=stride",
     "perseus.profile.clock_stride=8",
@@ -40,7 +40,7 @@ def train(example, ranks, folder, *overrides, until=never):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("example", "fall"), [("bert", 1.0), ("wide_resnet", 0.5)])
+@pytest.mark.parametrize(("example", "fall"), [("bert", 1.0), ("huggingface", 1.0), ("wide_resnet", 0.5)])
 def test_loss_falls_on_four_stages(example, fall, tmp_path):
     losses, records = train(example, 4, tmp_path / "run", "perseus.mode=observe", "steps=16", "micro_batches=4")
     assert len(losses) == 16
@@ -54,6 +54,7 @@ def test_loss_falls_on_four_stages(example, fall, tmp_path):
     [
         ("bert", ["model.activation_checkpointing=true"]),
         ("gpt3", ["model.activation_checkpointing=true"]),
+        ("huggingface", ["model.gradient_checkpointing=true", "evaluation.every=7"]),
         ("wide_resnet", ["model.partition=[0,2,9]"]),
     ],
 )
@@ -73,7 +74,7 @@ def test_a_plan_from_the_examples_own_profile_changes_no_loss(example, overrides
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("example", ["bert", "wide_resnet"])
+@pytest.mark.parametrize("example", ["bert", "huggingface", "wide_resnet"])
 def test_auto_mode_trains_under_a_plan(example, tmp_path):
     folder = tmp_path / "run"
 

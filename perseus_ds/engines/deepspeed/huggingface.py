@@ -62,7 +62,8 @@ def pipeline_module(
                 "embedding", StageLayer, source, cut, stage, options, tied_weight_attr="embedding"
             )
     shape = {"num_stages": len(cut)} if topology is None else {"topology": topology}
-    module = PipelineModule(layers=specs, loss_fn=CausalLoss(config), partition_method="uniform", **shape)
+    with torch.no_grad():  # DeepSpeed copies tied weights between stages
+        module = PipelineModule(layers=specs, loss_fn=CausalLoss(config), partition_method="uniform", **shape)
     if tied and module.stage_id == len(cut) - 1:
         # DeepSpeed takes all of a tied layer for a copy, which norms of gradients leave out; only the embedding is.
         layer = module.tied_modules["embedding"]
