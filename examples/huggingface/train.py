@@ -47,7 +47,7 @@ def read_texts(data: DictConfig) -> Dataset:
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"data.path: {path} is no file or folder, and the hub gives no data set "
-                f"({str(error).splitlines()[0]}). Give a path that exists, or what datasets has saved on a machine that reaches the hub."
+                f"({str(error).splitlines()[0]}). Give a path that exists, such as a folder that datasets has saved."
             ) from error
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
         saved = load_from_disk(data.path)
