@@ -96,10 +96,11 @@ _UNITS = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"))
 
 def title(facts: JobFacts) -> str:
     """Return the job, its GPUs and its mode."""
-    parts = [facts.gpu or "", f"{facts.mode} mode" if facts.mode else "", _starts(facts)]
+    parts = [facts.gpu or "", f"{facts.mode} mode" if facts.mode else ""]
+    parts.append(f"{facts.starts} starts" if facts.starts > 1 else "")
     if facts.simulated and "simulated" not in (facts.gpu or ""):
         parts.append("SIMULATED")
-    return plain(": ".join(part for part in (facts.name, ", ".join(filter(None, parts))) if part))
+    return ": ".join(part for part in (facts.name, ", ".join(filter(None, parts))) if part)
 
 
 def state(facts: JobFacts) -> str:
@@ -110,21 +111,19 @@ def state(facts: JobFacts) -> str:
     if facts.ended:
         return f"ended at {step}"
     ago = "" if facts.silent_s is None else f", {about(facts.silent_s)} ago"
-    if facts.is_silent:
-        return f"{step}{ago}: no record since; killed, or busy outside of iterations"
-    return f"{step}{ago}"
+    return f"{step}{ago}{': no record since; killed, or busy outside of iterations' if facts.is_silent else ''}"
 
 
 def phase(facts: JobFacts) -> str:
     """Return what the job does, and what comes next."""
     if facts.phase is None:
         return (facts.unfinished or "ended") if facts.ended else "starting"
-    text = _PHASES.get(facts.phase) or plain(facts.phase)
+    text = _PHASES.get(facts.phase, facts.phase)
     if facts.phase == "run" and facts.plan is not None:
         text = f"running under plan {facts.plan.plan}"
     if facts.next_phase is None:
         return text
-    following = _PHASES.get(facts.next_phase) or plain(facts.next_phase)
+    following = _PHASES.get(facts.next_phase, facts.next_phase)
     when = "" if facts.next_in_s is None else f" in about {about(facts.next_in_s)}" if facts.next_in_s >= 1 else " soon"
     return f"{text}; then{when}: {following}"
 
@@ -142,42 +141,23 @@ def end(facts: JobFacts) -> str:
         return "ended"
     if facts.total_steps is None:
         return "not known: the policy names no total_steps"
-    if facts.remaining_s is None:
-        return "not known yet"
-    return f"in about {about(facts.remaining_s)}"
-
-
-def promised(facts: JobFacts) -> str:
-    """Return what the plan promises."""
-    plan = facts.plan
-    return "" if plan is None else plain(changes(plan.promised_slowdown, plan.promised_saving))
-
-
-def real(facts: JobFacts) -> str:
-    """Return how the plan runs."""
-    plan = facts.plan
-    if plan is None or plan.slowdown is None:
-        return "no iteration yet that is typical of it"
-    return plain(f"{changes(plan.slowdown, plan.saving)} (typical of {plan.iterations} iterations)")
+    return "not known yet" if facts.remaining_s is None else f"in about {about(facts.remaining_s)}"
 
 
 def energy(facts: JobFacts) -> str:
     """Return time and energy so far."""
-    text = f"{plain(joules(facts.energy_j))} ({plain(watt_hours(facts.energy_j))}) in {facts.iterations} iterations"
-    text += f", {plain(duration(facts.time_s))}"
-    if facts.without_energy:
-        text += f"; the energy of {facts.without_energy} could not be read"
-    return text
+    text = f"{joules(facts.energy_j)} ({watt_hours(facts.energy_j)}) in {facts.iterations} iterations"
+    unread = f"; the energy of {facts.without_energy} could not be read" if facts.without_energy else ""
+    return f"{text}, {duration(facts.time_s)}{unread}"
 
 
 def saved(facts: JobFacts) -> str:
     """Return what the plans saved so far, profiling not counted."""
     if facts.saved is None:
         return "nothing yet: no iteration under a plan" if not facts.planned else "not known"
-    share = percent(-facts.saved)
-    energy = f"{plain(joules(abs(facts.saved_j)))} {'saved' if facts.saved_j >= 0 else 'more used'}"
-    time = f"{plain(duration(abs(facts.gained_s)))} {'gained' if facts.gained_s >= 0 else 'lost'}"
-    return f"{energy} ({plain(share)}), {time}, in {facts.planned} iterations under plans"
+    energy = f"{joules(abs(facts.saved_j))} {'saved' if facts.saved_j >= 0 else 'more used'}"
+    time = f"{duration(abs(facts.gained_s))} {'gained' if facts.gained_s >= 0 else 'lost'}"
+    return f"{energy} ({percent(-facts.saved)}), {time}, in {facts.planned} iterations under plans"
 
 
 def profiling(facts: JobFacts) -> str:
@@ -185,31 +165,23 @@ def profiling(facts: JobFacts) -> str:
     if not facts.profiling_s and not facts.profiling_j:
         return ""
     amounts = ((facts.profiling_s, duration), (facts.profiling_j, joules))
-    parts = (f"{plain(write(abs(value)))} {'less' if value < 0 else 'more'}" for value, write in amounts)
-    return " and ".join(parts)
+    parts = (f"{write(abs(value))} {'less' if value < 0 else 'more'}" for value, write in amounts)
+    return f"{' and '.join(parts)} than at default clocks"
 
 
-def pipelines(facts: JobFacts) -> list[str]:
+def pipelines(facts: JobFacts) -> str:
     """Return energy and saving of each pipeline, if there are several."""
     if len(facts.pipelines) < 2:
-        return []
+        return ""
     shown = [
-        f"{each.pipeline}: {plain(joules(each.energy_j))}"
-        + (f", {plain(joules(each.saved_j))} saved" if facts.saved is not None else "")
+        f"{each.pipeline}: {joules(each.energy_j)}"
+        + (f", {joules(each.saved_j)} saved" if facts.saved is not None else "")
         for each in facts.pipelines[:_MOST_PIPELINES]
     ]
-    rest = facts.pipelines[_MOST_PIPELINES:]
-    if rest:
-        energies_j = [each.energy_j for each in rest]
-        least, most = plain(joules(min(energies_j))), plain(joules(max(energies_j)))
+    if rest := facts.pipelines[_MOST_PIPELINES:]:
+        least, most = (joules(choose(each.energy_j for each in rest)) for choose in (min, max))
         shown.append(f"{rest[0].pipeline} to {rest[-1].pipeline}: {least} to {most} each")
-    return shown
-
-
-def asked_for(facts: JobFacts) -> str:
-    """Return the range of the clocks that GPUs were asked for."""
-    asked = [clock for clock in facts.clocks_asked_mhz if clock is not None]
-    return f"{min(asked)} to {max(asked)} MHz" if len(set(asked)) > 1 else f"{asked[0]} MHz"
+    return "; ".join(shown)
 
 
 def reached_by(facts: JobFacts) -> str:
@@ -222,33 +194,11 @@ def reached_by(facts: JobFacts) -> str:
     return f"not reached: {', '.join(below[:_MANY])}{more}" if below else "reached by all ranks"
 
 
-def straggler(facts: JobFacts) -> str:
-    """Return the pipeline that the others wait for."""
-    if facts.straggler is None:
-        return "none"
-    return f"pipeline {facts.straggler} takes {number(facts.straggler_slowdown, 3)} times as long as the others"
-
-
 def problems(facts: JobFacts) -> str:
     """Return what does not work; empty if nothing."""
     ranks = ", ".join(map(str, facts.failed_ranks[:_MANY]))
     more = max(0, len(facts.failed_ranks) - _MANY) + facts.more_failed_ranks
     return f"fallen back to default clocks: rank {ranks}{f' and {more} more' if more else ''}" if ranks else ""
-
-
-def power(facts: JobFacts) -> str:
-    """Return mean and present power, and the cap in force with its source."""
-    text = f"{watts(facts.power_w)}, now {watts(facts.present_power_w)}"
-    return plain(text + ("" if facts.cap_w is None else f", cap {watts(facts.cap_w)} by {facts.cap_source}"))
-
-
-def policy(facts: JobFacts) -> str:
-    """Return the policy."""
-    return plain(policy_in_words(facts.policy)).removeprefix("policy ") if facts.policy else "none"
-
-
-def _starts(facts: JobFacts) -> str:
-    return f"{facts.starts} starts" if facts.starts > 1 else ""
 
 
 _BLOCKS = "\N{LOWER ONE EIGHTH BLOCK}▂▃▄▅▆▇\N{FULL BLOCK}"
@@ -330,51 +280,61 @@ class Drawing:
 
 
 def _rows(facts: JobFacts, draws: Drawing) -> list[tuple[str, Text]]:
-    rows = [
-        ("job", Text(title(facts), style="bold")),
-        ("state", Text(state(facts), style="red" if facts.is_silent else "")),
-        ("phase", Text(phase(facts), style="cyan")),
-        ("policy", Text(policy(facts))),
-        ("end", Text(end(facts))),
-    ]
-    if facts.pending:
-        rows.insert(4, ("pending", Text(plain(facts.pending), style="yellow")))
-    if facts.plan is not None:
-        rows.append((f"plan {facts.plan.plan}", Text(f"against {facts.plan.baseline}")))
-        rows.append(("  promised", Text(promised(facts))))
-        rows.append(("  real", Text(real(facts), style=_good_or_bad(facts.plan.saving))))
-    rows.append(("energy", Text(energy(facts))))
-    style = _good_or_bad(facts.saved)
-    rows.append(("saved", Text(saved(facts), style=style)))
-    if text := profiling(facts):
-        rows.append(("profiling", Text(f"{text} than at default clocks")))
-    if texts := pipelines(facts):
-        rows.append(("pipelines", Text("; ".join(texts))))
+    plan, rows = facts.plan, list[tuple[str, Text]]()
+
+    def add(label: str, text: str, style: str = "") -> None:
+        if text:
+            rows.append((label, Text(plain(text), style)))
+
+    add("job", title(facts), "bold")
+    add("state", state(facts), "red" if facts.is_silent else "")
+    add("phase", phase(facts), "cyan")
+    add("policy", policy_in_words(facts.policy).removeprefix("policy ") if facts.policy else "none")
+    add("pending", facts.pending or "", "yellow")
+    add("end", end(facts))
+    if plan is not None:
+        add(f"plan {plan.plan}", f"against {plan.baseline}")
+        add("  promised", changes(plan.promised_slowdown, plan.promised_saving))
+        real = f"{changes(plan.slowdown, plan.saving)} (typical of {plan.iterations} iterations)"
+        unknown = "no iteration yet that is typical of it"
+        add("  real", unknown if plan.slowdown is None else real, _good_or_bad(plan.saving))
+    add("energy", energy(facts))
+    add("saved", saved(facts), _good_or_bad(facts.saved))
+    add("profiling", profiling(facts))
+    add("pipelines", pipelines(facts))
     rows += _clocks(facts, draws)
     if facts.iteration_s is not None:
-        rows.append(("time", _spark(draws, facts.recent_times_s, plain(duration(facts.iteration_s)))))
+        rows.append(("time", _spark(draws, facts.recent_times_s, duration(facts.iteration_s))))
     if facts.power_w is not None:
-        rows.append(("power", _spark(draws, facts.recent_powers_w, power(facts))))
-    rows.append(("straggler", Text(straggler(facts), style="yellow" if facts.straggler is not None else "")))
-    if text := problems(facts):
-        rows.append(("problem", Text(text, style="red")))
+        cap = "" if facts.cap_w is None else f", cap {watts(facts.cap_w)} by {facts.cap_source}"
+        text = f"{watts(facts.power_w)}, now {watts(facts.present_power_w)}{cap}"
+        rows.append(("power", _spark(draws, facts.recent_powers_w, text)))
+    if facts.straggler is None:
+        add("straggler", "none")
+    else:
+        times = f"{number(facts.straggler_slowdown, 3)} times as long as the others"
+        add("straggler", f"pipeline {facts.straggler} takes {times}", "yellow")
+    add("problem", problems(facts), "red")
     return rows
 
 
 def _clocks(facts: JobFacts, draws: Drawing) -> list[tuple[str, Text]]:
     asked, reached = facts.clocks_asked_mhz, facts.clocks_reached_mhz
-    if not any(asked):
+    requested = sorted({clock for clock in asked if clock is not None})
+    if not requested:
         return [("clocks", Text("default"))]
     below = [is_below(*pair) for pair in zip(asked, reached, strict=False)]
     strip = Text(draws.strip(reached, asked))
     for rank in [rank for rank, is_late in enumerate(below) if is_late and len(strip) == len(reached)]:
         strip.stylize("red", rank, rank + 1)
     text = Text.assemble(strip, "  ", (reached_by(facts), "red" if any(below) else ""))
-    return [("asked", Text(f"{draws.strip(asked, reached)}  {asked_for(facts)}, by rank")), ("reached", text)]
+    span = " to ".join(str(clock) for clock in dict.fromkeys((requested[0], requested[-1])))
+    return [("asked", Text(f"{draws.strip(asked, reached)}  {span} MHz, by rank")), ("reached", text)]
 
 
 def _spark(draws: Drawing, values: Sequence[float | None], typical: str) -> Text:
-    return Text.assemble((draws.strip(draws.last(values, len(typical) + 2)), "blue"), "  ", typical)
+    text = plain(typical)
+    return Text.assemble((draws.strip(draws.last(values, len(text) + 2)), "blue"), "  ", text)
 
 
 def _events(facts: JobFacts) -> list[Text]:

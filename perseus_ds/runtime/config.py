@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ from perseus_ds.policy.policies import PolicyConfig, SlowdownPolicy
 from perseus_ds.profiler.profile_config import ProfileConfig
 
 VARIABLE = "PERSEUS"
-_SHOWN = 60
 
 
 class MetricsConfig(StrictModel):
@@ -146,20 +144,7 @@ def _from_environment() -> Mapping[str, Any] | None:
     try:
         block = parse_json(text)
     except ValueError as error:
-        raise ConfigError(f"{source}: this is not JSON: {_where(text) or f'{error}.'}") from None
+        raise ConfigError(f"{source}: this is not JSON: {error}.") from None
     if not isinstance(block, Mapping):
         raise ConfigError(f'{source}: expected an object such as {{"mode": "auto"}}, got {block!r}.')
     return block
-
-
-def _where(text: str) -> str:
-    """Return what is wrong with a text that is not JSON, with the line in which it is and a mark below the place."""
-    try:
-        json.loads(text)
-    except json.JSONDecodeError as error:
-        line, begin = error.doc.splitlines()[error.lineno - 1], max(0, error.colno - _SHOWN)
-        mark = " " * (error.colno - 1 - begin) + "^"
-        return f"{error.msg}, line {error.lineno} column {error.colno}:\n  {line[begin:][: 2 * _SHOWN]}\n  {mark}"
-    except (ValueError, RecursionError):  # what else is wrong, the first error says
-        pass
-    return ""
