@@ -26,7 +26,7 @@ import random
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -95,7 +95,7 @@ class OneClock(WorkerAtOnce):  # type: ignore[misc]
     """Makes plans of one clock a rank."""
 
     def __init__(self, request: OptimizeRequest, log_path: Path) -> None:
-        super().__init__(request.model_copy(update={"least_dwell_s": 1e4}), log_path)
+        super().__init__(replace(request, least_dwell_s=1e4), log_path)
 
 
 def settings_of(condition: str) -> dict[str, Any]:

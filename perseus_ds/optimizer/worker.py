@@ -1,31 +1,28 @@
-"""Optimising in a process of its own: a request as JSON on its stdin, the result as JSON on its stdout's last line.
-
-The lines before it say how far it is.
+"""Optimising in a process of its own: a request on its stdin, how far it is on its stdout.
 
 A job that trains starts the process with :class:`OptimizeWorker` and asks from time to time whether it has ended.
-The request holds the schedule's instruction streams, so the process imports no class that a file names, and it runs
-without the current folder on the module search path.
+The request holds the schedule, so the process imports no class that a file names, and it runs without the current
+folder on the module search path.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, TextIO, TypeAlias
-
-from pydantic import Field, ValidationError
+from typing import TextIO, TypeAlias
 
 from perseus_ds.artifacts.io import open_without_links
-from perseus_ds.artifacts.schedule_streams import ScheduleStreams
-from perseus_ds.artifacts.validation import StrictModel, explain
 from perseus_ds.errors import PerseusError
+from perseus_ds.pipeline.schedule import Schedule
 
 _NICENESS = 10
 """Training on the same cores goes first."""
@@ -39,19 +36,20 @@ _START = (
     "from perseus_ds.optimizer.worker import main\n"
     "sys.exit(main())"
 )
-
-
+_FAILED = 3
+"""Exit code where there is no frontier; the reason is the last line, in JSON."""
 _SECTIONS = ("bounds", "clocks")
 _MOST_PROGRESS = 1 << 16
 Progress: TypeAlias = Callable[[str, float], None]
-DwellTime = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class OptimizeRequest(StrictModel):
-    """An order to plan.
+@dataclass(frozen=True, kw_only=True)
+class OptimizeRequest:
+    """An order to plan, in pickled form from a process to its own child.
 
     Attributes:
         profile: ``profile.csv``, or the folder that holds it.
+        out: Folder for ``frontier.json``.
         schedule: What every rank does in one iteration.
         switch_cost_j: What a change of clock is taken to cost [J].
         switch_cost_s: By how much it is taken to delay what follows [s].
@@ -60,18 +58,17 @@ class OptimizeRequest(StrictModel):
 
     profile: Path
     out: Path
-    schedule: ScheduleStreams
-    switch_cost_j: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    switch_cost_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    least_dwell_s: DwellTime | dict[int, DwellTime] = 0.0
-    plans: int = Field(default=120, ge=2)
+    schedule: Schedule
+    switch_cost_j: float = 0.0
+    switch_cost_s: float = 0.0
+    least_dwell_s: float | Mapping[int, float] = 0.0
+    plans: int = 120
 
 
-class OptimizeResult(StrictModel):
-    """The answer to an order."""
+@dataclass(frozen=True)
+class OptimizeResult:
+    """That the process has ended; ``error`` says why there is no frontier, None if there is one."""
 
-    ok: bool
-    frontier: Path | None = None
     error: str | None = None
 
 
@@ -94,7 +91,7 @@ class OptimizeWorker:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
         # Files, not pipes: a pipe would block the training thread until the process has read a long request.
         with tempfile.TemporaryFile() as order, open_without_links(log_path, append=False) as log:
-            order.write(request.model_dump_json().encode())
+            pickle.dump(request, order)
             order.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START],
@@ -130,28 +127,23 @@ class OptimizeWorker:
         self.poll()
 
     def _read(self, output: bytes, code: int) -> OptimizeResult:
-        try:
-            return OptimizeResult.model_validate_json(output.splitlines()[-1] if output else b"")
-        except ValidationError:
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            error = f"the optimiser's process ended by {how} without a result, see {self._log_path}"
-            return OptimizeResult(ok=False, error=error)
+        if code == _FAILED:
+            return OptimizeResult(json.loads(output.splitlines()[-1]))
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        error = f"the optimiser's process ended by {how} without a result, see {self._log_path}"
+        return OptimizeResult(error if code else None)
 
 
 def main() -> int:
-    """Read a request from stdin and write the result to stdout.
-
-    Returns:
-        0, or 1 where there is no frontier.
-    """
+    """Read a request from stdin and write the frontier; return the exit code."""
     os.nice(_NICENESS)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            result = OptimizeResult(ok=True, frontier=_optimize(sys.stdin.buffer.read(), _progress_to(sys.__stdout__)))
+            _optimize(pickle.load(sys.stdin.buffer), _progress_to(sys.__stdout__))
     except (PerseusError, OSError) as error:
-        result = OptimizeResult(ok=False, error=str(error))
-    print(result.model_dump_json(exclude_none=True))
-    return 0 if result.ok else 1
+        print(json.dumps(str(error)))
+        return _FAILED
+    return 0
 
 
 def _progress_to(stdout: TextIO | None) -> Progress:
@@ -163,18 +155,13 @@ def _progress_to(stdout: TextIO | None) -> Progress:
     return progress
 
 
-def _optimize(order: bytes, progress: Progress) -> Path:
+def _optimize(request: OptimizeRequest, progress: Progress) -> None:
     from perseus_ds.artifacts.profile import StageProfile
     from perseus_ds.optimizer import optimize
 
-    try:
-        request = OptimizeRequest.model_validate_json(order)
-    except ValidationError as error:
-        raise PerseusError(f"The request cannot be read: {explain(error, OptimizeRequest, '')}") from None
-    profile = StageProfile.load(request.profile)
     frontier = optimize(
-        request.schedule.to_schedule(),
-        profile,
+        request.schedule,
+        StageProfile.load(request.profile),
         plans=request.plans,
         switch_cost_j=request.switch_cost_j,
         switch_cost_s=request.switch_cost_s,
@@ -182,8 +169,4 @@ def _optimize(order: bytes, progress: Progress) -> Path:
         progress=progress,
     )
     provenance = frontier.provenance.model_copy(update={"profile": str(request.profile)})
-    return replace(frontier, provenance=provenance).save(request.out)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    replace(frontier, provenance=provenance).save(request.out)

@@ -13,7 +13,6 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.io import write_together
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.run_records import Failed
-from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.errors import ConfigError, PerseusError, PlanError
 from perseus_ds.gpu.base import Gpu
@@ -180,7 +179,7 @@ def optimise(job: Job, rank: RankContext, default: DefaultIterations, switch_cos
         request = OptimizeRequest(
             profile=job.profile_path,
             out=job.output_dir,
-            schedule=ScheduleStreams.of(job.schedule),
+            schedule=job.schedule,
             switch_cost_j=_SWITCH_COST_J,
             switch_cost_s=price_s,
             least_dwell_s={
@@ -193,7 +192,7 @@ def optimise(job: Job, rank: RankContext, default: DefaultIterations, switch_cos
 
     def check() -> None:
         result = worker.poll() if worker is not None else None
-        if result is not None and not result.ok:
+        if result is not None and result.error is not None:
             raise PerseusError(f"optimising failed: {result.error}")
 
     rank.communicator.computed_on_rank_0(start)

@@ -310,18 +310,19 @@ class WorkerAtOnce:
 
     def poll(self):
         if self.problem is not None:
-            return OptimizeResult(ok=False, error=self.problem)
+            return OptimizeResult(self.problem)
         if self._result is None:
             request = self._request
             frontier = optimize(
-                request.schedule.to_schedule(),
+                request.schedule,
                 StageProfile.load(request.profile),
                 plans=20,
                 switch_cost_j=request.switch_cost_j,
                 switch_cost_s=request.switch_cost_s,
                 least_dwell_s=request.least_dwell_s,
             )
-            self._result = OptimizeResult(ok=True, frontier=frontier.save(request.out))
+            frontier.save(request.out)
+            self._result = OptimizeResult()
         return self._result
 
     def stop(self):
