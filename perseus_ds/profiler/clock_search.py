@@ -219,7 +219,8 @@ class ClockSearch:
                 if isinstance(found, Exception):
                     kind = GpuError if isinstance(found, GpuError) else ProfileError
                     raise kind(f"no profile was written: rank {rank}: {found}")
-            self._take(combine_rows(row for found in by_rank if not isinstance(found, Exception) for row in found))
+            rows = (row for found in by_rank if not isinstance(found, Exception) for row in found)
+            self._take(combine_rows(rows, self._info.blocking_power_w or 0.0))
             self.measured(self._info).save(self._directory / "measured.csv")
 
         self._ranks.computed_on_rank_0(take)

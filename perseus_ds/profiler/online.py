@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -306,8 +306,16 @@ def _typical(times_s: Sequence[float]) -> tuple[float, float | None]:
     return median_s, 1.48 * 1.25 * deviation_s / math.sqrt(len(times_s)) / median_s if len(times_s) > 2 else None
 
 
-def combine_rows(rows: Iterable[MeasuredRow]) -> list[MeasuredRow]:
-    """Combine the rows of ranks that share a stage into one per kind and clock: slowest time, mean energy."""
+def combine_rows(rows: Iterable[MeasuredRow], blocking_power_w: float) -> list[MeasuredRow]:
+    """Combine the rows of ranks that share a stage into one per kind and clock.
+
+    Its time is the slowest rank's, for which the others wait, such as those whose experts have fewer tokens; its energy
+    is the mean, that of waiting included.
+
+    Args:
+        rows: Of all ranks.
+        blocking_power_w: Power of a GPU that waits [W].
+    """
     by_key: dict[tuple[int, Kind, int], list[MeasuredRow]] = defaultdict(list)
     for row in rows:
         by_key[row.measurement.stage, row.measurement.kind, row.measurement.clock_mhz].append(row)
@@ -321,5 +329,7 @@ def combine_rows(rows: Iterable[MeasuredRow]) -> list[MeasuredRow]:
             "energy_relative_error": math.hypot(*found) / len(found) if len(found) == len(shared) else None,
         }
         measurement = combine_ranks([row.measurement for row in shared])
+        waited_s = statistics.mean(measurement.time_s - row.measurement.time_s for row in shared)
+        measurement = replace(measurement, energy_j=measurement.energy_j + blocking_power_w * waited_s)
         combined.append(MeasuredRow(measurement, slowest.quality.model_copy(update=quality)))
     return combined

@@ -172,7 +172,7 @@ def row(stage, time_s, energy_j, *, samples=9, error=0.01):
     return MeasuredRow(Measurement(stage, Kind.FORWARD, 1200, time_s, energy_j), quality)
 
 
-def test_the_slowest_time_and_the_mean_energy_of_all_ranks_of_a_stage():
+def test_ranks_of_a_stage_wait_for_the_slowest_which_is_part_of_their_mean_energy():
     # Two pipelines of two stages, each stage on two tensor-parallel ranks.
     ranks = [
         row(0, 0.10, 30.0),
@@ -181,8 +181,8 @@ def test_the_slowest_time_and_the_mean_energy_of_all_ranks_of_a_stage():
         row(0, 0.09, 28.0),
         row(1, 0.2, 50.0),
     ]
-    first, second = combine_rows(ranks)
-    assert first.measurement == Measurement(0, Kind.FORWARD, 1200, 0.11, 31.0)
+    first, second = combine_rows(ranks, blocking_power_w=80.0)
+    assert first.measurement == Measurement(0, Kind.FORWARD, 1200, 0.11, pytest.approx(31.0 + 80.0 * 0.01))
     assert first.quality.samples == 5
     assert first.quality.time_relative_error == pytest.approx(0.01)  # the slowest rank's
     assert first.quality.energy_relative_error == pytest.approx(0.005)  # that of a mean of four
@@ -190,5 +190,5 @@ def test_the_slowest_time_and_the_mean_energy_of_all_ranks_of_a_stage():
 
 
 def test_the_error_is_unknown_if_it_is_unknown_on_one_rank():
-    (found,) = combine_rows([row(0, 0.1, 30.0), row(0, 0.1, 30.0, error=None)])
+    (found,) = combine_rows([row(0, 0.1, 30.0), row(0, 0.1, 30.0, error=None)], 80.0)
     assert found.quality.energy_relative_error is None

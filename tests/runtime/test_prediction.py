@@ -133,10 +133,10 @@ def test_default_clocks_below_the_highest_of_the_profile_do_not_change_its_rows(
     job = start(mode="auto", **SLOWER)
     work = job.work
 
-    def work_slowly_at_default_clocks(rank, kind):
+    def work_slowly_at_default_clocks(rank, instruction):
         at_default = job.runtime.next.phase in ("warm-up", "optimizing", "default")
-        job.time.sleep(0.1 * job.work_s[rank][kind] if at_default else 0.0)
-        work(rank, kind)
+        job.time.sleep(0.1 * job.work_s[0][instruction.kind] if at_default else 0.0)
+        work(rank, instruction)
 
     job.work = work_slowly_at_default_clocks
     assert in_order(until_default_clocks_are_known(job))[-2:] == ["optimizing", "default"]

@@ -99,10 +99,10 @@ def test_time_that_the_host_takes_while_the_device_computes_is_no_part_of_a_comp
     job = start(cuda=True, mode="auto", **SLOWER)
     work, forwards = job.work, itertools.count()
 
-    def work_after_host(rank, kind):
-        if kind is Kind.FORWARD and next(forwards) % 3 == 0:
+    def work_after_host(rank, instruction):
+        if instruction.kind is Kind.FORWARD and next(forwards) % 3 == 0:
             job.time.sleep(host_s)
-        work(rank, kind)
+        work(rank, instruction)
 
     job.work = work_after_host
     job.train_until("run")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
-from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
 from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.optimizer import optimize
@@ -42,7 +43,8 @@ def save_random_plan(
 
 def save_mixed_plan(folder: Path, schedule: Schedule, profile: StageProfile) -> FrequencyPlan:
     """Save a frontier of one plan, with a random clock of the profile for every instruction; return it."""
-    problem = Problem(Dag.build(schedule), profile, profile.info.blocking_power_w or 0.0)
+    blocking_power_w = profile.info.blocking_power_w or 0.0
+    problem = Problem(Dag.build(schedule), profile, blocking_power_w)
     draw = random.Random(3)
     plan = problem.evaluate(
         tuple(
@@ -50,12 +52,19 @@ def save_mixed_plan(folder: Path, schedule: Schedule, profile: StageProfile) -> 
             for stream in problem.instructions
         )
     )
-    _save_only(plan, schedule, folder, blocking_power_w=1.0)
+    times_s = {(m.stage, m.kind, m.clock_mhz): m.time_s for m in profile.measurements}
+    _save_only(plan, schedule, folder, blocking_power_w=blocking_power_w, instruction_times_s=times_s)
     return plan
 
 
 def _save_only(
-    plan: FrequencyPlan, schedule: Schedule, folder: Path, *, blocking_power_w: float, simulated: bool = True
+    plan: FrequencyPlan,
+    schedule: Schedule,
+    folder: Path,
+    *,
+    blocking_power_w: float,
+    simulated: bool = True,
+    instruction_times_s: ClockTimes = MappingProxyType({}),
 ) -> None:
     """Save a frontier of this plan alone."""
     provenance = Provenance(
@@ -66,7 +75,7 @@ def _save_only(
         solver="none",
         simulated=simulated,
     )
-    Frontier((plan,), plan.time_s, plan, provenance).save(folder)
+    Frontier((plan,), plan.time_s, plan, provenance, instruction_times_s).save(folder)
 
 
 def save_true_frontier(

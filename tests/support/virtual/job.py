@@ -5,6 +5,7 @@ they meet in :class:`Meetings`, by which they also exchange what real ranks exch
 """
 
 import itertools
+import statistics
 import threading
 from collections import Counter
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from frontiers import save_mixed_plan
 from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
@@ -22,7 +24,7 @@ from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.worker import OptimizeResult
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Wait
 from perseus_ds.policy.reports import JobReport, RankReport, RankReports
 from perseus_ds.ranks import Communicator, PipelineTopology
 from perseus_ds.runtime.config import parse_block
@@ -36,10 +38,10 @@ SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
 
 
 class VirtualJob:
-    """A job of one rank, or of a 1F1B pipeline of ranks.
+    """A job of one rank, or of a pipeline of ranks; 1F1B, unless it is given a schedule.
 
     Attributes:
-        work_s: Of each rank, how long each kind of instruction takes at the top clock; a test may change it [s].
+        work_s: Of each stage, how long each kind of instruction takes at the top clock; a test may change it [s].
         slowdowns: How many times as long each rank takes; a test may change it.
         wait_s: Time in which the GPU waits after each pass; a test may change it [s].
         shapes: What tells the shapes of the inputs from others, of all forwards or of each; a test may change it.
@@ -57,6 +59,7 @@ class VirtualJob:
         wait_s=0.0,
         transfer_s=0.0,
         micro_batches=3,
+        schedule=None,
         gpu=None,
         device="a100-sxm",
         gpu_class=SimulatedGpu,
@@ -72,6 +75,7 @@ class VirtualJob:
             wait_s: Time in which the GPU waits after each pass [s].
             transfer_s: Time of a transfer [s].
             micro_batches: Of an iteration.
+            schedule: Whatever its ranks execute; it may have several stages on a rank, and transfers under way.
             gpu: Settings of the simulated GPUs.
             cuda: Whether passes are only launched, on a stand-in for CUDA; else they are over when they return.
             block: The rest of the ``perseus`` block.
@@ -79,28 +83,27 @@ class VirtualJob:
         self.time = VirtualTime()
         self.folder = folder
         self.work_s = [work_s or {Kind.FORWARD: s, Kind.BACKWARD: 2 * s, Kind.TAIL: tail_s} for s in stages_s]
-        self.slowdowns = [1.0] * len(stages_s)
+        self.schedule = schedule or one_f_one_b(ranks=len(stages_s), micro_batches=micro_batches)
+        ranks = len(self.schedule.ranks)
+        self.slowdowns = [1.0] * ranks
         self.shapes = 1.0
         self.worker = WorkerAtOnce
         self.taken = []
-        self.runtimes = [None] * len(stages_s)
+        self.runtimes = [None] * ranks
         self.wait_s, self._transfer_s = wait_s, transfer_s
-        self.schedule = one_f_one_b(ranks=len(stages_s), micro_batches=micro_batches)
         settings = {"counter_period_s": 0.1, "lock_latency_s": 0.015, **(gpu or {})}
         if "lock-contention" in settings.get("conditions", ()):
             settings["driver_turn"] = OneAtATime(self.time)
-        self.gpus = [
-            gpu_class.named(device, timebase=self.time, seed=rank, **settings) for rank in range(len(stages_s))
-        ]
+        self.gpus = [gpu_class.named(device, timebase=self.time, seed=rank, **settings) for rank in range(ranks)]
         self._cuda = [VirtualCuda(self.time, made) for made in self.gpus] if cuda else None
         config = parse_block({"device": "simulated", "output_dir": str(folder), "cache": False, **block})
         info = ProfileInfo(
             simulated=True,
             gpu=self.gpus[0].name,
             stages=len(stages_s),
-            pipeline_ranks=len(stages_s),
+            pipeline_ranks=ranks,
             schedule="1f1b",
-            micro_batches=micro_batches,
+            micro_batches=self.schedule.micro_batches,
         )
         self._job = Job(config, self.schedule, info)
         self._records, self._follower = [], RecordFollower(folder)
@@ -152,17 +155,19 @@ class VirtualJob:
         """Make passes take longer under plans than they did when they were profiled."""
         idle, work = self.idle, self.work
 
-        def work_late(rank, kind):
+        def work_late(rank, instruction):
             if self.runtime.next.phase == "run":
                 idle(rank, by_s)
-            work(rank, kind)
+            work(rank, instruction)
 
         self.work = work_late
 
-    def work(self, rank, kind):
+    def work(self, rank, instruction):
         """Compute an instruction."""
+        kind, work_s = instruction.kind, self.work_s[instruction.stage]
         workload = MEMORY_BOUND if kind is Kind.TAIL else COMPUTE_BOUND
-        seconds = self.work_s[rank][kind] * self.slowdowns[rank]
+        kinds = (Kind.FORWARD, Kind.BACKWARD) if kind is Kind.FORWARD_BACKWARD else (kind,)
+        seconds = sum(work_s[kind] for kind in kinds) * self.slowdowns[rank]
         if self._cuda is not None:
             self._cuda[rank].launch(seconds, workload)
         else:
@@ -235,25 +240,31 @@ class VirtualJob:
                 kind = operation.instruction.kind if isinstance(operation, Compute) else None
                 with runtime.operation(operation, next(shapes) if kind is Kind.FORWARD else 0.0):
                     if kind is not None:
-                        self.work(rank, kind)
-                    elif isinstance(operation, Exchange):
-                        self._exchange(rank, operation)
+                        self.work(rank, operation.instruction)
+                    if isinstance(operation, Exchange | Launch):
+                        self._launch(rank, operation)
+                    if isinstance(operation, Exchange | Wait):
+                        self._await(rank, operation)
                 if self.wait_s and kind in (Kind.FORWARD, Kind.BACKWARD):
                     self.idle(rank, self.wait_s)
-            self._meet(("end", self._iterations[rank]), rank)
+            end = "end", self._iterations[rank]
+            self._meetings.bring(end, rank, None)
+            self._meetings.wait(end, len(self.gpus))
             phase = runtime.next.phase  # known now, when its inputs are
         if rank == 0:
             used_j = sum(gpu.true_energy_j for gpu in self.gpus) - begin_j
             self.taken.append((phase, self.time.now_s() - begin_s, used_j))
 
-    def _exchange(self, rank, operation):
+    def _launch(self, rank, operation):
+        launched = self.time.now_s(), self.gpus[rank].transfer_delay_s
         for transfer in operation.transfers:
-            delays = self._meet((self._iterations[rank], transfer), rank, self.gpus[rank].transfer_delay_s, 2)
-            self.time.sleep(self._transfer_s + max(delays))
+            self._meetings.bring((self._iterations[rank], transfer), rank, launched)
 
-    def _meet(self, name, rank, value=None, size=None):
-        self._meetings.bring(name, rank, value)
-        return self._meetings.wait(name, size or len(self.gpus)).values()
+    def _await(self, rank, operation):
+        for transfer in operation.transfers:
+            sides = self._meetings.wait((self._iterations[rank], transfer), 2).values()
+            launched_s, delay_s = map(max, zip(*sides, strict=True))
+            self.time.sleep(max(0.0, launched_s + delay_s + self._transfer_s - self.time.now_s()))
 
     @contextmanager
     def _stand_ins(self):
@@ -496,3 +507,17 @@ def job_report(*fields):
 def in_order(phases):
     """Phases without repetitions."""
     return [phase for phase, _ in itertools.groupby(phases)]
+
+
+def predicted_over_used(folder, schedule, stages_s, **keys):
+    """Profile a job, and run a plan with a random clock for every instruction; return time and energy, less one."""
+    jobs = {"schedule": schedule, "stages_s": stages_s, "tail_s": 0.001, **keys}
+    profiling = VirtualJob(folder / "profile", mode="profile", profile={"min_clock_mhz": 900, "warm_up": 5}, **jobs)
+    profiling.train_until("observe")
+    profiling.close()
+    plan = save_mixed_plan(folder / "frontier", schedule, StageProfile.load(folder / "profile"))
+    running = VirtualJob(folder / "run", mode="run", frontier=str(folder / "frontier"), **jobs)
+    running.train(10)
+    running.close()
+    time_s, energy_j = (statistics.median(taken[number] for taken in running.taken) for number in (1, 2))
+    return plan.time_s / time_s - 1, plan.energy_j / energy_j - 1
