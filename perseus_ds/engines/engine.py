@@ -50,6 +50,10 @@ logger = logging.getLogger("perseus_ds")
 _MOST_LEFT = 8
 _LASTS_AFTER = 50
 _NOTHING: AbstractContextManager[None] = nullcontext()
+# Stores of jobs in which this rank trains without Perseus, and has said so.
+_WITHOUT: weakref.WeakSet[Any] = weakref.WeakSet()
+# Where files are may differ among ranks, and what GPUs are simulated.
+_MAY_DIFFER = {"output_dir", "frontier", "simulated"}
 # Engines share the GPU of the process, so the one that evaluates must be able to ask the one that trains.
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -374,33 +378,84 @@ def check_before_training(engine: Engine, config: PerseusConfig) -> None:
     Raises:
         PerseusError: On all ranks, what is wrong on one.
     """
-    store = dist.distributed_c10d._get_default_store()
-    key = f"perseus/checked/{store.add(f'perseus/checks/{dist.get_rank()}', 1)}"
-    try:
-        _check_same_on_all_ranks(engine, config, f"{key}/settings")
+    check = _Check()
+    own = {"enabled": True, **engine.versions(), **config.model_dump(mode="json", exclude=_MAY_DIFFER)}
+    with check.reported():
+        check.compare(own)
         _check_gpu_and_frontier(engine, config)
-    except PerseusError as error:
-        store.compare_set(f"{key}/error", "", f"{type(error).__name__}:{error}")
-    if store.add(f"{key}/ranks", 1) == dist.get_world_size():
-        store.set(f"{key}/over", "")
-    store.get(f"{key}/over")
-    kind, _, text = store.compare_set(f"{key}/error", "", "").decode().partition(":")
-    if kind:
-        raise getattr(errors, kind)(text)
+    check.wait()
 
 
-def _check_same_on_all_ranks(engine: Engine, config: PerseusConfig, key: str) -> None:
-    """Compare with the first rank that comes here; where files are may differ, and what GPUs are simulated."""
-    settings = config.model_dump(mode="json", exclude={"output_dir", "frontier", "simulated"})
-    own = {"rank": dist.get_rank(), **engine.versions(), **settings}
-    store = dist.distributed_c10d._get_default_store()
-    first = json.loads(store.compare_set(key, "", json.dumps(own)))
-    for name, value in own.items():
-        if name != "rank" and first.get(name) != value:
+def take_no_part() -> None:
+    """Tell ranks that check what is known before training that this one trains without Perseus; never waits.
+
+    Once is enough, where every step asks for it.
+
+    Raises:
+        ConfigError: One of them was here before.
+    """
+    if dist.is_initialized() and (store := dist.distributed_c10d._get_default_store()) not in _WITHOUT:
+        _WITHOUT.add(store)
+        check = _Check()
+        with check.reported(raises=True):
+            check.compare({"enabled": False})
+
+
+class _Check:
+    """What ranks tell each other by the store of the default group before training."""
+
+    def __init__(self) -> None:
+        self._rank, self._store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+        self._number = self._begun_by(self._rank, 1)
+        self._key = f"perseus/checked/{self._number}"
+
+    def _begun_by(self, rank: int, more: int) -> int:
+        """Return how many checks a rank has begun."""
+        return int(self._store.add(f"perseus/checks/{rank}", more))
+
+    def compare(self, own: Mapping[str, Any]) -> None:
+        """Compare with the first rank that comes here."""
+        first = json.loads(
+            self._store.compare_set(f"{self._key}/settings", "", json.dumps({"rank": self._rank, **own}))
+        )
+        for name, value in own.items():
+            if first.get(name) != value:
+                raise ConfigError(
+                    f"perseus: ranks differ: {name} is {value} on rank {self._rank}, {first.get(name)} on rank "
+                    f"{first['rank']}. Give all ranks the same perseus block, and install the same versions."
+                )
+
+    @contextmanager
+    def reported(self, *, raises: bool = False) -> Iterator[None]:
+        """Surround what this rank checks: an error is for :meth:`wait` of the others, and raised here if asked for."""
+        try:
+            yield
+        except PerseusError as error:
+            self._store.compare_set(f"{self._key}/error", "", f"{type(error).__name__}:{error}")
+            if raises:
+                raise
+        finally:
+            if self._store.add(f"{self._key}/ranks", 1) == dist.get_world_size():
+                self._store.set(f"{self._key}/over", "")
+
+    def wait(self) -> None:
+        """Wait for all ranks.
+
+        Raises:
+            PerseusError: What is wrong on one, or which have not come within the store's time-out.
+        """
+        try:
+            self._store.get(f"{self._key}/over")
+        except RuntimeError:
+            missing = [rank for rank in range(dist.get_world_size()) if self._begun_by(rank, 0) < self._number]
             raise ConfigError(
-                f"perseus: ranks differ: {name} is {value} on rank {own['rank']}, {first.get(name)} on rank "
-                f"{first['rank']}. Give all ranks the same perseus block, and install the same versions."
-            )
+                f"perseus: {len(missing)} ranks have not attached, of which rank {missing[0]} is the first, and the "
+                "others have waited until the time-out of the process group. Attach on all ranks at once; where "
+                "the variable PERSEUS is set, set it for all of them."
+            ) from None
+        kind, _, text = self._store.compare_set(f"{self._key}/error", "", "").decode().partition(":")
+        if kind:
+            raise getattr(errors, kind)(text)
 
 
 def _check_gpu_and_frontier(engine: Engine, config: PerseusConfig) -> None:

@@ -15,6 +15,7 @@ from forked import run_ranks
 from job import ENVIRONMENT
 from megatron_job import __file__ as script
 from run_log import iterations, records
+from virtual.job import predicted_over_used
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
@@ -100,6 +101,12 @@ def test_every_mode_leaves_losses_gradients_and_parameters_as_they_are(tmp_path,
     assert (profile.info.tensor_parallel, profile.info.data_parallel) == (in_step, ranks // job["stages"] // in_step)
     combined = {(stage, Kind.FORWARD_BACKWARD) for stage in range(4)} if "combined" in job else set()
     assert {key for key in profile.keys if key[1] is Kind.FORWARD_BACKWARD} == combined
+    promised = iterations(records(tmp_path / "run"), "run")[0]
+    plan = Frontier.load(tmp_path / "auto").plans[promised["plan"]]
+    assert promised["predicted_energy_j"] == pytest.approx(ranks / job["stages"] * plan.energy_j)
+    if combined:  # what such an order takes, on GPUs that live in virtual time
+        schedule = profile.info.streams.to_schedule()
+        assert max(map(abs, predicted_over_used(tmp_path / "virtual", schedule, (0.02, 0.025, 0.02, 0.03)))) < 0.005
 
 
 @pytest.mark.extended
@@ -151,16 +158,28 @@ def test_each_order_of_a_ramp_up_has_its_own_plan(tmp_path):
 
 def test_ranks_that_differ_are_an_error_on_all_of_them_before_training(tmp_path):
     version, other = megatron.core.__version__, "0.14.0"
+    observed = {"stages": 2, "steps": 0, "perseus": block_in(tmp_path, "observe")}
     jobs = {
-        "modes": {"stages": 2, "perseus": block_in(tmp_path, "observe"), "differing": [{}, {"mode": "profile"}]},
-        "policies": {"stages": 2, "perseus": block_in(tmp_path, "auto"), "differing": [{"max_drift": 0.5}, {}]},
-        "versions": {"stages": 2, "perseus": block_in(tmp_path, "observe"), "versions": [version, other]},
+        "modes": {**observed, "differing": [{}, {"mode": "profile"}]},
+        "policies": {**observed, "perseus": block_in(tmp_path, "auto"), "differing": [{"max_drift": 0.5}, {}]},
+        "versions": {**observed, "versions": [version, other]},
+        "enabled": {**observed, "differing": [{}, {"enabled": False}]},
     }
-    for of_rank in run_all(tmp_path, jobs, ranks=2):
-        errors = {
-            name: re.findall(r"perseus: ranks differ: (\S+) is", found["error"]) for name, found in of_rank.items()
+    first, second = (
+        {
+            name: re.findall(r"perseus: ranks differ: (\S+) is", found.get("error", ""))
+            for name, found in of_rank.items()
         }
-        assert errors == {"modes": ["mode"], "policies": ["max_drift"], "versions": ["megatron-core"]}
+        for of_rank in run_all(tmp_path, jobs, ranks=2)
+    )
+    assert first == {
+        "modes": ["mode"],
+        "policies": ["max_drift"],
+        "versions": ["megatron-core"],
+        "enabled": ["enabled"],
+    }
+    # A rank without Perseus waits for nobody, and so it may be gone before it is known that the others have it.
+    assert second in (first, {**first, "enabled": []})
 
 
 @pytest.mark.extended

@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from perseus_ds.engines.deepspeed.contract import check_deepspeed, check_engine
-from perseus_ds.engines.engine import Engine, Session, attach_to, reported_once
+from perseus_ds.engines.engine import Engine, Session, attach_to, reported_once, take_no_part
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.pipeline.commands import RepeatedReader, is_batched, read_stream
 from perseus_ds.pipeline.instruction import Kind
@@ -306,6 +306,7 @@ def _attach_if_asked(engine: Any) -> None:
 
 def _attach(engine: Any, settings: PerseusConfig) -> None:
     if not settings.enabled:
+        take_no_part()
         return
     if not isinstance(engine, PipelineEngine):
         raise ConfigError(

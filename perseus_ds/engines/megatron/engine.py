@@ -16,7 +16,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from perseus_ds.engines.engine import Engine, Session, attach_to, check_before_training, reported_once, sessions
+from perseus_ds.engines.engine import (
+    Engine,
+    Session,
+    attach_to,
+    check_before_training,
+    reported_once,
+    sessions,
+    take_no_part,
+)
 from perseus_ds.engines.groups import RankGroups, ranks_of
 from perseus_ds.engines.hooks import Hooks
 from perseus_ds.engines.megatron.contract import check_megatron
@@ -52,6 +60,7 @@ def attach(target: T, config: Mapping[str, Any] | None = None) -> T:
     with reported_once():
         settings = settings_of(config) or PerseusConfig.model_validate({})
         if not settings.enabled:
+            take_no_part()
             return target
         schedules = importlib.import_module(_SCHEDULES)
         core, parallel_state = sys.modules["megatron.core"], sys.modules["megatron.core.parallel_state"]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from perseus_ds.engines.engine import Engine, Session, attach_to, reported_once
+from perseus_ds.engines.engine import Engine, Session, attach_to, reported_once, take_no_part
 from perseus_ds.engines.groups import RankGroups
 from perseus_ds.engines.hooks import Hooks
 from perseus_ds.engines.torch_pipelining.contract import check_schedule
@@ -33,6 +33,8 @@ def attach(
     target: Any = schedule
     with reported_once():
         settings = settings_of(config) or PerseusConfig.model_validate({})
+        if not settings.enabled:
+            take_no_part()
         if not settings.enabled or hasattr(target, "perseus"):
             return schedule
         check_schedule(target)

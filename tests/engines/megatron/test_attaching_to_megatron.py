@@ -1,6 +1,7 @@
 """Perseus attaches to Megatron-Core and leaves it as it was; the order of an iteration is what the iteration does."""
 
 from collections import Counter
+from datetime import timedelta
 from types import SimpleNamespace
 
 import megatron.core
@@ -11,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from packaging.version import Version
+from virtual.job import predicted_over_used
 
 import perseus_ds
 from examples.megatron.cpu import CpuTorch
@@ -188,6 +190,19 @@ def test_transfers_that_overlap_are_waited_for_before_the_pass_that_needs_them(a
     assert stream.index(Wait((received,))) < stream.index(used)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "stages_s"),
+    [
+        pytest.param((4, 8, 1, False), (0.01, 0.03, 0.02, 0.025), marks=pytest.mark.extended, id="1F1B"),
+        pytest.param((2, 4, 2, True), (0.02, 0.025, 0.02, 0.03), id="interleaved"),
+    ],
+)
+def test_a_profile_predicts_what_plans_of_the_order_take(alone, tmp_path, sizes, stages_s):
+    time, energy = predicted_over_used(tmp_path, order_of(alone, *sizes), stages_s, transfer_s=0.001)
+    assert abs(time) < 0.005
+    assert abs(energy) < 0.005
+
+
 def attributes():
     communicate = vars(schedules.P2PCommunicator)["_communicate"]
     return [*(vars(schedules)[name] for name in NAMES), communicate, set(vars(megatron.core))]
@@ -215,6 +230,22 @@ def test_a_disabled_block_changes_nothing(block):
     before = attributes()
     perseus_ds.attach(megatron.core, {**block, "enabled": False})
     assert attributes() == before
+
+
+def test_a_rank_that_has_said_that_it_trains_without_perseus_is_an_error_of_the_others(block, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    perseus_ds.attach(megatron.core, {**block, "enabled": False})
+    perseus_ds.attach(megatron.core, {**block, "enabled": False})  # as where every step does
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    with pytest.raises(ConfigError, match=r"ranks differ: enabled is True on rank 1, False on rank 0\. Give all ranks"):
+        perseus_ds.attach(megatron.core, block)
+
+
+def test_ranks_that_never_attach_are_named_at_the_time_out(block, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(ConfigError, match=r"2 ranks have not attached, of which rank 1 is the first.*PERSEUS"):
+        perseus_ds.attach(megatron.core, block)
 
 
 def test_the_variable_perseus_replaces_keys_of_the_block(block, monkeypatch):
