@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from perseus_ds.engines.deepspeed.engine import initialize
     from perseus_ds.engines.deepspeed.huggingface import pipeline_module
     from perseus_ds.engines.torch_pipelining.huggingface import pipeline_stage
+    from perseus_ds.huggingface.partition import partition
     from perseus_ds.huggingface.stages import save_pretrained
     from perseus_ds.optimizer import optimize
     from perseus_ds.pipeline.commands import read_schedule, register_command, schedule_class
@@ -33,6 +34,7 @@ __all__ = [
     "detach",
     "initialize",
     "optimize",
+    "partition",
     "pipeline_module",
     "pipeline_stage",
     "read_schedule",
@@ -48,6 +50,7 @@ _MODULES = {
     "PerseusRuntime": "perseus_ds.runtime.runtime",
     "StageProfile": "perseus_ds.artifacts.profile",
     "optimize": "perseus_ds.optimizer",
+    "partition": "perseus_ds.huggingface.partition",
     "pipeline_module": "perseus_ds.engines.deepspeed.huggingface",
     "pipeline_stage": "perseus_ds.engines.torch_pipelining.huggingface",
     "read_schedule": "perseus_ds.pipeline.commands",

@@ -8,7 +8,7 @@ import pytest
 import perseus_ds
 
 OF_TRAINING = {"initialize", "attach", "detach", "register_command", "PerseusRuntime"}
-OF_TRAINING |= {"pipeline_module", "pipeline_stage", "save_pretrained"}
+OF_TRAINING |= {"pipeline_module", "pipeline_stage", "partition", "save_pretrained"}
 NAMES = OF_TRAINING | {
     "read_schedule",
     "schedule_class",

@@ -19,6 +19,7 @@ import shutil
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -321,12 +322,35 @@ def build_stage(
             model = staged._from_config(config, dtype=dtype)
         _initialize(model.to_empty(device="cpu"), seed)
     if gradient_checkpointing:
-        # Renamed in transformers 5.23.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        checkpoint_activations(model)
     stage = Stage(model.train(), layers, inputs)
     _try(stage)
     return stage
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Have the activations of layers computed again in the backward pass."""
+    # Renamed in transformers 5.23.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def new_stage(config: PretrainedConfig, layers: range, *, device: torch.device | None, dtype: torch.dtype) -> Stage:
+    """Build a stage of new weights; without layers, of the embedding or of the norm and the head alone.
+
+    Args:
+        config: The model.
+        layers: Of the stage.
+        device: Where its weights are; None for shapes alone, under torch's ``FakeTensorMode``.
+        dtype: Of the weights.
+    """
+    with nullcontext() if device is None else torch.device("meta"):
+        model = model_class(config)._from_config(config, dtype=dtype)
+    _check_plan(model)
+    _keep(model, layers)
+    if device is not None:
+        _initialize(model.to_empty(device=device), seed=0)
+    return Stage(model.train(), layers)
 
 
 def _check_data(config: PretrainedConfig, sequence_length: int | None, vocabulary: int | None) -> None:

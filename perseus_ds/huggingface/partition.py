@@ -1,0 +1,380 @@
+"""Where to cut a Hugging Face model: what each of its layers costs on one device, and the best cut of them.
+
+A layer, the embedding, and the head with its loss are run alone. On a GPU, windows of many repetitions at each of a few
+clocks give time and energy, and the profiler's estimates the clocks between. Without one, a GPU is *simulated*: the
+work of a pass follows from the floating-point operations of its kernels, as in training on simulated GPUs. They are
+counted without computing anything, so models of any size can be cut on a laptop. What only moves memory (the embedding,
+norms, the optimizer) takes no time there. Layers that are alike are measured once.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PretrainedConfig
+
+from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.clocks.exit_guard import ExitGuard
+from perseus_ds.clocks.guardian import Guardian
+from perseus_ds.clocks.timers import FlopCounter
+from perseus_ds.errors import ConfigError, GpuPermissionError
+from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.device_models import DEVICES, DeviceModel
+from perseus_ds.huggingface.stages import CausalLoss, Source, checkpoint_activations, new_stage, read_config, skeleton
+from perseus_ds.optimizer.partition import LayerCosts, Partition, best_partition, uniform_cut
+from perseus_ds.pipeline.commands import read_schedule, schedule_class, stages_per_rank
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.profiler.estimates import denoise
+from perseus_ds.runtime.config import PerseusConfig
+from perseus_ds.runtime.devices import open_gpu
+from perseus_ds.timebase import REAL_TIME, Timebase
+
+Floats = npt.NDArray[np.float64]
+Passes = dict[Kind, tuple[Floats, Floats]]
+"""By kind, time [s] and energy [J] at each clock."""
+logger = logging.getLogger("perseus_ds")
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD)
+_BYTES_A_PARAMETER = 16
+"""Of mixed precision with Adam: weight and gradient in 16 bits, weight and two moments in 32. The same in fp32."""
+_FLOPS_A_SECOND = 1e14
+"""Of a simulated GPU at its top clock. Assumed; cuts and relative savings do not depend on it."""
+_WINDOW_S, _SETTLE_S, _CLOCKS = 2.0, 0.3, 8
+"""On a GPU: each measurement, the time that a clock takes to be in effect, and how many clocks are measured."""
+
+
+def partition(
+    source: Source,
+    *,
+    stages: int,
+    micro_batches: int,
+    schedule: str = "1f1b",
+    micro_batch_size: int = 1,
+    sequence_length: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    gradient_checkpointing: bool = False,
+    memory_gib: float | None = None,
+    gpu: str | None = None,
+) -> Partition:
+    """Find where to cut a model: its ``cut`` is for ``pipeline_module`` and ``pipeline_stage``.
+
+    Args:
+        source: A causal model that declares a pipeline plan: its name on the hub, a folder, or a configuration.
+        stages: How many.
+        micro_batches: In an iteration.
+        schedule: ``1f1b``, ``dualpipev`` or ``package.module:Class`` of a ``PipeSchedule``, which is imported.
+        micro_batch_size: Sequences in a micro-batch.
+        sequence_length: Tokens in a sequence; by default 2048, or as many as the model takes.
+        dtype: Type of weights and activations.
+        gradient_checkpointing: Whether activations are computed again in the backward pass.
+        memory_gib: What a stage may need at most [GiB]; by default the GPU's memory, and no limit if it is simulated.
+        gpu: Device model to simulate, such as ``h100-sxm``; by default this machine's GPU is measured, and
+            ``a100-sxm`` simulated if there is none.
+
+    Raises:
+        ConfigError: The model cannot be read or cut like this, or does not fit into the memory.
+    """
+    config = read_config(source)
+    if gpu is not None and gpu not in DEVICES:
+        raise ConfigError(f"gpu is {gpu!r}; expected one of {', '.join(sorted(DEVICES))}.")
+    found = schedule_class(schedule)
+    per_rank = stages_per_rank(found)
+    if stages % per_rank:
+        raise ConfigError(f"stages={stages}: {schedule} puts {per_rank} stages on every rank. Give a multiple.")
+    uniform_cut(len(skeleton(config).base_model.layers), stages)  # an error before anything is measured
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
+    shape = (micro_batch_size, sequence_length or min(2048, longest))
+    order = read_schedule(found, ranks=stages // per_rank, micro_batches=micro_batches)
+    if gpu is None and torch.cuda.is_available():
+        if memory_gib is None:
+            memory_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+        costs = _measured_costs(config, shape, dtype, gradient_checkpointing)
+    else:
+        costs = simulated_costs(config, DEVICES[gpu or "a100-sxm"], shape, dtype, gradient_checkpointing)
+    return best_partition(costs, order, memory_bytes=None if memory_gib is None else memory_gib * 2**30)
+
+
+class _Part:
+    """One layer, the embedding (``layers`` is empty, at the start) or the head with its loss (empty, at the end)."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        layers: range,
+        device: torch.device | None,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        checkpointing: bool,
+    ) -> None:
+        config = copy.deepcopy(config)
+        text = config.get_text_config()
+        text.output_router_logits = False  # their loss takes next to no time, and needs those of all layers
+        self._stage = stage = new_stage(config, layers, device=device, dtype=dtype)
+        self._ids = (torch.arange(shape[0] * shape[1], device=device) % text.vocab_size).reshape(shape)
+        self._hidden = torch.randn(*shape, text.hidden_size, device=device, dtype=dtype, requires_grad=True)
+        self._loss = CausalLoss(config) if stage.is_last and not layers else None
+        self._module: nn.Module = stage
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (self._ids if stage.is_first else self._hidden,), {}
+        if layers:
+            self._module = stage.model.base_model.layers[layers.start]
+            self._take_arguments()
+        if checkpointing:
+            checkpoint_activations(stage.model)
+        own = {parameter.untyped_storage()._cdata for parameter in stage.parameters()}
+        self.parameters = sum(parameter.numel() for parameter in self._module.parameters())
+        self.held_bytes = max(self._held_bytes(own), self._hidden.nbytes)
+
+    def _take_arguments(self) -> None:
+        """Keep what the model's own forward gives to the layer, which is then called alone."""
+        seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        hook = self._module.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
+        )
+        with torch.no_grad():
+            self._stage(*self._arguments[0])
+        hook.remove()
+        args, kwargs = seen[0]
+        if args:
+            args = (self._hidden, *args[1:])
+        else:
+            kwargs = {**kwargs, "hidden_states": self._hidden}
+        self._arguments = args, kwargs
+
+    def forward(self) -> torch.Tensor:
+        args, kwargs = self._arguments
+        output = self._module(*args, **kwargs)
+        if self._loss is not None:
+            return self._loss(output, self._ids)
+        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return result
+
+    def backward(self, output: torch.Tensor) -> None:
+        output.backward(torch.ones_like(output))
+
+    def _held_bytes(self, own: set[int]) -> int:
+        """Return the bytes that a backward needs of its forward, weights left out."""
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                storages[storage._cdata] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            self.forward()
+        return sum(storage.nbytes() for storage in storages.values())
+
+
+def simulated_costs(
+    config: PretrainedConfig,
+    model: DeviceModel,
+    shape: tuple[int, int],
+    dtype: torch.dtype = torch.bfloat16,
+    checkpointing: bool = False,
+) -> LayerCosts:
+    """Return what the layers cost on a simulated GPU.
+
+    Args:
+        config: The model.
+        model: The GPU.
+        shape: Sequences and tokens of each, of a micro-batch.
+        dtype: Type of weights and activations.
+        checkpointing: Whether activations are computed again.
+    """
+    clocks_mhz = tuple(clock for clock in model.clocks_mhz if clock >= model.top_clock_mhz / 2)
+    slowdown = np.array([model.slowdown(clock) for clock in clocks_mhz])
+    power_w = np.array([model.power_w(clock) for clock in clocks_mhz])
+
+    def measure(part: _Part) -> Passes:
+        # As matrix products, of which all operations are counted.
+        with sdpa_kernel(SDPBackend.MATH):
+            with FlopCounter() as forward:
+                output = part.forward()
+            with FlopCounter() as backward:
+                part.backward(output)
+        times_s = [count.flops / _FLOPS_A_SECOND * slowdown for count in (forward, backward)]
+        return {kind: (time_s, time_s * power_w) for kind, time_s in zip(_KINDS, times_s, strict=True)}
+
+    def run(layers: range) -> tuple[Passes, int, int]:
+        try:
+            with FakeTensorMode():  # shapes alone
+                part = _Part(config, layers, None, shape, dtype, checkpointing=checkpointing)
+                return measure(part), part.parameters, part.held_bytes
+        except RuntimeError:  # what is computed depends on values, as in a mixture of experts
+            part = _Part(config, layers, torch.device("cpu"), shape, dtype, checkpointing=checkpointing)
+            return measure(part), part.parameters, part.held_bytes
+
+    return _costs(config, run, clocks_mhz, model.blocking_power_w, f"simulated {model.name}", simulated=True)
+
+
+def _measured_costs(
+    config: PretrainedConfig, shape: tuple[int, int], dtype: torch.dtype, checkpointing: bool
+) -> LayerCosts:
+    """Return what the layers cost on this machine's GPU."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    gpu = open_gpu(PerseusConfig(), device, rank=0, local_rank=device.index)
+
+    def run(layers: range) -> tuple[Passes, int, int]:
+        part = _Part(config, layers, device, shape, dtype, checkpointing=checkpointing)
+        return measured_passes(part.forward, part.backward, gpu, clocks_mhz), part.parameters, part.held_bytes
+
+    with _lockable(gpu) as clocks_mhz:
+        waiting_s, waiting_j = _window(lambda: REAL_TIME.sleep(_SETTLE_S), gpu, _WINDOW_S, REAL_TIME)
+        supported = gpu.supported_clocks_mhz()
+        return _costs(config, run, clocks_mhz, waiting_j / waiting_s, gpu.name, simulated=False, between_mhz=supported)
+
+
+@contextmanager
+def _lockable(gpu: Gpu) -> Iterator[tuple[int, ...]]:
+    """Yield the clocks to measure; the default clock is restored however this process ends."""
+    clocks = gpu.supported_clocks_mhz()
+    upper = [clock for clock in clocks if clock >= clocks[-1] / 2]
+    try:
+        gpu.check_lock_permission()
+    except GpuPermissionError as error:
+        logger.warning("perseus: %s Layers are measured at default clocks, so no cut is planned for.", error)
+        yield clocks[-1:]
+        return
+    guardian = Guardian([gpu.address]) if gpu.address is not None else None
+    exits = ExitGuard(gpu.reset_clock, gpu.reset_clock)
+    try:
+        yield tuple(sorted({upper[n] for n in np.linspace(0, len(upper) - 1, _CLOCKS).round().astype(int).tolist()}))
+    finally:
+        gpu.reset_clock()
+        exits.release()
+        if guardian is not None:
+            guardian.close()
+
+
+def measured_passes(
+    forward: Callable[[], torch.Tensor],
+    backward: Callable[[torch.Tensor], None],
+    gpu: Gpu,
+    clocks_mhz: Sequence[int],
+    *,
+    timebase: Timebase = REAL_TIME,
+) -> Passes:
+    """Return what a forward and its backward take at each clock, from windows of many repetitions.
+
+    Args:
+        forward: Runs the forward.
+        backward: Runs the backward of what the forward returned.
+        gpu: On which they run.
+        clocks_mhz: Only one: the default, which is not set.
+        timebase: The GPU's timebase.
+    """
+    forwards, pairs = [], []
+    for clock_mhz in clocks_mhz:
+        if len(clocks_mhz) > 1:
+            gpu.lock_clock(clock_mhz)
+        _window(lambda: backward(forward()), gpu, _SETTLE_S, timebase)
+        forwards.append(_window(forward, gpu, _WINDOW_S, timebase))
+        pairs.append(_window(lambda: backward(forward()), gpu, _WINDOW_S, timebase))
+    first, both = np.array(forwards).T, np.array(pairs).T
+    # What is too short to be told apart takes a thousandth.
+    second = np.maximum(both - first, both / 1000)
+    return {Kind.FORWARD: (first[0], first[1]), Kind.BACKWARD: (second[0], second[1])}
+
+
+def _window(run: Callable[[], Any], gpu: Gpu, window_s: float, timebase: Timebase) -> tuple[float, float]:
+    """Return time [s] and energy [J] of one repetition."""
+
+    def finish() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return timebase.now_s()
+
+    begin_s, before_j, repeated = finish(), gpu.energy_j(), 0
+    while (now_s := finish()) < begin_s + window_s or not repeated:
+        run()
+        repeated += 1
+    return (now_s - begin_s) / repeated, (gpu.energy_j() - before_j) / repeated
+
+
+def _costs(
+    config: PretrainedConfig,
+    run: Callable[[range], tuple[Passes, int, int]],
+    clocks_mhz: tuple[int, ...],
+    blocking_power_w: float,
+    gpu: str,
+    *,
+    simulated: bool,
+    between_mhz: Sequence[int] = (),
+) -> LayerCosts:
+    """Return the costs of all layers, of which those that are alike are run once.
+
+    Args:
+        config: The model.
+        run: Returns passes, parameters and held bytes of a part.
+        clocks_mhz: Of the passes.
+        blocking_power_w: What a waiting GPU draws [W].
+        gpu: Its name.
+        simulated: Whether it is.
+        between_mhz: Clocks to estimate too.
+    """
+    layers = skeleton(config).base_model.layers
+    kinds_of_layer = [_signature(layer) for layer in layers]
+    alike = [kinds_of_layer.index(kind) for kind in kinds_of_layer]
+    measured = {index: run(range(index, index + 1)) for index in dict.fromkeys(alike)}
+    embedding, head = run(range(0)), run(range(len(layers), len(layers)))
+    ends = [(index == 0, index == len(layers) - 1) for index in range(len(layers))]
+    units = [(kind, *end) for kind, end in zip(alike, ends, strict=True)]
+    parts = {(kind, first, last): [measured[kind], *[embedding] * first, *[head] * last] for kind, first, last in units}
+    number = {unit: n for n, unit in enumerate(parts)}
+    profile = StageProfile(
+        Measurement(
+            number[unit], kind, clock_mhz, *(float(sum(part[0][kind][of][n] for part in of_unit)) for of in (0, 1))
+        )
+        for unit, of_unit in parts.items()
+        for kind in _KINDS
+        for n, clock_mhz in enumerate(clocks_mhz)
+    )
+    if between_mhz and len(clocks_mhz) > 2:
+        profile = denoise(profile, between_mhz)
+    shared = sorted(set.intersection(*(set(profile.options(*key).clock_mhz.tolist()) for key in profile.keys)))
+
+    def table(kind: Kind, value: str) -> Floats:
+        return np.array([[getattr(profile.at(number[unit], kind, clock), value) for clock in shared] for unit in units])
+
+    parameters = np.array([float(sum(part[1] for part in parts[unit])) for unit in units])
+    return LayerCosts(
+        clocks_mhz=tuple(shared),
+        time_s={kind: table(kind, "time_s") for kind in _KINDS},
+        energy_j={kind: table(kind, "energy_j") for kind in _KINDS},
+        parameters=parameters,
+        fixed_bytes=_BYTES_A_PARAMETER * parameters,
+        held_bytes=np.array([float(sum(part[2] for part in parts[unit])) for unit in units]),
+        blocking_power_w=blocking_power_w,
+        gpu=gpu,
+        simulated=simulated,
+    )
+
+
+def _signature(layer: nn.Module) -> Hashable:
+    """Return what layers that cost the same have in common: shapes and settings of all their parts."""
+    return tuple(
+        (
+            name,
+            type(part).__name__,
+            tuple(tuple(parameter.shape) for parameter in part.parameters(recurse=False)),
+            # The number of the layer is no difference.
+            tuple(
+                (key, value)
+                for key, value in vars(part).items()
+                if isinstance(value, str | int | float) and "idx" not in key
+            ),
+        )
+        for name, part in layer.named_modules()
+    )
