@@ -14,7 +14,7 @@ from perseus_ds.errors import FrontierError
 if TYPE_CHECKING:
     from perseus_ds.artifacts.plan import InstructionStreams
     from perseus_ds.artifacts.profile import StageProfile
-    from perseus_ds.optimizer.emulation import Curve, Emulation
+    from perseus_ds.optimizer.emulation import Emulation, Floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class Arguments:
         "how many times as long as the others the straggler takes", [1.05, 1.1, 1.2, 1.3, 1.4, 1.5], at_least=1
     )
     gpus_per_stage: int = argument("tensor-parallel GPUs of each stage", 1, at_least=1)
-    time_scale: float = argument("factor on all times, for profiles of a part of each stage", 1.0, at_least=0)
-    energy_scale: float | None = argument("factor on all energies; by default as time_scale", None, at_least=0)
+    time_scale: float = argument("factor on all times, for profiles of a part of each stage", 1.0, at_least=1e-9)
+    energy_scale: float | None = argument("factor on all energies; by default as time_scale", None, at_least=1e-9)
     micro_batches: int | None = argument(
         "micro-batches per iteration, needed with a CSV; otherwise what frontier.json says", None, at_least=1
     )
@@ -63,29 +63,30 @@ def _emulate(path: Path, profile: StageProfile, arguments: Arguments) -> Emulati
 
     from perseus_ds.artifacts.frontier import Frontier
     from perseus_ds.cli.inputs import naming
-    from perseus_ds.optimizer.emulation import Curve, EmulatedJob, busy_at_highest_clock, emulate
+    from perseus_ds.optimizer.emulation import emulate
 
     if path.suffix == ".csv":
         require("emulate", arguments, "micro_batches", "blocking_power_w")
         assert arguments.micro_batches is not None
         assert arguments.blocking_power_w is not None
-        streams, curve = _streams_1f1b(profile, arguments.micro_batches), read_curve(path)
+        streams, plans = _streams_1f1b(profile, arguments.micro_batches), read_curve(path)
         power_w = arguments.blocking_power_w
     else:
         frontier = Frontier.load(path)
-        streams, plans = frontier.instructions, frontier.plans
-        curve = Curve(np.array([plan.time_s for plan in plans]), np.array([plan.energy_j for plan in plans]))
+        streams, plans = frontier.instructions, np.array([(plan.time_s, plan.energy_j) for plan in frontier.plans])
         power_w = frontier.provenance.blocking_power_w
-    job = EmulatedJob(
-        pipelines=arguments.pipelines,
-        gpus_per_stage=arguments.gpus_per_stage,
-        blocking_power_w=power_w,
-        time_scale=arguments.time_scale,
-        energy_scale=arguments.time_scale if arguments.energy_scale is None else arguments.energy_scale,
-    )
     with naming(arguments.profile):
-        busy = busy_at_highest_clock(profile, streams)
-    return emulate(curve, busy, job, arguments.straggler)
+        return emulate(
+            plans,
+            profile,
+            streams,
+            blocking_power_w=power_w,
+            pipelines=arguments.pipelines,
+            gpus_per_stage=arguments.gpus_per_stage,
+            slowdowns=arguments.straggler,
+            time_scale=arguments.time_scale,
+            energy_scale=arguments.time_scale if arguments.energy_scale is None else arguments.energy_scale,
+        )
 
 
 def _streams_1f1b(profile: StageProfile, micro_batches: int) -> InstructionStreams:
@@ -104,8 +105,8 @@ def _streams_1f1b(profile: StageProfile, micro_batches: int) -> InstructionStrea
     )
 
 
-def read_curve(path: Path) -> Curve:
-    """Read a CSV with columns time and energy (lowtime's), or time_s and energy_j (ours).
+def read_curve(path: Path) -> Floats:
+    """Return times and energies of a CSV with columns time and energy (lowtime's), or time_s and energy_j (ours).
 
     Raises:
         FrontierError: It cannot be read, or holds no plan; the message names file and line.
@@ -113,8 +114,8 @@ def read_curve(path: Path) -> Curve:
     import numpy as np
 
     from perseus_ds.artifacts.io import read_text
+    from perseus_ds.artifacts.limits import LEAST, MOST_JOULES
     from perseus_ds.artifacts.validation import brief
-    from perseus_ds.optimizer.emulation import Curve
 
     reader = csv.DictReader(io.StringIO(read_text(path, FrontierError, "CSV of a frontier"), newline=""))
     try:
@@ -125,11 +126,12 @@ def read_curve(path: Path) -> Curve:
         rows = [[float(record[column]) for column in columns] for record in reader]
     except (TypeError, ValueError, csv.Error) as error:
         raise FrontierError(f"{path}, line {reader.line_num}: expected numbers ({brief(error)}).") from None
-    times_s, energies_j = np.array(rows).reshape(-1, 2).T
-    try:
-        return Curve(times_s, energies_j)
-    except FrontierError as error:
-        raise FrontierError(f"{path}: {error}") from None
+    if not rows or not all(LEAST <= value <= MOST_JOULES for row in rows for value in row):
+        raise FrontierError(
+            f"{path}: a frontier needs at least one plan, with positive times and energies, from {LEAST:g} to "
+            f"{MOST_JOULES:g}."
+        )
+    return np.array(rows)
 
 
 def _table(names: list[str], head: str, results: list[Emulation]) -> str:
@@ -147,7 +149,7 @@ def _table(names: list[str], head: str, results: list[Emulation]) -> str:
         line("T* [s]", [f"{r.t_star_s:.3f}" for r in results]),
         line("saved without a straggler", [f"{r.intrinsic:.2%}" for r in results]),
     ]
-    for straggler in zip(*(result.stragglers for result in results), strict=True):
-        values = [f"{found.saving:.2%}" for found in straggler]
-        lines.append(line(f"saved with a straggler {straggler[0].slowdown:g}x", values))
+    for slowdown in results[0].with_straggler:
+        values = [f"{result.with_straggler[slowdown]:.2%}" for result in results]
+        lines.append(line(f"saved with a straggler {slowdown:g}x", values))
     return "\n".join(lines)
