@@ -434,16 +434,18 @@ def _keep(model: PreTrainedModel, layers: range) -> None:
 def _initialize(model: PreTrainedModel, seed: int) -> None:
     """Give a stage's parts new weights, by the model's own rule and a seed for each part."""
     base = model.base_model
-    parts = [
+    layers = [
         (f"{name}.{index}", layer)
         for name, child in base.named_children()
         if isinstance(child, nn.ModuleList)
         for index, layer in enumerate(child)
     ]
-    for name, part in [*parts, *base.named_children(), *model.named_children(), ("", model)]:
-        # A generator of its own for each part, so that weights do not depend on the cut.
-        torch.manual_seed(seed + zlib.crc32(name.encode()))
-        part.apply(model._initialize_weights)
+    of_base = [*layers, *base.named_children(), ("", base)]
+    for owner, parts in ((base, of_base), (model, [*model.named_children(), ("", model)])):
+        for name, part in parts:
+            # A generator of its own for each part, so that weights do not depend on the cut.
+            torch.manual_seed(seed + zlib.crc32(name.encode()))
+            part.apply(owner._initialize_weights)
     model.tie_weights()
 
 

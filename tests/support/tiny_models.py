@@ -34,6 +34,14 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+# Without them, the default configuration or a small part of it makes no model.
+OF_FAMILY: dict[str, dict[str, object]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROTARY}},
+    "dots1": {"n_shared_experts": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "longcat_flash": {"num_hidden_layers": 8},  # each of its layers counts as two
+}
 LATENT_ATTENTION = {"num_key_value_heads": 4, "head_dim": 4}
 
 
@@ -50,7 +58,7 @@ def tiny(family: str, **settings: object) -> PretrainedConfig:
     sizes = {name: size for name, size in SIZES.items() if name in dir(whole)}
     if "kv_lora_rank" in sizes:
         sizes |= LATENT_ATTENTION
-    return config(**{**sizes, **settings})
+    return config(**{**sizes, **OF_FAMILY.get(family, {}), **settings})
 
 
 def token_ids(count: int = 1, seed: int = 0) -> torch.Tensor:
