@@ -293,6 +293,7 @@ class ClockController:
     def _wake(self) -> None:
         if self._is_waiting:  # otherwise the thread looks before it waits
             with self._changed:
+                self._is_waiting = False  # once is enough, however late the thread goes on
                 self._changed.notify_all()
 
     # From here on, the clocks' thread.

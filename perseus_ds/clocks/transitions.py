@@ -20,7 +20,6 @@ from perseus_ds.errors import PlanError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction
-from perseus_ds.pipeline.schedule import Compute
 
 _BEGUN_S = 0.001
 """A transfer that neither side waits for is launched within so long after an instruction."""
@@ -94,14 +93,14 @@ class IterationClocks:
     Attributes:
         first_mhz: To request as it begins; None for the default.
         by_instruction: What to request around each instruction.
-        ran: The operations of the last iteration in order, with what was requested around them: most iterations are
+        ran: The instructions of the last iteration in order, with what was requested around them: most iterations are
             alike, and to compare objects costs less than to look them up.
         clock: The plan's clock of each instruction [MHz].
     """
 
     first_mhz: int | None = None
     by_instruction: dict[Instruction, ClockTransition] = field(default_factory=dict)
-    ran: list[tuple[Compute, ClockTransition | None]] = field(default_factory=list)
+    ran: list[tuple[Instruction, ClockTransition | None]] = field(default_factory=list)
     clock: dict[Instruction, int] = field(default_factory=dict)
 
 

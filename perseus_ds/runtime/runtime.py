@@ -571,10 +571,10 @@ class OperationHooks:
 
     def _planned_around(self, operation: Compute, requested: IterationClocks) -> ClockTransition | None:
         """Return what to request around the next instruction of an iteration."""
-        position, ran = self._position, requested.ran
+        position, ran, instruction = self._position, requested.ran, operation.instruction
         self._position = position + 1
-        if position < len(ran) and ran[position][0] is operation:
+        if position < len(ran) and ran[position][0] is instruction:
             return ran[position][1]
-        transition = requested.by_instruction.get(operation.instruction)
-        ran[position:] = [(operation, transition)]
+        transition = requested.by_instruction.get(instruction)
+        ran[position:] = [(instruction, transition)]
         return transition
