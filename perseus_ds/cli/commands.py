@@ -20,6 +20,7 @@ COMMANDS = (
     "plot",
     "emulate",
     "schedules",
+    "partition",
     "export",
     "import",
     "watch",

@@ -398,7 +398,7 @@ def uniform_cut(layers: int, stages: int) -> Cut:
         ConfigError: There are more stages than layers.
     """
     if not 1 <= stages <= layers:
-        raise ConfigError(f"num_stages: the model has {layers} layers, so 1 to {layers} stages, not {stages}.")
+        raise ConfigError(f"The model has {layers} layers, so 1 to {layers} stages, not {stages}.")
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
 
 

@@ -1,0 +1,100 @@
+"""``perseus-ds partition``: where to cut a Hugging Face model into stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from perseus_ds.cli.arguments import argument
+
+if TYPE_CHECKING:
+    from perseus_ds.optimizer.partition import Partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Find where to cut a Hugging Face model into stages: the fastest cut, and the most frugal of those as fast.
+
+    Each layer is measured alone on this machine's GPU, the embedding and the head included. Without a GPU, or with
+    gpu=, one is simulated, and the work of a layer follows from its floating-point operations.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "perseus-ds partition Qwen/Qwen3-0.6B stages=8 micro_batches=32",
+        "perseus-ds partition my-model stages=4 micro_batches=16 gpu=h100-sxm memory_gib=80",
+    )
+
+    model: str = argument("name on the hub, or a folder with config.json", word=True)
+    stages: int = argument("stages of the pipeline", at_least=1)
+    micro_batches: int = argument("micro-batches per iteration", at_least=1)
+    schedule: str = argument("1f1b, dualpipev or package.module:Class, which is imported", "1f1b")
+    micro_batch_size: int = argument("sequences in a micro-batch", 1, at_least=1)
+    sequence_length: int | None = argument(
+        "tokens in a sequence; by default 2048, or as many as the model takes", None, at_least=1
+    )
+    gradient_checkpointing: bool = argument("true: activations are computed again in the backward pass", False)
+    memory_gib: float | None = argument(
+        "what a stage may need at most [GiB]; by default the GPU's memory, no limit if it is simulated",
+        None,
+        at_least=0,
+    )
+    gpu: str | None = argument("GPU to simulate: a100-sxm, a40, h100-sxm or h200", None)
+
+
+def run(arguments: Arguments) -> int:
+    """Print the cuts."""
+    from perseus_ds.cli.inputs import check_size, find_schedule
+    from perseus_ds.huggingface.partition import partition
+
+    check_size(arguments.stages, arguments.micro_batches)
+    find_schedule(None, arguments.schedule)  # what DeepSpeed says on import is not shown
+    found = partition(
+        arguments.model,
+        stages=arguments.stages,
+        micro_batches=arguments.micro_batches,
+        schedule=arguments.schedule,
+        micro_batch_size=arguments.micro_batch_size,
+        sequence_length=arguments.sequence_length,
+        gradient_checkpointing=arguments.gradient_checkpointing,
+        memory_gib=arguments.memory_gib,
+        gpu=arguments.gpu,
+    )
+    where = f"{arguments.stages} stages, {arguments.micro_batches} micro-batches, {found.costs.gpu}"
+    print(f"{arguments.model}, {where}\n{table_of(found)}")
+    return 0
+
+
+def table_of(found: Partition) -> str:
+    """Return the cuts side by side, what is proven of them, and the cut to train with."""
+    from perseus_ds.units import joules, number, percent, plain
+
+    named = {
+        "uniform": found.uniform,
+        "parameters": found.parameters,
+        "fastest": found.fastest,
+        "most frugal": found.most_frugal,
+    }
+    planned = len(found.costs.clocks_mhz) > 1
+    width = max(len(str(list(each.cut))) for each in named.values())
+    lines = [f"{'cut':12} {'layers':{width}}  iteration  default clocks  under Perseus     memory"]
+    for name, each in named.items():
+        under = joules(each.planned_j) if planned else "-"
+        lines.append(
+            f"{name:12} {list(each.cut)!s:{width}} {number(each.time_s):>8} s {joules(each.energy_j):>15} "
+            f"{under:>14} {each.memory_bytes / 2**30:6.1f} GiB"
+        )
+    lines.append(
+        "No cut is faster than the fastest one: proven."
+        if not found.time_gap
+        else f"A cut may be faster, by at most {percent(found.time_gap)}: the search was ended."
+    )
+    if planned:
+        lines.append(
+            f"No cut as fast has a plan of less energy than {joules(found.energy_bound_j)}; the most frugal one found "
+            f"is {percent(found.energy_gap, 2)} above that."
+        )
+    lines.append("Energies are per iteration of one pipeline, one GPU per rank; transfers and the tail take no time.")
+    if found.costs.simulated:
+        lines.append("The GPU is SIMULATED: nothing was measured, work follows from floating-point operations.")
+    lines.append(f"Train with cut={list(found.cut)}.")
+    return "\n".join(map(plain, lines))
