@@ -446,7 +446,7 @@ class _Check:
         """
         try:
             self._store.get(f"{self._key}/over")
-        except RuntimeError:
+        except dist.DistStoreError:  # the time-out
             missing = [rank for rank in range(dist.get_world_size()) if self._begun_by(rank, 0) < self._number]
             raise ConfigError(
                 f"perseus: {len(missing)} ranks have not attached, of which rank {missing[0]} is the first, and the "

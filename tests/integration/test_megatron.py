@@ -87,13 +87,17 @@ def test_plans_leave_losses_gradients_and_parameters_as_they_are(tmp_path):
     [
         (ONE_F_ONE_B, 2, 1),
         ({"stages": 2, "chunks": 2, "evaluate_every": 20}, 2, 1),
+        ({"stages": 4, "chunks": 2, "layers": 8, "overlap": False}, 4, 1),
         ({"stages": 2, "chunks": 2, "experts": 4, "expert": 2, "combined": True, "evaluate_every": 20}, 4, 2),
         ({"stages": 4, "first_layers": 1, "micro_batches": 8}, 4, 1),
         ({"stages": 2, "tensor": 2}, 4, 2),
         ({"stages": 2, "context": 2}, 4, 2),
         ({"stages": 2, "distributed": True}, 4, 1),
     ],
-    ids=["1F1B", "interleaved", "combined 1F1B", "4 uneven stages", "tensor", "context", "data, distributed optimizer"],
+    ids=[
+        *("1F1B", "interleaved", "transfers not hidden", "combined 1F1B", "4 uneven stages"),
+        *("tensor", "context", "data, distributed optimizer"),
+    ],
 )
 def test_every_mode_leaves_losses_gradients_and_parameters_as_they_are(tmp_path, job, ranks, in_step):
     assert_untouched(tmp_path, job, ["observe", "profile", "auto", "run", "disabled"], ranks)

@@ -68,6 +68,7 @@ def already_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = Fa
 def model_of(job: dict[str, Any]) -> list[Any]:
     """Return this rank's parts of a GPT, each in Megatron's data-parallel wrapper."""
     chunks, half = job.get("chunks", 1), job.get("combined", False)  # combined 1F1B trains no model of 32 bits
+    overlap = job.get("overlap", chunks > 1)
     config = TransformerConfig(
         num_layers=job.get("layers", 4),
         hidden_size=WIDTH,
@@ -78,8 +79,8 @@ def model_of(job: dict[str, Any]) -> list[Any]:
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         num_layers_in_first_pipeline_stage=job.get("first_layers"),
-        overlap_p2p_comm=chunks > 1,
-        batch_p2p_comm=chunks == 1,
+        overlap_p2p_comm=overlap,
+        batch_p2p_comm=not overlap,
         num_moe_experts=job.get("experts"),
         expert_model_parallel_size=job.get("expert", 1),
         moe_token_dispatcher_type="alltoall",
