@@ -1,6 +1,6 @@
 """Pre-train or fine-tune a Hugging Face model with DeepSpeed pipeline parallelism and Perseus.
 
-    deepspeed --num_gpus 4 examples/huggingface/train.py model.name=Qwen/Qwen3-0.6B data.path=my_texts
+    deepspeed --num_gpus 4 examples/huggingface/train.py model.name=Qwen/Qwen3-0.6B data.path=my_texts lr=1e-5
     torchrun --nproc_per_node 2 examples/huggingface/train.py     # a tiny model, also without GPUs
 
 Configuration: ``configs/huggingface``, by Hydra. ``--profile`` is short for ``perseus.mode=profile``.

@@ -8,6 +8,7 @@ from huggingface_hub import constants
 from tiny_models import families, tiny, token_ids
 from transformers import AutoModelForCausalLM, GPT2Config
 
+import perseus_ds
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.huggingface import stages
 from perseus_ds.huggingface.stages import (
@@ -125,6 +126,21 @@ def test_gradient_checkpointing_changes_no_gradient():
         return [p.grad for stage in stages for p in stage.parameters()]
 
     assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(gradients(False), gradients(True), strict=True))
+
+
+def test_stages_in_bf16_give_the_logits_of_the_whole_model_in_bf16(tmp_path):
+    whole_model(tiny("qwen3")).to(torch.bfloat16).save_pretrained(tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    parts = [build_stage(tmp_path, (3, 1), index, dtype=torch.bfloat16) for index in range(2)]
+    logits = through(parts, token_ids())[0]
+    assert logits.dtype == torch.bfloat16
+    assert torch.equal(logits, whole(token_ids()).logits)
+
+
+def test_a_tied_embedding_is_an_error_where_stages_share_no_weight():
+    config = tiny("qwen3", tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match="Set tie_word_embeddings=False in the configuration"):
+        perseus_ds.pipeline_stage(config, stage_index=0, num_stages=2, device="cpu")
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3"])
