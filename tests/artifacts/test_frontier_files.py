@@ -101,6 +101,13 @@ def edited(tmp_path, edit):
         (lambda raw: raw["plans"][1]["clocks_mhz"][0].__setitem__(0, -5), r"plans\.1\.clocks_mhz\.0\.0"),
         (lambda raw: raw["plans"].reverse(), r"plans 0 and 1 are not ordered"),
         (lambda raw: raw["instructions"][0][0].__setitem__(1, "sideways"), r"instructions\.0\.0\.1"),
+        (lambda raw: raw["instructions"].__setitem__(0, []), r"instructions\.0"),
+        (lambda raw: raw["provenance"].update(micro_batches=10**9), r"provenance\.micro_batches"),
+        (lambda raw: raw["provenance"].update(stages=10**9), r"provenance\.stages"),
+        (lambda raw: raw["plans"][0].update(energy_j=1e300), r"plans\.0\.energy_j"),
+        (lambda raw: raw["plans"][0]["clocks_mhz"][0].__setitem__(0, 10**9), r"plans\.0\.clocks_mhz\.0\.0"),
+        (lambda raw: raw.update(t_min_s=5e-324), r"t_min_s"),
+        (lambda raw: raw.update(streams={"name": "1f1b", "micro_batches": 10**9, "ranks": []}), r"streams\.micro_"),
     ],
 )
 def test_an_edited_frontier_names_file_and_key(tmp_path, edit, message):

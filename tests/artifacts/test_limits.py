@@ -108,41 +108,6 @@ def test_of_many_wrong_values_the_first_is_named(tmp_path, key, wrong):
 
 
 @pytest.mark.parametrize(
-    "cells",
-    ["1e300,forward,1410,1,1", "0,forward,1e300,1,1", "0,forward,1410,1e300,1", f"0,forward,1410,1,{'9' * 5000}"],
-)
-def test_a_cell_beyond_the_limits_names_the_line(tmp_path, cells):
-    (tmp_path / "profile.csv").write_text(f"stage,instruction,frequency,time,energy\n{cells}\n")
-    with pytest.raises(PerseusError, match=r"profile\.csv, line 2: "):
-        StageProfile.load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("keys", "value"),
-    [
-        (["provenance", "micro_batches"], 10**9),
-        (["provenance", "stages"], 10**9),
-        (["instructions"], []),
-        (["instructions", 0], []),
-        (["plans", 0, "energy_j"], 1e300),
-        (["plans", 0, "clocks_mhz", 0, 0], 10**9),
-        (["t_min_s"], 5e-324),
-        (["streams", "micro_batches"], 10**9),
-    ],
-)
-def test_a_frontier_beyond_the_limits_names_file_and_key(tmp_path, keys, value):
-    schedule = one_f_one_b(2, 3)
-    path = optimize(schedule, synthetic_profile(2), blocking_power_w=80.0, plans=4).save(tmp_path)
-    raw = holder = json.loads(path.read_text())
-    for key in keys[:-1]:
-        holder = holder[key]
-    holder[keys[-1]] = value
-    path.write_text(json.dumps(raw))
-    with pytest.raises(PerseusError, match=r"frontier\.json: " + r"\.".join(map(str, keys))):
-        Frontier.load(path)
-
-
-@pytest.mark.parametrize(
     "line",
     [
         *(
