@@ -8,17 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from perseus_ds.artifacts.io import FileModel, read_json, validated
-from perseus_ds.artifacts.limits import (
-    MOST_OPERATIONS,
-    MOST_SECONDS,
-    MOST_TIMELINE_BYTES,
-    Clock,
-    Index,
-    Many,
-    MicroBatch,
-    Stage,
-    Text,
-)
+from perseus_ds.artifacts.limits import MOST_SECONDS, MOST_TIMELINE_BYTES, Clock, Index, Many, MicroBatch, Stage, Text
 from perseus_ds.errors import ConfigError
 
 _FORMAT: Literal["perseus-ds timeline"] = "perseus-ds timeline"
@@ -97,17 +87,9 @@ class TimelineFile(FileModel):
             ConfigError: It is missing, cut off, foreign or of another version; the message names file and key.
         """
         raw = read_json(path, ConfigError, "timeline.json of a training run", MOST_TIMELINE_BYTES)
-        iterations = [each for each in _listed(raw.get("iterations")) if isinstance(each, dict)]
-        operations = sum(len(_listed(rank)) for each in iterations for rank in _listed(each.get("ranks")))
-        if operations > MOST_OPERATIONS:
-            raise ConfigError(f"{path}: {operations} operations, at most {MOST_OPERATIONS} are read.")
         return validated(raw, cls, path, ConfigError, "Train again to have it written anew.")
 
     @property
     def operations(self) -> int:
         """Number of operations of all iterations."""
         return sum(iteration.operations for iteration in self.iterations)
-
-
-def _listed(value: object) -> list[object]:
-    return value if isinstance(value, list) else []

@@ -13,9 +13,9 @@ from pydantic import TypeAdapter
 from perseus_ds.artifacts.run_records import OrderGiven
 from perseus_ds.policy.control_socket import Pause, Resume, SetPolicy, SetStraggler, Status
 from perseus_ds.policy.cost_account import CostAccount
+from perseus_ds.policy.pace import Straggler
 from perseus_ds.policy.policies import PolicyConfig, check_deadline
 from perseus_ds.policy.signals import SignalWatch
-from perseus_ds.policy.stragglers import Straggler
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")

@@ -24,6 +24,7 @@ from perseus_ds.artifacts.run_records import Event, Halted, PlanChosen, PolicyCh
 from perseus_ds.policy.decisions import MARGIN, Decision, PowerCap, RunStatistics, Situation, decide, stretched_plan
 from perseus_ds.policy.hourly_programme import Timetable
 from perseus_ds.policy.job_control import JobControl
+from perseus_ds.policy.pace import StragglerWatch, straggler_of, with_reported
 from perseus_ds.policy.policies import (
     CheapestPolicy,
     PolicyConfig,
@@ -34,7 +35,6 @@ from perseus_ds.policy.policies import (
 )
 from perseus_ds.policy.reports import Assigned, JobReport, RankReports
 from perseus_ds.policy.signals import Signal
-from perseus_ds.policy.stragglers import StragglerWatch, straggler_of, with_reported
 from perseus_ds.ranks import Communicator
 from perseus_ds.timebase import Timebase
 

@@ -14,12 +14,11 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.run_records import Drifted
 from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.pipeline.dag import Dag
-from perseus_ds.policy.drift import DriftWatch, reported_drift
 from perseus_ds.policy.job_control import JobControl
+from perseus_ds.policy.pace import DriftWatch, computed_and_tail_s, reported_drift
 from perseus_ds.policy.plan_proof import ANALYSES, IterationSample, PlanComparison, Verdict, certainty
 from perseus_ds.policy.reports import JobReport
 from perseus_ds.policy.selector import Assignment, Forecast, PlanSelector
-from perseus_ds.policy.stragglers import computed_and_tail_s
 from perseus_ds.runtime.iterations import Halt, IterationMeasurement, NextIteration, NextPhase, Phase, Waited
 from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.recorder import Recorder

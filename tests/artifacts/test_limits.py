@@ -157,13 +157,6 @@ def test_too_many_records_are_refused(tmp_path, monkeypatch, limit, lines):
         read_records(tmp_path)
 
 
-def test_too_many_operations_are_refused_before_they_are_checked(tmp_path, monkeypatch):
-    monkeypatch.setattr("perseus_ds.artifacts.timeline.MOST_OPERATIONS", 3)
-    (tmp_path / "timeline.json").write_text('{"iterations": [{"ranks": [[0, 0], [0]]}, 5, {"ranks": [7, [0]]}]}')
-    with pytest.raises(ConfigError, match=r"timeline\.json: 4 operations, at most 3 are read\.$"):
-        TimelineFile.load(tmp_path / "timeline.json")
-
-
 def test_a_file_replaces_a_link_and_does_not_follow_it(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "out").symlink_to(tmp_path / "mine")

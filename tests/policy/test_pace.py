@@ -13,10 +13,9 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.policy.drift import DriftWatch, reported_drift
+from perseus_ds.policy.pace import DriftWatch, Straggler, StragglerWatch, reported_drift, straggler_of, with_reported
 from perseus_ds.policy.reports import JobReport
 from perseus_ds.policy.selector import Assignment
-from perseus_ds.policy.stragglers import Straggler, StragglerWatch, straggler_of, with_reported
 
 INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),), (Instruction(1, Kind.FORWARD, 0),))
 PLANS = tuple(FrequencyPlan(INSTRUCTIONS, ((1400 - i,),) * 2, 1.0 + 0.005 * i, 100.0 - 0.5 * i) for i in range(61))
