@@ -155,7 +155,7 @@ def test_a_run_continues_across_the_end_of_the_iteration(seed, rises):
         middle[begin:end] = len(rank.clock_mhz) - 1
         clocks.append(len(rank.clock_mhz) - 1 - middle if rises else middle)
     expected = runs_s(problem, problem.evaluate(search.clocks_mhz(clocks)))
-    for rank, beyond_s, runs in zip(search.ranks, search.beyond_dwell_s(clocks), expected, strict=True):
+    for beyond_s, runs in zip(search.beyond_dwell_s(clocks), expected, strict=True):
         assert len(runs) == 2
         assert beyond_s + 2 * PAIR_S == pytest.approx([length_s for _, length_s in sorted(runs, reverse=rises)][::-1])
 
