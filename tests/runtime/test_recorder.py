@@ -1,7 +1,6 @@
 """What is written, told and said of iterations; and that nothing of it can end training."""
 
 import errno
-import json
 import math
 import os
 
@@ -88,15 +87,6 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ca
     assert step == "perseus: step 2: run, 1.100 s, 80.00 J (plan 4: 1.000 s, 75.00 J), simulated GPUs"
     assert "3 iterations, 3.200 s, 260.0 J (0.07222 Wh), 12 clock changes, 4 skipped; 2 under plans" in summary
     assert "20.0 % less energy and 10.0 % more time than at default clocks, by the profile" in summary
-
-
-def test_what_is_derived_is_not_stored(tmp_path):
-    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True)
-    recorder.start(Started())
-    recorder.add(under_plan(1), reports())
-    recorder.close()
-    line = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[1])
-    assert not {"saved", "late", "power_w"} & set(line)
 
 
 def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(tmp_path):
@@ -245,16 +235,6 @@ def test_records_of_earlier_starts_that_cannot_be_read_do_not_keep_new_ones_from
     writer.flush()
     assert [record.error for record in read_records(tmp_path)] == ["new"]
     assert caplog.text.count("earlier starts cannot be read") == 1
-
-
-def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    recorder = Recorder(LoneCommunicator(), tmp_path / "file", simulated=True)
-    recorder.start(Started())
-    for number in (1, 2):
-        recorder.add(under_plan(number), reports())
-    recorder.close()
-    assert caplog.text.count("cannot be written") == 1
 
 
 def test_what_could_not_be_written_is_written_once_that_is_possible(tmp_path, caplog):
