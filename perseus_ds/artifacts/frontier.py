@@ -41,6 +41,11 @@ from perseus_ds.pipeline.schedule import Schedule
 
 # Deadlines come from arithmetic on measured times; a plan that is late only by rounding is in time.
 _TOLERANCE = 1e-9
+_MOST_ALTERNATIVES = 20
+SLOWDOWNS = (0.0, 0.01, 0.02, 0.05)
+"""Against the highest clock, at which savings of plans and alternatives are compared."""
+# In a sentence; and what counts as equal, as a fraction of the energy.
+_COMPARED, _AS_GOOD = 0.01, 0.005
 
 
 class Provenance(FileModel):
@@ -60,6 +65,39 @@ class Provenance(FileModel):
 
 
 @dataclass(frozen=True)
+class AlternativePoint:
+    """An iteration under a setting that is no plan.
+
+    Attributes:
+        time_s: Its time [s].
+        energy_j: Of one pipeline, one GPU per rank [J].
+        setting: What is set, in words.
+    """
+
+    time_s: float
+    energy_j: float
+    setting: str
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Something that one would set instead of a plan.
+
+    Attributes:
+        name: Such as ``one clock for all GPUs``.
+        points: By ascending time and descending energy.
+    """
+
+    name: str
+    points: tuple[AlternativePoint, ...]
+
+    def within(self, deadline_s: float) -> AlternativePoint | None:
+        """Return the point of least energy that is in time; None if none is."""
+        in_time = [point for point in self.points if point.time_s <= deadline_s * (1 + _TOLERANCE)]
+        return in_time[-1] if in_time else None
+
+
+@dataclass(frozen=True)
 class Frontier:
     """Plans by ascending time and descending energy.
 
@@ -69,6 +107,7 @@ class Frontier:
         baseline: The plan with everything at the highest measured clock: the cost of running without Perseus.
         instruction_times_s: The profile's duration of an instruction, by stage, kind and clock [s].
         schedule: The schedule that the plans are for; None in files that do not hold it.
+        alternatives: What one would set instead, by the same profile.
         certificates: The proofs of the plans' lower bounds, where they were just computed; ``save`` writes them on
             request.
     """
@@ -79,6 +118,7 @@ class Frontier:
     provenance: Provenance
     instruction_times_s: ClockTimes = field(default_factory=dict)
     schedule: Schedule | None = field(default=None, repr=False)
+    alternatives: tuple[Alternative, ...] = ()
     certificates: Certificates | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -125,6 +165,38 @@ class Frontier:
                 lowtime's may be, it is the fastest plan.
         """
         return self.lookup(max(self.t_min_s * (1 + max_slowdown), self.plans[0].time_s))
+
+    def savings(self) -> dict[str, list[float | None]]:
+        """Return what plans and alternatives save against the highest clock, by name, ``Perseus`` first.
+
+        Returns:
+            A fraction of the energy for each of :data:`SLOWDOWNS`; None where nothing is in time.
+        """
+        deadlines_s = [(1 + slowdown) * self.baseline.time_s for slowdown in SLOWDOWNS]
+        found = {"Perseus": [self._saved(self._in_time(deadline_s)) for deadline_s in deadlines_s]}
+        for one in self.alternatives:
+            found[one.name] = [self._saved(one.within(deadline_s)) for deadline_s in deadlines_s]
+        return found
+
+    def best_alternative_in_words(self) -> str:
+        """Return a sentence: what plans save more than the best alternative in 1 % more time."""
+        place = SLOWDOWNS.index(_COMPARED)
+        saved = {name: values[place] or 0.0 for name, values in self.savings().items()}
+        plans = saved.pop("Perseus")
+        name = max(saved, key=saved.__getitem__)
+        more = plans - saved[name]
+        if more < _AS_GOOD:
+            return f"In {_COMPARED:.0%} more time, {name} is as good: it saves {saved[name]:.1%}, Perseus {plans:.1%}."
+        return (
+            f"In {_COMPARED:.0%} more time, Perseus saves {100 * more:.1f} percentage points more than the best of "
+            f"them, {name}."
+        )
+
+    def _in_time(self, deadline_s: float) -> FrequencyPlan | None:
+        return self.lookup(deadline_s) if self.plans[0].time_s <= deadline_s * (1 + _TOLERANCE) else None
+
+    def _saved(self, found: FrequencyPlan | AlternativePoint | None) -> float | None:
+        return None if found is None else 1 - found.energy_j / self.baseline.energy_j
 
     def save(self, directory: Path | str, *, certificates: bool = False) -> Path:
         """Write ``frontier.csv`` and ``frontier.json``, all complete or not at all.
@@ -196,6 +268,9 @@ class Frontier:
             plans=[_PlanFile.of(plan) for plan in self.plans],
             instruction_times_s=[(*key, time_s) for key, time_s in self.instruction_times_s.items()],
             streams=None if self.schedule is None else ScheduleStreams.of(self.schedule),
+            alternatives={
+                one.name: [(p.time_s, p.energy_j, p.setting) for p in one.points] for one in self.alternatives
+            },
         )
 
 
@@ -235,6 +310,9 @@ class _FrontierFile(FileModel):
     plans: Many[_PlanFile] = Field(min_length=1, max_length=MOST_PLANS)
     instruction_times_s: Many[tuple[Stage, Kind, Clock, Time]] = Field(default_factory=list)
     streams: ScheduleStreams | None = None
+    alternatives: dict[Text, Many[tuple[Time, Energy, Text]]] = Field(
+        default_factory=dict, max_length=_MOST_ALTERNATIVES
+    )
 
     def to_frontier(self) -> Frontier:
         instructions = tuple(tuple(Instruction(*entry) for entry in stream) for stream in self.instructions)
@@ -242,7 +320,12 @@ class _FrontierFile(FileModel):
         _check_order(plans)
         times_s = {(stage, kind, clock): time_s for stage, kind, clock, time_s in self.instruction_times_s}
         schedule = None if self.streams is None else self.streams.to_schedule()
-        return Frontier(plans, self.t_min_s, self.baseline.to_plan(instructions), self.provenance, times_s, schedule)
+        baseline = self.baseline.to_plan(instructions)
+        alternatives = tuple(
+            Alternative(name, tuple(AlternativePoint(*point) for point in points))
+            for name, points in self.alternatives.items()
+        )
+        return Frontier(plans, self.t_min_s, baseline, self.provenance, times_s, schedule, alternatives)
 
 
 def _check_order(plans: Sequence[FrequencyPlan]) -> None:

@@ -107,9 +107,25 @@ def frontier_summary(frontier: Frontier) -> str:
         mean, worst = figures["mean_gap"], figures["worst_gap"]
         lines.append(f"  above the lower bound     mean {mean:.3%}, worst {worst:.3%} of the energy")
     lines.append("  Energies are per iteration of one pipeline, one GPU per rank.")
+    lines += beside_alternatives(frontier)
     if provenance.simulated:
         lines.append("  The profile is SIMULATED: no GPU was measured.")
     return "\n".join(lines)
+
+
+def beside_alternatives(frontier: Frontier) -> list[str]:
+    """Return a table of what plans and their alternatives save, and what that means in a sentence."""
+    from perseus_ds.artifacts.frontier import SLOWDOWNS
+
+    if not frontier.alternatives:
+        return []
+    savings = frontier.savings()
+    heads = "".join(f"{f'+{slowdown:.0%}':>9}" for slowdown in SLOWDOWNS)
+    lines = [f"  saved in so much more time  {heads}"]
+    for name, saved in savings.items():
+        figures = "".join(f"{'-' if value is None else f'{max(value, 0.0):.1%}':>9}" for value in saved)
+        lines.append(f"    {name:<26}{figures}")
+    return [*lines, f"  {frontier.best_alternative_in_words()}"]
 
 
 @contextmanager

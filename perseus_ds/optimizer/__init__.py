@@ -11,6 +11,7 @@ from perseus_ds.artifacts.limits import MOST_JOULES, MOST_PLANS, MOST_SECONDS, M
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError, ProfileError
+from perseus_ds.optimizer.alternatives import alternatives
 from perseus_ds.optimizer.lowtime import solve_lowtime
 from perseus_ds.optimizer.problem import Problem
 from perseus_ds.optimizer.solver import solve_exact
@@ -125,4 +126,5 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
         ),
         instruction_times_s={(m.stage, m.kind, m.clock_mhz): m.time_s for m in problem.profile.measurements},
         schedule=schedule,
+        alternatives=alternatives(problem),
     )

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.frontier import SLOWDOWNS, Frontier
 from perseus_ds.artifacts.run_records import CostsSoFar, Event
 from perseus_ds.artifacts.timeline import MeasuredIteration
 from perseus_ds.report.figures import Figure, frontier_figure, history_figure, profile_figures, trend_figure
@@ -48,6 +48,7 @@ def report_page(found: Sources, jobs: Sequence[Job], tiles: Sequence[Tile], fact
         one_percent=one_percent_slower(found.frontier, in_use) if found.frontier else None,
         stages=list(dict.fromkeys((curve.label, variable(curve.colour)) for curve in curves)),
         kinds=[(kind, dash) for kind, dash in DASHES.items() if any(curve.kind is kind for curve in curves)],
+        slowdowns=SLOWDOWNS,
         artefacts=artefacts(found),
     )
 

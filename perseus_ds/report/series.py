@@ -19,6 +19,7 @@ from perseus_ds.units import percent
 QUANTITIES = {"time": "s", "energy": "J", "power": "W"}
 # Two stages whose rows differ by less are drawn as one curve: they could not be told apart.
 _SAME = 0.005
+_ALTERNATIVES = (("green", "dash"), ("amber", "dot"), ("ink", "dashdot"), ("soft", "dot"))
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,14 @@ def frontier_series(
     name = f"{len(plans)} plans (predicted)"
     found.append(Series(name, times_s, energies_j, "blue", dash="solid", symbol="circle", texts=texts, role="plans"))
     found.append(_point("all at the highest clock (predicted)", baseline.time_s, baseline.energy_j, "orange", "square"))
+    slowest_s = max(plans[-1].time_s, baseline.time_s)
+    for one, (colour, line) in zip(frontier.alternatives, _ALTERNATIVES, strict=False):
+        shown = [p for p in one.points if p.time_s <= slowest_s]
+        dash, symbol = (None, "x") if len(shown) == 1 else (line, None)
+        times_s, energies_j = [p.time_s for p in shown], [p.energy_j for p in shown]
+        texts = [f"{one.name}: {p.setting}<br>{p.time_s:.4f} s, {p.energy_j:.1f} J" for p in shown]
+        name = f"{one.name} (predicted)"
+        found.append(Series(name, times_s, energies_j, colour, dash=dash, symbol=symbol, size=9, texts=texts))
     if in_use is not None:
         plan = plans[in_use]
         found.append(_point(in_use_label, plan.time_s, plan.energy_j, "blue", "star"))

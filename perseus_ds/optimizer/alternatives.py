@@ -1,0 +1,185 @@
+"""What one would set instead of a frequency plan, judged by the same profile through the same DAG.
+
+- *One clock*: the same for all GPUs.
+- *One clock for each stage*: for a time that a micro-batch may take on each stage, which is swept, every stage has the
+  clock of least energy at which its passes take no longer: the slowest stage decides on the time of an iteration. With
+  few stages also what a search finds that begins at the least energy and raises the clock of one stage after the other,
+  each time where an iteration becomes shortest for the energy. One clock for all is among them.
+- *One power cap*: the same for all GPUs. An instruction runs at the highest clock at which a board draws no more. A
+  throttled board draws more than one that is locked at the clock of equal throughput (A100 at caps of 200 to 400 W: 5
+  to 9 %; H100 and H200 at their limits: 8 %; FIRESTARTER runs of NHR@FAU, 2026), by :data:`THROTTLED` here.
+- *EnvPipe's rule* (Choi et al., ATC '23): the fastest clock on the critical path and the most efficient one elsewhere;
+  then the clocks on what has become critical are raised step by step until the iteration is as short as before.
+
+They change no clock within a pass or so rarely that changes cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from perseus_ds.artifacts.frontier import Alternative, AlternativePoint
+from perseus_ds.artifacts.profile import ClockOptions
+from perseus_ds.optimizer.problem import OptionIndices, Problem
+
+THROTTLED = 0.07
+"""How much more a board draws at a power cap than at a locked clock of equal throughput, as a fraction."""
+_MOST_POINTS, _MOST_SEARCHED = 60, 16
+_SAME = 1e-9
+
+Floats = npt.NDArray[np.float64]
+Rows = list[tuple[float, float]]
+"""Time [s] and energy [J] of an instruction, for each of a problem's groups."""
+
+
+def alternatives(problem: Problem) -> tuple[Alternative, ...]:
+    """Return the alternatives to the plans of a problem, each with its points of rising time and falling energy."""
+    return (
+        _alternative("one clock for all GPUs", _one_clock(problem)),
+        _alternative("one clock for each stage", _one_clock_a_stage(problem)),
+        _alternative("one power cap for all GPUs", power_caps(problem, [range(len(problem.groups))])),
+        _alternative("EnvPipe's rule", [_envpipe(problem)]),
+    )
+
+
+def _alternative(name: str, points: Iterable[AlternativePoint]) -> Alternative:
+    kept: list[AlternativePoint] = []
+    for point in sorted(points, key=lambda p: (p.time_s, p.energy_j)):
+        if not kept or point.energy_j < kept[-1].energy_j:
+            kept.append(point)
+    return Alternative(name, tuple(kept))
+
+
+def point_of(problem: Problem, rows: Rows, setting: str) -> AlternativePoint:
+    """Return the iteration in which all instructions of a group are alike."""
+    time_s, energy_j = (np.array(values)[problem.group] for values in zip(*rows, strict=True))
+    durations = problem.fixed_s.copy()
+    durations[problem.node] = time_s
+    makespan_s = problem.dag.makespan_s(durations)
+    effective_j = float((energy_j - problem.blocking_power_w * time_s).sum())
+    return AlternativePoint(makespan_s, problem.waiting_energy_j(makespan_s) + effective_j, setting)
+
+
+def _row(options: ClockOptions, place: int) -> tuple[float, float]:
+    return float(options.time_s[place]), float(options.energy_j[place])
+
+
+def _evenly(values: Iterable[float]) -> list[float]:
+    distinct = np.unique(np.fromiter(values, np.float64))
+    return [float(v) for v in distinct[np.linspace(0, len(distinct) - 1, min(len(distinct), _MOST_POINTS)).astype(int)]]
+
+
+def _one_clock(problem: Problem) -> Iterator[AlternativePoint]:
+    for clock_mhz in _evenly(clock for group in problem.groups for clock in group.measured.clock_mhz.tolist()):
+        nearest = [int(np.abs(group.measured.clock_mhz - clock_mhz).argmin()) for group in problem.groups]
+        rows = [_row(group.measured, place) for group, place in zip(problem.groups, nearest, strict=True)]
+        yield point_of(problem, rows, f"{clock_mhz:.0f} MHz")
+
+
+def _one_clock_a_stage(problem: Problem) -> Iterator[AlternativePoint]:
+    by_stage: dict[int, list[int]] = {}
+    for number, group in enumerate(problem.groups):
+        by_stage.setdefault(group.stage, []).append(number)
+    tables = [_stage_table(problem, numbers) for numbers in by_stage.values()]
+
+    def point(places: list[int]) -> AlternativePoint:
+        rows: Rows = [(0.0, 0.0)] * len(problem.groups)
+        clocks = [int(table[0][place]) for table, place in zip(tables, places, strict=True)]
+        for numbers, clock_mhz in zip(by_stage.values(), clocks, strict=True):
+            for number in numbers:
+                measured = problem.groups[number].measured
+                rows[number] = _row(measured, int(np.abs(measured.clock_mhz - clock_mhz).argmin()))
+        return point_of(problem, rows, f"{min(clocks)} to {max(clocks)} MHz")
+
+    shortest_s = max(float(pass_s.min()) for _, pass_s, _ in tables)
+    for most_s in _evenly(time for _, pass_s, _ in tables for time in pass_s.tolist() if time >= shortest_s):
+        yield point([int(np.where(time_s <= most_s * (1 + _SAME), j, np.inf).argmin()) for _, time_s, j in tables])
+    yield from _one_clock(problem)
+    if len(tables) <= _MOST_SEARCHED:
+        highest = [len(clocks) - 1 for clocks, _, _ in tables]
+        yield from _raised_in_turns(point, [int(cost_j.argmin()) for _, _, cost_j in tables], highest)
+
+
+def _raised_in_turns(
+    point: Callable[[list[int]], AlternativePoint], places: list[int], highest: list[int]
+) -> Iterator[AlternativePoint]:
+    """Raise the clock of one stage after the other, where the time falls most for the energy, while it falls at all."""
+    now = point(places)
+    while True:
+        yield now
+        found: list[tuple[float, AlternativePoint, list[int]]] = []
+        for stage in (number for number, place in enumerate(places) if place < highest[number]):
+            raised = [place + (number == stage) for number, place in enumerate(places)]
+            after = point(raised)
+            more_j = max(after.energy_j - now.energy_j, _SAME * now.energy_j)
+            found.append(((now.time_s - after.time_s) / more_j, after, raised))
+        worth, now, places = max(found, key=itemgetter(0), default=(0.0, now, places))
+        if worth <= 0:
+            return
+
+
+def _stage_table(problem: Problem, numbers: list[int]) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
+    """Return a stage's clocks, and by clock how long a micro-batch takes [s] and its effective energy [J]."""
+    groups = [problem.groups[number].measured for number in numbers]
+    clocks = np.array(sorted(set.intersection(*(set(g.clock_mhz.tolist()) for g in groups))), dtype=np.int64)
+    if not len(clocks):
+        clocks = groups[0].clock_mhz
+    places = [[int(np.abs(g.clock_mhz - clock).argmin()) for clock in clocks] for g in groups]
+    # A tail runs once an iteration, the other instructions once a micro-batch.
+    counts = np.array([(problem.group == number).sum() for number in numbers], dtype=np.float64)
+    shares = counts / counts.max()
+    cost_j = [g.effective_energy_j(problem.blocking_power_w)[p] for g, p in zip(groups, places, strict=True)]
+    time_s = [g.time_s[p] for g, p in zip(groups, places, strict=True)]
+    return clocks, shares @ np.array(time_s), shares @ np.array(cost_j)
+
+
+def power_caps(problem: Problem, alike: Iterable[Iterable[int]]) -> Iterator[AlternativePoint]:
+    """Yield what power caps do, from the highest power of any instruction down.
+
+    Args:
+        problem: What to set them for.
+        alike: Groups of the problem that share a cap: all for one cap.
+    """
+    for numbers in alike:
+        powers_w = [p for n in numbers for p in _power_w(problem.groups[n].measured).tolist()]
+        for cap_w in _evenly(powers_w):
+            yield point_of(problem, [capped(group.measured, cap_w) for group in problem.groups], f"{cap_w:.0f} W")
+
+
+def capped(options: ClockOptions, cap_w: float) -> tuple[float, float]:
+    """Return time [s] and energy [J] of an instruction on a board with a power cap [W]."""
+    power_w, last = _power_w(options), len(options.clock_mhz) - 1
+    if power_w[last] <= cap_w:
+        return _row(options, last)
+    within = np.flatnonzero(power_w * (1 + THROTTLED) <= cap_w)
+    time_s, energy_j = _row(options, int(within[-1]) if len(within) else 0)
+    return time_s, energy_j * (1 + THROTTLED)
+
+
+def _power_w(options: ClockOptions) -> Floats:
+    return options.energy_j / options.time_s
+
+
+def _envpipe(problem: Problem) -> AlternativePoint:
+    dag = problem.dag
+    fastest = problem.fastest
+    efficient = np.array([int(g.options.energy_j.argmin()) for g in problem.groups], dtype=np.intp)[problem.group]
+    choice: OptionIndices = np.where(_is_critical(problem, fastest), fastest, efficient)
+    while problem.time_s(choice) > problem.t_min_s * (1 + _SAME):
+        choice = choice - (_is_critical(problem, choice) & (choice > 0))
+    time_s = dag.makespan_s(problem.durations_s(choice))
+    return AlternativePoint(time_s, problem.energy_j(choice, time_s), "efficient clocks off the critical path")
+
+
+def _is_critical(problem: Problem, choice: OptionIndices) -> npt.NDArray[np.bool_]:
+    """Return which decisions have no slack."""
+    durations = problem.durations_s(choice)
+    finish_s = problem.dag.finish_s(durations)
+    end_s = float(finish_s.max())
+    slack_s = problem.dag.latest_finish_s(durations, end_s) - finish_s
+    critical: npt.NDArray[np.bool_] = slack_s[problem.node] <= _SAME * end_s
+    return critical

@@ -1,0 +1,107 @@
+"""What one would set instead of a plan, judged through the same DAG."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import dual_pipe_v, one_f_one_b, synthetic_profile
+from published import stage_profile
+
+from perseus_ds.artifacts.frontier import Alternative, AlternativePoint, Frontier
+from perseus_ds.artifacts.profile import ClockOptions, StageProfile
+from perseus_ds.optimizer import optimize, problem_for
+from perseus_ds.optimizer.alternatives import THROTTLED, alternatives, capped
+
+POWER_W = 83.64
+OPTIONS = ClockOptions(np.array([900, 1200, 1410]), np.array([1.5, 1.2, 1.0]), np.array([300.0, 300.0, 400.0]))
+
+
+@pytest.fixture(scope="module")
+def frontier():
+    profile = StageProfile.load(stage_profile("a100-sxm"))
+    return optimize(one_f_one_b(8, 24), profile, blocking_power_w=POWER_W, plans=20)
+
+
+def points_of(frontier, name):
+    return next(one.points for one in frontier.alternatives if one.name == name)
+
+
+@settings(max_examples=15, deadline=None)
+@given(ranks=st.integers(2, 4), micro_batches=st.integers(2, 8), clocks=st.integers(2, 9))
+def test_no_alternative_is_below_the_lower_bound(ranks, micro_batches, clocks):
+    profile = synthetic_profile(ranks, clocks=clocks)
+    frontier = optimize(one_f_one_b(ranks, micro_batches), profile, blocking_power_w=40.0, plans=12)
+    for one in frontier.alternatives:
+        for plan in frontier.plans:
+            point = one.within(plan.time_s)
+            assert point is None or point.energy_j >= plan.lower_bound_j * (1 - 1e-6), one.name
+
+
+def test_points_of_an_alternative_rise_in_time_and_fall_in_energy(frontier):
+    for one in frontier.alternatives:
+        assert np.all(np.diff([p.time_s for p in one.points]) > 0)
+        assert np.all(np.diff([p.energy_j for p in one.points]) < 0)
+
+
+def test_one_clock_is_what_the_same_clocks_take_as_a_plan(frontier):
+    profile = StageProfile.load(stage_profile("a100-sxm"))
+    problem = problem_for(one_f_one_b(8, 24), profile, POWER_W)
+    for point in points_of(frontier, "one clock for all GPUs"):
+        clock_mhz = int(point.setting.removesuffix(" MHz"))
+        plan = problem.evaluate(tuple((clock_mhz,) * len(stream) for stream in problem.instructions))
+        assert (point.time_s, point.energy_j) == pytest.approx((plan.time_s, plan.energy_j))
+
+
+def test_a_clock_for_each_stage_is_never_above_one_for_all(frontier):
+    each = next(one for one in frontier.alternatives if one.name == "one clock for each stage")
+    for point in points_of(frontier, "one clock for all GPUs"):
+        assert each.within(point.time_s).energy_j <= point.energy_j
+
+
+def test_a_cap_that_no_instruction_reaches_changes_nothing():
+    assert capped(OPTIONS, 400.0) == (1.0, 400.0)
+
+
+def test_a_throttled_instruction_costs_more_than_at_the_locked_clock_of_its_time():
+    assert capped(OPTIONS, 399.0) == pytest.approx((1.2, 300.0 * (1 + THROTTLED)))
+
+
+def test_below_all_powers_a_cap_leaves_the_lowest_clock():
+    assert capped(OPTIONS, 100.0) == pytest.approx((1.5, 300.0 * (1 + THROTTLED)))
+
+
+def test_envpipes_rule_takes_no_more_time_than_the_fastest_clocks(frontier):
+    (point,) = points_of(frontier, "EnvPipe's rule")
+    assert point.time_s == pytest.approx(frontier.t_min_s)
+    assert point.energy_j < frontier.baseline.energy_j
+
+
+def test_ranks_with_two_stages_have_alternatives_too():
+    profile = synthetic_profile(4)
+    found = alternatives(problem_for(dual_pipe_v(2, 6), profile, 40.0))
+    assert all(one.points for one in found)
+
+
+def test_alternatives_are_read_as_they_were_written(frontier, tmp_path):
+    assert Frontier.load(frontier.save(tmp_path)).alternatives == frontier.alternatives
+
+
+def test_savings_at_the_highest_clock_are_those_of_the_plans_and_settings_in_time(frontier):
+    savings = frontier.savings()
+    assert savings["Perseus"][0] == pytest.approx(1 - frontier.plans[0].energy_j / frontier.baseline.energy_j)
+    assert savings["one clock for all GPUs"][0] == pytest.approx(0.0)
+    assert all(np.all(np.diff(saved) >= 0) for saved in savings.values())
+
+
+def test_nothing_is_saved_where_nothing_is_in_time(frontier):
+    late = Alternative("late", (AlternativePoint(2 * frontier.baseline.time_s, 1.0, ""),))
+    assert replace(frontier, alternatives=(late,)).savings()["late"] == [None] * 4
+
+
+@pytest.mark.parametrize(("energy_share", "word"), [(1.0, "as good"), (1.1, "more than the best")])
+def test_a_simple_setting_that_is_as_good_is_said_to_be(frontier, energy_share, word):
+    plan = frontier.lookup(1.01 * frontier.baseline.time_s)
+    point = AlternativePoint(plan.time_s, energy_share * plan.energy_j, "")
+    assert word in replace(frontier, alternatives=(Alternative("x", (point,)),)).best_alternative_in_words()
