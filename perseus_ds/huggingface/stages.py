@@ -40,6 +40,7 @@ from transformers import (
 )
 
 from perseus_ds.errors import ConfigError, PerseusError
+from perseus_ds.optimizer.partition import uniform_cut
 
 T = TypeVar("T")
 # Without it, transformers waits for more than 20 s for every file.
@@ -276,6 +277,23 @@ def stages_of(cut: Sequence[int], layers: int) -> list[range]:
         )
     ends = list(accumulate(cut))
     return [range(end - count, end) for end, count in zip(ends, cut, strict=True)]
+
+
+def cut_of(config: PretrainedConfig, stages: int, cut: Sequence[int] | None) -> tuple[int, ...]:
+    """Return a cut that fits the model and the number of stages; by default stages of equally many layers.
+
+    Raises:
+        ConfigError: There are more stages than layers, or the cut does not fit.
+    """
+    layers = len(skeleton(config).base_model.layers)
+    if cut is None:
+        return uniform_cut(layers, stages)
+    if len(cut) != stages:
+        raise ConfigError(
+            f"cut: {list(cut)} are {len(cut)} stages, not {stages}. Give each stage its number of layers."
+        )
+    stages_of(cut, layers)
+    return tuple(cut)
 
 
 def build_stage(

@@ -171,6 +171,10 @@ def test_cuts_are_checked():
         uniform_cut(7, 8)
     with pytest.raises(ConfigError, match=r"the model has 7 layers; \[3, 3\] are 6"):
         stages_of((3, 3), 7)
+    with pytest.raises(ConfigError, match=r"\[1, 3\] are 2 stages, not 3"):
+        perseus_ds.pipeline_stage(tiny("llama"), stage_index=0, num_stages=3, device="cpu", cut=(1, 3))
+    with pytest.raises(ConfigError, match="The model has 4 layers, so 1 to 4 stages, not 5"):
+        perseus_ds.pipeline_module(tiny("llama"), num_stages=5)
 
 
 def test_a_model_without_a_plan_or_that_cannot_be_read_says_what_to_do(tmp_path):

@@ -10,8 +10,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from perseus_ds.engines.engine import reported_once
-from perseus_ds.huggingface.stages import CausalLoss, Source, build_stage, read_config, skeleton, stages_of
-from perseus_ds.optimizer.partition import uniform_cut
+from perseus_ds.huggingface.stages import CausalLoss, Source, build_stage, cut_of, read_config
 
 
 class StageLayer(nn.Module):
@@ -51,9 +50,7 @@ def pipeline_module(
         ConfigError: The model cannot be read or cut, or not like this.
     """
     config = read_config(source)
-    layers = len(skeleton(config).base_model.layers)
-    cut = uniform_cut(layers, num_stages) if cut is None else tuple(cut)
-    stages_of(cut, layers)
+    cut = cut_of(config, num_stages, cut)
     specs: list[LayerSpec] = [LayerSpec(StageLayer, source, cut, stage, options) for stage in range(len(cut))]
     tied = len(cut) > 1 and bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
     if tied:

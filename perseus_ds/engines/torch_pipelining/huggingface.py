@@ -10,8 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from perseus_ds.engines.engine import reported_once
 from perseus_ds.errors import ConfigError
-from perseus_ds.huggingface.stages import Source, build_stage, read_config, skeleton
-from perseus_ds.optimizer.partition import uniform_cut
+from perseus_ds.huggingface.stages import Source, build_stage, cut_of, read_config
 
 
 @reported_once()
@@ -46,7 +45,5 @@ def pipeline_stage(
             f"{type(config).__name__}: the embedding and the head share one weight, and stages of torch share none. "
             "Set tie_word_embeddings=False in the configuration, with a head of its own, or train with DeepSpeed."
         )
-    if cut is None:
-        cut = uniform_cut(len(skeleton(config).base_model.layers), num_stages)
-    stage = build_stage(source, cut, stage_index, **options)
+    stage = build_stage(source, cut_of(config, num_stages, cut), stage_index, **options)
     return PipelineStage(stage.to(device), stage_index, num_stages, torch.device(device), group=group)
