@@ -294,7 +294,11 @@ def _preference(baseline: Baseline) -> tuple[bool, int, int]:
 
 
 class JobMeasures:
-    """What the iterations of a job take, from its records in their order; memory does not grow with the job."""
+    """What the iterations of a job take, from its records in their order; memory does not grow with the job.
+
+    Attributes:
+        frontier: Distinguishes the frontier of the next plan from the job's earlier ones.
+    """
 
     def __init__(self) -> None:
         self._default: dict[str, _Series] = {phase: _Series() for phase in AT_DEFAULT_CLOCKS}
@@ -308,9 +312,8 @@ class JobMeasures:
         self._planned_before = 0
         self._saved_before: Saving | None = None
         self._kind: tuple[str, int | None, bool] | None = None
-        # Distinguishes the frontier of a plan from the job's earlier ones.
-        self._frontier: tuple[str | None, int] | None = None
-        self._next_frontier: tuple[str | None, int] = None, 0
+        self.frontier: tuple[str | None, int] = None, 0
+        self._frontier_of_plans: tuple[str | None, int] | None = None
 
     def add(self, record: Record) -> bool:
         """Add a record; return whether it is of an iteration that counts."""
@@ -318,9 +321,9 @@ class JobMeasures:
             return trains(record) and self._add_iteration(record)
         if isinstance(record, Started):
             self._kind = None
-            self._next_frontier = record.frontier, self._next_frontier[1]
+            self.frontier = record.frontier, self.frontier[1]
         elif isinstance(record, ProfileWritten):
-            self._next_frontier = self._next_frontier[0], self._next_frontier[1] + 1
+            self.frontier = self.frontier[0], self.frontier[1] + 1
         elif isinstance(record, PlanJudged):
             self._add_verdict(record.plan)
         return False
@@ -348,8 +351,8 @@ class JobMeasures:
         return counts
 
     def _add_planned(self, record: IterationRecord, *, counts: bool) -> None:
-        if self._frontier != self._next_frontier:
-            self._frontier = self._next_frontier
+        if self._frontier_of_plans != self.frontier:
+            self._frontier_of_plans = self.frontier
             self._forget_plans()
         default_s, default_j = record.default_time_s, record.default_energy_j
         if record.shape:

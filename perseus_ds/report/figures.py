@@ -14,7 +14,7 @@ from typing import Any
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.measures import Baseline
-from perseus_ds.report.history import History, Iteration
+from perseus_ds.report.history import History, Step
 from perseus_ds.report.jobs import Trend
 from perseus_ds.report.palette import variable
 from perseus_ds.report.series import QUANTITIES, Series, curve_values, profile_curves
@@ -101,14 +101,14 @@ def history_figure(histories: Sequence[History], baseline: Baseline | None) -> F
     """
     starts = [0, *itertools.accumulate(len(history.steps) for history in histories)]
     data, count = [], starts[-1]
-    phases = Counter(step.record.phase for history in histories for step in history.steps)
+    phases = Counter(step.phase for history in histories for step in history.steps)
     for phase, of_phase in itertools.islice(phases.items(), _MOST_PHASES):
         every = math.ceil(of_phase / _MOST_POINTS)
         iterations = (
-            (start + step.number, history.name, step.record)
+            (start + step.number, history.name, step)
             for start, history in zip(starts, histories, strict=False)
             for step in history.steps
-            if step.record.phase == phase
+            if step.phase == phase
         )
         data += _phase_traces(phase, every, list(itertools.islice(iterations, 0, None, every)))
     if baseline is not None:
@@ -118,7 +118,7 @@ def history_figure(histories: Sequence[History], baseline: Baseline | None) -> F
     return {"data": data, "layout": layout}
 
 
-def _phase_traces(phase: str, every: int, shown: Sequence[tuple[int, str, Iteration]]) -> list[Figure]:
+def _phase_traces(phase: str, every: int, shown: Sequence[tuple[int, str, Step]]) -> list[Figure]:
     name = phase if every == 1 else f"{phase}, one in {every}"
     colour, symbol = _PHASES.get(phase, _OTHER_PHASE)
     texts = [

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from perseus_ds.artifacts.run_records import (
     Event,
-    IterationRecord,
-    ProfileWritten,
     Record,
     Started,
     iterate_records,
@@ -65,28 +63,8 @@ _PLANNING = ("auto", "run")
 
 
 @dataclass(frozen=True, slots=True)
-class Iteration:
-    """What a report needs of an iteration's record; the whole one takes ten times the memory."""
-
-    iteration: int
-    ended: float | None
-    phase: str
-    plan: int | None
-    shape: int | None
-    time_s: float
-    energy_j: float | None
-    default_energy_j: float | None
-
-    @classmethod
-    def of(cls, record: IterationRecord) -> Iteration:
-        """Return that of a record."""
-        r = record
-        return cls(r.iteration, r.ended, r.phase, r.plan, r.shape, r.time_s, r.energy_j, r.default_energy_j)
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
-    """An iteration and its place in the job's history.
+    """What a report needs of an iteration's record, which takes ten times the memory, and its place in the history.
 
     Attributes:
         number: Position in the job's history over all starts, 1 first.
@@ -95,9 +73,16 @@ class Step:
     """
 
     number: int
-    record: Iteration
     frontier: tuple[str | None, int]
     disturbed: bool
+    iteration: int
+    ended: float | None
+    phase: str
+    plan: int | None
+    shape: int | None
+    time_s: float
+    energy_j: float | None
+    default_energy_j: float | None
 
 
 @dataclass(frozen=True)
@@ -112,7 +97,7 @@ class Occurrence:
     event: Event
 
 
-@dataclass(frozen=True)
+@dataclass
 class History:
     """All that a job did.
 
@@ -126,13 +111,30 @@ class History:
 
     folder: Path
     name: str
-    starts: tuple[Started, ...]
-    steps: tuple[Step, ...] = field(repr=False)
-    occurrences: tuple[Occurrence, ...] = field(repr=False)
+    starts: list[Started] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list, repr=False)
+    occurrences: list[Occurrence] = field(default_factory=list, repr=False)
     measures: JobMeasures = field(default_factory=JobMeasures, repr=False)
     by_rank: RankSums = field(default_factory=RankSums, repr=False)
     simulated: bool = False
     left_out: int = 0
+
+    def add(self, record: Record) -> None:
+        """Add a record of this job."""
+        self.simulated |= record.simulated
+        counts = self.measures.add(record)
+        if isinstance(record, Event):
+            (record.model_extra or {}).clear()  # keys of later versions, of any size
+            self.occurrences.append(Occurrence(len(self.steps), record))
+            if isinstance(record, Started):
+                self.starts.append(record)
+        elif trains(record):
+            step = Step(
+                len(self.steps) + 1, self.measures.frontier, not counts, record.iteration, record.ended, record.phase,
+                record.plan, record.shape, record.time_s, record.energy_j, record.default_energy_j,
+            )  # fmt: skip
+            self.steps.append(step)
+            self.by_rank.add(0.0 if record.energy_j is None else record.time_s, record.energy_by_rank_j)
 
     @property
     def job(self) -> str | None:
@@ -162,11 +164,7 @@ class History:
     @property
     def under_plans(self) -> list[Step]:
         """Iterations under a plan of the frontier last in use: a plan's number is only valid for its own frontier."""
-        planned = [
-            step
-            for step in self.steps
-            if step.record.phase == "run" and step.record.plan is not None and not step.record.shape
-        ]
+        planned = [step for step in self.steps if step.phase == "run" and step.plan is not None and not step.shape]
         return [step for step in planned if step.frontier == planned[-1].frontier]
 
 
@@ -176,52 +174,15 @@ def read_history(folder: Path, name: str | None = None) -> History:
     Raises:
         ConfigError: The file is missing, or a line of it is no record.
     """
-    jobs: dict[str | None, _Job] = {}
-    job = last = jobs[None] = _Job()
+    name = name or folder.resolve().name
+    jobs: dict[str | None, History] = {}
+    job = last = jobs[None] = History(folder, name)
     for record in iterate_records(folder):
         if isinstance(record, Started):
-            job = jobs.setdefault(record.job, _Job())
+            job = jobs.setdefault(record.job, History(folder, name))
         job.add(record)
         # The job that trained last; where none did, the one that started last.
         if trains(record) or not last.steps:
             last = job
-    return History(
-        folder=folder,
-        name=name or folder.resolve().name,
-        starts=tuple(found.event for found in last.occurrences if isinstance(found.event, Started)),
-        steps=tuple(last.steps),
-        occurrences=tuple(last.occurrences),
-        measures=last.measures,
-        by_rank=last.by_rank,
-        simulated=last.simulated,
-        left_out=sum(len(other.steps) for other in jobs.values() if other is not last),
-    )
-
-
-class _Job:
-    """What is known so far of one of the jobs that ran in a folder."""
-
-    def __init__(self) -> None:
-        self.steps: list[Step] = []
-        self.occurrences: list[Occurrence] = []
-        self.measures = JobMeasures()
-        self.by_rank = RankSums()
-        self.simulated = False
-        self._frontier: tuple[str | None, int] = None, 0
-
-    def add(self, record: Record) -> None:
-        self.simulated |= record.simulated
-        counts = self.measures.add(record)
-        if isinstance(record, Event):
-            self._happened(record)
-        elif trains(record):
-            self.steps.append(Step(len(self.steps) + 1, Iteration.of(record), self._frontier, not counts))
-            self.by_rank.add(0.0 if record.energy_j is None else record.time_s, record.energy_by_rank_j)
-
-    def _happened(self, event: Event) -> None:
-        (event.model_extra or {}).clear()  # keys of later versions, of any size
-        self.occurrences.append(Occurrence(len(self.steps), event))
-        if isinstance(event, Started):
-            self._frontier = event.frontier, self._frontier[1]
-        elif isinstance(event, ProfileWritten):
-            self._frontier = self._frontier[0], self._frontier[1] + 1
+    last.left_out = sum(len(other.steps) for other in jobs.values() if other is not last)
+    return last

@@ -137,13 +137,13 @@ class RunTotals:
 
 def totals_of(history: History, size: JobSize) -> RunTotals:
     """Return what a job took."""
-    records = [step.record for step in history.steps]
-    known = [record.energy_j for record in records if record.energy_j is not None]
+    steps = history.steps
+    known = [step.energy_j for step in steps if step.energy_j is not None]
     return RunTotals(
-        iterations=len(records),
-        time_s=sum(record.time_s for record in records),
+        iterations=len(steps),
+        time_s=sum(step.time_s for step in steps),
         energy_j=sum(known),
-        without_energy=len(records) - len(known),
+        without_energy=len(steps) - len(known),
         size=size,
     )
 
@@ -166,15 +166,15 @@ class Trend:
 
 def trend_of(history: History, baseline: Baseline) -> Trend | None:
     """Return how energy and time compare with default clocks over time; None for a run too short to tell."""
-    steps = [step for step in history.under_plans if not step.disturbed and step.record.energy_j is not None]
+    steps = [step for step in history.under_plans if not step.disturbed and step.energy_j is not None]
     count = min(_MOST_PARTS, len(steps) // _LEAST_STEPS)
     default_s, default_j = baseline.typical.time_s, baseline.typical.energy_j
     if count < _LEAST_PARTS or not default_j:
         return None
     edges = [round(part * len(steps) / count) for part in range(count + 1)]
     parts = [steps[first:last] for first, last in pairwise(edges)]
-    timed = all(step.record.ended is not None for step in steps) and history.started > 0
-    typical = [Typical.of([one.record.time_s for one in part], [one.record.energy_j for one in part]) for part in parts]
+    timed = all(step.ended is not None for step in steps) and history.started > 0
+    typical = [Typical.of([one.time_s for one in part], [one.energy_j for one in part]) for part in parts]
     known = [(one.time_s, one.energy_j) for one in typical if one is not None and one.energy_j is not None]
     return Trend(
         x=tuple(statistics.median(_hours(step, history) if timed else step.number for step in part) for part in parts),
@@ -182,24 +182,16 @@ def trend_of(history: History, baseline: Baseline) -> Trend | None:
         energy=tuple(energy_j / default_j - 1 for _, energy_j in known),
         time=tuple(time_s / default_s - 1 for time_s, _ in known),
         texts=tuple(
-            f"iterations {part[0].record.iteration} to {part[-1].record.iteration}, plans "
-            + ", ".join(map(str, sorted({step.record.plan for step in part if step.record.plan is not None})))
+            f"iterations {part[0].iteration} to {part[-1].iteration}, plans "
+            + ", ".join(map(str, sorted({step.plan for step in part if step.plan is not None})))
             for part in parts
         ),
     )
 
 
 def _hours(step: Step, history: History) -> float:
-    assert step.record.ended is not None
-    return (step.record.ended - history.started) / 3600
-
-
-@dataclass(frozen=True)
-class SavingRow:
-    """A row of the table of savings."""
-
-    what: str
-    saving: Saving
+    assert step.ended is not None
+    return (step.ended - history.started) / 3600
 
 
 @dataclass(frozen=True)
@@ -240,21 +232,21 @@ class Job:
         return Saving(count, time_s, energy_j, default_s, default_j)
 
     @property
-    def rows(self) -> list[SavingRow]:
-        """What a table shows of its savings."""
+    def rows(self) -> list[tuple[str, Saving]]:
+        """What a table shows of its savings: which iterations, and what they saved."""
         everything = self.everything
         if self.saving is None or everything is None:
             return []
-        rows = []
+        rows: list[tuple[str, Saving]] = []
         if len(self.plans) > 1:
             longest = sorted(self.plans, key=lambda one: -one.ran)[:_MOST_PLANS]
             for one in sorted(longest, key=lambda one: one.plan or 0):
                 saving = Saving.of([one])
-                rows += [SavingRow(f"under plan {one.plan}", saving)] if saving else []
-        rows.append(SavingRow(self.under_plans, self.saving))
+                rows += [(f"under plan {one.plan}", saving)] if saving else []
+        rows.append((self.under_plans, self.saving))
         if everything.iterations > self.saving.iterations:
-            rows.append(SavingRow("in all, profiling counted", everything))
-        return [*rows, SavingRow(f"{self.under_plans}, at that rate", self.saving.times(_MANY))]
+            rows.append(("in all, profiling counted", everything))
+        return [*rows, (f"{self.under_plans}, at that rate", self.saving.times(_MANY))]
 
 
 def jobs_of(found: Sources) -> list[Job]:

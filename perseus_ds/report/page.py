@@ -91,7 +91,7 @@ def _data(found: Sources, job: Job | None, in_use: int) -> dict[str, Any]:
 
 
 def _measured_data(history: History, iteration: MeasuredIteration, found: Sources) -> dict[str, Any]:
-    energies_j = [s.record.energy_j for s in history.steps if s.record.iteration == iteration.iteration]
+    energies_j = [s.energy_j for s in history.steps if s.iteration == iteration.iteration]
     energy_j = energies_j[-1] / found.pipelines if energies_j and energies_j[-1] is not None else math.nan
     drawn = timeline_data(measured_timeline(iteration, energy_j=energy_j))
     return {"label": label(history, iteration), "plan": iteration.plan, **drawn}

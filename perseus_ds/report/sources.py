@@ -72,7 +72,7 @@ class Sources:
     @property
     def plan_used(self) -> int | None:
         """The plan of the last iteration that ran under one of the frontier's, None if there was none."""
-        used = [step.record.plan for history in self.histories for step in history.under_plans]
+        used = [step.plan for history in self.histories for step in history.under_plans]
         last = used[-1] if used else None
         return last if last is not None and self.frontier and last < len(self.frontier.plans) else None
 

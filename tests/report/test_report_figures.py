@@ -38,7 +38,7 @@ def three_plans(folder, job):
 def test_figures_are_per_plan_or_say_that_they_are_of_all(tmp_path, job):
     found, ran = three_plans(tmp_path, job)
     assert {one.plan: one.saved for one in ran.plans} == pytest.approx({0: 0.1, 3: 0.2, 5: 0.3})
-    assert [row.what for row in ran.rows] == [
+    assert [what for what, _ in ran.rows] == [
         "under plan 0", "under plan 3", "under plan 5", "under all 3 plans", "in all, profiling counted",
         "under all 3 plans, at that rate",
     ]  # fmt: skip

@@ -87,7 +87,7 @@ def test_a_report_counts_what_finding_the_plans_took(tmp_path, job):
     history = read_history(tmp_path, "run")
     default, plan = job.frontier.baseline, job.frontier.plans[2]
     (found,) = jobs_of(find_sources(tmp_path))
-    planned, everything, projected = (row.saving for row in found.rows)
+    planned, everything, projected = (saving for _, saving in found.rows)
     assert (planned.iterations, everything.iterations, projected.iterations) == (3, 8, 100_000)
     assert planned.saved == pytest.approx(1 - plan.energy_j / default.energy_j)
     assert everything.saved_j == pytest.approx(planned.saved_j)
@@ -112,7 +112,7 @@ def test_a_job_is_not_measured_against_another_one_in_the_same_folder(tmp_path, 
     assert any("4 iterations of other jobs" in sentence for sentence in found.missing)
     (ran,) = (one for one in jobs_of(found) if one.history is history)
     assert not ran.baseline.is_measured
-    assert [row.saving.saved for row in ran.rows] == pytest.approx([0.1, 0.1])
+    assert [saving.saved for _, saving in ran.rows] == pytest.approx([0.1, 0.1])
     # Its own, started at default clocks at some time, are what it is measured against.
     default = [start("ours", "observe"), *(record(n, "observe", 1.0, 450.0) for n in range(1, 7))]
     write_log(tmp_path, [*default, *slow, *ours])
@@ -124,12 +124,12 @@ def test_plans_of_an_earlier_frontier_are_not_taken_for_those_of_the_last(tmp_pa
     ran = [record(n, "run", 1.0, 100.0, plan=3, saved=0.1) for n in range(1, 4)]
     profiled_again = {"event": "profile"}
     write_log(tmp_path, [start("ours", "auto"), ran[0], profiled_again, ran[1], start("ours", "auto"), ran[2]])
-    assert [step.record.iteration for step in read_history(tmp_path).under_plans] == [2, 3]
+    assert [step.iteration for step in read_history(tmp_path).under_plans] == [2, 3]
     write_log(
         tmp_path, [start("ours", "run", "a"), *ran[:2], start("ours", "run", "b"), ran[2], start("ours", "observe")]
     )
     history = read_history(tmp_path, "run")
-    assert [step.record.iteration for step in history.under_plans] == [3]
+    assert [step.iteration for step in history.under_plans] == [3]
     assert history.frontier == "b"
 
 
