@@ -13,7 +13,7 @@ Without countermeasures: clocks are requested without regard to how late they fo
 estimated, and late plans do not teach the price of a clock change. Whether a plan is kept is decided in both cases.
 
 ``--latencies`` runs the job with clocks that follow 5, 15, 50 or 200 ms late, and with 15 ms for the upper clocks and
-200 ms for the others, beside the same job with one clock a rank.
+200 ms for the others, beside the same job with one clock a rank; plans may take 0 and 5 % longer than the fastest one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import math
 import random
 import statistics
@@ -46,6 +47,7 @@ from virtual.job import VirtualJob, WorkerAtOnce  # type: ignore[import-not-foun
 LATENCIES_S = {"5 ms": (0.005, 0.005), "15 ms": (0.015, 0.015), "50 ms": (0.05, 0.05), "200 ms": (0.2, 0.2)}
 MIXED = {"15 and 200 ms": (0.2, 0.015)}
 """Of the lower and the upper clocks [s]."""
+SLOWDOWNS = (0.0, 0.05)
 UPPER = 0.75
 """Where the upper clocks begin, from 0 for the lowest clock to 1 for the highest."""
 STAGES_S = (0.036, 0.034, 0.034, 0.05)
@@ -109,10 +111,12 @@ def settings_of(condition: str) -> dict[str, Any]:
     return {"conditions": [] if condition == "none" else [condition]}
 
 
-def train(condition: str, iterations: int, worker: type[Any] = WorkerAtOnce) -> Result:
+def train(condition: str, iterations: int, worker: type[Any] = WorkerAtOnce, max_slowdown: float = 0.0) -> Result:
     """Run a job in auto mode."""
+    policy = {"name": "slowdown", "max_slowdown": max_slowdown}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        job = VirtualJob(Path(folder), stages_s=STAGES_S, micro_batches=8, gpu=settings_of(condition), mode="auto")
+        settings = {"gpu": settings_of(condition), "mode": "auto", "policy": policy}
+        job = VirtualJob(Path(folder), stages_s=STAGES_S, micro_batches=8, **settings)
         job.worker = worker
         job.train(iterations)
         records = job.close()
@@ -151,11 +155,13 @@ def main() -> None:
     print("SIMULATED A100s; time and energy of an iteration under the plan against default clocks of the same job")
     if arguments.latencies:
         models = {name: TwoLatencies(*latencies_s) for name, latencies_s in {**LATENCIES_S, **MIXED}.items()}
-        print(f"{'clocks late by':18} {'one clock a rank':34} plans under auto mode")
+        print(f"{'slowdown, clocks late by':27} {'one clock a rank':34} plans under auto mode")
         with patch.dict(simulated.LATENCIES, models):
-            for name in models:
-                one_clock = train(name, arguments.iterations, OneClock)
-                print(f"{name:18} {one_clock!s:34} {train(name, arguments.iterations)}", flush=True)
+            for slowdown, name in itertools.product(SLOWDOWNS, models):
+                one_clock, ours = (
+                    train(name, arguments.iterations, worker, slowdown) for worker in (OneClock, WorkerAtOnce)
+                )
+                print(f"{slowdown:4.0%}, {name:21} {one_clock!s:34} {ours}", flush=True)
         return
     print(f"{'condition':18} {'without countermeasures':34} with countermeasures")
     bad = []

@@ -64,7 +64,9 @@ def solve_milp(problem: Problem, deadline_s: float, time_limit_s: float) -> Milp
 def solve_held_milp(network: Network, search: RunSearch, deadline_s: float, time_limit_s: float) -> MilpResult:
     """Solve the problem at one deadline with clocks that are held, over the clocks that ``search`` chooses among.
 
-    A rank's instruction may begin later than it could, so runs can be a little longer than in plans of ``search``.
+    A rank's instruction may begin later than it could, so that waiting lengthens the run before a change of clock
+    instead of the run after it. Plans of ``search`` begin as an engine does, as early as they can: this programme has
+    plans that ``search`` may not make, and its bound holds for both.
 
     Args:
         network: The events.

@@ -18,9 +18,10 @@ Plans are found for each deadline as follows.
 
 The same is done with few places at which runs may begin (none: one clock a rank; the ends of warm-up and steady
 state), and with the runs into which the plan of free clocks is cut. A deadline gets the best of all these plans, of
-those for shorter deadlines, and of those that are given to start from. So a plan is never above the best of those
-shapes, nor above one for a longer dwell time that was given. It need not be the optimum, and the frontier's lower bound
-does not know the dwell time.
+those for shorter deadlines, and of those that are given to start from. For the first deadline, at which most jobs run,
+the runs that were found for all others are tried too. So a plan is never above the best of those shapes, nor above one
+for a longer dwell time that was given. It need not be the optimum, and the frontier's lower bound does not know the
+dwell time.
 """
 
 from __future__ import annotations
@@ -64,11 +65,18 @@ _MOST_RUNS, _MOST_SEARCHED = 64, 256
 """Of more runs, no pairs are tried; of still more, the clocks stay as they are."""
 _SEARCHED = 8
 """For so many deadlines, plans are searched for from the beginning, for others from the plans of their neighbours."""
+_MANY = 20_000
+"""The runs found for other deadlines are tried at the first one, that of most jobs, unless instructions are so many."""
 _MOST_PATHS, _MORE_PATHS = 40, 16
 """Clocks are searched with so many of the longest paths, and so many more when a plan is late."""
 _LOWERINGS = 12
 _REPAIRS = 4
 _FITS = 1 + 1e-9
+
+
+def searched_of(count: int) -> Indices:
+    """Return which of so many deadlines plans are searched for from the beginning."""
+    return evenly(count, _SEARCHED)
 
 
 class _Rank:
@@ -219,13 +227,13 @@ class RunSearch:
 
         Args:
             deadline_s: Rising [s].
-            free: For each deadline, a plan of free clocks whose runs are used; none where this is empty.
+            free: For each deadline that ``searched_of`` says, a plan of free clocks whose runs are used; may be empty.
             start: Plans that are valid for this dwell time, such as those for a longer one.
             progress: Called with how much is done, 0 to 1.
         """
-        searched = evenly(len(deadline_s), _SEARCHED)
+        searched = searched_of(len(deadline_s))
         time_s = deadline_s[searched]
-        found = self.shapes(time_s, [free[number] for number in searched] if free else ())
+        found = self.shapes(time_s, free)
         found.append(self._priced(time_s, None, _ROUNDS))
         begun = [
             min((p for p in plans if p is not None), key=_cost, default=None) for plans in zip(*found, strict=True)
@@ -236,10 +244,11 @@ class RunSearch:
             progress(0.5 + 0.5 * number / len(deadline_s))
             best = min((plan for plan in known if plan.time_s <= limit_s * _FITS), key=_cost, default=None)
             near = begun[int(np.abs(time_s - limit_s).argmin())]
-            own = [plan for plan in {id(near): near, id(best): best}.values() if plan is not None]
-            if number not in searched:
-                own = own[:1]
-            tried = [self._held(plan.clocks, limit_s, None, exchange=number in searched) for plan in own]
+            starts = [near, best] if number in searched else [near]
+            if number == 0 and self._network.decisions < _MANY:
+                starts += [plan for plans in found for plan in plans]
+            own = {id(plan): plan for plan in starts if plan is not None}
+            tried = [self._held(plan.clocks, limit_s, None, exchange=number in searched) for plan in own.values()]
             fresh = [plan for plan in tried if plan is not None]
             known += fresh
             result.append(min([*([best] if best else []), *fresh], key=_cost, default=None))
@@ -250,7 +259,7 @@ class RunSearch:
 
         Args:
             deadline_s: Rising [s].
-            free: As in :meth:`plans`.
+            free: For each, a plan of free clocks whose runs are used; may be empty.
         """
         result = [self._priced(deadline_s, [np.zeros(1, dtype=np.intp)] * len(self.ranks), 0)]
         result.append(self._priced(deadline_s, [self._phases(rank) for rank in self.ranks], 2))

@@ -20,7 +20,7 @@ from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import OptionIndices, OptionTable, Problem
 from perseus_ds.optimizer.relaxation import Relaxation, Relaxed
 from perseus_ds.optimizer.rhythms import mixed_into
-from perseus_ds.optimizer.runs import HeldPlan, RunSearch
+from perseus_ds.optimizer.runs import HeldPlan, RunSearch, searched_of
 from perseus_ds.optimizer.search import Descent, durations_at, evenly, options_at, round_late, splice
 from perseus_ds.optimizer.switches import SwitchCosts, change_energy_j, choose_clocks, dwell_ladder
 
@@ -67,6 +67,8 @@ def solve_exact(problem: Problem, *, plans: int, switches: SwitchCosts, progress
     deadline_s = time_s if len(solved) == 1 else spread(time_s, bounds.energies_j, plans)
     target_s = np.stack([r.event_s for r in solved], axis=1)
     table = OptionTable(problem.groups)
+    # Else no instruction alone is too short.
+    is_held = switches.longest_dwell_s > min(float(group.measured.time_s.min()) for group in problem.groups)
     if _is_long(problem):
         progress("clocks", 0.0)
         found_s = Descent(network, table).run(round_late(network, table, target_s, time_s), _FIRST_SWEEPS)
@@ -76,11 +78,13 @@ def solve_exact(problem: Problem, *, plans: int, switches: SwitchCosts, progress
         event_s = np.concatenate([found_s, mixed_s], axis=1)
         progress("clocks", 1.0)
     else:
-        event_s = _round(network, table, _between(target_s, time_s, deadline_s), deadline_s, progress)
+        # Plans whose clocks are held need those of free clocks at some deadlines only.
+        own_s = deadline_s[searched_of(len(deadline_s))] if is_held else deadline_s
+        event_s = _round(network, table, _between(target_s, time_s, own_s), own_s, progress)
     options = choose_clocks(network, table, event_s, switches)
-    if switches.longest_dwell_s > min(float(group.measured.time_s.min()) for group in problem.groups):
-        found = _held(network, table, event_s, options, switches, progress=progress)
-    else:  # no instruction alone is too short
+    if is_held:
+        found = _held(network, table, event_s, options, deadline_s=deadline_s, switches=switches, progress=progress)
+    else:
         choices = options - table.begin[problem.group][:, None]
         found = [problem.plan(choices[:, column]) for column in range(choices.shape[1])]
     return _proven(found, bounds)
@@ -91,16 +95,19 @@ def _held(
     table: OptionTable,
     event_s: Floats,
     options: OptionIndices,
-    switches: SwitchCosts,
     *,
+    deadline_s: Floats,
+    switches: SwitchCosts,
     progress: Progress,
 ) -> list[FrequencyPlan]:
-    """Return plans for the same deadlines whose clocks are held long enough."""
+    """Return plans whose clocks are held long enough, given those of free clocks at some of the deadlines."""
     problem = network.problem
     ladder = dwell_ladder(switches.least_dwell_s)
     by_time = np.argsort(event_s[-1], kind="stable")
     if _is_long(problem):
         by_time = by_time[evenly(len(by_time), _LONG_PLANS)]
+        deadline_s = event_s[-1, by_time]
+        by_time = by_time[searched_of(len(by_time))]
     clock_mhz = np.concatenate([group.options.clock_mhz for group in problem.groups])[options[:, by_time]]
     found: list[HeldPlan] = []
     for number, dwell_s in enumerate(ladder):
@@ -110,7 +117,7 @@ def _held(
         def report(done: float, before: int = number) -> None:
             progress("clocks", (before + done) / len(ladder))
 
-        plans = search.plans(event_s[-1, by_time], free, found, report)
+        plans = search.plans(deadline_s, free, found, report)
         found = [plan for plan in plans if plan is not None]
     return [problem.evaluate(search.clocks_mhz(plan.clocks)) for plan in found] or [problem.baseline()]
 
