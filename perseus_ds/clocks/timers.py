@@ -6,8 +6,9 @@ simulated GPU (the host's clock; each instruction takes as long as the simulated
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -274,6 +275,7 @@ class SimulatedExecution(HostExecution):
 
     Attributes:
         seconds_per_flop: Time of a floating-point operation at the top clock [s]; None before :meth:`calibrate`.
+        flops: Floating-point operations of each kind of pass so far.
         input_shapes: Shapes of the inputs of the next forward, where whoever runs passes knows them; the other passes
             of its micro-batch work on the same.
 
@@ -295,18 +297,19 @@ class SimulatedExecution(HostExecution):
         self.seconds_per_flop: float | None = None
         self.input_shapes: Hashable = None
         self._shapes: dict[tuple[int, int], Hashable] = {}
-        self._flops: dict[Hashable, int] = {}
+        self.flops: dict[Hashable, int] = {}
         self._running: Hashable = None
         self._counter: FlopCounter | None = None
 
-    @property
-    def largest_flops(self) -> int:
-        """Floating-point operations of this rank's largest instruction so far."""
-        return max(self._flops.values(), default=0)
+    def calibrate(self, seconds_per_flop: float, flops: Mapping[Hashable, int] = MappingProxyType({})) -> None:
+        """Set how long passes take.
 
-    def calibrate(self, seconds_per_flop: float) -> None:
-        """Set how long a floating-point operation takes at the top clock [s]."""
+        Args:
+            seconds_per_flop: Time of a floating-point operation at the top clock [s].
+            flops: Those of passes where it is not this rank that does most, of the ranks that run in step with it.
+        """
         self.seconds_per_flop = seconds_per_flop
+        self.flops.update({key: count for key, count in flops.items() if key in self.flops})
 
     def start_iteration(self) -> DeviceEvent:
         self._tail_done = False
@@ -316,7 +319,7 @@ class SimulatedExecution(HostExecution):
         if _is_pass(operation):
             self._gpu.begin_work()
             self._running = self._key(operation.instruction)
-            if self._running not in self._flops:
+            if self._running not in self.flops:
                 self._counter = FlopCounter()
                 self._counter.__enter__()  # type: ignore[no-untyped-call]
         return super().begin(operation)
@@ -325,9 +328,9 @@ class SimulatedExecution(HostExecution):
         if _is_pass(operation):
             if self._counter is not None:
                 self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                self._flops[self._running] = self._counter.flops
+                self.flops[self._running] = self._counter.flops
                 self._counter = None
-            self._gpu.finish_work(self._flops[self._running] * (self.seconds_per_flop or 0.0))
+            self._gpu.finish_work(self.flops[self._running] * (self.seconds_per_flop or 0.0))
         elif self.seconds_per_flop is not None:
             self._stretch_rest(operation)
         return super().end(operation)

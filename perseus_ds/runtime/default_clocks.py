@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from perseus_ds.clocks.timers import SimulatedExecution, Span
 from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
@@ -133,9 +133,30 @@ def calibrate(job: Job, rank: RankContext) -> Phase[None]:
         return
     following = job.config.mode if job.config.mode in ("observe", "run") else "warm-up"
     yield from one_iteration(NextIteration("calibrate", next_phase=NextPhase(following)))
-    largest = rank.communicator.all_max(rank.timers.largest_flops)
-    if largest:
-        rank.timers.calibrate(job.config.simulated.longest_instruction_s / largest)
+    communicator = rank.communicator
+    flops = communicator.gather(rank.timers.flops)
+    by_pipeline = communicator.computed_on_rank_0(lambda: most_in_step(communicator.pipeline_of_rank.tolist(), flops))
+    if largest := max((count for most in by_pipeline.values() for count in most.values()), default=0):
+        own = by_pipeline[communicator.topology.data_parallel_rank]
+        rank.timers.calibrate(job.config.simulated.longest_instruction_s / largest, own)
+
+
+def most_in_step(
+    pipeline_of_rank: Sequence[int], flops: Sequence[Mapping[Hashable, int]]
+) -> dict[int, dict[Hashable, int]]:
+    """Return the work of each pass, by pipeline, on the rank that has most of it.
+
+    Ranks that share a stage exchange parts of their results within a pass, so that none is done before the others:
+    experts with few tokens wait for those with many.
+
+    Args:
+        pipeline_of_rank: Of each rank.
+        flops: Of each rank, by pass.
+    """
+    most: dict[int, dict[Hashable, int]] = defaultdict(dict)
+    for pipeline, own in zip(pipeline_of_rank, flops, strict=True):
+        most[pipeline].update({key: max(count, most[pipeline].get(key, 0)) for key, count in own.items()})
+    return dict(most)
 
 
 class BackOff:

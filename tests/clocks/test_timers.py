@@ -10,6 +10,7 @@ from perseus_ds.clocks.timers import CudaExecution, HostExecution, SimulatedExec
 from perseus_ds.gpu.device_models import DEVICES, MEMORY_BOUND
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange
+from perseus_ds.runtime.default_clocks import most_in_step
 
 FORWARD, BACKWARD, TAIL = (Compute(Instruction(0, kind, 0)) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.TAIL))
 A100 = DEVICES["a100-sxm"]
@@ -239,10 +240,15 @@ def test_simulated_passes_take_as_long_as_the_gpus_clock_makes_them(now, gpu):
         return [span.time_s for span in execution.finish_iteration().spans()]
 
     assert iteration() == [0.0, 0.0, 0.0, 0.0], "nothing is stretched before the calibration"
-    assert execution.largest_flops == 2 * 8**3
-    execution.calibrate(0.1 / execution.largest_flops)
+    (flops,) = execution.flops.values()
+    assert flops == 2 * 8**3
+    execution.calibrate(0.1 / flops)
     forward_s, tail_s = 0.1 * A100.slowdown(705), 0.5 * A100.slowdown(705, MEMORY_BOUND)
     assert iteration() == [pytest.approx(forward_s), pytest.approx(0.01), pytest.approx(tail_s), 0.0]
+    (key,) = execution.flops
+    other = {key: 2 * flops, "a pass of another stage": 100 * flops}
+    execution.calibrate(0.1 / flops, most_in_step([0, 0, 1], [execution.flops, other, {key: 50 * flops}])[0])
+    assert iteration()[0] == pytest.approx(2 * forward_s), "as long as on the rank of its stage that has most to do"
 
 
 def test_work_is_counted_for_each_shape_of_the_inputs(now, gpu):
@@ -258,7 +264,7 @@ def test_work_is_counted_for_each_shape_of_the_inputs(now, gpu):
         return execution.finish_iteration().spans()[0].time_s
 
     forward_s(4)
-    execution.calibrate(0.1 / execution.largest_flops)
+    execution.calibrate(0.1 / max(execution.flops.values()))
     short_s = forward_s(4)
     assert short_s >= 0.1
     assert forward_s(12) == pytest.approx(3 * short_s)
@@ -281,4 +287,4 @@ def test_counting_lets_torch_compile_compile(now, gpu):
     function(torch.ones(8, 8), torch.ones(8, 8))
     execution.end(FORWARD)
     assert len(compiled) == 1
-    assert execution.largest_flops == 2 * 8**3
+    assert list(execution.flops.values()) == [2 * 8**3]
