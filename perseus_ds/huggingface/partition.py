@@ -97,8 +97,11 @@ def partition(
     order = read_schedule(found, ranks=stages // per_rank, micro_batches=micro_batches)
     if gpu is None and torch.cuda.is_available():
         if memory_gib is None:
-            memory_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-        costs = _measured_costs(config, shape, dtype, gradient_checkpointing)
+            memory_gib = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
+        device = torch.device("cuda", torch.cuda.current_device())
+        measured = open_gpu(PerseusConfig(), device, rank=0, local_rank=torch.cuda.current_device())
+        costs = measured_costs(config, measured, device, shape, dtype=dtype, checkpointing=gradient_checkpointing)
+        measured.close()
     else:
         costs = simulated_costs(config, DEVICES[gpu or "a100-sxm"], shape, dtype, gradient_checkpointing)
     return best_partition(costs, order, memory_bytes=None if memory_gib is None else memory_gib * 2**30)
@@ -219,21 +222,37 @@ def simulated_costs(
     return _costs(config, run, clocks_mhz, model.blocking_power_w, f"simulated {model.name}", simulated=True)
 
 
-def _measured_costs(
-    config: PretrainedConfig, shape: tuple[int, int], dtype: torch.dtype, checkpointing: bool
+def measured_costs(
+    config: PretrainedConfig,
+    gpu: Gpu,
+    device: torch.device,
+    shape: tuple[int, int],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    checkpointing: bool = False,
+    timebase: Timebase = REAL_TIME,
 ) -> LayerCosts:
-    """Return what the layers cost on this machine's GPU."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    gpu = open_gpu(PerseusConfig(), device, rank=0, local_rank=device.index)
+    """Return what the layers cost on a GPU; the power of a waiting one is what it draws when it does nothing.
+
+    Args:
+        config: The model.
+        gpu: The GPU, at whose default clocks alone is measured where they may not be set.
+        device: The same for torch.
+        shape: Sequences and tokens of each, of a micro-batch.
+        dtype: Type of weights and activations.
+        checkpointing: Whether activations are computed again.
+        timebase: The GPU's timebase.
+    """
 
     def run(layers: range) -> tuple[Passes, int, int]:
         part = _Part(config, layers, device, shape, dtype, checkpointing=checkpointing)
-        return measured_passes(part.forward, part.backward, gpu, clocks_mhz), part.parameters, part.held_bytes
+        passes = measured_passes(part.forward, part.backward, gpu, clocks_mhz, timebase=timebase)
+        return passes, part.parameters, part.held_bytes
 
     with _lockable(gpu) as clocks_mhz:
-        waiting_s, waiting_j = _window(lambda: REAL_TIME.sleep(_SETTLE_S), gpu, _WINDOW_S, REAL_TIME)
-        supported = gpu.supported_clocks_mhz()
-        return _costs(config, run, clocks_mhz, waiting_j / waiting_s, gpu.name, simulated=False, between_mhz=supported)
+        waiting_s, waiting_j = _window(lambda: timebase.sleep(_SETTLE_S), gpu, _WINDOW_S, timebase)
+        supported, power_w = gpu.supported_clocks_mhz(), waiting_j / waiting_s
+        return _costs(config, run, clocks_mhz, power_w, gpu.name, simulated=gpu.simulated, between_mhz=supported)
 
 
 @contextmanager
@@ -298,8 +317,10 @@ def _window(run: Callable[[], Any], gpu: Gpu, window_s: float, timebase: Timebas
 
     begin_s, before_j, repeated = finish(), gpu.energy_j(), 0
     while (now_s := finish()) < begin_s + window_s or not repeated:
-        run()
-        repeated += 1
+        more = max(1, repeated)  # twice as many each time, so that the GPU hardly ever waits for this thread
+        for _ in range(more):
+            run()
+        repeated += more
     return (now_s - begin_s) / repeated, (gpu.energy_j() - before_j) / repeated
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pipelines import one_f_one_b
 from tiny_models import tiny, token_ids
 from virtual.time import VirtualTime
 
@@ -9,8 +10,9 @@ import perseus_ds
 from perseus_ds.errors import ConfigError
 from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.gpu.simulated import SimulatedGpu
-from perseus_ds.huggingface.partition import measured_passes, simulated_costs
+from perseus_ds.huggingface.partition import measured_costs, measured_passes, simulated_costs
 from perseus_ds.huggingface.stages import build_stage, skeleton
+from perseus_ds.optimizer.partition import best_partition
 from perseus_ds.pipeline.instruction import Kind
 
 A100 = DEVICES["a100-sxm"]
@@ -76,6 +78,37 @@ def test_passes_on_a_gpu_are_measured_at_each_clock():
         times_s, energies_j = passes[kind]
         assert times_s == pytest.approx([work_s * A100.slowdown(clock) for clock in (705, 1410)], rel=1e-3)
         assert energies_j == pytest.approx(times_s * [A100.power_w(clock) for clock in (705, 1410)], rel=0.1)
+
+
+class Ticking(VirtualTime):
+    """A time that passes whenever somebody looks at it."""
+
+    def now_s(self):
+        self.seconds += 0.02
+        return self.seconds
+
+
+def measured(**settings):
+    time = Ticking()
+    gpu = SimulatedGpu(A100, lock_latency_s=0.0, timebase=time, **settings)
+    return gpu, measured_costs(tiny("qwen3"), gpu, torch.device("cpu"), (1, 8), dtype=torch.float32, timebase=time)
+
+
+def test_layers_are_measured_at_some_clocks_and_estimated_between():
+    gpu, found = measured()
+    assert found.clocks_mhz[-1] == gpu.locked_clock_mhz == A100.top_clock_mhz  # the default again
+    assert found.clocks_mhz[0] == 705
+    assert len(found.clocks_mhz) > 8
+    assert all((found.time_s[kind] > 0).all() and found.time_s[kind].shape[0] == 4 for kind in found.time_s)
+    assert found.blocking_power_w == pytest.approx(A100.blocking_power_w, rel=0.1)
+
+
+def test_without_permission_layers_are_measured_at_default_clocks():
+    _, found = measured(may_lock=False)
+    assert found.clocks_mhz == (A100.top_clock_mhz,)
+    partition = best_partition(found, one_f_one_b(2, 4))
+    assert partition.fastest.planned_j == partition.fastest.energy_j
+    assert partition.time_gap == 0
 
 
 def test_a_partition_is_a_cut_for_stages():
