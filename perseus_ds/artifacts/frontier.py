@@ -7,7 +7,7 @@ import csv
 import io
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,7 +32,7 @@ from perseus_ds.artifacts.limits import (
     Text,
     Time,
 )
-from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams
+from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams, PowerSwing
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import DeadlineError, FrontierError, ScheduleError
@@ -42,6 +42,7 @@ from perseus_ds.pipeline.schedule import Schedule
 # Deadlines come from arithmetic on measured times; a plan that is late only by rounding is in time.
 _TOLERANCE = 1e-9
 _MOST_ALTERNATIVES = 20
+_POWERS = ("mean_power_w", "highest_power_w", "lowest_power_w", "power_change_w")
 SLOWDOWNS = (0.0, 0.01, 0.02, 0.05)
 """Against the highest clock, at which savings of plans and alternatives are compared."""
 # In a sentence; and what counts as equal, as a fraction of the energy.
@@ -251,11 +252,14 @@ class Frontier:
     def _csv(self) -> str:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["plan", "time_s", "energy_j", "lower_bound_j", "gap", "clock_changes", "simulated"])
+        writer.writerow(["plan", "time_s", "energy_j", "lower_bound_j", "gap", "clock_changes", *_POWERS, "simulated"])
         simulated = {True: "yes", False: "no", None: ""}[self.provenance.simulated]
         for number, plan in enumerate(self.plans):
             bound = ("", "") if plan.lower_bound_j is None else (repr(plan.lower_bound_j), f"{plan.gap:.6f}")
-            writer.writerow([number, repr(plan.time_s), repr(plan.energy_j), *bound, plan.clock_changes, simulated])
+            swing = ("", "", "") if plan.power is None else (f"{value:.1f}" for value in astuple(plan.power))
+            power_w = (f"{plan.mean_power_w:.1f}", *swing)
+            row = [number, repr(plan.time_s), repr(plan.energy_j), *bound, plan.clock_changes, *power_w, simulated]
+            writer.writerow(row)
         return text.getvalue()
 
     def _file(self) -> _FrontierFile:
@@ -278,6 +282,7 @@ class _PlanFile(FileModel):
     time_s: Time
     energy_j: Energy
     lower_bound_j: Energy | None = None
+    power_w: tuple[Power, Power, Power] | None = None
     clocks_mhz: Many[Many[Clock]]
 
     @classmethod
@@ -286,6 +291,7 @@ class _PlanFile(FileModel):
             time_s=plan.time_s,
             energy_j=plan.energy_j,
             lower_bound_j=plan.lower_bound_j,
+            power_w=None if plan.power is None else (plan.power.highest_w, plan.power.lowest_w, plan.power.change_w),
             clocks_mhz=[list(clocks) for clocks in plan.clocks_mhz],
         )
 
@@ -293,7 +299,8 @@ class _PlanFile(FileModel):
         clocks = tuple(tuple(rank) for rank in self.clocks_mhz)
         if [len(c) for c in clocks] != [len(i) for i in instructions]:
             raise FrontierError("a plan does not have one clock per instruction; the file was edited or cut off.")
-        return FrequencyPlan(instructions, clocks, self.time_s, self.energy_j, self.lower_bound_j)
+        power = None if self.power_w is None else PowerSwing(*self.power_w)
+        return FrequencyPlan(instructions, clocks, self.time_s, self.energy_j, self.lower_bound_j, power)
 
 
 _Stream = Annotated[Many[tuple[Stage, Kind, MicroBatch]], Field(min_length=1)]

@@ -14,6 +14,21 @@ ClockTimes = Mapping[tuple[int, Kind, int], float]
 
 
 @dataclass(frozen=True)
+class PowerSwing:
+    """Power of a pipeline over one second while an iteration repeats, one GPU per rank.
+
+    Attributes:
+        highest_w: The highest mean power of any second [W].
+        lowest_w: The lowest one [W].
+        change_w: The largest difference between one second and the next [W].
+    """
+
+    highest_w: float
+    lowest_w: float
+    change_w: float
+
+
+@dataclass(frozen=True)
 class FrequencyPlan:
     """A clock for each instruction, and the iteration's time and energy by the profile.
 
@@ -22,6 +37,7 @@ class FrequencyPlan:
         clocks_mhz: One clock per instruction, shaped like ``instructions``.
         energy_j: Energy of one iteration of one pipeline, one GPU per rank [J].
         lower_bound_j: No plan that is as fast uses less [J]; None where it was not computed.
+        power: Over one second; None where it was not computed.
     """
 
     instructions: InstructionStreams
@@ -29,6 +45,12 @@ class FrequencyPlan:
     time_s: float
     energy_j: float
     lower_bound_j: float | None = None
+    power: PowerSwing | None = None
+
+    @property
+    def mean_power_w(self) -> float:
+        """Mean power of one pipeline, one GPU per rank [W]."""
+        return self.energy_j / self.time_s
 
     @property
     def gap(self) -> float | None:

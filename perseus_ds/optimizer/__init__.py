@@ -13,6 +13,7 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ConfigError, ProfileError
 from perseus_ds.optimizer.alternatives import alternatives
 from perseus_ds.optimizer.lowtime import solve_lowtime
+from perseus_ds.optimizer.power import power_swing
 from perseus_ds.optimizer.problem import Problem
 from perseus_ds.optimizer.solver import solve_exact
 from perseus_ds.optimizer.switches import DwellTimes, SwitchCosts
@@ -109,9 +110,9 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
     """Return the frontier of the plans for which no other is as fast with as little energy."""
     schedule, info = problem.dag.schedule, problem.profile.info
     return Frontier(
-        plans=tuple(drop_dominated(list(plans))),
+        plans=tuple(_with_power(problem, plan) for plan in drop_dominated(list(plans))),
         t_min_s=problem.t_min_s,
-        baseline=problem.baseline(),
+        baseline=_with_power(problem, problem.baseline()),
         provenance=Provenance(
             schedule=schedule.name,
             micro_batches=schedule.micro_batches,
@@ -128,3 +129,7 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
         schedule=schedule,
         alternatives=alternatives(problem),
     )
+
+
+def _with_power(problem: Problem, plan: FrequencyPlan) -> FrequencyPlan:
+    return replace(plan, power=power_swing(problem, plan))

@@ -153,15 +153,21 @@ class Problem:
 
     def waiting_energy_j(self, time_s: float) -> float:
         """Return the energy that all ranks would use if they only waited [J]."""
-        return self.blocking_power_w * len(self.dag.schedule.ranks) * time_s
+        return self.waiting_power_w * time_s
+
+    @property
+    def waiting_power_w(self) -> float:
+        """The power of all ranks while they wait [W]."""
+        return self.blocking_power_w * len(self.dag.schedule.ranks)
 
     @cached_property
     def instructions(self) -> InstructionStreams:
         """The instructions to decide on, per rank in program order."""
-        return tuple(tuple(self.dag.nodes[i].work for i in nodes) for nodes in self._rank_nodes)  # type: ignore[misc]
+        return tuple(tuple(self.dag.nodes[i].work for i in nodes) for nodes in self.rank_nodes)  # type: ignore[misc]
 
     @cached_property
-    def _rank_nodes(self) -> list[list[int]]:
+    def rank_nodes(self) -> list[list[int]]:
+        """The DAG's nodes of ``instructions``."""
         decided = set(self.node.tolist())
         return [[i for i in nodes if i in decided] for nodes in self.dag.compute_nodes]
 
@@ -169,8 +175,8 @@ class Problem:
         """Return the plan with these clocks, with its time and energy by the measured rows."""
         clock = np.zeros(len(self.dag.nodes), dtype=np.int64)
         clock[self.node] = self._clock_mhz[self.group, choice]
-        clocks_mhz = tuple(tuple(clock[nodes].tolist()) for nodes in self._rank_nodes)
-        time_s = self.dag.makespan_s(self.durations_s(choice) + self._delays_s(clocks_mhz))
+        clocks_mhz = tuple(tuple(clock[nodes].tolist()) for nodes in self.rank_nodes)
+        time_s = self.dag.makespan_s(self.durations_s(choice) + self.delays_s(clocks_mhz))
         return FrequencyPlan(
             instructions=self.instructions,
             clocks_mhz=clocks_mhz,
@@ -187,23 +193,24 @@ class Problem:
         """
         durations = self.fixed_s.copy()
         cost_j = 0.0
-        for nodes, clocks in zip(self._rank_nodes, clocks_mhz, strict=True):
+        for nodes, clocks in zip(self.rank_nodes, clocks_mhz, strict=True):
             for number, clock in zip(nodes, clocks, strict=True):
                 work = self.dag.nodes[number].work
                 assert isinstance(work, Instruction)
                 row = self.profile.at(work.stage, work.kind, clock)
                 durations[number] = row.time_s
                 cost_j += row.energy_j - self.blocking_power_w * row.time_s
-        time_s = self.dag.makespan_s(durations + self._delays_s(clocks_mhz))
+        time_s = self.dag.makespan_s(durations + self.delays_s(clocks_mhz))
         return FrequencyPlan(self.instructions, clocks_mhz, time_s, self.waiting_energy_j(time_s) + cost_j)
 
-    def _delays_s(self, clocks_mhz: tuple[tuple[int, ...], ...]) -> Seconds:
+    def delays_s(self, clocks_mhz: tuple[tuple[int, ...], ...]) -> Seconds:
+        """Return by how much changes of clock delay each node of the DAG [s]."""
         """Return by how much changes of clock delay every node of the DAG [s].
 
         The first clock of an iteration follows the last one of the iteration before, which is the same plan's.
         """
         delays_s = np.zeros(len(self.dag.nodes))
-        for nodes, clocks in zip(self._rank_nodes, clocks_mhz, strict=True):
+        for nodes, clocks in zip(self.rank_nodes, clocks_mhz, strict=True):
             delays_s[nodes] = self.switch_cost_s * (np.asarray(clocks) != np.roll(clocks, 1))
         return delays_s
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from perseus_ds.artifacts.frontier import SLOWDOWNS, Frontier
+from perseus_ds.artifacts.plan import PowerSwing
 from perseus_ds.artifacts.run_records import CostsSoFar, Event
 from perseus_ds.artifacts.timeline import MeasuredIteration
 from perseus_ds.report.figures import Figure, frontier_figure, history_figure, profile_figures, trend_figure
@@ -44,7 +45,7 @@ def report_page(found: Sources, jobs: Sequence[Job], tiles: Sequence[Tile], fact
         tiles=tiles,
         factors=factors,
         in_use=in_use,
-        others=alternatives(found.frontier, in_use) if found.frontier else [],
+        others=other_plans(found.frontier, in_use) if found.frontier else [],
         one_percent=one_percent_slower(found.frontier, in_use) if found.frontier else None,
         stages=list(dict.fromkeys((curve.label, variable(curve.colour)) for curve in curves)),
         kinds=[(kind, dash) for kind, dash in DASHES.items() if any(curve.kind is kind for curve in curves)],
@@ -218,7 +219,7 @@ _SLOWDOWNS = (0.0, 0.01, 0.02, 0.05, 0.10)
 
 
 @dataclass(frozen=True)
-class Alternative:
+class OtherPlan:
     """A plan, compared with the one in use; by the profile.
 
     Attributes:
@@ -226,34 +227,37 @@ class Alternative:
         time: Iteration time against the plan in use, as a fraction: 0.01 is 1 % longer.
         energy: Energy against the plan in use, likewise.
         saved: Energy saved against everything at the highest clock, as a fraction.
+        power: Of one pipeline over a second; None where it is not known.
     """
 
     plan: int
     time: float
     energy: float
     saved: float
+    power: PowerSwing | None
 
 
-def alternatives(frontier: Frontier, in_use: int) -> list[Alternative]:
+def other_plans(frontier: Frontier, in_use: int) -> list[OtherPlan]:
     """Return the plan in use among those of some slowdowns, the fastest first, up to the most frugal one."""
     plans = frontier.plans
     chosen = {plans.index(frontier.within(slowdown)) for slowdown in _SLOWDOWNS} | {0, in_use, len(plans) - 1}
     return [_compared(frontier, plan, in_use) for plan in sorted(chosen)]
 
 
-def one_percent_slower(frontier: Frontier, in_use: int) -> Alternative | None:
+def one_percent_slower(frontier: Frontier, in_use: int) -> OtherPlan | None:
     """Return what 1 % more time than the plan in use takes would buy; None where the frontier ends before."""
     plan = frontier.plans.index(frontier.lookup(frontier.plans[in_use].time_s * 1.01))
     return _compared(frontier, plan, in_use) if plan > in_use else None
 
 
-def _compared(frontier: Frontier, plan: int, in_use: int) -> Alternative:
+def _compared(frontier: Frontier, plan: int, in_use: int) -> OtherPlan:
     ours, theirs = frontier.plans[plan], frontier.plans[in_use]
-    return Alternative(
+    return OtherPlan(
         plan=plan,
         time=ours.time_s / theirs.time_s - 1,
         energy=ours.energy_j / theirs.energy_j - 1,
         saved=1 - ours.energy_j / frontier.baseline.energy_j,
+        power=ours.power,
     )
 
 

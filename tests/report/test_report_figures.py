@@ -12,7 +12,7 @@ from perseus_ds.measures import Baseline, Typical
 from perseus_ds.report.figures import history_figure
 from perseus_ds.report.history import read_history
 from perseus_ds.report.jobs import Factors, jobs_of, main_job, totals_of, trend_of
-from perseus_ds.report.page import alternatives, one_percent_slower, tiles
+from perseus_ds.report.page import one_percent_slower, other_plans, tiles
 from perseus_ds.report.sources import JobSize, find_sources
 
 FACTORS = Factors(carbon_g_per_kwh=400, price_per_kwh=0.25, currency="EUR", pue=1.5, tokens_per_sample=1000)
@@ -135,7 +135,7 @@ def test_the_trend_shows_a_saving_that_fades(tmp_path):
 
 
 def test_other_plans_are_compared_with_the_one_in_use(job):
-    others = alternatives(job.frontier, 2)
+    others = other_plans(job.frontier, 2)
     assert [other.plan for other in others] == sorted({other.plan for other in others})
     assert {0, 2, len(job.frontier.plans) - 1} <= {other.plan for other in others}
     own = next(other for other in others if other.plan == 2)
