@@ -23,7 +23,7 @@ test-busy: $(READY)  ## `make test` three times in a row while two processes kee
 	$(BIN)/python tests/support/while_busy.py $(MAKE) test
 
 test-extended: $(READY)  ## More integration tests: faults, odd jobs, the examples, a cluster's files, the wheel.
-	$(BIN)/pytest -m extended -n 2 --dist loadfile
+	$(BIN)/pytest -m extended -n 2 --dist loadfile --max-worker-restart 0
 
 # Some of them: make test-gpu CHECKS="spans requests". No clock is changed. Results in runs/gpu, also of earlier calls.
 ifdef WHEELS
