@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from perseus_ds.artifacts.gpu_settings import GpuSettings
 from perseus_ds.artifacts.io import open_bounded, parse_json
 from perseus_ds.artifacts.limits import (
     MOST_EVENT_BYTES,
@@ -117,6 +118,7 @@ class Started(Event):
     job: str | None = Field(None, description="A fingerprint of the job, which distinguishes it from others.")
     policy: dict[str, Any] | None = None
     engines: list[str] | None = Field(None, description="Models of the process's engines; the first one trains.")
+    settings: GpuSettings | None = Field(None, description="What was set of rank 0's GPU, such as a power limit.")
 
 
 class ProfileWritten(Event):

@@ -111,6 +111,9 @@ def compare(runs: Sequence[Sources], baseline: str | None = None) -> Comparison:
             f"{', '.join(sorted(jobs))}: another job than {chosen.run} by model, schedule, parallelism, GPU or "
             "versions. What differs may come from that."
         )
+    settings = {history.name: history.settings for history in histories if history.settings is not None}
+    if len(set(settings.values())) > 1:
+        notes += [f"{name}: GPUs with {found}." for name, found in settings.items()]
     limited = sorted(history.name for history in histories if is_capped(history))
     if 0 < len(limited) < len(histories):
         notes.append(

@@ -142,6 +142,12 @@ class History:
         return self.starts[-1].job if self.starts else None
 
     @property
+    def settings(self) -> str | None:
+        """What was set of rank 0's GPU at the last start, in words; None where it is not recorded."""
+        settings = self.starts[-1].settings if self.starts else None
+        return None if settings is None else str(settings)
+
+    @property
     def mode(self) -> str | None:
         """The mode of its last start."""
         return self.starts[-1].mode if self.starts else None

@@ -84,6 +84,7 @@ class Job:
             job=self.key(communicator),
             policy=self.config.policy.model_dump(mode="json"),
             engines=list(self.engines) or None,
+            settings=self.info.settings,
         )
 
     def profile_key(self, communicator: Communicator) -> str:

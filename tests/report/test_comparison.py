@@ -38,6 +38,15 @@ def test_the_run_with_most_iterations_at_default_clocks_is_the_baseline(runs):
     assert any(note.startswith("capped: ") and "power limit" in note for note in found.notes)
 
 
+def test_runs_under_different_power_limits_name_them(runs):
+    for name, limit_w in (("free", 400), ("limited", 300)):
+        start = {"event": "start", "mode": "observe", "job": "ours", "settings": {"power_limit_w": limit_w}}
+        write_log(runs / name, [start, *(record(n, "observe", 1.0, 900.0) for n in range(6))])
+    notes = " ".join(compared(runs, "free", "limited").notes)
+    assert "free: GPUs with power limit 400 W" in notes
+    assert "limited: GPUs with power limit 300 W" in notes
+
+
 def test_iterations_with_which_a_job_compared_its_plans_are_the_best_baseline(runs):
     plan = [record(n, "run", 1.0, 900.0, plan=4, saved=0.2) for n in range(20, 30)]
     default = [record(n, "default", 1.0, 950.0) for n in range(6)]
