@@ -34,7 +34,7 @@ from perseus_ds.artifacts.run_records import (
 
 AT_DEFAULT_CLOCKS: Mapping[str, str] = {
     "observe": "in observe mode",
-    "default": "to compare plans with",
+    "default": "measured for the comparison",
     "optimizing": "while plans were computed",
     "warm-up": "while it warmed up",
 }

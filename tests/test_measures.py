@@ -74,7 +74,7 @@ def test_the_baseline_of_a_plan_is_that_of_its_verdict():
     found = measures(*before, *first, *planned(), PlanJudged(plan=3, kept=True), *planned())
     assert (found.baseline(3).phase, found.baseline(3).typical.iterations) == ("default", 16)
     assert found.plan(3).slowdown == pytest.approx(1.02 / 2.0 - 1)
-    assert "16 iterations of this job to compare plans with" in str(found.baseline(3))
+    assert "16 iterations of this job measured for the comparison" in str(found.baseline(3))
     for record in (*at_default("default", [4.0] * 9, first=300), *planned(plan=7), PlanJudged(plan=7)):
         found.add(record)
     assert [found.baseline(plan).typical.time_s for plan in (3, 7)] == [2.0, 4.0]

@@ -47,7 +47,7 @@ def by_the_profile():
 @pytest.mark.parametrize(
     ("records", "named"),
     [
-        (judged(), "default clocks, 8 iterations of this job to compare plans with"),
+        (judged(), "default clocks, 8 iterations of this job measured for the comparison"),
         (not_judged(), "default clocks, 7 iterations of this job in observe mode"),
         (by_the_profile(), "default clocks, by the profile"),
     ],
