@@ -16,6 +16,7 @@ class Command(Enum):
     status = "print how the job goes"
     policy = "run under another policy, policy="
     straggler = "one pipeline takes longer, pipeline= and slowdown="
+    reduce = "draw less power for a while, power_fraction= and duration="
     pause = "run at default clocks"
     resume = "run under plans again"
 
@@ -29,6 +30,7 @@ class Arguments:
         "perseus-ds control status perseus json=true",
         "perseus-ds control policy perseus policy.name=slowdown policy.max_slowdown=0.05",
         "perseus-ds control straggler perseus pipeline=1 slowdown=1.2",
+        "perseus-ds control reduce perseus power_fraction=0.75 duration=3h within=30s",
     )
 
     command: Command = argument("what the job is told", word=True)
@@ -43,10 +45,22 @@ class Arguments:
         "straggler: how many times as long its iterations take; 1 when it has recovered", None, at_least=1
     )
     after_iterations: int = argument("straggler: number of iterations until then", 0, at_least=0)
+    power_fraction: float | None = argument(
+        "reduce: of the job's average power at default clocks, such as 0.75", None, at_least=0
+    )
+    duration: str | None = argument("reduce: for how long, such as 90s, 30min or 3h", None)
+    within: str | None = argument(
+        "reduce: how soon it is needed, such as 30s; the answer says so if the job takes longer", None
+    )
     json: bool = argument("status: print it as a JSON object", False)
 
 
-_KEYS = {Command.policy: ("policy",), Command.straggler: ("pipeline", "slowdown", "after_iterations")}
+_KEYS = {
+    Command.policy: ("policy",),
+    Command.straggler: ("pipeline", "slowdown", "after_iterations"),
+    Command.reduce: ("power_fraction", "duration"),
+}
+_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def run(arguments: Arguments) -> int:
@@ -56,6 +70,9 @@ def run(arguments: Arguments) -> int:
     keys = _KEYS.get(arguments.command, ())
     require("control", arguments, *keys)
     order = {"command": arguments.command.name, **{key: getattr(arguments, key) for key in keys}}
+    if arguments.command is Command.reduce:
+        order["duration_s"] = _seconds("duration", order.pop("duration"))
+        order["within_s"] = None if arguments.within is None else _seconds("within", arguments.within)
     parse_order(order)
     answer = send_order(arguments.run, order)
     if "status" in answer:
@@ -63,6 +80,22 @@ def run(arguments: Arguments) -> int:
     if "done" in answer:
         print(answer["done"])
     return 0
+
+
+def _seconds(name: str, text: str) -> float:
+    """Return a time that is written with its unit [s].
+
+    Raises:
+        ConfigError: It is none.
+    """
+    import re
+
+    from perseus_ds.errors import ConfigError
+
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(s|min|h)", text)
+    if found is None:
+        raise ConfigError(f"{name}={text}: expected a time such as 90s, 30min or 3h.")
+    return float(found[1]) * _UNITS_S[found[2]]
 
 
 def _print_status(status: dict[str, Any], *, as_json: bool) -> None:

@@ -73,11 +73,21 @@ class Resume(_Order):
     command: Literal["resume"]
 
 
-Order = Annotated[Status | SetPolicy | SetStraggler | Pause | Resume, Field(discriminator="command")]
-_ORDER: TypeAdapter[Status | SetPolicy | SetStraggler | Pause | Resume] = TypeAdapter(Order)
+class Reduce(_Order):
+    """Draw less power for a while, then run as before."""
+
+    command: Literal["reduce"]
+    power_fraction: float = Field(gt=0, le=1)
+    duration_s: float = Field(gt=0, le=1e9, allow_inf_nan=False)
+    within_s: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
 
 
-def parse_order(words: object) -> Status | SetPolicy | SetStraggler | Pause | Resume:
+AnyOrder = Status | SetPolicy | SetStraggler | Reduce | Pause | Resume
+Order = Annotated[AnyOrder, Field(discriminator="command")]
+_ORDER: TypeAdapter[AnyOrder] = TypeAdapter(Order)
+
+
+def parse_order(words: object) -> AnyOrder:
     """Return an order that was checked.
 
     Raises:

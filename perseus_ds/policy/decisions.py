@@ -20,6 +20,7 @@ from perseus_ds.policy.policies import (
     EnergyOptimalPolicy,
     PolicyConfig,
     PowerCapPolicy,
+    ReducePolicy,
     SlowdownPolicy,
     in_force,
 )
@@ -61,6 +62,7 @@ class Situation:
         running: The plan the policy asked for last; None at the start.
         iterations_ahead: Iterations that will have run before the one that is decided on.
         idle_power_w: What all GPUs of the job draw while they wait [W].
+        default_power_w: What they draw at default clocks: as measured in the job, or by the profile [W].
         signals: Last good values of the signals, by file.
         timetable: What a cheapest policy has decided before.
         cap: The power cap by which the plan that runs was chosen.
@@ -75,6 +77,7 @@ class Situation:
     running: int | None = None
     iterations_ahead: int = 1
     idle_power_w: float = 0.0
+    default_power_w: float = 0.0
     signals: Mapping[str, Signal] = field(default_factory=dict)
     timetable: Timetable | None = None
     cap: PowerCap | None = None
@@ -179,7 +182,16 @@ def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> De
         return _by_deadline(policy, frontier, situation)
     if isinstance(policy, CheapestPolicy):
         return by_hours(policy, frontier, situation)
+    if isinstance(policy, ReducePolicy):
+        return _reduced(policy, frontier, situation)
     return _under_cap(policy, frontier, situation)
+
+
+def _reduced(policy: ReducePolicy, frontier: Frontier, situation: Situation) -> Decision:
+    """Return the plan that the policy asks for, or a slower one that draws no more than the reduction allows."""
+    cap = PowerCapPolicy(name="power_cap", watts=policy.power_fraction * situation.default_power_w)
+    capped, asked = _under_cap(cap, frontier, situation), decide(policy.policy, frontier, situation)
+    return replace(asked, plan=max(asked.plan, capped.plan), problem=capped.problem or asked.problem, cap=capped.cap)
 
 
 def stretched_plan(frontier: Frontier, plan: int, factor: float) -> int:

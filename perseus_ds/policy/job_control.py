@@ -6,21 +6,45 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from perseus_ds.artifacts.run_records import OrderGiven
-from perseus_ds.policy.control_socket import Pause, Resume, SetPolicy, SetStraggler, Status
+from perseus_ds.policy.control_socket import AnyOrder, Pause, Reduce, Resume, SetPolicy, SetStraggler, Status
 from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.pace import Straggler
-from perseus_ds.policy.policies import PolicyConfig, check_deadline
+from perseus_ds.policy.policies import PolicyConfig, ReducePolicy, check_deadline, lasting
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.timebase import REAL_TIME, Timebase
+from perseus_ds.units import duration, percent, watts
 
 logger = logging.getLogger("perseus_ds")
 _MOST_STEPS = 10**12
 _POLICY: TypeAdapter[PolicyConfig] = TypeAdapter(PolicyConfig)
+# Iterations that end under the old plan after an order: the one under way, and the one after it.
+_FOLLOWED_AFTER = 2
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a policy would do now, as measured so far in the job.
+
+    Attributes:
+        time_s: Iteration time [s].
+        time_now_s: Iteration time under the plan in force [s].
+        power_w: Of all GPUs of the job [W].
+        default_power_w: The same at default clocks [W].
+        problem: The condition that no plan meets; empty if there is none.
+    """
+
+    time_s: float
+    time_now_s: float
+    power_w: float
+    default_power_w: float
+    problem: str = ""
 
 
 class JobControl:
@@ -32,8 +56,7 @@ class JobControl:
         progress: What a checkpoint, or the plans before these, kept of the progress under plans, until plans are run.
         signals: The signals of the policy; None but on rank 0.
         costs: What the job's energy has cost by a signal.
-        problem_of: Returns the condition of a policy that no plan meets now, empty if there is none; from any thread.
-            Nothing is known of it until plans are run.
+        effect_of: Returns what a policy would do now; from any thread. Nothing is known of it until plans are run.
     """
 
     def __init__(
@@ -59,7 +82,7 @@ class JobControl:
         self.signals: SignalWatch | None = None
         self.costs = CostAccount()
         self.on_order: Callable[[OrderGiven], None] = lambda order: None
-        self.problem_of: Callable[[PolicyConfig], str] = lambda policy: ""
+        self.effect_of: Callable[[PolicyConfig], Effect | None] = lambda policy: None
         self._pipelines = pipelines
         self._job_status = job_status
         self._timebase = timebase
@@ -95,7 +118,7 @@ class JobControl:
             else:
                 self._reported[pipeline] = (self.steps + after_iterations, slowdown)
 
-    def carry_out(self, order: Status | SetPolicy | SetStraggler | Pause | Resume) -> dict[str, Any]:
+    def carry_out(self, order: AnyOrder) -> dict[str, Any]:
         """Carry out an order from outside; return the answer.
 
         Raises:
@@ -106,20 +129,23 @@ class JobControl:
             asked = {"paused": self.paused, "policy": self.policy.model_dump(mode="json")}
             return {"status": {**asked, **job}}
         done = self._done(order)
-        if isinstance(order, SetPolicy):
-            self.on_order(OrderGiven(policy=order.policy.model_dump(mode="json")))
+        if isinstance(order, SetPolicy | Reduce):
+            self.on_order(OrderGiven(policy=self.policy.model_dump(mode="json")))
         elif isinstance(order, Pause | Resume):
             self.on_order(OrderGiven(paused=self.paused))
         return {"done": done + ("; but this job runs no plans now" if _runs_no_plans(job) else "")}
 
-    def _done(self, order: SetPolicy | SetStraggler | Pause | Resume) -> str:
+    def _done(self, order: SetPolicy | SetStraggler | Reduce | Pause | Resume) -> str:
+        if isinstance(order, Reduce):
+            return self._reduced(order)
         if isinstance(order, SetPolicy):
             check_deadline(order.policy, self._timebase.date())
             if self.signals is not None:
                 self.signals.follow(order.policy)
             self.policy = order.policy
-            problem = self.problem_of(order.policy)
-            return f"policy {order.policy.name} from the next iterations on" + (f"; but {problem}" if problem else "")
+            effect = self.effect_of(order.policy)
+            but = f"; but {effect.problem}" if effect is not None and effect.problem else ""
+            return f"policy {order.policy.name} from the next iterations on{but}"
         if isinstance(order, SetStraggler):
             self.set_straggler(order.pipeline, order.slowdown, order.after_iterations)
             return f"pipeline {order.pipeline} is expected to take {order.slowdown:g} times as long"
@@ -129,6 +155,29 @@ class JobControl:
         job = self._job_status()
         at_once = bool(job.get("next")) or _runs_no_plans(job)
         return "default clocks" if at_once else "default clocks, once the job has profiled itself"
+
+    def _reduced(self, order: Reduce) -> str:
+        """Reduce power for a while; return what that costs."""
+        until = self._timebase.date() + timedelta(seconds=order.duration_s)
+        policy = ReducePolicy(
+            name="reduce", power_fraction=order.power_fraction, until=until, policy=lasting(self.policy)
+        )
+        effect = self.effect_of(policy)
+        self.policy = policy
+        share = f"at most {order.power_fraction:.0%} of the power at default clocks until {until:%FT%TZ}"
+        if effect is None:
+            return f"{share}, once the job runs under plans: what that costs is not known yet"
+        waits_s = _FOLLOWED_AFTER * effect.time_now_s
+        late_s = order.duration_s * max(0.0, 1 - effect.time_now_s / effect.time_s)
+        late = (
+            f", later than the {duration(order.within_s)} asked for" if waits_s > (order.within_s or math.inf) else ""
+        )
+        problem = f"; but {effect.problem}" if effect.problem else ""
+        return (
+            f"{share} ({watts(order.power_fraction * effect.default_power_w)}): {watts(effect.power_w)}, in at most "
+            f"{duration(waits_s)}{late}; iterations take {percent(effect.time_s / effect.time_now_s - 1)} time, which "
+            f"makes the job {duration(late_s)} or {late_s / effect.time_now_s:.0f} iterations later{problem}"
+        )
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as plain values."""

@@ -160,19 +160,52 @@ class CheapestPolicy(_Policy):
     may_pause: bool = Field(False, description="Whether training may stand still for as long as that is cheaper.")
 
 
-PolicyConfig = Annotated[
+LastingPolicy = Annotated[
     SlowdownPolicy | DeadlinePolicy | PowerCapPolicy | EnergyOptimalPolicy | SchedulePolicy | CheapestPolicy,
     Field(discriminator="name"),
 ]
 
 
-def in_force(policy: PolicyConfig, now: datetime) -> SimplePolicy | CheapestPolicy:
-    """Return the policy that decides at a time: that of the window, if it is a schedule."""
+class ReducePolicy(_Policy):
+    """Less power until some time: another policy with a power cap beside it; then that policy alone."""
+
+    name: Literal["reduce"]
+    power_fraction: float = Field(
+        gt=0, le=1, description="Of the average power of the job's GPUs at default clocks, as measured in the job."
+    )
+    until: AwareDatetime = Field(description="When it ends, such as 2030-01-31T08:00:00+00:00.")
+    policy: LastingPolicy = Field(default_factory=SlowdownPolicy, description="Any other policy.")
+
+
+PolicyConfig = Annotated[
+    SlowdownPolicy
+    | DeadlinePolicy
+    | PowerCapPolicy
+    | EnergyOptimalPolicy
+    | SchedulePolicy
+    | CheapestPolicy
+    | ReducePolicy,
+    Field(discriminator="name"),
+]
+PolicyInForce = SimplePolicy | CheapestPolicy | ReducePolicy
+
+
+def lasting(policy: PolicyConfig) -> LastingPolicy:
+    """Return the policy beside which power is reduced, or the policy itself."""
+    return policy.policy if isinstance(policy, ReducePolicy) else policy
+
+
+def in_force(policy: PolicyConfig, now: datetime) -> PolicyInForce:
+    """Return the policy that decides at a time: that of a schedule's window, or a reduction until it ends."""
+    if isinstance(policy, ReducePolicy) and now < policy.until:
+        return policy
+    policy = lasting(policy)
     return policy.at(now) if isinstance(policy, SchedulePolicy) else policy
 
 
 def parts_of(policy: PolicyConfig) -> list[SimplePolicy | CheapestPolicy]:
     """Return the policies that decide: those of a schedule's windows and its default, or the policy itself."""
+    policy = lasting(policy)
     if isinstance(policy, SchedulePolicy):
         return [policy.default, *(window.policy for window in policy.windows)]
     return [policy]

@@ -23,15 +23,17 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.run_records import Event, Halted, PlanChosen, PolicyChanged, PowerCapChanged, TimetableMade
 from perseus_ds.policy.decisions import MARGIN, Decision, PowerCap, RunStatistics, Situation, decide, stretched_plan
 from perseus_ds.policy.hourly_programme import Timetable
-from perseus_ds.policy.job_control import JobControl
+from perseus_ds.policy.job_control import Effect, JobControl
 from perseus_ds.policy.pace import StragglerWatch, straggler_of, with_reported
 from perseus_ds.policy.policies import (
     CheapestPolicy,
     PolicyConfig,
+    PolicyInForce,
     PowerCapPolicy,
+    ReducePolicy,
     SchedulePolicy,
-    SimplePolicy,
     in_force,
+    lasting,
 )
 from perseus_ds.policy.reports import Assigned, JobReport, RankReports
 from perseus_ds.policy.signals import Signal
@@ -203,13 +205,13 @@ class PlanSelector:
         self._lateness = 0.0
         self._numbers = 0
         self._ordered: PolicyConfig = control.policy
-        self._window: SimplePolicy | CheapestPolicy | None = None
+        self._window: PolicyInForce | None = None
         self._policy = in_force(control.policy, timebase.date())
         self._timetable: Timetable | None = None
         self._problem = ""
         self._cap: PowerCap | None = None
         self._ended_s = math.nan
-        control.problem_of = self.problem_of
+        control.effect_of = self.effect_of
         self.in_force = self.decided = self._begin()
         self._announce()
 
@@ -287,9 +289,12 @@ class PlanSelector:
         """Whether training that stands still goes on; on rank 0."""
         return not self._choose(iterations_ahead=0).halts
 
-    def problem_of(self, policy: PolicyConfig) -> str:
-        """Return the condition of a policy that no plan meets now, empty if there is none; from any thread."""
-        return self._decide(policy).problem
+    def effect_of(self, policy: PolicyConfig) -> Effect:
+        """Return what a policy would do now; from any thread."""
+        decision = self._decide(policy)
+        time_s, energy_j = self._expected(decision.plan)
+        time_now_s, _ = self._expected(self.in_force.plan)
+        return Effect(time_s, time_now_s, energy_j / time_s, self._power_at_default_clocks_w, decision.problem)
 
     def _choose(self, iterations_ahead: int = 1) -> Assignment:
         """Return what rank 0 decides, without a number.
@@ -302,7 +307,7 @@ class PlanSelector:
         if control.policy != self._ordered:
             self._ordered, self._window, self._problem, self._lateness = control.policy, None, "", 0.0
             self._record(PolicyChanged(policy=control.policy.model_dump(mode="json")))
-        if isinstance(control.policy, SchedulePolicy) and policy != self._window:
+        if isinstance(control.policy, SchedulePolicy | ReducePolicy) and policy != self._window:
             self._window, self._problem, self._lateness = policy, "", 0.0
             self._record(PolicyChanged(policy=policy.model_dump(mode="json"), by_schedule=True))
         decision = self._decide(policy, iterations_ahead)
@@ -326,22 +331,26 @@ class PlanSelector:
     def _record_cap(self, policy: PolicyConfig, cap: PowerCap | None) -> None:
         """Record the power cap in force where it is another than before."""
         if (cap and cap.watts) != (self._cap and self._cap.watts):
-            source = policy.signal or "the policy" if isinstance(policy, PowerCapPolicy) else ""
-            self._record(PowerCapChanged(watts=cap and cap.watts, source=source))
+            source = (policy.signal if isinstance(policy, PowerCapPolicy) else None) or "the policy"
+            self._record(PowerCapChanged(watts=cap and cap.watts, source=source if cap else ""))
         self._cap = cap
 
     def _is_capped(self, decision: Decision) -> bool:
         """Whether default clocks would draw more than the power cap in force."""
         if decision.cap is None:
             return False
-        baseline = self._frontier.baseline
-        by_profile_w = self.statistics.power_ratio * baseline.energy_j / baseline.time_s * self._gpus_per_rank
-        return (self.default_power_w or by_profile_w) > decision.cap.watts * (1 - MARGIN)
+        ratio = 1.0 if self.default_power_w else self.statistics.power_ratio
+        return ratio * self._power_at_default_clocks_w > decision.cap.watts * (1 - MARGIN)
+
+    @property
+    def _power_at_default_clocks_w(self) -> float:
+        """Of all GPUs of the job, as measured in it, or else by the profile [W]."""
+        return self.default_power_w or self._frontier.baseline.mean_power_w * self._gpus_per_rank
 
     def would_be_capped(self) -> bool:
         """Whether default clocks would draw more than the cap of the policy that is asked for now; on rank 0."""
         policy = in_force(self._control.policy, self._timebase.date())
-        return isinstance(policy, PowerCapPolicy) and self._is_capped(self._decide(policy))
+        return isinstance(policy, PowerCapPolicy | ReducePolicy) and self._is_capped(self._decide(policy))
 
     def _decide(self, policy: PolicyConfig, iterations_ahead: int = 1) -> Decision:
         signals = self._control.signals
@@ -355,6 +364,7 @@ class PlanSelector:
             running=self._asked,
             iterations_ahead=iterations_ahead,
             idle_power_w=self._idle_power_w,
+            default_power_w=self._power_at_default_clocks_w,
             signals=signals.signals if signals is not None else {},
             timetable=self._timetable,
             cap=self._cap,
@@ -425,9 +435,10 @@ class PlanSelector:
 
     def _signal(self) -> Signal | None:
         """Return the prices that count now, if a cheapest policy is in force."""
-        if not isinstance(self._policy, CheapestPolicy) or self._control.signals is None:
+        policy = lasting(self._policy)
+        if not isinstance(policy, CheapestPolicy) or self._control.signals is None:
             return None
-        return self._control.signals.signals.get(self._policy.signal)
+        return self._control.signals.signals.get(policy.signal)
 
     def _add_cost(self, reports: JobReport | None, ran: Assignment | None) -> None:
         """Add the cost of the iteration before the one that has just ended."""

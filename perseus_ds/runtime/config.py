@@ -66,7 +66,8 @@ class PerseusConfig(StrictModel):
         '{"name": "power_cap", "watts": 5000}: of all GPUs together; {"name": "energy_optimal"}; '
         '{"name": "schedule", "timezone": "Europe/Berlin", "windows": [{"begin": "17:00", "end": "21:00", '
         '"policy": {"name": "power_cap", "watts": 5000}}]}; {"name": "cheapest", "finish_by": …, "total_steps": …, '
-        '"signal": "prices.csv"}: by the hours of a price or a carbon intensity.',
+        '"signal": "prices.csv"}: by the hours of a price or a carbon intensity; {"name": "reduce", '
+        '"power_fraction": 0.75, "until": …, "policy": …}: less power for a while, beside another policy.',
     )
     cache: bool = Field(True, description="auto mode: start under the plan of an earlier run of the same job.")
     max_drift: float = Field(

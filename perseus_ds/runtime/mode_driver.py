@@ -13,7 +13,7 @@ from perseus_ds.artifacts.run_records import FILE_NAME, Failed
 from perseus_ds.errors import ConfigError, ConnectionLostError
 from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.policy.policies import CheapestPolicy, check_deadline
+from perseus_ds.policy.policies import CheapestPolicy, check_deadline, lasting
 from perseus_ds.policy.reports import JobReport, RankReport, ReportExchange, shapes_number
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.runtime.default_clocks import BackOff, after_a_fault, observe
@@ -308,7 +308,7 @@ def _follow_signals(rank: RankContext, recorder: Recorder, control: JobControl) 
 
 def _summarise_costs(control: JobControl, recorder: Recorder) -> None:
     """Record what the job has cost, at its end, and print what that saved."""
-    costs, policy = control.costs, control.policy
+    costs, policy = control.costs, lasting(control.policy)
     if not costs.iterations:
         return
     is_done = isinstance(policy, CheapestPolicy) and control.steps >= policy.total_steps

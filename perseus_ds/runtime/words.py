@@ -134,6 +134,10 @@ def policy_in_words(policy: Mapping[str, Any]) -> str:
             for window in policy.get("windows") or ()
         )
         return f"policy schedule: {windows}, else {policy_in_words(policy.get('default') or {})}"
+    if policy.get("name") == "reduce":
+        beside = policy_in_words(policy.get("policy") or {}).removeprefix("policy ")
+        share = f"{policy.get('power_fraction')} of the power at default clocks"
+        return f"policy reduce: {share} until {policy.get('until')}, beside {beside}"
     settings = ", ".join(f"{key} {value}" for key, value in policy.items() if key != "name")
     return f"policy {policy.get('name')}" + (f": {settings}" if settings else "")
 

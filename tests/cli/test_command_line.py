@@ -99,7 +99,10 @@ def test_help_imports_nothing_heavy():
             ["emulate", "x", "profile=y", "pipelines=2", "straggler=[1.2,0.5]"],
             "straggler: expected a number, at least 1",
         ),
-        (["control", "statu", "run"], "expected one of status, policy, straggler, pause, resume, got 'statu'; did you"),
+        (
+            ["control", "statu", "run"],
+            "expected one of status, policy, straggler, reduce, pause, resume, got 'statu'; did you",
+        ),
         (
             ["emulate", "x", "profile=y", f"pipelines={'9' * 400}"],
             "pipelines: expected a whole number, at least 1, got 999",

@@ -62,3 +62,16 @@ def test_all_that_an_order_lacks_is_named_at_once(job, capsys):
     assert main(["control", "straggler", str(folder)]) == 2
     assert "pipeline and slowdown are missing: write pipeline=… slowdown=…" in capsys.readouterr().err
     assert orders == []
+
+
+def test_a_reduction_is_sent_in_seconds(job):
+    folder, orders = job
+    assert main(["control", "reduce", str(folder), "power_fraction=0.75", "duration=1.5h", "within=30s"]) == 0
+    assert (orders[0].power_fraction, orders[0].duration_s, orders[0].within_s) == (0.75, 5400.0, 30.0)
+
+
+def test_a_time_without_a_unit_is_not_sent(job, capsys):
+    folder, orders = job
+    assert main(["control", "reduce", str(folder), "power_fraction=0.75", "duration=3"]) == 2
+    assert "duration=3: expected a time such as 90s, 30min or 3h" in capsys.readouterr().err
+    assert orders == []

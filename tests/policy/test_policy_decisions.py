@@ -6,18 +6,12 @@ from datetime import datetime, timedelta, timezone
 
 from hypothesis import given
 from hypothesis import strategies as st
+from lone_selector import FRONTIER, PLANS
 
-from perseus_ds.artifacts.frontier import Frontier, Provenance
-from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.policy.decisions import MARGIN, PowerCap, RunStatistics, Situation, decide, stretched_plan
 from perseus_ds.policy.policies import DeadlinePolicy, EnergyOptimalPolicy, PowerCapPolicy, SlowdownPolicy
 
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
-INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),),)
-PLANS = tuple(FrequencyPlan(INSTRUCTIONS, ((1400 - 10 * i,),), 1.0 + 0.01 * i, 100.0 - i) for i in range(30))
-PROVENANCE = Provenance(schedule="1f1b", micro_batches=1, stages=1, blocking_power_w=1, solver="none")
-FRONTIER = Frontier(PLANS, 1.0, PLANS[0], PROVENANCE)
 
 
 def test_slowdown_and_energy_optimal():

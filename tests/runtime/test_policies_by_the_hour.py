@@ -15,6 +15,7 @@ from perseus_ds.artifacts.run_records import (
     IterationRecord,
     PlanChosen,
     PolicyChanged,
+    PowerCapChanged,
     TimetableMade,
 )
 from perseus_ds.errors import GpuBusyError, SignalError
@@ -264,6 +265,26 @@ def test_power_is_below_a_changed_cap_from_the_second_iteration_after_the_change
     settled = [powers_w[r.iteration] for r in under[10:]]
     assert sum(settled) / len(settled) <= low_w
     assert max(powers_w[r.iteration] for r in under) < 1.01 * low_w, "before the profile's power is corrected, too"
+
+
+def test_power_is_reduced_for_as_long_as_ordered_and_training_then_goes_on_as_before(start, frontier):
+    plans = frontier[1]
+    default_w, least_w = plans.baseline.mean_power_w, plans.plans[-1].mean_power_w
+    fraction = (least_w + 0.3 * (default_w - least_w)) / default_w
+    job = start(name="slowdown")
+    job.train(8)
+    order = {"command": "reduce", "power_fraction": fraction, "duration_s": 40.0}
+    answer = job.runtime.carry_out(order)["done"]
+    assert "iterations later" in answer
+    job.train(2)
+    end_s, begin_s, begin_j = job.time.seconds + 30.0, job.time.seconds, job.gpu.true_energy_j
+    while job.time.seconds < end_s:
+        job.train()
+    assert (job.gpu.true_energy_j - begin_j) / (job.time.seconds - begin_s) <= 1.005 * fraction * default_w
+    job.train(25)
+    records = job.close()
+    assert {record.plan for record in records[-3:]} == {0}
+    assert [event.watts is None for event in job.events(PowerCapChanged)] == [False, True]
 
 
 def test_costs_go_on_from_a_checkpoint(start, tmp_path):
