@@ -102,7 +102,7 @@ def main() -> None:
     )
     run(
         "2. Optimise: compute the frontier of frequency plans",
-        [perseus_ds, "optimize", f"profile={profile}", f"out={frontier_dir}", "switch_cost_j=0.5"],
+        [perseus_ds, "optimize", f"profile={profile}", f"out={frontier_dir}", "least_dwell_s=0.03"],
         OUT / "optimize.log",
     )
     run(

@@ -72,8 +72,7 @@ def frontier_series(
         dash, symbol = (None, "x") if len(shown) == 1 else (line, None)
         times_s, energies_j = [p.time_s for p in shown], [p.energy_j for p in shown]
         texts = [f"{one.name}: {p.setting}<br>{p.time_s:.4f} s, {p.energy_j:.1f} J" for p in shown]
-        name = f"{one.name} (predicted)"
-        found.append(Series(name, times_s, energies_j, colour, dash=dash, symbol=symbol, size=9, texts=texts))
+        found.append(Series(one.name, times_s, energies_j, colour, dash=dash, symbol=symbol, size=9, texts=texts))
     if in_use is not None:
         plan = plans[in_use]
         found.append(_point(in_use_label, plan.time_s, plan.energy_j, "blue", "star"))
