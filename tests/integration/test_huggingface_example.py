@@ -19,7 +19,7 @@ TEXTS = asyncio.base_events.__file__
 SIMULATED = ["perseus.device=simulated", "perseus.simulated.longest_instruction_s=0.01"]
 SIZES = ["log_every=1", "global_batch=8", "model.config.num_hidden_layers=4"]
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.extended]
 
 
 def train(ranks, folder, *overrides):
@@ -48,7 +48,6 @@ def test_a_run_that_continues_from_a_checkpoint_under_perseus_ends_as_one_withou
     assert tokenizer.decode(tokenizer.encode("the clock", add_special_tokens=False)) == "the clock"
 
 
-@pytest.mark.extended
 def test_two_pipelines_of_two_stages_train_as_one_rank_does_and_are_trained_on(tmp_path):
     steps = ["steps=12", "perseus.enabled=false"]
     together, _ = train(4, tmp_path, *steps, "stages=2", "micro_batch_size=2")
@@ -59,7 +58,6 @@ def test_two_pipelines_of_two_stages_train_as_one_rank_does_and_are_trained_on(t
     assert float(first) < float(together[0]) - 0.5
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("override", "message"),
     [
