@@ -6,11 +6,11 @@ import bisect
 import csv
 import io
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -78,6 +78,9 @@ class AlternativePoint:
     time_s: float
     energy_j: float
     setting: str
+
+
+P = TypeVar("P", FrequencyPlan, AlternativePoint)
 
 
 @dataclass(frozen=True)
@@ -341,9 +344,9 @@ def _check_order(plans: Sequence[FrequencyPlan]) -> None:
             raise FrontierError(f"plans {number} and {number + 1} are not ordered by time and energy.")
 
 
-def drop_dominated(plans: Sequence[FrequencyPlan]) -> list[FrequencyPlan]:
-    """Return the plans for which no other is as fast with as little energy, the fastest first."""
-    kept: list[FrequencyPlan] = []
+def drop_dominated(plans: Iterable[P]) -> list[P]:
+    """Return the plans for which no other is as fast with as little energy, the fastest first; or points likewise."""
+    kept: list[P] = []
     for plan in sorted(plans, key=lambda p: (p.time_s, p.energy_j)):
         if not kept or plan.energy_j < kept[-1].energy_j:
             kept.append(plan)

@@ -110,7 +110,7 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
     """Return the frontier of the plans for which no other is as fast with as little energy."""
     schedule, info = problem.dag.schedule, problem.profile.info
     return Frontier(
-        plans=tuple(_with_power(problem, plan) for plan in drop_dominated(list(plans))),
+        plans=tuple(_with_power(problem, plan) for plan in drop_dominated(plans)),
         t_min_s=problem.t_min_s,
         baseline=_with_power(problem, problem.baseline()),
         provenance=Provenance(

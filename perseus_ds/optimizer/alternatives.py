@@ -22,7 +22,7 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.artifacts.frontier import Alternative, AlternativePoint
+from perseus_ds.artifacts.frontier import Alternative, AlternativePoint, drop_dominated
 from perseus_ds.artifacts.profile import ClockOptions
 from perseus_ds.optimizer.problem import OptionIndices, Problem
 
@@ -38,20 +38,14 @@ Rows = list[tuple[float, float]]
 
 def alternatives(problem: Problem) -> tuple[Alternative, ...]:
     """Return the alternatives to the plans of a problem, each with its points of rising time and falling energy."""
-    return (
-        _alternative("one clock for all GPUs", _one_clock(problem)),
-        _alternative("one clock for each stage", _one_clock_a_stage(problem)),
-        _alternative("one power cap for all GPUs", power_caps(problem, [range(len(problem.groups))])),
-        _alternative("EnvPipe's rule", [_envpipe(problem)]),
-    )
-
-
-def _alternative(name: str, points: Iterable[AlternativePoint]) -> Alternative:
-    kept: list[AlternativePoint] = []
-    for point in sorted(points, key=lambda p: (p.time_s, p.energy_j)):
-        if not kept or point.energy_j < kept[-1].energy_j:
-            kept.append(point)
-    return Alternative(name, tuple(kept))
+    one_clock = list(_one_clock(problem))
+    points = {
+        "one clock for all GPUs": one_clock,
+        "one clock for each stage": [*one_clock, *_one_clock_a_stage(problem)],
+        "one power cap for all GPUs": _one_power_cap(problem),
+        "EnvPipe's rule": [_envpipe(problem)],
+    }
+    return tuple(Alternative(name, tuple(drop_dominated(found))) for name, found in points.items())
 
 
 def point_of(problem: Problem, rows: Rows, setting: str) -> AlternativePoint:
@@ -68,6 +62,11 @@ def _row(options: ClockOptions, place: int) -> tuple[float, float]:
     return float(options.time_s[place]), float(options.energy_j[place])
 
 
+def _nearest(options: ClockOptions, clock_mhz: float) -> int:
+    """Return the place of the measured clock that is nearest to a clock."""
+    return int(np.abs(options.clock_mhz - clock_mhz).argmin())
+
+
 def _evenly(values: Iterable[float]) -> list[float]:
     distinct = np.unique(np.fromiter(values, np.float64))
     return [float(v) for v in distinct[np.linspace(0, len(distinct) - 1, min(len(distinct), _MOST_POINTS)).astype(int)]]
@@ -75,8 +74,7 @@ def _evenly(values: Iterable[float]) -> list[float]:
 
 def _one_clock(problem: Problem) -> Iterator[AlternativePoint]:
     for clock_mhz in _evenly(clock for group in problem.groups for clock in group.measured.clock_mhz.tolist()):
-        nearest = [int(np.abs(group.measured.clock_mhz - clock_mhz).argmin()) for group in problem.groups]
-        rows = [_row(group.measured, place) for group, place in zip(problem.groups, nearest, strict=True)]
+        rows = [_row(group.measured, _nearest(group.measured, clock_mhz)) for group in problem.groups]
         yield point_of(problem, rows, f"{clock_mhz:.0f} MHz")
 
 
@@ -92,13 +90,12 @@ def _one_clock_a_stage(problem: Problem) -> Iterator[AlternativePoint]:
         for numbers, clock_mhz in zip(by_stage.values(), clocks, strict=True):
             for number in numbers:
                 measured = problem.groups[number].measured
-                rows[number] = _row(measured, int(np.abs(measured.clock_mhz - clock_mhz).argmin()))
+                rows[number] = _row(measured, _nearest(measured, clock_mhz))
         return point_of(problem, rows, f"{min(clocks)} to {max(clocks)} MHz")
 
     shortest_s = max(float(pass_s.min()) for _, pass_s, _ in tables)
     for most_s in _evenly(time for _, pass_s, _ in tables for time in pass_s.tolist() if time >= shortest_s):
         yield point([int(np.where(time_s <= most_s * (1 + _SAME), j, np.inf).argmin()) for _, time_s, j in tables])
-    yield from _one_clock(problem)
     if len(tables) <= _MOST_SEARCHED:
         highest = [len(clocks) - 1 for clocks, _, _ in tables]
         yield from _raised_in_turns(point, [int(cost_j.argmin()) for _, _, cost_j in tables], highest)
@@ -128,7 +125,7 @@ def _stage_table(problem: Problem, numbers: list[int]) -> tuple[npt.NDArray[np.i
     clocks = np.array(sorted(set.intersection(*(set(g.clock_mhz.tolist()) for g in groups))), dtype=np.int64)
     if not len(clocks):
         clocks = groups[0].clock_mhz
-    places = [[int(np.abs(g.clock_mhz - clock).argmin()) for clock in clocks] for g in groups]
+    places = [[_nearest(options, clock) for clock in clocks] for options in groups]
     # A tail runs once an iteration, the other instructions once a micro-batch.
     counts = np.array([(problem.group == number).sum() for number in numbers], dtype=np.float64)
     shares = counts / counts.max()
@@ -137,17 +134,9 @@ def _stage_table(problem: Problem, numbers: list[int]) -> tuple[npt.NDArray[np.i
     return clocks, shares @ np.array(time_s), shares @ np.array(cost_j)
 
 
-def power_caps(problem: Problem, alike: Iterable[Iterable[int]]) -> Iterator[AlternativePoint]:
-    """Yield what power caps do, from the highest power of any instruction down.
-
-    Args:
-        problem: What to set them for.
-        alike: Groups of the problem that share a cap: all for one cap.
-    """
-    for numbers in alike:
-        powers_w = [p for n in numbers for p in _power_w(problem.groups[n].measured).tolist()]
-        for cap_w in _evenly(powers_w):
-            yield point_of(problem, [capped(group.measured, cap_w) for group in problem.groups], f"{cap_w:.0f} W")
+def _one_power_cap(problem: Problem) -> Iterator[AlternativePoint]:
+    for cap_w in _evenly(power_w for group in problem.groups for power_w in _power_w(group.measured).tolist()):
+        yield point_of(problem, [capped(group.measured, cap_w) for group in problem.groups], f"{cap_w:.0f} W")
 
 
 def capped(options: ClockOptions, cap_w: float) -> tuple[float, float]:
