@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from perseus_ds.clocks.events import DeviceEvent
-from perseus_ds.clocks.latency import LatencyTable
-from perseus_ds.clocks.readback import ClockReadback, Refusal
+from perseus_ds.clocks.limits import LimitWatch
+from perseus_ds.clocks.readback import ClockReadback, LatencyTable, Refusal
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase
@@ -24,8 +24,10 @@ from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 DRIVER_HANGS_S = 3.0
 """A driver that has not answered for so long is not waited for."""
 _POLL_S = 0.001
+_UNKNOWN_MHZ = -1
 # So many waits of the clocks' thread are remembered, and so many are needed; it is late from here on [s].
 _REMEMBERED, _ENOUGH, _THREAD_LATE_S = 33, 3, 0.002
+_SWITCH_INTERVAL_S = 0.0005
 _CLOSED = "the clock was restored for good, and the GPU is not read any more"
 _AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """After each refusal in a row, until the driver does what was last requested; the last one repeats."""
@@ -46,14 +48,7 @@ class ClockRequest(NamedTuple):
 
 
 class DriverCall:
-    """A call that the clocks' thread makes for another thread.
-
-    Args:
-        function: What to call.
-        after: Not before the GPU has passed this event; None for now.
-        clocks: Makes the call.
-        timebase: The time to wait in.
-    """
+    """A call that the clocks' thread makes for another thread, once the GPU has passed an event, if there is one."""
 
     def __init__(
         self,
@@ -160,7 +155,6 @@ class ClockController:
         # Of the clocks' thread: what the driver was last asked for, and what it has accepted.
         self._wanted_mhz: int | None = None
         self._clock_mhz: int | None = None
-        self._is_clock_known = True
         self._has_failed = False
         self._refusals = 0
         self._late_s: deque[float] = deque(maxlen=_REMEMBERED)
@@ -178,11 +172,6 @@ class ClockController:
         """Request a clock some time after an event, or at the next :meth:`request` if that comes first.
 
         A :meth:`request` for the same clock must follow. This one only makes the driver's call earlier.
-
-        Args:
-            clock_mhz: The clock.
-            begun: The event.
-            delay_s: How long after it [s].
         """
         self._put(ClockRequest(clock_mhz, begun, delay_s))
 
@@ -221,6 +210,11 @@ class ClockController:
         return self.readback.latencies
 
     @property
+    def limits(self) -> LimitWatch:
+        """What the GPU may draw, and how fast it may run, where that is less than profiled."""
+        return self.readback.limits
+
+    @property
     def thread_late_s(self) -> float:
         """How much later than the GPU has passed an event its thread goes on, nine times of ten at most [s].
 
@@ -256,9 +250,6 @@ class ClockController:
         It waits for a call of the driver that is under way, but not for the GPU. If that call does not return in time,
         the driver hangs and would hang this thread as well: then nothing is done. Called again, it waits for the first
         call. Calls that were handed over before are still made.
-
-        Args:
-            timeout_s: How long to wait [s].
         """
         with self._changed:
             if self._closing is not None:
@@ -270,9 +261,9 @@ class ClockController:
             self._changed.notify_all()
             self._wait_until(lambda: self._called_s is None, timeout_s)
         try:
-            if self._called_s is None and not self._is_at(None):
+            if self._called_s is None and self._clock_mhz is not None:
                 self._gpu.reset_clock()
-                self._clock_mhz, self._is_clock_known = None, True
+                self._clock_mhz = None
         except Exception as error:
             if not self._has_failed:
                 self._on_error(error)
@@ -427,7 +418,7 @@ class ClockController:
         """Set a clock, now or, after a refusal, later; None for the default."""
         self._wanted_mhz, self._again_at_s = clock_mhz, None
         try:
-            if not self._is_at(clock_mhz):
+            if clock_mhz != self._clock_mhz:
                 self._call_driver(clock_mhz)
             self._refusals, self._busy_since_s = 0, None
         except GpuBusyError:
@@ -449,14 +440,11 @@ class ClockController:
         """Return to the default clock, if the driver does that, until what is wanted is tried again."""
         self.readback.forget()
         with suppress(Exception):
-            if not self._is_at(None):
+            if self._clock_mhz is not None:
                 self._call_driver(None)
-        if not self._is_at(self._wanted_mhz):
+        if self._clock_mhz != self._wanted_mhz:
             self._again_at_s = self._time.now_s() + _AGAIN_AFTER_S[min(self._refusals, len(_AGAIN_AFTER_S) - 1)]
             self._refusals += 1
-
-    def _is_at(self, clock_mhz: int | None) -> bool:
-        return self._is_clock_known and self._clock_mhz == clock_mhz
 
     def _call_driver(self, clock_mhz: int | None) -> None:
         """Have the driver set a clock, unless the default one was restored for good.
@@ -467,7 +455,7 @@ class ClockController:
         with self._calling():
             if self.is_closed:
                 return
-            self._is_clock_known = False  # if the call fails half-way, the clock may have changed or not
+            self._clock_mhz = _UNKNOWN_MHZ  # if the call fails half-way, the clock may have changed or not
             begin_s = self._time.now_s()
             if clock_mhz is None:
                 self._gpu.reset_clock()
@@ -476,7 +464,7 @@ class ClockController:
             if self.is_closed and clock_mhz is not None:  # the call was late, and close() has not waited for it
                 self._gpu.reset_clock()
                 clock_mhz = None
-            self._clock_mhz, self._is_clock_known = clock_mhz, True
+            self._clock_mhz = clock_mhz
         self.changes += 1
         self.readback.changed(clock_mhz, self._time.now_s() - begin_s)
 
@@ -504,22 +492,19 @@ class ClockController:
                     self._changed.notify_all()
 
 
-class ShortSwitchInterval:
-    """Shortens the interpreter's switch interval until :meth:`close`, unless it is short already.
+@contextmanager
+def short_switch_interval() -> Iterator[None]:
+    """Shorten the interpreter's switch interval meanwhile, unless it is short already.
 
     A thread that computes in Python without calling anything that waits gives up the interpreter's lock only when
     another thread has waited for that interval, 5 ms by default. The clocks' thread takes the lock several times
     between the end of a pass and the request of a clock, which would then come tens of milliseconds late.
     """
-
-    _INTERVAL_S = 0.0005
-
-    def __init__(self) -> None:
-        self._before_s = sys.getswitchinterval()
-        if self._before_s > self._INTERVAL_S:
-            sys.setswitchinterval(self._INTERVAL_S)
-
-    def close(self) -> None:
-        """Restore the interval, unless somebody else has set another one; harmless when called again."""
-        if self._before_s > self._INTERVAL_S and sys.getswitchinterval() == self._INTERVAL_S:
-            sys.setswitchinterval(self._before_s)
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(before_s, _SWITCH_INTERVAL_S))
+    ours_s = sys.getswitchinterval()
+    try:
+        yield
+    finally:
+        if sys.getswitchinterval() == ours_s:  # otherwise somebody else has set another one
+            sys.setswitchinterval(before_s)

@@ -38,6 +38,9 @@ class DeviceEvent(Protocol):
     def passed_s(self) -> float:
         """Return when the GPU passed it, on the host's clock [s]; only after it has."""
 
+    def since_s(self, start: Any) -> float:
+        """Return the time from another event of the same device to this one, both of which have passed [s]."""
+
 
 class PassedEvent(float):
     """An event that is over, made of when it was [s]; a number, so that making one calls nothing written in Python."""
@@ -53,18 +56,8 @@ class PassedEvent(float):
     def passed_s(self) -> float:
         return float(self)
 
-
-class TorchEvent(Protocol):
-    """The part of ``torch.cuda.Event`` that is used."""
-
-    def record(self) -> object: ...
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> object: ...
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Return the time from this event to another [ms]."""
+    def since_s(self, start: PassedEvent) -> float:
+        return self - start
 
 
 class EventPool:
@@ -73,63 +66,43 @@ class EventPool:
     Creating and destroying one can contend for the context's lock for milliseconds.
     """
 
-    def __init__(self, create: Callable[[], TorchEvent]) -> None:
+    def __init__(self, create: Callable[[], torch.cuda.Event]) -> None:
         self._create = create
-        self._free: deque[TorchEvent] = deque()
+        self.free: deque[torch.cuda.Event] = deque()
 
-    def record(self) -> RecordedEvent:
-        """Record an event on the current stream."""
+    def record(self) -> torch.cuda.Event:
+        """Return an event that is recorded on the current stream, and that :attr:`free` is to get back."""
         try:
-            event = self._free.popleft()
+            event = self.free.popleft()
         except IndexError:
             event = self._create()
         event.record()
-        return RecordedEvent(event, self._free)
+        return event
 
 
 class RecordedEvent:
     """An event of a pool, to which it returns when this object is gone; on whichever thread that is."""
 
-    __slots__ = ("_free", "event")
+    __slots__ = ("_pool", "event")
 
-    def __init__(self, event: TorchEvent, free: deque[TorchEvent]) -> None:
-        self.event = event
-        self._free = free
+    def __init__(self, pool: EventPool) -> None:
+        self.event = pool.record()
+        self._pool = pool
 
     def __del__(self) -> None:
-        self._free.append(self.event)
+        self._pool.free.append(self.event)
 
     def query(self) -> bool:
-        return self.event.query()
+        return bool(self.event.query())
 
     def synchronize(self) -> None:
         self.event.synchronize()
 
-    def time_to_s(self, other: RecordedEvent) -> float:
-        """Return the time from this event to another, both of which have passed [s]."""
-        return self.event.elapsed_time(other.event) / 1e3
+    def since_s(self, start: RecordedEvent) -> float:
+        return float(start.event.elapsed_time(self.event)) / 1e3
 
 
-class CudaEvent:
-    """An event of CUDA, whose time is known on the host's clock."""
-
-    __slots__ = ("_origin", "event")
-
-    def __init__(self, event: RecordedEvent, origin: CudaOrigin) -> None:
-        self.event = event
-        self._origin = origin
-
-    def synchronize(self) -> None:
-        self.event.synchronize()
-
-    def query(self) -> bool:
-        return self.event.query()
-
-    def passed_s(self) -> float:
-        return self._origin.host_time_s(self.event)
-
-
-class CudaOrigin:
+class CudaOrigin(RecordedEvent):
     """The event at which an iteration begins on the GPU, from which its other events are counted.
 
     CUDA reports the time between two events, not when an event passed on the host's clock. A thread that finds an
@@ -141,30 +114,41 @@ class CudaOrigin:
         before: The origin of the iteration before.
     """
 
-    def __init__(self, event: RecordedEvent, before: CudaOrigin | None, timebase: Timebase) -> None:
-        self.event = event
+    def __init__(self, pool: EventPool, before: CudaOrigin | None, timebase: Timebase) -> None:
+        super().__init__(pool)
         self._before = before
         self._time = timebase
         self._latest_s = math.inf
         if before is not None:
             before._before = None
 
+    def passed_s(self) -> float:
+        return self.host_time_s(self)
+
     def host_time_s(self, event: RecordedEvent) -> float:
         """Return when an event that has passed did so on the host's clock [s]."""
         now_s = self._time.now_s()
-        if not self.event.query():  # on another stream, which is ahead
+        if not self.query():  # on another stream, which is ahead
             return now_s
-        since_s = self.since_s(event)
+        since_s = event.since_s(self)
         self._latest_s = min(self._latest_s, now_s - since_s)
-        return min(self._latest_s, self._by_the_iteration_before_s()) + since_s
-
-    def since_s(self, event: RecordedEvent) -> float:
-        """Return the time from here to an event, both of which have passed [s]."""
-        return self.event.time_to_s(event)
-
-    def _by_the_iteration_before_s(self) -> float:
         before = self._before  # which the training thread may drop meanwhile
-        return math.inf if before is None else before._latest_s + before.since_s(self.event)
+        by_before_s = math.inf if before is None else before._latest_s + self.since_s(before)
+        return min(self._latest_s, by_before_s) + since_s
+
+
+class CudaEvent(RecordedEvent):
+    """An event of CUDA, whose time is known on the host's clock."""
+
+    __slots__ = ("_origin",)
+
+    def __init__(self, pool: EventPool, origin: CudaOrigin) -> None:
+        self.event = pool.record()  # as super() does; one call less, since training makes two for each operation
+        self._pool = pool
+        self._origin = origin
+
+    def passed_s(self) -> float:
+        return self._origin.host_time_s(self)
 
 
 def relax_stream_capture(runtime: Any = None) -> bool:

@@ -70,7 +70,8 @@ class ExitGuard:
         self._reset_clock()
         is_ours = signal.getsignal(number) == self._handle and self._previous.get(number) == signal.SIG_DFL
         if not self._is_handled.wait(_STUCK_S) and is_ours:
-            _end_by(number)
+            ctypes.CDLL(None).signal(number, None)  # SIG_DFL, which Python sets from the main thread only
+            os.kill(os.getpid(), number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._is_handled.set()
@@ -81,12 +82,6 @@ class ExitGuard:
         else:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-
-
-def _end_by(number: int) -> None:
-    """End this process by a signal, from any thread; Python changes what a signal does from the main thread only."""
-    ctypes.CDLL(None).signal(number, None)  # SIG_DFL
-    os.kill(os.getpid(), number)
 
 
 class SignalListener:
@@ -110,7 +105,10 @@ class SignalListener:
         self._writer.setblocking(False)
         # Somebody else, such as asyncio, may listen in the same way; that one is told of each signal as before.
         self._previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        _stop_in_forked_processes(self)
+        # A signal to a forked process, such as a Pool's worker, must not be taken for one to this process. What is
+        # registered stays for good; the listener must not.
+        stop = weakref.WeakMethod(self.stop_in_this_process)
+        os.register_at_fork(after_in_child=lambda: (function := stop()) and function())
         threading.Thread(target=self._listen, name="perseus-signals", daemon=True).start()
 
     def close(self) -> None:
@@ -138,14 +136,3 @@ class SignalListener:
                 if not has_called and heard:
                     has_called = True
                     self._on_signal(min(heard))
-
-
-def _stop_in_forked_processes(listener: SignalListener) -> None:
-    """Keep a signal to a forked process, such as a Pool's worker, from being taken for one to this process."""
-    reference = weakref.ref(listener)
-
-    def stop() -> None:
-        if (still_there := reference()) is not None:
-            still_there.stop_in_this_process()
-
-    os.register_at_fork(after_in_child=stop)

@@ -199,22 +199,14 @@ def _start(name: str) -> None:
     Raises:
         GpuError: It cannot be started.
     """
-    complaint: str | None = ""
-    for launcher in _launchers():
-        timeout_s = SCOPE_TIMEOUT_S if launcher else _ANSWER_TIMEOUT_S
-        complaint = _run([*launcher, sys.executable, "-c", _CODE, name[1:]], timeout_s)
-        if complaint is None:
+    guardian = [sys.executable, "-c", _CODE, name[1:]]
+    runtime, systemd_run = os.environ.get("XDG_RUNTIME_DIR"), shutil.which("systemd-run")
+    if systemd_run and runtime and Path(runtime, "systemd", "private").exists():
+        scope = [systemd_run, "--user", "--scope", "--quiet", "--collect", "--"]
+        if _run([*scope, *guardian], SCOPE_TIMEOUT_S) is None:
             return
-    raise GpuError(f"The guardian process failed to start: {complaint}")
-
-
-def _launchers() -> list[list[str]]:
-    """Return what to start a guardian with, best first."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    systemd_run = shutil.which("systemd-run")
-    if systemd_run is None or not runtime or not Path(runtime, "systemd", "private").exists():
-        return [[]]
-    return [[systemd_run, "--user", "--scope", "--quiet", "--collect", "--"], []]
+    if (complaint := _run(guardian, _ANSWER_TIMEOUT_S)) is not None:
+        raise GpuError(f"The guardian process failed to start: {complaint}")
 
 
 def _run(command: Sequence[str], timeout_s: float) -> str | None:

@@ -17,13 +17,14 @@ import syslog
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
 from perseus_ds.clocks import local_socket
 from perseus_ds.clocks.lock_records import is_held, left_locks
 from perseus_ds.errors import GpuError
+from perseus_ds.gpu.base import Gpu
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _FIRST_RANK_TIMEOUT_S = 10.0
@@ -36,13 +37,7 @@ _RETRY_S = 0.5
 _INSIST_AFTER_S = (1.0, 2.0, 4.0, *[8.0] * 14)
 
 
-class Resettable(Protocol):
-    """A GPU as far as a guardian needs it."""
-
-    def reset_clock(self) -> None: ...
-
-
-def open_gpu(address: str) -> Resettable:
+def open_gpu(address: str) -> Gpu:
     """Return the GPU of an address.
 
     Raises:
@@ -147,17 +142,15 @@ class _Rank(socketserver.BaseRequestHandler):
         with self.server.living(self, addresses):
             self._answer(None)
             wait_for_end(self.request)
-            errors = {address: self._restore(gpus[address]) for address in self.server.end(self)}
+            tried = partial(self.server.still_resetting, self)
+            errors = {address: restore(gpus[address], self.server.time, tried) for address in self.server.end(self)}
             for address in [address for address, error in errors.items() if error is None]:
                 _forget(address)
             # Read by a rank that closes, not by a dead one.
             self._answer("; ".join(filter(None, errors.values())) or None)
             self._insist({address: gpus[address] for address, error in errors.items() if error})
 
-    def _restore(self, gpu: Resettable) -> str | None:
-        return restore(gpu, self.server.time, partial(self.server.still_resetting, self))
-
-    def _insist(self, refused: dict[str, Resettable]) -> None:
+    def _insist(self, refused: dict[str, Gpu]) -> None:
         """Go on trying to reset clocks that a driver has refused to reset.
 
         Not while a living process of this user has registered the GPU, or has a record of it: the clock is its own.
@@ -213,7 +206,7 @@ def _forget(address: str) -> None:
             left.forget()
 
 
-def _refusal(gpu: Resettable) -> str | None:
+def _refusal(gpu: Gpu) -> str | None:
     """Reset a clock; return why the driver refused, None if it did not."""
     try:
         gpu.reset_clock()
@@ -222,17 +215,8 @@ def _refusal(gpu: Resettable) -> str | None:
     return None
 
 
-def restore(gpu: Resettable, timebase: Timebase, tried: Callable[[], None] = lambda: None) -> str | None:
-    """Return a GPU to its default clock, in a few attempts.
-
-    Args:
-        gpu: The GPU.
-        timebase: The time to live in.
-        tried: Called after each attempt: the driver does not hang.
-
-    Returns:
-        The last error; None if the clock is the default one.
-    """
+def restore(gpu: Gpu, timebase: Timebase, tried: Callable[[], None] = lambda: None) -> str | None:
+    """Return a GPU to its default clock, in a few attempts, each of which is reported; return the last error."""
     refusal: str | None = None
     for attempt in range(_RESTORE_ATTEMPTS):
         timebase.sleep(_RETRY_S if attempt else 0)
@@ -262,7 +246,3 @@ def main() -> None:
     for stream in range(3):
         os.dup2(null, stream)
     server.serve()
-
-
-if __name__ == "__main__":
-    main()

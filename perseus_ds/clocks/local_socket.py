@@ -16,7 +16,6 @@ LONGEST_LINE = 65536
 """Bytes; a longer line is no message of ours, and must not fill the memory."""
 _LONGEST_ANSWER = 64 * LONGEST_LINE
 """Bytes; the status of a job has figures of every rank."""
-_PART = 65536
 
 
 class LocalSocketError(OSError):
@@ -110,7 +109,7 @@ def receive(connection: socket.socket, most_bytes: int = LONGEST_LINE) -> dict[s
             if left_s <= 0:
                 raise TimeoutError("timed out")
             connection.settimeout(None if math.isinf(left_s) else left_s)
-            received = connection.recv(_PART)
+            received = connection.recv(LONGEST_LINE)
             line += received
             if not received or len(line) > most_bytes:
                 raise LocalSocketError(f"expected a line with a JSON object, got {len(line)} bytes without its end")

@@ -5,14 +5,78 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from perseus_ds.clocks.latency import LatencyTable
+from perseus_ds.clocks.limits import LimitWatch
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.timebase import REAL_TIME, Timebase
+
+_ENOUGH, _POOLED = 3, 5
+"""Below so many latencies nothing is known; those of the clocks next to a clock are added until there are so many."""
+_PERCENTILE = 0.9
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """Times from the driver's call until the GPU runs at the clock.
+
+    A clock that was not requested, or seldom, has the latencies of the clocks next to it.
+
+    Attributes:
+        samples_s: By clock [MHz] and whether it was reached from below: the latencies seen [s]. One that timed out is
+            how late the clock is at least.
+    """
+
+    samples_s: Mapping[tuple[int, bool], Sequence[float]] = field(default_factory=dict)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough latencies were seen."""
+        return sum(map(len, self.samples_s.values())) >= _ENOUGH
+
+    def latest_s(self, clock_mhz: int, *, rises: bool) -> float:
+        """Return the 90th percentile of the latencies of a clock; 0 if they are not known [s]."""
+        seen_s = self._near(clock_mhz, rises)
+        return seen_s[int(_PERCENTILE * (len(seen_s) - 1))] if seen_s else 0.0
+
+    def soonest_s(self, clock_mhz: int, *, rises: bool) -> float:
+        """Return their 10th percentile [s]."""
+        seen_s = self._near(clock_mhz, rises)
+        return seen_s[-1 - int(_PERCENTILE * (len(seen_s) - 1))] if seen_s else 0.0
+
+    def lead_s(self, clock_mhz: int, *, rises: bool) -> float:
+        """Return how long before it is due a clock is requested [s].
+
+        A higher clock may come too soon, a lower one too late: both cost some energy, and no time.
+        """
+        return self.latest_s(clock_mhz, rises=True) if rises else self.soonest_s(clock_mhz, rises=False)
+
+    def dwell_s(self, clock_mhz: int) -> float:
+        """Return how long to stay at a clock at least, twice its latency: once to begin and once to end [s]."""
+        return 2 * max(self.latest_s(clock_mhz, rises=rises) for rises in (False, True))
+
+    def _near(self, clock_mhz: int, rises: bool) -> list[float]:
+        if not self.is_known:
+            return []
+        same = {clock: seen_s for (clock, rose), seen_s in self.samples_s.items() if rose == rises and seen_s}
+        found = list(_nearest(clock_mhz, same))
+        if len(found) < _ENOUGH:
+            found += _nearest(clock_mhz, {c: seen_s for (c, rose), seen_s in self.samples_s.items() if rose != rises})
+        return sorted(found)
+
+
+def _nearest(clock_mhz: int, by_clock: Mapping[int, Sequence[float]]) -> Iterator[float]:
+    """Return latencies of a clock and of those next to it, as many as are pooled."""
+    count = 0
+    for clock in sorted(by_clock, key=lambda clock: abs(clock - clock_mhz)):
+        if count >= _POOLED:
+            return
+        yield from by_clock[clock]
+        count += len(by_clock[clock])
+
 
 _NO_READING = (math.nan, math.nan)
 _REMEMBERED = 15
@@ -53,32 +117,29 @@ class ClockReadback:
     Attributes:
         reading: The clock requested and the clock read when it had had time to follow [MHz]; NaN at default clocks.
         latencies: How late clocks have followed their requests; replaced when one of them is another.
+        limits: What the GPU may draw, and how fast it may run, where that is less than profiled.
     """
 
     def __init__(self, gpu: Gpu, on_refusal: Callable[[Refusal], None], timebase: Timebase = REAL_TIME) -> None:
-        """Begin with no clock to read.
-
-        Args:
-            gpu: The GPU whose clock is read.
-            on_refusal: Called once for each clock that the GPU, busy, stays below by more than 2 %.
-            timebase: Its timebase.
-        """
+        """Begin with no clock to read; each clock that a busy GPU stays below by more than 2 % is reported once."""
         self._gpu = gpu
         self._on_refusal = on_refusal
         self._time = timebase
         self.reading: tuple[float, float] = _NO_READING
         self.latencies = LatencyTable()
+        self.limits = LimitWatch(gpu, timebase)
         self._samples_s: dict[tuple[int, bool], deque[float]] = {}
         self._changes = 0
         # The clock before the one requested, and how long after its request that one was not there yet.
         self._before_mhz = 0
         self._not_yet_s: float | None = None
         self._took_s = self._settled_s = 0.0
+        self._settled_by_clock_s: dict[int, float] = {}
         self._refused: set[int] = set()
         self._clock_mhz: int | None = None
         self._called_s = 0.0
         self._is_settling = False
-        self._read_s: float | None = None
+        self._read_s = 0.0
         self._default_readings = 0
         self._held_readings = 0
         self._default_mhz: deque[int] = deque(maxlen=_REMEMBERED)
@@ -103,11 +164,17 @@ class ClockReadback:
         if clock_mhz is None:
             self.reading = _NO_READING
         else:
-            self._settled_s = max(_SETTLED_S, self.latencies.dwell_s(clock_mhz))
+            self._settled_s = self._settles_within_s(clock_mhz)
         self._changes += 1
         self._is_settling = clock_mhz is not None and (
             self._changes <= _REMEMBERED or self._changes % _SETTLE_EVERY == 0
         )
+
+    def _settles_within_s(self, clock_mhz: int) -> float:
+        """Return how long after its request a clock is read at the soonest [s]; known for each clock, for its speed."""
+        if clock_mhz not in self._settled_by_clock_s:
+            self._settled_by_clock_s[clock_mhz] = max(_SETTLED_S, self.latencies.dwell_s(clock_mhz))
+        return self._settled_by_clock_s[clock_mhz]
 
     def forget(self) -> None:
         """Read no clock until the next change: the driver has refused one."""
@@ -119,11 +186,11 @@ class ClockReadback:
         """Return how long until :meth:`read` is due [s]; None for never, until something changes."""
         now_s = self._time.now_s()
         if self._clock_mhz is None:
-            return max(0.0, (self._read_s or 0.0) + _PERIOD_S - now_s) if self._default_readings else None
+            return max(0.0, self._read_s + _PERIOD_S - now_s) if self._default_readings else None
         if self._is_settling:
             poll_s = max(_SETTLE_POLL_S, _SETTLE_POLL * (now_s - self._called_s))
-            return max(0.0, (self._read_s or 0.0) + poll_s - now_s)
-        return max(self._called_s + self._settled_s, (self._read_s or 0.0) + _PERIOD_S, now_s) - now_s
+            return max(0.0, self._read_s + poll_s - now_s)
+        return max(self._called_s + self._settled_s, self._read_s + _PERIOD_S, now_s) - now_s
 
     def read(self) -> None:
         """Read the clock back."""
@@ -150,8 +217,15 @@ class ClockReadback:
             self._is_settling = False
             if self._not_yet_s is not None:
                 self._add_latency(self._not_yet_s)
-        if is_below:
-            self._refuse(requested_mhz, reached_mhz)
+        reasons: tuple[str, ...] = ()
+        if is_below or reached_mhz > self.limits.clock_mhz:
+            with suppress(GpuError):
+                reasons = self._gpu.throttle_reasons()
+        if "idle" not in reasons:  # A GPU with nothing to do may lower its clock by itself.
+            self.limits.reached(reached_mhz, reasons)
+            if is_below and requested_mhz not in self._refused:
+                self._refused.add(requested_mhz)
+                self._on_refusal(Refusal(requested_mhz, reached_mhz, reasons))
         self.reading = requested_mhz, reached_mhz
 
     def _highest_mhz(self) -> int:
@@ -173,6 +247,7 @@ class ClockReadback:
             now_s, before_s = (figure(each, clock_mhz, rises=rises) for each in (table, known))
             if abs(now_s - before_s) > _MOVED * before_s:
                 self.latencies = table
+                self._settled_by_clock_s.clear()
 
     def _read_default_clocks(self) -> None:
         self._read_s = self._time.now_s()
@@ -191,16 +266,6 @@ class ClockReadback:
         if limits or self._held_readings == _HELD_READINGS:
             self._default_readings = 0
             self._on_refusal(Refusal(None, reached_mhz, limits))
-
-    def _refuse(self, requested_mhz: int, reached_mhz: int) -> None:
-        if requested_mhz in self._refused:
-            return
-        reasons: tuple[str, ...] = ()
-        with suppress(GpuError):
-            reasons = self._gpu.throttle_reasons()
-        if "idle" not in reasons:  # A GPU with nothing to do may lower its clock by itself.
-            self._refused.add(requested_mhz)
-            self._on_refusal(Refusal(requested_mhz, reached_mhz, reasons))
 
 
 def _is_at(read_mhz: int, clock_mhz: int) -> bool:

@@ -6,25 +6,17 @@ simulated GPU (the host's clock; each instruction takes as long as the simulated
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from perseus_ds.clocks.events import (
-    CudaEvent,
-    CudaOrigin,
-    DeviceEvent,
-    EventPool,
-    PassedEvent,
-    RecordedEvent,
-    TorchEvent,
-    relax_stream_capture,
-)
+from perseus_ds.clocks.events import CudaEvent, CudaOrigin, DeviceEvent, EventPool, PassedEvent, relax_stream_capture
 from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -50,23 +42,20 @@ class Span:
         return self.end_s - self.start_s
 
 
+Mark: TypeAlias = tuple[Operation, DeviceEvent, DeviceEvent]
+"""An operation, when it began and when it ended."""
+
+
 class FinishedIteration:
     """An iteration that was issued; the device may still be at it.
 
-    Args:
-        start: The event at which it begins on the device.
-        end: The event at which it ends there.
-        time_s: Returns its time, once the end has passed [s].
-        spans: Returns its operations, once the end has passed.
+    Its time and operations are known once its end has passed.
     """
 
-    def __init__(
-        self, start: DeviceEvent, end: DeviceEvent, time_s: Callable[[], float], spans: Callable[[], list[Span]]
-    ) -> None:
+    def __init__(self, start: DeviceEvent, end: DeviceEvent, marks: Sequence[Mark]) -> None:
         self.end = end
         self._start = start
-        self._time_s = time_s
-        self._spans = spans
+        self._marks = marks
 
     def is_over(self) -> bool:
         """Return whether the device has done it."""
@@ -80,82 +69,69 @@ class FinishedIteration:
     def time_s(self) -> float:
         """Wait for the device and return how long the iteration took [s]."""
         self.end.synchronize()
-        return self._time_s()
+        return self.end.since_s(self._start)
 
     def spans(self) -> list[Span]:
         """Wait for the device and return the iteration's operations."""
         self.end.synchronize()
-        return self._spans()
+        start = self._start
+        return [Span(operation, begun.since_s(start), ended.since_s(start)) for operation, begun, ended in self._marks]
 
 
-class Execution(Protocol):
+class Execution(ABC):
     """Told of the begin and the end of the operations of this rank that are to be timed; one after the other.
 
     Attributes:
         needs_all: Whether it has to be told of all others, too.
     """
 
-    needs_all: bool
+    needs_all = False
+    _start: DeviceEvent
+    _begun: DeviceEvent
 
-    def use_device(self) -> None:
+    def __init__(self) -> None:
+        self._marks: list[Mark] = []
+
+    def use_device(self) -> None:  # noqa: B027
         """Let the calling thread, beside the training thread, use the device that operations run on."""
 
     def start_iteration(self) -> DeviceEvent:
         """Begin another iteration; returns the event at which it begins on the device."""
+        self._marks = []
+        self._start = self.event()
+        return self._start
 
     def finish_iteration(self) -> FinishedIteration:
         """End the iteration begun last, all of which was issued; returns at once."""
+        return FinishedIteration(self._start, self.event(), self._marks)
 
     def begin(self, operation: Operation) -> DeviceEvent:
         """Note that the operation is about to be issued; returns the event at which it begins on the device."""
+        self._begun = begun = self.event()
+        return begun
 
     def end(self, operation: Operation) -> DeviceEvent:
         """Note that the operation was issued; returns the event at which it ends on the device."""
+        ended = self.event()
+        self._marks.append((operation, self._begun, ended))
+        return ended
 
+    @abstractmethod
     def event(self) -> DeviceEvent:
         """Return the event at which the device will have done what was issued so far."""
 
+    @abstractmethod
     def wait(self) -> None:
         """Wait until the device has done all that was issued."""
 
 
-class HostExecution:
+class HostExecution(Execution):
     """Operations that are over when the call returns."""
 
-    needs_all = False
-
     def __init__(self, timebase: Timebase = REAL_TIME) -> None:
+        super().__init__()
         self._time = timebase
         self._now_s = timebase.now_s
-        self._marks: list[tuple[Operation, float, float]] = []
-        self._origin_s = timebase.now_s()
-        self._began_s = 0.0
-
-    def use_device(self) -> None:
-        """Any thread may use the host."""
-
-    def start_iteration(self) -> DeviceEvent:
-        self._marks = []
-        self._origin_s = self._time.now_s()
-        return PassedEvent(self._origin_s)
-
-    def finish_iteration(self) -> FinishedIteration:
-        marks, origin_s, ended_s = self._marks, self._origin_s, self._time.now_s()
-        return FinishedIteration(
-            PassedEvent(origin_s),
-            PassedEvent(ended_s),
-            lambda: ended_s - origin_s,
-            lambda: [Span(operation, begin_s - origin_s, end_s - origin_s) for operation, begin_s, end_s in marks],
-        )
-
-    def begin(self, operation: Operation) -> DeviceEvent:
-        self._began_s = began_s = PassedEvent(self._now_s())
-        return began_s
-
-    def end(self, operation: Operation) -> DeviceEvent:
-        ended_s = PassedEvent(self._now_s())
-        self._marks.append((operation, self._began_s, ended_s))
-        return ended_s
 
     def event(self) -> DeviceEvent:
         return PassedEvent(self._now_s())
@@ -164,44 +140,29 @@ class HostExecution:
         """Nothing is outstanding."""
 
 
-class Cuda(Protocol):
-    """The part of the module ``torch.cuda`` that is used."""
-
-    def Event(self, *, enable_timing: bool, blocking: bool) -> TorchEvent:  # noqa: N802
-        """Make an event."""
-
-    def current_device(self) -> int: ...
-
-    def set_device(self, device: int) -> object: ...
-
-    def synchronize(self) -> object: ...
-
-
-class CudaExecution:
+class CudaExecution(Execution):
     """Operations that the host only launches: timed by events on the current stream.
 
     Args:
-        cuda: Makes events and waits for them.
+        cuda: The module ``torch.cuda``, which makes events and waits for them.
         relax_capture: Lets the calling thread use CUDA while another one captures a graph.
     """
-
-    needs_all = False
 
     def __init__(
         self,
         device: torch.device,
-        cuda: Cuda = torch.cuda,
+        cuda: Any = torch.cuda,
         timebase: Timebase = REAL_TIME,
         relax_capture: Callable[[], object] = relax_stream_capture,
     ) -> None:
+        super().__init__()
         self._cuda = cuda
         self._relax_capture = relax_capture
         self._time = timebase
         self._device = cuda.current_device() if device.index is None else device.index
-        self._marks: list[tuple[Operation, RecordedEvent, RecordedEvent]] = []
-        self._pool = EventPool(self._create)
-        self._origin = CudaOrigin(self._pool.record(), None, timebase)
-        self._began = self._origin.event
+        # Blocking: a thread that waits for it, the clocks' thread, sleeps instead of occupying a core.
+        self._pool = EventPool(lambda: cuda.Event(enable_timing=True, blocking=True))
+        self._start: CudaOrigin = CudaOrigin(self._pool, None, timebase)
 
     def use_device(self) -> None:
         self._cuda.set_device(self._device)
@@ -209,36 +170,25 @@ class CudaExecution:
 
     def start_iteration(self) -> DeviceEvent:
         self._marks = []
-        self._origin = CudaOrigin(self._pool.record(), self._origin, self._time)
-        return CudaEvent(self._origin.event, self._origin)
-
-    def finish_iteration(self) -> FinishedIteration:
-        marks, origin, last = self._marks, self._origin, self._pool.record()
-        return FinishedIteration(
-            CudaEvent(origin.event, origin),
-            CudaEvent(last, origin),
-            lambda: origin.since_s(last),
-            lambda: [Span(operation, origin.since_s(begin), origin.since_s(end)) for operation, begin, end in marks],
-        )
-
-    def begin(self, operation: Operation) -> DeviceEvent:
-        self._began = self._pool.record()
-        return CudaEvent(self._began, self._origin)
-
-    def end(self, operation: Operation) -> DeviceEvent:
-        ended = self._pool.record()
-        self._marks.append((operation, self._began, ended))
-        return CudaEvent(ended, self._origin)
+        self._start = CudaOrigin(self._pool, self._start, self._time)
+        return self._start
 
     def event(self) -> DeviceEvent:
-        return CudaEvent(self._pool.record(), self._origin)
+        return CudaEvent(self._pool, self._start)
 
     def wait(self) -> None:
         self._cuda.synchronize()
 
-    def _create(self) -> TorchEvent:
-        # Blocking: a thread that waits for it, the clocks' thread, sleeps instead of occupying a core.
-        return self._cuda.Event(enable_timing=True, blocking=True)
+
+_aten = torch.ops.aten
+# PyTorch counts attention on GPUs alone; the processor's kernel takes the same arguments and does the same work.
+_FLOPS_OF = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
 
 
 class FlopCounter(TorchDispatchMode):
@@ -260,7 +210,7 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(getattr(func, "_overloadpacket", None))
+        count = _FLOPS_OF.get(getattr(func, "_overloadpacket", None))
         if count is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=out)
         return out

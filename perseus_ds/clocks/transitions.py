@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan
-from perseus_ds.clocks.latency import LatencyTable
+from perseus_ds.clocks.readback import LatencyTable
 from perseus_ds.errors import PlanError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.pipeline.dag import Dag
@@ -46,13 +46,9 @@ class ClockTransition:
 def plan_transitions(
     clocks_mhz: Sequence[int], spans_s: Spans, length_s: float, latencies: LatencyTable
 ) -> list[ClockTransition]:
-    """Return the clocks to request around each instruction of one rank; every iteration repeats them.
+    """Return the clocks to request around each instruction of one rank, which every iteration repeats.
 
-    Args:
-        clocks_mhz: The plan's clocks [MHz].
-        spans_s: The instructions at them; empty if their times are not known.
-        length_s: Iteration time [s].
-        latencies: How late clocks follow their requests.
+    Where the times of instructions are not known, there are no spans.
     """
     requested = list(clocks_mhz)
     early_s: list[float | None] = [None] * len(requested)
@@ -106,42 +102,25 @@ class IterationClocks:
 
 @dataclass(frozen=True)
 class ClockPlan:
-    """One rank's share of a frequency plan.
+    """One rank's share of a frequency plan; without one, one clock for all of an iteration, or default clocks.
 
     Attributes:
-        plan: The whole plan, None at default clocks or at one clock.
-        first: Clock of the rank's first instruction [MHz].
+        plan: The whole plan; None without one.
+        first: Clock of the rank's first instruction [MHz]; None for the default.
         clock: Clock of each instruction, in program order [MHz].
         spans_s: When each instruction begins and ends by the plan [s]; empty where that is not known.
     """
 
-    plan: FrequencyPlan | None
-    first: int | None
-    clock: dict[Instruction, int]
+    plan: FrequencyPlan | None = None
+    first: int | None = None
+    clock: dict[Instruction, int] = field(default_factory=dict)
     spans_s: Spans = ()
-
-    @classmethod
-    def none(cls) -> ClockPlan:
-        """Return the absence of a plan."""
-        return cls(None, None, {})
-
-    @classmethod
-    def constant(cls, clock_mhz: int) -> ClockPlan:
-        """Return one clock for all of an iteration."""
-        return cls(None, clock_mhz, {})
 
     @classmethod
     def of_rank(
         cls, plan: FrequencyPlan, pipeline_rank: int, times: ClockTimes | None = None, dag: Dag | None = None
     ) -> ClockPlan:
-        """Return the share of one pipeline rank.
-
-        Args:
-            plan: The whole plan.
-            pipeline_rank: The rank.
-            times: Times of instructions, from the profile.
-            dag: The iteration, with which they say when each instruction begins.
-        """
+        """Return the share of one pipeline rank; with the DAG, times of instructions say when each of them begins."""
         instructions, clocks = plan.instructions[pipeline_rank], plan.clocks_mhz[pipeline_rank]
         spans_s = _spans_s(plan, times, dag, pipeline_rank) if times is not None and dag is not None else ()
         return cls(plan, clocks[0], dict(zip(instructions, clocks, strict=True)), spans_s)

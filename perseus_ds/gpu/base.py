@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # a guardian needs no pydantic
-    from perseus_ds.artifacts.gpu_settings import GpuSettings
+    from perseus_ds.artifacts.profile import GpuSettings
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,9 @@ class Gpu(Protocol):
 
     def throttle_reasons(self) -> tuple[str, ...]:
         """Return why the clock is not higher now, such as ``sw_power_cap``; empty where it is not reported."""
+
+    def power_limit_w(self) -> float | None:
+        """Return the power limit in force now, whoever has set it [W]; None where it is not told."""
 
     def energy_j(self) -> float:
         """Return the energy used since some moment in the past [J]; refreshed about every 100 ms."""

@@ -127,10 +127,7 @@ def _steady_from(seen: Sequence[tuple[float, float]], before_w: float) -> int:
     powers_w = [(after[1] - before[1]) / (after[0] - before[0]) for before, after in itertools.pairwise(seen)]
     last_w = statistics.fmean(powers_w[-_STEADY_REFRESHES:])
     tolerance_w = max(_LEFT_OF_A_STEP * abs(before_w - last_w), _VARIES * last_w)
-    for number in range(len(powers_w) - 1, -1, -1):
-        if abs(powers_w[number] - last_w) > tolerance_w:
-            return number + 1
-    return 0
+    return max((n + 1 for n, power_w in enumerate(powers_w) if abs(power_w - last_w) > tolerance_w), default=0)
 
 
 def _refreshes(gpu: Gpu, duration_s: float, timebase: Timebase) -> Iterator[tuple[float, float]]:

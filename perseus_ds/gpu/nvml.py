@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import pynvml
@@ -21,7 +22,7 @@ from perseus_ds.gpu.base import GpuState
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 if TYPE_CHECKING:
-    from perseus_ds.artifacts.gpu_settings import GpuSettings
+    from perseus_ds.artifacts.profile import GpuSettings
 
 _ANOTHER_DEVICE = 'or set "device": "simulated" in the perseus block.'
 _REMEDIES = {
@@ -76,6 +77,8 @@ _POWER = "NVML_FI_DEV_POWER_INSTANT"
 _MODULE = getattr(pynvml, "NVML_POWER_SCOPE_MODULE", 1)
 _MODULE_WINDOW_S = 1.0
 _MODULE_POLL_S = 0.05
+_MODULE_ADDS = 1.1
+"""A module that draws no more than so many times what its GPU draws is the GPU: NVML has told the same for both."""
 _SMOOTHING = (
     "ACTIVE_PRESET_PROFILE",
     "APPLIED_TMP_CEIL",
@@ -85,7 +88,8 @@ _SMOOTHING = (
     "ADMIN_OVERRIDE_RAMP_DOWN_RATE",
     "ADMIN_OVERRIDE_RAMP_DOWN_HYST_VAL",
 )
-_NOT_SET = 0xFFFFFFFF
+_NOT_SET = 2**31
+"""From here on, such as with all bits set, a number is no setting."""
 _VALUE_TYPES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 """Of what NVML keeps by number, by the number of its type."""
 _POWER_PROFILE = "NVML_POWER_PROFILE_"
@@ -161,21 +165,17 @@ class NvmlGpu:
 
     @cached_property
     def _clocks_mhz(self) -> tuple[int, ...]:
-        memory_clocks = self._ask("Reading the memory clocks", "nvmlDeviceGetSupportedMemoryClocks")
-        if not memory_clocks:
-            raise GpuError(f"Reading the memory clocks of {self} failed: the driver lists none. Use another GPU.")
+        memory_clocks = self._clocks_listed("memory", "nvmlDeviceGetSupportedMemoryClocks")
         # The other entries belong to idle states; training runs at the highest memory clock.
-        clocks = self._ask("Reading the SM clocks", "nvmlDeviceGetSupportedGraphicsClocks", max(memory_clocks))
-        if not clocks:
-            raise GpuError(f"Reading the SM clocks of {self} failed: the driver lists none. Use another GPU.")
-        return tuple(sorted({int(clock) for clock in clocks}))
+        return tuple(sorted(self._clocks_listed("SM", "nvmlDeviceGetSupportedGraphicsClocks", max(memory_clocks))))
+
+    def _clocks_listed(self, kind: str, function: str, *arguments: int) -> set[int]:
+        what = f"Reading the {kind} clocks"
+        if clocks := self._ask(what, function, *arguments):
+            return set(map(int, clocks))
+        raise GpuError(f"{what} of {self} failed: the driver lists none. Use another GPU.")
 
     def supported_clocks_mhz(self) -> tuple[int, ...]:
-        """Return the SM clocks that can be locked at the highest memory clock, ascending [MHz].
-
-        Raises:
-            GpuError: The driver does not list them.
-        """
         return self._clocks_mhz
 
     def _check_clock(self, clock_mhz: int) -> None:
@@ -184,22 +184,10 @@ class NvmlGpu:
             raise GpuError(f"Locking the clock of {self} failed: it has no {clock_mhz} MHz; the nearest is {nearest}.")
 
     def lock_clock(self, clock_mhz: int) -> None:
-        """Request a fixed SM clock; it takes effect a little later and limits may keep it lower.
-
-        Raises:
-            GpuPermissionError: This process may not.
-            GpuError: The GPU has no such clock, or the driver refused.
-        """
         self._check_clock(clock_mhz)
         self._ask(f"Locking {clock_mhz} MHz as the clock", "nvmlDeviceSetGpuLockedClocks", clock_mhz, clock_mhz)
 
     def reset_clock(self) -> None:
-        """Return the clock to the driver's own management.
-
-        Raises:
-            GpuPermissionError: This process may not.
-            GpuError: The driver refused.
-        """
         self._ask("Resetting the clock", "nvmlDeviceResetGpuLockedClocks")
 
     def check_lock_permission(self) -> None:
@@ -207,15 +195,10 @@ class NvmlGpu:
 
         A reset needs the same permission as a lock and does nothing where no clock is locked. A lock that
         somebody else set (``nvidia-smi -lgc``) is lost, as it would be at the end of a run.
-
-        Raises:
-            GpuPermissionError: It may not; the message says what to do.
-            GpuError: The driver refused for another reason.
         """
         self._ask("Checking the permission to lock the clock", "nvmlDeviceResetGpuLockedClocks")
 
     def clock_mhz(self) -> int:
-        """Return the SM clock now [MHz]."""
         return int(self._ask("Reading the SM clock", "nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM))
 
     @cached_property
@@ -231,26 +214,17 @@ class NvmlGpu:
         return True
 
     def energy_j(self) -> float:
-        """Return the energy used since the driver was loaded [J]; refreshed about every 100 ms.
-
-        Raises:
-            GpuError: The GPU has no such counter, or the driver refused.
-        """
+        """Return the energy used since the driver was loaded [J]; refreshed about every 100 ms."""
         return float(self._ask("Reading the energy counter", "nvmlDeviceGetTotalEnergyConsumption")) / 1e3
 
     def power_w(self) -> float:
         """Return the power drawn now [W]; recent GPUs whose driver tells no other average it over about a second."""
-        instant_mw = self._field(_POWER) if self._tells_instant_power else None
-        if instant_mw is not None:
-            return instant_mw / 1e3
-        return float(self._ask("Reading the power", "nvmlDeviceGetPowerUsage")) / 1e3
-
-    @cached_property
-    def _tells_instant_power(self) -> bool:
-        return self._field(_POWER) is not None
+        power_mw = self._field(_POWER)
+        if power_mw is None:
+            power_mw = self._ask("Reading the power", "nvmlDeviceGetPowerUsage")
+        return power_mw / 1e3
 
     def throttle_reasons(self) -> tuple[str, ...]:
-        """Return why the clock is not higher now, such as ``sw_power_cap``; empty if nothing limits it."""
         what = "Reading the throttle reasons"
         try:
             mask = self._ask(what, "nvmlDeviceGetCurrentClocksEventReasons")
@@ -258,36 +232,41 @@ class NvmlGpu:
             mask = self._ask(what, "nvmlDeviceGetCurrentClocksThrottleReasons")
         return tuple(name for bit, name in _THROTTLE_REASONS.items() if mask & bit)
 
+    def power_limit_w(self) -> float | None:
+        limit_mw = self._optional("Reading the enforced power limit", "nvmlDeviceGetEnforcedPowerLimit")
+        if limit_mw is None:
+            limit_mw = self._optional("Reading the power limit", "nvmlDeviceGetPowerManagementLimit")
+        return None if limit_mw is None else limit_mw / 1e3
+
     @property
     def state(self) -> GpuState:
         """Temperature and performance state now, as far as the driver tells."""
-        temperature_c, power_state = None, None
-        with suppress(GpuError):
-            temperature_c = float(
-                self._ask("Reading the temperature", "nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU)
-            )
-        with suppress(GpuError):
-            power_state = f"P{int(self._ask('Reading the performance state', 'nvmlDeviceGetPerformanceState'))}"
-        return GpuState(temperature_c, power_state)
+        sensor = pynvml.NVML_TEMPERATURE_GPU
+        temperature_c = self._optional("Reading the temperature", "nvmlDeviceGetTemperature", sensor)
+        state = self._optional("Reading the performance state", "nvmlDeviceGetPerformanceState")
+        return GpuState(
+            temperature_c=None if temperature_c is None else float(temperature_c),
+            power_state=None if state is None else f"P{state}",
+        )
 
     @property
     def settings(self) -> GpuSettings:
         """What was set of it when this was first asked, as far as the driver tells."""
+        # No ``cached_property``: it takes a second, and until Python 3.12 all GPUs of a process share its lock.
         if self._settings is None:
             self._settings = self._read_settings()
         return self._settings
 
     def _read_settings(self) -> GpuSettings:
-        from perseus_ds.artifacts.gpu_settings import GpuSettings
+        from perseus_ds.artifacts.profile import GpuSettings
 
-        limit_mw = self._optional("Reading the enforced power limit", "nvmlDeviceGetEnforcedPowerLimit")
-        if limit_mw is None:
-            limit_mw = self._optional("Reading the power limit", "nvmlDeviceGetPowerManagementLimit")
+        limit_w = self.power_limit_w()
+        clock_mhz = self._optional(
+            "Reading the application clock", "nvmlDeviceGetApplicationsClock", pynvml.NVML_CLOCK_SM
+        )
         return GpuSettings(
-            power_limit_w=None if limit_mw is None else round(limit_mw / 1e3),
-            application_clock_mhz=self._optional(
-                "Reading the application clock", "nvmlDeviceGetApplicationsClock", pynvml.NVML_CLOCK_SM
-            ),
+            power_limit_w=None if limit_w is None else round(limit_w),
+            application_clock_mhz=clock_mhz or None,
             power_profiles=self._power_profiles(),
             power_smoothing=self._power_smoothing(),
             whole_module=self._counts_whole_module(),
@@ -318,9 +297,9 @@ class NvmlGpu:
         limit_w, default_w = settings.power_limit_w, None if default_mw is None else round(default_mw / 1e3)
         if limit_w is not None and default_w is not None and limit_w < default_w:
             found.append(
-                f"its power limit is {limit_w:g} W of {default_w} W: plans are made for that limit and hold as long as "
-                f"it stays. `nvidia-smi -i {self.index} -pl {default_w}` resets it, unless it was set from outside the "
-                "node."
+                f"its power limit is {limit_w:g} W of {default_w} W: plans are made for that limit, and again where it "
+                f"becomes lower. `nvidia-smi -i {self.index} -pl {default_w}` resets it, unless it was set from "
+                "outside the node."
             )
         if settings.power_profiles:
             found.append(
@@ -356,7 +335,7 @@ class NvmlGpu:
         if not self._field("NVML_FI_PWR_SMOOTHING_ENABLED"):
             return {}
         read = {name: self._field(f"NVML_FI_PWR_SMOOTHING_{name}") for name in _SMOOTHING}
-        return {name.lower(): value for name, value in read.items() if value not in (None, _NOT_SET)}
+        return {name.lower(): value for name, value in read.items() if value is not None and 0 <= value < _NOT_SET}
 
     def _counts_whole_module(self) -> bool:
         """Return whether the energy counter follows the power of the module rather than that of the GPU in it.
@@ -372,7 +351,8 @@ class NvmlGpu:
             module_w.append((self._field(_POWER, _MODULE) or 0) / 1e3)
             self._time.sleep(_MODULE_POLL_S)
         counted_w = (self.energy_j() - begin_j) / passed_s
-        return abs(counted_w - statistics.fmean(module_w)) < abs(counted_w - statistics.fmean(gpu_w))
+        alone_w, whole_w = statistics.fmean(gpu_w), statistics.fmean(module_w)
+        return whole_w > _MODULE_ADDS * alone_w and counted_w > (alone_w + whole_w) / 2
 
     def _field(self, name: str, scope: int = 0) -> int | None:
         """Return a value that NVML keeps by number; None where the GPU, its driver or the binding does not have it."""
@@ -393,7 +373,6 @@ class NvmlGpu:
             return None
 
     def close(self) -> None:
-        """Release the driver. The clock stays as it is."""
         if self._open:
             self._open = False
             call("Closing NVML", "nvmlShutdown")
@@ -435,7 +414,7 @@ def _start_nvml() -> None:
 
 
 @contextmanager
-def nvml_session() -> Iterator[None]:
+def _nvml() -> Iterator[None]:
     """Start NVML, and stop it afterwards unless a GPU is open (it counts its users)."""
     _start_nvml()
     try:
@@ -450,8 +429,8 @@ def gpu_count() -> int:
     Raises:
         GpuError: NVML or the driver is missing.
     """
-    with nvml_session():
-        return int(call("Counting the GPUs", "nvmlDeviceGetCount"))
+    with _nvml():
+        return _count()
 
 
 def index_of_uuid(uuid: str) -> int:
@@ -469,11 +448,7 @@ def gpu_uuids() -> list[str]:
     Raises:
         GpuError: NVML, the driver or a GPU is missing.
     """
-    with nvml_session():
-        return [
-            str(call(f"Reading the UUID of GPU {index}", "nvmlDeviceGetUUID", handle))
-            for index, handle in enumerate(_handles())
-        ]
+    return _of_every_gpu("UUID", "nvmlDeviceGetUUID")
 
 
 def index_of_cuda_device(cuda_index: int, uuid: str | None = None) -> int:
@@ -491,26 +466,25 @@ def index_of_cuda_device(cuda_index: int, uuid: str | None = None) -> int:
         return index_of_uuid(uuid)
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     index = pick(cuda_index, value, gpu_uuids())
-    _check_order(value)
-    return index
-
-
-def _handles() -> list[Any]:
-    count = call("Counting the GPUs", "nvmlDeviceGetCount")
-    return [call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in range(count)]
-
-
-def _check_order(value: str | None) -> None:
-    """Refuse to guess where CUDA's numbering may differ from NVML's, which is by PCI bus."""
     if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or (value or "").strip().startswith("GPU-"):
-        return
-    with nvml_session():
-        names = {str(call("Reading the GPUs' names", "nvmlDeviceGetName", handle)) for handle in _handles()}
+        return index
+    names = set(_of_every_gpu("name", "nvmlDeviceGetName"))
     if len(names) > 1:
         raise GpuError(
             f"This node has different GPUs ({', '.join(sorted(names))}), which CUDA numbers by speed and NVML by PCI "
             f"bus. Set CUDA_DEVICE_ORDER=PCI_BUS_ID for the job, so that clocks reach the right GPU."
         )
+    return index
+
+
+def _count() -> int:
+    return int(call("Counting the GPUs", "nvmlDeviceGetCount"))
+
+
+def _of_every_gpu(what: str, function: str) -> list[str]:
+    with _nvml():
+        handles = [call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in range(_count())]
+        return [str(call(f"Reading the {what} of GPU {i}", function, handle)) for i, handle in enumerate(handles)]
 
 
 def visible_ids(value: str | None) -> list[int | str] | None:
@@ -533,18 +507,12 @@ def visible_ids(value: str | None) -> list[int | str] | None:
             f"CUDA_VISIBLE_DEVICES={value!r} names a MIG device: clocks belong to the whole GPU and cannot be set for "
             f'one slice. Use whole GPUs, or set "device": "simulated".'
         )
-    ids: list[int | str] = []
-    as_uuids = entries[0].startswith("GPU-")
-    for entry in entries:
-        number = re.match(r"\+?\d+", entry)
-        if as_uuids:
-            if not entry.startswith("GPU-"):
-                break
-            ids.append(entry)
-        elif number:
-            ids.append(int(number.group()))
-        else:
-            break
+    ids: list[int | str]
+    if entries[0].startswith("GPU-"):
+        ids = [*takewhile(lambda entry: entry.startswith("GPU-"), entries)]
+    else:
+        numbers = (re.match(r"\+?\d+", entry) for entry in entries)
+        ids = [int(number.group()) for number in takewhile(bool, numbers) if number]
     return ids if len(set(ids)) == len(ids) else []
 
 

@@ -165,14 +165,8 @@ class SimulatedGpu:
 
     Args:
         model: The kind of GPU.
-        lock_latency_s: How long a clock-setting call takes before the clock is in effect [s].
-        lock_latency: Name of a distribution of that time in :data:`LATENCIES`, instead; None for a constant one.
-        counter_period_s: How often the energy counter is refreshed [s].
-        time_noise: Relative standard deviation of an instruction's time.
-        power_noise: Relative standard deviation of an instruction's power.
-        conditions: See :data:`CONDITIONS`.
         driver_turn: Surrounds each clock-setting call, such as :func:`turn_on_node`.
-        may_lock: Whether this process has the permission to set clocks.
+        seed: Of the noise. The others are those of :class:`SimulatedConfig`.
 
     Attributes:
         locked_clock_mhz: The clock that was set last; the highest one by default [MHz].
@@ -214,6 +208,7 @@ class SimulatedGpu:
         self.timebase = timebase
         self._changed = timebase.condition()
         self.locked_clock_mhz = model.top_clock_mhz
+        self._power_limit_w, self._coolest_mhz = model.power_limit_w, math.inf
         self._board = Board(model.blocking_power_w)
         self._reached_mhz = float(model.top_clock_mhz)
         self._power_w = model.blocking_power_w
@@ -265,7 +260,26 @@ class SimulatedGpu:
         with self._changed:
             if self._workload is None:
                 return ("idle",)
-            return ("sw_power_cap",) if self._reached_mhz < self.locked_clock_mhz else ()
+            if self._reached_mhz >= self.locked_clock_mhz:
+                return ()
+            return ("sw_thermal_slowdown",) if self._reached_mhz >= self._coolest_mhz else ("sw_power_cap",)
+
+    def power_limit_w(self) -> float:
+        return self._power_limit_w
+
+    def limit(self, power_w: float | None = None, clock_mhz: float | None = None) -> None:
+        """Change what the board may do, as an administrator, a power manager or heat would, from any thread.
+
+        Args:
+            power_w: The power limit; None for the board's own [W].
+            clock_mhz: The highest clock that heat allows; None for any [MHz].
+        """
+        with self._changed:
+            self._advance()
+            self._power_limit_w = min(power_w or math.inf, self.model.power_limit_w)
+            self._coolest_mhz = clock_mhz or math.inf
+            self._update_power()
+            self._changed.notify_all()
 
     def energy_j(self) -> float:
         with self._changed:
@@ -353,8 +367,11 @@ class SimulatedGpu:
                 self._power_w *= 0.5 + 0.5 * self.locked_clock_mhz / model.top_clock_mhz
         else:
             self._reached_mhz = model.reached_clock_mhz(self.locked_clock_mhz, workload)
+            self._reached_mhz = min(self._reached_mhz, self._coolest_mhz)
+            allowed_w = self._power_limit_w
             if "duty-limit" in self._conditions:
-                allowed_w = self._board.allowed_w(model.power_limit_w)
+                allowed_w = self._board.allowed_w(allowed_w)
+            if allowed_w < model.power_limit_w:
                 self._reached_mhz = min(self._reached_mhz, model.highest_clock_mhz(allowed_w, workload))
             self._power_w = model.power_w(self._reached_mhz, workload) * self._power_factor
         if "warming" in self._conditions:

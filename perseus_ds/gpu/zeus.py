@@ -52,9 +52,17 @@ def open_zeus_gpu(cuda_index: int, uuid: str | None = None) -> Gpu:
     Raises:
         GpuError: Zeus is not installed, zeusd does not answer, or there is no such GPU.
     """
-    if _is_nvidia():
+    with _zeus_errors("Looking for GPUs through Zeus"):
+        from zeus.device.gpu.amd import amdsmi_is_available
+        from zeus.device.gpu.nvidia import nvml_is_available
+
+        is_nvidia = nvml_is_available()
+        is_amd = not is_nvidia and amdsmi_is_available()
+    if is_nvidia:
         return ZeusNvidiaGpu(index_of_cuda_device(cuda_index, uuid))
-    return ZeusAmdGpu(cuda_index)
+    if is_amd:
+        return ZeusAmdGpu(cuda_index)
+    raise GpuError("Zeus finds neither NVIDIA's nor AMD's GPUs. Check nvidia-smi or amd-smi.")
 
 
 def open_address(identity: str) -> Gpu:
@@ -64,18 +72,6 @@ def open_address(identity: str) -> Gpu:
         GpuError: As :func:`open_zeus_gpu`.
     """
     return ZeusNvidiaGpu(index_of_uuid(identity)) if identity.startswith("GPU-") else ZeusAmdGpu(int(identity))
-
-
-def _is_nvidia() -> bool:
-    with _zeus_errors("Looking for GPUs through Zeus"):
-        from zeus.device.gpu.amd import amdsmi_is_available
-        from zeus.device.gpu.nvidia import nvml_is_available
-
-        if nvml_is_available():
-            return True
-        if amdsmi_is_available():
-            return False
-    raise GpuError("Zeus finds neither NVIDIA's nor AMD's GPUs. Check nvidia-smi or amd-smi.")
 
 
 class ZeusNvidiaGpu(NvmlGpu):
@@ -227,6 +223,9 @@ class ZeusAmdGpu:
 
     def throttle_reasons(self) -> tuple[str, ...]:
         return ()
+
+    def power_limit_w(self) -> None:
+        """Zeus does not tell it."""
 
     @property
     def has_energy_counter(self) -> bool:

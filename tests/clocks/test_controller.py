@@ -1,6 +1,5 @@
 """The clock controller never makes the training thread wait, and always restores the default; in virtual time."""
 
-import dataclasses
 import itertools
 import sys
 import threading
@@ -9,7 +8,7 @@ import pytest
 from virtual.gpu import RecordingGpu, set_clock
 from virtual.time import VirtualTime
 
-from perseus_ds.clocks.controller import ClockController, ShortSwitchInterval
+from perseus_ds.clocks.controller import ClockController, short_switch_interval
 from perseus_ds.clocks.events import PassedEvent
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.timebase import Flag, RealTime
@@ -73,13 +72,8 @@ def errors():
 
 
 @pytest.fixture
-def refusals():
-    return []
-
-
-@pytest.fixture
-def clocks(gpu, errors, refusals, now):
-    controller = ClockController(gpu, errors.append, refusals.append, timebase=now)
+def clocks(gpu, errors, now):
+    controller = ClockController(gpu, errors.append, timebase=now)
     yield controller
     controller.close()
 
@@ -110,17 +104,6 @@ def test_requests_made_during_a_call_of_the_driver_overtake_each_other(clocks, g
     now.sleep(A_WHILE_S)
     assert gpu.clocks_set == [1200, 990]
     assert clocks.overtaken == 2
-
-
-def test_a_clock_waits_for_the_gpus_own_progress(clocks, gpu, now):
-    event = LaterEvent(now)
-    clocks.request(1200)
-    clocks.request(1110, after=event)
-    now.sleep(A_WHILE_S)
-    assert gpu.clocks_set == [1200]
-    event.pass_now()
-    now.sleep(LATENCY_S)
-    assert gpu.clocks_set == [1200, 1110]
 
 
 def test_a_request_is_overtaken_once_the_gpu_has_passed_the_next_ones_event(clocks, gpu, now):
@@ -373,29 +356,6 @@ def test_an_early_request_is_due_at_the_latest_when_its_instruction_ends(clocks,
     assert gpu.set_at[1:] == [(1410, pytest.approx(ended_s, abs=0.0011))]
 
 
-def test_an_early_request_counts_from_the_event_that_the_gpu_begins(clocks, gpu, now):
-    begun, ended = LaterEvent(now), LaterEvent(now)
-    set_clock(clocks, 1110)
-    clocks.request_early(1410, begun, 0.1)
-    clocks.request(1410, after=ended)
-    now.sleep(A_WHILE_S)
-    assert gpu.clocks_set == [1110]
-    begun_s = now.now_s()
-    begun.pass_now()
-    now.sleep(A_WHILE_S)
-    assert gpu.set_at[1:] == [(1410, pytest.approx(begun_s + 0.1))]
-    ended.pass_now()
-
-
-def test_the_latency_is_known_once_there_are_enough_changes(clocks, now):
-    set_clock(clocks, 1110)
-    assert not clocks.latencies.is_known
-    for clock in (1410, 1110, 1410, 1110):
-        set_clock(clocks, clock)
-        now.sleep(0.03)
-    assert clocks.latencies.latest_s(1110, rises=False) == pytest.approx(LATENCY_S)
-
-
 def test_a_clock_is_read_back_while_an_early_request_waits_for_its_time(clocks, gpu, now):
     """Else short runs would never tell how late their clocks come."""
     for clock in (1110, 1410) * 3:
@@ -403,18 +363,6 @@ def test_a_clock_is_read_back_while_an_early_request_waits_for_its_time(clocks, 
         clocks.request_early(2520 - clock, PassedEvent(now.now_s()), 0.08)
         now.sleep(0.08 + 2 * LATENCY_S)
     assert clocks.latencies.latest_s(1410, rises=True) == pytest.approx(LATENCY_S)
-
-
-def test_a_clock_that_the_power_limit_keeps_down_is_reported_once_with_the_reason(clocks, gpu, refusals, now):
-    gpu.model = dataclasses.replace(gpu.model, power_limit_w=300.0)
-    with gpu.computing():
-        for clock in (1410, 900, 1410):
-            set_clock(clocks, clock)
-            now.sleep(A_WHILE_S)
-    (refusal,) = refusals
-    assert refusal.clock_mhz == 1410
-    assert refusal.reached_mhz == round(gpu.model.reached_clock_mhz(1410)) < 1410
-    assert refusal.reasons == ("sw_power_cap",)
 
 
 def test_reading_back_delays_a_request_by_one_reading_at_most(clocks, gpu, now):
@@ -549,21 +497,18 @@ def switch_interval():
 
 @pytest.mark.usefixtures("switch_interval")
 @pytest.mark.parametrize(("before_s", "meanwhile_s"), [(0.005, 0.0005), (0.0002, 0.0002)])
-def test_the_switch_interval_is_short_until_it_is_closed(before_s, meanwhile_s):
+def test_the_switch_interval_is_short_until_the_end(before_s, meanwhile_s):
     sys.setswitchinterval(before_s)
-    interval = ShortSwitchInterval()
-    assert sys.getswitchinterval() == pytest.approx(meanwhile_s, abs=2e-6)
-    for _ in range(2):
-        interval.close()
-        assert sys.getswitchinterval() == pytest.approx(before_s, abs=2e-6)
+    with short_switch_interval():
+        assert sys.getswitchinterval() == pytest.approx(meanwhile_s, abs=2e-6)
+    assert sys.getswitchinterval() == pytest.approx(before_s, abs=2e-6)
 
 
 @pytest.mark.usefixtures("switch_interval")
 def test_a_switch_interval_that_is_set_meanwhile_stays():
     sys.setswitchinterval(0.005)
-    interval = ShortSwitchInterval()
-    sys.setswitchinterval(0.01)
-    interval.close()
+    with short_switch_interval():
+        sys.setswitchinterval(0.01)
     assert sys.getswitchinterval() == pytest.approx(0.01)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_log import GIVE_UP_S, wait_until
 from stub_nvml.controller import StubNvml
 
 from perseus_ds.clocks import local_socket
@@ -17,9 +18,6 @@ from perseus_ds.clocks.guardian import Guardian, socket_name
 from perseus_ds.clocks.guardian_daemon import GuardianServer, restore, wait_for_end
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.nvml import NvmlGpu
-
-GENEROUS_S = 60.0
-"""Only ends a test that hangs."""
 
 
 class MovedTime:
@@ -73,30 +71,29 @@ def serving(tmp_path, now):
         thread.start()
         yield address, thread
         now.seconds += 1000.0
-        thread.join(GENEROUS_S)
+        thread.join(GIVE_UP_S)
 
 
 def test_a_guardian_that_no_rank_reaches_ends(serving, now):
     _, thread = serving
-    assert now.was_asked.wait(GENEROUS_S)
+    assert now.was_asked.wait(GIVE_UP_S)
     now.seconds += 10.1
-    thread.join(GENEROUS_S)
+    thread.join(GIVE_UP_S)
     assert not thread.is_alive()
 
 
 def test_a_driver_that_hangs_keeps_the_guardian_for_ten_seconds_only(serving, now, stub_nvml_here: StubNvml) -> None:
     address, thread = serving
     gpu = stub_nvml_here.gpus[0]
-    connection = local_socket.connect(address, GENEROUS_S)
+    connection = local_socket.connect(address, GIVE_UP_S)
     registered = local_socket.exchange(connection, {"gpus": [f"nvml:{gpu.uuid.decode()}"]})
     assert registered == {"error": None, "pid": os.getpid()}
     gpu.hang("reset_locked")
     connection.close()
-    while not gpu.calls("reset_locked"):
-        threading.Event().wait(0.01)
+    wait_until(lambda: gpu.calls("reset_locked"), "a call that hangs")
     assert thread.is_alive()
     now.seconds += 10.1
-    thread.join(GENEROUS_S)
+    thread.join(GIVE_UP_S)
     assert not thread.is_alive()
     gpu.hang("reset_locked", False)
 
@@ -115,7 +112,7 @@ def test_a_clock_that_a_busy_driver_refuses_to_reset_is_reset_later(
     monkeypatch.setattr(NvmlGpu, "reset_clock", take_a_while)
     gpu = stub_nvml_here.gpus[0]
     gpu.locked_clock_mhz = 1200
-    connection = local_socket.connect(address, GENEROUS_S)
+    connection = local_socket.connect(address, GIVE_UP_S)
     local_socket.exchange(connection, {"gpus": [f"nvml:{gpu.uuid.decode()}"]})
     gpu.fail("reset_locked", "unknown")
     sleep = now.sleep
@@ -127,7 +124,7 @@ def test_a_clock_that_a_busy_driver_refuses_to_reset_is_reset_later(
 
     now.sleep = sleep_until_it_works
     connection.close()
-    thread.join(GENEROUS_S)
+    thread.join(GIVE_UP_S)
     assert not thread.is_alive()
     assert gpu.locked_clock_mhz == 0
     assert 60.0 < now.seconds < 80.0 + 2 * call_s
@@ -151,13 +148,13 @@ def test_a_guardian_outlives_a_lack_of_files_and_of_threads(serving, now, monkey
     now.sleep = lambda seconds: None
     monkeypatch.setattr(socket.socket, "accept", fail_once)
     monkeypatch.setattr(threading.Thread, "start", fail_to_start)
-    refused = local_socket.connect(address, GENEROUS_S)
+    refused = local_socket.connect(address, GIVE_UP_S)
     assert refused.recv(1) == b""
-    served = local_socket.connect(address, GENEROUS_S)
+    served = local_socket.connect(address, GIVE_UP_S)
     assert local_socket.exchange(served, {"gpus": []})["error"] is None
     served.close()
     refused.close()
-    thread.join(GENEROUS_S)
+    thread.join(GIVE_UP_S)
     assert not thread.is_alive()
 
 
@@ -171,7 +168,7 @@ def test_ranks_give_up_when_no_guardian_answers(now, tmp_path: Path) -> None:
         with pytest.raises(GpuError, match=r"No guardian answered within 30 s\. Clocks may stay locked"):
             Guardian(["nvml:GPU-0"], str(tmp_path), now)
         server.shutdown()
-        thread.join(GENEROUS_S)
+        thread.join(GIVE_UP_S)
     assert now.seconds >= 30.0
 
 
@@ -219,14 +216,13 @@ def waiter():
 
 
 def test_a_process_whose_first_thread_has_ended_has_not_ended_while_another_one_lives(process, waiter):
-    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
-        threading.Event().wait(0.01)
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE, "the first thread's end")
     thread, _ = waiter
     thread.start()
     thread.join(0.5)
     assert thread.is_alive()
     process.stdin.close()  # the other thread ends; the process stays a zombie, since nobody waits for it
-    thread.join(GENEROUS_S)
+    thread.join(GIVE_UP_S)
     assert not thread.is_alive()
 
 
@@ -235,7 +231,7 @@ def test_a_connection_is_noticed_before_the_process(process, waiter, what):
     thread, theirs = waiter
     thread.start()
     theirs.close() if what == "closes" else theirs.sendall(b"x")
-    thread.join(GENEROUS_S)
+    thread.join(GIVE_UP_S)
     assert not thread.is_alive()
 
 
@@ -248,5 +244,5 @@ def test_a_process_that_cannot_be_seen_is_watched_by_its_connection_and_one_that
     thread.start()
     if pid == 0:
         theirs.close()
-    thread.join(GENEROUS_S)
+    thread.join(GIVE_UP_S)
     assert not thread.is_alive()

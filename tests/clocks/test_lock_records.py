@@ -10,14 +10,14 @@ from perseus_ds.clocks import lock_records
 from perseus_ds.clocks.lock_records import HeldLock, is_held, left_locks
 
 HOLD = """
-import sys, time
+import signal, sys
 from perseus_ds.clocks import lock_records
 from perseus_ds.clocks.lock_records import HeldLock
 held = HeldLock(sys.argv[1])
 if sys.argv[2] == "release":
     held.release()
 print(flush=True)
-time.sleep(60)
+signal.pause()
 """
 
 

@@ -1,13 +1,18 @@
 """Operations are timed where they run: on the host, on CUDA (a stand-in for its events) and on a simulated GPU."""
 
+import ctypes
+import threading
+
 import pytest
 import torch
 from virtual.gpu import RecordingGpu, VirtualCuda, set_clock
 from virtual.time import VirtualTime
 
 from perseus_ds.clocks.controller import ClockController
-from perseus_ds.clocks.timers import CudaExecution, HostExecution, SimulatedExecution
+from perseus_ds.clocks.events import relax_stream_capture
+from perseus_ds.clocks.timers import CudaExecution, FlopCounter, HostExecution, SimulatedExecution
 from perseus_ds.gpu.device_models import DEVICES, MEMORY_BOUND
+from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange
 from perseus_ds.runtime.default_clocks import most_in_step
@@ -111,16 +116,6 @@ def test_waiting_for_cuda_waits_for_all_that_was_launched(now, cuda, on_cuda):
     assert now.now_s() == pytest.approx(begin_s + 0.8)
 
 
-def test_the_moments_of_cuda_operations_pass_on_the_device(now, cuda, on_cuda):
-    launch(on_cuda, cuda, FORWARD, 0.1)
-    begun, ended = launch(on_cuda, cuda, BACKWARD, 0.2)
-    assert [begun.query(), ended.query()] == [False, False]
-    begun.synchronize()
-    assert [begun.query(), ended.query()] == [True, False]
-    now.sleep(0.2)
-    assert ended.query()
-
-
 @pytest.mark.parametrize(("device", "chosen"), [("cuda", 3), ("cuda:1", 1)])
 def test_threads_use_the_ranks_own_cuda_device(cuda, device, chosen):
     CudaExecution(torch.device(device), cuda).use_device()
@@ -150,29 +145,6 @@ def test_a_clock_is_set_only_when_the_launched_pass_before_it_is_over(now, cuda,
         clocks.request(next_clock_mhz, ended)
     now.sleep(10.0)
     assert gpu.set_at[1:] == [(1200, pytest.approx(begin_s + 0.3, abs=0.0011)), (1110, pytest.approx(begin_s + 0.6))]
-
-
-def test_clocks_of_passes_that_are_over_before_the_driver_answers_are_skipped(now, cuda, on_cuda, clocks, gpu):
-    set_clock(clocks, 1410)
-    for clock_mhz in (1200, 1110, 1005, 900):
-        _, ended = launch(on_cuda, cuda, FORWARD, 0.005)
-        clocks.request(clock_mhz, ended)
-    now.sleep(10.0)
-    assert gpu.clocks_set == [1410, 1200, 900]
-    assert clocks.overtaken == 2
-
-
-def test_an_early_raise_is_made_within_the_pass_before_it(now, cuda, on_cuda, clocks, gpu):
-    set_clock(clocks, 1110)
-    now.sleep(1.0)
-    begin_s = now.now_s()
-    cuda.launch(0.5)
-    begun, ended = launch(on_cuda, cuda, FORWARD, 0.3)
-    clocks.request_early(1410, begun, 0.285)
-    clocks.request(1410, ended)
-    now.sleep(10.0)
-    assert gpu.set_at[1:] == [(1410, pytest.approx(begin_s + 0.785, abs=0.0011))]
-    assert clocks.changes == 2
 
 
 def test_an_early_raise_counts_from_the_pass_even_while_the_driver_is_busy_when_it_begins(
@@ -288,3 +260,72 @@ def test_counting_lets_torch_compile_compile(now, gpu):
     execution.end(FORWARD)
     assert len(compiled) == 1
     assert list(execution.flops.values()) == [2 * 8**3]
+
+
+def test_attention_on_the_processor_is_work_as_on_a_gpu():
+    batch, heads, tokens, width = 2, 3, 8, 16
+    query, key, value = (torch.randn(batch, heads, tokens, width, requires_grad=True) for _ in range(3))
+    with FlopCounter() as forward:
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    with FlopCounter() as backward:
+        out.sum().backward()
+    product = 2 * batch * heads * tokens * tokens * width
+    assert (forward.flops, backward.flops) == (2 * product, 5 * product)  # the backward computes the scores again
+
+
+GLOBAL, RELAXED = 0, 2
+
+
+class Runtime:
+    """A stand-in for the CUDA runtime's library: each thread has a mode, the global one at first."""
+
+    def __init__(self, error=0):
+        self.mode_of = {}
+        self.error = error
+
+    def exchange(self, pointer):
+        mode = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int)).contents
+        name = threading.current_thread().name
+        before = self.mode_of.get(name, GLOBAL)
+        if self.error == 0:
+            self.mode_of[name], mode.value = mode.value, before
+        return self.error
+
+
+class Cuda(Runtime):
+    cudaThreadExchangeStreamCaptureMode = Runtime.exchange  # noqa: N815
+
+
+class Hip(Runtime):
+    hipThreadExchangeStreamCaptureMode = Runtime.exchange  # noqa: N815
+
+
+@pytest.mark.parametrize("kind", [Cuda, Hip])
+@pytest.mark.parametrize(("error", "is_relaxed"), [(0, True), (1, False)])
+def test_the_mode_of_the_calling_thread_is_exchanged(kind, error, is_relaxed):
+    runtime = kind(error)
+    assert relax_stream_capture(runtime) is is_relaxed
+    assert runtime.mode_of == ({threading.current_thread().name: RELAXED} if is_relaxed else {})
+
+
+def test_a_runtime_without_the_function_is_told_apart():
+    assert relax_stream_capture(object()) is False
+
+
+def test_the_clocks_thread_queries_events_only_in_the_relaxed_mode():
+    now, runtime = VirtualTime(), Cuda()
+    cuda, queried_in = VirtualCuda(now), []
+    execution = CudaExecution(torch.device("cuda:0"), cuda, now, relax_capture=lambda: relax_stream_capture(runtime))
+    clocks = ClockController(
+        SimulatedGpu(DEVICES["a100-sxm"], timebase=now), pytest.fail, on_start=execution.use_device, timebase=now
+    )
+    execution.begin(Compute(Instruction(0, Kind.FORWARD, 0)))
+    cuda.launch(0.1)
+    ended = execution.end(Compute(Instruction(0, Kind.FORWARD, 0)))
+    query = ended.event.query
+    ended.event.query = lambda: (queried_in.append(runtime.mode_of.get("perseus-clocks", GLOBAL)), query())[1]
+    clocks.request(1110, ended)
+    now.sleep(1.0)
+    clocks.close()
+    assert set(queried_in) == {RELAXED}
+    assert "MainThread" not in runtime.mode_of, "the training thread keeps its own mode"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.clocks.latency import LatencyTable
+from perseus_ds.clocks.readback import LatencyTable
 from perseus_ds.clocks.transitions import ClockPlan, plan_transitions
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind

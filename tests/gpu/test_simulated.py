@@ -7,8 +7,6 @@ import tempfile
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from published import stage_profile
 from virtual.gpu import OneAtATime
 from virtual.time import VirtualTime
@@ -81,20 +79,6 @@ def test_power_at_locked_clocks_is_as_measured_under_matrix_multiplication(name,
     assert DEVICES[name].power_w(clock_mhz) == pytest.approx(power_w, rel=0.025)
 
 
-@given(st.sampled_from(sorted(DEVICES)), st.integers(0, 60))
-def test_work_takes_as_long_as_its_clock_allows(name, step):
-    model = DEVICES[name]
-    now = VirtualTime()
-    gpu = SimulatedGpu(model, lock_latency_s=0, timebase=now)
-    clock = model.clocks_mhz[step]
-    gpu.lock_clock(clock)
-    gpu.begin_work()
-    needed_s = 0.5 * model.slowdown(clock)
-    now.seconds += needed_s * 1.0001
-    gpu.finish_work(0.5)  # returns at once: the time is over
-    assert gpu.power_w() == model.blocking_power_w
-
-
 def test_a_clock_change_counts_from_the_moment_it_is_in_effect():
     model = A100
     now = VirtualTime()
@@ -116,10 +100,6 @@ def latencies_s(clocks, **settings):
         gpu.lock_clock(clock_mhz)
         found.append(now.now_s() - begin_s)
     return np.array(found)
-
-
-def test_it_is_constant_unless_a_distribution_is_chosen():
-    assert latencies_s(A100.clocks_mhz, lock_latency_s=0.02) == pytest.approx(0.02)
 
 
 def test_the_v100s_is_as_measured():

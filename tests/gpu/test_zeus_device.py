@@ -129,29 +129,26 @@ def test_zeusd_is_given_the_number_that_a_gpu_has_on_the_node(stub_nvml: StubNvm
     assert set(given) == {"6"}
 
 
-def test_a_zeusd_that_does_not_say_which_gpu_is_which_is_not_asked_to_lock_one(stub_nvml: StubNvml, zeusd: Any) -> None:
-    environment, given = zeusd([{"id": number, "name": "A100"} for number in range(8)])
-    done = stub_nvml.run("-c", USE, environment={**VISIBLE, **environment})
-    assert done.returncode == 1
-    assert "cannot be found among the 8 GPUs of zeusd" in done.stderr
-    assert "Update zeusd to a version that reports PCI addresses" in done.stderr
-    assert given == []
-
-
-def test_a_zeusd_that_does_not_say_it_has_the_same_numbers_where_all_gpus_are_visible(
-    stub_nvml: StubNvml, zeusd: Any
+@pytest.mark.parametrize(
+    ("known", "refusal", "numbers"),
+    [
+        (gpus_of_a_node({}), ["none of them is at its address"], set()),
+        (
+            [{"id": number, "name": "A100"} for number in range(8)],
+            ["cannot be found among the 8 GPUs of zeusd", "Update zeusd to a version that reports PCI addresses"],
+            set(),
+        ),
+        ([{"id": number, "name": "A100"} for number in range(4)], [], {"2"}),
+    ],
+    ids=["it does not have the GPU", "it does not say which GPU is which", "it does not, and all GPUs are visible"],
+)
+def test_a_zeusd_is_only_asked_to_lock_a_gpu_whose_number_is_certain(
+    stub_nvml: StubNvml, zeusd: Any, known: list[dict[str, Any]], refusal: list[str], numbers: set[str]
 ) -> None:
-    environment, given = zeusd([{"id": number, "name": "A100"} for number in range(4)])
+    environment, given = zeusd(known)
     done = stub_nvml.run("-c", USE, environment={**VISIBLE, **environment})
-    assert done.returncode == 0, done.stderr
-    assert set(given) == {"2"}
-
-
-def test_a_gpu_that_zeusd_does_not_have_is_refused(stub_nvml: StubNvml, zeusd: Any) -> None:
-    environment, given = zeusd(gpus_of_a_node({}))
-    done = stub_nvml.run("-c", USE, environment={**VISIBLE, **environment})
-    assert "none of them is at its address" in done.stderr
-    assert given == []
+    assert (done.returncode, set(given)) == (bool(refusal), numbers), done.stderr
+    assert all(text in done.stderr for text in refusal)
 
 
 @pytest.mark.parametrize("method", ["reset_locked_clocks", "reset_gpu_locked_clocks"])
