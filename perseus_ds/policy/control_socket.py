@@ -20,13 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from perseus_ds.artifacts.io import read_json, write_atomically
 from perseus_ds.artifacts.validation import explain
 from perseus_ds.clocks import local_socket
 from perseus_ds.errors import ConfigError, PerseusError
-from perseus_ds.policy.policies import PolicyConfig
+from perseus_ds.policy.policies import PolicyConfig, fraction_not_percentage
 
 ADDRESS_FILE = "control.json"
 _TIMEOUT_S = 15.0
@@ -81,6 +81,8 @@ class Reduce(_Order):
     duration_s: float = Field(gt=0, le=1e9, allow_inf_nan=False)
     within_s: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
 
+    _no_percentage = field_validator("power_fraction", mode="before")(fraction_not_percentage)
+
 
 AnyOrder = Status | SetPolicy | SetStraggler | Reduce | Pause | Resume
 Order = Annotated[AnyOrder, Field(discriminator="command")]
@@ -102,7 +104,7 @@ def parse_order(words: object) -> AnyOrder:
 class _Handler(socketserver.StreamRequestHandler):
     """Answers one line of a client."""
 
-    server: _Server
+    server: ControlServer
     timeout = _CLIENT_TIMEOUT_S
 
     def handle(self) -> None:
@@ -110,64 +112,55 @@ class _Handler(socketserver.StreamRequestHandler):
         local_socket.send(self.connection, self.server.answer(line))
 
 
-class _Server(local_socket.LocalServer):
-    """Answers clients, so many a second that training does not notice."""
-
-    def __init__(self, path: Path, answer: Callable[[bytes], dict[str, Any]]) -> None:
-        super().__init__(str(path), _Handler)
-        self.answer = answer
-
-    def verify_request(self, request: Any, client_address: object) -> bool:
-        time.sleep(_PAUSE_S)
-        return super().verify_request(request, client_address)
-
-
-class ControlServer:
-    """Listens on rank 0 until closed.
+class ControlServer(local_socket.LocalServer):
+    """Listens on rank 0 until closed, and answers so many clients a second that training does not notice.
 
     Args:
         directory: The job's output folder, where ``perseus-ds control`` finds the address.
-        handle: Carries out an order and returns what to answer; called on a thread of the server, one at a time.
+        carry_out: Carries out an order and returns what to answer; called on a thread of the server, one at a time.
     """
 
-    def __init__(self, directory: Path, handle: Callable[[Any], dict[str, Any]]) -> None:
+    def __init__(self, directory: Path, carry_out: Callable[[Any], dict[str, Any]]) -> None:
         """Start to listen.
 
         Raises:
             OSError: The socket or the address file cannot be made.
         """
-        self._handle = handle
+        self._carry_out = carry_out
         self._one_at_a_time = threading.Lock()
         self._address_file = directory / ADDRESS_FILE
         # Paths of sockets must be short, so they cannot lie in just any folder; this one is made with mode 0700.
         self._folder = Path(tempfile.mkdtemp(prefix="perseus-"))
-        path = self._folder / "control.sock"
-        self._server: _Server | None = None
+        path = str(self._folder / "control.sock")
         try:
-            self._server = _Server(path, self._answer)
-            threading.Thread(target=self._server.serve_forever, name="perseus-control", daemon=True).start()
+            super().__init__(path, _Handler)
             directory.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._address_file, json.dumps({"socket": str(path), "pid": os.getpid()}) + "\n")
+            write_atomically(self._address_file, json.dumps({"socket": path, "pid": os.getpid()}) + "\n")
         except OSError:
-            self.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
             raise
+        threading.Thread(target=self.serve_forever, name="perseus-control", daemon=True).start()
+
+    def verify_request(self, request: Any, client_address: object) -> bool:
+        time.sleep(_PAUSE_S)
+        return super().verify_request(request, client_address)
 
     def close(self) -> None:
         """Stop listening and remove the socket and its address; harmless when called again."""
-        if self._server is not None:
-            with contextlib.suppress(OSError):
-                self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            self._server.shutdown()
-            self._server.server_close()
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self.shutdown()
+        self.server_close()
         shutil.rmtree(self._folder, ignore_errors=True)
         with contextlib.suppress(OSError, PerseusError):
             if read_json(self._address_file, ConfigError, ADDRESS_FILE).get("pid") == os.getpid():
                 self._address_file.unlink()
 
-    def _answer(self, line: bytes) -> dict[str, Any]:
+    def answer(self, line: bytes) -> dict[str, Any]:
+        """Return the answer to a line of a client."""
         try:
             with self._one_at_a_time:
-                return {"ok": True, **self._handle(parse_order(local_socket.parse(line)))}
+                return {"ok": True, **self._carry_out(parse_order(local_socket.parse(line)))}
         except Exception as error:  # whatever is wrong with an order, the job goes on
             return {"ok": False, "error": str(error) or type(error).__name__}
 
@@ -180,7 +173,7 @@ def send_order(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
     """
     path = directory / ADDRESS_FILE
     if not path.is_file():
-        raise ConfigError(f"{path}: no job is running that writes there, or it runs without plans.")
+        raise ConfigError(f"{path}: no job is running that writes there, or it still starts, or has no plans.")
     address = read_json(path, ConfigError, ADDRESS_FILE)
     try:
         with local_socket.connect(str(address.get("socket")), _TIMEOUT_S) as connection:

@@ -83,13 +83,14 @@ class CostAccount:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as plain values."""
-        figures = {"iterations": self.iterations, "cost": self.cost, "fastest_cost": self.fastest_cost}
         return {
-            **figures,
+            "iterations": self.iterations,
+            "cost": self.cost,
+            "fastest_cost": self.fastest_cost,
             "halted_s": self.halted_s,
             "bound": self.bound,
             "at": self._fastest_at_s,
-            "saved_at": self._now_s,
+            "saved_at": self._timebase.date().timestamp(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -100,14 +101,10 @@ class CostAccount:
         """
         cost, fastest_cost, halted_s = (_finite(state[name]) for name in ("cost", "fastest_cost", "halted_s"))
         bound, at_s = (None if state[name] is None else _finite(state[name]) for name in ("bound", "at"))
-        lost_s = self._now_s - _finite(state["saved_at"])
+        lost_s = self._timebase.date().timestamp() - _finite(state["saved_at"])
         self.iterations = int(state["iterations"])
         self.cost, self.fastest_cost, self.halted_s, self.bound = cost, fastest_cost, halted_s, bound
         self._fastest_at_s = None if at_s is None else at_s + lost_s
-
-    @property
-    def _now_s(self) -> float:
-        return self._timebase.date().timestamp()
 
 
 def _finite(value: Any) -> float:

@@ -10,16 +10,14 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
-import numpy as np
-
 from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.plan import NEARLY
 from perseus_ds.policy.hourly_programme import HALT, Option, Timetable, cheapest
 from perseus_ds.policy.policies import (
     CheapestPolicy,
     DeadlinePolicy,
     EnergyOptimalPolicy,
     PolicyConfig,
-    PowerCapPolicy,
     ReducePolicy,
     SlowdownPolicy,
     in_force,
@@ -42,45 +40,13 @@ class PowerCap:
         watts: Of all GPUs of the job.
         headroom: A faster plan is taken only if it would draw less than the cap by this fraction of it.
         raised: Whether a faster plan was taken after a slower one.
+        signal: The file that asks for it; empty where an order or the policy does.
     """
 
     watts: float
     headroom: float = 0.02
     raised: bool = False
-
-
-@dataclass(frozen=True)
-class Situation:
-    """The progress of the run.
-
-    Attributes:
-        step: Steps done, those before a checkpoint included.
-        time_ratio: Measured over predicted iteration time.
-        power_ratio: Measured over predicted power.
-        stopped_s: Time between iterations [s].
-        gpus_per_rank: GPUs of the job for each pipeline rank of a plan.
-        running: The plan the policy asked for last; None at the start.
-        iterations_ahead: Iterations that will have run before the one that is decided on.
-        idle_power_w: What all GPUs of the job draw while they wait [W].
-        default_power_w: What they draw at default clocks: as measured in the job, or by the profile [W].
-        signals: Last good values of the signals, by file.
-        timetable: What a cheapest policy has decided before.
-        cap: The power cap by which the plan that runs was chosen.
-    """
-
-    step: int
-    now: datetime
-    time_ratio: float = 1.0
-    power_ratio: float = 1.0
-    stopped_s: float = 0.0
-    gpus_per_rank: int = 1
-    running: int | None = None
-    iterations_ahead: int = 1
-    idle_power_w: float = 0.0
-    default_power_w: float = 0.0
-    signals: Mapping[str, Signal] = field(default_factory=dict)
-    timetable: Timetable | None = None
-    cap: PowerCap | None = None
+    signal: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,6 +68,36 @@ class Decision:
     halts: bool = False
     timetable: Timetable | None = None
     cap: PowerCap | None = None
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The progress of the run.
+
+    Attributes:
+        step: Steps done, those before a checkpoint included.
+        time_ratio: Measured over predicted iteration time.
+        power_ratio: Measured over predicted power.
+        stopped_s: Time between iterations [s].
+        gpus_per_rank: GPUs of the job for each pipeline rank of a plan.
+        iterations_ahead: Iterations that will have run before the one that is decided on.
+        idle_power_w: What all GPUs of the job draw while they wait [W].
+        default_power_w: What they draw at default clocks: as measured in the job, or by the profile [W].
+        signals: Last good values of the signals, by file.
+        before: What was decided last; None at the start.
+    """
+
+    step: int
+    now: datetime
+    time_ratio: float = 1.0
+    power_ratio: float = 1.0
+    stopped_s: float = 0.0
+    gpus_per_rank: int = 1
+    iterations_ahead: int = 1
+    idle_power_w: float = 0.0
+    default_power_w: float = 0.0
+    signals: Mapping[str, Signal] = field(default_factory=dict)
+    before: Decision | None = None
 
 
 class RunStatistics:
@@ -174,38 +170,84 @@ class RunStatistics:
 def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> Decision:
     """Return the plan that a policy asks for now."""
     policy = in_force(policy, situation.now)
-    if isinstance(policy, SlowdownPolicy):
-        return Decision(frontier.plans.index(frontier.within(policy.max_slowdown)))
-    if isinstance(policy, EnergyOptimalPolicy):
-        return Decision(len(frontier.plans) - 1)
+    if isinstance(policy, SlowdownPolicy | EnergyOptimalPolicy):
+        plan = len(frontier.plans) - 1
+        if isinstance(policy, SlowdownPolicy):
+            plan = frontier.plans.index(frontier.within(policy.max_slowdown))
+        return Decision(steadiest(frontier, plan) if policy.least_swing else plan)
     if isinstance(policy, DeadlinePolicy):
         return _by_deadline(policy, frontier, situation)
     if isinstance(policy, CheapestPolicy):
         return by_hours(policy, frontier, situation)
     if isinstance(policy, ReducePolicy):
         return _reduced(policy, frontier, situation)
-    return _under_cap(policy, frontier, situation)
+    signal = situation.signals.get(policy.signal or "")
+    watts = policy.watts if signal is None else signal.held_at(situation.now.timestamp())
+    if watts is not None:
+        return _under_cap(watts, policy.signal or "", frontier, situation)
+    problem = f"the power cap cannot be read from {policy.signal}. Running the plan that draws least"
+    return Decision(len(frontier.plans) - 1, problem)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Less power, as it is asked for now.
+
+    Attributes:
+        power_fraction: Of the power at default clocks.
+        until_s: When it ends or changes [Unix seconds]; infinity where that is not known.
+        signal: The file that asks for it; empty where an order or the policy does.
+    """
+
+    power_fraction: float
+    until_s: float
+    signal: str = ""
+
+
+def reduction_of(policy: ReducePolicy, now: datetime, signals: Mapping[str, Signal]) -> Reduction | None:
+    """Return what a policy asks for now, by itself or by its file; None for no reduction."""
+    now_s = now.timestamp()
+    until_s = math.inf if policy.until is None else policy.until.timestamp()
+    asked = [Reduction(policy.fraction_until(now), until_s)]
+    if policy.signal is not None and (signal := signals.get(policy.signal)) is not None:
+        asked.append(Reduction(signal.fraction_at(now_s), signal.next_change_s(now_s), policy.signal))
+    least = min(asked, key=lambda one: one.power_fraction)
+    return least if least.power_fraction < 1 else None
 
 
 def _reduced(policy: ReducePolicy, frontier: Frontier, situation: Situation) -> Decision:
     """Return the plan that the policy asks for, or a slower one that draws no more than the reduction allows."""
-    cap = PowerCapPolicy(name="power_cap", watts=policy.power_fraction * situation.default_power_w)
-    capped, asked = _under_cap(cap, frontier, situation), decide(policy.policy, frontier, situation)
-    return replace(asked, plan=max(asked.plan, capped.plan), problem=capped.problem or asked.problem, cap=capped.cap)
+    asked = decide(policy.policy, frontier, situation)
+    reduction = reduction_of(policy, situation.now, situation.signals)
+    if reduction is None:
+        return asked
+    watts = reduction.power_fraction * situation.default_power_w
+    capped = _under_cap(watts, reduction.signal, frontier, situation)
+    cap = asked.cap if asked.cap is not None and asked.cap.watts < watts else capped.cap
+    return replace(asked, plan=max(asked.plan, capped.plan), problem=capped.problem or asked.problem, cap=cap)
 
 
-def stretched_plan(frontier: Frontier, plan: int, factor: float) -> int:
+def stretched_plan(frontier: Frontier, plan: int, factor: float, own: Frontier | None = None) -> int:
     """Return the plan of a pipeline that may take so many times as long as a plan: that of min(T', T*).
 
     Args:
         frontier: The plans.
         plan: The policy's.
         factor: Below 1, the plan is a faster one, or the fastest.
+        own: The pipeline's plans, where they are others.
     """
     deadline_s = frontier.plans[plan].time_s * factor * (1 - MARGIN)
-    if factor >= 1 and deadline_s <= frontier.plans[plan].time_s:
+    if own is None and factor >= 1 and deadline_s <= frontier.plans[plan].time_s:
         return plan
-    return _slowest(frontier, deadline_s)
+    return _slowest(own or frontier, deadline_s)
+
+
+def steadiest(frontier: Frontier, plan: int) -> int:
+    """Return the plan whose power changes least over a second, of those as fast with nearly as little energy."""
+    most_j = (1 + NEARLY) * frontier.plans[plan].energy_j
+    near = [(n, other) for n, other in enumerate(frontier.plans[: plan + 1]) if other.energy_j <= most_j]
+    changes_w = [(other.power.change_w, -n) for n, other in near if other.power]
+    return -min(changes_w, default=(0.0, -plan))[1]
 
 
 def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situation) -> Decision:
@@ -218,48 +260,44 @@ def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situatio
     fastest_s = frontier.plans[0].time_s
     if allowed_s >= fastest_s:
         most = _slowest(frontier, allowed_s)
-        running = most if situation.running is None else situation.running
-        return Decision(_clamp(running, _slowest(frontier, allowed_s * (1 - MARGIN)), most))
+        running = most if situation.before is None else situation.before.plan
+        # Within this range, the plan that changes least: small fluctuations do not change plans.
+        return Decision(min(max(running, _slowest(frontier, allowed_s * (1 - MARGIN))), most))
     needed_s = left * (fastest_s * situation.time_ratio + situation.stopped_s)
-    if needed_s <= seconds:
-        return Decision(0)
-    return Decision(
-        0,
-        f"the deadline {policy.finish_by.isoformat()} cannot be met: {left} steps take {needed_s:.0f} s at the "
-        f"fastest, {max(0.0, seconds):.0f} s are left. Running the fastest plan",
+    return Decision(0, "" if needed_s <= seconds else _too_late(policy, situation, needed_s))
+
+
+def _too_late(policy: DeadlinePolicy | CheapestPolicy, situation: Situation, needed_s: float) -> str:
+    left_s = max(0.0, (policy.finish_by - situation.now).total_seconds())
+    return (
+        f"the deadline {policy.finish_by.isoformat()} cannot be met: {policy.total_steps - situation.step} steps take "
+        f"{needed_s:.0f} s at the fastest, {left_s:.0f} s are left. Running the fastest plan"
     )
 
 
-def _under_cap(policy: PowerCapPolicy, frontier: Frontier, situation: Situation) -> Decision:
+def _under_cap(watts: float, signal: str, frontier: Frontier, situation: Situation) -> Decision:
     """Return the fastest plan under the cap.
 
-    What is measured is noisy, and plans differ from the profile in different ways, so a plan must not follow each
-    change of the power measured: a slower one is taken once the power exceeds the cap, and a faster one only where it
+    Measured power is noisy, so a slower plan is taken once the power exceeds the cap, and a faster one only where it
     would stay below it by the headroom, which doubles each time that this was wrong.
     """
     last = len(frontier.plans) - 1
-    watts = policy.watts
-    if policy.signal is not None:
-        signal = situation.signals.get(policy.signal)
-        watts = None if signal is None else signal.held_at(situation.now.timestamp())
-    if watts is None:
-        return Decision(last, f"the power cap cannot be read from {policy.signal}. Running the plan that draws least")
     scale = situation.gpus_per_rank * situation.power_ratio
     powers_w = [scale * plan.energy_j / plan.time_s for plan in frontier.plans]
 
     def fastest_below(cap_w: float) -> int:
         return next((n for n, power_w in enumerate(powers_w) if power_w <= cap_w), last)
 
-    cap, running = situation.cap, situation.running
-    if cap is None or cap.watts != watts or running is None:
-        cap, plan = PowerCap(watts), fastest_below(watts * (1 - MARGIN))
-    elif powers_w[running] > watts:
-        headroom = 2 * cap.headroom if cap.raised else cap.headroom
-        cap, plan = PowerCap(watts, headroom), max(running, fastest_below(watts * (1 - MARGIN)))
-    elif (faster := fastest_below(watts * (1 - cap.headroom))) < running:
-        cap, plan = replace(cap, raised=True), faster
-    else:
-        plan = running
+    cap, plan, before = PowerCap(watts, signal=signal), fastest_below(watts * (1 - MARGIN)), situation.before
+    if before is not None and before.cap is not None and before.cap.watts == watts:
+        cap, running = replace(before.cap, signal=signal), before.plan
+        if powers_w[running] > watts:
+            headroom = 2 * cap.headroom if cap.raised else cap.headroom
+            cap, plan = replace(cap, headroom=headroom, raised=False), max(running, plan)
+        elif (faster := fastest_below(watts * (1 - cap.headroom))) < running:
+            cap, plan = replace(cap, raised=True), faster
+        else:
+            plan = running
     problem = (
         f"a power cap of {watts:.0f} W cannot be kept: the plan that draws least takes {powers_w[last]:.0f} W. "
         "Running it"
@@ -267,11 +305,6 @@ def _under_cap(policy: PowerCapPolicy, frontier: Frontier, situation: Situation)
         else ""
     )
     return Decision(plan, problem, cap=cap)
-
-
-def _clamp(running: int, low: int, high: int) -> int:
-    """Return the plan of a range that changes least: small fluctuations do not change plans."""
-    return min(max(running, low), high)
 
 
 def _slowest(frontier: Frontier, deadline_s: float) -> int:
@@ -290,25 +323,16 @@ def by_hours(policy: CheapestPolicy, frontier: Frontier, situation: Situation) -
         return Decision(len(frontier.plans) - 1)
     now_s = situation.now.timestamp()
     signal = situation.signals.get(policy.signal, _NO_SIGNAL)
-    timetable = situation.timetable
+    timetable, running = (situation.before.timetable, situation.before.plan) if situation.before else (None, 0)
     if timetable is None or not _still_holds(timetable, policy, signal, situation):
         options = options_of(policy, frontier, situation)
         timetable = make_timetable(policy, signal, options, situation)
     if timetable is None:
-        needed_s, left_s = left / options[0].rate, max(0.0, policy.finish_by.timestamp() - now_s)
-        return Decision(
-            options[0].plan,
-            f"the deadline {policy.finish_by.isoformat()} cannot be met: {left} steps take {needed_s:.0f} s at the "
-            f"fastest, {left_s:.0f} s are left. Running the fastest plan",
-        )
+        return Decision(0, _too_late(policy, situation, left / options[0].rate))
     # The iteration that is decided on lasts from half an iteration before this moment to half of one after it.
-    decides_for_s = now_s + (situation.iterations_ahead + 0.5) / timetable.rates[situation.running or 0]
-    return Decision(
-        timetable.plan_at(decides_for_s),
-        _assumption(policy, signal, timetable),
-        halts=timetable.halts_at(decides_for_s),
-        timetable=timetable,
-    )
+    decides_for_s = now_s + (situation.iterations_ahead + 0.5) / timetable.rates[running]
+    plan, halts = timetable.at(decides_for_s)
+    return Decision(plan, _assumption(policy, signal, timetable), halts=halts, timetable=timetable)
 
 
 def options_of(policy: CheapestPolicy, frontier: Frontier, situation: Situation) -> list[Option]:
@@ -341,7 +365,7 @@ def make_timetable(
     if bound is None:
         return None
     in_reserve = cheapest(options, *signal.between(begin_s, end_s - MARGIN * (end_s - begin_s)), left + 1, near=bound)
-    solution = in_reserve or bound
+    solution, fastest_s = in_reserve or bound, left / options[0].rate
     edges_s, plans = solution.parts()
     return Timetable(
         policy=policy,
@@ -349,20 +373,13 @@ def make_timetable(
         edges_s=edges_s,
         plans=plans,
         rates={option.plan: option.rate for option in options},
-        made_s=begin_s,
         step=situation.step,
         valid_until_s=min(signal.next_change_s(begin_s), float(edges_s[-1])),
         cost=solution.cost / J_PER_KWH,
         bound=bound.cost / J_PER_KWH,
-        fastest_cost=cost_of_one(options[0], signal, begin_s, left) / J_PER_KWH,
+        fastest_cost=fastest_s * options[0].power_w * signal.mean_between(begin_s, begin_s + fastest_s) / J_PER_KWH,
         mean_from_s=signal.end_s if signal.end_s < end_s else None,
     )
-
-
-def cost_of_one(option: Option, signal: Signal, begin_s: float, steps: float) -> float:
-    """Return the cost of steps under one plan throughout [value x J]."""
-    edges_s, values = signal.between(begin_s, begin_s + steps / option.rate)
-    return float((np.diff(edges_s) * values).sum() * option.power_w)
 
 
 def _still_holds(timetable: Timetable, policy: CheapestPolicy, signal: Signal, situation: Situation) -> bool:

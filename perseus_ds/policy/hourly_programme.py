@@ -16,9 +16,9 @@ until none is below the best cost found.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -53,24 +53,6 @@ class Option:
 
 
 @dataclass(frozen=True, eq=False)
-class Solution:
-    """The cheapest way to do the steps in time.
-
-    Attributes:
-        cost: Sum over time of price times energy [price x J]; nothing that ends in time costs less.
-        last: The hour in which the job ends.
-        marginal: What a step costs in the hours that are divided between plans.
-        parts: Returns when each part begins and the last one ends [Unix seconds], shape (parts + 1,), and what runs in
-            each, ``HALT`` if nothing does, shape (parts,).
-    """
-
-    cost: float
-    last: int
-    marginal: float
-    parts: Callable[[], tuple[Numbers, Places]]
-
-
-@dataclass(frozen=True, eq=False)
 class Timetable:
     """Plans by time, as decided at one moment; costs are values of the signal times kWh.
 
@@ -78,7 +60,6 @@ class Timetable:
         edges_s: When each part begins, and when the last one ends [Unix seconds], shape (parts + 1,).
         plans: What runs in each part; ``HALT`` if nothing does, shape (parts,).
         rates: Steps per second of each plan, standing still included.
-        made_s: When it was made [Unix seconds].
         valid_until_s: When the next value of the signal begins [Unix seconds].
         cost: Of all steps left, as the timetable has it.
         bound: No assignment of plans to hours that ends in time costs less.
@@ -91,7 +72,6 @@ class Timetable:
     edges_s: Numbers
     plans: Places
     rates: Mapping[int, float]
-    made_s: float
     step: int
     valid_until_s: float
     cost: float
@@ -99,28 +79,17 @@ class Timetable:
     fastest_cost: float
     mean_from_s: float | None = None
 
-    def halts_at(self, time_s: float) -> bool:
-        """Whether nothing runs at a time [Unix seconds]."""
-        part = self._part_at(time_s)
-        return 0 <= part < len(self.plans) and bool(self.plans[part] == HALT)
-
-    def plan_at(self, time_s: float) -> int:
-        """Return the plan that runs at a time [Unix seconds], or next; after the end the last one."""
-        runs = self._runs
-        following = int(np.searchsorted(runs, self._part_at(time_s)))
-        return int(self.plans[runs[min(following, len(runs) - 1)]])
+    def at(self, time_s: float) -> tuple[int, bool]:
+        """Return the plan that runs at a time [Unix seconds], or next, or as the last one; and whether nothing runs."""
+        part = int(np.searchsorted(self.edges_s, time_s, "right")) - 1
+        runs = np.flatnonzero(self.plans != HALT)
+        following = runs[min(int(np.searchsorted(runs, part)), len(runs) - 1)]
+        halts = 0 <= part < len(self.plans) and self.plans[part] == HALT
+        return int(self.plans[following]), bool(halts)
 
     def steps_at(self, time_s: float) -> float:
         """Return how many steps are done at a time [Unix seconds] if all goes as decided."""
         return self.step + float(np.interp(time_s, self.edges_s, self._steps_done))
-
-    def _part_at(self, time_s: float) -> int:
-        return int(np.searchsorted(self.edges_s, time_s, "right")) - 1
-
-    @cached_property
-    def _runs(self) -> Places:
-        """Places of the parts in which a plan runs."""
-        return np.flatnonzero(self.plans != HALT)
 
     @cached_property
     def _steps_done(self) -> Numbers:
@@ -155,7 +124,7 @@ def cheapest(
         last = int(bounds.argmin())
         rounding = _ROUNDING * (abs(best.cost) + abs(found.marginal) * steps)
         if not bounds[last] < best.cost - rounding:  # also where it is no number
-            return Solution(best.cost, best.last, best.marginal, partial(programme.parts, best))
+            return best
         found = programme.solve(last, found.marginal)
         best = min(best, found, key=lambda ending: ending.cost)
 
@@ -207,16 +176,18 @@ class _Filled:
         return self.cost + marginal * (steps - self.steps)
 
 
-@dataclass(frozen=True)
-class _Ending:
-    """The least cost of a job that ends in an hour.
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """The cheapest way to do the steps, for a job that ends in a given hour.
 
     Attributes:
         last: The hour.
-        cost: The least.
-        marginal: What a step costs.
+        cost: Sum over time of price times energy [price x J].
+        marginal: What a step costs in the hours that are divided between plans.
         low: Too few segments.
         high: Enough segments; each of those that are not in ``low`` costs as much for a step.
+        edges_s: Edges of the hours [Unix seconds].
+        steps: How many are to be done.
     """
 
     last: int
@@ -224,6 +195,31 @@ class _Ending:
     marginal: float
     low: _Filled
     high: _Filled
+    edges_s: Numbers
+    steps: float
+
+    def parts(self) -> tuple[Numbers, Places]:
+        """Return what runs when: the fastest first in an hour; what is too much is left out of the latest hours.
+
+        Returns:
+            When each part begins and the last one ends [Unix seconds], shape (parts + 1,), and what runs in each,
+            ``HALT`` if nothing does, shape (parts,).
+        """
+        edges_s = self.edges_s[: self.last + 2]
+        lengths_s = np.diff(edges_s)
+        gained = lengths_s * (self.high.rates - self.low.rates)
+        after = np.cumsum(gained[::-1])[::-1] - gained
+        surplus = max(0.0, self.high.steps - self.steps)
+        with np.errstate(invalid="ignore"):
+            slow = np.nan_to_num(np.clip(surplus - after, 0, gained) / gained)
+        slow = np.where(slow < _TOLERANCE, 0.0, np.where(slow > 1 - _TOLERANCE, 1.0, slow))
+        parts_s = np.stack([lengths_s * (1 - slow), lengths_s * slow], axis=1).ravel()
+        begins_s = np.stack([edges_s[:-1], edges_s[1:] - lengths_s * slow], axis=1).ravel()
+        plans = np.stack([self.high.plans, self.low.plans], axis=1).ravel()
+        used = (plans != _DONE) & (parts_s > 0)
+        begins_s, parts_s, plans = begins_s[used], parts_s[used], plans[used]
+        first = np.flatnonzero(np.diff(plans, prepend=_DONE))  # consecutive parts of one plan are one
+        return np.append(begins_s[first], begins_s[-1] + parts_s[-1]), plans[first]
 
 
 class _Programme:
@@ -252,7 +248,7 @@ class _Programme:
         before: Numbers = np.cumsum(reduced) - reduced
         return before + np.minimum(reduced, 0) + marginal * self._steps
 
-    def solve(self, last: int, guess: float) -> _Ending:
+    def solve(self, last: int, guess: float) -> Solution:
         """Return the least cost of a job that ends in an hour, which must be possible; ``guess`` is a marginal cost."""
         low, high = self._filled(-math.inf, last), self._filled(math.inf, last)
         steps = min(max(self._steps, low.steps), high.steps)
@@ -272,21 +268,7 @@ class _Programme:
             found = self._filled(marginal, last)
             below = cost - found.reduced_cost(marginal, steps)
             if below <= _ROUNDING * (abs(cost) + abs(marginal) * steps) or found.steps in (low.steps, high.steps):
-                return _Ending(last, cost, marginal, low, high)
-
-    def parts(self, ending: _Ending) -> tuple[Numbers, Places]:
-        """Return what runs when: the fastest first in an hour; what is too much is left out of the latest hours."""
-        count, high, low = ending.last + 1, ending.high, ending.low
-        lengths_s = self._lengths_s[:count]
-        gained = lengths_s * (high.rates - low.rates)
-        after = np.cumsum(gained[::-1])[::-1] - gained
-        surplus = max(0.0, high.steps - self._steps)
-        with np.errstate(invalid="ignore"):
-            slow = np.nan_to_num(np.clip(surplus - after, 0, gained) / gained)
-        slow = np.where(slow < _TOLERANCE, 0.0, np.where(slow > 1 - _TOLERANCE, 1.0, slow))
-        parts_s = np.stack([lengths_s * (1 - slow), lengths_s * slow], axis=1).ravel()
-        begins_s = np.stack([self._edges_s[:count], self._edges_s[1 : count + 1] - lengths_s * slow], axis=1).ravel()
-        return _together(begins_s, parts_s, np.stack([high.plans, low.plans], axis=1).ravel())
+                return Solution(last, cost, marginal, low, high, self._edges_s, self._steps)
 
     def _filled(self, marginal: float, last: int | None = None) -> _Filled:
         """Fill the hours at a marginal cost: those up to the last one, which the job may leave early, or all."""
@@ -308,11 +290,3 @@ def _corners(hull: _Hull, worth: Numbers) -> tuple[Numbers, Numbers, Places]:
     """Return rate, power and plan of the corners up to which a step costs at most so much, at a price of one."""
     corners = np.searchsorted(hull.slopes, worth, "right")
     return hull.rates[corners], hull.powers_w[corners], hull.plans[corners]
-
-
-def _together(begins_s: Numbers, lengths_s: Numbers, plans: Places) -> tuple[Numbers, Places]:
-    """Return edges and plans of consecutive parts, those of the same plan together."""
-    used = (plans != _DONE) & (lengths_s > 0)
-    begins_s, lengths_s, plans = begins_s[used], lengths_s[used], plans[used]
-    first = np.flatnonzero(np.diff(plans, prepend=_DONE))
-    return np.append(begins_s[first], begins_s[-1] + lengths_s[-1]), plans[first]

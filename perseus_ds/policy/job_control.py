@@ -7,25 +7,23 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from perseus_ds.artifacts.run_records import OrderGiven
+from perseus_ds.artifacts.run_records import Event, OrderGiven, PolicyChanged
 from perseus_ds.policy.control_socket import AnyOrder, Pause, Reduce, Resume, SetPolicy, SetStraggler, Status
 from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.pace import Straggler
-from perseus_ds.policy.policies import PolicyConfig, ReducePolicy, check_deadline, lasting
+from perseus_ds.policy.policies import POLICY, PolicyConfig, check_deadline, reduced
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.timebase import REAL_TIME, Timebase
 from perseus_ds.units import duration, percent, watts
 
 logger = logging.getLogger("perseus_ds")
 _MOST_STEPS = 10**12
-_POLICY: TypeAdapter[PolicyConfig] = TypeAdapter(PolicyConfig)
 # Iterations that end under the old plan after an order: the one under way, and the one after it.
 _FOLLOWED_AFTER = 2
+_HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,7 @@ class Effect:
     Attributes:
         time_s: Iteration time [s].
         time_now_s: Iteration time under the plan in force [s].
+        without_s: Iteration time without a reduction, by the policy beside it [s].
         power_w: Of all GPUs of the job [W].
         default_power_w: The same at default clocks [W].
         problem: The condition that no plan meets; empty if there is none.
@@ -42,9 +41,41 @@ class Effect:
 
     time_s: float
     time_now_s: float
+    without_s: float
     power_w: float
     default_power_w: float
     problem: str = ""
+
+
+def cost_in_words(
+    effect: Effect | None, power_fraction: float, duration_s: float, until_s: float, within_s: float | None = None
+) -> str:
+    """Return what less power costs.
+
+    Args:
+        effect: What the job does then; None where that is not known.
+        power_fraction: What is asked for, of the power at default clocks.
+        duration_s: For how long [s]; infinity where that is not known.
+        until_s: When it ends [Unix seconds].
+        within_s: How soon it is needed [s].
+    """
+    until = f" until {datetime.fromtimestamp(until_s, timezone.utc):%FT%TZ}" if math.isfinite(until_s) else ""
+    share = f"at most {power_fraction:.0%} of the power at default clocks{until}"
+    if effect is None:
+        return f"{share}, once the job runs under plans: what that costs is not known yet"
+    waits_s = _FOLLOWED_AFTER * effect.time_now_s
+    too_late = f", later than the {duration(within_s)} asked for" if waits_s > (within_s or math.inf) else ""
+    known_s = duration_s if math.isfinite(duration_s) else _HOUR_S
+    late_s = known_s * max(0.0, 1 - effect.without_s / effect.time_s)
+    late = late_s / effect.without_s
+    each = ", if it trains as long" if math.isfinite(duration_s) else " for each hour of it"
+    longer = percent(max(0.0, effect.time_s / effect.without_s - 1)).lstrip("+")
+    problem = f"; but {effect.problem}" if effect.problem else ""
+    return (
+        f"{share} ({watts(power_fraction * effect.default_power_w)}): {watts(effect.power_w)}, in at most "
+        f"{duration(waits_s)}{too_late}; iterations take {longer} longer, which "
+        f"makes the job {duration(late_s)} or {late:.{0 if late >= 10 else 1}f} iterations later{each}{problem}"
+    )
 
 
 class JobControl:
@@ -75,19 +106,29 @@ class JobControl:
             timebase: The time that the job lives in.
         """
         self.policy = policy
-        self._configured = policy
+        self._configured = self._recorded = policy
         self.paused = False
         self.steps = self.own_steps = 0
         self.progress: Mapping[str, Any] = {}
         self.signals: SignalWatch | None = None
-        self.costs = CostAccount()
+        self.costs = CostAccount(timebase)
         self.on_order: Callable[[OrderGiven], None] = lambda order: None
-        self.effect_of: Callable[[PolicyConfig], Effect | None] = lambda policy: None
+        self.effect_of: Callable[[PolicyConfig], Effect | None] = _not_known
         self._pipelines = pipelines
         self._job_status = job_status
         self._timebase = timebase
         self._lock = threading.Lock()
         self._reported: dict[int, tuple[int, float]] = {}
+
+    def plans_are_dropped(self, progress: Mapping[str, Any]) -> None:
+        """Keep the progress under plans for those of another profile, until which no effect is known."""
+        self.progress, self.effect_of = progress, _not_known
+
+    def record_policy(self, record: Callable[[Event], None]) -> None:
+        """Record the policy if the job's records name another one, from an order or a checkpoint."""
+        if self.policy != self._recorded:
+            self._recorded = self.policy
+            record(PolicyChanged(policy=self.policy.model_dump(mode="json")))
 
     def count_step(self) -> None:
         """Count a step that is done."""
@@ -148,36 +189,24 @@ class JobControl:
             return f"policy {order.policy.name} from the next iterations on{but}"
         if isinstance(order, SetStraggler):
             self.set_straggler(order.pipeline, order.slowdown, order.after_iterations)
+            if order.slowdown == 1:
+                return f"pipeline {order.pipeline} counts as recovered"
             return f"pipeline {order.pipeline} is expected to take {order.slowdown:g} times as long"
         self.paused = isinstance(order, Pause)
         if not self.paused:
-            return "plans again"
+            return "under plans again"
         job = self._job_status()
         at_once = bool(job.get("next")) or _runs_no_plans(job)
-        return "default clocks" if at_once else "default clocks, once the job has profiled itself"
+        return "at default clocks" if at_once else "at default clocks, once the job has profiled itself"
 
     def _reduced(self, order: Reduce) -> str:
         """Reduce power for a while; return what that costs."""
         until = self._timebase.date() + timedelta(seconds=order.duration_s)
-        policy = ReducePolicy(
-            name="reduce", power_fraction=order.power_fraction, until=until, policy=lasting(self.policy)
-        )
+        policy = reduced(self.policy, order.power_fraction, until)
         effect = self.effect_of(policy)
         self.policy = policy
-        share = f"at most {order.power_fraction:.0%} of the power at default clocks until {until:%FT%TZ}"
-        if effect is None:
-            return f"{share}, once the job runs under plans: what that costs is not known yet"
-        waits_s = _FOLLOWED_AFTER * effect.time_now_s
-        late_s = order.duration_s * max(0.0, 1 - effect.time_now_s / effect.time_s)
-        late = (
-            f", later than the {duration(order.within_s)} asked for" if waits_s > (order.within_s or math.inf) else ""
-        )
-        problem = f"; but {effect.problem}" if effect.problem else ""
-        return (
-            f"{share} ({watts(order.power_fraction * effect.default_power_w)}): {watts(effect.power_w)}, in at most "
-            f"{duration(waits_s)}{late}; iterations take {percent(effect.time_s / effect.time_now_s - 1)} time, which "
-            f"makes the job {duration(late_s)} or {late_s / effect.time_now_s:.0f} iterations later{problem}"
-        )
+        cost = cost_in_words(effect, order.power_fraction, order.duration_s, until.timestamp(), order.within_s)
+        return cost + ("; but it is paused, and runs at default clocks until it is resumed" if self.paused else "")
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as plain values."""
@@ -214,7 +243,7 @@ class JobControl:
         return same_policy
 
     def _take_up(self, state: Mapping[str, Any]) -> bool:
-        policy, configured = (_POLICY.validate_python(state[key]) for key in ("policy", "configured"))
+        policy, configured = (POLICY.validate_python(state[key]) for key in ("policy", "configured"))
         reported = {int(p): (int(step), float(s)) for p, (step, s) in state["stragglers"].items()}
         paused, steps = bool(state["paused"]), int(state["steps"])
         if not 0 <= steps <= _MOST_STEPS or not all(1 <= slowdown < math.inf for _, slowdown in reported.values()):
@@ -230,6 +259,10 @@ class JobControl:
         if self.signals is not None:
             self.signals.follow_if_possible(policy)
         return True
+
+
+def _not_known(policy: PolicyConfig) -> Effect | None:
+    return None
 
 
 def _runs_no_plans(job: Mapping[str, Any]) -> bool:

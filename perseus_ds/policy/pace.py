@@ -48,17 +48,11 @@ class StragglerWatch:
     """Compares the time each pipeline takes by itself with its plan's.
 
     The plan of a pipeline says how much longer it takes on purpose; the time it waits for others is not in its own
-    time. Every pipeline has a *stretch factor*: how many times as long as the policy's plan its plan may take until it
-    finishes together with the slowest pipeline (T' of the paper, section 3.2). A pipeline that is slow itself, but not
-    the slowest, has a smaller one.
-
-    Stretch factors above 1 begin once the slowest is 6 % behind the fastest twice in a row, and end once all are within
-    3 % twice in a row, so that one slow iteration changes nothing and a pipeline near a threshold does not change plans
-    all the time. In between, a factor is cut where a pipeline would make the others wait twice in a row, and raised to
-    the least of the last five iterations, if that is 3 % more.
+    time. ``docs/policies.md`` says when stretch factors begin, change and end.
 
     Attributes:
-        stretch_factors: For each pipeline, >= 1; all 1 while none straggles.
+        stretch_factors: For each pipeline, how many times as long as the policy's plan its plan may take until it
+            finishes together with the slowest one (T' of the paper, section 3.2), >= 1; all 1 while none straggles.
     """
 
     def __init__(self, pipelines: int) -> None:

@@ -2,16 +2,13 @@
 
 Blocks of iterations alternate between default clocks and the plan: D P D P D ... Each block under the plan is compared
 with the blocks on both sides of it, so that a steady drift of the host cancels. The level of a block is its median, so
-that stalls of the host are no slowdown. After 2, 3, 4, 6, 8, 11, 16 and 22 blocks under the plan there is an interim
-analysis; 22 are the most, about 450 iterations where a block has ten. The plan is:
+that stalls of the host are no slowdown. At each of several interim analyses the plan is:
 
 - *dropped* once it is certain that it is late or uses more energy,
 - *kept* once it is certain that it is in time and saves energy.
 
-When the standard errors are at most 0.3 % (slowdown) and 0.5 % (energy), or the most blocks have run, the estimate of
-the slowdown decides, and savings that are not certain by then count as none. In simulated jobs
-(``benchmarks/plan_proof.py``) a plan that is truly 2 % late is kept, and one that is truly in time dropped, in less
-than 0.2 % of comparisons where iterations vary by up to 2 %, and in about 7 % where they vary by 5 %.
+Once the standard errors are small, or the most blocks have run, the estimate of the slowdown decides, and savings that
+are not certain by then count as none. How often that is wrong: ``docs/how-it-works.md``, ``benchmarks/plan_proof.py``.
 
 *Certain* means that the difference exceeds so many standard errors that all interim analyses of all comparisons of a
 job err about lateness with a probability of 5 % together, and about energy as well: the first comparison may spend half
@@ -125,14 +122,9 @@ class IterationSample:
         return len(self.shapes) > 1
 
     @property
-    def is_block(self) -> bool:
-        """Whether they are enough for a block: time and power of one are known to about a percent."""
-        return self.is_as_long_as(1)
-
-    @property
     def is_enough(self) -> bool:
         """Whether time and energy are known to a percent, or more iterations are no longer worth waiting for."""
-        return self.is_as_long_as(MOST_BLOCKS) or (self.is_block and self.energy_error < _WELL_KNOWN)
+        return self.is_as_long_as(MOST_BLOCKS) or (self.is_as_long_as(1) and self.energy_error < _WELL_KNOWN)
 
     def remaining_s(self, iteration_s: float, more: int = 0, blocks: int = 1) -> float:
         """Return about how long it takes until they are as many and as long as so many blocks [s].
@@ -184,14 +176,16 @@ class IterationSample:
         """Relative standard error of the mean power that the counter's refreshes alone make."""
         return refresh_error(self._total_s, self.counter_period_s)
 
-    def is_block_with(self, time_s: float) -> bool:
-        """Whether they are a block once an iteration of about this time, which is not reported yet, is added."""
-        return self.is_as_long_as(1, time_s, 1)
+    def is_as_long_as(self, blocks: int, in_flight_s: float = 0.0) -> bool:
+        """Whether they are as many and as long as so many blocks: time and power of one are known to about a percent.
 
-    def is_as_long_as(self, blocks: int, more_s: float = 0.0, more: int = 0) -> bool:
-        """Whether they, and so many more iterations, are as many and as long as so many blocks."""
-        is_long = self._total_s + more_s >= blocks * _BLOCK_REFRESHES * self.counter_period_s
-        return is_long and len(self.times_s) + more >= blocks * BLOCK_ITERATIONS and any(self.energies_j)
+        Args:
+            blocks: How many.
+            in_flight_s: About how long an iteration takes that is to be added, but is not reported yet [s]; 0 for none.
+        """
+        is_long = self._total_s + in_flight_s >= blocks * _BLOCK_REFRESHES * self.counter_period_s
+        iterations = len(self.times_s) + (in_flight_s > 0)
+        return is_long and iterations >= blocks * BLOCK_ITERATIONS and any(self.energies_j)
 
 
 def under_plan_minus_default(levels: Numbers, errors: Numbers) -> tuple[Numbers, Numbers]:
@@ -327,17 +321,13 @@ class PlanComparison:
 
     def uses(self, sure: float) -> int:
         """Return -1 or 1 where it is certain that iterations use less or more energy than at default clocks, else 0."""
-        return _sign(-self.saved, sure * self.saved_error)
+        return 0 if abs(self.saved) <= sure * self.saved_error else -int(math.copysign(1, self.saved))
 
     @property
     def is_in_doubt(self) -> bool:
         """Whether iterations long after a comparison call for another one: the plan no longer keeps its promise."""
         is_faster = self.slowdown < self.promised_slowdown - _FASTER - _SURE * self.slowdown_error
         return is_faster or self.is_late(_SURE) or self.uses(_SURE) > 0
-
-
-def _sign(value: float, error: float) -> int:
-    return 0 if abs(value) <= error else int(math.copysign(1, value))
 
 
 @dataclass(frozen=True)

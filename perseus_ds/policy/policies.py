@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from datetime import datetime, time
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Literal, TypeVar
 from zoneinfo import ZoneInfo
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 from typing_extensions import Self
 
 from perseus_ds.errors import ConfigError
@@ -19,20 +28,29 @@ class _Policy(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class SlowdownPolicy(_Policy):
+class _SteadyPolicy(_Policy):
+    least_swing: bool = Field(
+        False,
+        description="Make plans, and take one, whose power changes less from one second to the next, in the same time "
+        "with 0.1 to 0.2 % more energy.",
+    )
+
+
+def _fraction(value: float) -> float:
+    if value >= 1:
+        meant = value - 1 if 1 < value < 2 else value / 100
+        question = f"; was {meant:.4g} meant, {100 * meant:.4g} % slower?" if meant < 1 else ""
+        raise ValueError(f"expected a fraction below 1, got {value:g}{question}")
+    return value
+
+
+class SlowdownPolicy(_SteadyPolicy):
     """At most so much slower than the fastest iteration."""
 
     name: Literal["slowdown"] = "slowdown"
-    max_slowdown: float = Field(0.0, ge=0, allow_inf_nan=False, description="As a fraction of T_min, below 1.")
-
-    @field_validator("max_slowdown")
-    @classmethod
-    def _is_a_fraction(cls, value: float) -> float:
-        if value >= 1:
-            meant = value - 1 if 1 < value < 2 else value / 100
-            question = f"; was {meant:.4g} meant, {100 * meant:.4g} % slower?" if meant < 1 else ""
-            raise ValueError(f"expected a fraction below 1, got {value:g}{question}")
-        return value
+    max_slowdown: Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_fraction)] = Field(
+        0.0, description="As a fraction of T_min, below 1."
+    )
 
 
 class DeadlinePolicy(_Policy):
@@ -63,15 +81,14 @@ class PowerCapPolicy(_Policy):
         return self
 
 
-class EnergyOptimalPolicy(_Policy):
+class EnergyOptimalPolicy(_SteadyPolicy):
     """The least energy, however long it takes: T*."""
 
     name: Literal["energy_optimal"]
 
 
-SimplePolicy = Annotated[
-    SlowdownPolicy | DeadlinePolicy | PowerCapPolicy | EnergyOptimalPolicy, Field(discriminator="name")
-]
+_Simple = SlowdownPolicy | DeadlinePolicy | PowerCapPolicy | EnergyOptimalPolicy
+SimplePolicy = Annotated[_Simple, Field(discriminator="name")]
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 _DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
@@ -82,28 +99,32 @@ def _not_empty(value: tuple[T, ...], what: str) -> tuple[T, ...]:
     return value
 
 
+def _local(value: time) -> time:
+    if value.tzinfo is not None:
+        raise ValueError('expected a time without zone, such as 17:00; the zone is that of "timezone"')
+    return value
+
+
+def _name_of_a_zone(value: str) -> str:
+    try:
+        ZoneInfo(value)
+    except (KeyError, OSError, ValueError):
+        raise ValueError(f"expected the name of a time zone such as Europe/Berlin, got {value!r}") from None
+    return value
+
+
 class Window(_Policy):
     """A time of day, on some days of the week, with a policy of its own."""
 
-    begin: time = Field(description="Local time, such as 17:00.")
-    end: time = Field(
+    begin: Annotated[time, AfterValidator(_local)] = Field(description="Local time, such as 17:00.")
+    end: Annotated[time, AfterValidator(_local)] = Field(
         description="Local time. One that is not after begin is of the next day: 22:00 to 06:00; 00:00 to 00:00 is a "
         "whole day."
     )
-    days: tuple[Day, ...] = Field(_DAYS, description="The days on which it begins.")
+    days: Annotated[tuple[Day, ...], AfterValidator(partial(_not_empty, what="day"))] = Field(
+        _DAYS, description="The days on which it begins."
+    )
     policy: SimplePolicy = Field(description="As above: slowdown, deadline, power_cap or energy_optimal.")
-
-    @field_validator("begin", "end")
-    @classmethod
-    def _is_local(cls, value: time) -> time:
-        if value.tzinfo is not None:
-            raise ValueError('expected a time without zone, such as 17:00; the zone is that of "timezone"')
-        return value
-
-    @field_validator("days")
-    @classmethod
-    def _has_days(cls, value: tuple[Day, ...]) -> tuple[Day, ...]:
-        return _not_empty(value, "day")
 
     def contains(self, local: datetime) -> bool:
         """Whether a local time is within the window."""
@@ -118,23 +139,13 @@ class SchedulePolicy(_Policy):
     """Other policies by time of day and day of the week; the first window that contains the present counts."""
 
     name: Literal["schedule"]
-    timezone: str = Field(description="Time zone of the windows, such as Europe/Berlin; daylight saving is followed.")
-    windows: tuple[Window, ...] = Field(description="Times with a policy of their own.")
+    timezone: Annotated[str, AfterValidator(_name_of_a_zone)] = Field(
+        description="Time zone of the windows, such as Europe/Berlin; daylight saving is followed."
+    )
+    windows: Annotated[tuple[Window, ...], AfterValidator(partial(_not_empty, what="window"))] = Field(
+        description="Times with a policy of their own."
+    )
     default: SimplePolicy = Field(default_factory=SlowdownPolicy, description="Outside of all windows.")
-
-    @field_validator("timezone")
-    @classmethod
-    def _is_a_zone(cls, value: str) -> str:
-        try:
-            ZoneInfo(value)
-        except (KeyError, OSError, ValueError):
-            raise ValueError(f"expected the name of a time zone such as Europe/Berlin, got {value!r}") from None
-        return value
-
-    @field_validator("windows")
-    @classmethod
-    def _has_windows(cls, value: tuple[Window, ...]) -> tuple[Window, ...]:
-        return _not_empty(value, "window")
 
     @cached_property
     def _zone(self) -> ZoneInfo:
@@ -160,34 +171,69 @@ class CheapestPolicy(_Policy):
     may_pause: bool = Field(False, description="Whether training may stand still for as long as that is cheaper.")
 
 
-LastingPolicy = Annotated[
-    SlowdownPolicy | DeadlinePolicy | PowerCapPolicy | EnergyOptimalPolicy | SchedulePolicy | CheapestPolicy,
-    Field(discriminator="name"),
-]
+_Lasting = _Simple | SchedulePolicy | CheapestPolicy
+
+
+def fraction_not_percentage(value: object) -> object:
+    """Return a value that is to be a fraction, for the check of its limits.
+
+    Raises:
+        ValueError: It is above 1; the text asks whether a percentage was meant.
+    """
+    if isinstance(value, (int, float)) and value > 1:
+        question = f"; was {value / 100:.4g} meant?" if 2 <= value <= 100 else ""
+        raise ValueError(f"expected a fraction, at most 1, got {value:g}{question}")
+    return value
+
+
+LastingPolicy = Annotated[_Lasting, Field(discriminator="name")]
 
 
 class ReducePolicy(_Policy):
-    """Less power until some time: another policy with a power cap beside it; then that policy alone."""
+    """Less power for a while: another policy and a power cap beside it, until a time or by a file."""
 
     name: Literal["reduce"]
-    power_fraction: float = Field(
-        gt=0, le=1, description="Of the average power of the job's GPUs at default clocks, as measured in the job."
+    power_fraction: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Of the average power of the job's GPUs at default clocks, as measured in the job; until `until`.",
     )
-    until: AwareDatetime = Field(description="When it ends, such as 2030-01-31T08:00:00+00:00.")
+    until: AwareDatetime | None = Field(None, description="When that ends, such as 2030-01-31T08:00:00+00:00.")
+    signal: str | None = Field(
+        None,
+        description="File with such fractions over time, or with one, 1 for no reduction; read again when it changes. "
+        "Where both ask for one, the smaller counts.",
+    )
     policy: LastingPolicy = Field(default_factory=SlowdownPolicy, description="Any other policy.")
 
+    _no_percentage = field_validator("power_fraction", mode="before")(fraction_not_percentage)
 
-PolicyConfig = Annotated[
-    SlowdownPolicy
-    | DeadlinePolicy
-    | PowerCapPolicy
-    | EnergyOptimalPolicy
-    | SchedulePolicy
-    | CheapestPolicy
-    | ReducePolicy,
-    Field(discriminator="name"),
-]
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> Self:
+        if (self.power_fraction is None) != (self.until is None):
+            raise ValueError('"power_fraction" and "until" belong together: how much less, and for how long')
+        if self.power_fraction is None and self.signal is None:
+            raise ValueError('expected "power_fraction" and "until", or "signal", the file of a fraction that changes')
+        return self
+
+    def fraction_until(self, now: datetime) -> float:
+        """Return the fraction that is asked for without a file; 1 for none."""
+        return 1.0 if self.power_fraction is None or self.until is None or now >= self.until else self.power_fraction
+
+
+PolicyConfig = Annotated[_Lasting | ReducePolicy, Field(discriminator="name")]
+POLICY: TypeAdapter[PolicyConfig] = TypeAdapter(PolicyConfig)
+"""Checks a policy that is given as plain values."""
 PolicyInForce = SimplePolicy | CheapestPolicy | ReducePolicy
+
+
+def reduced(policy: PolicyConfig, power_fraction: float, until: datetime) -> ReducePolicy:
+    """Return a policy with less power beside it until some time; a file that asks for less is followed as before."""
+    signal = policy.signal if isinstance(policy, ReducePolicy) else None
+    return ReducePolicy(
+        name="reduce", power_fraction=power_fraction, until=until, signal=signal, policy=lasting(policy)
+    )
 
 
 def lasting(policy: PolicyConfig) -> LastingPolicy:
@@ -197,7 +243,7 @@ def lasting(policy: PolicyConfig) -> LastingPolicy:
 
 def in_force(policy: PolicyConfig, now: datetime) -> PolicyInForce:
     """Return the policy that decides at a time: that of a schedule's window, or a reduction until it ends."""
-    if isinstance(policy, ReducePolicy) and now < policy.until:
+    if isinstance(policy, ReducePolicy) and (policy.signal is not None or policy.fraction_until(now) < 1):
         return policy
     policy = lasting(policy)
     return policy.at(now) if isinstance(policy, SchedulePolicy) else policy
@@ -209,6 +255,11 @@ def parts_of(policy: PolicyConfig) -> list[SimplePolicy | CheapestPolicy]:
     if isinstance(policy, SchedulePolicy):
         return [policy.default, *(window.policy for window in policy.windows)]
     return [policy]
+
+
+def asks_for_least_swing(policy: PolicyConfig) -> bool:
+    """Whether a policy wants plans whose power changes little."""
+    return any(isinstance(part, _SteadyPolicy) and part.least_swing for part in parts_of(policy))
 
 
 def check_deadline(policy: PolicyConfig, now: datetime) -> None:
@@ -225,7 +276,17 @@ def check_deadline(policy: PolicyConfig, now: datetime) -> None:
             )
 
 
-def signal_files(policy: PolicyConfig) -> frozenset[str]:
-    """Return the files of the signals that a policy is decided by."""
-    named = (part.signal for part in parts_of(policy) if isinstance(part, PowerCapPolicy | CheapestPolicy))
-    return frozenset(file for file in named if file is not None)
+SignalUse = Literal["price", "cap", "fraction"]
+
+
+def signal_files(policy: PolicyConfig) -> dict[str, SignalUse]:
+    """Return the files of the signals that a policy is decided by, and what their values are."""
+    uses: dict[str, SignalUse] = {}
+    for part in parts_of(policy):
+        if isinstance(part, PowerCapPolicy) and part.signal is not None:
+            uses[part.signal] = "cap"
+        elif isinstance(part, CheapestPolicy):
+            uses[part.signal] = "price"
+    if isinstance(policy, ReducePolicy) and policy.signal is not None:
+        uses[policy.signal] = "fraction"
+    return uses

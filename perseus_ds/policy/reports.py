@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,10 +63,13 @@ class RankReport(Assigned):
             what that is at most; NaN where that was not looked at.
         pace_high: The same of the kind with the highest ratio: what that is at least. Below ``pace_low`` where all
             kinds may have one pace.
+        limit_w: Power limit of its GPU; infinite where that is no lower than when the profile was measured [W].
+        limit_mhz: Highest clock that its GPU reaches where something else slows it down, such as heat; infinite where
+            nothing does [MHz].
         shapes: A whole number that differs when the shapes of the inputs of this rank's forwards differ, and from rank
             to rank; below 2^48.
         closed: Whether this rank has been closed, so that all leave the mode.
-        vote: Whether this rank asks for something that the phase decides together, such as one more iteration.
+        stops: Whether the phase ends, which runs at default clocks until rank 0 says so.
     """
 
     time_s: float
@@ -81,9 +84,11 @@ class RankReport(Assigned):
     drift: float = math.nan
     pace_low: float = math.nan
     pace_high: float = math.nan
+    limit_w: float = math.inf
+    limit_mhz: float = math.inf
     shapes: float = 0.0
     closed: bool = False
-    vote: bool = False
+    stops: bool = False
 
     def as_numbers(self) -> list[float]:
         """Return the fields in their order."""
@@ -93,6 +98,19 @@ class RankReport(Assigned):
     def from_numbers(cls, numbers: Sequence[float]) -> RankReport:
         """Return what :meth:`as_numbers` was made of."""
         return cls(**{name: kind(number) for (name, kind), number in zip(_KINDS.items(), numbers, strict=True)})
+
+
+class GpuLimit(NamedTuple):
+    """What the GPU of a rank may do, where that is less than when the profile was measured.
+
+    Attributes:
+        power_w: Its power limit; infinite where that is no lower [W].
+        clock_mhz: The highest clock that it reaches; infinite where only the power limit is in the way [MHz].
+    """
+
+    rank: int
+    power_w: float
+    clock_mhz: float
 
 
 @dataclass(frozen=True)
@@ -105,8 +123,7 @@ class JobReport(Assigned):
         least_energy_j: Of the GPU that used least, by its counter [J]; NaN where one cannot be read.
         failed: Whether a rank has fallen back to default clocks.
         closed: Whether a rank has been closed, so that all leave the mode.
-        vote: Whether a rank has voted.
-        rank_0_votes: Whether rank 0 has.
+        stops: Whether the phase ends, by rank 0.
         shapes: A whole number that differs when the shapes of the inputs differ on any rank.
         drift: How far the pipelines are from the profile, by their lower median; NaN where that was not looked at. One
             pipeline alone is a straggler, for which nothing has to be measured again.
@@ -115,6 +132,7 @@ class JobReport(Assigned):
             was not looked at.
         drift_beside_pace: As ``drift``, where a factor that all instructions have in common is not counted.
         drift_beside_pace_most: The same of the pipeline that is farthest from it.
+        limits: Of each GPU that may do less than when the profile was measured.
         stretch_factor: How many times as long as the policy's plan the plan of this rank's pipeline may take, by rank
             0's decision.
     """
@@ -124,14 +142,14 @@ class JobReport(Assigned):
     least_energy_j: float
     failed: bool = False
     closed: bool = False
-    vote: bool = False
-    rank_0_votes: bool = False
+    stops: bool = False
     shapes: float = 0.0
     drift: float = math.nan
     drift_most: float = math.nan
     pace: float = math.nan
     drift_beside_pace: float = 0.0
     drift_beside_pace_most: float = 0.0
+    limits: tuple[GpuLimit, ...] = ()
     stretch_factor: float = 1.0
 
     @classmethod
@@ -149,14 +167,14 @@ class JobReport(Assigned):
             least_energy_j=float(energies_j.min()),
             failed=bool(ranks.column("failed").any()),
             closed=bool(ranks.column("closed").any()),
-            vote=bool(ranks.column("vote").any()),
-            rank_0_votes=rank_0.vote,
+            stops=rank_0.stops,
             shapes=float(int(ranks.column("shapes").astype(np.int64).sum()) % SHAPES),
             drift=drift,
             drift_most=drift_most,
             pace=pace,
             drift_beside_pace=beside,
             drift_beside_pace_most=beside_most,
+            limits=ranks.limits,
             **rank_0.assigned(),
         )
 
@@ -182,6 +200,13 @@ class RankReports:
         largest = np.full(self.pipeline_of_rank.max() + 1, -np.inf)
         np.fmax.at(largest, self.pipeline_of_rank, of_ranks)
         return largest
+
+    @property
+    def limits(self) -> tuple[GpuLimit, ...]:
+        """Each GPU that may do less than when the profile was measured."""
+        power_w, clock_mhz = self.column("limit_w"), self.column("limit_mhz")
+        ranks = np.flatnonzero(np.isfinite(np.minimum(power_w, clock_mhz))).tolist()
+        return tuple(GpuLimit(rank, float(power_w[rank]), float(clock_mhz[rank])) for rank in ranks)
 
     @property
     def of_rank_0(self) -> RankReport:

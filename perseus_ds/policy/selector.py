@@ -21,10 +21,19 @@ from typing import Any
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.run_records import Event, Halted, PlanChosen, PolicyChanged, PowerCapChanged, TimetableMade
-from perseus_ds.policy.decisions import MARGIN, Decision, PowerCap, RunStatistics, Situation, decide, stretched_plan
+from perseus_ds.policy.decisions import (
+    MARGIN,
+    Decision,
+    PowerCap,
+    RunStatistics,
+    Situation,
+    decide,
+    reduction_of,
+    stretched_plan,
+)
 from perseus_ds.policy.hourly_programme import Timetable
-from perseus_ds.policy.job_control import Effect, JobControl
-from perseus_ds.policy.pace import StragglerWatch, straggler_of, with_reported
+from perseus_ds.policy.job_control import Effect, JobControl, cost_in_words
+from perseus_ds.policy.pace import Straggler, StragglerWatch, straggler_of, with_reported
 from perseus_ds.policy.policies import (
     CheapestPolicy,
     PolicyConfig,
@@ -41,6 +50,7 @@ from perseus_ds.ranks import Communicator
 from perseus_ds.timebase import Timebase
 
 logger = logging.getLogger("perseus_ds")
+_NO_OTHERS: Mapping[int, Frontier] = {}
 # A timetable is recorded at each value of the signal, and later ones replace what is far ahead.
 _MOST_ENTRIES = 200
 
@@ -85,6 +95,7 @@ class Assignment(Assigned):
         plan: int,
         stretch_factors: Sequence[float],
         *,
+        others: Mapping[int, Frontier] = _NO_OTHERS,
         lateness: float = 0.0,
         **decided: bool,
     ) -> Assignment:
@@ -94,17 +105,20 @@ class Assignment(Assigned):
             frontier: The plans.
             plan: The policy's.
             stretch_factors: Of every pipeline.
+            others: The plans of pipelines that have others.
             lateness: How much longer than promised plans take in this job, as a fraction: plans are faster by that, to
                 keep what the policy's plan promises.
             decided: Whether it is ``paused``, ``halts`` and ``capped``.
         """
 
         def with_factors(factors: tuple[float, ...]) -> Assignment:
-            plans = tuple(stretched_plan(frontier, plan, factor) for factor in factors)
+            plans = tuple(
+                stretched_plan(frontier, plan, factor, others.get(pipeline)) for pipeline, factor in enumerate(factors)
+            )
             return cls(plan=plan, stretch_factor=factors[0], stretch_factors=factors, plans=plans, **decided)
 
         assignment = with_factors(tuple(stretch_factors))
-        promised = assignment.forecast(frontier, 1)
+        promised = assignment.forecast(frontier, 1, others)
         if lateness > 0:
             assignment = with_factors(tuple(factor / (1 + lateness) for factor in stretch_factors))
         return replace(assignment, promised_slowdown=promised.time_s / promised.default_time_s - 1)
@@ -124,19 +138,9 @@ class Assignment(Assigned):
             plans=decided.plans,
         )
 
-    def status(self) -> dict[str, Any]:
-        """Return it as plain values, for people and records; on rank 0."""
-        straggler = straggler_of(self.stretch_factors)
-        return {
-            "plan": self.plan,
-            "plans": list(self.plans),
-            "straggler": straggler.pipeline if straggler else None,
-            "slowdown": round(straggler.slowdown, 3) if straggler else 1.0,
-            "paused": self.paused,
-            "halts": self.halts,
-        }
-
-    def forecast(self, frontier: Frontier, gpus_per_stage: int) -> Forecast:
+    def forecast(
+        self, frontier: Frontier, gpus_per_stage: int, others: Mapping[int, Frontier] = _NO_OTHERS
+    ) -> Forecast:
         """Return time and energy of the job's iteration, under these plans and at default clocks; on rank 0.
 
         A pipeline that takes ``s`` times as long is charged ``s`` times its plan's energy, and the
@@ -145,9 +149,12 @@ class Assignment(Assigned):
         Args:
             frontier: The plans.
             gpus_per_stage: GPUs of one pipeline that share a stage.
+            others: The plans of pipelines that have others.
         """
-        time_s, energy_j = self._of_job([frontier.plans[number] for number in self.plans], frontier)
-        default_time_s, default_energy_j = self._of_job([frontier.baseline] * len(self.plans), frontier)
+        own = [others.get(pipeline, frontier) for pipeline in range(len(self.plans))]
+        plans = [its.plans[number] for its, number in zip(own, self.plans, strict=True)]
+        time_s, energy_j = self._of_job(plans, frontier)
+        default_time_s, default_energy_j = self._of_job([its.baseline for its in own], frontier)
         return Forecast(time_s, gpus_per_stage * energy_j, default_time_s, gpus_per_stage * default_energy_j)
 
     def _of_job(self, plans: Sequence[FrequencyPlan], frontier: Frontier) -> tuple[float, float]:
@@ -167,6 +174,8 @@ class PlanSelector:
         decided: On rank 0, its last decision; elsewhere what was in force at the beginning.
         statistics: Measured over predicted time and power of the last iterations.
         default_power_w: Of all GPUs at default clocks, as measured in this job; None where it is not known [W].
+        unlimited_power_w: The same without the limits that the plans allow for: a reduction is a fraction of that; None
+            where there are none [W].
     """
 
     def __init__(
@@ -175,6 +184,7 @@ class PlanSelector:
         frontier: Frontier,
         control: JobControl,
         *,
+        others: Mapping[int, Frontier] = _NO_OTHERS,
         timebase: Timebase,
         record: Callable[[Event], None],
         say: Callable[[str], None],
@@ -183,7 +193,8 @@ class PlanSelector:
 
         Args:
             communicator: All ranks.
-            frontier: The plans.
+            frontier: The plans; where pipelines have different ones, those of the slowest, on which the policy decides.
+            others: The plans of pipelines that have others: they are as slow as the slowest lets them be.
             control: What the user asks for; the progress that a checkpoint kept is taken from it.
             timebase: The time that the rank lives in.
             record: Records an event of the job, on rank 0.
@@ -191,6 +202,7 @@ class PlanSelector:
         """
         self._communicator = communicator
         self._frontier = frontier
+        self._others = others
         self._control = control
         self._timebase = timebase
         self._record = record
@@ -200,29 +212,30 @@ class PlanSelector:
         self._stragglers = StragglerWatch(int(communicator.pipeline_of_rank.max(initial=-1)) + 1)
         self.statistics = RunStatistics()
         self.default_power_w: float | None = None
-        self._running: int | None = None
-        self._asked: int | None = None
+        self.unlimited_power_w: float | None = None
         self._lateness = 0.0
         self._numbers = 0
         self._ordered: PolicyConfig = control.policy
         self._window: PolicyInForce | None = None
-        self._policy = in_force(control.policy, timebase.date())
-        self._timetable: Timetable | None = None
         self._problem = ""
-        self._cap: PowerCap | None = None
+        self._decision: Decision | None = None
         self._ended_s = math.nan
-        control.effect_of = self.effect_of
-        self.in_force = self.decided = self._begin()
-        self._announce()
+        self.in_force = self.decided = Assignment()
+        self.resume(after_others=True)
 
-    def resume(self) -> bool:
-        """Go on from what a checkpoint kept, every rank at once; return whether another assignment is in force."""
-        before = self.in_force
-        self.in_force = self.decided = self._begin()
-        return self._announce(before)
+    def resume(self, *, after_others: bool = False) -> bool:
+        """Go on from what a checkpoint kept, if anything; what rank 0 decides is in force at once, on all ranks.
 
-    def _begin(self) -> Assignment:
-        """Bring what rank 0 decides into force at once, on all ranks."""
+        Every rank must do so at once.
+
+        Args:
+            after_others: Whether the job has run under no assignment yet, or under those of another selector meanwhile.
+
+        Returns:
+            Whether another assignment is in force.
+        """
+        before = None if after_others else self.in_force
+        self._control.effect_of = self.effect_of
         plan = self._restore()
 
         def decide_first() -> Assignment:
@@ -232,11 +245,12 @@ class PlanSelector:
             return self._numbered(self._assign(plan, paused=self._control.paused, capped=capped))
 
         decided = self._communicator.computed_on_rank_0(decide_first)
-        self._running = decided.plan
         factor = decided.stretch_factors[self._communicator.topology.data_parallel_rank]
-        if self._communicator.is_rank_0:
-            return replace(decided, stretch_factor=factor)
-        return replace(decided, stretch_factor=factor, stretch_factors=(), plans=())
+        decided = replace(decided, stretch_factor=factor)
+        if not self._communicator.is_rank_0:
+            decided = replace(decided, stretch_factors=(), plans=())
+        self.in_force = self.decided = decided
+        return self._announce(before)
 
     def advance(self, reports: JobReport | None, ranks: RankReports | None, ran: Assignment | None) -> bool:
         """Take in the reports of the iteration before the one that has just ended; decide on a later one.
@@ -254,18 +268,34 @@ class PlanSelector:
             if ran is not None and not ran.paused:
                 self._learn(reports, ranks, ran)
             self.in_force = Assignment.of_report(reports, self.decided)
-            self._running = self.in_force.plan
         if self._communicator.is_rank_0:
             self._add_cost(reports, ran)
             self.decided = self._numbered(self._choose())
         return self._announce(before)
 
-    def _announce(self, before: Assignment | None = None) -> bool:
+    def _announce(self, before: Assignment | None) -> bool:
         """Record the assignment in force if it is another than before; return whether it is."""
         is_another = before is None or self.in_force.number != before.number
         if is_another and self._communicator.is_rank_0:
-            self._record(PlanChosen.model_validate(self.in_force.status()))
+            self._record(PlanChosen.model_validate(self.status()))
         return is_another
+
+    def status(self) -> dict[str, Any]:
+        """Return the assignment in force as plain values; on rank 0."""
+        now = self.in_force
+        straggler = straggler_of(now.stretch_factors)
+        if straggler is None and self._others:
+            slowest = next(pipeline for pipeline in range(len(now.plans)) if pipeline not in self._others)
+            fastest_s = min(frontier.t_min_s for frontier in self._others.values())
+            straggler = Straggler(slowest, self._frontier.t_min_s / fastest_s)
+        return {
+            "plan": now.plan,
+            "plans": list(now.plans),
+            "straggler": straggler.pipeline if straggler else None,
+            "slowdown": round(straggler.slowdown, 3) if straggler else 1.0,
+            "paused": now.paused,
+            "halts": now.halts,
+        }
 
     @property
     def sent_factors(self) -> Sequence[float]:
@@ -278,12 +308,13 @@ class PlanSelector:
         """Power relative to default clocks with which plans keep both of their promises; 1 but on rank 0."""
         if not self.in_force.plans:
             return 1.0
-        forecast = self.in_force.forecast(self._frontier, 1)
+        forecast = self.in_force.forecast(self._frontier, 1, self._others)
         return forecast.energy_j / forecast.default_energy_j / (1 + self.in_force.promised_slowdown)
 
     def plan_of_this_rank(self) -> int:
         """Return the plan in force of this rank's pipeline, as a place on the frontier."""
-        return stretched_plan(self._frontier, self.in_force.plan, self.in_force.stretch_factor)
+        own = self._others.get(self._communicator.topology.data_parallel_rank)
+        return stretched_plan(self._frontier, self.in_force.plan, self.in_force.stretch_factor, own)
 
     def may_go_on(self) -> bool:
         """Whether training that stands still goes on; on rank 0."""
@@ -294,32 +325,29 @@ class PlanSelector:
         decision = self._decide(policy)
         time_s, energy_j = self._expected(decision.plan)
         time_now_s, _ = self._expected(self.in_force.plan)
-        return Effect(time_s, time_now_s, energy_j / time_s, self._power_at_default_clocks_w, decision.problem)
+        without_s, _ = self._expected(self._decide(lasting(policy)).plan)
+        default_w = self.unlimited_power_w or self._power_at_default_clocks_w
+        return Effect(time_s, time_now_s, without_s, energy_j / time_s, default_w, decision.problem)
 
     def _choose(self, iterations_ahead: int = 1) -> Assignment:
-        """Return what rank 0 decides, without a number.
-
-        Args:
-            iterations_ahead: Iterations that will have run before the one that is decided on.
-        """
+        """Return what rank 0 decides on the iteration before which so many will have run, without a number."""
         control = self._control
-        policy = self._policy = in_force(control.policy, self._timebase.date())
+        policy = in_force(control.policy, self._timebase.date())
         if control.policy != self._ordered:
             self._ordered, self._window, self._problem, self._lateness = control.policy, None, "", 0.0
-            self._record(PolicyChanged(policy=control.policy.model_dump(mode="json")))
+        control.record_policy(self._record)
         if isinstance(control.policy, SchedulePolicy | ReducePolicy) and policy != self._window:
             self._window, self._problem, self._lateness = policy, "", 0.0
             self._record(PolicyChanged(policy=policy.model_dump(mode="json"), by_schedule=True))
-        decision = self._decide(policy, iterations_ahead)
-        self._asked = decision.plan
-        self._record_cap(policy, decision.cap)
+        before, self._decision = self._decision, self._decide(policy, iterations_ahead)
+        decision = self._decision
+        self._record_cap(policy, decision.cap, before.cap if before is not None else None)
         # Before the first colon a problem has no figures that change at every iteration.
         if decision.problem and decision.problem.partition(":")[0] != self._problem.partition(":")[0]:
             self._problem = decision.problem
             self._record(PolicyChanged(problem=decision.problem))
             self._say(decision.problem)
-        if decision.timetable is not self._timetable:
-            self._timetable = decision.timetable
+        if decision.timetable is not None and (before is None or decision.timetable is not before.timetable):
             self._record_timetable(decision.timetable)
         return self._assign(
             decision.plan,
@@ -328,12 +356,17 @@ class PlanSelector:
             capped=self._is_capped(decision),
         )
 
-    def _record_cap(self, policy: PolicyConfig, cap: PowerCap | None) -> None:
-        """Record the power cap in force where it is another than before."""
-        if (cap and cap.watts) != (self._cap and self._cap.watts):
-            source = (policy.signal if isinstance(policy, PowerCapPolicy) else None) or "the policy"
-            self._record(PowerCapChanged(watts=cap and cap.watts, source=source if cap else ""))
-        self._cap = cap
+    def _record_cap(self, policy: PolicyConfig, cap: PowerCap | None, before: PowerCap | None) -> None:
+        """Record the power cap in force where it is another than before; say what a file's request costs."""
+        if (cap and cap.watts) == (before and before.watts):
+            return
+        if isinstance(policy, ReducePolicy) and cap is not None and cap.signal == policy.signal:
+            now = self._timebase.date()
+            if (asked := reduction_of(policy, now, self._signals)) is not None:
+                duration_s = asked.until_s - now.timestamp()
+                cost = cost_in_words(self.effect_of(policy), asked.power_fraction, duration_s, asked.until_s)
+                self._say(f"{cap.signal} asks for {cost}")
+        self._record(PowerCapChanged(watts=cap and cap.watts, source=(cap.signal or "the policy") if cap else ""))
 
     def _is_capped(self, decision: Decision) -> bool:
         """Whether default clocks would draw more than the power cap in force."""
@@ -353,7 +386,6 @@ class PlanSelector:
         return isinstance(policy, PowerCapPolicy | ReducePolicy) and self._is_capped(self._decide(policy))
 
     def _decide(self, policy: PolicyConfig, iterations_ahead: int = 1) -> Decision:
-        signals = self._control.signals
         situation = Situation(
             step=self._control.steps,
             now=self._timebase.date(),
@@ -361,13 +393,11 @@ class PlanSelector:
             power_ratio=self.statistics.power_ratio,
             stopped_s=self.statistics.stopped_s,
             gpus_per_rank=self._gpus_per_rank,
-            running=self._asked,
             iterations_ahead=iterations_ahead,
             idle_power_w=self._idle_power_w,
-            default_power_w=self._power_at_default_clocks_w,
-            signals=signals.signals if signals is not None else {},
-            timetable=self._timetable,
-            cap=self._cap,
+            default_power_w=self.unlimited_power_w or self._power_at_default_clocks_w,
+            signals=self._signals,
+            before=self._decision,
         )
         try:
             return decide(policy, self._frontier, situation)
@@ -376,7 +406,7 @@ class PlanSelector:
 
     def _assign(self, plan: int, **decided: bool) -> Assignment:
         factors = with_reported(self._stragglers.stretch_factors, self._control.straggler())
-        return Assignment.of(self._frontier, plan, factors, lateness=self._lateness, **decided)
+        return Assignment.of(self._frontier, plan, factors, others=self._others, lateness=self._lateness, **decided)
 
     def hurry(self, late: float) -> bool:
         """Run faster plans from a later iteration on, since they take longer than promised; on rank 0.
@@ -388,7 +418,8 @@ class PlanSelector:
             Whether there are any.
         """
         now = self.in_force
-        if Assignment.of(self._frontier, now.plan, now.stretch_factors, lateness=late).plans == now.plans:
+        hurried = Assignment.of(self._frontier, now.plan, now.stretch_factors, others=self._others, lateness=late)
+        if hurried.plans == now.plans:
             return False
         self._lateness = (1 + self._lateness) * (1 + late) - 1
         return True
@@ -399,10 +430,9 @@ class PlanSelector:
 
     def _numbered(self, chosen: Assignment) -> Assignment:
         """Give a decision its number: that of the one in force or of the last one, if it is the same."""
-        if self._numbers:
-            for known in (self.in_force, self.decided):
-                if replace(chosen, number=known.number, stretch_factor=known.stretch_factor) == known:
-                    return known
+        for known in (self.in_force, self.decided):
+            if replace(chosen, number=known.number, stretch_factor=known.stretch_factor) == known:
+                return known
         self._numbers += 1
         return replace(chosen, number=self._numbers)
 
@@ -422,8 +452,10 @@ class PlanSelector:
             tail_s = float(ranks.column("tail_s").min())
             self._stragglers.update(
                 [
-                    (own_s + tail_s) / self._frontier.plans[plan].time_s
-                    for own_s, plan in zip(ranks.by_pipeline(computed_s).tolist(), ran.plans, strict=True)
+                    (own_s + tail_s) / self._others.get(pipeline, self._frontier).plans[plan].time_s
+                    for pipeline, (own_s, plan) in enumerate(
+                        zip(ranks.by_pipeline(computed_s).tolist(), ran.plans, strict=True)
+                    )
                 ]
             )
 
@@ -433,17 +465,20 @@ class PlanSelector:
         time_s = by_profile.time_s * known.time_ratio
         return time_s, by_profile.energy_j / by_profile.time_s * time_s * known.power_ratio * self._gpus_per_rank
 
-    def _signal(self) -> Signal | None:
+    @property
+    def _signals(self) -> Mapping[str, Signal]:
+        watch = self._control.signals
+        return {} if watch is None else watch.signals
+
+    def _prices(self) -> Signal | None:
         """Return the prices that count now, if a cheapest policy is in force."""
-        policy = lasting(self._policy)
-        if not isinstance(policy, CheapestPolicy) or self._control.signals is None:
-            return None
-        return self._control.signals.signals.get(policy.signal)
+        policy = lasting(self._ordered)
+        return self._signals.get(policy.signal) if isinstance(policy, CheapestPolicy) else None
 
     def _add_cost(self, reports: JobReport | None, ran: Assignment | None) -> None:
         """Add the cost of the iteration before the one that has just ended."""
         ended_s, self._ended_s = self._ended_s, self._timebase.date().timestamp()
-        signal = self._signal()
+        signal = self._prices()
         if reports is None or signal is None or math.isnan(ended_s):
             return
         fastest_time_s, fastest_energy_j = self._expected(0)
@@ -466,14 +501,12 @@ class PlanSelector:
         """
         end_s = self._timebase.date().timestamp()
         self._record(Halted(time_s=round(time_s, 3), energy_j=round(energy_j, 3)))
-        signal = self._signal()
+        signal = self._prices()
         if signal is not None:
             known_j = energy_j if math.isfinite(energy_j) else self._idle_power_w * time_s
             self._control.costs.add_halt(signal, begin_s=end_s - time_s, end_s=end_s, energy_j=known_j)
 
-    def _record_timetable(self, timetable: Timetable | None) -> None:
-        if timetable is None:
-            return
+    def _record_timetable(self, timetable: Timetable) -> None:
         costs = self._control.costs
         costs.bound = timetable.bound if costs.bound is None else costs.bound
         begins_s = timetable.edges_s[:-1][:_MOST_ENTRIES]
@@ -493,7 +526,7 @@ class PlanSelector:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as plain values."""
         return {
-            "plan": self._running,
+            "plan": self.in_force.plan,
             "stretch_factors": list(self._stragglers.stretch_factors),
             "statistics": self.statistics.state(),
         }
@@ -519,5 +552,5 @@ class PlanSelector:
             return None
         if len(factors) == len(self._stragglers.stretch_factors):
             self._stragglers.stretch_factors = factors
-        self._running = self._asked = plan
+        self._decision = None if plan is None else replace(self._decision or Decision(plan), plan=plan)
         return plan

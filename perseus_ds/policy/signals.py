@@ -1,4 +1,4 @@
-"""Signals: a price, a carbon intensity or a power cap over time, read from files that may change while a job runs.
+"""Signals: a price, a carbon intensity, a power cap or a fraction of power over time, from files that may change.
 
 Files are CSV or JSON of time stamps and values, or exports of ENTSO-E and Electricity Maps. Rank 0 reads them again
 when they change, on a thread of its own.
@@ -13,7 +13,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone, tzinfo
 from functools import cached_property
@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.io import parse_json, read_text
-from perseus_ds.artifacts.limits import MIB
+from perseus_ds.artifacts.validation import MIB
 from perseus_ds.errors import SignalError
-from perseus_ds.policy.policies import PolicyConfig, signal_files
+from perseus_ds.policy.policies import PolicyConfig, SignalUse, signal_files
 from perseus_ds.timebase import Flag, Timebase
 
 Numbers = npt.NDArray[np.float64]
@@ -107,6 +107,10 @@ class Signal:
         """Return the value at a time [Unix seconds]; the last one where the signal has ended."""
         return self.values[max(0, bisect.bisect_right(self.begins_s, time_s) - 1)]
 
+    def fraction_at(self, time_s: float) -> float:
+        """Return the fraction of power asked for at a time [Unix seconds]; 1 before it begins and after its end."""
+        return self.held_at(time_s) if self.begins_s[0] <= time_s < self.end_s else 1.0
+
     def next_change_s(self, time_s: float) -> float:
         """Return when the next value begins, or the last one ends [Unix seconds]; infinity after that."""
         following = bisect.bisect_right(self.begins_s, time_s)
@@ -145,24 +149,14 @@ class Signal:
             values=earlier.values[:kept] + self.values,
         )
 
-    def check_is_of(self, now: datetime) -> None:
-        """Check that it has a value for a time.
 
-        Raises:
-            SignalError: It has ended, or not begun.
-        """
-        if now.timestamp() >= self.end_s:
-            raise SignalError(f"all its values are of the past: it ended at {_text(self.end_s)}.")
-        if now.timestamp() < self.begins_s[0]:
-            raise SignalError(f"it has no value for the present: it begins at {_text(self.begins_s[0])}.")
-
-
-def read_signal(path: Path, now: datetime | None = None) -> Signal:
+def read_signal(path: Path, use: SignalUse = "price", now: datetime | None = None) -> Signal:
     """Read a signal; a file with nothing but one number is a signal that does not change.
 
     Args:
         path: The file.
-        now: The time that it must have a value for; None if any will do.
+        use: What its values are. Prices are as far apart from each other; a cap or a fraction holds until the next one.
+        now: The time that it must have a value for; None if any will do, as of a fraction, which is 1 at all others.
 
     Raises:
         SignalError: The file is missing, is of another form, or has values that cannot be used; the message names
@@ -171,11 +165,32 @@ def read_signal(path: Path, now: datetime | None = None) -> Signal:
     text = read_text(path, SignalError, "file of a signal", _MOST_BYTES)
     try:
         signal = parse_signal(text.strip())
-        if now is not None:
-            signal.check_is_of(now)
+        _check(signal, use, now)
     except SignalError as error:
         raise SignalError(f"{path}: {error}") from None
     return signal
+
+
+def _check(signal: Signal, use: SignalUse, now: datetime | None) -> None:
+    """Check that a signal can be used as :func:`read_signal` says."""
+    if use == "price":
+        usual_s = _usual_step_s(signal.begins_s)
+        for begin_s, after_s in itertools.pairwise(signal.begins_s):
+            if after_s - begin_s > usual_s:
+                raise SignalError(
+                    f"it has a gap between {_text(begin_s)} and {_text(after_s)}: other values are "
+                    f"{usual_s / 60:g} min apart."
+                )
+    if use == "fraction":
+        if wrong := [value for value in signal.values if not 0 < value <= 1]:
+            raise SignalError(
+                f"expected fractions of the power at default clocks, above 0 and at most 1 (1 for no reduction), "
+                f"got {wrong[0]:g}."
+            )
+    elif now is not None and now.timestamp() >= signal.end_s:
+        raise SignalError(f"all its values are of the past: it ended at {_text(signal.end_s)}.")
+    elif now is not None and now.timestamp() < signal.begins_s[0]:
+        raise SignalError(f"it has no value for the present: it begins at {_text(signal.begins_s[0])}.")
 
 
 def parse_signal(text: str) -> Signal:
@@ -196,7 +211,6 @@ def parse_signal(text: str) -> Signal:
 
 def _from_csv(text: str) -> Signal:
     lines = text.splitlines()
-    _check_count(len(lines) - 1)
     delimiter = max(",;\t", key=lines[0].count)
     try:
         header, *rows = csv.reader(lines, delimiter=delimiter)
@@ -239,7 +253,6 @@ def _from_json(text: str) -> Signal:
             'expected a list of objects such as {"time": "2026-11-22T08:00:00+00:00", "value": 81.3}, or an answer of '
             "Electricity Maps with a list under " + ", ".join(f'"{key}"' for key in _LISTS) + "."
         )
-    _check_count(len(entries))
     rows = []
     for number, entry in enumerate(entries, start=1):
         time = entry.get("time", entry.get("datetime"))
@@ -253,13 +266,8 @@ def _from_json(text: str) -> Signal:
     return _signal(rows, unit)
 
 
-def _check_count(count: int) -> None:
-    if count > MOST_SIGNAL_VALUES:
-        raise SignalError(f"{count} values, at most {MOST_SIGNAL_VALUES} are read. Remove those of the past.")
-
-
 def _signal(
-    rows: Iterable[tuple[str, str, Any]], unit: str, zone: tzinfo | None = None, *, intervals: bool = False
+    rows: Sequence[tuple[str, str, Any]], unit: str, zone: tzinfo | None = None, *, intervals: bool = False
 ) -> Signal:
     """Return the signal of rows.
 
@@ -270,6 +278,8 @@ def _signal(
         zone: Of time stamps that name none; None if each must name its own.
         intervals: Whether a time stamp gives begin and end of its value, as those of ENTSO-E do.
     """
+    if len(rows) > MOST_SIGNAL_VALUES:
+        raise SignalError(f"{len(rows)} values, at most {MOST_SIGNAL_VALUES} are read. Remove those of the past.")
     begins_s: list[float] = []
     values: list[float] = []
     end_s: float | None = None
@@ -294,16 +304,14 @@ def _signal(
         raise SignalError("it has no values.")
     if len(begins_s) == 1 and end_s is None:
         raise SignalError("it has one value only, so that it is not known how long it holds: give at least two.")
-    steps_s = [after_s - begin_s for begin_s, after_s in itertools.pairwise(begins_s)]
-    usual_s = min(statistics.multimode(steps_s), default=0.0)
-    for begin_s, step_s in zip(begins_s, steps_s, strict=False):
-        if step_s > usual_s:
-            raise SignalError(
-                f"it has a gap between {_text(begin_s)} and {_text(begin_s + step_s)}: other values are "
-                f"{usual_s / 60:g} min apart."
-            )
-    end_s = begins_s[-1] + usual_s if end_s is None else end_s
+    end_s = begins_s[-1] + _usual_step_s(begins_s) if end_s is None else end_s
     return Signal(tuple(begins_s), tuple(values), end_s, unit[:_LONGEST])
+
+
+def _usual_step_s(begins_s: Sequence[float]) -> float:
+    return min(
+        statistics.multimode(after_s - begin_s for begin_s, after_s in itertools.pairwise(begins_s)), default=0.0
+    )
 
 
 def _number(text: object) -> float | None:
@@ -377,6 +385,7 @@ class SignalWatch:
         self._is_watching = False
         # The contents that are in use, or that a problem was reported of; and those found to be wrong once.
         self._known: dict[str, _Signature | None] = {}
+        self._uses: Mapping[str, SignalUse] = {}
         self._suspects: dict[str, _Signature | None] = {}
 
     def follow(self, policy: PolicyConfig) -> None:
@@ -385,14 +394,15 @@ class SignalWatch:
         Raises:
             SignalError: A file cannot be used; the signals are those from before.
         """
-        files = signal_files(policy)
-        found = {file: self._read_beside(file) for file in files}
+        uses = signal_files(policy)
+        found = {file: self._read_beside(file, use) for file, use in uses.items()}
         with self._changed:
             self._known = {file: signature for file, (signature, _) in found.items()}
             # The policy from before may decide once more.
-            read = {file: signal.continuing(self.signals.get(file)) for file, (_, signal) in found.items()}
+            self._uses = uses
+            read = {file: self._after_earlier(file, signal) for file, (_, signal) in found.items()}
             self.signals = {**self.signals, **read}
-            begins = bool(files) and not self._is_watching and not self._is_closed
+            begins = bool(uses) and not self._is_watching and not self._is_closed
             self._is_watching = self._is_watching or begins
         if begins:
             self._timebase.thread(self._watch, "perseus-signals").start()
@@ -410,14 +420,18 @@ class SignalWatch:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _read_beside(self, file: str) -> tuple[_Signature | None, Signal]:
+    def _after_earlier(self, file: str, signal: Signal) -> Signal:
+        """Return a file's signal after that of the file as it was before; a request that was replaced is over."""
+        return signal if self._uses[file] == "fraction" else signal.continuing(self.signals.get(file))
+
+    def _read_beside(self, file: str, use: SignalUse) -> tuple[_Signature | None, Signal]:
         """Read a file on another thread, since a file system may hang."""
         done = Flag(self._timebase)
         found: list[tuple[_Signature | None, Signal] | SignalError] = []
 
         def read() -> None:
             try:
-                found.append((_signature(file), self._read(file)))
+                found.append((_signature(file), self._read(file, use)))
             except SignalError as error:
                 found.append(error)
             finally:
@@ -431,9 +445,9 @@ class SignalWatch:
             raise found[0]
         return found[0]
 
-    def _read(self, file: str) -> Signal:
+    def _read(self, file: str, use: SignalUse) -> Signal:
         try:
-            return read_signal(Path(file), self._timebase.date())
+            return read_signal(Path(file), use, self._timebase.date())
         except SignalError:
             raise
         except Exception as error:  # whatever a file holds, the thread goes on
@@ -445,17 +459,17 @@ class SignalWatch:
                 self._changed.wait(_LOOK_EVERY_S)
                 if self._is_closed:
                     return
-                known = self._known
-            for path in known:
-                self._look(path, known)
+                known, uses = self._known, self._uses
+            for path, use in uses.items():
+                self._look(path, use, known)
 
-    def _look(self, path: str, known: dict[str, _Signature | None]) -> None:
+    def _look(self, path: str, use: SignalUse, known: dict[str, _Signature | None]) -> None:
         """Read a file that has changed; one that is wrong may be half written, and is reported if it stays so."""
         signature = _signature(path)
         if signature == known[path]:
             return
         try:
-            signal = self._read(path)
+            signal = self._read(path, use)
         except SignalError as error:
             if signature == self._suspects.get(path, _NEVER):
                 known[path] = signature
@@ -465,7 +479,7 @@ class SignalWatch:
         known[path] = signature
         with self._changed:
             if known is self._known and signal != self.signals[path]:
-                self.signals = {**self.signals, path: signal.continuing(self.signals[path])}
+                self.signals = {**self.signals, path: self._after_earlier(path, signal)}
 
 
 def _signature(path: str) -> _Signature | None:

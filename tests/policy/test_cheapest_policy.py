@@ -46,15 +46,14 @@ def situation(signal, step=0, hours=0.0, **more):
 def carry_out(asked, signal, *, pace=lambda: 1.0, stopped_s=0.0):
     """Train by the policy's decisions, each of which counts one iteration later; return date, cost, timetables."""
     known = RunStatistics()
-    now_s, running, timetable = NOW_S, None, None
+    now_s, decision = NOW_S, None
     costs, timetables, due = CostAccount(), [], []
     step = 0
     while step < asked.total_steps:
-        here = situation(signal, step, (now_s - NOW_S) / 3600, running=running, timetable=timetable)
+        here = situation(signal, step, (now_s - NOW_S) / 3600, before=decision)
         here = replace(here, time_ratio=known.time_ratio, stopped_s=known.stopped_s)
         decision = decide(asked, FRONTIER, replace(here, iterations_ahead=len(due)))
-        running, timetable = decision.plan, decision.timetable
-        timetables += [timetable] if timetable not in timetables else []
+        timetables += [decision.timetable] if decision.timetable not in timetables else []
         due.append(decision)
         if len(due) == 1 and step:
             continue
@@ -63,9 +62,8 @@ def carry_out(asked, signal, *, pace=lambda: 1.0, stopped_s=0.0):
             begin_s = now_s
             while decision.halts:
                 now_s += 1.0
-                here = situation(signal, step, (now_s - NOW_S) / 3600, running=running, timetable=timetable)
+                here = situation(signal, step, (now_s - NOW_S) / 3600, before=decision)
                 decision = decide(asked, FRONTIER, replace(here, time_ratio=known.time_ratio))
-                timetable = decision.timetable
             costs.add_halt(signal, begin_s=begin_s, end_s=now_s, energy_j=80 * (now_s - begin_s))
         plan = PLANS[chosen.plan]
         time_s = plan.time_s * pace()
@@ -90,8 +88,8 @@ def carry_out(asked, signal, *, pace=lambda: 1.0, stopped_s=0.0):
 @pytest.mark.parametrize("may_pause", [False, True])
 def test_a_job_is_done_in_time_and_costs_hardly_more_than_the_bound(may_pause):
     draw = random.Random(3)
-    signal = hourly(*(draw.uniform(20, 120) for _ in range(48)))
-    asked = policy(48, 12_000, may_pause=may_pause)
+    signal = hourly(*(draw.uniform(20, 120) for _ in range(24)))
+    asked = policy(24, 6000, may_pause=may_pause)
     ended_s, costs, timetables = carry_out(asked, signal)
     assert ended_s <= asked.finish_by.timestamp()
     assert costs.cost == pytest.approx(timetables[0].bound, rel=0.005)
@@ -114,15 +112,16 @@ def test_a_job_whose_iterations_take_longer_than_profiled_is_still_in_time():
 def test_a_timetable_holds_until_the_next_value_a_new_signal_or_another_pace():
     signal = hourly(50, 20, 70)
     asked = policy(3, 900)
-    first = decide(asked, FRONTIER, situation(signal)).timetable
-    assert decide(asked, FRONTIER, situation(signal, 27, 0.09, timetable=first)).timetable is first
+    first = decide(asked, FRONTIER, situation(signal))
+    assert decide(asked, FRONTIER, situation(signal, 27, 0.09, before=first)).timetable is first.timetable
     for changed in (
-        situation(signal, 330, 1.0, timetable=first),
-        situation(hourly(50, 20, 90), 27, 0.09, timetable=first),
-        situation(signal, 20, 0.09, timetable=first),
+        situation(signal, 330, 1.0, before=first),
+        situation(hourly(50, 20, 90), 27, 0.09, before=first),
+        situation(signal, 20, 0.09, before=first),
     ):
-        assert decide(asked, FRONTIER, changed).timetable is not first
-    assert decide(policy(4, 900), FRONTIER, situation(signal, 27, 0.09, timetable=first)).timetable is not first
+        assert decide(asked, FRONTIER, changed).timetable is not first.timetable
+    longer = decide(policy(4, 900), FRONTIER, situation(signal, 27, 0.09, before=first))
+    assert longer.timetable is not first.timetable
 
 
 def test_the_mean_is_assumed_where_the_signal_ends_before_the_deadline_and_that_is_said():
@@ -151,6 +150,6 @@ def test_a_training_that_is_done_is_no_error():
 
 def test_a_halt_begins_and_ends_with_the_hour():
     signal, asked = hourly(1, 99, 1), policy(3, 600, may_pause=True)
-    first = decide(asked, FRONTIER, situation(signal)).timetable
-    at = [decide(asked, FRONTIER, situation(signal, 300, h, timetable=first)).halts for h in (0.99, 1.01, 1.99, 2.0)]
+    first = decide(asked, FRONTIER, situation(signal))
+    at = [decide(asked, FRONTIER, situation(signal, 300, h, before=first)).halts for h in (0.99, 1.01, 1.99, 2.0)]
     assert at == [False, True, True, False]

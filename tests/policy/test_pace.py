@@ -1,7 +1,8 @@
-"""Stragglers: recognised, followed, told of, and no harm done where several pipelines are slow."""
+"""Stragglers and drift are recognised and followed, and what a clock change costs is learnt from late plans."""
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.policy.pace import DriftWatch, Straggler, StragglerWatch, reported_drift, straggler_of, with_reported
+from perseus_ds.policy.plan_proof import PlanComparison, SwitchCost
 from perseus_ds.policy.reports import JobReport
 from perseus_ds.policy.selector import Assignment
 
@@ -112,6 +114,20 @@ def test_the_forecast_accounts_as_the_papers_emulation_does():
     assert forecast.default_energy_j == pytest.approx(4 * (default_j + 1.2 * default_j + 10 * 2 * 0.2))
 
 
+def test_pipelines_with_other_plans_are_as_slow_as_the_slowest_lets_them_be():
+    slower = [replace(plan, time_s=1.1 * plan.time_s, energy_j=0.9 * plan.energy_j) for plan in PLANS]
+    limited = replace(FRONTIER, plans=tuple(slower), t_min_s=1.1 * FRONTIER.t_min_s, baseline=slower[0])
+    assignment = Assignment.of(limited, 0, (1.0, 1.0), others={0: FRONTIER})
+    others, own = assignment.plans
+    assert own == 0
+    assert 1.08 < PLANS[others].time_s / slower[0].time_s * 1.1 < 1.1
+    forecast = assignment.forecast(limited, 1, {0: FRONTIER})
+    assert forecast.time_s == pytest.approx(slower[0].time_s)
+    waiting_s = slower[0].time_s - PLANS[others].time_s
+    assert forecast.energy_j == pytest.approx(slower[0].energy_j + PLANS[others].energy_j + 10 * 2 * waiting_s)
+    assert forecast.default_time_s == pytest.approx(slower[0].time_s)
+
+
 def test_a_profile_is_out_of_date_when_half_of_the_pipelines_say_so_twice():
     forward = INSTRUCTIONS[0][0]
     watch, expected = DriftWatch(max_drift=0.05), {(0, Kind.FORWARD, 1400): 0.1}
@@ -142,3 +158,42 @@ def test_a_deviation_that_instructions_vary_by_is_no_drift(spread, tells):
     assert (report.drift > 0.05) == tells
     assert (report.drift_beside_pace > 0.02) == tells
     assert report.pace == pytest.approx(1.05, abs=0.01 + spread / 2)
+
+
+def plan(changes):
+    """A plan in which the busier of two ranks changes its clock so often."""
+    return FrequencyPlan(((), ()), ((1200, 1410) * (changes // 2), (1410, 1410)), 1.0, 100.0)
+
+
+def late_by(slowdown, promised=0.0, error=0.0005):
+    return PlanComparison(slowdown, error, 0.1, 0.005, promised)
+
+
+@pytest.mark.parametrize(
+    ("late", "cost_s"),
+    [
+        (late_by(0.02), 0.004),
+        (late_by(0.001), 0.0),
+        (late_by(0.02, error=0.01), 0.0),
+        (late_by(0.22), 0.0),  # which changes of the clock cannot explain
+    ],
+)
+def test_a_plan_that_is_surely_late_sets_the_switch_cost_by_its_changes(late, cost_s):
+    cost = SwitchCost()
+    assert cost.learn(plan(10), late, default_s=2.0) == (cost_s > 0)
+    assert cost.time_s == pytest.approx(cost_s)
+
+
+def test_lateness_that_a_plan_allows_for_counts_in_the_fit_only():
+    cost = SwitchCost()
+    cost.learn(plan(10), late_by(0.02), 2.0)
+    assert not cost.learn(plan(6), late_by(0.012, promised=0.012), 2.0)
+    assert cost.time_s == pytest.approx(0.004)
+
+
+def test_a_switch_cost_that_was_too_low_rises_and_is_tried_twice_at_most():
+    cost = SwitchCost()
+    assert cost.learn(plan(20), late_by(0.01), 2.0)
+    assert cost.learn(plan(6), late_by(0.06), 2.0)
+    assert cost.time_s > 0.0014
+    assert not cost.learn(plan(6), late_by(0.06), 2.0)

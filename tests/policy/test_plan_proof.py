@@ -39,21 +39,14 @@ def compared(slowdown=0.0, saved=0.1, error=0.002, promised=0.0):
 
 
 def test_a_block_is_eight_iterations_and_thirty_refreshes_of_the_counter_long():
-    assert [sample(time_s=0.9, iterations=n).is_block for n in (7, 8)] == [False, True]
-    assert [sample(time_s=0.1, iterations=n).is_block for n in (29, 31)] == [False, True]
+    assert [sample(time_s=0.9, iterations=n).is_as_long_as(1) for n in (7, 8)] == [False, True]
+    assert [sample(time_s=0.1, iterations=n).is_as_long_as(1) for n in (29, 31)] == [False, True]
 
 
 def test_default_clocks_are_measured_until_they_are_known_to_one_percent_or_for_long():
     assert sample(time_s=0.9, iterations=8).is_enough
     assert not sample(iterations=16, noise=0.2).is_enough
     assert sample(iterations=32, noise=0.2).is_enough
-
-
-def test_one_iteration_that_is_held_up_changes_no_typical_one():
-    held_up = sample()
-    held_up.add(60.0, 6000.0)
-    assert held_up.time_s == pytest.approx(1.0)
-    assert held_up.energy_j == pytest.approx(100.0)
 
 
 @pytest.mark.parametrize(("time_s", "kept"), [(1.0, 0), (0.1, 80)])
@@ -66,7 +59,7 @@ def test_iterations_in_which_a_counter_stands_still_are_left_out_unless_shorter_
 
 def test_without_any_energy_nothing_is_compared():
     stands_still = sample(energy_j=0.0, iterations=99)
-    assert not stands_still.is_block
+    assert not stands_still.is_as_long_as(1)
     assert not stands_still.is_enough
 
 
@@ -77,13 +70,6 @@ def test_iterations_of_failed_ranks_or_unknown_energy_are_left_out():
     assert len(default.times_s) == 12
     default.add_reports(job_report({}, {}))
     assert len(default.times_s) == 13
-
-
-def test_errors_say_how_well_a_result_is_known():
-    exact, noisy = sample(), sample(noise=0.05)
-    assert exact.time_error == 0
-    assert exact.energy_error == pytest.approx(0.408 * PERIOD_S / 12, rel=0.01)
-    assert noisy.time_error > 0.01
 
 
 @given(st.floats(-0.5, 0.5), st.floats(-0.02, 0.02), st.sampled_from(ANALYSES))
@@ -154,7 +140,7 @@ class SimulatedJob:
 
     def block(self, *, is_planned):
         result = IterationSample(PERIOD_S)
-        while not result.is_block:
+        while not result.is_as_long_as(1):
             self._iterations += 1
             stall = self._draw.uniform(0.1, 3.0) if self._draw.random() < 0.03 else 0.0
             time_s = math.exp(self._drift * self._iterations) * (1 + self._draw.gauss(0, 0.01) + stall)

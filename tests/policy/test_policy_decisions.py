@@ -1,15 +1,29 @@
-"""Which plan each policy asks for."""
+"""Which plan each policy asks for, hour by hour."""
 
 import json
 import random
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from zoneinfo import ZoneInfo
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lone_selector import FRONTIER, PLANS
+from pydantic import ValidationError
 
-from perseus_ds.policy.decisions import MARGIN, PowerCap, RunStatistics, Situation, decide, stretched_plan
-from perseus_ds.policy.policies import DeadlinePolicy, EnergyOptimalPolicy, PowerCapPolicy, SlowdownPolicy
+from perseus_ds.artifacts.plan import PowerSwing
+from perseus_ds.policy.decisions import MARGIN, Decision, PowerCap, RunStatistics, Situation, decide, stretched_plan
+from perseus_ds.policy.policies import (
+    POLICY,
+    DeadlinePolicy,
+    EnergyOptimalPolicy,
+    PowerCapPolicy,
+    SlowdownPolicy,
+    in_force,
+    signal_files,
+)
+from perseus_ds.policy.policies import SlowdownPolicy as Default
 
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
 
@@ -19,6 +33,25 @@ def test_slowdown_and_energy_optimal():
     assert decide(SlowdownPolicy(), FRONTIER, situation).plan == 0
     assert decide(SlowdownPolicy(max_slowdown=0.05), FRONTIER, situation).plan == 5
     assert decide(EnergyOptimalPolicy(name="energy_optimal"), FRONTIER, situation).plan == 29
+
+
+def test_the_least_swing_is_that_of_a_plan_as_fast_with_nearly_as_little_energy():
+    energies_j, changes_w = (110.0, 100.09, 100.05, 100.0, 90.0), (10.0, 60.0, 50.0, 50.0, 5.0)
+    plans = tuple(
+        replace(plan, energy_j=energy_j, power=PowerSwing(200.0, 100.0, change_w))
+        for plan, energy_j, change_w in zip(PLANS[:5], energies_j, changes_w, strict=True)
+    )
+
+    def asked(*changed_w):
+        new = zip(plans, changed_w or changes_w, strict=True)
+        frontier = replace(FRONTIER, plans=tuple(replace(p, power=PowerSwing(200.0, 100.0, w)) for p, w in new))
+        return decide(SlowdownPolicy(max_slowdown=0.03, least_swing=True), frontier, Situation(step=0, now=NOW)).plan
+
+    assert asked() == 3  # none is better, and it uses least
+    assert asked(10.0, 20.0, 30.0, 50.0, 5.0) == 1  # plan 0 uses too much, plan 4 is too slow
+    unknown = replace(FRONTIER, plans=tuple(replace(plan, power=None) for plan in plans))
+    policy = EnergyOptimalPolicy(name="energy_optimal", least_swing=True)
+    assert decide(policy, unknown, Situation(step=0, now=NOW)).plan == 4
 
 
 @given(st.integers(0, 99), st.floats(0.5, 3.0), st.floats(0.9, 1.3), st.floats(0, 0.3))
@@ -60,27 +93,25 @@ def test_a_power_cap_takes_the_fastest_plan_under_it(watts, gpus, ratio):
 def test_a_plan_that_still_fits_is_kept_where_another_would_hardly_do_better(running, noise):
     time_s, power_w = PLANS[running].time_s * 1.001, PLANS[running].energy_j / PLANS[running].time_s * 1.001
     deadline = DeadlinePolicy(name="deadline", finish_by=NOW + timedelta(seconds=1001 * time_s), total_steps=1000)
-    before = decide(deadline, FRONTIER, Situation(0, NOW, running=running)).plan
+    before = decide(deadline, FRONTIER, Situation(0, NOW, before=Decision(running))).plan
     assert abs(before - running) <= 1
-    wavering = decide(deadline, FRONTIER, Situation(0, NOW, time_ratio=min(1.0, noise), running=before)).plan
+    wavering = decide(deadline, FRONTIER, Situation(0, NOW, time_ratio=min(1.0, noise), before=Decision(before))).plan
     assert wavering == before
-    policy, cap = PowerCapPolicy(name="power_cap", watts=power_w), PowerCap(power_w)
-    assert (
-        decide(policy, FRONTIER, Situation(0, NOW, power_ratio=min(1.0, noise), running=running, cap=cap)).plan
-        == running
-    )
+    situation = Situation(0, NOW, power_ratio=min(1.0, noise), before=Decision(running, cap=PowerCap(power_w)))
+    assert decide(PowerCapPolicy(name="power_cap", watts=power_w), FRONTIER, situation).plan == running
 
 
 def test_a_deadline_is_met_by_a_run_that_stops_slows_down_and_is_resumed_later():
     draw = random.Random(5)
     policy = DeadlinePolicy(name="deadline", finish_by=NOW + timedelta(seconds=500 * 1.2), total_steps=500)
-    pace, now, plan, energy_j = RunStatistics(), NOW, None, 0.0
+    pace, now, decision, energy_j = RunStatistics(), NOW, None, 0.0
     for step in range(500):
         if step == 300:  # a checkpoint, resumed ten seconds later in a new process
             state, pace, now = json.dumps(pace.state()), RunStatistics(), now + timedelta(seconds=10)
             pace.restore(json.loads(state))
-        situation = Situation(step, now, pace.time_ratio, 1.0, pace.stopped_s, running=plan)
-        plan = decide(policy, FRONTIER, situation).plan
+        situation = Situation(step, now, pace.time_ratio, 1.0, pace.stopped_s, before=decision)
+        decision = decide(policy, FRONTIER, situation)
+        plan = decision.plan
         time_s = PLANS[plan].time_s * draw.gauss(1.02 if step < 250 else 1.06, 0.02)
         stop_s = 2.0 if step % 50 == 49 else 0.01
         pace.add_iteration(
@@ -99,3 +130,99 @@ def test_others_run_as_slow_as_a_straggler_but_never_slower_than_is_worth_it():
     assert stretched_plan(FRONTIER, 3, 1.0) == 3
     assert stretched_plan(FRONTIER, 3, 1.1) == 12
     assert stretched_plan(FRONTIER, 3, 9.0) == 29
+
+
+OPTIMAL = {"name": "energy_optimal"}
+
+
+def schedule(*windows, zone="Europe/Berlin", **more):
+    windows = [{"policy": OPTIMAL, **window} for window in windows]
+    return POLICY.validate_python({"name": "schedule", "timezone": zone, "windows": windows, **more})
+
+
+def is_within(policy, text, utc=False):
+    now = datetime.fromisoformat(text).replace(tzinfo=timezone.utc if utc else ZoneInfo(policy.timezone))
+    return in_force(policy, now) == EnergyOptimalPolicy(name="energy_optimal")
+
+
+def test_a_window_counts_from_its_begin_until_its_end_and_the_default_outside():
+    policy = schedule({"begin": "17:00", "end": "21:00"})
+    times = ("16:59:59", "17:00:00", "20:59:59", "21:00:00")
+    assert [is_within(policy, f"2026-11-23T{time}") for time in times] == [False, True, True, False]
+    assert in_force(policy, datetime(2026, 11, 23, 12, tzinfo=timezone.utc)) == Default()
+
+
+def test_the_zone_of_the_schedule_counts_whatever_zone_the_time_is_given_in():
+    policy = schedule({"begin": "17:00", "end": "21:00"}, zone="America/New_York")
+    assert is_within(policy, "2026-11-23T22:00:00", utc=True)
+    assert not is_within(policy, "2026-11-23T17:00:00", utc=True)
+
+
+def test_a_window_over_midnight_is_of_the_day_on_which_it_begins():
+    policy = schedule({"begin": "22:00", "end": "06:00", "days": ["fri"]})  # 2026-11-27 is a Friday
+    assert [is_within(policy, f"2026-11-{time}") for time in ("27T05:00", "27T22:00", "28T05:59", "28T06:00")] == [
+        *(False, True, True, False)
+    ]
+    assert not is_within(policy, "2026-11-28T23:00")
+    sunday = schedule({"begin": "22:00", "end": "06:00", "days": ["sun"]})
+    assert is_within(sunday, "2026-11-30T01:00"), "Monday morning"
+
+
+def test_a_window_that_ends_when_it_begins_is_a_whole_day():
+    policy = schedule({"begin": "00:00", "end": "00:00", "days": ["sat", "sun"]})
+    days = [is_within(policy, f"2026-11-{day}T{hour:02}:30") for day in (27, 28, 29, 30) for hour in (0, 12, 23)]
+    assert days == [False] * 3 + [True] * 6 + [False] * 3
+
+
+def test_the_first_of_windows_that_overlap_counts():
+    cap = {"name": "power_cap", "watts": 500}
+    policy = schedule({"begin": "08:00", "end": "20:00", "policy": cap}, {"begin": "10:00", "end": "22:00"})
+    assert isinstance(in_force(policy, datetime(2026, 11, 23, 11, tzinfo=ZoneInfo(policy.timezone))), PowerCapPolicy)
+    assert is_within(policy, "2026-11-23T21:00")
+
+
+def hours_within(policy, day):
+    """How many hours of a local day, by the clock of the universe, the window is in force."""
+    begin = datetime.fromisoformat(day).replace(tzinfo=ZoneInfo(policy.timezone)).astimezone(timezone.utc)
+    return sum(is_within(policy, (begin + timedelta(minutes=15 * n)).isoformat()[:19], utc=True) for n in range(96)) / 4
+
+
+def test_windows_follow_local_clocks_when_daylight_saving_begins_and_ends():
+    night = schedule({"begin": "01:00", "end": "04:00"})
+    assert hours_within(night, "2026-03-28") == 3
+    assert hours_within(night, "2026-03-29") == 2, "02:00 to 03:00 does not exist"
+    assert hours_within(night, "2026-10-25") == 4, "02:00 to 03:00 comes twice"
+    assert hours_within(schedule({"begin": "02:00", "end": "03:00"}), "2026-03-29") == 0
+    assert hours_within(schedule({"begin": "02:00", "end": "03:00"}), "2026-10-25") == 2
+    assert hours_within(schedule({"begin": "17:00", "end": "21:00"}), "2026-03-29") == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"timezone": "Europe/Atlantis"}, "name of a time zone such as Europe/Berlin, got 'Europe/Atlantis'"),
+        ({"timezone": "/etc/passwd"}, "name of a time zone"),
+        ({"windows": []}, "expected at least one window"),
+        ({"windows": [{"begin": "17:00+01:00", "end": "18:00", "policy": OPTIMAL}]}, "a time without zone"),
+        ({"windows": [{"begin": "17:00", "end": "25:00", "policy": OPTIMAL}]}, "windows.0.end"),
+        ({"windows": [{"begin": "17:00", "end": "18:00", "days": [], "policy": OPTIMAL}]}, "at least one day"),
+        ({"windows": [{"begin": "17:00", "end": "18:00", "policy": {"name": "schedule"}}]}, "policy"),
+    ],
+)
+def test_what_is_wrong_with_a_schedule_is_said(wrong, message):
+    windows = [{"begin": "01:00", "end": "02:00", "policy": OPTIMAL}]
+    with pytest.raises(ValidationError, match=f"(?s){message}"):
+        POLICY.validate_python({"name": "schedule", "timezone": "UTC", "windows": windows, **wrong})
+
+
+def test_a_power_cap_has_either_watts_or_a_signal():
+    for wrong in ({}, {"watts": 1, "signal": "cap.csv"}):
+        with pytest.raises(ValidationError, match='either "watts" or "signal"'):
+            POLICY.validate_python({"name": "power_cap", **wrong})
+
+
+def test_the_signals_of_all_windows_are_known():
+    cap = {"name": "power_cap", "signal": "cap.csv"}
+    policy = schedule({"begin": "08:00", "end": "20:00", "policy": cap}, default={**cap, "signal": "night.csv"})
+    assert signal_files(policy) == {"cap.csv": "cap", "night.csv": "cap"}
+    assert not signal_files(Default())

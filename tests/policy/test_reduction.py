@@ -6,19 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lone_selector import FRONTIER, PLANS, Job
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from perseus_ds.artifacts.run_records import OrderGiven, PolicyChanged, PowerCapChanged
 from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.policy.decisions import Situation, decide
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import (
+    POLICY,
     EnergyOptimalPolicy,
-    PolicyConfig,
+    PowerCapPolicy,
     ReducePolicy,
     SlowdownPolicy,
-    in_force,
 )
+from perseus_ds.policy.signals import SignalWatch
 
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
 DEFAULT_W = PLANS[0].energy_j / PLANS[0].time_s
@@ -45,24 +46,23 @@ def test_the_plan_is_the_policys_or_a_slower_one_that_draws_no_more(fraction, sl
     assert decision.plan == asked or PLANS[decision.plan - 1].mean_power_w > 0.995 * fraction * DEFAULT_W
 
 
-def test_after_it_the_policy_decides_alone():
-    asked = EnergyOptimalPolicy(name="energy_optimal")
-    policy = reduction(0.9, policy=asked)
-    assert in_force(policy, NOW) == policy
-    assert in_force(policy, policy.until) == asked
-
-
-@pytest.mark.parametrize("wrong", [{"power_fraction": 0}, {"power_fraction": 1.5}, {"until": "2030-01-01T00:00:00"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"power_fraction": 0},
+        {"power_fraction": 1.5},
+        {"until": "2030-01-01T00:00:00"},
+        {"until": None},
+        {"power_fraction": None, "until": None},
+    ],
+)
 def test_a_wrong_reduction_is_an_error(wrong):
     with pytest.raises(ValidationError):
-        TypeAdapter(PolicyConfig).validate_python(
-            {"name": "reduce", "power_fraction": 0.8, "until": "2030-01-01T00:00:00Z", **wrong}
-        )
+        POLICY.validate_python({"name": "reduce", "power_fraction": 0.8, "until": "2030-01-01T00:00:00Z", **wrong})
 
 
 def test_a_job_runs_below_it_for_as_long_as_ordered_and_then_as_before():
     job = Job(SlowdownPolicy())
-    job.selector.default_power_w = DEFAULT_W
     for _ in range(3):
         job.iterate()
     job.control.carry_out(order(0.9, duration_s=20.0))
@@ -85,26 +85,35 @@ def test_a_job_runs_below_it_for_as_long_as_ordered_and_then_as_before():
 
 def test_power_that_is_measured_above_it_takes_a_slower_plan():
     job = Job(SlowdownPolicy())
-    job.selector.default_power_w = DEFAULT_W
     job.control.policy = reduction(0.9, until=datetime(2030, 1, 1, tzinfo=timezone.utc))
     plans = [job.iterate(power_ratio=1.05) for _ in range(15)]
     assert 1.05 * PLANS[plans[-1]].mean_power_w <= 0.9 * DEFAULT_W
 
 
+def test_beside_a_lower_cap_the_lower_one_is_in_force_and_recorded_with_its_source():
+    job = Job(PowerCapPolicy(name="power_cap", watts=0.8 * DEFAULT_W))
+    plans = [job.iterate() for _ in range(5)]
+    job.control.carry_out(order(0.9, duration_s=100.0))
+    plans += [job.iterate() for _ in range(5)]
+    assert len(set(plans)) == 1
+    job.control.carry_out(order(0.75, duration_s=100.0))
+    assert [job.iterate() for _ in range(5)][-1] > plans[-1]
+    caps = [event.watts for event in job.events if isinstance(event, PowerCapChanged)]
+    assert caps == pytest.approx([0.8 * DEFAULT_W, 0.75 * DEFAULT_W])
+
+
 def test_the_answer_says_what_it_costs():
     job = Job(SlowdownPolicy())
-    job.selector.default_power_w = DEFAULT_W
     answer = job.control.carry_out(order(0.9, duration_s=3600.0, within_s=1.0))["done"]
     assert "at most 90% of the power at default clocks" in answer
     assert "later than the 1.000 s asked for" in answer
     plan = job.selector.effect_of(job.control.policy)
-    late_s = 3600.0 * (1 - plan.time_now_s / plan.time_s)
-    assert f"{late_s / plan.time_now_s:.0f} iterations later" in answer
+    late_s = 3600.0 * (1 - plan.without_s / plan.time_s)
+    assert f"{late_s / plan.without_s:.0f} iterations later" in answer
 
 
 def test_the_answer_says_what_can_be_reached_where_it_cannot_be():
     job = Job(SlowdownPolicy())
-    job.selector.default_power_w = DEFAULT_W
     answer = job.control.carry_out(order(0.1))["done"]
     assert "cannot be kept: the plan that draws least takes" in answer
 
@@ -118,6 +127,12 @@ def test_a_job_without_plans_says_that_it_does_not_know_yet():
     assert given_orders[0].policy["name"] == "reduce"
 
 
+def test_the_answer_says_that_a_paused_job_does_not_draw_less():
+    job = Job(SlowdownPolicy())
+    job.control.carry_out(parse_order({"command": "pause"}))
+    assert "paused, and runs at default clocks until it is resumed" in job.control.carry_out(order(0.9))["done"]
+
+
 def test_a_second_order_replaces_the_first_and_keeps_the_policy():
     control = JobControl(EnergyOptimalPolicy(name="energy_optimal"), 1)
     control.carry_out(order(0.8))
@@ -125,9 +140,89 @@ def test_a_second_order_replaces_the_first_and_keeps_the_policy():
     assert (control.policy.power_fraction, control.policy.policy.name) == (0.7, "energy_optimal")
 
 
-def test_a_checkpoint_keeps_it():
-    control = JobControl(SlowdownPolicy(), 1)
-    control.carry_out(order(0.8))
-    resumed = JobControl(SlowdownPolicy(), 1)
-    assert resumed.restore(control.state())
-    assert resumed.policy == control.policy
+def test_the_answer_to_a_second_order_counts_from_the_policy_not_from_the_first():
+    job = Job(SlowdownPolicy())
+    first = job.control.carry_out(order(0.9, duration_s=3600.0))["done"]
+    for _ in range(4):
+        job.iterate()
+    assert job.selector.in_force.plan > 0
+    second = job.control.carry_out(order(0.9, duration_s=3600.0))["done"]
+    assert first.partition("iterations take")[2] == second.partition("iterations take")[2]
+
+
+def requests(*rows):
+    """A file of fractions, each from so many seconds after now on."""
+    return "\n".join(["time,value", *(f"{(NOW + timedelta(seconds=s)).isoformat()},{value}" for s, value in rows)])
+
+
+@pytest.fixture
+def by_file(tmp_path):
+    """A job that reduces its power by a file, which asks for nothing yet."""
+    file = tmp_path / "power.csv"
+    file.write_text("1\n")
+    job = Job(SlowdownPolicy())
+    job.time.seconds += NOW.timestamp() - job.time.date().timestamp()
+    job.control.signals = SignalWatch(job.time, job.said.append)
+    job.control.carry_out(parse_order({"command": "policy", "policy": {"name": "reduce", "signal": str(file)}}))
+    yield job, file
+    job.control.signals.close()
+
+
+def run(job, seconds):
+    """Let time pass, an iteration a second; return the plans."""
+    plans = []
+    for _ in range(seconds):
+        job.time.sleep(1.0)
+        plans.append(job.iterate())
+    return plans
+
+
+def test_a_file_asks_for_less_power_for_a_while_as_an_order_does(by_file):
+    job, file = by_file
+    assert not any(run(job, 5))
+    # Steps of a request need not be equal, which those of prices must be.
+    file.write_text(requests((-60, 1), (10, 0.9), (30, 0.8), (45, 1)))
+    plans = run(job, 60)
+    by_order = Job(SlowdownPolicy())
+    answer = by_order.control.carry_out(order(0.9, duration_s=20.0))["done"]
+    for _ in range(4):
+        by_order.iterate()
+    assert plans[20] == by_order.selector.in_force.plan > 0
+    assert PLANS[plans[38]].mean_power_w <= 0.8 * DEFAULT_W
+    assert (plans[2], plans[-1]) == (0, 0)
+    caps = [event for event in job.events if isinstance(event, PowerCapChanged)]
+    assert [cap.watts for cap in caps] == pytest.approx([0.9 * DEFAULT_W, 0.8 * DEFAULT_W, None])
+    assert [cap.source for cap in caps] == [str(file), str(file), ""]
+    said = [text for text in job.said if text.startswith(f"{file} asks for")]
+    assert len(said) == 2
+    # The same words but for the times, which the file gives itself.
+    assert said[0].partition("Z (")[2].partition("which")[0] == answer.partition("Z (")[2].partition("which")[0]
+
+
+def test_an_order_beside_a_file_asks_for_more_until_it_ends_and_the_file_is_followed_again(by_file):
+    job, file = by_file
+    file.write_text("0.95\n")
+    little = run(job, 5)[-1]
+    job.control.carry_out(order(0.8, duration_s=10.0))
+    assert run(job, 5)[-1] > little > 0
+    assert run(job, 15)[-1] == little
+    assert any("each hour of it" in text for text in job.said)
+
+
+def test_a_file_that_was_replaced_or_has_ended_asks_for_nothing_more(by_file):
+    job, file = by_file
+    file.write_text(requests((0, 0.8), (1000, 1)))
+    assert run(job, 5)[-1] > 0
+    file.write_text(requests((500, 0.8), (1000, 1)))
+    assert run(job, 5)[-1] == 0
+    file.write_text(requests((-1000, 0.8), (-500, 0.8)))
+    assert run(job, 5)[-1] == 0
+
+
+def test_a_file_of_percents_is_an_error_and_the_last_good_values_stay(by_file):
+    job, file = by_file
+    file.write_text("0.8\n")
+    plan = run(job, 5)[-1]
+    file.write_text("80\n")
+    assert run(job, 5)[-1] == plan > 0
+    assert any("expected fractions of the power at default clocks, above 0 and at most 1" in text for text in job.said)

@@ -46,24 +46,20 @@ def test_a_unit_offsets_and_another_delimiter_are_read():
     assert signal.begins_s[0] == seconds("2026-11-21T23:00:00")
 
 
-def test_json_of_objects_is_read():
-    entries = [{"time": f"2026-11-22T0{n}:00:00Z", "value": n} for n in range(3)]
-    assert parse_signal(json.dumps(entries)).values == (0, 1, 2)
-
-
-@pytest.mark.parametrize("key", ["forecast", "history"])
-def test_answers_of_electricity_maps_are_read(key):
-    entries = [{"datetime": f"2026-11-22T0{n}:00:00.000Z", "carbonIntensity": 300 + n} for n in range(3)]
-    signal = parse_signal(json.dumps({"zone": "DE", key: entries, "updatedAt": "2026-11-22T00:10:00.000Z"}))
-    assert signal.values == (300, 301, 302)
-    assert signal.unit == "gCO2eq/kWh"
+@pytest.mark.parametrize(
+    ("key", "time", "value", "around", "unit"),
+    [
+        (None, "time", "value", {}, ""),
+        ("forecast", "datetime", "carbonIntensity", {"zone": "DE", "updatedAt": "2026-11-22T00:10Z"}, "gCO2eq/kWh"),
+        ("history", "datetime", "carbonIntensity", {"zone": "DE"}, "gCO2eq/kWh"),
+        ("data", "datetime", "value", {"zone": "FR", "unit": "EUR/MWh"}, "EUR/MWh"),
+    ],
+)
+def test_json_of_objects_and_answers_of_electricity_maps_are_read(key, time, value, around, unit):
+    entries = [{time: f"2026-11-22T0{n}:00:00.000Z", value: 80.5 + n} for n in range(3)]
+    signal = parse_signal(json.dumps({**around, key: entries} if key else entries))
+    assert (signal.values, signal.unit) == ((80.5, 81.5, 82.5), unit)
     assert signal.begins_s[0] == seconds("2026-11-22T00:00:00")
-
-
-def test_prices_of_electricity_maps_are_read():
-    entries = [{"datetime": f"2026-11-22T0{n}:00:00.000Z", "value": 80.5 + n} for n in range(2)]
-    signal = parse_signal(json.dumps({"zone": "FR", "data": entries, "unit": "EUR/MWh"}))
-    assert (signal.values, signal.unit) == ((80.5, 81.5), "EUR/MWh")
 
 
 def test_yearly_files_of_electricity_maps_are_read_by_their_life_cycle_column():
@@ -119,9 +115,8 @@ def test_the_hour_that_spring_leaves_out_is_no_gap():
 
 def test_a_file_with_one_number_is_a_signal_that_does_not_change(tmp_path):
     (tmp_path / "cap").write_text("4500\n")
-    signal = read_signal(tmp_path / "cap")
+    signal = read_signal(tmp_path / "cap", "cap", datetime.now(UTC))
     assert signal.held_at(0.0) == signal.at(1e9) == signal.mean == 4500
-    signal.check_is_of(datetime.now(UTC))
 
 
 BAD = {
@@ -131,7 +126,6 @@ BAD = {
     own(1, "nan", 3): "row 3: expected a number .*, got 'nan'",
     own(1, "inf", 3): "row 3: expected a number .*, got 'inf'",
     own(1, "-1e10", 3): r"row 3: expected a number of at most 1e\+09, got '-1e10'",
-    own(1, 2, "", 4, 5): "gap between 2026-11-22T01:00:00Z and 2026-11-22T03:00:00Z: other values are 60 min apart",
     own(1, 2, 3) + "\n2026-11-22T01:00:00+00:00,4": "row 5: '2026-11-22T01:00:00.00:00' is not after .* Sort the rows",
     own(1, 2).replace("+00:00", ""): "row 2: '2026-11-22T00:00:00' has no time zone",
     own(1, 2).replace("2026-11-22T01", "midnight"): "row 3: expected a time such as .*, got 'midnight",
@@ -204,17 +198,26 @@ def test_what_is_wrong_with_a_signal_is_said_with_its_place(text, message):
         parse_signal(text)
 
 
+def test_prices_have_no_gap_and_caps_may_have_one(tmp_path):
+    (tmp_path / "prices.csv").write_text(own(1, 2, "", 4, 5))
+    gap = "prices.csv: it has a gap between 2026-11-22T01:00:00Z and .*03:00:00Z: other values are 60 min apart"
+    with pytest.raises(SignalError, match=gap):
+        read_signal(tmp_path / "prices.csv")
+    assert read_signal(tmp_path / "prices.csv", "cap").held_at(seconds("2026-11-22T02:30:00")) == 2
+
+
 def test_a_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(SignalError, match=r"prices.csv: no such file; expected a file of a signal"):
         read_signal(tmp_path / "prices.csv")
 
 
-def test_a_signal_of_the_past_or_of_the_future_has_no_value_for_now():
-    signal = parse_signal(own(1, 2))
+@pytest.mark.parametrize("use", ["price", "cap"])
+def test_a_signal_of_the_past_or_of_the_future_has_no_value_for_now(tmp_path, use):
+    (tmp_path / "signal.csv").write_text(own(1, 2))
     with pytest.raises(SignalError, match=r"of the past: it ended at 2026-11-22T02:00:00Z"):
-        signal.check_is_of(datetime(2026, 11, 22, 2, tzinfo=UTC))
+        read_signal(tmp_path / "signal.csv", use, datetime(2026, 11, 22, 2, tzinfo=UTC))
     with pytest.raises(SignalError, match=r"begins at 2026-11-22T00:00:00Z"):
-        signal.check_is_of(datetime(2026, 11, 21, 23, tzinfo=UTC))
+        read_signal(tmp_path / "signal.csv", use, datetime(2026, 11, 21, 23, tzinfo=UTC))
 
 
 def test_the_time_before_a_new_file_begins_keeps_the_values_of_the_file_before():
@@ -236,7 +239,6 @@ def test_a_span_of_time_is_cut_where_values_change_and_the_mean_follows_the_end(
 
 
 GOOD = "time,value\n2026-11-22T00:00:00Z,{0}\n2026-11-23T00:00:00Z,{0}\n"
-OF_YEAR_1 = "time,value\n0001-01-01T00:00:00+14:00,1\n0001-01-01T01:00:00+14:00,2\n"
 
 
 @pytest.fixture
@@ -253,33 +255,23 @@ def job(tmp_path):
 
 def write(path, text):
     later_ns = path.stat().st_mtime_ns + 10**9 if path.exists() else 10**18
-    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    path.write_text(text)
     os.utime(path, ns=(later_ns, later_ns))
 
 
-def assert_is_reported_and_the_next_one_read(job, text, message):
+def test_a_defect_in_reading_is_reported_and_the_next_good_file_is_read(job, monkeypatch):
     time, watch, path, reported = job
-    write(path, text)
+    read = signals.read_signal
+    monkeypatch.setattr(
+        signals, "read_signal", lambda path, *more: 1 / 0 if "700" in path.read_text() else read(path, *more)
+    )
+    write(path, GOOD.format(700))
     time.sleep(5)
     assert len(reported) == 1
-    assert message in reported[0]
+    assert "the signal cannot be read (ZeroDivisionError" in reported[0]
     write(path, GOOD.format(500))
     time.sleep(5)
     assert watch.signals[str(path)].held_at(time.date().timestamp()) == 500
-
-
-def test_a_file_of_a_year_that_computers_cannot_tell_is_reported_and_the_next_good_one_is_read(job):
-    assert_is_reported_and_the_next_one_read(
-        job, OF_YEAR_1, "row 2: expected a year from 1970 to 2200, got '0001-01-01T00:00:00+14:00'"
-    )
-
-
-def test_a_defect_in_reading_is_reported_and_the_next_good_file_is_read(job, monkeypatch):
-    read = signals.read_signal
-    monkeypatch.setattr(
-        signals, "read_signal", lambda path, now: 1 / 0 if "700" in path.read_text() else read(path, now)
-    )
-    assert_is_reported_and_the_next_one_read(job, GOOD.format(700), "the signal cannot be read (ZeroDivisionError")
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300, "/dev/zero"])

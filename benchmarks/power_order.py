@@ -1,0 +1,140 @@
+"""How long it takes from an order for less power to that power, in a real job on SIMULATED GPUs.
+
+    python benchmarks/power_order.py                      # about 3 minutes
+    python benchmarks/power_order.py --micro-batches 32   # iterations four times as long
+
+Two pipelines of two stages: four DeepSpeed ranks on this machine, with simulated A100s whose energy counters are
+refreshed every 20 ms, so that a second is known to 0.4 %. Each order is given by the command, and by a file that the
+policy follows. Printed are the seconds from the start of the command, or from the file's being in place, until
+
+- *noticed*: the job has the order (of a file, that is known together with the decision);
+- *decided*: rank 0 has chosen the plan;
+- *in force*: the next iteration of all ranks runs under it;
+- *power*: a second has begun whose mean power is at most 2 % above the order, as the records say: whole iterations
+  that take a second at least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "support")]
+
+from frontiers import save_true_frontier  # type: ignore[import-not-found]  # noqa: E402
+from job import Running, run_while  # type: ignore[import-not-found]  # noqa: E402
+from run_log import events, iterations  # type: ignore[import-not-found]  # noqa: E402
+
+Record = dict[str, Any]
+RANKS, STAGES = 4, 2
+BACKWARD_S = 0.06
+ALLOWED = 1.02
+LASTS_S = 12.0
+
+
+def first_second_below(found: list[Record], watts: float, after: float) -> float | None:
+    """Return when the first second begins whose mean power is at most so much; None if there is none yet."""
+    ran = [record for record in iterations(found) if record["ended"] - record["time_s"] >= after]
+    for first, begin in enumerate(ran):
+        time_s = energy_j = 0.0
+        for record in ran[first:]:
+            time_s, energy_j = time_s + record["time_s"], energy_j + record["energy_j"]
+            if time_s >= 1.0:
+                break
+        if time_s >= 1.0 and energy_j / time_s <= ALLOWED * watts:
+            return float(begin["ended"] - begin["time_s"])
+    return None
+
+
+def watch(job: Running, ordered: float, title: str) -> None:
+    """Wait until the power is as ordered, and print the steps."""
+
+    def reached(found: list[Record]) -> tuple[list[Record], float, float] | None:
+        caps = [event for event in events(found, "cap") if event["time"] >= ordered and event["watts"]]
+        below = first_second_below(found, caps[0]["watts"], ordered) if caps else None
+        return (found, caps[0]["time"], below) if below is not None else None
+
+    found, decided, begins = job.wait_for(reached)
+    orders = [event["time"] for event in events(found, "order") if event["time"] >= ordered]
+    in_force = next((event["time"] for event in events(found, "plan") if event["time"] >= decided), None)
+    steps = {"noticed": orders[0] if orders else None, "decided": decided, "in force": in_force, "power": begins}
+    figures = "".join("         -" if at is None else f"{at - ordered:10.2f}" for at in steps.values())
+    print(f"{title:24}{figures}", flush=True)
+
+
+def by_command(job: Running, fraction: float) -> str:
+    """Give an order by the command; return its answer."""
+    command = [sys.executable, "-m", "perseus_ds", "control", "reduce", str(job.folder / "perseus")]
+    arguments = [f"power_fraction={fraction}", f"duration={LASTS_S}s", "within=5s"]
+    return subprocess.run([*command, *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def returned(job: Running, after: float) -> None:
+    """Wait until the job runs as before again, for some iterations."""
+
+    def has(found: list[Record]) -> bool:
+        ends = [event for event in events(found, "cap") if event["time"] > after]
+        last = iterations(found)[-5:]
+        return bool(ends) and not ends[-1]["watts"] and len({r["plan"] for r in last}) == 1 and last[0]["plan"] == 0
+
+    job.wait_for(has)
+
+
+def main() -> None:
+    """Give the orders to one job and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--times", type=int, default=3)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        file = folder / "power"
+        file.write_text("1\n")
+        save_true_frontier(
+            folder / "frontier", stages=STAGES, micro_batches=arguments.micro_batches, forward_s=BACKWARD_S / 2
+        )
+
+        def during(job: Running) -> None:
+            # Default clocks have been measured in the job then.
+            ran = job.wait_for(lambda found: [r for r in iterations(found, "run") if r["default_measured"]][5:])
+            print(f"iterations of {ran[-1]['time_s']:.2f} s; seconds from the order until it is")
+            print(f"{'':24}" + "".join(f"{step:>10}" for step in ("noticed", "decided", "in force", "power")))
+            for number in range(arguments.times):
+                fraction = 0.8 - 0.02 * number
+                ordered = time.time()
+                answer = by_command(job, fraction)
+                watch(job, ordered, f"command, {fraction:.0%}")
+                if number == 0:
+                    print(f"  answered: {answer}")
+                returned(job, ordered)
+                # Written beside it and renamed, as a power manager should.
+                (folder / "new").write_text(f"{fraction - 0.01}\n")
+                (folder / "new").rename(file)
+                ordered = time.time()
+                watch(job, ordered, f"file, {fraction - 0.01:.0%}")
+                file.write_text("1\n")
+                returned(job, ordered)
+
+        run_while(
+            during,
+            folder / "job",
+            RANKS,
+            stages=STAGES,
+            micro_batches=arguments.micro_batches,
+            perseus={
+                "mode": "run",
+                "frontier": str(folder / "frontier"),
+                "policy": {"name": "reduce", "signal": str(file), "policy": {"name": "slowdown"}},
+                "simulated": {"longest_instruction_s": BACKWARD_S, "counter_period_s": 0.02, "lock_latency_s": 0.015},
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
