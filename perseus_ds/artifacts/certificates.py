@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,9 +13,8 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from perseus_ds.artifacts.io import open_bounded, parse_json
-from perseus_ds.artifacts.limits import MIB
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
-from perseus_ds.artifacts.validation import brief, explain
+from perseus_ds.artifacts.validation import MIB, brief, explain
 from perseus_ds.errors import FrontierError
 from perseus_ds.pipeline.schedule import Schedule
 
@@ -90,18 +88,13 @@ class Certificates:
             raise FrontierError(f"{path}: no such file; it holds the proofs of the lower bounds. {_REMEDY}")
         try:
             with open_bounded(path, FrontierError, FILE_NAME, _MOST_BYTES) as file:
-                arrays = read_arrays(file, _ARRAYS, _MOST_BYTES)
+                arrays = _read_arrays(file)
             version = int(arrays["schema_version"])
             if version != SCHEMA_VERSION:
                 raise ValueError(f"schema_version is {version}, this perseus-ds reads {SCHEMA_VERSION}")
             streams = ScheduleStreams.model_validate(parse_json(arrays["schedule"].tobytes()))
-            result = cls(
-                streams.to_schedule(),
-                arrays["edge_flow_w"],
-                arrays["source_flow_w"],
-                arrays["mixed"],
-                arrays["share"],
-            )
+            flows = ("edge_flow_w", "source_flow_w", "mixed", "share")
+            result = cls(streams.to_schedule(), *(arrays[name] for name in flows))
             result._check()
         except ValidationError as error:
             raise FrontierError(f"{explain(error, ScheduleStreams, f'{path}: schedule.')} {_REMEDY}") from None
@@ -119,15 +112,8 @@ class Certificates:
             raise ValueError("share: expected fractions from 0 to 1")
 
 
-def read_arrays(file: BinaryIO, forms: Mapping[str, tuple[str, int]], most_bytes: int) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays of a file that ``numpy.savez`` or ``numpy.savez_compressed`` has written.
-
-    What the archive's directory declares is checked before anything is unpacked.
-
-    Args:
-        file: The file.
-        forms: Type and number of dimensions of each array, by name; there may be no others.
-        most_bytes: How large all arrays together may be.
+def _read_arrays(file: BinaryIO) -> dict[str, npt.NDArray[Any]]:
+    """Read the arrays; what the archive's directory declares is checked before anything is unpacked.
 
     Raises:
         ValueError: It is damaged, too large, or holds something else.
@@ -135,17 +121,17 @@ def read_arrays(file: BinaryIO, forms: Mapping[str, tuple[str, int]], most_bytes
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-        if sorted(entry.filename for entry in entries) != sorted(f"{name}.npy" for name in forms):
-            raise ValueError(f"expected {', '.join(sorted(forms))}, found {len(entries)} others")
+        if sorted(entry.filename for entry in entries) != sorted(f"{name}.npy" for name in _ARRAYS):
+            raise ValueError(f"expected {', '.join(sorted(_ARRAYS))}, found {len(entries)} others")
         total = sum(entry.file_size for entry in entries)
-        if total > most_bytes:
-            raise ValueError(f"{total} bytes of arrays, at most {most_bytes} are read")
+        if total > _MOST_BYTES:
+            raise ValueError(f"{total} bytes of arrays, at most {_MOST_BYTES} are read")
         file.seek(0)
         with np.load(file, allow_pickle=False) as loaded:
-            arrays = {name: np.asanyarray(loaded[name]) for name in forms}  # bytes where it is no array
+            arrays = {name: np.asanyarray(loaded[name]) for name in _ARRAYS}  # bytes where it is no array
     except Exception as error:  # zipfile, zlib and NumPy raise errors of many kinds for what is damaged
         raise ValueError(str(error) or type(error).__name__) from None
-    for name, (dtype, dimensions) in forms.items():
+    for name, (dtype, dimensions) in _ARRAYS.items():
         found = arrays[name]
         if found.dtype != dtype or found.ndim != dimensions:
             raise ValueError(

@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from perseus_ds.artifacts.io import FileModel, read_json, validated, write_atomically
-from perseus_ds.artifacts.limits import MOST_EVIDENCE_BYTES, Duration, Many, Text
-from perseus_ds.artifacts.printable import bounded
+from perseus_ds.artifacts.io import FileModel, read_model, write_atomically
+from perseus_ds.artifacts.validation import MOST_EVIDENCE_BYTES, Duration, Many, Text
 from perseus_ds.errors import ConfigError
+from perseus_ds.units import printable
 
 FILE_NAME = "evidence.json"
-Lines = Annotated[str, Field(max_length=10_000)]
+Lines = Annotated[str, Field(max_length=10_000), AfterValidator(printable)]
 """A text of several lines."""
+Number = Annotated[float, Field(ge=-1e18, le=1e18)]
 
 
 class Figure(FileModel):
@@ -25,18 +26,16 @@ class Figure(FileModel):
     """
 
     name: Text
-    value: float
+    value: Number
     unit: Text = ""
-    at_least: float | None = None
-    at_most: float | None = None
+    at_least: Number | None = None
+    at_most: Number | None = None
 
     @property
     def is_within_limits(self) -> bool:
         """Whether it keeps its limits."""
-        return not (
-            (self.at_least is not None and self.value < self.at_least)
-            or (self.at_most is not None and self.value > self.at_most)
-        )
+        least, most = self.at_least, self.at_most
+        return (least is None or self.value >= least) and (most is None or self.value <= most)
 
     @property
     def limits(self) -> str:
@@ -111,9 +110,4 @@ class Evidence(FileModel):
         Raises:
             ConfigError: It is missing, or no such file; the message names the key.
         """
-        raw = read_json(path, ConfigError, "evidence.json of checks on a GPU", MOST_EVIDENCE_BYTES)
-        try:
-            raw = bounded(raw)
-        except ValueError as error:
-            raise ConfigError(f"{path}: {error}.") from None
-        return validated(raw, cls, path, ConfigError)
+        return read_model(cls, path, ConfigError, "evidence.json of checks on a GPU", most_bytes=MOST_EVIDENCE_BYTES)

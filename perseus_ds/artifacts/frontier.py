@@ -1,4 +1,8 @@
-"""All Pareto-optimal frequency plans, from the fastest to the one of least energy: look-up, JSON and CSV."""
+"""All Pareto-optimal frequency plans, from the fastest to the one of least energy: look-up, JSON, CSV, Zeus's format.
+
+Zeus and lowtime keep a plan in ``freqs_pipeline_%05d.py``, one Python literal: a list with one list per pipeline rank
+of ``(instruction, MHz)`` in program order. They are read as data and never executed.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,34 @@ import bisect
 import csv
 import io
 import itertools
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from reprlib import repr as shortened
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
 from perseus_ds.artifacts.certificates import FILE_NAME as CERTIFICATES
 from perseus_ds.artifacts.certificates import Certificates
-from perseus_ds.artifacts.gpu_settings import GpuSettings
-from perseus_ds.artifacts.io import FileModel, check_json_size, read_json, validated, write_together
-from perseus_ds.artifacts.limits import (
+from perseus_ds.artifacts.io import (
+    FileModel,
+    check_json_size,
+    parse_json,
+    read_model,
+    read_text,
+    write_together,
+)
+from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams, PowerSwing
+from perseus_ds.artifacts.profile import GpuSettings
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.artifacts.validation import (
+    MIB,
+    MOST_CLOCK_MHZ,
     MOST_PLANS,
+    MOST_STAGES,
     Clock,
     Duration,
     Energy,
@@ -31,10 +49,9 @@ from perseus_ds.artifacts.limits import (
     StageCount,
     Text,
     Time,
+    brief,
+    explain,
 )
-from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan, InstructionStreams, PowerSwing
-from perseus_ds.artifacts.schedule_streams import ScheduleStreams
-from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import DeadlineError, FrontierError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Schedule
@@ -45,8 +62,8 @@ _MOST_ALTERNATIVES = 20
 _POWERS = ("mean_power_w", "highest_power_w", "lowest_power_w", "power_change_w")
 SLOWDOWNS = (0.0, 0.01, 0.02, 0.05)
 """Against the highest clock, at which savings of plans and alternatives are compared."""
-# In a sentence; and what counts as equal, as a fraction of the energy.
-_COMPARED, _AS_GOOD = 0.01, 0.005
+_AS_GOOD = 0.005
+"""Savings that differ by less, as a fraction of the energy, count as equal."""
 
 
 class Provenance(FileModel):
@@ -111,7 +128,7 @@ class Frontier:
         baseline: The plan with everything at the highest measured clock: the cost of running without Perseus.
         instruction_times_s: The profile's duration of an instruction, by stage, kind and clock [s].
         schedule: The schedule that the plans are for; None in files that do not hold it.
-        alternatives: What one would set instead, by the same profile.
+        alternatives: What one would set instead, by the same profile; computed for people, not by jobs.
         certificates: The proofs of the plans' lower bounds, where they were just computed; ``save`` writes them on
             request.
     """
@@ -153,13 +170,13 @@ class Frontier:
         """
         if not deadline_s > 0:
             raise DeadlineError(f"A deadline is a time above 0 s, got {deadline_s}.")
-        index = bisect.bisect_right(self._times_s, deadline_s * (1 + _TOLERANCE))
-        if index == 0:
+        plan = self._in_time(deadline_s)
+        if plan is None:
             raise DeadlineError(
                 f"No plan finishes an iteration in {deadline_s:.6g} s; the fastest takes {self.plans[0].time_s:.6g} s "
                 f"(T_min is {self.t_min_s:.6g} s). Allow at least that."
             )
-        return self.plans[index - 1]
+        return plan
 
     def within(self, max_slowdown: float) -> FrequencyPlan:
         """Return the plan of least energy that is at most so much slower than ``T_min``.
@@ -174,43 +191,34 @@ class Frontier:
         """Return what plans and alternatives save against the highest clock, by name, ``Perseus`` first.
 
         Returns:
-            A fraction of the energy for each of :data:`SLOWDOWNS`; None where nothing is in time.
+            A fraction of the energy for each of :data:`SLOWDOWNS`; None where nothing is in time. No more time is that
+            of the highest clock, or ``T_min`` where changes of clock that plans allow for make that longer.
         """
-        deadlines_s = [(1 + slowdown) * self.baseline.time_s for slowdown in SLOWDOWNS]
-        found = {"Perseus": [self._saved(self._in_time(deadline_s)) for deadline_s in deadlines_s]}
-        for one in self.alternatives:
-            found[one.name] = [self._saved(one.within(deadline_s)) for deadline_s in deadlines_s]
-        return found
+        least_s = max(self.baseline.time_s, self.t_min_s)
+        deadlines_s = [(1 + slowdown) * least_s for slowdown in SLOWDOWNS]
+        plan_or_point = {"Perseus": self._in_time, **{one.name: one.within for one in self.alternatives}}
+        return {name: [self._saved(found(time_s)) for time_s in deadlines_s] for name, found in plan_or_point.items()}
 
     def best_alternative_in_words(self) -> str:
         """Return a sentence: what plans save more than the best alternative in 1 % more time."""
-        place = SLOWDOWNS.index(_COMPARED)
+        place = SLOWDOWNS.index(0.01)
         saved = {name: values[place] or 0.0 for name, values in self.savings().items()}
         plans = saved.pop("Perseus")
         name = max(saved, key=saved.__getitem__)
         more = plans - saved[name]
         if more < _AS_GOOD:
-            return f"In {_COMPARED:.0%} more time, {name} is as good: it saves {saved[name]:.1%}, Perseus {plans:.1%}."
-        return (
-            f"In {_COMPARED:.0%} more time, Perseus saves {100 * more:.1f} percentage points more than the best of "
-            f"them, {name}."
-        )
+            return f"In 1% more time, {name} is as good: it saves {saved[name]:.1%}, Perseus {plans:.1%}."
+        return f"In 1% more time, Perseus saves {100 * more:.1f} percentage points more than the best of them, {name}."
 
     def _in_time(self, deadline_s: float) -> FrequencyPlan | None:
-        return self.lookup(deadline_s) if self.plans[0].time_s <= deadline_s * (1 + _TOLERANCE) else None
+        index = bisect.bisect_right(self._times_s, deadline_s * (1 + _TOLERANCE))
+        return self.plans[index - 1] if index else None
 
     def _saved(self, found: FrequencyPlan | AlternativePoint | None) -> float | None:
         return None if found is None else 1 - found.energy_j / self.baseline.energy_j
 
     def save(self, directory: Path | str, *, certificates: bool = False) -> Path:
-        """Write ``frontier.csv`` and ``frontier.json``, all complete or not at all.
-
-        Args:
-            directory: Where to write them.
-            certificates: Whether to write ``certificates.npz`` too, where there are any.
-
-        Returns:
-            The path of ``frontier.json``.
+        """Write ``frontier.json``, ``frontier.csv`` and certificates if asked for, or none; return the first's path.
 
         Raises:
             FrontierError: A number is beyond the limits of what is read again, or there are too many.
@@ -226,12 +234,10 @@ class Frontier:
             raise FrontierError(explain(error, _FrontierFile, f"{path}: ")) from None
         except ValueError as error:
             raise FrontierError(f"{path}: it would have {error}. Ask for fewer plans.") from None
-        files: list[tuple[Path, str | bytes]] = [(directory / "frontier.csv", self._csv())]
-        if certificates and self.certificates is not None:
-            write_together([*files, (proofs, self.certificates.to_bytes()), (path, contents)])
-        else:
-            # Certificates that lie there belong to an older frontier.
-            write_together([*files, (path, contents)], outdated=[proofs])
+        proof = self.certificates.to_bytes() if certificates and self.certificates is not None else None
+        files: list[tuple[Path, str | bytes]] = [] if proof is None else [(proofs, proof)]
+        files += [(directory / "frontier.csv", self._csv()), (path, contents)]
+        write_together(files, outdated=[] if proof else [proofs])  # which belong to an older frontier
         return path
 
     @classmethod
@@ -244,9 +250,8 @@ class Frontier:
         path = Path(path)
         if path.is_dir():
             path = path / "frontier.json"
-        what = "frontier.json, as written by perseus-ds optimize"
-        raw = read_json(path, FrontierError, what)
-        file = validated(raw, _FrontierFile, path, FrontierError, 'Run "perseus-ds optimize" again.')
+        what, remedy = "frontier.json, as written by perseus-ds optimize", 'Run "perseus-ds optimize" again.'
+        file = read_model(_FrontierFile, path, FrontierError, what, remedy=remedy)
         try:
             return file.to_frontier()
         except (FrontierError, ScheduleError) as error:
@@ -294,7 +299,7 @@ class _PlanFile(FileModel):
             time_s=plan.time_s,
             energy_j=plan.energy_j,
             lower_bound_j=plan.lower_bound_j,
-            power_w=None if plan.power is None else (plan.power.highest_w, plan.power.lowest_w, plan.power.change_w),
+            power_w=None if plan.power is None else astuple(plan.power),
             clocks_mhz=[list(clocks) for clocks in plan.clocks_mhz],
         )
 
@@ -327,7 +332,9 @@ class _FrontierFile(FileModel):
     def to_frontier(self) -> Frontier:
         instructions = tuple(tuple(Instruction(*entry) for entry in stream) for stream in self.instructions)
         plans = tuple(plan.to_plan(instructions) for plan in self.plans)
-        _check_order(plans)
+        for number, (faster, slower) in enumerate(itertools.pairwise(plans)):
+            if not (faster.time_s < slower.time_s and faster.energy_j > slower.energy_j):
+                raise FrontierError(f"plans {number} and {number + 1} are not ordered by time and energy.")
         times_s = {(stage, kind, clock): time_s for stage, kind, clock, time_s in self.instruction_times_s}
         schedule = None if self.streams is None else self.streams.to_schedule()
         baseline = self.baseline.to_plan(instructions)
@@ -336,12 +343,6 @@ class _FrontierFile(FileModel):
             for name, points in self.alternatives.items()
         )
         return Frontier(plans, self.t_min_s, baseline, self.provenance, times_s, schedule, alternatives)
-
-
-def _check_order(plans: Sequence[FrequencyPlan]) -> None:
-    for number, (faster, slower) in enumerate(itertools.pairwise(plans)):
-        if not (faster.time_s < slower.time_s and faster.energy_j > slower.energy_j):
-            raise FrontierError(f"plans {number} and {number + 1} are not ordered by time and energy.")
 
 
 def drop_dominated(plans: Iterable[P]) -> list[P]:
@@ -353,18 +354,74 @@ def drop_dominated(plans: Iterable[P]) -> list[P]:
     return kept
 
 
-def describe(frontier: Frontier) -> dict[str, Any]:
-    """Return a summary: times, energies, gaps, and the savings at ``T_min`` and ``T*``."""
-    first, last = frontier.plans[0], frontier.plans[-1]
-    gaps = [plan.gap for plan in frontier.plans if plan.gap is not None]
-    return {
-        "plans": len(frontier.plans),
-        "t_min_s": frontier.t_min_s,
-        "t_star_s": frontier.t_star_s,
-        "fastest_time_s": first.time_s,
-        "baseline_energy_j": frontier.baseline.energy_j,
-        "saving_at_t_min": 1 - first.energy_j / frontier.baseline.energy_j,
-        "saving_at_t_star": 1 - last.energy_j / frontier.baseline.energy_j,
-        "mean_gap": sum(gaps) / len(gaps) if gaps else None,
-        "worst_gap": max(gaps) if gaps else None,
-    }
+Pairs = list[list[tuple[str, int]]]
+"""For every rank, the instruction's kind and its clock [MHz]."""
+_MOST_BYTES = 4 * MIB
+# Python's own parser takes 100 times the time and memory for the same list.
+_COMMENT, _TRAILING_COMMA, _TO_JSON = re.compile(r"#[^\n]*"), re.compile(r",\s*\]"), str.maketrans("()'", '[]"')
+
+
+def export_zeus(frontier: Frontier, directory: Path) -> list[Path]:
+    """Write every plan as a file that Zeus's server loads, or none; the number is the plan's in ``frontier.csv``.
+
+    A tail's clock is left out: Zeus knows forward and backward passes only.
+
+    Returns:
+        The files, the fastest plan first.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / f"freqs_pipeline_{number:05d}.py" for number in range(len(frontier.plans))]
+    plans = zip(paths, enumerate(frontier.plans), strict=True)
+    write_together((path, _literal(number, plan)) for path, (number, plan) in plans)
+    return paths
+
+
+def _literal(number: int, plan: FrequencyPlan) -> str:
+    ranks = [
+        [(i.kind.value, clock) for i, clock in zip(instructions, clocks, strict=True) if i.kind is not Kind.TAIL]
+        for instructions, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True)
+    ]
+    lines = ["[", *(f"{rank}," for rank in ranks), "]"]
+    return "\n".join([*lines, f"# Plan {number}: {plan.time_s!r} s, {plan.energy_j!r} J"]) + "\n"
+
+
+def read_zeus(path: Path) -> Pairs:
+    """Read one plan file, without executing it.
+
+    Raises:
+        FrontierError: The file is not a list of this form; the message names rank and position.
+    """
+    text = read_text(path, FrontierError, "file of a plan", _MOST_BYTES)
+    try:
+        value = parse_json(_TRAILING_COMMA.sub("]", _COMMENT.sub("", text).translate(_TO_JSON)))
+    except ValueError as error:
+        raise FrontierError(
+            f"{path}: not a list ({brief(error)}). Expected one list per rank of (instruction, MHz)."
+        ) from None
+    if not isinstance(value, list) or not 0 < len(value) <= MOST_STAGES:
+        raise FrontierError(f"{path}: expected one list per rank, at most {MOST_STAGES}, found {shortened(value)}.")
+    for rank, entries in enumerate(value):
+        if not isinstance(entries, list):
+            raise FrontierError(f"{path}: rank {rank}: expected a list, found {shortened(entries)}.")
+        for position, entry in enumerate(entries):
+            match entry:
+                case [str(kind), int(clock)] if len(kind) <= 80 and 0 < clock <= MOST_CLOCK_MHZ and clock is not True:
+                    entries[position] = kind, clock
+                case _:
+                    raise FrontierError(
+                        f"{path}: rank {rank}, instruction {position}: expected (instruction, MHz) such as "
+                        f"('forward', 1410), found {shortened(entry)}."
+                    )
+    return value
+
+
+def read_plans(directory: Path) -> Iterator[tuple[Path, Pairs]]:
+    """Return all plan files of a folder in the order of their names; each is read when it is asked for.
+
+    Raises:
+        FrontierError: There are none, or one is not of this form.
+    """
+    paths = sorted(directory.glob("freqs_pipeline_*.py"))
+    if not paths:
+        raise FrontierError(f"{directory}: no freqs_pipeline_*.py in it. Give the folder that lowtime wrote.")
+    return ((path, read_zeus(path)) for path in paths)

@@ -14,8 +14,7 @@ from typing import Any, BinaryIO, TypeVar
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from perseus_ds.artifacts.limits import MIB
-from perseus_ds.artifacts.validation import brief, explain
+from perseus_ds.artifacts.validation import MIB, brief, explain
 from perseus_ds.errors import PerseusError
 
 MOST_TEXT_BYTES = 16 * MIB
@@ -112,14 +111,6 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
-
-
-def is_there(path: Path) -> bool:
-    """Return whether a file or folder exists that this user can look up.
-
-    ``Path.exists`` raises errors for names that are too long and for folders of other users.
-    """
-    return os.path.exists(path)
 
 
 def open_without_links(path: Path, *, append: bool) -> BinaryIO:
@@ -233,14 +224,21 @@ def read_json(
     return raw
 
 
-def validated(
-    raw: dict[str, Any], model: type[Model], path: Path, error_class: type[PerseusError], remedy: str = ""
+def read_model(
+    model: type[Model],
+    path: Path,
+    error_class: type[PerseusError],
+    what: str,
+    *,
+    most_bytes: int = MOST_JSON_BYTES,
+    remedy: str = "",
 ) -> Model:
-    """Check the contents of a JSON file against its schema.
+    """Read a JSON file that has the keys of a model.
 
     Raises:
-        PerseusError: As ``error_class``; the message names the file and the wrong keys.
+        PerseusError: As :func:`read_json`; or keys are wrong, which the message names, with the remedy.
     """
+    raw = read_json(path, error_class, what, most_bytes)
     try:
         return model.model_validate(raw)
     except ValidationError as error:

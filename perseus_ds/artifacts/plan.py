@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 
 from perseus_ds.errors import PlanError
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -12,16 +13,13 @@ InstructionStreams = tuple[tuple[Instruction, ...], ...]
 ClockTimes = Mapping[tuple[int, Kind, int], float]
 """Duration of an instruction, by stage, kind and clock [s]."""
 
+NEARLY = 0.001
+"""By so large a fraction may energy be higher where a smaller swing of power is asked for."""
+
 
 @dataclass(frozen=True)
 class PowerSwing:
-    """Power of a pipeline over one second while an iteration repeats, one GPU per rank.
-
-    Attributes:
-        highest_w: The highest mean power of any second [W].
-        lowest_w: The lowest one [W].
-        change_w: The largest difference between one second and the next [W].
-    """
+    """The highest and the lowest mean power over one second of a pipeline, one GPU per rank, and its largest change."""
 
     highest_w: float
     lowest_w: float
@@ -56,6 +54,11 @@ class FrequencyPlan:
     def gap(self) -> float | None:
         """Distance of the plan's energy from its lower bound, as a fraction of the bound."""
         return None if self.lower_bound_j is None else self.energy_j / self.lower_bound_j - 1
+
+    @property
+    def clock_of_mhz(self) -> dict[Instruction, int]:
+        """The clock of each instruction."""
+        return dict(zip(chain(*self.instructions), chain(*self.clocks_mhz), strict=True))
 
     @property
     def changes_by_rank(self) -> list[int]:
@@ -95,9 +98,7 @@ def check_instructions(planned: Sequence[Sequence[Instruction]], expected: Seque
     remedy = f'Run "perseus-ds optimize" again for {len(expected)} ranks and {micro_batches} micro-batches.'
     check_ranks(len(planned), len(expected), remedy)
     for rank, (ours, theirs) in enumerate(zip(planned, expected, strict=True)):
-        for position in range(max(len(ours), len(theirs))):
-            plan_has = str(ours[position]) if position < len(ours) else "nothing"
-            schedule_has = str(theirs[position]) if position < len(theirs) else "nothing"
+        for position, (plan_has, schedule_has) in enumerate(zip_longest(ours, theirs, fillvalue="nothing")):
             if plan_has != schedule_has:
                 raise PlanError(
                     f"Plan does not fit this schedule: rank {rank}, instruction {position}: "

@@ -9,18 +9,18 @@ from __future__ import annotations
 import csv
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field, ValidationError
 
-from perseus_ds.artifacts.gpu_settings import GpuSettings
-from perseus_ds.artifacts.io import MOST_JSON_BYTES, FileModel, read_json, read_text, validated, write_together
-from perseus_ds.artifacts.limits import (
+from perseus_ds.artifacts.io import MOST_JSON_BYTES, FileModel, read_model, read_text, write_together
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.artifacts.validation import (
     Clock,
     Count,
     Duration,
@@ -33,13 +33,41 @@ from perseus_ds.artifacts.limits import (
     StageCount,
     Text,
     Time,
+    explain,
 )
-from perseus_ds.artifacts.schedule_streams import ScheduleStreams
-from perseus_ds.artifacts.validation import explain
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Payload
+
+
+class GpuSettings(FileModel):
+    """What can be set of a GPU that changes what default clocks are, and what computing and waiting draw.
+
+    Attributes:
+        power_limit_w: The limit in force, whoever has set it; None where it is not known.
+        application_clock_mhz: Below which default clocks stay; None where it is not known.
+        power_profiles: Workload power profiles in force, by NVML's names.
+        power_smoothing: What is applied of power smoothing, by NVML's names and in its units; empty while off.
+        whole_module: Whether the energy counter covers more than the GPU, such as a processor beside it.
+    """
+
+    power_limit_w: Power | None = None
+    application_clock_mhz: Clock | None = None
+    power_profiles: list[Text] = Field(default_factory=list)
+    power_smoothing: dict[Text, Index] = Field(default_factory=dict)
+    whole_module: bool = False
+
+    def __str__(self) -> str:
+        facts = [
+            f"power limit {self.power_limit_w:g} W" if self.power_limit_w is not None else "power limit not known",
+            f"application clock {self.application_clock_mhz} MHz" if self.application_clock_mhz is not None else "",
+            f"power profile {', '.join(self.power_profiles)}" if self.power_profiles else "no power profile",
+            "power smoothing " + (", ".join(f"{n} {v}" for n, v in self.power_smoothing.items()) or "off"),
+            "energy of the whole module" if self.whole_module else "",
+        ]
+        return "; ".join(fact for fact in facts if fact)
+
 
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 Floats = npt.NDArray[np.float64]
@@ -121,6 +149,24 @@ class ProfileInfo(FileModel):
             other_s={(o.command, o.stage): o.time_s for o in self.others},
         )
 
+    def with_fixed_durations(self, fixed: FixedDurations) -> ProfileInfo:
+        """Return the same with these durations, and its own where there are none of these."""
+        own = self.fixed_durations
+        transfer_s, other_s = {**own.transfer_s, **fixed.transfer_s}, {**own.other_s, **fixed.other_s}
+        durations = {
+            "load_s": {**own.load_s, **fixed.load_s},
+            "tail_s": {**own.tail_s, **fixed.tail_s},
+            "transfers": [
+                TransferDuration(payload=payload, source=source, target=target, time_s=time_s)
+                for (payload, source, target), time_s in transfer_s.items()
+            ],
+            "others": [
+                OtherDuration(command=command, stage=stage, time_s=time_s)
+                for (command, stage), time_s in other_s.items()
+            ],
+        }
+        return self.model_copy(update=durations)
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -141,13 +187,7 @@ def combine_ranks(rows: Sequence[Measurement]) -> Measurement:
 
 @dataclass(frozen=True)
 class ClockOptions:
-    """The clocks measured for one (stage, kind), ascending, with time and energy at each.
-
-    Attributes:
-        clock_mhz: Shape (n,).
-        time_s: Shape (n,).
-        energy_j: Shape (n,), per GPU.
-    """
+    """The clocks measured for one (stage, kind), ascending, with time and energy of a GPU at each: shape (n,)."""
 
     clock_mhz: npt.NDArray[np.int64]
     time_s: Floats
@@ -170,17 +210,15 @@ class ClockOptions:
 def lower_hull(time_s: Floats, cost_j: Floats) -> list[int]:
     """Return the indices of the points on the lower hull of points with rising time."""
     kept: list[int] = []
-    for index in range(len(time_s)):
-        while len(kept) >= 2 and _above(time_s, cost_j, kept[-2], kept[-1], index):
-            kept.pop()
-        kept.append(index)
+    for right in range(len(time_s)):
+        while len(kept) >= 2:
+            left, middle = kept[-2:]
+            rise = (cost_j[right] - cost_j[left]) * (time_s[middle] - time_s[left])
+            if (cost_j[middle] - cost_j[left]) * (time_s[right] - time_s[left]) < rise:
+                break
+            kept.pop()  # it lies on or above the line through its neighbours
+        kept.append(right)
     return kept
-
-
-def _above(time_s: Floats, cost_j: Floats, left: int, middle: int, right: int) -> bool:
-    """Whether the middle point lies on or above the line through its neighbours."""
-    rise = (cost_j[right] - cost_j[left]) * (time_s[middle] - time_s[left])
-    return bool((cost_j[middle] - cost_j[left]) * (time_s[right] - time_s[left]) >= rise)
 
 
 class StageProfile:
@@ -199,7 +237,9 @@ class StageProfile:
         self.info = info or ProfileInfo()
         rows: dict[tuple[int, Kind], dict[int, Measurement]] = defaultdict(dict)
         for row in measurements:
-            _check(row)
+            cells = (row.stage, row.kind, row.clock_mhz, row.time_s, row.energy_j)
+            where = f"stage {row.stage}, {row.kind}, {row.clock_mhz} MHz: "
+            _measurement(dict(zip(COLUMNS, cells, strict=True)), where)
             known = rows[row.stage, row.kind].setdefault(row.clock_mhz, row)
             if known != row:
                 raise ProfileError(
@@ -227,9 +267,7 @@ class StageProfile:
         info = ProfileInfo()
         if info_path.exists():
             remedy = "Measure the profile again, or remove the file to use the rows alone."
-            info = validated(
-                read_json(info_path, ProfileError, "profile.json"), ProfileInfo, info_path, ProfileError, remedy
-            )
+            info = read_model(ProfileInfo, info_path, ProfileError, "profile.json", remedy=remedy)
         try:
             profile = cls(_read_rows(path), info)
         except ProfileError as error:
@@ -318,28 +356,38 @@ class _Row(FileModel):
     energy: Energy
 
 
-def _check(row: Measurement) -> None:
-    cells = (row.stage, row.kind, row.clock_mhz, row.time_s, row.energy_j)
+def _measurement(cells: Mapping[str, Any], where: str) -> Measurement:
+    """Return the row with these cells by column, which may be texts.
+
+    Raises:
+        ProfileError: One of them is wrong; the message says where.
+    """
     try:
-        _Row.model_validate(dict(zip(COLUMNS, cells, strict=True)))
+        row = _Row.model_validate(cells)
     except ValidationError as error:
-        where = f"stage {row.stage}, {row.kind}, {row.clock_mhz} MHz: "
         raise ProfileError(f"{explain(error, _Row, where)} Measure it again.") from None
+    return Measurement(row.stage, row.instruction, row.frequency, row.time, row.energy)
 
 
 def _read_rows(path: Path) -> list[Measurement]:
     """Read a CSV; rows of different ranks are combined, rows of the same rank are not."""
-    combined: dict[tuple[int, Kind, int], list[tuple[tuple[str, ...], Measurement]]] = defaultdict(list)
+    # Equal rows count once.
+    combined: dict[tuple[int, Kind, int], dict[tuple[Any, Measurement], None]] = defaultdict(dict)
     try:
         for line, record in _records(path):
-            row = _parse(f"{path}, line {line}: ", record)
+            row = _measurement(record, f"{path}, line {line}: ")
             rank = tuple(record.get(c) or "" for c in ("rank", "dp_rank", "tp_rank"))
-            combined[row.stage, row.kind, row.clock_mhz].append((rank, row))
+            combined[row.stage, row.kind, row.clock_mhz][rank, row] = None
     except csv.Error as error:
         raise ProfileError(f"{path}: not a CSV file ({error}).") from None
     if not combined:
         raise ProfileError(f'{path}: no rows. Measure a profile with "mode": "profile".')
-    return [row for entries in combined.values() for row in _combine(entries)]
+    rows: list[Measurement] = []
+    for entries in combined.values():
+        of_key = [row for _, row in entries]
+        is_by_rank = len({rank for rank, _ in entries}) == len(entries)
+        rows += [combine_ranks(of_key)] if is_by_rank else of_key  # which disagree, and are compared
+    return rows
 
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
@@ -363,19 +411,3 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
                 f"{path}, line {reader.line_num}: {empty[0]} is empty; the file may be cut off. Measure it again."
             )
         yield reader.line_num, record
-
-
-def _parse(where: str, record: dict[str, str]) -> Measurement:
-    try:
-        row = _Row.model_validate(record)
-    except ValidationError as error:
-        raise ProfileError(f"{explain(error, _Row, where)} Measure it again.") from None
-    return Measurement(row.stage, row.instruction, row.frequency, row.time, row.energy)
-
-
-def _combine(entries: list[tuple[tuple[str, ...], Measurement]]) -> list[Measurement]:
-    """Combine rows of different ranks; rows of the same rank are returned as they are, to be compared."""
-    entries = list(dict.fromkeys(entries))
-    if len({rank for rank, _ in entries}) < len(entries):
-        return [row for _, row in entries]
-    return [combine_ranks([row for _, row in entries])]

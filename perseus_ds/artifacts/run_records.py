@@ -7,7 +7,7 @@ events. What can be computed from a record (a saving, a lateness) is a property 
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
 import stat
 import typing
@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perseus_ds.artifacts.gpu_settings import GpuSettings
 from perseus_ds.artifacts.io import open_bounded, parse_json
-from perseus_ds.artifacts.limits import (
+from perseus_ds.artifacts.profile import GpuSettings
+from perseus_ds.artifacts.validation import (
     MOST_EVENT_BYTES,
     MOST_EVENTS,
     MOST_RECORD_BYTES,
@@ -27,8 +27,8 @@ from perseus_ds.artifacts.limits import (
     MOST_RECORDS,
     UnixTime,
 )
-from perseus_ds.artifacts.printable import bounded
 from perseus_ds.errors import ConfigError
+from perseus_ds.units import bounded
 
 
 class RunRecord(BaseModel):
@@ -64,6 +64,9 @@ class IterationRecord(RunRecord):
     next_in_s: float | None = Field(None, description="When it begins, counted from here, as estimated [s].")
     plan: int | None = Field(None, description="The plan of rank 0's pipeline: its place on the frontier.")
     shape: int | None = Field(None, description="Number of its inputs' shapes, where they have plans of their own.")
+    limited: bool = Field(
+        False, description="Whether its plan, or its default clocks, are those of GPUs under limits that others set."
+    )
     time_s: float = Field(gt=0, description="Iteration time of the slowest rank [s].")
     energy_j: float | None = Field(None, description="Energy of all GPUs of the job [J].")
     energy_by_pipeline_j: tuple[float, ...] | None = Field(None, description="The same by data-parallel pipeline [J].")
@@ -207,12 +210,22 @@ class PowerCapChanged(Event):
     source: str = Field("", description="Where it comes from: the policy, or the file that it names.")
 
 
+class LimitsChanged(Event):
+    """Other GPUs than before, or by more or less, may do less than when the profile was measured."""
+
+    event: Literal["limits"] = "limits"
+    limits: tuple[tuple[int, float | None, float | None], ...] = Field(
+        (), description="Rank, power limit [W], and the clock that heat or the machine allow [MHz], of each of them."
+    )
+    more: int = Field(0, description="GPUs that are left out of these.")
+
+
 class Drifted(Event):
     """Instructions take longer or shorter than profiled."""
 
     event: Literal["drift"] = "drift"
     drift: float = 0.0
-    profiles_again: bool = Field(False, description="Whether the job profiles again.")
+    then: str = Field("", description="What follows.")
 
 
 class ClockRefused(Event):
@@ -353,19 +366,16 @@ def iterate_records(path: Path) -> Iterator[Record]:
         ConfigError: The file is missing, a line of it is no record, or there are too many.
     """
     path = path / FILE_NAME if path.is_dir() else path
-    cut_off: tuple[int, bytes] | None = None
+    problem = ""
     events = event_bytes = 0
     with open_bounded(path, ConfigError, "run.jsonl of a training run", MOST_RECORD_BYTES) as file:
-        for number in itertools.count(1):
-            line = file.readline(MOST_RECORD_LINE_BYTES)
-            if cut_off is not None and line:
-                raise ConfigError(f"{path}, line {cut_off[0]}: not a record of an iteration: {cut_off[1][:80]!r}.")
-            if not line:  # a last line may be cut off: the job was killed, or is still writing
-                return
+        for number, line in enumerate(iter(lambda: file.readline(MOST_RECORD_LINE_BYTES), b""), start=1):
+            if problem:
+                raise ConfigError(problem)
             try:
                 record = from_line(line)
-            except ValueError:
-                cut_off = number, line
+            except ValueError:  # the last line may be cut off: the job was killed, or is still writing
+                problem = f"{path}, line {number}: not a record of an iteration: {line[:80]!r}."
                 continue
             if isinstance(record, Event):
                 events, event_bytes = events + 1, event_bytes + len(line)
@@ -377,8 +387,6 @@ def iterate_records(path: Path) -> Iterator[Record]:
             yield record
 
 
-_MOST_BYTES = MOST_RECORD_LINE_BYTES
-"""Read at once; a line that is longer is no record."""
 _HEAD_BYTES = 256
 
 
@@ -400,9 +408,9 @@ class RecordFollower:
         self.unreadable = 0
 
     def read(self) -> Iterator[tuple[bool, list[Record]]]:
-        """Yield the new records, those of some megabytes at a time, each time with whether the file has changed.
+        """Yield the new records, those of some megabytes at a time, each time with False.
 
-        It has if it is another one than before, or was cut: then its records are all new, and those before are no
+        Where the file is another one than before, or was cut, the first are True and none: the records before are no
         longer valid.
 
         Raises:
@@ -415,30 +423,22 @@ class RecordFollower:
                 raise OSError(f"{self._path}: expected a regular file of at most {MOST_RECORD_BYTES} bytes")
             head = file.read(_HEAD_BYTES)
             is_same = status.st_ino == self._inode and status.st_size >= self._offset and head.startswith(self._head)
-            is_new = self._offset > 0 and not is_same
             if not is_same:
+                if self._offset:
+                    yield True, []
                 self._offset = self.unreadable = 0
             self._inode, self._head = status.st_ino, head
             file.seek(self._offset)
-            while block := self._complete_lines(file.read(_MOST_BYTES)):
+            while block := file.read(MOST_RECORD_LINE_BYTES):
+                end = block.rfind(b"\n") + 1
+                if not end and len(block) < MOST_RECORD_LINE_BYTES:  # a longer line is no record
+                    return
+                block = block[:end] if end else block
                 self._offset += len(block)
-                yield is_new, self._records(block)
-                is_new = False
+                found, lines = [], block.splitlines()
+                for line in lines:
+                    with contextlib.suppress(ValueError):
+                        found.append(from_line(line))
+                self.unreadable += len(lines) - len(found)
+                yield False, found
                 file.seek(self._offset)
-
-    @staticmethod
-    def _complete_lines(block: bytes) -> bytes:
-        end = block.rfind(b"\n") + 1
-        return block if len(block) == _MOST_BYTES and not end else block[:end]
-
-    def _records(self, lines: bytes) -> list[Record]:
-        found = [_record(line) for line in lines.splitlines()]
-        self.unreadable += found.count(None)
-        return [record for record in found if record is not None]
-
-
-def _record(line: bytes) -> Record | None:
-    try:
-        return from_line(line)
-    except ValueError:
-        return None

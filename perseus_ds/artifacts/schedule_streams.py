@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from perseus_ds.artifacts.io import FileModel
-from perseus_ds.artifacts.limits import (
+from perseus_ds.artifacts.validation import (
     MOST_INSTRUCTIONS,
     MOST_STAGES,
     Index,

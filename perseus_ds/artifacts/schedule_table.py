@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from perseus_ds.artifacts.io import FileModel, write_atomically
-from perseus_ds.artifacts.limits import Count
+from perseus_ds.artifacts.validation import Count
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -61,6 +61,13 @@ class ScheduleTable(FileModel):
     simulated: bool | None
     gpu: str | None
     schedules: Annotated[list[ComparedSchedule], Field(min_length=1)]
+
+    @property
+    def subject(self) -> str:
+        """The GPU, and whether it is simulated, as the end of a title."""
+        gpu = f": {self.gpu}" if self.gpu else ""
+        hidden = self.simulated and "simulated" not in gpu.lower()
+        return gpu + (" (SIMULATED)" if hidden else "")
 
     def save(self, path: Path) -> None:
         """Write the file completely or not at all."""

@@ -7,12 +7,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from perseus_ds.artifacts.io import FileModel, read_json, validated
-from perseus_ds.artifacts.limits import MOST_SECONDS, MOST_TIMELINE_BYTES, Clock, Index, Many, MicroBatch, Stage, Text
+from perseus_ds.artifacts.io import FileModel, read_model
+from perseus_ds.artifacts.validation import (
+    MOST_SECONDS,
+    MOST_TIMELINE_BYTES,
+    Clock,
+    Index,
+    Many,
+    MicroBatch,
+    Stage,
+    Text,
+)
 from perseus_ds.errors import ConfigError
 
-_FORMAT: Literal["perseus-ds timeline"] = "perseus-ds timeline"
-Moment = Annotated[float, Field(ge=-MOST_SECONDS, le=MOST_SECONDS)]
+RelativeTime = Annotated[float, Field(ge=-MOST_SECONDS, le=MOST_SECONDS)]
 
 
 class MeasuredOperation(FileModel):
@@ -43,8 +51,8 @@ class MeasuredOperation(FileModel):
     ]
     stage: Stage
     micro_batch: MicroBatch
-    start_s: Moment
-    end_s: Moment
+    start_s: RelativeTime
+    end_s: RelativeTime
     target: Stage | None = None
     command: Text | None = None
     clock_mhz: Clock | None = None
@@ -73,7 +81,7 @@ class MeasuredIteration(FileModel):
 class TimelineFile(FileModel):
     """The contents of ``timeline.json``."""
 
-    format: Literal["perseus-ds timeline"] = _FORMAT
+    format: Literal["perseus-ds timeline"] = "perseus-ds timeline"
     schema_version: Literal[1] = 1
     simulated: bool
     gpu: Text
@@ -86,8 +94,8 @@ class TimelineFile(FileModel):
         Raises:
             ConfigError: It is missing, cut off, foreign or of another version; the message names file and key.
         """
-        raw = read_json(path, ConfigError, "timeline.json of a training run", MOST_TIMELINE_BYTES)
-        return validated(raw, cls, path, ConfigError, "Train again to have it written anew.")
+        what, remedy = "timeline.json of a training run", "Train again to have it written anew."
+        return read_model(cls, path, ConfigError, what, most_bytes=MOST_TIMELINE_BYTES, remedy=remedy)
 
     @property
     def operations(self) -> int:

@@ -1,4 +1,7 @@
-"""The strict base of blocks that users write, and one text for what is wrong with a block, a file or an argument."""
+"""What blocks, files and arguments may hold: limits, the strict base of blocks, and one text for what is wrong.
+
+Beyond the limits, which ``docs/file-formats.md`` states, a file is not read.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,49 @@ import difflib
 import re
 import reprlib
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+MIB = 2**20
+MOST_RECORD_BYTES = 2048 * MIB
+MOST_RECORD_LINE_BYTES = 4 * MIB
+MOST_RECORDS = 1_000_000
+MOST_EVENTS, MOST_EVENT_BYTES = 50_000, 12 * MIB
+MOST_TIMELINE_BYTES, MOST_OPERATIONS = 16 * MIB, 100_000
+MOST_EVIDENCE_BYTES = 4 * MIB
+
+MOST_STAGES = 4_096
+MOST_MICRO_BATCHES = 65_536
+MOST_PLANS = 10_000
+"""Of one frontier."""
+MOST_INSTRUCTIONS = 65_536
+"""Stages times micro-batches: an iteration with more does not fit into memory as a DAG."""
+MOST_CLOCK_MHZ = 100_000
+LEAST, MOST_SECONDS, MOST_JOULES, MOST_WATTS = 1e-9, 1e9, 1e15, 1e9
+"""Times, energies and powers beyond these are no measurements, and their products could overflow."""
+MOST_UNIX_SECONDS = 1e11
+"""In the year 5138: later moments are none that a calendar can show."""
+
+Index = Annotated[int, Field(ge=0, lt=2**31)]
+Stage = Annotated[int, Field(ge=0, lt=MOST_STAGES)]
+MicroBatch = Annotated[int, Field(ge=0, lt=MOST_MICRO_BATCHES)]
+StageCount = Annotated[int, Field(ge=1, le=MOST_STAGES)]
+MicroBatchCount = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Clock = Annotated[int, Field(gt=0, le=MOST_CLOCK_MHZ)]
+Time = Annotated[float, Field(ge=LEAST, le=MOST_SECONDS)]
+Energy = Annotated[float, Field(ge=LEAST, le=MOST_JOULES)]
+Duration = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+UnixTime = Annotated[float, Field(ge=0, le=MOST_UNIX_SECONDS)]
+Power = Annotated[float, Field(ge=0, le=MOST_WATTS)]
+Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+"""A name or a path, on one line: no control characters."""
+
+Value = TypeVar("Value")
+Many = Annotated[list[Value], Field(fail_fast=True)]
+"""Read up to the first value that is wrong: what is wrong with each of millions does not fit into memory."""
+
 
 _MOST_PROBLEMS = 5
 _MOST_DESCRIBED = 10_000
@@ -23,13 +66,7 @@ class StrictModel(BaseModel):
 
 
 def explain(error: ValidationError, owner: Any, prefix: str) -> str:
-    """Return the problems that pydantic found, one line a key: where, what was expected, what was found.
-
-    Args:
-        error: The error of pydantic.
-        owner: The model that was validated, or the union of models.
-        prefix: Written before each key: ``"perseus."`` of a block, ``"profile.json: "`` of a file.
-    """
+    """Return the problems that pydantic found, one line a key: where, what was expected, what was found."""
     count = error.error_count()
     if count > _MOST_DESCRIBED:  # a description takes a kilobyte
         return f"{prefix.rstrip('.: ')}: {count} keys or values are wrong."

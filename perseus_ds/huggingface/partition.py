@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -187,15 +187,7 @@ def simulated_costs(
     dtype: torch.dtype = torch.bfloat16,
     checkpointing: bool = False,
 ) -> LayerCosts:
-    """Return what the layers cost on a simulated GPU.
-
-    Args:
-        config: The model.
-        model: The GPU.
-        shape: Sequences and tokens of each, of a micro-batch.
-        dtype: Type of weights and activations.
-        checkpointing: Whether activations are computed again.
-    """
+    """Return what the layers cost on a simulated GPU, for micro-batches of a shape: sequences, tokens of each."""
     clocks_mhz = tuple(clock for clock in model.clocks_mhz if clock >= model.top_clock_mhz / 2)
     slowdown = np.array([model.slowdown(clock) for clock in clocks_mhz])
     power_w = np.array([model.power_w(clock) for clock in clocks_mhz])
@@ -234,14 +226,7 @@ def measured_costs(
 ) -> LayerCosts:
     """Return what the layers cost on a GPU; the power of a waiting one is what it draws when it does nothing.
 
-    Args:
-        config: The model.
-        gpu: The GPU, at whose default clocks alone is measured where they may not be set.
-        device: The same for torch.
-        shape: Sequences and tokens of each, of a micro-batch.
-        dtype: Type of weights and activations.
-        checkpointing: Whether activations are computed again.
-        timebase: The GPU's timebase.
+    Where the GPU's clocks may not be set, default clocks alone are measured.
     """
 
     def run(layers: range) -> tuple[Passes, int, int]:
@@ -266,15 +251,12 @@ def _lockable(gpu: Gpu) -> Iterator[tuple[int, ...]]:
         logger.warning("perseus: %s Layers are measured at default clocks, so no cut is planned for.", error)
         yield clocks[-1:]
         return
-    guardian = Guardian([gpu.address]) if gpu.address is not None else None
-    exits = ExitGuard(gpu.reset_clock, gpu.reset_clock)
-    try:
+    with ExitStack() as stack:
+        if gpu.address is not None:
+            stack.callback(Guardian([gpu.address]).close)
+        stack.callback(ExitGuard(gpu.reset_clock, gpu.reset_clock).release)
+        stack.callback(gpu.reset_clock)
         yield tuple(sorted({upper[n] for n in np.linspace(0, len(upper) - 1, _CLOCKS).round().astype(int).tolist()}))
-    finally:
-        gpu.reset_clock()
-        exits.release()
-        if guardian is not None:
-            guardian.close()
 
 
 def measured_passes(
@@ -287,12 +269,7 @@ def measured_passes(
 ) -> Passes:
     """Return what a forward and its backward take at each clock, from windows of many repetitions.
 
-    Args:
-        forward: Runs the forward.
-        backward: Runs the backward of what the forward returned.
-        gpu: On which they run.
-        clocks_mhz: Only one: the default, which is not set.
-        timebase: The GPU's timebase.
+    A single clock is the default one, which is not set.
     """
     forwards, pairs = [], []
     for clock_mhz in clocks_mhz:
@@ -336,14 +313,7 @@ def _costs(
 ) -> LayerCosts:
     """Return the costs of all layers, of which those that are alike are run once.
 
-    Args:
-        config: The model.
-        run: Returns passes, parameters and held bytes of a part.
-        clocks_mhz: Of the passes.
-        blocking_power_w: What a waiting GPU draws [W].
-        gpu: Its name.
-        simulated: Whether it is.
-        between_mhz: Clocks to estimate too.
+    ``run`` returns passes, parameters and held bytes of a part; between the clocks of the passes, others are estimated.
     """
     layers = skeleton(config).base_model.layers
     kinds_of_layer = [_signature(layer) for layer in layers]

@@ -86,7 +86,10 @@ class Stage(nn.Module):
         # In tuples, so that the model's parts are not registered twice.
         self._before: tuple[_Absent, ...] = () if self.is_first else (of_base[layers.start - 1],)
         self._behind: tuple[_Absent, ...] = () if self.is_last else (of_base[layers.stop],)
-        self._routed = has_balanced_routers(model.config, type(model))
+        # Whether the loss of a mixture of experts has a term for the balance of its routers.
+        self._routed = bool(getattr(model.config.get_text_config(), "output_router_logits", False)) and hasattr(
+            sys.modules[type(model).__module__], "load_balancing_loss_func"
+        )
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -140,12 +143,6 @@ class Stage(nn.Module):
                 f"{type(self.model).__name__}: its layers pass on tensors of shape {tuple(hidden.shape)}, not hidden "
                 f"states of shape (batch, sequence, {size}), all that its pipeline plan names. It cannot be cut."
             )
-
-
-def has_balanced_routers(config: PretrainedConfig, of: type[PreTrainedModel]) -> bool:
-    """Whether the loss of a mixture of experts has a term for the balance of its routers."""
-    wanted = bool(getattr(config.get_text_config(), "output_router_logits", False))
-    return wanted and hasattr(sys.modules[of.__module__], "load_balancing_loss_func")
 
 
 class CausalLoss:
@@ -263,10 +260,6 @@ def _check_plan(model: PreTrainedModel) -> None:
 def stages_of(cut: Sequence[int], layers: int) -> list[range]:
     """Return the layers of each stage.
 
-    Args:
-        cut: How many layers each stage has.
-        layers: How many the model has.
-
     Raises:
         ConfigError: The numbers do not add up to the model's layers, or a stage has none.
     """
@@ -356,15 +349,10 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 def new_stage(config: PretrainedConfig, layers: range, *, device: torch.device | None, dtype: torch.dtype) -> Stage:
     """Build a stage of new weights; without layers, of the embedding or of the norm and the head alone.
 
-    Args:
-        config: The model.
-        layers: Of the stage.
-        device: Where its weights are; None for shapes alone, under torch's ``FakeTensorMode``.
-        dtype: Of the weights.
+    Without a device, a stage has shapes alone, under torch's ``FakeTensorMode``.
     """
     with nullcontext() if device is None else torch.device("meta"):
         model = model_class(config)._from_config(config, dtype=dtype)
-    _check_plan(model)
     _keep(model, layers)
     if device is not None:
         _initialize(model.to_empty(device=device), seed=0)

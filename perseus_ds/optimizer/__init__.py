@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
 from typing import Literal
 
-from perseus_ds.artifacts.frontier import Frontier, Provenance, drop_dominated
-from perseus_ds.artifacts.limits import MOST_JOULES, MOST_PLANS, MOST_SECONDS, MOST_WATTS
+from perseus_ds.artifacts.frontier import Frontier, Pairs, Provenance, drop_dominated
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.errors import ConfigError, ProfileError
+from perseus_ds.artifacts.validation import MOST_PLANS
+from perseus_ds.errors import ConfigError, FrontierError, ProfileError
 from perseus_ds.optimizer.alternatives import alternatives
 from perseus_ds.optimizer.lowtime import solve_lowtime
-from perseus_ds.optimizer.power import power_swing
-from perseus_ds.optimizer.problem import Problem
+from perseus_ds.optimizer.problem import DwellTimes, Problem, Progress, power_swing, problem_for
 from perseus_ds.optimizer.solver import solve_exact
-from perseus_ds.optimizer.switches import DwellTimes, SwitchCosts
-from perseus_ds.pipeline.dag import Dag
+from perseus_ds.optimizer.steady import steadied
+from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
 
 Solver = Literal["exact", "lowtime"]
-Progress = Callable[[str, float], None]
-"""Called with what is being done and how much of it is done, 0 to 1."""
 
 
 def optimize(
@@ -35,6 +34,7 @@ def optimize(
     switch_cost_j: float = 0.0,
     switch_cost_s: float = 0.0,
     least_dwell_s: DwellTimes = 0.0,
+    least_swing: bool = False,
     progress: Progress | None = None,
 ) -> Frontier:
     """Return the frontier of frequency plans from ``T_min`` to ``T*``.
@@ -48,7 +48,8 @@ def optimize(
         switch_cost_j: What a change of clock is taken to cost when ``exact`` chooses between clocks [J].
         switch_cost_s: By how much it is then taken to delay what follows [s].
         least_dwell_s: The shortest time at one clock in plans of ``exact``, for all clocks or by clock in MHz [s].
-        progress: Told how far the solver is.
+        least_swing: Whether plans may use 0.1 % more energy to change their power less from one second to the next.
+        progress: Called with what is being done and how much of it is done.
 
     Returns:
         The frontier; from ``exact`` with the certificates of its lower bounds.
@@ -61,49 +62,25 @@ def optimize(
         raise ConfigError(f"plans={plans}: a frontier needs at least 2, one for T_min and one for T*.")
     if plans > MOST_PLANS:
         raise ConfigError(f"plans={plans}: at most {MOST_PLANS} are computed.")
-    switches = SwitchCosts(switch_cost_j, switch_cost_s, least_dwell_s)
-    for name, value, most, unit in (
-        ("switch_cost_j", switch_cost_j, MOST_JOULES, "joules"),
-        ("switch_cost_s", switch_cost_s, MOST_SECONDS, "seconds"),
-        ("least_dwell_s", switches.longest_dwell_s, MOST_SECONDS, "seconds"),
-    ):
-        if not 0 <= value <= most:
-            raise ConfigError(f"{name}={value}: expected a number of {unit} >= 0, at most {most:g}.")
-    problem = problem_for(schedule, profile, blocking_power_w, switch_cost_s, switches.longest_dwell_s)
+    problem = problem_for(
+        schedule,
+        profile,
+        blocking_power_w,
+        switch_cost_j=switch_cost_j,
+        switch_cost_s=switch_cost_s,
+        least_dwell_s=least_dwell_s,
+    )
     report = progress or (lambda what, done: None)
+    bounds = None
     if solver == "lowtime":
-        return frontier_of(problem, solve_lowtime(problem, report), solver)
-    found = solve_exact(problem, plans=plans, switches=switches, progress=report)
-    return replace(frontier_of(problem, found.plans, solver), certificates=found.certificates)
-
-
-def problem_for(
-    schedule: Schedule,
-    profile: StageProfile,
-    blocking_power_w: float | None,
-    switch_cost_s: float = 0.0,
-    least_dwell_s: float = 0.0,
-) -> Problem:
-    """Return the optimisation problem of a schedule.
-
-    Raises:
-        ConfigError: Blocking power is unknown.
-        ProfileError: The profile does not cover the schedule.
-    """
-    power_w = profile.info.blocking_power_w if blocking_power_w is None else blocking_power_w
-    if power_w is None:
-        raise ConfigError(
-            "blocking_power_w is missing: the profile has no profile.json that holds it. Give what a GPU draws "
-            "while it waits, such as blocking_power_w=83.64 (A100, from the Perseus paper)."
-        )
-    if not 0 <= power_w <= MOST_WATTS:
-        raise ConfigError(f"blocking_power_w={power_w}: expected a number of watts >= 0, at most {MOST_WATTS:g}.")
-    if schedule.num_stages > profile.num_stages:
-        raise ProfileError(
-            f"The schedule has {schedule.num_stages} stages, the profile {profile.num_stages}. "
-            f"Profile the model with {schedule.num_stages} stages, or give fewer."
-        )
-    return Problem(Dag.build(schedule), profile, power_w, switch_cost_s=switch_cost_s, least_dwell_s=least_dwell_s)
+        found = solve_lowtime(problem, report)
+    else:
+        found, bounds = solve_exact(problem, plans=plans, progress=report)
+    found = drop_dominated(found)
+    if least_swing:
+        found = drop_dominated(steadied(problem, plan) for plan in found)
+    found, certificates = bounds.certify(found) if bounds else (found, None)
+    return replace(frontier_of(problem, found, solver), certificates=certificates)
 
 
 def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -> Frontier:
@@ -127,9 +104,60 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
         ),
         instruction_times_s={(m.stage, m.kind, m.clock_mhz): m.time_s for m in problem.profile.measurements},
         schedule=schedule,
-        alternatives=alternatives(problem),
     )
+
+
+def with_alternatives(frontier: Frontier, schedule: Schedule, profile: StageProfile) -> Frontier:
+    """Return the frontier with what one would set instead of its plans, for people to compare; training needs none.
+
+    Raises:
+        PerseusError: The profile does not cover the schedule, or no clock is measured for one of its passes.
+    """
+    if frontier.alternatives:
+        return frontier
+    problem = problem_for(schedule, profile, frontier.provenance.blocking_power_w)
+    return replace(frontier, alternatives=alternatives(problem))
 
 
 def _with_power(problem: Problem, plan: FrequencyPlan) -> FrequencyPlan:
     return replace(plan, power=power_swing(problem, plan))
+
+
+def frontier_of_imported(plans: Iterable[tuple[Path, Pairs]], problem: Problem) -> Frontier:
+    """Return the frontier of plans made elsewhere, with time and energy computed from the profile's rows.
+
+    Tails for which the profile has rows, but the plans no clock, run at the highest clock.
+
+    Raises:
+        FrontierError: A plan does not fit the schedule or the profile; the message names its file.
+    """
+    found = []
+    for path, pairs in plans:
+        clocks = _clocks(path, pairs, problem)
+        try:
+            found.append(problem.evaluate(clocks))
+        except ProfileError as error:
+            raise FrontierError(f"{path}: {error} Give the profile that the plans are for.") from None
+    return frontier_of(problem, found, "imported")
+
+
+def _clocks(path: Path, pairs: Pairs, problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """Return the clock of every decision, after checking that the plan's instructions are the schedule's."""
+    if len(pairs) != len(problem.instructions):
+        raise FrontierError(f"{path}: {len(pairs)} ranks, the schedule has {len(problem.instructions)}.")
+    result = []
+    for rank, (entries, instructions) in enumerate(zip(pairs, problem.instructions, strict=True)):
+        clocks = [clock for _, clock in entries]
+        kinds = [kind for kind, _ in entries]
+        if instructions and (last := instructions[-1]).kind is Kind.TAIL and Kind.TAIL.value not in kinds:
+            kinds.append(Kind.TAIL.value)
+            clocks.append(problem.profile.at_highest_clock(last.stage, last.kind).clock_mhz)
+        expected = [instruction.kind.value for instruction in instructions]
+        for position, (has, wants) in enumerate(zip_longest(kinds, expected, fillvalue="nothing")):
+            if has != wants:
+                raise FrontierError(
+                    f"{path}: rank {rank}, instruction {position}: the schedule {problem.dag.schedule.name} has "
+                    f"{wants}, the plan {has}. Give the schedule that the plans are for."
+                )
+        result.append(tuple(clocks))
+    return tuple(result)

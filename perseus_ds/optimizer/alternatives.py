@@ -1,4 +1,4 @@
-"""What one would set instead of a frequency plan, judged by the same profile through the same DAG.
+"""What one would set instead of a frequency plan, evaluated by the same profile through the same DAG.
 
 - *One clock*: the same for all GPUs.
 - *One clock for each stage*: for a time that a micro-batch may take on each stage, which is swept, every stage has the
@@ -24,14 +24,13 @@ import numpy.typing as npt
 
 from perseus_ds.artifacts.frontier import Alternative, AlternativePoint, drop_dominated
 from perseus_ds.artifacts.profile import ClockOptions
-from perseus_ds.optimizer.problem import OptionIndices, Problem
+from perseus_ds.optimizer.problem import Floats, OptionIndices, Problem
 
 THROTTLED = 0.07
 """How much more a board draws at a power cap than at a locked clock of equal throughput, as a fraction."""
 _MOST_POINTS, _MOST_SEARCHED = 60, 16
 _SAME = 1e-9
 
-Floats = npt.NDArray[np.float64]
 Rows = list[tuple[float, float]]
 """Time [s] and energy [J] of an instruction, for each of a problem's groups."""
 
@@ -51,11 +50,7 @@ def alternatives(problem: Problem) -> tuple[Alternative, ...]:
 def point_of(problem: Problem, rows: Rows, setting: str) -> AlternativePoint:
     """Return the iteration in which all instructions of a group are alike."""
     time_s, energy_j = (np.array(values)[problem.group] for values in zip(*rows, strict=True))
-    durations = problem.fixed_s.copy()
-    durations[problem.node] = time_s
-    makespan_s = problem.dag.makespan_s(durations)
-    effective_j = float((energy_j - problem.blocking_power_w * time_s).sum())
-    return AlternativePoint(makespan_s, problem.waiting_energy_j(makespan_s) + effective_j, setting)
+    return AlternativePoint(*problem.iteration(time_s, energy_j - problem.blocking_power_w * time_s), setting)
 
 
 def _row(options: ClockOptions, place: int) -> tuple[float, float]:
@@ -85,12 +80,9 @@ def _one_clock_a_stage(problem: Problem) -> Iterator[AlternativePoint]:
     tables = [_stage_table(problem, numbers) for numbers in by_stage.values()]
 
     def point(places: list[int]) -> AlternativePoint:
-        rows: Rows = [(0.0, 0.0)] * len(problem.groups)
         clocks = [int(table[0][place]) for table, place in zip(tables, places, strict=True)]
-        for numbers, clock_mhz in zip(by_stage.values(), clocks, strict=True):
-            for number in numbers:
-                measured = problem.groups[number].measured
-                rows[number] = _row(measured, _nearest(measured, clock_mhz))
+        of_stage = dict(zip(by_stage, clocks, strict=True))
+        rows = [_row(group.measured, _nearest(group.measured, of_stage[group.stage])) for group in problem.groups]
         return point_of(problem, rows, f"{min(clocks)} to {max(clocks)} MHz")
 
     shortest_s = max(float(pass_s.min()) for _, pass_s, _ in tables)
@@ -154,14 +146,13 @@ def _power_w(options: ClockOptions) -> Floats:
 
 
 def _envpipe(problem: Problem) -> AlternativePoint:
-    dag = problem.dag
     fastest = problem.fastest
-    efficient = np.array([int(g.options.energy_j.argmin()) for g in problem.groups], dtype=np.intp)[problem.group]
+    efficient = fastest + np.array([g.options.energy_j.argmin() for g in problem.groups])[problem.group]
     choice: OptionIndices = np.where(_is_critical(problem, fastest), fastest, efficient)
     while problem.time_s(choice) > problem.t_min_s * (1 + _SAME):
-        choice = choice - (_is_critical(problem, choice) & (choice > 0))
-    time_s = dag.makespan_s(problem.durations_s(choice))
-    return AlternativePoint(time_s, problem.energy_j(choice, time_s), "efficient clocks off the critical path")
+        choice = choice - (_is_critical(problem, choice) & (choice > fastest))
+    plan = problem.plan(choice)
+    return AlternativePoint(plan.time_s, plan.energy_j, "efficient clocks off the critical path")
 
 
 def _is_critical(problem: Problem, choice: OptionIndices) -> npt.NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""Lower bounds on the energy of every plan, with a proof that can be checked without the solver.
+"""Lower bounds on the energy of every plan, with a proof, and the check of it without the solver.
 
 The proof is a flow through the DAG, in watts. Suppose a plan ends by time T and node v finishes at
 x_v after taking t_v. For every edge (u, v) with flow f, x_u + t_v <= x_v; multiplied by f >= 0 and
@@ -29,28 +29,25 @@ together at least the minimum of G(L) + (f1 + f2) * L, which lies at a corner of
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from dataclasses import dataclass
-from itertools import chain, pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from perseus_ds.artifacts.certificates import Certificates
-from perseus_ds.artifacts.profile import lower_hull
+from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.errors import FrontierError, ProfileError
 from perseus_ds.optimizer.network import Network
-from perseus_ds.optimizer.problem import InstructionGroup, Problem
+from perseus_ds.optimizer.problem import Corners, Floats, Indices, InstructionGroup, Problem, problem_for
 from perseus_ds.optimizer.relaxation import Relaxed
-
-Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.intp]
 
 _ROUNDING = 1e-12
 """Largest rounding error of the sums, relative to their terms; the bound is lowered by it."""
-
-
-class CertificateError(ValueError):
-    """A flow that proves nothing about this problem."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class Bounds:
         """Keep a relaxed optimum's flow; return the bound that it proves at its deadline."""
         edges_w, source_w = self.network.dag_flow(np.maximum(relaxed.flow_w, 0.0))
         energy_j = self._verifier.bound_j(relaxed.deadline_s, edges_w, source_w)
-        tangent = Tangent(relaxed.deadline_s, energy_j, float(source_w.sum()) - self.problem.waiting_energy_j(1.0))
+        tangent = Tangent(relaxed.deadline_s, energy_j, float(source_w.sum()) - self.problem.waiting_power_w)
         self._found.append((tangent, edges_w, source_w))
         self._found.sort(key=lambda found: found[0].time_s)
         return tangent
@@ -89,14 +86,14 @@ class Bounds:
     def energies_j(self) -> Floats:
         return np.minimum.accumulate([tangent.energy_j for tangent, _, _ in self._found])
 
-    def certify(self, times_s: list[float]) -> tuple[list[float], Certificates]:
-        """Return the best bound at hand for each iteration time: the flow of a neighbour, or a mixture of two [J]."""
-        found = [tangent for tangent, _, _ in self._found]
+    def certify(self, plans: Sequence[FrequencyPlan]) -> tuple[list[FrequencyPlan], Certificates]:
+        """Return plans with the best bound at hand for each: the flow of a neighbouring time, or a mixture of two."""
+        found, *flows_w = zip(*self._found, strict=True)
         found_s = [tangent.time_s for tangent in found]
-        edge_flow_w = np.stack([edges_w for _, edges_w, _ in self._found])
-        source_flow_w = np.stack([source_w for _, _, source_w in self._found])
-        bounds_j, mixed, shares = [], [], []
-        for time_s in times_s:
+        edge_flow_w, source_flow_w = map(np.stack, flows_w)
+        proven, mixed, shares = [], [], []
+        for plan in plans:
+            time_s = plan.time_s
             right = min(int(np.searchsorted(found_s, time_s)), len(found_s) - 1)
             left = max(right - 1, 0)
             span_s = found_s[right] - found_s[left]
@@ -110,11 +107,11 @@ class Bounds:
                 source_w = (1 - share) * source_flow_w[left] + share * source_flow_w[right]
                 candidates.append((self._verifier.bound_j(time_s, edges_w, source_w), share))
             bound_j, share = max(candidates, key=lambda candidate: candidate[0])
-            bounds_j.append(bound_j)
+            proven.append(replace(plan, lower_bound_j=bound_j))
             mixed.append((left, right))
             shares.append(share)
         schedule = self.problem.dag.schedule
-        return bounds_j, Certificates(schedule, edge_flow_w, source_flow_w, np.array(mixed), np.array(shares))
+        return proven, Certificates(schedule, edge_flow_w, source_flow_w, np.array(mixed), np.array(shares))
 
 
 class Verifier:
@@ -123,8 +120,6 @@ class Verifier:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         dag = problem.dag
-        self._head = np.repeat(np.arange(len(dag.nodes)), [len(b) for b in dag.predecessors])
-        self._tail = np.fromiter(chain.from_iterable(dag.predecessors), np.intp, len(self._head))
         self._is_first = np.array([not before for before in dag.predecessors])
         fastest_s = problem.durations_s(problem.fastest)
         self._ready_s = (dag.finish_s(fastest_s) - fastest_s)[problem.node]
@@ -138,22 +133,16 @@ class Verifier:
         """Return the energy below which no plan that ends by ``time_s`` can stay [J].
 
         Raises:
-            CertificateError: The flow does not fit the DAG, is negative, or is not a number.
+            FrontierError: The flow is negative, or is not a number.
         """
-        nodes = len(self.problem.dag.nodes)
-        if edge_flow_w.shape != self._head.shape or source_flow_w.shape != (nodes,):
-            raise CertificateError(
-                f"The flow has {len(edge_flow_w)} edges and {len(source_flow_w)} nodes, the DAG {len(self._head)} and "
-                f"{nodes}: the certificate belongs to another schedule."
-            )
         if not (np.all(edge_flow_w >= 0) and np.all(source_flow_w >= 0)):
-            raise CertificateError("A flow must be >= 0 everywhere; the certificate was damaged.")
+            raise FrontierError("A flow must be >= 0 everywhere; the certificate was damaged.")
         into, ends = self.prices_w(edge_flow_w, source_flow_w)
         price_w = into[self.problem.node]
         least_j = self._least_j(time_s, price_w)
         instructions_j = float(least_j.sum()) + self._joint_gain_j(least_j, price_w, edge_flow_w)
         fixed_j = float(into @ self.problem.fixed_s)
-        waiting_w = self.problem.waiting_energy_j(1.0)
+        waiting_w = self.problem.waiting_power_w
         # A plan may end earlier, which costs less where a second is worth less than it costs to wait.
         earlier_j = max(0.0, waiting_w - ends) * (time_s - self.problem.t_min_s)
         slip_j = _ROUNDING * (abs(instructions_j) + fixed_j + (ends + waiting_w) * time_s)
@@ -161,9 +150,9 @@ class Verifier:
 
     def prices_w(self, edge_flow_w: Floats, source_flow_w: Floats) -> tuple[Floats, float]:
         """Return what flows into each node, the price of a second of it, and what flows out of the last ones [W]."""
-        nodes = len(self.problem.dag.nodes)
-        into: Floats = np.where(self._is_first, source_flow_w, 0.0) + np.bincount(self._head, edge_flow_w, nodes)
-        return into, float(np.maximum(into - np.bincount(self._tail, edge_flow_w, nodes), 0.0).sum())
+        dag, nodes = self.problem.dag, len(self.problem.dag.nodes)
+        into: Floats = np.where(self._is_first, source_flow_w, 0.0) + np.bincount(dag.edge_head, edge_flow_w, nodes)
+        return into, float(np.maximum(into - np.bincount(dag.edge_tail, edge_flow_w, nodes), 0.0).sum())
 
     def _least_j(self, time_s: float, price_w: Floats) -> Floats:
         """Return the least ``c + price * t`` of every decision over the clocks possible by ``time_s``."""
@@ -209,38 +198,16 @@ class Verifier:
 
 
 @dataclass(frozen=True)
-class Corners:
-    """The corners of a lower hull of cost over time.
-
-    Attributes:
-        time_s: Shape (k,), rising [s].
-        cost_j: Shape (k,), falling [J].
-    """
-
-    time_s: Floats
-    cost_j: Floats
-
-    @classmethod
-    def of(cls, time_s: Floats, cost_j: Floats) -> Corners:
-        """Return those of points with rising time and falling cost."""
-        kept = lower_hull(time_s, cost_j)
-        return cls(time_s[kept], cost_j[kept])
-
-    def least_j(self, price_w: Floats) -> Floats:
-        """Return the least of ``cost + price * time`` for each price of a second [J]."""
-        saving_w = -np.diff(self.cost_j) / np.diff(self.time_s)
-        corner = np.searchsorted(-saving_w, -price_w)
-        result: Floats = self.cost_j[corner] + price_w * self.time_s[corner]
-        return result
-
-
-@dataclass(frozen=True)
 class _Path:
     """One path between two meetings: its nodes in order, X and Y among them, and its first and last decision."""
 
     nodes: tuple[int, ...]
     first: int
     last: int
+
+
+_Alike = tuple[int, tuple[int, ...], tuple[float, float], tuple[int, ...]]
+"""The lower rank of a pair, its groups, what its paths take beside decisions [s], and how many nodes they have."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +232,7 @@ class PathPairs:
 def find_path_pairs(problem: Problem) -> list[PathPairs]:
     """Return all pairs of parallel paths of neighbouring ranks, each decision at most once for each two ranks."""
     finder = _Finder(problem)
-    found: dict[tuple[object, ...], list[tuple[_Path, _Path]]] = defaultdict(list)
+    found: dict[_Alike, list[tuple[_Path, _Path]]] = defaultdict(list)
     used: set[tuple[int, int]] = set()
     for node, before in enumerate(problem.dag.predecessors):
         pair = finder.pair(node) if len(before) == 2 else None
@@ -277,9 +244,9 @@ def find_path_pairs(problem: Problem) -> list[PathPairs]:
             continue
         used.update(decisions)
         groups = tuple(int(problem.group[decision]) for _, decision in decisions)
-        fixed_s = tuple(float(problem.fixed_s[list(path.nodes[1:-1])].sum()) for path in pair)
-        found[rank, groups, fixed_s, tuple(len(path.nodes) for path in pair)].append(pair)
-    return [finder.joined(pairs) for pairs in found.values()]
+        first_s, second_s = (float(problem.fixed_s[list(path.nodes[1:-1])].sum()) for path in pair)
+        found[rank, groups, (first_s, second_s), tuple(len(path.nodes) for path in pair)].append(pair)
+    return [finder.joined(alike, pairs) for alike, pairs in found.items()]
 
 
 def matching(ranks: list[int], gains_j: list[float]) -> list[int]:
@@ -301,10 +268,8 @@ class _Finder:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.dag = problem.dag
-        decision = np.full(len(self.dag.nodes), -1, dtype=np.intp)
-        decision[problem.node] = np.arange(len(problem.node))
-        self.decision: list[int] = decision.tolist()
-        self.first_edge: list[int] = np.concatenate(([0], np.cumsum([len(b) for b in self.dag.predecessors]))).tolist()
+        self.decision: list[int] = problem.decision_of.tolist()
+        self.first_edge = [0, *accumulate(map(len, self.dag.predecessors))]
 
     def rank(self, path: _Path) -> int:
         return self.dag.nodes[int(self.problem.node[path.first])].ranks[0]
@@ -345,27 +310,23 @@ class _Finder:
             return None
         return before[0]
 
-    def joined(self, pairs: list[tuple[_Path, _Path]]) -> PathPairs:
+    def joined(self, alike: _Alike, pairs: list[tuple[_Path, _Path]]) -> PathPairs:
         """Return pairs with the same options as arrays."""
-        first, second = pairs[0]
-        decisions = np.array([[p.first, p.last, q.first, q.last] for p, q in pairs], dtype=np.intp)
-        fixed_s = tuple(float(self.problem.fixed_s[list(path.nodes[1:-1])].sum()) for path in (first, second))
-        groups = [self.problem.groups[g] for g in self.problem.group[decisions[0]]]
-        paths = _path_cost(groups[0], groups[1], fixed_s[0]), _path_cost(groups[2], groups[3], fixed_s[1])
-        corners = _longer(*paths)
+        rank, groups, fixed_s, _ = alike
+        options = [self.problem.groups[group] for group in groups]
+        paths = _path_cost(options[0], options[1], fixed_s[0]), _path_cost(options[2], options[3], fixed_s[1])
         return PathPairs(
-            rank=self.rank(first),
-            decisions=decisions,
+            rank=rank,
+            decisions=np.array([[p.first, p.last, q.first, q.last] for p, q in pairs], dtype=np.intp),
             edges=(self._edges([p for p, _ in pairs]), self._edges([q for _, q in pairs])),
-            fixed_s=(fixed_s[0], fixed_s[1]),
-            corners=corners,
+            fixed_s=fixed_s,
+            corners=_longer(*paths),
         )
 
     def _edges(self, paths: list[_Path]) -> Indices:
-        return np.array([[self._edge(*ends) for ends in pairwise(path.nodes)] for path in paths], dtype=np.intp)
-
-    def _edge(self, tail: int, head: int) -> int:
-        return self.first_edge[head] + self.dag.predecessors[head].index(tail)
+        first, before = self.first_edge, self.dag.predecessors
+        along = [[first[head] + before[head].index(tail) for tail, head in pairwise(path.nodes)] for path in paths]
+        return np.array(along, dtype=np.intp)
 
 
 def _path_cost(first: InstructionGroup, last: InstructionGroup, fixed_s: float) -> tuple[Floats, Floats]:
@@ -383,3 +344,89 @@ def _longer(first: tuple[Floats, Floats], second: tuple[Floats, Floats]) -> Corn
     cost_j = sum(cost[np.searchsorted(length, length_s, side="right") - 1] for length, cost in (first, second))
     falls = np.concatenate(([True], np.diff(cost_j) < 0))
     return Corners.of(length_s[falls], cost_j[falls])
+
+
+def verify(frontier: Frontier, certificates: Certificates, profile: StageProfile) -> float:
+    """Recompute time, energy and lower bound of every plan, and compare them with what the frontier states.
+
+    Returns:
+        The largest distance of a plan from its bound, as a fraction.
+
+    Raises:
+        FrontierError: A claim does not hold; the message names the plan.
+        ProfileError: The profile does not cover the schedule.
+        ScheduleError: The certificates' schedule is not possible.
+    """
+    origin = frontier.provenance
+    problem = problem_for(
+        certificates.schedule,
+        profile,
+        origin.blocking_power_w,
+        switch_cost_s=origin.switch_cost_s,
+        least_dwell_s=origin.least_dwell_s,
+    )
+    _check_inputs(frontier, certificates, problem)
+    _check_plan("the baseline", frontier.baseline, problem)
+    verifier = Verifier(problem)
+    worst_gap = 0.0
+    for number, plan in enumerate(frontier.plans):
+        name = f"plan {number}"
+        _check_plan(name, plan, problem)
+        if plan.lower_bound_j is None or plan.gap is None:
+            raise FrontierError(f"{name} states no lower bound.")
+        try:
+            proven_j = verifier.bound_j(plan.time_s, *certificates.flow_w(number))
+        except FrontierError as error:
+            raise FrontierError(f"{name}: {error}") from None
+        if not plan.lower_bound_j <= proven_j * (1 + _ROUNDING):
+            raise FrontierError(
+                f"{name}: the frontier states a lower bound of {plan.lower_bound_j!r} J, its certificate proves "
+                f"{proven_j!r} J only."
+            )
+        if plan.energy_j < plan.lower_bound_j * (1 - _ROUNDING):
+            raise FrontierError(f"{name}: its energy, {plan.energy_j!r} J, is below its bound.")
+        worst_gap = max(worst_gap, plan.gap)
+    return worst_gap
+
+
+def _check_inputs(frontier: Frontier, certificates: Certificates, problem: Problem) -> None:
+    if frontier.instructions != problem.instructions:
+        raise FrontierError(
+            "the frontier's instructions are not those of the certificates' schedule. Give the certificates that were "
+            "written with this frontier."
+        )
+    if len(certificates.share) != len(frontier.plans):
+        raise FrontierError(f"{len(frontier.plans)} plans, but certificates for {len(certificates.share)}.")
+    if not _equal(frontier.t_min_s, problem.t_min_s):
+        raise FrontierError(f"T_min is {frontier.t_min_s!r} s, by the profile {problem.t_min_s!r} s.")
+    # Before any flow is mixed: those of a damaged file may be as wide as memory.
+    widths = certificates.edge_flow_w.shape[1], certificates.source_flow_w.shape[1]
+    edges, nodes = len(problem.dag.edge_head), len(problem.dag.nodes)
+    if widths != (edges, nodes):
+        raise FrontierError(
+            f"the certificates' flows have {widths[0]} edges and {widths[1]} nodes, the schedule {edges} and {nodes}."
+        )
+    rows = {(row.stage, row.kind, row.clock_mhz): row.time_s for row in problem.profile.measurements}
+    for (stage, kind, clock_mhz), time_s in frontier.instruction_times_s.items():
+        if rows.get((stage, kind, clock_mhz)) != time_s:
+            raise FrontierError(
+                f"instruction_times_s: stage {stage}, {kind}, {clock_mhz} MHz takes {time_s!r} s, by the profile "
+                f"{rows.get((stage, kind, clock_mhz))!r} s."
+            )
+
+
+def _check_plan(name: str, plan: FrequencyPlan, problem: Problem) -> None:
+    try:
+        found = problem.evaluate(plan.clocks_mhz)
+    except ProfileError as error:
+        raise FrontierError(f"{name}: {error}") from None
+    for what, unit, stated, recomputed in (
+        ("takes", "s", plan.time_s, found.time_s),
+        ("uses", "J", plan.energy_j, found.energy_j),
+    ):
+        if not _equal(stated, recomputed):
+            raise FrontierError(f"{name} {what} {stated!r} {unit}, by the profile's rows {recomputed!r} {unit}.")
+
+
+def _equal(stated: float, recomputed: float) -> bool:
+    return math.isclose(stated, recomputed, rel_tol=_ROUNDING)

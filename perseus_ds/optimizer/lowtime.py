@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.optimizer.problem import InstructionGroup, OptionIndices, Problem
+from perseus_ds.optimizer.problem import InstructionGroup, Problem, Progress
 
 _UNIT_S = 1e-3
 """The unit of time lowtime was published with."""
@@ -32,24 +32,24 @@ def unit_time_s(problem: Problem) -> float:
     return min(_UNIT_S, shortest_s / _UNITS_PER_INSTRUCTION)
 
 
-def solve_lowtime(problem: Problem, progress: Callable[[str, float], None]) -> list[FrequencyPlan]:
+def solve_lowtime(problem: Problem, progress: Progress) -> list[FrequencyPlan]:
     """Return every plan that lowtime passes through, from the one of least energy to the fastest."""
     from lowtime.solver import PhillipsDessouky
 
     graph, operations = _graph(problem)
     slowest_s, fastest_s = problem.time_s(problem.most_frugal), problem.t_min_s
     speed_up = _UNIT_S / unit_time_s(problem)
-    plans = [problem.plan(_choice(operations))]
+
+    def plan() -> FrequencyPlan:
+        return problem.plan(problem.fastest + [operation.assigned_knob for operation in operations])
+
+    plans = [plan()]
     for result in PhillipsDessouky(graph).run():
-        plans.append(problem.plan(_choice(operations)))
+        plans.append(plan())
         done = (slowest_s - result.real_time / speed_up) / max(slowest_s - fastest_s, 1e-12)
         progress("lowtime", min(max(done, 0.0), 1.0))
     progress("lowtime", 1.0)
     return plans
-
-
-def _choice(operations: Iterable[Any]) -> OptionIndices:
-    return np.array([operation.assigned_knob for operation in operations], dtype=np.intp)
 
 
 def _graph(problem: Problem) -> tuple[Any, list[Any]]:

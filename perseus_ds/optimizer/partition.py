@@ -30,16 +30,16 @@ import numpy.typing as npt
 
 from perseus_ds.artifacts.profile import ClockOptions, Measurement, ProfileInfo, StageProfile
 from perseus_ds.errors import ConfigError
-from perseus_ds.optimizer import optimize, problem_for
-from perseus_ds.optimizer.bounds import Corners, Verifier
+from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.bounds import Verifier
 from perseus_ds.optimizer.network import Network
+from perseus_ds.optimizer.problem import Corners, Floats, problem_for
 from perseus_ds.optimizer.relaxation import Relaxation
 from perseus_ds.optimizer.schedule_comparison import held_by_stage
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Schedule
 
-Floats = npt.NDArray[np.float64]
 Cut = tuple[int, ...]
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD)
@@ -160,11 +160,6 @@ class Partition:
 
 def best_partition(costs: LayerCosts, schedule: Schedule, *, memory_bytes: float | None = None) -> Partition:
     """Find the fastest cut and the most frugal one of those as fast.
-
-    Args:
-        costs: Of the model's layers.
-        schedule: What every rank does in one iteration; its instructions are forwards and backwards.
-        memory_bytes: What a stage may need at most.
 
     Raises:
         ConfigError: The schedule has other instructions, there are more stages than layers, or the model does not fit
@@ -295,7 +290,7 @@ class _Search:
         return cut
 
     def _fits(self, cut: Cut) -> bool:
-        return all(self.allowed[s, i, j] for s, (i, j) in enumerate(pairwise(accumulate(cut, initial=0))))
+        return all(self.allowed[place] for place in _places(cut))
 
     def _most_frugal(self, fastest: EvaluatedCut, time_bound_s: float) -> tuple[EvaluatedCut, float]:
         """Return the cut of least energy found among those as fast, and the energy below which none stays [J].
@@ -315,7 +310,9 @@ class _Search:
             mean_w += (price_w - mean_w) / (number + 1)
             for prices_w in (mean_w, price_w):
                 constant_j, sums_j = self._priced(prices_w, deadline_s, time_bound_s)
-                least_j, cut = next(each for each in _in_order(in_time, sums_j) if self._may_take(each[1], deadline_s))
+                # The cut is empty where a long search has ended.
+                in_order = _in_order(in_time, sums_j)
+                least_j, cut = next((j, cut) for j, cut in in_order if not cut or self._is_in_time(cut, deadline_s))
                 bound_j = max(bound_j, constant_j + least_j)
             if not cut:  # none as fast was found among those of less energy
                 break
@@ -325,10 +322,7 @@ class _Search:
             shares = shares + (shares_of(cut) - shares) / (number + 2)
         return best, min(bound_j, best.planned_j)
 
-    def _may_take(self, cut: Cut, deadline_s: float) -> bool:
-        """Whether a cut is as fast as that; true for what a long search ends with."""
-        if not cut:
-            return True
+    def _is_in_time(self, cut: Cut, deadline_s: float) -> bool:
         return float(self._lengths_s(cut).max()) <= deadline_s and self._time_s(cut) <= deadline_s
 
     def _lengths_s(self, cut: Cut) -> Floats:
@@ -361,17 +355,13 @@ class _Search:
     @cached_property
     def corners(self) -> list[list[Corners]]:
         """By kind and layer, the clocks that may be best at some price."""
-        power_w = self.costs.blocking_power_w
-        return [
-            [Corners.of(options.time_s, options.effective_energy_j(power_w)) for options in self._options(kind)]
-            for kind in _KINDS
-        ]
+        costs, clocks_mhz = self.costs, np.array(self.costs.clocks_mhz)
 
-    def _options(self, kind: Kind) -> Iterator[ClockOptions]:
-        """Yield the clocks of each layer that may be chosen, the fastest first."""
-        clocks = np.array(self.costs.clocks_mhz)
-        for time_s, energy_j in zip(self.costs.time_s[kind], self.costs.energy_j[kind], strict=True):
-            yield ClockOptions(clocks, time_s, energy_j).pareto(self.costs.blocking_power_w)
+        def of_layer(time_s: Floats, energy_j: Floats) -> Corners:
+            options = ClockOptions(clocks_mhz, time_s, energy_j).pareto(costs.blocking_power_w)
+            return Corners.of(options.time_s, options.effective_energy_j(costs.blocking_power_w))
+
+        return [list(map(of_layer, costs.time_s[kind], costs.energy_j[kind])) for kind in _KINDS]
 
     def _time_s(self, cut: Cut) -> float:
         return self.dag.makespan_s(self._durations_s(self._times_s(cut)))
@@ -386,9 +376,7 @@ class _Search:
         if len(self.costs.clocks_mhz) > 1:
             frontier = optimize(self.schedule, profile, plans=_PLANS)
             planned_j = frontier.lookup((deadline_s or time_s) * (1 + _SAME)).energy_j
-        ends = accumulate(cut, initial=0)
-        needed = max(float(self.bytes[stage, i, j]) for stage, (i, j) in enumerate(pairwise(ends)))
-        return EvaluatedCut(cut, time_s, energy_j, planned_j, needed)
+        return EvaluatedCut(cut, time_s, energy_j, planned_j, max(float(self.bytes[place]) for place in _places(cut)))
 
 
 def uniform_cut(layers: int, stages: int) -> Cut:
@@ -400,6 +388,11 @@ def uniform_cut(layers: int, stages: int) -> Cut:
     if not 1 <= stages <= layers:
         raise ConfigError(f"The model has {layers} layers, so 1 to {layers} stages, not {stages}.")
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def _places(cut: Cut) -> Iterator[tuple[int, int, int]]:
+    """Yield each stage with its layers, from i to j."""
+    return ((stage, i, j) for stage, (i, j) in enumerate(pairwise(accumulate(cut, initial=0))))
 
 
 def shares_of(cut: Sequence[int]) -> Floats:

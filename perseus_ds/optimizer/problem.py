@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.artifacts.plan import FrequencyPlan, InstructionStreams
+from perseus_ds.artifacts.plan import FrequencyPlan, InstructionStreams, PowerSwing
 from perseus_ds.artifacts.profile import ClockOptions, StageProfile, lower_hull
-from perseus_ds.errors import ProfileError
+from perseus_ds.artifacts.validation import MOST_JOULES, MOST_SECONDS, MOST_WATTS
+from perseus_ds.errors import ConfigError, ProfileError
 from perseus_ds.pipeline.dag import Dag, Seconds
 from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Schedule
 
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
 OptionIndices = npt.NDArray[np.intp]
-"""For every decision, in the order of ``Problem.node``: an index into its group's options, 0 the fastest."""
+"""For every decision, in the order of ``Problem.node``: an index into :class:`OptionTable`."""
+Clocks = tuple[tuple[int, ...], ...]
+"""The clocks of a plan, per rank in program order [MHz]."""
+Progress = Callable[[str, float], None]
+"""Called with what is being done and how much of it is done, 0 to 1."""
+DwellTimes = Mapping[int, float] | float
+"""The shortest time at one clock, for all clocks or by clock in MHz [s]."""
 
-
+_SECOND_S = 1.0
 _AS_FAST = 1.002
 """A clock is as fast as another one if instructions take at most so many times as long."""
 
@@ -40,7 +50,7 @@ class InstructionGroup:
     kind: Kind
     measured: ClockOptions
     options: ClockOptions
-    cost_j: npt.NDArray[np.float64]
+    cost_j: Floats
 
 
 class Problem:
@@ -58,6 +68,10 @@ class Problem:
         node: Shape (n,): DAG node of each decision.
         group: Shape (n,): index into ``groups`` of each decision.
         fixed_s: Shape (nodes of the DAG,): duration of what has no clock to choose, else 0 [s].
+        switch_cost_j: What a change of clock costs [J].
+        switch_cost_s: By how much it delays what follows [s].
+        dwell_s: The shortest time at each clock.
+        least_dwell_s: The longest of these times [s].
     """
 
     def __init__(
@@ -66,17 +80,11 @@ class Problem:
         profile: StageProfile,
         blocking_power_w: float,
         *,
+        switch_cost_j: float = 0.0,
         switch_cost_s: float = 0.0,
-        least_dwell_s: float = 0.0,
+        least_dwell_s: DwellTimes = 0.0,
     ) -> None:
         """Set up the problem.
-
-        Args:
-            dag: The iteration.
-            profile: Measured rows.
-            blocking_power_w: What a waiting GPU draws [W].
-            switch_cost_s: By how much a change of clock delays what follows it, in plans [s].
-            least_dwell_s: The longest of the times for which clocks are to be held [s].
 
         Raises:
             ProfileError: The profile lacks a (stage, kind), has one clock only, or its energies
@@ -85,11 +93,13 @@ class Problem:
         self.dag = dag
         self.profile = profile
         self.blocking_power_w = blocking_power_w
+        self.switch_cost_j = switch_cost_j
         self.switch_cost_s = switch_cost_s
-        self.least_dwell_s = least_dwell_s
+        self.dwell_s = least_dwell_s
+        self.least_dwell_s = _longest_s(least_dwell_s)
         self.fixed_s = dag.fixed_durations_s(profile.info.fixed_durations)
         measured = set(profile.keys)
-        fastest_mhz = _shared_fastest_mhz(profile) if switch_cost_s or least_dwell_s else None
+        fastest_mhz = _shared_fastest_mhz(profile) if switch_cost_s or self.least_dwell_s else None
         index: dict[tuple[int, Kind], int] = {}
         groups: list[InstructionGroup] = []
         node, group = [], []
@@ -111,26 +121,19 @@ class Problem:
         self.group = np.array(group, dtype=np.intp)
 
     @cached_property
-    def _time_s(self) -> npt.NDArray[np.float64]:
-        return _padded([g.options.time_s for g in self.groups])
-
-    @cached_property
-    def _clock_mhz(self) -> npt.NDArray[np.float64]:
-        return _padded([g.options.clock_mhz.astype(np.float64) for g in self.groups])
-
-    @cached_property
-    def _cost_j(self) -> npt.NDArray[np.float64]:
-        return _padded([g.cost_j for g in self.groups])
+    def table(self) -> OptionTable:
+        """All options of all groups."""
+        return OptionTable(self.groups)
 
     @property
     def fastest(self) -> OptionIndices:
         """Every instruction at its fastest measured clock."""
-        return np.zeros(len(self.node), dtype=np.intp)
+        return self.table.begin[self.group]
 
     @property
     def most_frugal(self) -> OptionIndices:
         """Every instruction at its least effective energy."""
-        return np.array([len(g.cost_j) - 1 for g in self.groups], dtype=np.intp)[self.group]
+        return self.table.last[self.group]
 
     @cached_property
     def t_min_s(self) -> float:
@@ -140,20 +143,12 @@ class Problem:
     def durations_s(self, choice: OptionIndices) -> Seconds:
         """Return the duration of every node of the DAG [s]."""
         durations = self.fixed_s.copy()
-        durations[self.node] = self._time_s[self.group, choice]
+        durations[self.node] = self.table.time_s[choice]
         return durations
 
     def time_s(self, choice: OptionIndices) -> float:
         """Return the iteration time [s]."""
         return self.dag.makespan_s(self.durations_s(choice))
-
-    def energy_j(self, choice: OptionIndices, time_s: float) -> float:
-        """Return the energy of an iteration that ends after ``time_s`` [J]."""
-        return self.waiting_energy_j(time_s) + float(self._cost_j[self.group, choice].sum())
-
-    def waiting_energy_j(self, time_s: float) -> float:
-        """Return the energy that all ranks would use if they only waited [J]."""
-        return self.waiting_power_w * time_s
 
     @property
     def waiting_power_w(self) -> float:
@@ -161,57 +156,76 @@ class Problem:
         return self.blocking_power_w * len(self.dag.schedule.ranks)
 
     @cached_property
-    def instructions(self) -> InstructionStreams:
-        """The instructions to decide on, per rank in program order."""
-        return tuple(tuple(self.dag.nodes[i].work for i in nodes) for nodes in self.rank_nodes)  # type: ignore[misc]
+    def decision_of(self) -> Indices:
+        """For every node of the DAG, its decision; -1 for a node without a clock to choose."""
+        result = np.full(len(self.dag.nodes), -1, dtype=np.intp)
+        result[self.node] = np.arange(len(self.node))
+        return result
 
     @cached_property
-    def rank_nodes(self) -> list[list[int]]:
-        """The DAG's nodes of ``instructions``."""
-        decided = set(self.node.tolist())
-        return [[i for i in nodes if i in decided] for nodes in self.dag.compute_nodes]
+    def rank_decisions(self) -> list[Indices]:
+        """The decisions of each rank, in program order."""
+        of_ranks = [self.decision_of[list(nodes)] for nodes in self.dag.compute_nodes]
+        return [decisions[decisions >= 0] for decisions in of_ranks]
 
-    def plan(self, choice: OptionIndices, lower_bound_j: float | None = None) -> FrequencyPlan:
+    @cached_property
+    def instructions(self) -> InstructionStreams:
+        """The instructions to decide on, per rank in program order."""
+        nodes = [self.node[own].tolist() for own in self.rank_decisions]
+        return tuple(tuple(self.dag.nodes[node].work for node in of_rank) for of_rank in nodes)
+
+    def plan(self, choice: OptionIndices) -> FrequencyPlan:
         """Return the plan with these clocks, with its time and energy by the measured rows."""
-        clock = np.zeros(len(self.dag.nodes), dtype=np.int64)
-        clock[self.node] = self._clock_mhz[self.group, choice]
-        clocks_mhz = tuple(tuple(clock[nodes].tolist()) for nodes in self.rank_nodes)
-        time_s = self.dag.makespan_s(self.durations_s(choice) + self.delays_s(clocks_mhz))
-        return FrequencyPlan(
-            instructions=self.instructions,
-            clocks_mhz=clocks_mhz,
-            time_s=time_s,
-            energy_j=self.energy_j(choice, time_s),
-            lower_bound_j=lower_bound_j,
-        )
+        clock_mhz = self.table.clock_mhz[choice]
+        clocks_mhz = tuple(tuple(clock_mhz[own].tolist()) for own in self.rank_decisions)
+        return self._planned(clocks_mhz, self.table.time_s[choice], self.table.cost_j[choice])
 
-    def evaluate(self, clocks_mhz: tuple[tuple[int, ...], ...]) -> FrequencyPlan:
+    def evaluate(self, clocks_mhz: Clocks) -> FrequencyPlan:
         """Return the plan with any measured clocks, with its time and energy by the measured rows.
 
         Raises:
             ProfileError: A clock was not measured.
         """
-        durations = self.fixed_s.copy()
-        cost_j = 0.0
-        for nodes, clocks in zip(self.rank_nodes, clocks_mhz, strict=True):
-            for number, clock in zip(nodes, clocks, strict=True):
-                work = self.dag.nodes[number].work
-                assert isinstance(work, Instruction)
-                row = self.profile.at(work.stage, work.kind, clock)
-                durations[number] = row.time_s
-                cost_j += row.energy_j - self.blocking_power_w * row.time_s
-        time_s = self.dag.makespan_s(durations + self.delays_s(clocks_mhz))
-        return FrequencyPlan(self.instructions, clocks_mhz, time_s, self.waiting_energy_j(time_s) + cost_j)
+        time_s, energy_j = self.rows(clocks_mhz)
+        return self._planned(clocks_mhz, time_s, energy_j - self.blocking_power_w * time_s)
 
-    def delays_s(self, clocks_mhz: tuple[tuple[int, ...], ...]) -> Seconds:
-        """Return by how much changes of clock delay each node of the DAG [s]."""
+    def _planned(self, clocks_mhz: Clocks, time_s: Floats, cost_j: Floats) -> FrequencyPlan:
+        return FrequencyPlan(self.instructions, clocks_mhz, *self.iteration(time_s, cost_j, self.delays_s(clocks_mhz)))
+
+    def rows(self, clocks_mhz: Clocks) -> tuple[Floats, Floats]:
+        """Return time [s] and energy [J] of every decision at any measured clocks.
+
+        Raises:
+            ProfileError: A clock was not measured.
+        """
+        time_s, energy_j = np.empty((2, len(self.node)))
+        for decisions, stream, clocks in zip(self.rank_decisions, self.instructions, clocks_mhz, strict=True):
+            rows = [self.profile.at(i.stage, i.kind, clock) for i, clock in zip(stream, clocks, strict=True)]
+            time_s[decisions] = [row.time_s for row in rows]
+            energy_j[decisions] = [row.energy_j for row in rows]
+        return time_s, energy_j
+
+    def iteration(self, time_s: Floats, cost_j: Floats, delays_s: Seconds | float = 0.0) -> tuple[float, float]:
+        """Return time [s] and energy [J] of an iteration.
+
+        Args:
+            time_s: Of every decision [s].
+            cost_j: Effective energy of every decision [J].
+            delays_s: By how much every node of the DAG is delayed [s].
+        """
+        durations = self.fixed_s + delays_s
+        durations[self.node] += time_s
+        end_s = self.dag.makespan_s(durations)
+        return end_s, self.waiting_power_w * end_s + float(cost_j.sum())
+
+    def delays_s(self, clocks_mhz: Clocks) -> Seconds:
         """Return by how much changes of clock delay every node of the DAG [s].
 
         The first clock of an iteration follows the last one of the iteration before, which is the same plan's.
         """
         delays_s = np.zeros(len(self.dag.nodes))
-        for nodes, clocks in zip(self.rank_nodes, clocks_mhz, strict=True):
-            delays_s[nodes] = self.switch_cost_s * (np.asarray(clocks) != np.roll(clocks, 1))
+        for decisions, clocks in zip(self.rank_decisions, clocks_mhz, strict=True):
+            delays_s[self.node[decisions]] = self.switch_cost_s * (np.asarray(clocks) != np.roll(clocks, 1))
         return delays_s
 
     def baseline(self) -> FrequencyPlan:
@@ -265,11 +279,43 @@ def _group(
     return InstructionGroup(stage, kind, measured, options, options.effective_energy_j(blocking_power_w))
 
 
-def _padded(rows: list[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
-    result = np.full((len(rows), max((len(r) for r in rows), default=0)), np.nan)
-    for index, row in enumerate(rows):
-        result[index, : len(row)] = row
-    return result
+def _longest_s(dwell_s: DwellTimes) -> float:
+    return max(dwell_s.values(), default=0.0) if isinstance(dwell_s, Mapping) else dwell_s
+
+
+@dataclass(frozen=True)
+class Corners:
+    """The corners of a lower hull of cost over time: a convex, falling, piecewise-linear function.
+
+    Attributes:
+        time_s: Shape (k,), rising [s].
+        cost_j: Shape (k,), falling [J].
+    """
+
+    time_s: Floats
+    cost_j: Floats
+
+    @classmethod
+    def of(cls, time_s: Floats, cost_j: Floats) -> Corners:
+        """Return those of points with rising time and falling cost."""
+        kept = lower_hull(time_s, cost_j)
+        return cls(time_s[kept], cost_j[kept])
+
+    @property
+    def length_s(self) -> Floats:
+        """How much time each piece between two corners spans, shape (k - 1,) [s]."""
+        return np.diff(self.time_s)
+
+    @property
+    def saving_w(self) -> Floats:
+        """Energy saved per second spent on each piece, strictly falling, shape (k - 1,) [W]."""
+        return -np.diff(self.cost_j) / self.length_s
+
+    def least_j(self, price_w: Floats) -> Floats:
+        """Return the least of ``cost + price * time`` for each price of a second [J]."""
+        corner = np.searchsorted(-self.saving_w, -price_w)
+        result: Floats = self.cost_j[corner] + price_w * self.time_s[corner]
+        return result
 
 
 class OptionTable:
@@ -278,32 +324,132 @@ class OptionTable:
     Attributes:
         time_s: Shape (options,).
         cost_j: Shape (options,): effective energy, falling within a group.
+        clock_mhz: Shape (options,).
         begin: Shape (groups,): where each group's options begin.
         last: Shape (groups,): its slowest option.
     """
 
     def __init__(self, groups: Sequence[InstructionGroup], *, hull_only: bool = False) -> None:
         """Set up the table, of all Pareto options or of those on the lower convex hull alone."""
-        kept = [_kept(group, hull_only) for group in groups]
+        kept = [
+            np.array(lower_hull(g.options.time_s, g.cost_j), dtype=np.intp) if hull_only else np.arange(len(g.cost_j))
+            for g in groups
+        ]
         sizes = np.array([len(k) for k in kept], dtype=np.intp)
         self.last = np.cumsum(sizes) - 1
         self.begin = self.last - sizes + 1
         self.time_s = np.concatenate([g.options.time_s[k] for g, k in zip(groups, kept, strict=True)])
         self.cost_j = np.concatenate([g.cost_j[k] for g, k in zip(groups, kept, strict=True)])
+        self.clock_mhz = np.concatenate([g.options.clock_mhz[k] for g, k in zip(groups, kept, strict=True)])
         # One sorted array for all groups: each group's times are shifted beyond the one before.
         self.span_s = 2.0 * float(self.time_s.max())
         self.keys = self.time_s + self.span_s * np.repeat(np.arange(len(groups)), sizes)
         self.tolerance_s = 1e-13 * self.span_s * max(len(groups), 10)
 
-    def longest_within(self, group: OptionIndices, window_s: npt.NDArray[np.float64]) -> OptionIndices:
+    def longest_within(self, group: Indices, window_s: Floats) -> Indices:
         """Return each group's slowest option that fits the window, or its fastest where none does."""
         window_s = np.clip(window_s, 0.0, 0.75 * self.span_s)
         found = np.searchsorted(self.keys, window_s + (self.span_s * group + self.tolerance_s), side="right") - 1
-        result: OptionIndices = np.maximum(found, self.begin[group])
+        result: Indices = np.maximum(found, self.begin[group])
         return result
 
 
-def _kept(group: InstructionGroup, hull_only: bool) -> OptionIndices:
-    """Return the indices of the group's options to keep."""
-    kept = lower_hull(group.options.time_s, group.cost_j) if hull_only else range(len(group.cost_j))
-    return np.array(kept, dtype=np.intp)
+@dataclass(frozen=True)
+class PowerSeconds:
+    """Power over each second of an iteration that repeats, at which the extremes may lie, and over the one after it.
+
+    Attributes:
+        first_s: When each second begins, from the iteration's start, shape (seconds,) [s].
+        mean_w: Power over it [W].
+        changes_w: By how much the power over the one that follows it differs [W].
+        begin_s: When each instruction begins, of one rank after the other, shape (instructions,) [s].
+        end_s: When it ends [s].
+    """
+
+    first_s: Floats
+    mean_w: Floats
+    changes_w: Floats
+    begin_s: Floats
+    end_s: Floats
+
+    @classmethod
+    def of(cls, problem: Problem, plan: FrequencyPlan) -> PowerSeconds:
+        """Return that of a plan.
+
+        An instruction draws its energy evenly, and a rank that waits draws blocking power. The energy used so far is
+        then linear between the begins and ends of instructions: extremes lie where a second begins or ends at one.
+        """
+        decisions = np.concatenate(problem.rank_decisions)
+        nodes = problem.node[decisions]
+        time_s, energy_j = (values[decisions] for values in problem.rows(plan.clocks_mhz))
+        beyond_w = energy_j / time_s - problem.blocking_power_w
+        durations = problem.fixed_s + problem.delays_s(plan.clocks_mhz)
+        durations[nodes] += time_s
+        end_s = problem.dag.finish_s(durations)[nodes]
+        begin_s = end_s - time_s
+        # At each begin the power rises by what the instruction draws beyond waiting; at each end it falls by that.
+        at_s = np.concatenate([[0.0], begin_s, end_s, [plan.time_s]])
+        step_w = np.concatenate([[problem.waiting_power_w], beyond_w, -beyond_w, [0.0]])
+        order = np.argsort(at_s, kind="stable")
+        at_s, power_w = at_s[order], np.cumsum(step_w[order])
+        used_j = np.concatenate([[0.0], np.cumsum(power_w[:-1] * np.diff(at_s))])
+
+        def until_j(moment_s: Floats) -> Floats:
+            iterations, rest_s = np.divmod(moment_s, plan.time_s)
+            energy_j: Floats = iterations * used_j[-1] + np.interp(rest_s, at_s, used_j)
+            return energy_j
+
+        first_s = np.concatenate([at_s, at_s - _SECOND_S, at_s - 2 * _SECOND_S])
+        begin_j, middle_j, end_j = (until_j(first_s + seconds * _SECOND_S) for seconds in range(3))
+        mean_w, next_w = (middle_j - begin_j) / _SECOND_S, (end_j - middle_j) / _SECOND_S
+        return cls(first_s, mean_w, np.abs(next_w - mean_w), begin_s, end_s)
+
+
+def power_swing(problem: Problem, plan: FrequencyPlan) -> PowerSwing:
+    """Return the highest and the lowest power over any second of an iteration that repeats, and its largest change."""
+    power = PowerSeconds.of(problem, plan)
+    return PowerSwing(float(power.mean_w.max()), float(power.mean_w.min()), float(power.changes_w.max()))
+
+
+def problem_for(
+    schedule: Schedule,
+    profile: StageProfile,
+    blocking_power_w: float | None,
+    *,
+    switch_cost_j: float = 0.0,
+    switch_cost_s: float = 0.0,
+    least_dwell_s: DwellTimes = 0.0,
+) -> Problem:
+    """Return the optimisation problem of a schedule.
+
+    Raises:
+        ConfigError: Blocking power is unknown, or an argument is out of range.
+        ProfileError: The profile does not cover the schedule.
+    """
+    power_w = profile.info.blocking_power_w if blocking_power_w is None else blocking_power_w
+    if power_w is None:
+        raise ConfigError(
+            "blocking_power_w is missing: the profile has no profile.json that holds it. Give what a GPU draws "
+            "while it waits, such as blocking_power_w=83.64 (A100, from the Perseus paper)."
+        )
+    for name, value, most, unit in (
+        ("switch_cost_j", switch_cost_j, MOST_JOULES, "joules"),
+        ("switch_cost_s", switch_cost_s, MOST_SECONDS, "seconds"),
+        ("least_dwell_s", _longest_s(least_dwell_s), MOST_SECONDS, "seconds"),
+        ("blocking_power_w", power_w, MOST_WATTS, "watts"),
+    ):
+        if not 0 <= value <= most:
+            raise ConfigError(f"{name}={value}: expected a number of {unit} >= 0, at most {most:g}.")
+    if schedule.num_stages > profile.num_stages:
+        raise ProfileError(
+            f"The schedule has {schedule.num_stages} stages, the profile {profile.num_stages}. "
+            f"Profile the model with {schedule.num_stages} stages, or give fewer."
+        )
+    return Problem(
+        Dag.build(schedule),
+        profile,
+        power_w,
+        switch_cost_j=switch_cost_j,
+        switch_cost_s=switch_cost_s,
+        least_dwell_s=least_dwell_s,
+    )

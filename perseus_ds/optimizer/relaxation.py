@@ -15,20 +15,15 @@ predictor and corrector, SIAM J. Optimization 2(4), 1992).
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.linalg import cho_solve_banded, cholesky_banded
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 
-from perseus_ds.artifacts.profile import lower_hull
 from perseus_ds.optimizer.network import Network
-from perseus_ds.optimizer.problem import InstructionGroup, OptionTable
-
-Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.intp]
+from perseus_ds.optimizer.problem import Corners, Floats, Indices
 
 _MAX_STEPS = 80
 _START_FLOW = 0.6
@@ -61,73 +56,18 @@ class Relaxed:
 
 
 @dataclass(frozen=True)
-class GroupPieces:
-    """A convex, falling, piecewise-linear function of time, its pieces from left to right.
-
-    Attributes:
-        length_s: Shape (k,): how much time each piece spans [s].
-        saving_w: Shape (k,): energy saved per second spent on it, strictly falling [W].
-    """
-
-    length_s: Floats
-    saving_w: Floats
-
-    @classmethod
-    def of(cls, time_s: Floats, cost_j: Floats) -> GroupPieces:
-        """Return the lower hull of points with rising time and falling cost."""
-        kept = lower_hull(time_s, cost_j)
-        length_s = np.diff(time_s[kept])
-        return cls(length_s, -np.diff(cost_j[kept]) / length_s)
-
-
-@dataclass(frozen=True)
 class Pieces:
     """The hull pieces of many decisions, one decision after the other.
 
     Attributes:
         owner: Shape (m,): the decision each piece belongs to.
-        length_s, saving_w: Shape (m,), as in :class:`GroupPieces`.
+        length_s: Shape (m,): how much time each piece spans [s].
+        saving_w: Shape (m,): energy saved per second spent on it [W].
     """
 
     owner: Indices
     length_s: Floats
     saving_w: Floats
-
-
-class HullTable:
-    """The hulls of all groups, for every number of clocks that are fast enough to be usable."""
-
-    def __init__(self, groups: tuple[InstructionGroup, ...]) -> None:
-        self._groups = groups
-        self._hulls: dict[tuple[int, int], GroupPieces] = {}
-
-    def pieces(self, group: Indices, usable: Indices) -> Pieces:
-        """Return the pieces of decisions of these groups that may use their fastest clocks only.
-
-        Args:
-            group: Shape (n,).
-            usable: Shape (n,): how many of the group's clocks, at least 1.
-        """
-        keys, which = np.unique(np.stack([group, usable]), axis=1, return_inverse=True)
-        hulls = [self._hull(int(g), int(n)) for g, n in keys.T]
-        counts = np.array([len(h.length_s) for h in hulls], dtype=np.intp)
-        begins = np.cumsum(counts) - counts
-        which = which.reshape(-1)
-        owner = np.repeat(np.arange(len(group)), counts[which])
-        ends = np.cumsum(counts[which])
-        within = np.arange(len(owner)) - np.repeat(ends - counts[which], counts[which])
-        at = begins[which][owner] + within
-
-        lengths_s = np.concatenate([h.length_s for h in hulls])
-        savings_w = np.concatenate([h.saving_w for h in hulls])
-        return Pieces(owner, lengths_s[at], savings_w[at])
-
-    def _hull(self, group: int, usable: int) -> GroupPieces:
-        key = (group, usable)
-        if key not in self._hulls:
-            options = self._groups[group]
-            self._hulls[key] = GroupPieces.of(options.options.time_s[:usable], options.cost_j[:usable])
-        return self._hulls[key]
 
 
 class Relaxation:
@@ -136,13 +76,13 @@ class Relaxation:
     def __init__(self, network: Network) -> None:
         self.network = network
         problem = network.problem
-        self.fastest_j = problem.energy_j(problem.fastest, 0.0)
+        self.fastest_j = float(problem.table.cost_j[problem.fastest].sum())
         self.time_unit_s = float(np.mean([g.options.time_s[0] for g in problem.groups]))
-        self._hulls = HullTable(problem.groups)
+        # Lengths and savings of the hull's pieces, by group and number of clocks that are fast enough to be usable.
+        self._hulls: dict[tuple[int, int], tuple[Floats, Floats]] = {}
         self.laplacian = Laplacian(network)
         self._earliest_s = network.earliest_s(network.least_s)
         self._after_s = network.latest_s(network.least_s, 0.0)
-        self._options = OptionTable(problem.groups)
 
     def pieces(self, deadline_s: float) -> Pieces:
         """Return the hull pieces of every decision, of the clocks with which the deadline can be met.
@@ -150,11 +90,20 @@ class Relaxation:
         A clock so slow that the deadline is missed though all else runs at its fastest clock is no option;
         leaving it out of the hull tightens the bound near ``T_min``. Savings are tilted, see ``_TILT``.
         """
-        group = self.network.problem.group
-        usable = self._options.longest_within(group, self._room_s(deadline_s)) - self._options.begin[group] + 1
-        pieces = self._hulls.pieces(group, usable)
-        tilt = 1 + _TILT * (1 - 2 * self.network.position[pieces.owner])
-        return replace(pieces, saving_w=pieces.saving_w * tilt)
+        problem = self.network.problem
+        usable = problem.table.longest_within(problem.group, self._room_s(deadline_s)) - problem.fastest + 1
+        hulls = [self._hull(*key) for key in zip(problem.group.tolist(), usable.tolist(), strict=True)]
+        length_s, saving_w = (np.concatenate(parts) for parts in zip(*hulls, strict=True))
+        owner = np.repeat(np.arange(len(hulls)), [len(lengths_s) for lengths_s, _ in hulls])
+        tilt = 1 + _TILT * (1 - 2 * self.network.position[owner])
+        return Pieces(owner, length_s, saving_w * tilt)
+
+    def _hull(self, group: int, usable: int) -> tuple[Floats, Floats]:
+        if (group, usable) not in self._hulls:
+            options = self.network.problem.groups[group]
+            corners = Corners.of(options.options.time_s[:usable], options.cost_j[:usable])
+            self._hulls[group, usable] = corners.length_s, corners.saving_w
+        return self._hulls[group, usable]
 
     def _room_s(self, deadline_s: float) -> Floats:
         """Return how long each decision may take when all else runs at its fastest clock [s]."""
@@ -241,7 +190,7 @@ class _InteriorPoint:
         return result
 
     def _taken(self) -> Floats:
-        return _sums(self.d, self.first)
+        return np.add.reduceat(self.d, self.first)
 
     def run(self) -> Relaxed:
         # Rounding may make the last steps impossible; the point reached by then is close enough to the
@@ -267,7 +216,7 @@ class _InteriorPoint:
         mean = gap / sum(len(p) for p in products)
         self.theta = 1 / (self.z / self.d + self.w / self.v)
         arc_theta = self.s / self.flow
-        arc_theta[self.movable] += _sums(self.theta, self.first)
+        arc_theta[self.movable] += np.add.reduceat(self.theta, self.first)
         self.weight = 1 / arc_theta
         self.laplacian.factorise(self.weight)
         self.missing = missing
@@ -290,9 +239,9 @@ class _InteriorPoint:
 
     def _direction(self, wanted: list[Floats]) -> _Direction:
         to_d, to_v, to_s = wanted
-        h = self._reduced() + to_d / self.d - to_v / self.v
+        h = self.saving - self.flow[self.owner] + self.z - self.w + to_d / self.d - to_v / self.v
         push = to_s / self.flow - self.missing
-        push[self.movable] += _sums(self.theta * h, self.first)
+        push[self.movable] += np.add.reduceat(self.theta * h, self.first)
         push *= self.weight
         # Conservation after the step: inflow(flow + dflow) = demand.
         lacking = self.demand - self.laplacian.inflow(self.flow)
@@ -307,10 +256,6 @@ class _InteriorPoint:
             w=(to_v + self.w * dd) / self.v,
             s=(to_s - self.s * dflow) / self.flow,
         )
-
-    def _reduced(self) -> Floats:
-        result: Floats = self.saving - self.flow[self.owner] + self.z - self.w
-        return result
 
     def _lengths(self, step: _Direction) -> tuple[float, float]:
         primal = min(_room(self.d, step.d), _room(self.v, -step.d), _room(self.s, step.s))
@@ -349,14 +294,10 @@ def _spread(network: Network) -> Floats:
     through[-1] = 1.0
     flow = np.zeros(len(network.tail))
     for level in reversed(network.forward):
-        count = np.diff(np.r_[level.first, len(level.arcs)])
-        flow[level.arcs] = np.repeat(through[level.events] / count, count)
-        through += np.bincount(network.tail[level.arcs], flow[level.arcs], network.events)
+        count = np.diff(np.r_[level.first, len(level.edges)])
+        flow[level.edges] = np.repeat(through[level.nodes] / count, count)
+        through += np.bincount(network.tail[level.edges], flow[level.edges], network.events)
     return flow
-
-
-def _sums(values: Floats, first: npt.NDArray[np.intp]) -> Floats:
-    return np.add.reduceat(values, first) if len(first) else np.zeros(0)
 
 
 class Laplacian:

@@ -31,16 +31,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from perseus_ds.artifacts.profile import lower_hull
 from perseus_ds.optimizer.network import Network
-from perseus_ds.optimizer.problem import OptionTable
+from perseus_ds.optimizer.problem import Floats, Indices
 from perseus_ds.optimizer.search import durations_at, evenly, options_at, splice
 from perseus_ds.pipeline.instruction import Instruction, Kind
-
-Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.intp]
 
 _PERIODS = 512
 """So many periods are looked at."""
@@ -97,11 +93,7 @@ class RhythmSearch:
     """Finds rhythms of least energy, among the periods, forwards and values of d that are tried."""
 
     def __init__(self, ranks: Sequence[tuple[Work, Work]]) -> None:
-        """Set up the search.
-
-        Args:
-            ranks: The options of each rank's forward and of its backward, along the pipeline.
-        """
+        """Take the options of each rank's forward and of its backward, along the pipeline."""
         self._ranks = ranks
         keys = [b"".join(np.concatenate([work.time_s, work.cost_j]).tobytes() for work in rank) for rank in ranks]
         self._like = [keys.index(key) for key in keys]
@@ -230,12 +222,11 @@ class _Passage:
         return forwards, self._backward.within(np.array(windows_s))
 
 
-def mixed_into(network: Network, table: OptionTable, event_s: Floats, deadline_s: Floats) -> Floats:
+def mixed_into(network: Network, event_s: Floats, deadline_s: Floats) -> Floats:
     """Replace the middle of plans by the mixture of two neighbouring rhythms that meets their deadlines.
 
     Args:
         network: The events.
-        table: The options of the plans.
         event_s: Plans, shape (events, plans) [s].
         deadline_s: Shape (plans,), rising, each >= ``T_min`` [s].
 
@@ -247,9 +238,10 @@ def mixed_into(network: Network, table: OptionTable, event_s: Floats, deadline_s
     if min(map(len, pairs), default=0) < _FEWEST_PAIRS:
         return event_s
     problem = network.problem
-    ranks = [tuple(_work(table, group) for group in problem.group[own[0, :2]]) for own in pairs]
+    works = [Work(group.options.time_s, group.cost_j) for group in problem.groups]
+    ranks = [(works[forward], works[backward]) for forward, backward in (problem.group[own[0, :2]] for own in pairs)]
     slowdown = max(1.0, float(deadline_s[-1]) / problem.t_min_s)
-    found = RhythmSearch(ranks).up_to(slowdown, problem.waiting_energy_j(1.0))  # type: ignore[arg-type]
+    found = RhythmSearch(ranks).up_to(slowdown, problem.waiting_power_w)
     steady = np.unique(np.concatenate([own[:, :2].ravel() for own in pairs]))
     rhythm_s = np.zeros((network.decisions, len(found)))
     for number, one in enumerate(found):
@@ -258,7 +250,7 @@ def mixed_into(network: Network, table: OptionTable, event_s: Floats, deadline_s
         ):
             rhythm_s[own[:, 0], number] = forward.time_s[forwards][own[:, 2]]
             rhythm_s[own[:, 1], number] = backward.time_s[backwards][own[:, 2]]
-    duration_s = durations_at(network, table, options_at(network, table, event_s))
+    duration_s = durations_at(network, options_at(network, event_s))
 
     def in_rhythm(number: Indices) -> Floats:
         result = duration_s.copy()
@@ -277,11 +269,6 @@ def mixed_into(network: Network, table: OptionTable, event_s: Floats, deadline_s
     return splice(network, slow_s, fast_s, deadline_s, slow_first=False)
 
 
-def _work(table: OptionTable, group: int) -> Work:
-    own = slice(table.begin[group], table.last[group] + 1)
-    return Work(table.time_s[own], table.cost_j[own])
-
-
 def _pairs_by_rank(network: Network) -> list[Indices]:
     """Return by rank, along the pipeline, its forwards that a backward follows.
 
@@ -290,12 +277,8 @@ def _pairs_by_rank(network: Network) -> list[Indices]:
         and 1 if they are of an odd backward. No rows where the rank repeats anything else.
     """
     problem = network.problem
-    decision_of = np.full(len(problem.dag.nodes), -1, dtype=np.intp)
-    decision_of[problem.node] = np.arange(network.decisions)
     found: list[tuple[int, Indices]] = []
-    for nodes in problem.dag.compute_nodes:
-        decisions = decision_of[list(nodes)]
-        decisions = decisions[decisions >= 0]
+    for decisions in problem.rank_decisions:
         groups, count = np.unique(problem.group[decisions], return_counts=True)
         # What a rank does once, such as the tail, is not part of its rhythm.
         repeated = groups[count > 1]

@@ -26,22 +26,20 @@ dwell time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import linprog
 
 from perseus_ds.errors import ProfileError
 from perseus_ds.optimizer.network import Network
+from perseus_ds.optimizer.problem import DwellTimes, Floats, Indices
 from perseus_ds.optimizer.search import evenly
-from perseus_ds.optimizer.switches import DwellTimes
 from perseus_ds.pipeline.instruction import Kind
 
-Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.intp]
 Sequences = list[Indices]
 """A sequence for each rank: indices into the rank's clocks, in program order."""
 
@@ -72,11 +70,32 @@ _MOST_PATHS, _MORE_PATHS = 40, 16
 _LOWERINGS = 12
 _REPAIRS = 4
 _FITS = 1 + 1e-9
+_NO_PRICES = np.zeros(0)
+_SHORTER, _MOST_STEPS = 1.5, 3
+"""Dwell times that are shorter by this factor are planned for apart; so many at most."""
 
 
 def searched_of(count: int) -> Indices:
     """Return which of so many deadlines plans are searched for from the beginning."""
     return evenly(count, _SEARCHED)
+
+
+def dwell_ladder(least_dwell_s: DwellTimes) -> list[DwellTimes]:
+    """Return the dwell times to plan for one after the other, the longest first.
+
+    A run can only be as short as the clock after it needs to come. So either all clocks of a rank are held as long as
+    that which comes latest needs, or those that come late are not used, but for whole iterations.
+    """
+    if not isinstance(least_dwell_s, Mapping):
+        return [least_dwell_s]
+    steps_s: list[float] = []
+    for dwell_s in sorted(least_dwell_s.values(), reverse=True):
+        if not steps_s or (_SHORTER * dwell_s < steps_s[-1] and len(steps_s) < _MOST_STEPS):
+            steps_s.append(dwell_s)
+    return [
+        {clock_mhz: step_s if own_s <= step_s else np.inf for clock_mhz, own_s in least_dwell_s.items()}
+        for step_s in steps_s
+    ]
 
 
 class _Rank:
@@ -158,7 +177,7 @@ class _Mixture:
         rows: Paths that take part.
         price_w: Of each path known when it was solved; None before [W].
         support, weights: By rank: the sequences that are mixed, and their shares.
-        mean_s: Duration of every decision in the mixture [s].
+        mean_s: Duration of every arc in the mixture [s].
     """
 
     deadline_s: float
@@ -171,13 +190,7 @@ class _Mixture:
 
 @dataclass(frozen=True)
 class HeldPlan:
-    """A plan whose runs are long enough.
-
-    Attributes:
-        clocks: By rank.
-        time_s: Iteration time [s].
-        cost_j: Effective energy [J].
-    """
+    """A plan whose runs are long enough."""
 
     clocks: Sequences
     time_s: float
@@ -187,25 +200,16 @@ class HeldPlan:
 class RunSearch:
     """Finds plans whose runs last at least the dwell time."""
 
-    def __init__(self, network: Network, dwell_s: DwellTimes, change_j: float = 0.0, change_s: float = 0.0) -> None:
-        """Set up the search.
-
-        Args:
-            network: The events.
-            dwell_s: The least time at a clock, one for all clocks or by clock in MHz [s].
-            change_j: What a change of clock is taken to cost [J].
-            change_s: By how much it delays what follows it [s].
+    def __init__(self, network: Network, dwell_s: DwellTimes, change_j: float = 0.0) -> None:
+        """Take the least time at a clock and what a change of clock must save.
 
         Raises:
             ProfileError: A rank's instructions have no clock in common.
         """
-        self._network, self._change_j, self._change_s = network, change_j, change_s
-        problem = network.problem
-        decision_of = np.full(len(problem.dag.nodes), -1, dtype=np.intp)
-        decision_of[problem.node] = np.arange(network.decisions)
-        chains = [decision_of[list(nodes)] for nodes in problem.dag.compute_nodes]
-        self.ranks = [_Rank(network, chain[chain >= 0], dwell_s) for chain in chains if (chain >= 0).any()]
-        self._is_decided = [bool((chain >= 0).any()) for chain in chains]
+        self._network, self._change_j, self._change_s = network, change_j, network.problem.switch_cost_s
+        chains = network.problem.rank_decisions
+        self.ranks = [_Rank(network, chain, dwell_s) for chain in chains if len(chain)]
+        self._is_decided = [bool(len(chain)) for chain in chains]
         self._fixed_s = np.zeros(0)
         self._known: set[tuple[int, ...]] = set()
         self._into = np.argsort(network.head, kind="stable")
@@ -235,43 +239,34 @@ class RunSearch:
         time_s = deadline_s[searched]
         found = self.shapes(time_s, free)
         found.append(self._priced(time_s, None, _ROUNDS))
-        begun = [
-            min((p for p in plans if p is not None), key=_cost, default=None) for plans in zip(*found, strict=True)
-        ]
+        begun = [_cheapest(plans) for plans in zip(*found, strict=True)]
         known = [*start, *(plan for plan in begun if plan is not None)]
         result: list[HeldPlan | None] = []
         for number, limit_s in enumerate(deadline_s.tolist()):
             progress(0.5 + 0.5 * number / len(deadline_s))
-            best = min((plan for plan in known if plan.time_s <= limit_s * _FITS), key=_cost, default=None)
+            best = _cheapest(plan for plan in known if plan.time_s <= limit_s * _FITS)
             near = begun[int(np.abs(time_s - limit_s).argmin())]
             starts = [near, best] if number in searched else [near]
             if number == 0 and self._network.decisions < _MANY:
                 starts += [plan for plans in found for plan in plans]
             own = {id(plan): plan for plan in starts if plan is not None}
-            tried = [self._held(plan.clocks, limit_s, None, exchange=number in searched) for plan in own.values()]
-            fresh = [plan for plan in tried if plan is not None]
-            known += fresh
-            result.append(min([*([best] if best else []), *fresh], key=_cost, default=None))
+            tried = [self._held(plan.clocks, limit_s, exchange=number in searched) for plan in own.values()]
+            known += [plan for plan in tried if plan is not None]
+            result.append(_cheapest([best, *tried]))
         return result
 
     def shapes(self, deadline_s: Floats, free: Sequence[Sequences] = ()) -> list[list[HeldPlan | None]]:
-        """Return the plans from which the search starts, for each shape and deadline: see the module.
-
-        Args:
-            deadline_s: Rising [s].
-            free: For each, a plan of free clocks whose runs are used; may be empty.
-        """
-        result = [self._priced(deadline_s, [np.zeros(1, dtype=np.intp)] * len(self.ranks), 0)]
+        """Return the plans from which the search starts, for each shape and deadline: see the module."""
+        result = [self._priced(deadline_s, None, 0)]
         result.append(self._priced(deadline_s, [self._phases(rank) for rank in self.ranks], 2))
         if free:
             cut = [self._cut(clocks, time_s) for clocks, time_s in zip(free, deadline_s.tolist(), strict=True)]
-            result.append([self._held(c, t, None) for c, t in zip(cut, deadline_s.tolist(), strict=True)])
+            result.append([self._held(c, t) for c, t in zip(cut, deadline_s.tolist(), strict=True)])
         return result
 
     def beyond_dwell_s(self, clocks: Sequences) -> list[Floats]:
         """Return by rank how much longer than its dwell time each run is, in the plan's own times [s]."""
-        duration_s = self._durations_s(clocks)
-        begins_s, length_s = self._changes_s(duration_s, self._event_s(duration_s))
+        begins_s, length_s = self._changes_s(self._durations_s(clocks))
         result = []
         for rank, own, times_s in zip(self.ranks, clocks, begins_s, strict=True):
             first = np.flatnonzero(own != np.roll(own, 1))
@@ -294,32 +289,27 @@ class RunSearch:
     # Times and paths
 
     def _durations_s(self, clocks: Sequences) -> Floats:
-        result = np.empty(self._network.decisions)
+        """Return the duration of every arc, those of decisions first [s]."""
+        result = self._network.least_s.copy()
         for rank, own in zip(self.ranks, clocks, strict=True):
             result[rank.decisions] = rank.durations_s(own, self._change_s)
         return result
 
-    def _event_s(self, duration_s: Floats) -> Floats:
-        arcs_s = self._network.least_s.copy()
-        arcs_s[: self._network.decisions] = duration_s
-        return self._network.earliest_s(arcs_s)
-
-    def _changes_s(self, duration_s: Floats, event_s: Floats) -> tuple[list[Floats], float]:
+    def _changes_s(self, duration_s: Floats) -> tuple[list[Floats], float]:
         """Return by rank when a change of clock before each instruction happens, and the iteration's length [s]."""
-        end_s = event_s[self._network.tail[: self._network.decisions]] + duration_s
+        event_s = self._network.earliest_s(duration_s)
+        end_s = event_s[self._network.tail] + duration_s
         length_s = float(event_s[-1])
         ends_s = [end_s[rank.decisions] for rank in self.ranks]
         return [np.concatenate([own_s[-1:] - length_s, own_s[:-1]]) for own_s in ends_s], length_s
 
     def _add_path(self, duration_s: Floats) -> bool:
         """Add a longest path; returns whether it was not known."""
-        network, event_s = self._network, self._event_s(duration_s)
-        arcs_s = network.least_s.copy()
-        arcs_s[: network.decisions] = duration_s
+        network, event_s = self._network, self._network.earliest_s(duration_s)
         event, path = network.events - 1, []
         while event:
             into = self._into[self._first[event] : self._first[event + 1]]
-            arc = int(into[(event_s[network.tail[into]] + arcs_s[into]).argmax()])
+            arc = int(into[(event_s[network.tail[into]] + duration_s[into]).argmax()])
             path.append(arc)
             event = int(network.tail[arc])
         if tuple(path) in self._known:
@@ -327,8 +317,8 @@ class RunSearch:
         self._known.add(tuple(path))
         arcs = np.array(path, dtype=np.intp)
         decided = arcs < network.decisions
-        on_path = np.zeros(network.decisions)
-        on_path[arcs[decided]] = 1.0
+        on_path = np.zeros(len(network.tail))
+        on_path[arcs] = 1.0
         self._fixed_s = np.append(self._fixed_s, network.least_s[arcs[~decided]].sum())
         for rank in self.ranks:
             rank.add_path(on_path[rank.decisions])
@@ -353,7 +343,7 @@ class RunSearch:
                 for chosen in (shares, cheapest):
                     clocks = [rank.sequences[int(n)] for rank, n in zip(self.ranks, chosen, strict=True)]
                     found.append(self._held(clocks, mixture.deadline_s, price_w, exchange=not rounds))
-            result.append(min((p for p in found if p is not None), key=lambda plan: plan.cost_j, default=None))
+            result.append(_cheapest(found))
         return result
 
     def _solve(self, mixture: _Mixture) -> bool:
@@ -382,14 +372,14 @@ class RunSearch:
             mixture.weights = [share[share > 1e-7] for share in shares]
             mixture.price_w = np.zeros(len(self._fixed_s))
             mixture.price_w[rows] = np.maximum(-found.ineqlin.marginals, 0.0) * unit_j / time_s
-            mixture.mean_s = np.empty(self._network.decisions)
+            mixture.mean_s = self._network.least_s.copy()
             length_s = self._fixed_s.copy()
             for rank, own, share in zip(self.ranks, mixture.support, mixture.weights, strict=True):
                 mixture.mean_s[rank.decisions] = share @ rank.duration_s[own]
                 length_s += rank.path_s[:, own] @ share
             late = np.setdiff1d(np.flatnonzero(length_s > time_s * (1 + _LATE)), rows)
             if not len(late):
-                if float(self._event_s(mixture.mean_s)[-1]) <= time_s * (1 + _LATE):
+                if float(self._network.earliest_s(mixture.mean_s)[-1]) <= time_s * (1 + _LATE):
                     break
                 if not self._add_path(mixture.mean_s):
                     break
@@ -408,7 +398,7 @@ class RunSearch:
 
     def _price(self, mixtures: Sequence[_Mixture], places: list[Indices] | None) -> None:
         """Add the sequences of every rank that cost least at the prices of each mixture."""
-        changes = [self._changes_s(mixture.mean_s, self._event_s(mixture.mean_s)) for mixture in mixtures]
+        changes = [self._changes_s(mixture.mean_s) for mixture in mixtures]
         length_s = np.array([length for _, length in changes])
         for number, rank in enumerate(self.ranks):
             price_w = np.stack([m.price_w @ rank.on_path[: len(m.price_w)] for m in mixtures if m.price_w is not None])
@@ -430,8 +420,7 @@ class RunSearch:
 
     def _cut(self, clocks: Sequences, time_s: float) -> Sequences:
         """Return a plan of free clocks in runs, none of its instructions slower."""
-        duration_s = self._durations_s(clocks)
-        begins_s, length_s = self._changes_s(duration_s, self._event_s(duration_s))
+        begins_s, length_s = self._changes_s(self._durations_s(clocks))
         result = []
         for rank, own, times_s in zip(self.ranks, clocks, begins_s, strict=True):
             allowed_s = rank.time_s[np.arange(len(own)), own] * _FITS
@@ -454,7 +443,7 @@ class RunSearch:
     # Clocks of given runs
 
     def _held(
-        self, clocks: Sequences, time_s: float, price_w: Floats | None, *, exchange: bool = False
+        self, clocks: Sequences, time_s: float, price_w: Floats = _NO_PRICES, *, exchange: bool = False
     ) -> HeldPlan | None:
         """Search the clocks of a plan's runs; return a plan with runs that are long enough, or None.
 
@@ -469,12 +458,11 @@ class RunSearch:
             clocks, is_held = self._repaired(found)
             if is_held:
                 break
-        tried = (given, self._checked(clocks, time_s))
-        return min((plan for plan in tried if plan is not None), key=_cost, default=None)
+        return _cheapest([given, self._checked(clocks, time_s)])
 
     def _checked(self, clocks: Sequences, time_s: float) -> HeldPlan | None:
         """Return a plan if it is in time and its runs are long enough, else None."""
-        end_s = float(self._event_s(self._durations_s(clocks))[-1])
+        end_s = float(self._network.earliest_s(self._durations_s(clocks))[-1])
         if end_s > time_s * _FITS or min(float(s.min(initial=0.0)) for s in self.beyond_dwell_s(clocks)) < -1e-12:
             return None
         cost_j = sum(float(rank.energy_j(own)) for rank, own in zip(self.ranks, clocks, strict=True))
@@ -495,7 +483,7 @@ class RunSearch:
             was_held = False
         return clocks, was_held
 
-    def _polished(self, clocks: Sequences, time_s: float, price_w: Floats | None, exchange: bool) -> Sequences | None:
+    def _polished(self, clocks: Sequences, time_s: float, price_w: Floats, exchange: bool) -> Sequences | None:
         """Return the same runs at other clocks, in time; None if no clocks were found."""
         search = _ClockSearch(self.ranks, clocks, self._change_s)
         limit_s = time_s * _FITS
@@ -507,7 +495,7 @@ class RunSearch:
             longest = np.argsort(-length_s)[: _MOST_PATHS if attempt == 0 else _MORE_PATHS]
             fresh = longest[length_s[longest] > (limit_s if attempt else _NEAR * time_s)]
             if attempt and not len(fresh):
-                if float(self._event_s(duration_s)[-1]) <= limit_s:
+                if float(self._network.earliest_s(duration_s)[-1]) <= limit_s:
                     return clocks
                 if not self._add_path(duration_s):
                     return None
@@ -517,14 +505,9 @@ class RunSearch:
                 return None
             # Paths are many; where most are not known, lowering clocks again and again would lead from one to the next.
             if attempt < _LOWERINGS:
-                search.lower(
-                    limit_s,
-                    None
-                    if price_w is None
-                    else np.where(
-                        search.paths < len(price_w), price_w[np.minimum(search.paths, len(price_w) - 1)], 0.0
-                    ),
-                )
+                known_w = np.zeros(len(self._fixed_s))
+                known_w[: len(price_w)] = price_w
+                search.lower(limit_s, known_w[search.paths])
                 if exchange:
                     search.exchange(limit_s)
             clocks = search.sequences()
@@ -602,10 +585,10 @@ class _ClockSearch:
             self._set(*divmod(int(value.argmax()), value.shape[1]))
         return True
 
-    def lower(self, limit_s: float, price_w: Floats | None) -> None:
+    def lower(self, limit_s: float, price_w: Floats) -> None:
         """Lower clocks one by one, that which saves most for its priced time first."""
         weight = np.full(len(self.paths), 1.0)
-        if price_w is not None and price_w.sum() > 0:
+        if price_w.sum() > 0:
             weight = 1e-3 + price_w / price_w.sum()
         while True:
             now_j = self._cost_j[self._runs, self._now]
@@ -761,5 +744,5 @@ def _extend(clocks: Indices, run: int) -> None:
         clocks[begin - 1] = own
 
 
-def _cost(plan: HeldPlan) -> float:
-    return plan.cost_j
+def _cheapest(plans: Iterable[HeldPlan | None]) -> HeldPlan | None:
+    return min((plan for plan in plans if plan is not None), key=attrgetter("cost_j"), default=None)

@@ -6,15 +6,16 @@ For a schedule other than the measured one, stages are cut into chunks or joined
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
 from statistics import fmean
 
-from perseus_ds.artifacts.profile import Measurement, StageProfile, TransferDuration
+from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.artifacts.schedule_table import ComparedSchedule
 from perseus_ds.errors import ProfileError
 from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.problem import Progress
+from perseus_ds.pipeline.dag import Boundary, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Exchange, Launch, Payload, Schedule
 
@@ -28,17 +29,9 @@ def compare_schedules(
     weight_share: float,
     blocking_power_w: float | None,
     plans: int,
-    progress: Callable[[str, float], None],
+    progress: Progress,
 ) -> list[ComparedSchedule]:
-    """Compute the frontier of each schedule.
-
-    Args:
-        profile: As measured under any of them.
-        schedules: Names for people, and the schedules.
-        weight_share: As in :func:`recut`.
-        blocking_power_w: What a waiting GPU draws [W]; the profile's own value by default.
-        plans: How many deadlines to plan for with each schedule.
-        progress: Called with the schedule's name and the fraction done of all.
+    """Compute the frontier of each schedule from a profile measured under any of them.
 
     Raises:
         PerseusError: The profile does not fit a schedule.
@@ -49,9 +42,8 @@ def compare_schedules(
         def report(_: str, done: float, name: str = name, number: int = number) -> None:
             progress(name, (number + done) / len(schedules))
 
-        fitted = recut(profile, schedule, weight_share=weight_share)
-        frontier = optimize(schedule, fitted.profile, blocking_power_w=blocking_power_w, plans=plans, progress=report)
-        gaps = [plan.gap for plan in frontier.plans if plan.gap is not None]
+        fitted, assumptions = recut(profile, schedule, weight_share=weight_share)
+        frontier = optimize(schedule, fitted, blocking_power_w=blocking_power_w, plans=plans, progress=report)
         result.append(
             ComparedSchedule(
                 name=name,
@@ -64,8 +56,8 @@ def compare_schedules(
                 baseline_time_s=frontier.baseline.time_s,
                 baseline_energy_j=frontier.baseline.energy_j,
                 plans=[(plan.time_s, plan.energy_j) for plan in frontier.plans],
-                worst_gap=max(gaps),
-                assumptions=list(fitted.assumptions),
+                worst_gap=max(plan.gap for plan in frontier.plans if plan.gap is not None),
+                assumptions=assumptions,
             )
         )
     return result
@@ -94,20 +86,8 @@ def _held(stream: tuple[Instruction, ...]) -> dict[int, list[int]]:
     }
 
 
-@dataclass(frozen=True)
-class Recut:
-    """A profile for the stages and kinds of a schedule.
-
-    Attributes:
-        assumptions: What it takes for granted and no measurement shows, one sentence each.
-    """
-
-    profile: StageProfile
-    assumptions: tuple[str, ...]
-
-
-def recut(profile: StageProfile, schedule: Schedule, *, weight_share: float) -> Recut:
-    """Return the profile of the same model on the same GPUs under another schedule.
+def recut(profile: StageProfile, schedule: Schedule, *, weight_share: float) -> tuple[StageProfile, list[str]]:
+    """Return the profile of the same model on the same GPUs under another schedule, and what it takes for granted.
 
     A stage of the profile is cut into equal chunks where the schedule has more stages, and neighbouring stages are
     joined where it has fewer.
@@ -118,11 +98,15 @@ def recut(profile: StageProfile, schedule: Schedule, *, weight_share: float) -> 
         weight_share: How much of a backward's time and energy the gradients of the weights take, above 0 and below
             1; used where the schedule splits a backward that was measured as a whole.
 
+    Returns:
+        The profile, and its assumptions that no measurement shows, one sentence each.
+
     Raises:
         ProfileError: The number of stages is neither a multiple nor a divisor of the profile's, or a kind of
             instruction was not measured.
     """
-    return _Recut(profile, schedule, weight_share).result()
+    recut = _Recut(profile, schedule, weight_share)
+    return recut.profile_of_schedule(), recut.assumptions
 
 
 class _Recut:
@@ -139,7 +123,7 @@ class _Recut:
         self.chunks = max(1, self.wanted // self.stages)
         self.assumptions: list[str] = []
 
-    def result(self) -> Recut:
+    def profile_of_schedule(self) -> StageProfile:
         if self.chunks > 1:
             self._assume(
                 f"each stage is cut into {self.chunks} equal chunks, each with 1/{self.chunks} of its time and energy"
@@ -152,16 +136,18 @@ class _Recut:
                 "stages": self.wanted,
                 "pipeline_ranks": len(self.schedule.ranks),
                 "micro_batches": self.schedule.micro_batches,
-                "load_s": {stage: self._load_s(stage) for stage in range(self.wanted)},
-                "tail_s": self._tails_s(),
-                "transfers": self._transfers(),
+                "load_s": {},
+                "tail_s": {},
+                "transfers": [],
                 "others": [],
                 "rows": [],
             }
         )
+        loads_s = {stage: self._load_s(stage) for stage in range(self.wanted)}
+        info = info.with_fixed_durations(FixedDurations(loads_s, self._transfers_s(), self._tails_s()))
         if self.fixed.other_s:
             self._assume("commands that perseus-ds does not know take no time")
-        return Recut(StageProfile(rows, info), tuple(self.assumptions))
+        return StageProfile(rows, info)
 
     def _assume(self, sentence: str) -> None:
         if sentence not in self.assumptions:
@@ -247,16 +233,11 @@ class _Recut:
         source = self._sources(stage)[0 if stage == 0 else -1]
         return self.fixed.load_s.get(source, 0.0)
 
-    def _transfers(self) -> list[TransferDuration]:
+    def _transfers_s(self) -> dict[Boundary, float]:
         operations = (operation for stream in self.schedule.ranks for operation in stream)
         transfers = {t for op in operations if isinstance(op, (Exchange, Launch)) for t in op.transfers}
         boundaries = sorted({(t.payload, t.source, t.target) for t in transfers})
-        return [
-            TransferDuration(
-                payload=payload, source=source, target=target, time_s=self._transfer_s(payload, source, target)
-            )
-            for payload, source, target in boundaries
-        ]
+        return {boundary: self._transfer_s(*boundary) for boundary in boundaries}
 
     def _transfer_s(self, payload: Payload, source: int, target: int) -> float:
         """Return how long a transfer takes: as measured over that boundary, or the mean of all where there is none."""

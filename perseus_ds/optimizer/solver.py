@@ -5,27 +5,28 @@ from __future__ import annotations
 import heapq
 from bisect import bisect, insort
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 
-from perseus_ds.artifacts.certificates import Certificates
-from perseus_ds.artifacts.frontier import drop_dominated
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import lower_hull
 from perseus_ds.optimizer.bounds import Bounds, Tangent
 from perseus_ds.optimizer.network import Network
-from perseus_ds.optimizer.problem import OptionIndices, OptionTable, Problem
+from perseus_ds.optimizer.problem import Floats, Indices, OptionTable, Problem, Progress
 from perseus_ds.optimizer.relaxation import Relaxation, Relaxed
 from perseus_ds.optimizer.rhythms import mixed_into
-from perseus_ds.optimizer.runs import HeldPlan, RunSearch, searched_of
-from perseus_ds.optimizer.search import Descent, durations_at, evenly, options_at, round_late, splice
-from perseus_ds.optimizer.switches import SwitchCosts, change_energy_j, choose_clocks, dwell_ladder
-
-Floats = npt.NDArray[np.float64]
-Progress = Callable[[str, float], None]
+from perseus_ds.optimizer.runs import HeldPlan, RunSearch, dwell_ladder, searched_of
+from perseus_ds.optimizer.search import (
+    Descent,
+    change_energy_j,
+    choose_clocks,
+    durations_at,
+    evenly,
+    options_at,
+    round_late,
+    splice,
+)
 
 _deadline_s = attrgetter("deadline_s")
 _NEAR = 1e-7
@@ -41,23 +42,8 @@ _LONG_PLANS = 12
 """For so many deadlines if clocks are to be held."""
 
 
-@dataclass(frozen=True)
-class ProvenPlans:
-    """A frontier of plans, and the proofs of their bounds."""
-
-    plans: list[FrequencyPlan]
-    certificates: Certificates
-
-
-def solve_exact(problem: Problem, *, plans: int, switches: SwitchCosts, progress: Progress) -> ProvenPlans:
-    """Return about ``plans`` plans from ``T_min`` to ``T*``, none worse than another, with their bounds.
-
-    Args:
-        problem: The optimisation problem.
-        plans: How many deadlines to plan for, at least 2.
-        switches: What a change of clock is taken to cost when clocks are chosen.
-        progress: Called with the solver's progress.
-    """
+def solve_exact(problem: Problem, *, plans: int, progress: Progress) -> tuple[list[FrequencyPlan], Bounds]:
+    """Return about ``plans`` plans from ``T_min`` to ``T*``, and what bounds them."""
     network = Network(problem)
     relaxation = Relaxation(network)
     bounds = Bounds(problem, network)
@@ -66,53 +52,42 @@ def solve_exact(problem: Problem, *, plans: int, switches: SwitchCosts, progress
     time_s[0] = problem.t_min_s
     deadline_s = time_s if len(solved) == 1 else spread(time_s, bounds.energies_j, plans)
     target_s = np.stack([r.event_s for r in solved], axis=1)
-    table = OptionTable(problem.groups)
     # Else no instruction alone is too short.
-    is_held = switches.longest_dwell_s > min(float(group.measured.time_s.min()) for group in problem.groups)
+    is_held = problem.least_dwell_s > min(float(group.measured.time_s.min()) for group in problem.groups)
     if _is_long(problem):
         progress("clocks", 0.0)
-        found_s = Descent(network, table).run(round_late(network, table, target_s, time_s), _FIRST_SWEEPS)
+        found_s = Descent(network).run(round_late(network, problem.table, target_s, time_s), _FIRST_SWEEPS)
         # Where micro-batches are many, the change from one plan to another within the iteration costs next to nothing.
         other_s = np.setdiff1d(deadline_s, time_s)
-        _, mixed_s = _mixtures(network, table, found_s, time_s, other_s, slow_first=True)
+        _, mixed_s = _mixtures(network, found_s, time_s, other_s, slow_first=True)
         event_s = np.concatenate([found_s, mixed_s], axis=1)
         progress("clocks", 1.0)
     else:
         # Plans whose clocks are held need those of free clocks at some deadlines only.
         own_s = deadline_s[searched_of(len(deadline_s))] if is_held else deadline_s
-        event_s = _round(network, table, _between(target_s, time_s, own_s), own_s, progress)
-    options = choose_clocks(network, table, event_s, switches)
+        event_s = _round(network, _between(target_s, time_s, own_s), own_s, progress)
+    options = choose_clocks(network, event_s)
     if is_held:
-        found = _held(network, table, event_s, options, deadline_s=deadline_s, switches=switches, progress=progress)
-    else:
-        choices = options - table.begin[problem.group][:, None]
-        found = [problem.plan(choices[:, column]) for column in range(choices.shape[1])]
-    return _proven(found, bounds)
+        return _held(network, event_s, options, deadline_s, progress), bounds
+    return [problem.plan(choice) for choice in options.T], bounds
 
 
 def _held(
-    network: Network,
-    table: OptionTable,
-    event_s: Floats,
-    options: OptionIndices,
-    *,
-    deadline_s: Floats,
-    switches: SwitchCosts,
-    progress: Progress,
+    network: Network, event_s: Floats, options: Indices, deadline_s: Floats, progress: Progress
 ) -> list[FrequencyPlan]:
     """Return plans whose clocks are held long enough, given those of free clocks at some of the deadlines."""
     problem = network.problem
-    ladder = dwell_ladder(switches.least_dwell_s)
+    ladder = dwell_ladder(problem.dwell_s)
     by_time = np.argsort(event_s[-1], kind="stable")
     if _is_long(problem):
         by_time = by_time[evenly(len(by_time), _LONG_PLANS)]
         deadline_s = event_s[-1, by_time]
         by_time = by_time[searched_of(len(by_time))]
-    clock_mhz = np.concatenate([group.options.clock_mhz for group in problem.groups])[options[:, by_time]]
+    clock_mhz = problem.table.clock_mhz[options[:, by_time]]
     found: list[HeldPlan] = []
     for number, dwell_s in enumerate(ladder):
-        search = RunSearch(network, dwell_s, change_energy_j(table, switches), switches.time_s)
-        free = [search.sequences(clock_mhz[:, column]) for column in range(len(by_time))]
+        search = RunSearch(network, dwell_s, change_energy_j(problem))
+        free = [search.sequences(own_mhz) for own_mhz in clock_mhz.T]
 
         def report(done: float, before: int = number) -> None:
             progress("clocks", (before + done) / len(ladder))
@@ -140,7 +115,7 @@ def _relaxed(problem: Problem, relaxation: Relaxation, bounds: Bounds, count: in
     fastest_s = problem.t_min_s * (1 + _NEAR)
     slowest_s = problem.time_s(problem.most_frugal)
     left = record(relaxation.solve(fastest_s))
-    waiting_w = problem.waiting_energy_j(1.0)
+    waiting_w = problem.waiting_power_w
     star = relaxation.solve(slowest_s, waiting_w=waiting_w) if waiting_w > 0 else None
     if star is None or star.deadline_s > slowest_s:
         star = relaxation.solve(max(slowest_s, fastest_s * (1 + _NEAR)))
@@ -149,28 +124,20 @@ def _relaxed(problem: Problem, relaxation: Relaxation, bounds: Bounds, count: in
     return solved
 
 
-def refine(left: Tangent, right: Tangent, at: Callable[[float], Tangent], count: int) -> list[Tangent]:
-    """Return tangents of a falling curve, convex but near its left end, each new one where the curve is least known.
-
-    Args:
-        left: The fastest.
-        right: The slowest.
-        at: Returns the tangent at a time.
-        count: How many at most, ``left`` and ``right`` included.
-    """
-    found = [left, right]
+def refine(left: Tangent, right: Tangent, at: Callable[[float], Tangent], count: int) -> None:
+    """Ask for tangents of a falling curve, convex but near its left end, where least is known; ``count`` in all."""
+    known = 2
     queue = [_unknown(left, right)]
-    while queue and len(found) < count:
+    while queue and known < count:
         unknown_j, _, left, right = heapq.heappop(queue)
         if -unknown_j <= _FLAT * right.energy_j:
             break
         if right.time_s - left.time_s <= _SAME * right.time_s:
             continue
         middle = at((left.time_s + right.time_s) / 2)
-        found.append(middle)
+        known += 1
         for pair in ((left, middle), (middle, right)):
             heapq.heappush(queue, _unknown(*pair))
-    return sorted(found, key=lambda tangent: tangent.time_s)
 
 
 def _unknown(left: Tangent, right: Tangent) -> tuple[float, float, Tangent, Tangent]:
@@ -214,56 +181,39 @@ def _between(values: Floats, known_s: Floats, wanted_s: Floats) -> Floats:
     return values[:, right - 1] * (1 - share) + values[:, right] * share
 
 
-def _round(network: Network, table: OptionTable, target_s: Floats, deadline_s: Floats, progress: Progress) -> Floats:
+def _round(network: Network, target_s: Floats, deadline_s: Floats, progress: Progress) -> Floats:
     """Return event times of good plans with measured clocks, shape (events, plans) [s]."""
-    descent = Descent(network, table)
-    best_s: Floats | None = None
-    for number, hull_only in enumerate((True, False)):
+    descent = Descent(network)
+    rounded_s = []
+    for number, table in enumerate((OptionTable(network.problem.groups, hull_only=True), network.problem.table)):
         progress("clocks", number / 4)
-        start_s = round_late(network, OptionTable(network.problem.groups, hull_only=hull_only), target_s, deadline_s)
-        best_s = _better(descent, descent.run(start_s, _FIRST_SWEEPS), best_s)
-    assert best_s is not None
-    mixed_s = mixed_into(network, table, best_s, deadline_s)
+        rounded_s.append(descent.run(round_late(network, table, target_s, deadline_s), _FIRST_SWEEPS))
+    best_s = _better(descent, rounded_s[1], rounded_s[0])
+    mixed_s = mixed_into(network, best_s, deadline_s)
     best_s = _better(descent, descent.run(mixed_s, _LATER_SWEEPS), best_s)
     for number, slow_first in enumerate((True, False)):
         progress("clocks", 0.5 + number / 4)
-        mixed, start_s = _mixtures(network, table, best_s, deadline_s, deadline_s, slow_first=slow_first)
+        mixed, start_s = _mixtures(network, best_s, deadline_s, deadline_s, slow_first=slow_first)
         best_s[:, mixed] = _better(descent, descent.run(start_s, _LATER_SWEEPS), best_s[:, mixed])
     progress("clocks", 1.0)
     return best_s
 
 
 def _mixtures(
-    network: Network, table: OptionTable, event_s: Floats, time_s: Floats, deadline_s: Floats, *, slow_first: bool
-) -> tuple[npt.NDArray[np.intp], Floats]:
-    """Return which deadlines lie between those of plans on the plans' lower hull, and mixtures of the two next to each.
-
-    Args:
-        network: The events.
-        table: The options of the plans.
-        event_s: The plans, shape (events, plans) [s].
-        time_s: Shape (plans,): their deadlines, rising [s].
-        deadline_s: Deadlines to plan for, none outside of ``time_s`` [s].
-        slow_first: Whether the slower part comes first.
-    """
-    options = options_at(network, table, event_s)
-    cost_j = table.cost_j[options].sum(axis=0) + network.problem.waiting_energy_j(1.0) * time_s
+    network: Network, event_s: Floats, time_s: Floats, deadline_s: Floats, *, slow_first: bool
+) -> tuple[Indices, Floats]:
+    """Return which deadlines lie between those of plans on the lower hull, and mixtures of the plans next to each."""
+    options = options_at(network, event_s)
+    cost_j = network.problem.table.cost_j[options].sum(axis=0) + network.problem.waiting_power_w * time_s
     on_hull = np.array(lower_hull(time_s, cost_j))
     right = np.clip(np.searchsorted(time_s[on_hull], deadline_s), 0, len(on_hull) - 1)
     left = np.where(time_s[on_hull[right]] <= deadline_s, right, right - 1)
     mixed = np.flatnonzero(left != right)
-    durations_s = durations_at(network, table, options)
+    durations_s = durations_at(network, options)
     slow_s, fast_s = durations_s[:, on_hull[right[mixed]]], durations_s[:, on_hull[left[mixed]]]
     return mixed, splice(network, slow_s, fast_s, deadline_s[mixed], slow_first=slow_first)
 
 
-def _better(descent: Descent, new_s: Floats, old_s: Floats | None) -> Floats:
+def _better(descent: Descent, new_s: Floats, old_s: Floats) -> Floats:
     """Of every pair of plans, the one of less energy."""
-    return new_s if old_s is None else np.where(descent.cost_j(new_s) < descent.cost_j(old_s), new_s, old_s)
-
-
-def _proven(found: list[FrequencyPlan], bounds: Bounds) -> ProvenPlans:
-    plans = drop_dominated(found)
-    bounds_j, certificates = bounds.certify([plan.time_s for plan in plans])
-    proven = [replace(plan, lower_bound_j=bound_j) for plan, bound_j in zip(plans, bounds_j, strict=True)]
-    return ProvenPlans(proven, certificates)
+    return np.where(descent.cost_j(new_s) < descent.cost_j(old_s), new_s, old_s)

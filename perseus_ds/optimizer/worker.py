@@ -15,13 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO, TypeAlias
 
 from perseus_ds.artifacts.io import open_without_links
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import PerseusError
+from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.problem import DwellTimes
 from perseus_ds.pipeline.schedule import Schedule
 
 _NICENESS = 10
@@ -40,28 +41,19 @@ _FAILED = 3
 """Exit code where there is no frontier; the reason is the last line, in JSON."""
 _SECTIONS = ("bounds", "clocks")
 _MOST_PROGRESS = 1 << 16
-Progress: TypeAlias = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizeRequest:
-    """An order to plan, in pickled form from a process to its own child.
-
-    Attributes:
-        profile: ``profile.csv``, or the folder that holds it.
-        out: Folder for ``frontier.json``.
-        schedule: What every rank does in one iteration.
-        switch_cost_j: What a change of clock is taken to cost [J].
-        switch_cost_s: By how much it is taken to delay what follows [s].
-        least_dwell_s: Shortest time at one clock, for all clocks or by clock in MHz [s].
-    """
+    """An order to plan, in pickled form from a process to its own child."""
 
     profile: Path
     out: Path
     schedule: Schedule
     switch_cost_j: float = 0.0
     switch_cost_s: float = 0.0
-    least_dwell_s: float | Mapping[int, float] = 0.0
+    least_dwell_s: DwellTimes = 0.0
+    least_swing: bool = False
     plans: int = 120
 
 
@@ -76,11 +68,7 @@ class OptimizeWorker:
     """A running process that optimises on one thread, at a lower priority than its parent's."""
 
     def __init__(self, request: OptimizeRequest, log_path: Path) -> None:
-        """Start the process.
-
-        Args:
-            request: What to plan.
-            log_path: File for what the process writes on stderr, such as a traceback.
+        """Start the process; what it writes on stderr, such as a traceback, goes to the log.
 
         Raises:
             OSError: The log or a temporary file cannot be written, or no process be started.
@@ -139,26 +127,19 @@ def main() -> int:
     os.nice(_NICENESS)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            _optimize(pickle.load(sys.stdin.buffer), _progress_to(sys.__stdout__))
+            _optimize(pickle.load(sys.stdin.buffer))
     except (PerseusError, OSError) as error:
         print(json.dumps(str(error)))
         return _FAILED
     return 0
 
 
-def _progress_to(stdout: TextIO | None) -> Progress:
-    """Return a function that writes how much is done, 0 to 1, as a line."""
-
-    def progress(section: str, done: float) -> None:
-        print(f"{(_SECTIONS.index(section) + done) / len(_SECTIONS):.3f}", file=stdout, flush=True)
-
-    return progress
+def _write_progress(section: str, done: float) -> None:
+    """Write how much is done, 0 to 1, as a line."""
+    print(f"{(_SECTIONS.index(section) + done) / len(_SECTIONS):.3f}", file=sys.__stdout__, flush=True)
 
 
-def _optimize(request: OptimizeRequest, progress: Progress) -> None:
-    from perseus_ds.artifacts.profile import StageProfile
-    from perseus_ds.optimizer import optimize
-
+def _optimize(request: OptimizeRequest) -> None:
     frontier = optimize(
         request.schedule,
         StageProfile.load(request.profile),
@@ -166,7 +147,8 @@ def _optimize(request: OptimizeRequest, progress: Progress) -> None:
         switch_cost_j=request.switch_cost_j,
         switch_cost_s=request.switch_cost_s,
         least_dwell_s=request.least_dwell_s,
-        progress=progress,
+        least_swing=request.least_swing,
+        progress=_write_progress,
     )
     provenance = frontier.provenance.model_copy(update={"profile": str(request.profile)})
     replace(frontier, provenance=provenance).save(request.out)

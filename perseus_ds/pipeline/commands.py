@@ -17,12 +17,7 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Operation, Other, Payload, Schedule, Transfer
 
 _LOAD, _NOTHING = "load", "nothing"
-_TRANSFERS = {
-    "send_activation": "SendActivation",
-    "recv_activation": "RecvActivation",
-    "send_grad": "SendGrad",
-    "recv_grad": "RecvGrad",
-}
+_TRANSFERS = ("send_activation", "recv_activation", "send_grad", "recv_grad")
 COMMAND_KINDS = (*(kind.value for kind in Kind if kind is not Kind.FORWARD_BACKWARD), _LOAD, *_TRANSFERS, _NOTHING)
 """What a command can be registered as."""
 
@@ -73,10 +68,7 @@ def register_command(name: str, kind: str) -> None:
 class CommandReader:
     """Turns one rank's commands into operations, one after the other; the k-th of a kind is micro-batch k.
 
-    Args:
-        rank: Pipeline rank.
-        ranks: Pipeline ranks.
-        batched: Sends and receives are only queued until the next ``CommitP2P``.
+    Where they are batched, sends and receives are only queued until the next ``CommitP2P``.
     """
 
     def __init__(self, rank: int, ranks: int, batched: bool) -> None:
@@ -103,7 +95,7 @@ class CommandReader:
         parts = parts_of(command)
         if parts is None:
             return (Other(command, stage, self._count(command, stage)),)
-        transfers = [self._transfer(_TRANSFERS[part], stage) for part in parts if part in _TRANSFERS]
+        transfers = [self._transfer(part, stage) for part in parts if part in _TRANSFERS]
         work = [self._work(part, stage, transfers) for part in parts if part not in _TRANSFERS and part != _NOTHING]
         if self._batched:
             self.queued += transfers
@@ -132,13 +124,13 @@ class CommandReader:
         self._counts[what, stage] += 1
         return self._counts[what, stage] - 1
 
-    def _transfer(self, command: str, stage: int) -> tuple[bool, Transfer]:
-        sending = command.startswith("Send")
-        payload: Payload = "activation" if command.endswith("Activation") else "grad"
+    def _transfer(self, part: str, stage: int) -> tuple[bool, Transfer]:
+        sending = part.startswith("send")
+        payload: Payload = "activation" if part.endswith("activation") else "grad"
         # Activations flow to the next stage, gradients to the previous one.
         neighbour = stage + 1 if sending == (payload == "activation") else stage - 1
         source, target = (stage, neighbour) if sending else (neighbour, stage)
-        return sending, Transfer(payload, source, target, self._count(command, stage))
+        return sending, Transfer(payload, source, target, self._count(part, stage))
 
 
 class RepeatedReader:
@@ -176,12 +168,6 @@ class RepeatedReader:
         return operations
 
 
-def phase_of(command: Any) -> int:
-    """Return which of the rank's stages a command is for, where a rank has several."""
-    phase: int = getattr(command, "phase", 0)
-    return phase
-
-
 def _known_name(command_class: type) -> str:
     """Return the name of a command's class, or of the nearest base that is known."""
     names = [base.__name__ for base in command_class.__mro__]
@@ -203,18 +189,13 @@ def _exchange(transfers: list[tuple[bool, Transfer]]) -> Exchange:
 def read_stream(commands: Sequence[Any], rank: int, ranks: int) -> tuple[Operation, ...]:
     """Return the operations of one rank's commands, in program order.
 
-    Args:
-        commands: Commands of the rank's schedule, in order.
-        rank: Pipeline rank.
-        ranks: Pipeline ranks.
-
     Raises:
         ScheduleError: A transfer is queued but never launched.
     """
     reader = CommandReader(rank, ranks, batched=is_batched(commands))
     stream: list[Operation] = []
     for command in commands:
-        for operation in reader.read(type(command), phase_of(command)):
+        for operation in reader.read(type(command), getattr(command, "phase", 0)):
             # Reduction and step are several commands but one tail.
             if not stream or stream[-1] != operation:
                 stream.append(operation)

@@ -9,7 +9,7 @@ schedule does.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -33,6 +33,10 @@ from perseus_ds.pipeline.schedule import (
 )
 
 Seconds = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+
+Boundary = tuple[Payload, int, int]
+"""What is transferred, the sending and the receiving stage."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +47,14 @@ class FixedDurations:
 
     Attributes:
         load_s: By stage.
-        transfer_s: By (payload, sending stage, receiving stage).
+        transfer_s: By boundary and direction.
         other_s: Commands that perseus-ds does not know, by (class name, stage).
         tail_s: Gradient reduction and optimizer step, by stage; unused for stages whose tail is
             profiled over clocks.
     """
 
     load_s: dict[int, float] = field(default_factory=dict)
-    transfer_s: dict[tuple[Payload, int, int], float] = field(default_factory=dict)
+    transfer_s: dict[Boundary, float] = field(default_factory=dict)
     tail_s: dict[int, float] = field(default_factory=dict)
     other_s: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -117,11 +121,10 @@ class Dag:
 
     def finish_s(self, durations_s: Seconds) -> Seconds:
         """Return when each node finishes at the earliest, from 0 [s]."""
-        finish = np.zeros(len(self.nodes) + 1)  # the last entry is used where there is no predecessor
-        durations_s = np.asarray(durations_s, dtype=np.float64)
-        for level, before in self._levels:
-            finish[level] = finish[before].max(axis=1) + durations_s[level]
-        return finish[:-1]
+        finish = np.array(durations_s, dtype=np.float64)
+        for level in self._levels:
+            finish[level.nodes] += np.maximum.reduceat(finish[self.edge_tail[level.edges]], level.first)
+        return finish
 
     def makespan_s(self, durations_s: Seconds) -> float:
         """Return the iteration time when every node starts as early as it can [s]."""
@@ -130,10 +133,11 @@ class Dag:
     def latest_finish_s(self, durations_s: Seconds, deadline_s: float) -> Seconds:
         """Return when each node may finish at the latest so that all is done by the deadline [s]."""
         durations_s = np.asarray(durations_s, dtype=np.float64)
-        latest_start = np.full(len(self.nodes) + 1, deadline_s)
-        for level, after in self._reverse_levels:
-            latest_start[level] = latest_start[after].min(axis=1) - durations_s[level]
-        return latest_start[:-1] + durations_s
+        latest = np.full(len(self.nodes), deadline_s)
+        for level in self._reverse_levels:
+            after = self.edge_head[level.edges]
+            latest[level.nodes] = np.minimum.reduceat(latest[after] - durations_s[after], level.first)
+        return latest
 
     def critical_path(self, durations_s: Seconds) -> list[int]:
         """Return one longest path, as node indices from first to last."""
@@ -152,32 +156,57 @@ class Dag:
         return tuple(tuple(after) for after in result)
 
     @cached_property
-    def _levels(self) -> list[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
-        return _levels(self.predecessors, range(len(self.nodes)))
+    def edge_head(self) -> Indices:
+        """The node at which each edge ends, edges in the order of ``predecessors``."""
+        return np.repeat(np.arange(len(self.nodes)), [len(before) for before in self.predecessors])
 
     @cached_property
-    def _reverse_levels(self) -> list[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
-        return _levels(self.successors, reversed(range(len(self.nodes))))
+    def edge_tail(self) -> Indices:
+        """The node at which each edge begins."""
+        return np.fromiter(chain.from_iterable(self.predecessors), np.intp, len(self.edge_head))
+
+    @cached_property
+    def _levels(self) -> list[Level]:
+        return levels(self.edge_tail, self.edge_head, np.arange(len(self.edge_head)))
+
+    @cached_property
+    def _reverse_levels(self) -> list[Level]:
+        return levels(self.edge_head, self.edge_tail, np.arange(len(self.edge_head))[::-1])
 
 
-def _levels(
-    neighbours: Sequence[Sequence[int]], order: Iterable[int]
-) -> list[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
-    """Group nodes so that each group depends on earlier groups only; neighbours padded with -1."""
-    depth = [0] * len(neighbours)
-    groups: list[list[int]] = []
-    for node in order:
-        depth[node] = 1 + max((depth[n] for n in neighbours[node]), default=-1)
-        if depth[node] == len(groups):
-            groups.append([])
-        groups[depth[node]].append(node)
+@dataclass(frozen=True)
+class Level:
+    """Nodes whose edges on one side come from earlier levels only.
+
+    Attributes:
+        nodes: Shape (n,).
+        edges: Their edges on that side, grouped by node.
+        first: Shape (n,): where each node's group of edges starts.
+    """
+
+    nodes: Indices
+    edges: Indices
+    first: Indices
+
+
+def levels(tail: Indices, head: Indices, order: Indices) -> list[Level]:
+    """Group the nodes at the heads of edges so that each group depends on earlier groups only.
+
+    Args:
+        tail: Where each edge begins.
+        head: Where each edge ends.
+        order: All edges, a node's edges in before its edges out.
+    """
+    tails, heads = tail.tolist(), head.tolist()
+    depth = [0] * (1 + max([*tails, *heads], default=-1))
+    for edge in order.tolist():
+        depth[heads[edge]] = max(depth[heads[edge]], depth[tails[edge]] + 1)
+    depths = np.array(depth, dtype=np.intp)[head]
+    edges = np.lexsort((head, depths))
     result = []
-    for group in groups:
-        width = max(1, *(len(neighbours[node]) for node in group))
-        padded = np.full((len(group), width), -1, dtype=np.intp)
-        for row, node in enumerate(group):
-            padded[row, : len(neighbours[node])] = neighbours[node]
-        result.append((np.array(group, dtype=np.intp), padded))
+    for group in np.split(edges, np.flatnonzero(np.diff(depths[edges])) + 1):
+        nodes, first = np.unique(head[group], return_index=True)
+        result.append(Level(nodes, group, first))
     return result
 
 

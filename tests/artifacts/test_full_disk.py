@@ -6,10 +6,9 @@ import pytest
 from full_disk import disk_with
 from pipelines import one_f_one_b, synthetic_profile
 
-from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.frontier import Frontier, export_zeus
 from perseus_ds.artifacts.io import write_together
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.zeus_plans import export_zeus
 from perseus_ds.optimizer import optimize
 
 PROFILE = synthetic_profile(2, blocking_power_w=80.0, micro_batches=3)

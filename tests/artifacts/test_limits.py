@@ -1,25 +1,28 @@
-"""Readers are bounded, and writers leave alone what they do not own."""
+"""Readers are bounded, writers leave alone what they do not own, and texts hold no control characters."""
 
 import json
+import logging
 import os
 import stat
 
 import pytest
 from pipelines import one_f_one_b, synthetic_profile
+from pydantic import ValidationError
 
+import perseus_ds.runtime.recorder  # noqa: F401 - as every job does
 from perseus_ds.artifacts import io as artifact_io
-from perseus_ds.artifacts.frontier import Frontier
+from perseus_ds.artifacts.frontier import Frontier, read_zeus
 from perseus_ds.artifacts.io import MOST_JSON_PARTS, open_without_links, read_json, read_text, write_atomically
-from perseus_ds.artifacts.limits import MOST_INSTRUCTIONS
-from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
 from perseus_ds.artifacts.run_records import read_records
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.artifacts.timeline import TimelineFile
-from perseus_ds.artifacts.zeus_plans import read_zeus
+from perseus_ds.artifacts.validation import MOST_INSTRUCTIONS, explain
 from perseus_ds.cli.main import main
 from perseus_ds.cli.schedules import choose_schedules
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer import optimize
+from perseus_ds.units import printable
 
 READERS = {
     "profile.csv": StageProfile.load,
@@ -60,6 +63,20 @@ def test_only_regular_files_are_read(tmp_path, name, kind):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ('{"schema_version": 1, "gpu": ', r"profile\.json: not a complete JSON file"),
+        ("[1, 2]", r"profile\.json: expected a profile\.json \(a JSON object\), found a list"),
+        ('{"schema_version": 2}', r"profile\.json: schema_version: expected 1, got 2\. Measure the profile again"),
+        (
+            '{"schema_version": 1, "colour": "red"}',
+            r"profile\.json: colour: unknown key; known keys are schema_version, ",
+        ),
+        ('{"schema_version": 1, "blocking_power_w": -3}', r"blocking_power_w: expected a number .*got -3"),
+        ('{"schema_version": 1, "rows": "' + "x" * 10_000 + '"}', r"^.{,200}rows: .{,100} Measure .{,60}$"),
+        ('{"schema_version": 1, "tail_s": {"0": -1}}', r"profile\.json: tail_s\.0: .*got -1"),
+        (
+            '{"schema_version": 1, "transfers": [{"payload": "love", "source": 0, "target": 1, "time_s": 0}]}',
+            r"profile\.json: transfers\.0\.payload",
+        ),
         ("[" * 100_000, "recursion limit exceeded"),
         ('{"a":' * 100_000, "recursion limit exceeded"),
         ('{"schema_version": ' + "9" * 5000 + "}", "number out of range"),
@@ -78,10 +95,10 @@ def test_only_regular_files_are_read(tmp_path, name, kind):
             json.dumps({"schema_version": 1, **dict.fromkeys(map(str, range(20_000)))}),
             r"profile\.json: 20000 keys or values are wrong",
         ),
-        (json.dumps({"schema_version": 1, "others": [{}] * 1_000_000}), "others.0.command: missing"),
+        (json.dumps({"schema_version": 1, "others": [{}] * 1_000_000}), r"others\.0\.command: missing\.\n"),
     ],
 )
-def test_a_profile_json_beyond_the_limits_names_file_and_key(tmp_path, text, message):
+def test_a_bad_profile_json_names_file_and_key(tmp_path, text, message):
     synthetic_profile(2).save(tmp_path / "profile.csv")
     (tmp_path / "profile.json").write_text(text)
     with pytest.raises(PerseusError, match=message):
@@ -236,3 +253,39 @@ def test_the_longest_schedule_that_is_planned_for_can_be_read_again(name):
     ((_, schedule),) = choose_schedules([name], micro_batches=[64], ranks=8, chunks=2)
     text = ScheduleStreams.of(schedule).model_dump_json()
     assert text.count("[") * MOST_INSTRUCTIONS / (schedule.num_stages * 64) <= MOST_JSON_PARTS
+
+
+def problems(block):
+    with pytest.raises(ValidationError) as caught:
+        ProfileInfo.model_validate(block)
+    return explain(caught.value, ProfileInfo, "profile.json: ").splitlines()
+
+
+def test_keys_deep_within_a_file_are_named_with_what_was_meant():
+    row = {"stage": 0, "kind": "forward", "clock_mhz": 900, "samples": 1}
+    of_kind, of_stage = problems({"rows": [row, {**row, "kind": "fordward", "stge": 1}]})
+    assert of_kind.startswith("profile.json: rows.1.kind: expected 'forward', 'backward', ")
+    assert of_kind.endswith(" or 'tail', got 'fordward'; did you mean 'forward'?")
+    assert of_stage == "profile.json: rows.1.stge: unknown key; did you mean 'stage'?"
+
+
+def test_of_many_problems_the_first_are_told_and_the_others_are_counted():
+    lines = problems(dict.fromkeys("abcdefghijklmnopqrstuvwxyz"))
+    assert len(lines) == 6
+    assert lines[-1] == "profile.json: 21 more problems like these."
+
+
+def test_control_characters_are_written_as_their_escapes():
+    assert printable("a\x1b]0;b\x07\x9b\u202e\ud800\tc\n") == "a\\x1b]0;b\\x07\\x9b\\u202e\\ud800\tc\n"
+
+
+def test_what_is_logged_holds_no_control_characters(caplog):
+    logging.getLogger("perseus_ds").warning("perseus: %s, 100 %% of %d", "\x1b]0;PWNED\x07", 3)
+    assert caplog.messages == ["perseus: \\x1b]0;PWNED\\x07, 100 % of 3"]
+
+
+def test_a_text_that_its_values_do_not_fit_is_no_error_of_the_caller(monkeypatch):
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    logging.getLogger("perseus_ds").handle(
+        logging.LogRecord("perseus_ds", logging.DEBUG, __file__, 1, "%d", ("no number",), None)
+    )

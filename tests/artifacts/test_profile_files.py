@@ -139,28 +139,6 @@ def test_saving_and_loading_changes_nothing(tmp_path):
     assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["profile.csv", "profile.json"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"schema_version": 1, "gpu": ', r"profile\.json: not a complete JSON file"),
-        ("[1, 2]", r"profile\.json: expected a profile\.json \(a JSON object\), found a list"),
-        ('{"schema_version": 2}', r"profile\.json: schema_version: expected 1, got 2\. Measure the profile again"),
-        ('{"schema_version": 1, "colour": "red"}', r"profile\.json: colour: unknown key"),
-        ('{"schema_version": 1, "blocking_power_w": -3}', r"profile\.json: blocking_power_w: .*got -3"),
-        ('{"schema_version": 1, "tail_s": {"0": -1}}', r"profile\.json: tail_s\.0: .*got -1"),
-        (
-            '{"schema_version": 1, "transfers": [{"payload": "love", "source": 0, "target": 1, "time_s": 0}]}',
-            r"profile\.json: transfers\.0\.payload",
-        ),
-    ],
-)
-def test_a_bad_profile_json_names_file_and_key(csv_file, text, message):
-    path = csv_file(GOOD)
-    csv_file(text, "profile.json")
-    with pytest.raises(ProfileError, match=message):
-        StageProfile.load(path)
-
-
 def test_a_csv_cut_off_between_lines_is_noticed_by_its_json(tmp_path):
     rows = [
         RowQuality(stage=m.stage, kind=m.kind, clock_mhz=m.clock_mhz, samples=5)

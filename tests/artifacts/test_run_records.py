@@ -1,10 +1,12 @@
-"""run.jsonl: what is written is read back, old files too, and whatever disks do to it."""
+"""run.jsonl: what is written is read back, also while it is written, and whatever disks do to it."""
 
 import json
+import os
 import typing
 from pathlib import Path
 
 import pytest
+from live_records import auto_job, default_iteration, started, write
 
 from perseus_ds.artifacts.run_records import (
     Drifted,
@@ -13,6 +15,7 @@ from perseus_ds.artifacts.run_records import (
     Failed,
     IterationRecord,
     PlanChosen,
+    RecordFollower,
     Started,
     from_line,
     read_records,
@@ -29,7 +32,7 @@ ITERATION = IterationRecord(iteration=3, phase="run", plan=1, time_s=2.0, energy
         ITERATION,
         Started(mode="auto", gpu="A100", job="f00", policy={"name": "slowdown", "max_slowdown": 0.05}, time=5.0),
         PlanChosen(plan=3, plans=(3, 7), straggler=1, slowdown=1.25),
-        Drifted(drift=0.07, profiles_again=False),
+        Drifted(drift=0.07, then="profiling again"),
         Failed(event="cache", error="no space"),
         Ended(iterations=9, planned=4, saved=0.25, slowdown=0.01, baseline="default clocks"),
     ],
@@ -70,3 +73,84 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_any_other_is_named(tmp_pat
         read_records(tmp_path)
     with pytest.raises(ConfigError, match="no such file"):
         read_records(tmp_path / "none" / "run.jsonl")
+
+
+def append(folder, text):
+    with (folder / "run.jsonl").open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def read(follower):
+    """Return whether it is another file, and all new records."""
+    batches = [*follower.read()]
+    return any(is_another for is_another, _ in batches), [record for _, records in batches for record in records]
+
+
+def test_a_record_is_returned_once_and_once_its_line_is_complete(tmp_path):
+    write(tmp_path, auto_job())
+    follower = RecordFollower(tmp_path)
+    assert read(follower) == (False, auto_job())
+    line = to_line(default_iteration(90))
+    for part, found in ((line[:40], []), (line[40:-1], []), ("\n", [default_iteration(90)]), ("", [])):
+        append(tmp_path, part)
+        assert read(follower) == (False, found)
+    assert follower.unreadable == 0
+
+
+def test_another_file_is_read_from_its_begin(tmp_path):
+    write(tmp_path, auto_job())
+    follower = RecordFollower(tmp_path)
+    read(follower)
+    other = [started(job="b"), default_iteration(1)]
+    write(tmp_path / "new", other)
+    os.replace(tmp_path / "new" / "run.jsonl", tmp_path / "run.jsonl")
+    assert read(follower) == (True, other)
+    assert read(follower) == (False, [])
+
+
+def test_a_file_that_was_written_anew_in_place_is_read_from_its_begin(tmp_path):
+    write(tmp_path, [started()])
+    follower = RecordFollower(tmp_path)
+    read(follower)
+    longer = [started(job="another"), *auto_job()]
+    write(tmp_path, longer)
+    assert read(follower) == (True, longer)
+    write(tmp_path, [])
+    assert read(follower) == (True, [])
+    write(tmp_path, longer)
+    assert read(follower) == (False, longer)
+
+
+def test_lines_that_are_no_records_are_counted_and_left_out(tmp_path):
+    write(tmp_path, [started()])
+    append(tmp_path, 'rubbish\n{"iteration": "x"}\n' + "\x00" * 50 + "\n" + to_line(default_iteration(1)))
+    follower = RecordFollower(tmp_path)
+    assert read(follower)[1] == [started(), default_iteration(1)]
+    assert follower.unreadable == 3
+
+
+def test_a_line_without_end_uses_no_more_memory_than_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("perseus_ds.artifacts.run_records.MOST_RECORD_LINE_BYTES", 1000)
+    write(tmp_path, [started()])
+    append(tmp_path, "x" * 2500 + "\n" + to_line(default_iteration(1)))
+    follower = RecordFollower(tmp_path)
+    assert read(follower)[1] == [started(), default_iteration(1)]
+    assert follower.unreadable > 0
+
+
+@pytest.mark.parametrize("kind", ["device", "fifo"])
+def test_what_is_no_regular_file_is_not_read(tmp_path, kind):
+    path = tmp_path / "run.jsonl"
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match=r"run.jsonl: expected a regular file"):
+        next(RecordFollower(tmp_path).read())
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
+    write(tmp_path, auto_job())
+    monkeypatch.setattr("perseus_ds.artifacts.run_records.MOST_RECORD_BYTES", 100)
+    with pytest.raises(OSError, match=r"run.jsonl: expected a regular file of at most 100 bytes"):
+        next(RecordFollower(tmp_path).read())

@@ -11,8 +11,9 @@ from published import stage_profile
 
 from perseus_ds.artifacts.frontier import Alternative, AlternativePoint, Frontier
 from perseus_ds.artifacts.profile import ClockOptions, StageProfile
-from perseus_ds.optimizer import optimize, problem_for
+from perseus_ds.optimizer import optimize, with_alternatives
 from perseus_ds.optimizer.alternatives import THROTTLED, alternatives, capped
+from perseus_ds.optimizer.problem import problem_for
 
 POWER_W = 83.64
 OPTIONS = ClockOptions(np.array([900, 1200, 1410]), np.array([1.5, 1.2, 1.0]), np.array([300.0, 300.0, 400.0]))
@@ -21,7 +22,8 @@ OPTIONS = ClockOptions(np.array([900, 1200, 1410]), np.array([1.5, 1.2, 1.0]), n
 @pytest.fixture(scope="module")
 def frontier():
     profile = StageProfile.load(stage_profile("a100-sxm"))
-    return optimize(one_f_one_b(8, 24), profile, blocking_power_w=POWER_W, plans=20)
+    schedule = one_f_one_b(8, 24)
+    return with_alternatives(optimize(schedule, profile, blocking_power_w=POWER_W, plans=20), schedule, profile)
 
 
 def points_of(frontier, name):
@@ -32,8 +34,9 @@ def points_of(frontier, name):
 @given(ranks=st.integers(2, 4), micro_batches=st.integers(2, 8), clocks=st.integers(2, 9))
 def test_no_alternative_is_below_the_lower_bound(ranks, micro_batches, clocks):
     profile = synthetic_profile(ranks, clocks=clocks)
-    frontier = optimize(one_f_one_b(ranks, micro_batches), profile, blocking_power_w=40.0, plans=12)
-    for one in frontier.alternatives:
+    schedule = one_f_one_b(ranks, micro_batches)
+    frontier = optimize(schedule, profile, blocking_power_w=40.0, plans=12)
+    for one in with_alternatives(frontier, schedule, profile).alternatives:
         for plan in frontier.plans:
             point = one.within(plan.time_s)
             assert point is None or point.energy_j >= plan.lower_bound_j * (1 - 1e-6), one.name

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from pipelines import EarlyRecomputation, dual_pipe_v, one_f_one_b, synthetic_profile
+from pipelines import EarlyRecomputation, dual_pipe_v, one_f_one_b, scaled, synthetic_profile
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.optimizer import optimize
@@ -49,19 +49,14 @@ def test_progress_rises_to_one():
 def test_the_unit_is_a_millisecond_or_less_for_short_instructions():
     schedule = one_f_one_b(2, 2)
     assert unit_time_s(Problem(Dag.build(schedule), synthetic_profile(2), 80.0)) == 1e-3
-    rows = [
-        Measurement(m.stage, m.kind, m.clock_mhz, m.time_s / 50, m.energy_j / 50)
-        for m in synthetic_profile(2).measurements
-    ]
-    assert unit_time_s(Problem(Dag.build(schedule), StageProfile(rows), 80.0)) == pytest.approx(0.05 / 50 / 25)
+    short = scaled(synthetic_profile(2), time=1 / 50, energy=1 / 50)
+    assert unit_time_s(Problem(Dag.build(schedule), short, 80.0)) == pytest.approx(0.05 / 50 / 25)
 
 
 def test_a_profile_fifty_times_shorter_gives_as_good_a_frontier():
     schedule, profile = one_f_one_b(2, 4), synthetic_profile(2)
-    rows = [Measurement(m.stage, m.kind, m.clock_mhz, m.time_s / 50, m.energy_j / 50) for m in profile.measurements]
-    long, short = (
-        optimize(schedule, p, blocking_power_w=80.0, solver="lowtime") for p in (profile, StageProfile(rows))
-    )
+    profiles = profile, scaled(profile, time=1 / 50, energy=1 / 50)
+    long, short = (optimize(schedule, each, blocking_power_w=80.0, solver="lowtime") for each in profiles)
     assert short.t_min_s == pytest.approx(long.t_min_s / 50)
     for share in (1.03, 1.1):
         ours = short.lookup(short.t_min_s * share).energy_j * 50

@@ -11,8 +11,9 @@ from pipelines import dual_pipe_v, one_f_one_b
 
 from perseus_ds.errors import ConfigError
 from perseus_ds.gpu.device_models import DEVICES
-from perseus_ds.optimizer import optimize, problem_for
+from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.partition import LayerCosts, best_partition, shares_of
+from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule
 

@@ -1,15 +1,19 @@
 """Power over a second of an iteration that repeats."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import one_f_one_b, synthetic_profile
+from pipelines import one_f_one_b, scaled, synthetic_profile
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import Measurement, StageProfile
-from perseus_ds.optimizer import optimize, problem_for
-from perseus_ds.optimizer.power import power_swing
+from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.bounds import verify
+from perseus_ds.optimizer.problem import power_swing, problem_for
+from perseus_ds.optimizer.steady import steadied
 from perseus_ds.pipeline.instruction import Kind
 
 
@@ -40,11 +44,8 @@ def test_extremes_are_those_of_the_worst_second(forward_s, backward_s, expected)
 @settings(max_examples=15, deadline=None)
 @given(ranks=st.integers(1, 4), micro_batches=st.integers(1, 8), scale=st.floats(0.5, 40.0))
 def test_no_second_of_a_fine_simulation_is_beyond_the_extremes(ranks, micro_batches, scale):
-    rows = [
-        Measurement(m.stage, m.kind, m.clock_mhz, scale * m.time_s, scale * m.energy_j)
-        for m in synthetic_profile(ranks).measurements
-    ]
-    problem = problem_for(one_f_one_b(ranks, micro_batches), StageProfile(rows), 40.0)
+    profile = scaled(synthetic_profile(ranks), time=scale, energy=scale)
+    problem = problem_for(one_f_one_b(ranks, micro_batches), profile, 40.0)
     plan = problem.plan(problem.most_frugal)
     swing, durations = power_swing(problem, plan), problem.durations_s(problem.most_frugal)
     end_s = problem.dag.finish_s(durations)
@@ -53,7 +54,8 @@ def test_no_second_of_a_fine_simulation_is_beyond_the_extremes(ranks, micro_batc
     power_w = np.full(4000, 40.0 * ranks)
     for node in problem.node:
         i = problem.dag.nodes[node].work
-        row = next(m for m in rows if (m.stage, m.kind) == (i.stage, i.kind) and m.time_s == durations[node])
+        rows = [m for m in profile.measurements if (m.stage, m.kind) == (i.stage, i.kind)]
+        row = next(m for m in rows if m.time_s == durations[node])
         runs = (moments_s >= end_s[node] - row.time_s) & (moments_s < end_s[node])
         power_w[runs] += row.energy_j / row.time_s - 40.0
     seconds = round(1 / step_s)
@@ -62,6 +64,38 @@ def test_no_second_of_a_fine_simulation_is_beyond_the_extremes(ranks, micro_batc
     assert mean_w.max() <= swing.highest_w * 1.01 + 0.01 * power_w.max()
     assert mean_w.min() >= swing.lowest_w * 0.99 - 0.01 * power_w.max()
     assert swing.lowest_w * (1 - 1e-9) <= plan.mean_power_w <= swing.highest_w * (1 + 1e-9)
+
+
+def shortest_s(problem, plan):
+    """For how long the clock is held that is held for the shortest time, waits not counted."""
+    ranks = zip(problem.instructions, plan.clocks_mhz, strict=True)
+    runs = (itertools.groupby(zip(*rank, strict=True), key=lambda one: one[1]) for rank in ranks)
+    return min(sum(problem.profile.at(i.stage, i.kind, c).time_s for i, c in run) for of in runs for _, run in of)
+
+
+@pytest.mark.parametrize(("least_dwell_s", "smaller"), [(0.0, 0.03), (0.1, 0.03), (5.0, 0.0)])
+def test_steadier_plans_are_as_fast_with_nearly_as_little_energy_and_change_less(least_dwell_s, smaller):
+    schedule, profile = one_f_one_b(4, 6), scaled(synthetic_profile(4), time=40, energy=40)
+    asked = {"blocking_power_w": 40.0, "plans": 8, "least_dwell_s": least_dwell_s}
+    problem = problem_for(schedule, profile, 40.0, least_dwell_s=least_dwell_s)
+    usual = optimize(schedule, profile, **asked).plans
+    for plan in usual:
+        steady = steadied(problem, plan)
+        assert steady.time_s <= plan.time_s * (1 + 1e-8)
+        assert plan.lower_bound_j <= steady.energy_j <= 1.001 * plan.energy_j
+        assert power_swing(problem, steady).change_w <= 1.001 * plan.power.change_w
+        assert shortest_s(problem, steady) >= min(least_dwell_s, shortest_s(problem, plan)) * (1 - 1e-9)
+    steady = optimize(schedule, profile, least_swing=True, **asked).plans
+    changes_w = [np.mean([plan.power.change_w for plan in plans]) for plans in (steady, usual)]
+    assert changes_w[0] <= (1 - smaller) * changes_w[1]
+
+
+def test_bounds_of_steadier_plans_are_proven_where_one_is_no_longer_better_than_its_neighbour():
+    profile = scaled(synthetic_profile(4), time=40, energy=40)
+    asked = {"blocking_power_w": 40.0, "plans": 60}
+    usual, steady = (optimize(one_f_one_b(4, 6), profile, **asked, least_swing=swing) for swing in (False, True))
+    assert len(steady.plans) < len(usual.plans)
+    verify(steady, steady.certificates, profile)
 
 
 def test_a_frontier_keeps_the_power_of_its_plans(tmp_path):

@@ -10,9 +10,8 @@ from pipelines import GPipe, dual_pipe_v, one_f_one_b, synthetic_profile
 from published import stage_profile
 
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.optimizer import problem_for
 from perseus_ds.optimizer.network import Network
-from perseus_ds.optimizer.problem import OptionTable
+from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.optimizer.relaxation import Relaxation
 from perseus_ds.optimizer.rhythms import RhythmSearch, Work, least_period_s, mixed_into
 from perseus_ds.optimizer.search import Descent, durations_at, options_at, round_late
@@ -95,11 +94,10 @@ def test_ranks_that_alternate_use_less_on_a_gpu_whose_energy_drops_at_one_clock(
 
 
 def rounded(problem, deadline_s):
-    """The network, its options, and plans for these deadlines."""
+    """The network, and plans for these deadlines."""
     network = Network(problem)
-    table = OptionTable(problem.groups)
     target_s = np.stack([Relaxation(network).solve(time_s).event_s for time_s in deadline_s], axis=1)
-    return network, table, round_late(network, table, target_s, deadline_s)
+    return network, round_late(network, problem.table, target_s, deadline_s)
 
 
 @settings(deadline=None, max_examples=20)
@@ -108,20 +106,20 @@ def test_plans_in_rhythms_meet_their_deadlines(pipeline, ranks, micro_batches, s
     schedule = pipeline(ranks, micro_batches)
     problem = problem_for(schedule, synthetic_profile(schedule.num_stages), 80.0)
     deadline_s = problem.t_min_s * (1 + np.array([1e-6, slowdown + 1e-6]))
-    network, table, event_s = rounded(problem, deadline_s)
-    mixed_s = mixed_into(network, table, event_s, deadline_s)
-    durations_s = durations_at(network, table, options_at(network, table, mixed_s))
+    network, event_s = rounded(problem, deadline_s)
+    mixed_s = mixed_into(network, event_s, deadline_s)
+    durations_s = durations_at(network, options_at(network, mixed_s))
     assert np.all(network.earliest_s(durations_s)[-1] <= deadline_s * (1 + 1e-9))
 
 
 def test_rhythms_save_energy_on_a_gpu_whose_energy_drops_at_one_clock():
     problem = problem_for(one_f_one_b(8, 48), StageProfile.load(stage_profile("a40")), 70.38)
     deadline_s = problem.t_min_s * np.array([1.008, 1.02, 1.03])
-    network, table, event_s = rounded(problem, deadline_s)
-    descent = Descent(network, table)
+    network, event_s = rounded(problem, deadline_s)
+    descent = Descent(network)
     without_s = descent.run(event_s, 4)
-    with_s = descent.run(mixed_into(network, table, without_s, deadline_s), 2)
-    energy_j = problem.energy_j(problem.fastest, problem.t_min_s)
+    with_s = descent.run(mixed_into(network, without_s, deadline_s), 2)
+    energy_j = problem.plan(problem.fastest).energy_j
     assert ((descent.cost_j(without_s) - descent.cost_j(with_s)) / energy_j).max() > 0.001
 
 
@@ -133,5 +131,5 @@ def test_rhythms_save_energy_on_a_gpu_whose_energy_drops_at_one_clock():
 def test_where_ranks_do_not_run_forward_and_backward_in_turns_plans_stay_as_they_are(schedule):
     problem = problem_for(schedule, synthetic_profile(schedule.num_stages), 80.0)
     deadline_s = np.array([problem.t_min_s * 1.1])
-    network, table, event_s = rounded(problem, deadline_s)
-    np.testing.assert_array_equal(mixed_into(network, table, event_s, deadline_s), event_s)
+    network, event_s = rounded(problem, deadline_s)
+    np.testing.assert_array_equal(mixed_into(network, event_s, deadline_s), event_s)

@@ -12,8 +12,9 @@ from published import stage_profile
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import ProfileError
-from perseus_ds.optimizer import optimize, problem_for
+from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.network import Network
+from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.optimizer.runs import RunSearch, best_runs
 from perseus_ds.pipeline.commands import read_schedule
 from perseus_ds.pipeline.instruction import Kind
@@ -213,7 +214,7 @@ def test_on_the_published_profile_plans_under_a_long_dwell_time_save_what_was_ai
     problem = problem_for(one_f_one_b(8, 24), profile, 83.64, least_dwell_s=4 * pair_s)
     deadline_s = problem.t_min_s * np.array([1.0, 1.01, 1.05])
     plans = RunSearch(Network(problem), 4 * pair_s).plans(deadline_s)
-    energy_j = [plan.cost_j + problem.waiting_energy_j(s) for plan, s in zip(plans, deadline_s.tolist(), strict=True)]
+    energy_j = [plan.cost_j + problem.waiting_power_w * s for plan, s in zip(plans, deadline_s.tolist(), strict=True)]
     assert all(1 - np.array(energy_j) / problem.baseline().energy_j > [0.08, 0.12, 0.17])
 
 

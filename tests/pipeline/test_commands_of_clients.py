@@ -1,7 +1,11 @@
-"""Commands that clients bring: a backward in two parts, commands nobody knows, commands that are registered."""
+"""Commands that clients bring: a backward in two parts, commands nobody knows, registered and repeated ones."""
+
+from dataclasses import dataclass
 
 import pytest
 from deepspeed.runtime.pipe import schedule as ds
+from hypothesis import given
+from hypothesis import strategies as st
 from pipelines import synthetic_profile
 
 from perseus_ds.artifacts.profile import OtherDuration, StageProfile
@@ -9,7 +13,7 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline import commands
-from perseus_ds.pipeline.commands import read_schedule, register_command
+from perseus_ds.pipeline.commands import CommandReader, RepeatedReader, read_schedule, register_command
 from perseus_ds.pipeline.dag import Dag, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Other
@@ -129,3 +133,43 @@ def test_a_kind_that_there_is_not_is_an_error(registered):
 def test_a_command_derived_from_a_known_one_is_that_one():
     ours = read_schedule(WithOwnForward, ranks=2, micro_batches=2)
     assert ours.ranks == read_schedule(ds.TrainSchedule, ranks=2, micro_batches=2).ranks
+
+
+NAMES = ("LoadMicroBatch", "ForwardPass", "BackwardOnlyPass", "WeightPass", "SendActivation", "CommitP2P", "Unknown")
+CLASSES = [type(name, (), {}) for name in NAMES]
+
+
+def command(class_number, phase):
+    made = CLASSES[class_number]()
+    made.phase = phase
+    return made
+
+
+ITERATION = st.lists(st.builds(command, st.integers(0, len(CLASSES) - 1), st.integers(0, 1)), max_size=12)
+
+
+def read_by(reader, iteration):
+    return [reader.read(command) for command in iteration]
+
+
+@given(st.lists(ITERATION, max_size=4).flatmap(lambda known: st.lists(st.sampled_from(known or [[]]), max_size=8)))
+def test_iterations_are_read_as_if_each_were_the_first(iterations):
+    repeated = RepeatedReader(0, 2, batched=True)
+    for iteration in iterations:
+        fresh = CommandReader(0, 2, batched=True)
+        repeated.begin_iteration()
+        expected = [fresh.read(type(command), command.phase) for command in iteration]
+        assert read_by(repeated, iteration) == expected
+
+
+def test_a_repeated_iteration_is_not_read_again(monkeypatch):
+    @dataclass
+    class ForwardPass:
+        phase: int = 0
+
+    repeated = RepeatedReader(0, 2, batched=False)
+    repeated.begin_iteration()
+    first = read_by(repeated, [ForwardPass(), ForwardPass()])
+    monkeypatch.setattr(commands, "parts_of", None)
+    repeated.begin_iteration()
+    assert read_by(repeated, [ForwardPass(), ForwardPass()]) == first
