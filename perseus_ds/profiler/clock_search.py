@@ -5,21 +5,18 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile, lower_hull
-from perseus_ds.errors import GpuError, ProfileError
+from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.estimates import estimate_all
 from perseus_ds.profiler.online import MeasuredRow, combine_rows
 from perseus_ds.profiler.profile_config import ProfileConfig
 from perseus_ds.ranks import Communicator
-
-Floats = npt.NDArray[np.float64]
 
 # Distance between the clocks of the descent, relative to the clock.
 _STEP = 0.1
@@ -138,7 +135,10 @@ class AdaptiveSampler:
             options = fitted.options(stage, kind)
             cost_j = options.effective_energy_j(self._blocking_power_w)
             measured = np.isin(options.clock_mhz, list(self._asked))
-            hull_j = np.interp(options.time_s, *_lower_hull(options.time_s[measured], cost_j[measured]))
+            order = np.flatnonzero(measured)[np.lexsort((cost_j[measured], options.time_s[measured]))]
+            hull = order[lower_hull(options.time_s[order], cost_j[order])]
+            # Between its corners lie the lowest effective energies of mixtures of clocks.
+            hull_j = np.interp(options.time_s, options.time_s[hull], cost_j[hull])
             for number in np.flatnonzero(~measured):
                 clock = int(options.clock_mhz[number])
                 row = found.get((stage, kind, clock))
@@ -146,13 +146,6 @@ class AdaptiveSampler:
                 gain_j = hull_j[number] - cost_j[number] + _OPTIMISM * error_j
                 gains[clock] += max(0.0, float(gain_j)) / total_j
         return dict(gains)
-
-
-def _lower_hull(time_s: Floats, cost_j: Floats) -> tuple[Floats, Floats]:
-    """Return times and effective energies between which lie the lowest ones of mixtures of options."""
-    order = np.lexsort((cost_j, time_s))
-    kept = order[lower_hull(time_s[order], cost_j[order])]
-    return time_s[kept], cost_j[kept]
 
 
 def _sums_by_clock(rows: Iterable[Measurement]) -> dict[int, tuple[float, float]]:
@@ -204,23 +197,16 @@ class ClockSearch:
         """Return the clocks to measure now, the highest first [MHz]; none when the search is finished."""
         return self._ranks.computed_on_rank_0(self._next_unknown)
 
-    def add(self, rows: Sequence[MeasuredRow] | Exception) -> None:
-        """Add all rows that this rank has measured so far, or the error that prevented it.
+    def add(self, rows: Sequence[MeasuredRow]) -> None:
+        """Add all rows that this rank has measured so far.
 
         Raises:
-            GpuError: On all ranks, if the GPU of one had an error.
-            ProfileError: On all ranks, if one had another error.
             OSError: On all ranks, if rank 0 cannot write the rows.
         """
         by_rank = self._ranks.gather(rows)
 
         def take() -> None:
-            for rank, found in enumerate(by_rank):
-                if isinstance(found, Exception):
-                    kind = GpuError if isinstance(found, GpuError) else ProfileError
-                    raise kind(f"no profile was written: rank {rank}: {found}")
-            rows = (row for found in by_rank if not isinstance(found, Exception) for row in found)
-            self._take(combine_rows(rows, self._info.blocking_power_w or 0.0))
+            self._take(combine_rows(chain.from_iterable(by_rank), self._info.blocking_power_w or 0.0))
             self.measured(self._info).save(self._directory / "measured.csv")
 
         self._ranks.computed_on_rank_0(take)

@@ -1,13 +1,19 @@
-"""Average power from an energy counter that is refreshed about every 100 ms."""
+"""Average power from an energy counter that is refreshed about every 100 ms; and what a GPU draws while it waits."""
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
+
+import torch
+import torch.distributed as dist
 
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu, GpuState
+from perseus_ds.ranks import PipelineTopology
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 
 _HANGS_S = 3.0
@@ -124,3 +130,61 @@ class CounterLog:
             self._error = error
         except Exception as error:  # those who ask for readings know only the errors of a GPU
             self._error = GpuError(f"{self._gpu.name}: the energy counter cannot be read ({error!r}).")
+
+
+def measure_blocking_power_w(
+    gpu: Gpu,
+    topology: PipelineTopology,
+    device: torch.device,
+    *,
+    settle_s: float,
+    window_s: float,
+    timebase: Timebase = REAL_TIME,
+) -> float:
+    """Return this rank's power while ranks of a pipeline wait for each other in turns [W]; all must call this.
+
+    Each rank is measured for some refreshes of the energy counter, after a time in which the counter still tells what
+    was drawn before.
+
+    Raises:
+        GpuError: It could not be measured; raised only after all ranks have waited for each other.
+    """
+    rank = topology.pipeline_rank
+    if topology.pipeline_ranks == 1:  # it never waits; idling comes closest
+        return _power_w(gpu, lambda: timebase.sleep(settle_s + window_s), settle_s, timebase)
+    power_w: float | None = None
+    problem: GpuError | None = None
+    for waiting, sending in _turns(topology.pipeline_ranks):
+        if rank == waiting:
+            try:
+                power_w = _power_w(gpu, partial(_receive, topology.pipeline[sending], device), settle_s, timebase)
+            except GpuError as error:
+                problem = error
+        elif rank == sending:
+            timebase.sleep(settle_s + window_s)
+            dist.send(torch.zeros(1, device=device), topology.pipeline[waiting])
+    if problem is not None:
+        raise problem
+    assert power_w is not None
+    return power_w
+
+
+def _turns(ranks: int) -> list[tuple[int, int]]:
+    """Return who waits for whom, neighbours only, so that every rank waits at least once; pairs do so side by side."""
+    pairs = [(rank, rank + 1) for rank in range(0, ranks - 1, 2)]
+    turns = [*pairs, *((after, before) for before, after in pairs)]
+    return [*turns, (ranks - 1, ranks - 2)] if ranks % 2 else turns
+
+
+def _power_w(gpu: Gpu, wait: Callable[[], None], settle_s: float, timebase: Timebase) -> float:
+    """Return the average power while this rank waits, but for the first seconds of it [W]."""
+    with CounterLog(gpu, timebase) as log:
+        begin_s = timebase.now_s() + settle_s
+        wait()
+        return log.power_w(begin_s, timebase.now_s())
+
+
+def _receive(source: int, device: torch.device) -> None:
+    dist.recv(torch.zeros(1, device=device), source)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

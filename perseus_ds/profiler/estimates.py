@@ -5,15 +5,21 @@ estimates from all rows of a kind together: time and power by a physical model o
 its residuals. These are smooth in the clock and similar on all stages, since all stages run the same kernels (on A40
 the backward of GPT-3 is 8 % slower just above 960 MHz than below). The amplitude and length scale of the process
 maximise the likelihood of the rows.
+
+In the model, time has a part that is proportional to ``1/f`` and a constant part. Power is static power plus
+``f V(f)^2`` with a voltage ``V`` that is constant up to a knee and then rises, linearly or quadratically. A board at
+its power limit keeps its clock down: from some requested clock on, time and power are constant.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, starmap
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +27,206 @@ from scipy.linalg import cho_factor, cho_solve
 
 from perseus_ds.artifacts.profile import Measurement, RowQuality, StageProfile
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.profiler.physical_model import Floats, PowerModel, Series, TimeModel
+
+Floats = npt.NDArray[np.float64]
+
+# On A100, A40, H100 and H200 the knee is near 980 MHz, and 300 MHz beyond it the voltage is 15 to 40 % higher. Rows
+# decide where they can; these are the values that are tried, the likely ones, and how far others are from them.
+_KNEES_MHZ, _KNEE_MHZ, _KNEE_SPREAD_MHZ = (
+    (600, 700, 780, 840, 900, 950, 1000, 1050, 1100, 1160, 1230, 1300),
+    980.0,
+    120.0,
+)
+_RISES, _RISE, _RISE_SPREAD = 0.24 * 1.4 ** np.arange(-6, 4), 0.24, 0.5
+_POWERS = (1, 2)
+# Relative deviations of rows from these formulas that are to be expected, at least.
+_MODEL_ERROR = 0.015
+_IMPROBABLE = 0.01
+# A board at its limit draws up to 8 % more than one that is locked at the clock that it reaches.
+_AT_LIMIT_WEIGHT = 0.2
+_FLAT = 0.08
+# Rows that deviate by more standard deviations than this are outliers; their weight falls with their deviation.
+_OUTLIER = 3.0
+_FEWEST_BELOW_LIMIT = 2
+# By how much a limit must make the rows more likely (twice the logarithm): a fit without one assumes less.
+_LIMIT_EVIDENCE = 3.0
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One quantity of one stage at the clocks where it was measured.
+
+    Attributes:
+        clock_mhz: Shape (n,).
+        value: Shape (n,), positive.
+        error: Shape (n,): relative standard error; NaN where unknown.
+    """
+
+    clock_mhz: Floats
+    value: Floats
+    error: Floats
+
+
+class TimeModel:
+    """Times of one kind of instruction on all stages, which show the power limit.
+
+    Attributes:
+        limit_mhz: From this requested clock on, times are constant; infinite where no limit is seen.
+        reached_mhz: The clock at which each stage then runs, by the formula of its time.
+    """
+
+    def __init__(self, stages: Sequence[Samples]) -> None:
+        """Fit each stage's two parts, and the limit."""
+        clocks = np.unique(np.concatenate([s.clock_mhz for s in stages]))
+        first = max(_FEWEST_BELOW_LIMIT, len(clocks) // 2)
+        penalty = math.exp(_LIMIT_EVIDENCE / sum(len(s.clock_mhz) for s in stages))
+        best_misfit = np.inf
+        for limit_mhz in (np.inf, *clocks[first:-1][::-1]):
+            fits = [_time_fit(s, limit_mhz) for s in stages]
+            misfit = sum(fit.misfit for fit in fits) * (penalty if limit_mhz < np.inf else 1.0) + 1e-12
+            if misfit < best_misfit:
+                best_misfit, self._fits, self.limit_mhz = misfit, fits, limit_mhz
+        self.reached_mhz = [fit.reached_mhz for fit in self._fits]
+
+    def values(self, stage: int, clock_mhz: Floats) -> Floats:
+        """Return the times at some clocks [s]."""
+        fit = self._fits[stage]
+        return np.asarray(np.maximum(_time_terms(clock_mhz) @ fit.parts, fit.at_limit))
+
+    def errors(self, stage: int, clock_mhz: Floats) -> Floats:
+        """Return the relative uncertainty that is due to the choice of a formula: none."""
+        return np.zeros_like(clock_mhz)
+
+
+class _TimeFit(NamedTuple):
+    parts: Floats
+    at_limit: float
+    reached_mhz: float
+    misfit: float
+
+
+def _time_fit(series: Samples, limit_mhz: float) -> _TimeFit:
+    below = series.clock_mhz < limit_mhz
+    above = series.value[~below]
+    if not below.any():
+        return _TimeFit(np.zeros(2), float(np.median(above)), float(series.clock_mhz.min()), 0.0)
+    found, misfits = _fit(_time_terms(series.clock_mhz[below])[None], series.value[below])
+    parts, misfit = found[0], float(misfits[0])
+    if not len(above):
+        return _TimeFit(parts, 0.0, np.inf, misfit)
+    at_limit = float(np.median(above))
+    constant_s, scaling = parts
+    scaling_s = at_limit - constant_s
+    reached_mhz = 1e3 * scaling / scaling_s if scaling_s > 0 else np.inf
+    misfit += float(np.sum((above / at_limit - 1) ** 2))
+    return _TimeFit(parts, at_limit, float(np.clip(reached_mhz, 0.5 * limit_mhz, limit_mhz)), misfit)
+
+
+def _time_terms(clock_mhz: Floats) -> Floats:
+    return np.column_stack([np.ones_like(clock_mhz), 1e3 / clock_mhz])
+
+
+class PowerModel:
+    """Powers of one kind of instruction on all stages.
+
+    A few rows do not tell where the knee is, nor how steeply the voltage rises. So all voltages that agree with the
+    rows count, each as much as it is probable.
+    """
+
+    def __init__(self, stages: Sequence[Samples], time: TimeModel) -> None:
+        """Fit each stage's static power and dynamic power for each of the voltages."""
+        above = [s.value[s.clock_mhz >= time.limit_mhz] for s in stages]
+        # Times may be constant for another reason, such as a memory that is too slow; then power goes on rising.
+        is_flat = all(np.ptp(values) < _FLAT * values.mean() for values in above if len(values))
+        self._limit_mhz = time.limit_mhz if is_flat else np.inf
+        self._at_limit = [float(np.median(values)) if is_flat and len(values) else np.inf for values in above]
+        voltages = list(starmap(_Voltage, product(_KNEES_MHZ, _RISES, _POWERS)))
+        fits = [_power_fit(s, voltages, self._limit_mhz, mhz) for s, mhz in zip(stages, time.reached_mhz, strict=True)]
+        misfit = sum(off for _, off in fits)
+        rows = sum(len(s.clock_mhz) for s in stages)
+        variance = _MODEL_ERROR**2 + np.min(misfit) / rows
+        distance = misfit / variance + np.array([voltage.unlikeliness for voltage in voltages])
+        probable = np.exp(-0.5 * (distance - distance.min()))
+        kept = np.flatnonzero(probable > _IMPROBABLE)
+        self._weights = probable[kept] / probable[kept].sum()
+        self._voltages = [voltages[number] for number in kept]
+        self._parts = [parts[kept] for parts, _ in fits]
+
+    def values(self, stage: int, clock_mhz: Floats) -> Floats:
+        """Return the powers at some clocks [W]."""
+        return np.asarray(np.maximum(self._weights @ self._by_voltage(stage, clock_mhz), 1e-12))
+
+    def errors(self, stage: int, clock_mhz: Floats) -> Floats:
+        """Return the relative uncertainty that is due to what is not known of the voltage."""
+        off = self._by_voltage(stage, clock_mhz) / self.values(stage, clock_mhz) - 1
+        return np.asarray(np.sqrt(self._weights @ off**2))
+
+    def _by_voltage(self, stage: int, clock_mhz: Floats) -> Floats:
+        """Return the powers by each of the voltages, shape (voltages, clocks) [W]."""
+        terms = np.array([voltage.terms(clock_mhz) for voltage in self._voltages])
+        powers_w = np.einsum("knc,kc->kn", terms, self._parts[stage])
+        at_limit = self._at_limit[stage]
+        return np.where(clock_mhz < self._limit_mhz, np.minimum(powers_w, at_limit), at_limit)
+
+
+class _Voltage(NamedTuple):
+    """The voltage as a function of the clock.
+
+    Attributes:
+        knee_mhz: Up to this clock it is constant.
+        rise: By how much it is higher 300 MHz beyond the knee, relative.
+        power: 1 where it rises linearly, 2 where quadratically.
+    """
+
+    knee_mhz: float
+    rise: float
+    power: int
+
+    @property
+    def unlikeliness(self) -> float:
+        knee = (self.knee_mhz - _KNEE_MHZ) / _KNEE_SPREAD_MHZ
+        return knee**2 + (math.log(self.rise / _RISE) / _RISE_SPREAD) ** 2
+
+    def terms(self, clock_mhz: Floats) -> Floats:
+        voltage = 1 + self.rise * (np.maximum(0.0, clock_mhz - self.knee_mhz) / 300) ** self.power
+        return np.column_stack([np.ones_like(clock_mhz), clock_mhz * voltage**2])
+
+
+def _power_fit(
+    series: Samples, voltages: Sequence[_Voltage], limit_mhz: float, reached_mhz: float
+) -> tuple[Floats, Floats]:
+    is_below = series.clock_mhz < limit_mhz
+    clock_mhz = np.where(is_below, series.clock_mhz, reached_mhz)
+    terms = np.array([voltage.terms(clock_mhz) for voltage in voltages])
+    return _fit(terms, series.value, np.where(is_below, 1.0, _AT_LIMIT_WEIGHT))
+
+
+def _fit(columns: Floats, value: Floats, trust: Floats | float = 1.0) -> tuple[Floats, Floats]:
+    """Fit sums of two terms to relative values, with low weight for outliers.
+
+    Returns:
+        The coefficients, none negative, shape (formulas, 2), and the misfits, shape (formulas,).
+    """
+    relative = columns / value[:, None]
+    weight = np.broadcast_to(np.asarray(trust, dtype=float), relative.shape[:2])
+    for _ in range(3):
+        found = _non_negative(relative * weight[..., None], weight)
+        off = np.abs(np.einsum("knc,kc->kn", relative, found) - 1)
+        largest = _OUTLIER * (1.5 * np.median(off, axis=1, keepdims=True) + 1e-6)
+        weight = trust * np.minimum(1.0, largest / np.maximum(off, 1e-12))
+    return found, np.asarray(np.sum((trust * np.minimum(off, largest)) ** 2, axis=1))
+
+
+def _non_negative(columns: Floats, value: Floats) -> Floats:
+    """Return the least-squares coefficients of two columns each, or of the better one where one would be negative."""
+    square = np.einsum("knc,knd->kcd", columns, columns)
+    both = np.einsum("knc,kn->kc", columns, value)
+    alone = both / np.maximum(np.einsum("kcc->kc", square), 1e-300)
+    better = np.argmax(alone * both, axis=1)
+    single = np.where(np.arange(2) == better[:, None], alone, 0.0)
+    found = np.einsum("kcd,kd->kc", np.linalg.pinv(square, hermitian=True), both)
+    return np.where((found >= 0).all(axis=1, keepdims=True), found, single)
+
 
 Stages = npt.NDArray[np.intp]
 
@@ -89,9 +294,10 @@ def _estimate_kind(
     asked = np.array(sorted({*clocks_mhz, *(int(c) for s in stages for c in profile.options(s, kind).clock_mhz)}))
     estimates = estimate(*_series(profile, kind, stages, known), asked.astype(float))
     result = []
-    for stage, time, power in zip(stages, *estimates, strict=True):
+    for stage, (time_s, time_error), (power_w, power_error) in zip(stages, *estimates, strict=True):
         measured = set(profile.options(stage, kind).clock_mhz.tolist())
-        energy_error = np.hypot(time.error, power.error)
+        energy_error = np.hypot(time_error, power_error)
+        energy_j = time_s * power_w
         for number, clock_mhz in enumerate(asked.tolist()):
             if not min(measured) <= clock_mhz <= max(measured):
                 continue
@@ -101,19 +307,19 @@ def _estimate_kind(
                 kind=kind,
                 clock_mhz=clock_mhz,
                 samples=before.samples if before else int(clock_mhz in measured),
-                time_relative_error=float(time.error[number]),
+                time_relative_error=float(time_error[number]),
                 energy_relative_error=float(energy_error[number]),
                 temperature_c=before.temperature_c if before else None,
                 power_state=before.power_state if before else None,
             )
-            time_s = float(time.value[number])
-            result.append((Measurement(stage, kind, clock_mhz, time_s, time_s * float(power.value[number])), quality))
+            row = Measurement(stage, kind, clock_mhz, float(time_s[number]), float(energy_j[number]))
+            result.append((row, quality))
     return result
 
 
 def _series(
     profile: StageProfile, kind: Kind, stages: list[int], known: dict[tuple[int, Kind, int], RowQuality]
-) -> tuple[list[Series], list[Series]]:
+) -> tuple[list[Samples], list[Samples]]:
     """Return the measured times and powers, by stage."""
     times, powers = [], []
     for stage in stages:
@@ -123,49 +329,29 @@ def _series(
         time_error = np.array([row and row.time_relative_error for row in rows], dtype=float)
         energy_error = np.array([row and row.energy_relative_error for row in rows], dtype=float)
         clocks = options.clock_mhz.astype(float)
-        times.append(Series(clocks, options.time_s, time_error))
-        powers.append(Series(clocks, options.energy_j / options.time_s, np.hypot(time_error, energy_error)))
+        times.append(Samples(clocks, options.time_s, time_error))
+        powers.append(Samples(clocks, options.energy_j / options.time_s, np.hypot(time_error, energy_error)))
     return times, powers
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A quantity at some clocks, with its uncertainty.
-
-    Attributes:
-        value: Shape (m,).
-        error: Shape (m,): relative standard deviation.
-    """
-
-    value: Floats
-    error: Floats
+Estimates = list[tuple[Floats, Floats]]
+"""Of a quantity by stage, values at some clocks and their relative standard deviations, shape (clocks,) each."""
 
 
-def estimate(
-    times: Sequence[Series], powers: Sequence[Series], clocks_mhz: Floats
-) -> tuple[list[Estimate], list[Estimate]]:
-    """Estimate time and power of one kind of instruction on all stages at once, at any clocks.
-
-    Args:
-        times: Measured, by stage [s].
-        powers: Measured, by stage [W].
-        clocks_mhz: Shape (m,).
-
-    Returns:
-        Times and powers, by stage.
-    """
+def estimate(times: Sequence[Samples], powers: Sequence[Samples], clocks_mhz: Floats) -> tuple[Estimates, Estimates]:
+    """Estimate times [s] and powers [W] of one kind of instruction on all stages at once, from measured ones."""
     time = TimeModel(times)
-    power = PowerModel(powers, time.limit)
+    power = PowerModel(powers, time)
     return _with_residuals(times, time, clocks_mhz), _with_residuals(powers, power, clocks_mhz)
 
 
-def _with_residuals(stages: Sequence[Series], physical: TimeModel | PowerModel, clocks_mhz: Floats) -> list[Estimate]:
+def _with_residuals(stages: Sequence[Samples], physical: TimeModel | PowerModel, clocks_mhz: Floats) -> Estimates:
     residuals = _ResidualModel.fit(stages, physical)
     estimates = []
     for number in range(len(stages)):
         residual, error = residuals.at(number, clocks_mhz)
         value = physical.values(number, clocks_mhz) * np.exp(residual)
-        estimates.append(Estimate(value, np.hypot(error, physical.errors(number, clocks_mhz))))
+        estimates.append((value, np.hypot(error, physical.errors(number, clocks_mhz))))
     return estimates
 
 
@@ -194,7 +380,7 @@ class _ResidualModel:
     calibration: float = 1.0
 
     @classmethod
-    def fit(cls, stages: Sequence[Series], physical: TimeModel | PowerModel) -> _ResidualModel:
+    def fit(cls, stages: Sequence[Samples], physical: TimeModel | PowerModel) -> _ResidualModel:
         stage = np.concatenate([np.full(len(s.clock_mhz), number) for number, s in enumerate(stages)])
         clock = np.concatenate([s.clock_mhz for s in stages])
         residual = np.concatenate([np.log(s.value / physical.values(n, s.clock_mhz)) for n, s in enumerate(stages)])

@@ -67,12 +67,7 @@ class _System:
     beyond_j: Floats
 
     def common_w(self, ratio: Floats, waiting_spread_w: float) -> float:
-        """Return the power beyond blocking power of a kind whose ratio is 1 [W].
-
-        Args:
-            ratio: Of the power beyond blocking power of each kind to the others'.
-            waiting_spread_w: Standard deviation of the power outside of all kinds from blocking power [W].
-        """
+        """Return the power beyond blocking power of a kind whose ratio is 1 [W]."""
         seconds = self.spent_s[:, :-1] @ ratio
         scale = abs(float(seconds @ self.beyond_j / (seconds @ seconds))) + 1e-9
         matrix = np.vstack([np.column_stack([seconds, self.spent_s[:, -1]]) / scale, [[0.0, 1 / waiting_spread_w]]])
@@ -111,11 +106,7 @@ class _Part:
 
 
 class OnlineProfiler:
-    """Collects iterations of one rank and computes rows from them.
-
-    Args:
-        blocking_power_w: Power of this rank's GPU while it waits [W].
-    """
+    """Collects iterations of one rank and computes rows from them, given what its GPU draws while it waits."""
 
     def __init__(self, blocking_power_w: float) -> None:
         self._blocking_power_w = blocking_power_w
@@ -311,10 +302,6 @@ def combine_rows(rows: Iterable[MeasuredRow], blocking_power_w: float) -> list[M
 
     Its time is the slowest rank's, for which the others wait, such as those whose experts have fewer tokens; its energy
     is the mean, that of waiting included.
-
-    Args:
-        rows: Of all ranks.
-        blocking_power_w: Power of a GPU that waits [W].
     """
     by_key: dict[tuple[int, Kind, int], list[MeasuredRow]] = defaultdict(list)
     for row in rows:

@@ -6,7 +6,7 @@ from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile,
 from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Transfer
-from perseus_ds.profiler.correction import PartTimes, difference, with_power
+from perseus_ds.profiler.fixed_durations import PartTimes, difference, with_power
 
 TIME_S = 10.0
 CLOCKS = {1000: (1.4, 200.0), 1400: (1.0, 300.0)}
@@ -33,12 +33,8 @@ def part_times(backward_s=2.0, transfer_s=0.1, tail_s=0.5):
     def spans(stage, back_s, waits_s):
         times = {Kind.FORWARD: 1.0 + stage, Kind.BACKWARD: back_s, Kind.TAIL: tail_s + waits_s}
         computed = [Span(Compute(Instruction(stage, kind, 0)), 0.0, time_s) for kind, time_s in times.items()]
-        sends = (
-            {"sends": (Transfer("activation", 0, 1, 0),)}
-            if stage == 0
-            else {"receives": (Transfer("activation", 0, 1, 0),)}
-        )
-        return [*computed, Span(Exchange(**sends), 0.0, transfer_s + waits_s)]
+        side = {"sends" if stage == 0 else "receives": (Transfer("activation", 0, 1, 0),)}
+        return [*computed, Span(Exchange(**side), 0.0, transfer_s + waits_s)]
 
     return PartTimes.of([[spans(0, 1.0, 0.3)] * 4, [spans(1, backward_s, 0.0)] * 4])
 

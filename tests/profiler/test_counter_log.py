@@ -14,15 +14,6 @@ def now():
     return VirtualTime()
 
 
-def test_power_is_the_slope_through_the_counters_refreshes(now):
-    gpu = SimulatedGpu(DEVICES["a100-sxm"], timebase=now)
-    with CounterLog(gpu, now) as log:
-        begin_s = now.now_s()
-        now.sleep(1.95)
-        assert log.power_w(begin_s, now.now_s()) == pytest.approx(83.64, rel=0.002)
-    assert len(log.readings(begin_s, now.now_s())) == 19
-
-
 def test_power_is_told_for_any_part_of_the_time(now):
     gpu = SimulatedGpu(DEVICES["a100-sxm"], timebase=now)
     with CounterLog(gpu, now) as log:

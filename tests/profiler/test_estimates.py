@@ -1,4 +1,4 @@
-"""Estimates from few or noisy rows."""
+"""Choice of the clocks to measure, and estimates from few or noisy rows."""
 
 from dataclasses import replace
 
@@ -11,6 +11,7 @@ from true_profiles import WORK_S, truth
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
 from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.profiler.clock_search import AdaptiveSampler, Sweep
 from perseus_ds.profiler.estimates import denoise, estimate_all
 
 
@@ -48,25 +49,12 @@ def test_rows_between_measured_clocks_are_estimated(name):
 def test_noise_is_reduced(name, seed):
     clocks = DEVICES[name].clocks_mhz[40:]
     true, rng = truth(name, clocks), np.random.default_rng(seed)
-    noisy = [
-        replace(
-            m,
-            time_s=m.time_s * (1 + 0.01 * rng.standard_normal()),
-            energy_j=m.energy_j * (1 + 0.02 * rng.standard_normal()),
-        )
-        for m in true.measurements
-    ]
-    quality = [
-        RowQuality(
-            stage=m.stage,
-            kind=m.kind,
-            clock_mhz=m.clock_mhz,
-            samples=1,
-            time_relative_error=0.01,
-            energy_relative_error=0.02,
-        )
-        for m in noisy
-    ]
+    noisy = []
+    for m in true.measurements:
+        time, energy = 1 + rng.standard_normal(2) * (0.01, 0.02)
+        noisy.append(replace(m, time_s=m.time_s * time, energy_j=m.energy_j * energy))
+    known = {"samples": 1, "time_relative_error": 0.01, "energy_relative_error": 0.02}
+    quality = [RowQuality(stage=m.stage, kind=m.kind, clock_mhz=m.clock_mhz, **known) for m in noisy]
     raw = StageProfile(noisy, ProfileInfo(rows=quality))
     before, after = (np.sqrt((errors(p, true) ** 2).mean(axis=0)) for p in (raw, denoise(raw, clocks)))
     assert (after < 0.7 * before).all()
@@ -109,3 +97,42 @@ def test_where_rows_do_not_tell_the_voltage_error_bars_say_so():
     found = estimate_all(with_a_power_limit(clocks, limit_w=600.0), range(210, 1366, 15))
     error = {row.clock_mhz: row.energy_relative_error for row in found.info.rows}
     assert error[450] < 0.03 < error[1110]
+
+
+def run(sampler, profile):
+    asked, rows = [], []
+    while clocks := sampler.next_clocks(rows):
+        assert clocks == sorted(clocks, reverse=True)
+        asked += clocks
+        rows += [m for m in profile.measurements if m.clock_mhz in clocks]
+    return asked
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from(sorted(DEVICES)), st.integers(3, 20), st.integers(0, 60))
+def test_the_adaptive_sampler_returns_each_clock_once_and_keeps_its_budget(name, budget, lowest):
+    model = DEVICES[name]
+    clocks = model.clocks_mhz[lowest:]
+    asked = run(AdaptiveSampler(clocks, blocking_power_w=model.blocking_power_w, budget=budget), truth(name, clocks))
+    assert len(asked) == len(set(asked)) <= budget
+    assert set(asked) <= set(clocks)
+    assert asked[0] == clocks[-1]
+
+
+def test_a_sweep_stops_when_energy_keeps_rising():
+    model = DEVICES["a100-sxm"]
+    profile = truth("a100-sxm", model.clocks_mhz)
+    for stride in (1, 4):
+        asked = run(Sweep(model.clocks_mhz[::-1][::stride]), profile)
+        assert asked == list(model.clocks_mhz[::-1][::stride][: len(asked)])
+        assert 5 < len(asked) < len(model.clocks_mhz[::stride])
+
+
+def test_between_the_highest_clock_and_the_one_that_a_limited_gpu_reaches_nothing_is_measured_first():
+    model = DEVICES["h100-sxm"]
+    reached = round(model.reached_clock_mhz(model.top_clock_mhz))
+    sampler = AdaptiveSampler(model.clocks_mhz, blocking_power_w=model.blocking_power_w, budget=8, default_mhz=reached)
+    highest, second, *_ = asked = run(sampler, truth("h100-sxm", model.clocks_mhz))
+    assert highest == model.top_clock_mhz
+    assert abs(second - reached) <= model.clock_step_mhz
+    assert min(asked) < 0.6 * reached

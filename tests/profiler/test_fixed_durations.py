@@ -6,12 +6,12 @@ from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Schedule, Transfer, Wait
 from perseus_ds.profiler.fixed_durations import (
-    launched_transfer_durations,
+    launched_transfer_durations_s,
     launches_transfers,
     load_durations_s,
     passes_of,
     tail_durations_s,
-    transfer_durations,
+    transfer_durations_s,
     without_gaps,
 )
 
@@ -25,9 +25,7 @@ def tail(stage, *times):
 def test_the_duration_of_a_transfer_is_the_shorter_of_its_two_sides():
     sender = [Span(Exchange(sends=(ACTIVATION,)), 1.0, 1.1)]
     receiver = [Span(Exchange(receives=(ACTIVATION,)), 0.2, 1.1)]
-    (found,) = transfer_durations([[sender], [receiver]])
-    assert (found.payload, found.source, found.target) == ("activation", 0, 1)
-    assert found.time_s == pytest.approx(0.1)
+    assert transfer_durations_s([[sender], [receiver]]) == {("activation", 0, 1): pytest.approx(0.1)}
 
 
 def test_the_tail_of_a_stage_is_the_sum_of_its_parts():
@@ -66,9 +64,9 @@ def seconds_of(schedule, receiver):
     """The duration found, where rank 0 computes from 0 to 1 and from 1 to 2."""
     sender = [Span(forward(0, 0), 0.0, 1.0), Span(forward(0, 1), 1.0, 2.0)]
     passes = passes_of([(sender, 100.0), ([Span(forward(1, m), *times) for m, times in enumerate(receiver)], 99.5)])
-    (found,) = launched_transfer_durations(schedule, [passes])
-    assert (found.payload, found.source, found.target) == ("activation", 0, 1)
-    return found.time_s
+    found = launched_transfer_durations_s(schedule, [passes])
+    assert list(found) == [("activation", 0, 1)]
+    return found["activation", 0, 1]
 
 
 def test_a_transfer_lasts_from_the_pass_that_made_it_to_the_one_that_waited_for_it():

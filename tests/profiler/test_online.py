@@ -161,14 +161,8 @@ def test_power_that_varies_from_refresh_to_refresh_is_known_less_well():
 
 
 def row(stage, time_s, energy_j, *, samples=9, error=0.01):
-    quality = RowQuality(
-        stage=stage,
-        kind=Kind.FORWARD,
-        clock_mhz=1200,
-        samples=samples,
-        time_relative_error=0.002 * samples,
-        energy_relative_error=error,
-    )
+    errors = {"time_relative_error": 0.002 * samples, "energy_relative_error": error}
+    quality = RowQuality(stage=stage, kind=Kind.FORWARD, clock_mhz=1200, samples=samples, **errors)
     return MeasuredRow(Measurement(stage, Kind.FORWARD, 1200, time_s, energy_j), quality)
 
 
