@@ -26,6 +26,7 @@ import queue
 import resource
 import secrets
 import socket
+import statistics
 import struct
 import threading
 import time
@@ -47,6 +48,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from perseus_ds.errors import ConnectionLostError, PerseusError
+from perseus_ds.timebase import Timebase
 
 T = TypeVar("T")
 Numbers: TypeAlias = npt.NDArray[np.float64]
@@ -65,6 +67,7 @@ _RANK_0_ENDS_S, _RANK_ENDS_S = 5.0, 1.0
 _LOST = "perseus/lost"
 _FRAME = struct.Struct("<II")  # rank, bytes
 _SIGNATURE = 32  # bytes
+_BARRIERS = 5
 # Beside connections: files of a process.
 _OTHER_FILES = 512
 logger = logging.getLogger("perseus_ds")
@@ -120,11 +123,7 @@ class Communicator:
         topology: PipelineTopology | Callable[[Communicator], PipelineTopology],
         channel: StoreChannel | None = None,
     ) -> None:
-        """Connect this rank with rank 0.
-
-        Args:
-            topology: Position of this rank; or what finds it, by asking all ranks.
-            channel: Carries the collectives; None for a store that rank 0 serves.
+        """Connect this rank with rank 0; its position may be found by asking all ranks.
 
         Raises:
             PerseusError: Ranks cannot be connected; the message says what to set.
@@ -171,20 +170,21 @@ class Communicator:
             raise computed
         return computed  # type: ignore[no-any-return]
 
-    def raise_on_all_ranks(self, check: Callable[[], object]) -> None:
-        """Run a check on every rank; if it fails on one, it fails on all.
+    def raise_on_all_ranks(self, function: Callable[[], T]) -> T:
+        """Call a function on every rank and return its value; if it fails on one, it fails on all.
 
         Raises:
             PerseusError: What the first rank that failed raised.
         """
         problem: PerseusError | None = None
         try:
-            check()
+            value = function()
         except Exception as error:
             problem = _known(error)
         found = self.first_not_none(problem)
         if found is not None:
             raise found
+        return value
 
     def first_not_none(self, value: T | None) -> T | None:
         """Return the value of the first rank that has one, on all ranks; None if none has."""
@@ -209,6 +209,18 @@ class Communicator:
         return self._all(
             pickle.dumps(value), lambda contents: list(map(pickle.loads, contents)), self.topology.pipeline
         )
+
+    def ahead_s(self, timebase: Timebase) -> float:
+        """Return how much this rank's time is ahead of its pipeline's first rank's [s]: ranks leave a barrier together.
+
+        Every rank of the pipeline must ask at once.
+        """
+        moments_s = []
+        for _ in range(_BARRIERS):
+            self.pipeline_gather(None)
+            moments_s.append(timebase.now_s())
+        first_s = self.pipeline_gather(moments_s)[0]
+        return statistics.median(own_s - their_s for own_s, their_s in zip(moments_s, first_s, strict=True))
 
     def start_exchange(self, numbers: Sequence[float], reduce: Callable[[Numbers], T]) -> Pending[T | None]:
         """Begin to send every rank's numbers to rank 0, and its answer back; events of this rank go with them.
@@ -346,11 +358,7 @@ class Connection:
         return content
 
     def check(self) -> None:
-        """Raise an error if it is lost.
-
-        Raises:
-            ConnectionLostError: It is.
-        """
+        """Raise a :class:`~perseus_ds.errors.ConnectionLostError` if it is lost."""
         if self._cause:
             raise ConnectionLostError(self._cause)
 
@@ -409,11 +417,7 @@ class StoreChannel:
     """
 
     def __init__(self, connection: Connection, name: str = "perseus") -> None:
-        """Connect the client.
-
-        Args:
-            connection: Of this rank.
-            name: Another one for each channel of the connection.
+        """Connect the client; each channel of a connection has a name of its own.
 
         Raises:
             PerseusError: The store cannot be reached.
@@ -489,11 +493,7 @@ class Pending(Generic[T]):
         self._connection = connection
 
     def result(self) -> T:
-        """Wait until it is over.
-
-        Raises:
-            ConnectionLostError: It may never be.
-        """
+        """Wait until it is over; raises what :meth:`Connection.wait` raises."""
         self._connection.wait(self._future)
         return self._future.result()
 
@@ -508,17 +508,7 @@ class Pending(Generic[T]):
 def contribute(
     store: Any, group: str, number: int, *, rank: int, ranks: Sequence[int], numbers: Sequence[float], content: bytes
 ) -> None:
-    """Append what a rank has to what the others have, and say so if it is the last one.
-
-    Args:
-        store: A client of the store.
-        group: Names the ranks.
-        number: Of the exchange, 1 for their first one.
-        rank: This one.
-        ranks: All of them.
-        numbers: As many as every rank has.
-        content: Any bytes.
-    """
+    """Append what a rank has to what the others have, and say so if it is the last one."""
     if content:
         store.append(f"{group}/contents", _FRAME.pack(rank, len(content)) + content)
     store.append(f"{group}/rows", np.array([rank, len(content), *numbers], np.float64).tobytes())

@@ -1,7 +1,7 @@
 """The interface of engines: what Perseus needs of whatever executes a pipeline, and what it offers to it.
 
 An engine is a subclass of :class:`Engine` that answers what it trains (:meth:`~Engine.facts`), by which schedule
-(:meth:`~Engine.read`), and has its begins and ends told to a :class:`Session` (:meth:`~Engine.surround`)::
+(:meth:`~Engine.read`), and reports its begins and ends to a :class:`Session` (:meth:`~Engine.surround`)::
 
     with session.iteration(order):              # the passes of a training iteration
         with session.operation(operation): …    # each of them, and each transfer that the schedule names
@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -24,12 +25,13 @@ import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -39,10 +41,11 @@ from perseus_ds.errors import ConfigError, PerseusError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.policy.control_socket import parse_order
+from perseus_ds.ranks import Communicator, PipelineTopology
 from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.devices import driver_of
 from perseus_ds.runtime.frontiers import read_frontier
-from perseus_ds.runtime.runtime import PerseusRuntime, RankFacts, RankSchedule, local_rank
+from perseus_ds.runtime.runtime import PerseusRuntime, RankFacts, RankSchedule, local_rank, own_versions
 
 logger = logging.getLogger("perseus_ds")
 # A batch size that changes all the time fits no profile, and to go on measuring would only cost: after so many
@@ -94,7 +97,7 @@ class Engine(ABC):
 
     @abstractmethod
     def surround(self, session: Session) -> None:
-        """Begin to tell a session of iterations and operations."""
+        """Begin to report iterations and operations to a session."""
 
     @abstractmethod
     def release(self) -> None:
@@ -109,7 +112,7 @@ class Engine(ABC):
         return None
 
     def versions(self) -> Mapping[str, str]:
-        """Return the versions of what trains, which must be the same on all ranks."""
+        """Return the versions of the packages that train, besides torch and Perseus."""
         return {}
 
     def steps(self) -> int | None:
@@ -272,7 +275,14 @@ class Session:
         if self._closed and self.runtime is None:
             return None
         if self.runtime is None:
-            if self._another_trains():
+            if others := [other for other in self._others() if other.runtime is not None]:
+                self._closed = True
+                if dist.get_rank() == 0:
+                    logger.warning(
+                        "perseus: this process trains two engines, %s and %s. Only the first is measured and planned.",
+                        others[0].engine.model,
+                        self.engine.model,
+                    )
                 return None
             self._planned = order
             try:
@@ -292,26 +302,12 @@ class Session:
         return self.runtime
 
     def _others(self) -> list[Session]:
-        """Return the other engines of this process that have Perseus."""
         return [other for other in sessions() if other is not self]
 
-    def _another_trains(self) -> bool:
-        others = [other for other in self._others() if other.runtime is not None]
-        if others:
-            self._closed = True
-            if dist.get_rank() == 0:
-                logger.warning(
-                    "perseus: this process trains two engines, %s and %s. Only the first is measured and planned.",
-                    others[0].engine.model,
-                    self.engine.model,
-                )
-        return bool(others)
-
     def _start(self) -> None:
-        facts, models = self.engine.facts(), (self.engine.model, *(other.engine.model for other in self._others()))
-        self.runtime = PerseusRuntime.start(
-            self.config, dataclasses.replace(facts, models=models), self.engine.read, self.engine.check
-        )
+        models = (self.engine.model, *(other.engine.model for other in self._others()))
+        facts = dataclasses.replace(self.engine.facts(), models=models, versions=self.engine.versions())
+        self.runtime = PerseusRuntime.start(self.config, facts, self.engine.read, self.engine.check)
         atexit.unregister(self._end_with_process)
         atexit.register(self._end_with_process, os.getpid())  # called before what the runtime has registered
         waiting, self._waiting = self._waiting, []
@@ -353,7 +349,7 @@ def _surround_nothing(operation: Operation, inputs: Hashable = None) -> Abstract
 
 
 def sessions() -> list[Session]:
-    """Return Perseus on each engine of this process to which it is attached."""
+    """Return Perseus on each engine of this process that has it."""
     return [session for session in _SESSIONS if not session._closed]
 
 
@@ -379,7 +375,8 @@ def check_before_training(engine: Engine, config: PerseusConfig) -> None:
         PerseusError: On all ranks, what is wrong on one.
     """
     check = _Check()
-    own = {"enabled": True, **engine.versions(), **config.model_dump(mode="json", exclude=_MAY_DIFFER)}
+    versions = {**own_versions(), **engine.versions()}
+    own = {"enabled": True, **versions, **config.model_dump(mode="json", exclude=_MAY_DIFFER)}
     with check.reported():
         check.compare(own)
         _check_gpu_and_frontier(engine, config)
@@ -387,7 +384,7 @@ def check_before_training(engine: Engine, config: PerseusConfig) -> None:
 
 
 def take_no_part() -> None:
-    """Tell ranks that check what is known before training that this one trains without Perseus; never waits.
+    """Notify ranks that check what is known before training that this one trains without Perseus; never waits.
 
     Once is enough, where every step asks for it.
 
@@ -402,7 +399,7 @@ def take_no_part() -> None:
 
 
 class _Check:
-    """What ranks tell each other by the store of the default group before training."""
+    """What ranks exchange by the store of the default group before training."""
 
     def __init__(self) -> None:
         self._rank, self._store = dist.get_rank(), dist.distributed_c10d._get_default_store()
@@ -474,31 +471,40 @@ def _check_gpu_and_frontier(engine: Engine, config: PerseusConfig) -> None:
 
 
 @contextmanager
-def reported_once() -> Iterator[None]:
+def reported_once(*others: type[Exception]) -> Iterator[None]:
     """Surround the start of a job: an error of Perseus that ends it is printed by one rank, without a traceback.
 
-    Whoever catches the error sees it as it is.
+    The exit status is 2 then, as that of a command. Whoever catches the error sees it as it is.
+
+    Args:
+        others: Further kinds of errors of which that is true, such as those of a library that reads settings.
     """
+    kinds: tuple[type[Exception], ...] = (PerseusError, *others)
     try:
         yield
-    except PerseusError as error:
-        _print_instead_of_traceback(error)
+    except kinds as error:
+        sys.excepthook = functools.partial(_print_instead_of_traceback, error, sys.excepthook)
         raise
 
 
-def _print_instead_of_traceback(error: PerseusError) -> None:
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], raised: BaseException, traceback: TracebackType | None) -> None:
-        if raised is not error:
-            before(kind, raised, traceback)
-        else:
-            text = f"{kind.__module__}.{kind.__qualname__}: {error}"
-            if _is_first_to_say(text):
-                print(text, file=sys.stderr, flush=True)
-                _tell_launcher(text)
-
-    sys.excepthook = hook
+def _print_instead_of_traceback(
+    error: Exception,
+    before: Callable[..., object],
+    kind: type[BaseException],
+    raised: BaseException,
+    traceback: TracebackType | None,
+) -> None:
+    """Print an error by one rank; any other, by the hook that was there before."""
+    if raised is not error:
+        before(kind, raised, traceback)
+        return
+    if _is_first_to_say(text := f"{kind.__module__}.{kind.__qualname__}: {error}"):
+        print(text, file=sys.stderr, flush=True)
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's summary, at the end of the output, shows it
+            with contextlib.suppress(OSError):
+                shown = {"py_callstack": text, "timestamp": str(int(time.time()))}
+                Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": shown}}))
+    raise SystemExit(2)
 
 
 def _is_first_to_say(text: str) -> bool:
@@ -509,13 +515,79 @@ def _is_first_to_say(text: str) -> bool:
             return bool(dist.distributed_c10d._get_default_store().add(key, 1) == 1)
     elif os.environ.get("RANK", "0") == "0":
         return True
-    time.sleep(1.0)  # a launcher ends the other ranks once the first one has failed
+    time.sleep(5.0)  # a launcher, which may look once a second, ends the other ranks once the first one has failed
     return True
 
 
-def _tell_launcher(text: str) -> None:
-    """Have torchrun's summary, at the end of the output, show the error."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with contextlib.suppress(OSError):
-            shown = {"py_callstack": text, "timestamp": str(int(time.time()))}
-            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": shown}}))
+def fingerprint(modules: Iterable[torch.nn.Module], *settings: object) -> str:
+    """Return a text that changes with whatever the times of a rank's instructions depend on."""
+    content = [
+        (
+            [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()],
+            [type(layer).__name__ for layer in module.modules()],
+        )
+        for module in modules
+    ]
+    return hashlib.sha256(repr((content, settings)).encode()).hexdigest()
+
+
+class Hooks:
+    """The methods of single objects that are surrounded; their classes stay as they are."""
+
+    def __init__(self) -> None:
+        self._installed: list[tuple[Any, str, Any, bool]] = []
+        self._removed = False
+
+    def surround(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Have a function called instead of a method of an object, with the method and its arguments."""
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def surrounded(*args: Any, **kwargs: Any) -> Any:
+            # Whoever has kept this function, such as another hook in front of it, may call it after the removal.
+            return method(*args, **kwargs) if self._removed else around(method, *args, **kwargs)
+
+        self._installed.append((owner, name, surrounded, name in vars(owner)))
+        setattr(owner, name, surrounded)
+
+    def remove(self) -> None:
+        """Leave the objects as they were; a hook that somebody has put in front of ours stays."""
+        self._removed = True
+        for owner, name, surrounded, was_own in reversed(self._installed):
+            if vars(owner).get(name) is not surrounded:
+                continue
+            if was_own:
+                setattr(owner, name, surrounded.__wrapped__)
+            else:
+                delattr(owner, name)
+        self._installed.clear()
+
+
+Ranks = tuple[int, ...]
+
+
+def topology_of(pipeline: Ranks, data_parallel: Ranks | None, all_ranks: Communicator) -> PipelineTopology:
+    """Return this rank's place in the job; every rank must ask at the same time.
+
+    Args:
+        pipeline: Global ranks of its pipeline, first stage first.
+        data_parallel: Those that train the same stages on other data; None where every pipeline has data of its own.
+        all_ranks: Of the job.
+    """
+    rank = all_ranks.rank
+    at, number = pipeline.index(rank), -1 if data_parallel is None else sorted(data_parallel).index(rank)
+    rows = all_ranks.gather((at, number, pipeline[0]))
+    places = all_ranks.computed_on_rank_0(lambda: np.array(rows, dtype=np.int32))
+    if data_parallel is None:
+        pipelines = np.unique(places[:, 2]).tolist()
+        return PipelineTopology(rank, pipeline, pipelines.index(pipeline[0]), len(pipelines))
+    # Pipelines at the same place in their data-parallel groups share their stages, by tensor parallelism and the like.
+    peers = tuple(np.flatnonzero((places[:, :2] == (at, number)).all(axis=1)).tolist())
+    return PipelineTopology(rank, pipeline, number, len(data_parallel), peers if len(peers) > 1 else ())
+
+
+def ranks_of(group: Any) -> Ranks:
+    """Return the global ranks of a process group or one-dimensional ``DeviceMesh``, in its order; None: all ranks."""
+    if hasattr(group, "get_group"):
+        group = group.get_group()
+    return tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))

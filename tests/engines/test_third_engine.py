@@ -1,8 +1,10 @@
 """A third engine needs the interface of engines and nothing else: here a loop that computes its stages by itself."""
 
+import importlib.metadata
 import json
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from perseus_ds.engines.engine import Engine, attach_to, sessions
+from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.ranks import PipelineTopology
@@ -117,6 +120,31 @@ def test_an_engine_of_a_few_methods_trains_in_auto_mode_and_is_left_as_it_was(tm
     records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert [r["iteration"] for r in records if "iteration" in r] == list(range(1, len(losses) + 1))
     assert {r["phase"] for r in records if "phase" in r} >= {"warm-up", "profile", "run"}
+
+
+def test_ranks_with_other_versions_are_an_error_before_training(tmp_path, monkeypatch):
+    config = parse_block({"mode": "observe", "device": "simulated", "output_dir": str(tmp_path)})
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(ConfigError, match="1 ranks have not attached, of which rank 1 is the first"):
+        attach_to(TrainerEngine(Trainer()), config)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.0.1")
+    with pytest.raises(ConfigError, match=r"ranks differ: torch is 0\.0\.1 on rank 1, .* install the same versions"):
+        attach_to(TrainerEngine(Trainer()), config)
+
+
+def test_a_package_that_is_not_installed_but_in_pythons_path_trains_too(tmp_path, monkeypatch):
+    def version(package):
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    block = {"mode": "observe", "device": "simulated", "output_dir": str(tmp_path)}
+    trainer = Trainer()
+    session = attach_to(TrainerEngine(trainer), parse_block(block))
+    train(trainer, 2)
+    session.detach()
+    assert sum("iteration" in json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()) == 2
 
 
 ENDS_WITHOUT_DETACH = """

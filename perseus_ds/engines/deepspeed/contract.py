@@ -42,7 +42,7 @@ ENGINE: Mapping[str, str] = {
     "global_steps": "iterations done, after a checkpoint is loaded",
     "monitor": "receives energy and time",
     "pipe_buffers": "shapes of a pass's inputs",
-    "_config._param_dict": "the perseus block, as DeepSpeed read it",
+    "_config": "has the perseus block",
 }
 """Attributes of an engine that was made, and what each is used for."""
 
@@ -55,11 +55,6 @@ GRID: Mapping[str, str] = {
     "pp_group": "ranks of this pipeline",
 }
 """Attributes of the engine's grid, and what each is used for."""
-
-SCHEDULE: Mapping[str, str] = {
-    "TrainSchedule": "the schedule 1f1b",
-}
-"""Names in ``deepspeed.runtime.pipe.schedule``, and what each is used for."""
 
 
 def require_deepspeed() -> None:
@@ -84,44 +79,28 @@ def deepspeed_problem() -> str:
     return ""
 
 
-def check_deepspeed(pipeline_engine: type, schedule: Any) -> None:
-    """Check that DeepSpeed's modules have what Perseus relies upon.
-
-    Args:
-        pipeline_engine: DeepSpeed's ``PipelineEngine``.
-        schedule: The module ``deepspeed.runtime.pipe.schedule``.
+def check_deepspeed(pipeline_engine: type) -> None:
+    """Check that DeepSpeed's class of engines has what Perseus relies upon.
 
     Raises:
         VersionError: The message names what is missing, what it is used for, and what to install.
     """
     _check(pipeline_engine.__name__, pipeline_engine, ENGINE_CLASS)
-    _check("deepspeed.runtime.pipe.schedule", schedule, SCHEDULE)
 
 
 def check_engine(engine: Any) -> None:
-    """Check that an engine has what Perseus relies upon.
-
-    Raises:
-        VersionError: As for :func:`check_deepspeed`.
-    """
+    """Check the same of an engine that was made; raises the same."""
     name = type(engine).__name__
-    _check(name, engine, {**ENGINE_CLASS, **ENGINE})
+    _check(name, engine, ENGINE)
     _check(f"{name}.grid", engine.grid, GRID)
+    _check(f"{name}._config", engine._config, {"_param_dict": "the perseus block, as DeepSpeed read it"})
 
 
 def _check(owner_name: str, owner: Any, needed: Mapping[str, str]) -> None:
-    missing = [f"{name} ({use})" for name, use in needed.items() if not _has(owner, name)]
+    missing = [f"{name} ({use})" for name, use in needed.items() if not hasattr(owner, name)]
     if missing:
         version = importlib.metadata.version("deepspeed")
         raise VersionError(
             f"DeepSpeed {version} is not one that perseus-ds works with: {owner_name} has no {', '.join(missing)}. "
             f'Run: pip install --upgrade perseus-ds, or pip install "deepspeed<={NEWEST_DEEPSPEED}"'
         )
-
-
-def _has(owner: Any, path: str) -> bool:
-    for name in path.split("."):
-        if not hasattr(owner, name):
-            return False
-        owner = getattr(owner, name)
-    return True

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import importlib.metadata
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import deepspeed
 import torch
-from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from perseus_ds.engines.deepspeed.contract import check_deepspeed, check_engine
-from perseus_ds.engines.engine import Engine, Session, attach_to, reported_once, take_no_part
+from perseus_ds.engines.engine import Engine, Hooks, Session, attach_to, fingerprint, reported_once, take_no_part
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.pipeline.commands import RepeatedReader, is_batched, read_stream
 from perseus_ds.pipeline.instruction import Kind
@@ -31,7 +29,7 @@ logger = logging.getLogger("perseus_ds")
 E = TypeVar("E")
 _CHECKPOINT_KEY = "perseus_ds"
 _NOTHING: AbstractContextManager[None] = nullcontext()
-check_deepspeed(PipelineEngine, deepspeed_schedule)
+check_deepspeed(PipelineEngine)
 
 
 class DeepSpeedEngine(Engine):
@@ -40,11 +38,11 @@ class DeepSpeedEngine(Engine):
     def __init__(self, engine: Any) -> None:
         """Take an engine of any class derived from DeepSpeed's ``PipelineEngine``."""
         self._engine = engine
-        self._session: Session | None = None
-        self._schedule: Any = None
+        self._session: Session
+        self._schedule: Any = None  # of the iteration that is open
         self._order: tuple[type, int] | None = None
         self._reader = RepeatedReader(0, 1, batched=False)
-        self._in_batch = self._in_iteration = False
+        self._in_batch = False
 
     @property
     def model(self) -> str:
@@ -63,8 +61,7 @@ class DeepSpeedEngine(Engine):
             place=place,
             device=torch.device(engine.device),
             local_rank=engine.local_rank,
-            fingerprint=_fingerprint(engine.module),
-            versions={"deepspeed": importlib.metadata.version("deepspeed")},
+            fingerprint=fingerprint([engine.module], engine.module.activation_checkpoint_interval),
             micro_batch_size=engine.micro_batch_size,
             monitor=engine.monitor,
             steps_per_print=engine.steps_per_print(),
@@ -96,6 +93,9 @@ class DeepSpeedEngine(Engine):
         del self._engine.perseus
         self._engine.__class__ = type(self._engine).__mro__[2]  # after the class with Perseus, and what it adds
 
+    def versions(self) -> dict[str, str]:
+        return {"deepspeed": importlib.metadata.version("deepspeed")}
+
     def steps(self) -> int | None:
         return int(self._engine.global_steps)
 
@@ -112,32 +112,28 @@ class DeepSpeedEngine(Engine):
     @contextmanager
     def executing(self, pipe_schedule: Any) -> Iterator[None]:
         """Surround the execution of a schedule; one with gradients is a training iteration."""
-        session = self._session
-        if session is None or self._in_iteration or not self._trains_by(pipe_schedule):
+        if self._schedule is not None or not self._trains_by(pipe_schedule):
             yield
             return
         order = type(pipe_schedule), self._engine.micro_batches
         if order != self._order:
             batched = is_batched(_commands_of(pipe_schedule))
             self._reader = RepeatedReader(self._engine.stage_id, self._engine.num_stages, batched)
-        self._schedule, self._order, self._in_iteration = pipe_schedule, order, True
+        self._schedule, self._order = pipe_schedule, order
         self._reader.begin_iteration()
         samples = self._engine.global_samples + self._engine.train_batch_size()
         try:
-            with session.iteration(order, samples):
-                if session.follows_operations:
-                    with watched(pipe_schedule, functools.partial(self._surround, session)):
-                        yield
-                else:
-                    yield
+            with self._session.iteration(order, samples), ExitStack() as commands:
+                if self._session.follows_operations:
+                    commands.enter_context(_watched(pipe_schedule, self._surround))
+                yield
         finally:
             if not self._in_batch:
                 self._end_iteration()
 
     def _end_iteration(self) -> None:
-        self._schedule, self._in_iteration = None, False
-        if self._session is not None:
-            self._session.end_iteration()
+        self._schedule = None
+        self._session.end_iteration()
 
     def _trains_by(self, pipe_schedule: Any) -> bool:
         """Whether the execution of a schedule is a training iteration."""
@@ -145,25 +141,23 @@ class DeepSpeedEngine(Engine):
             return False
         return self._in_batch or any(type(c).__name__ == "OptimizerStep" for c in _commands_of(pipe_schedule))
 
-    def _surround(self, session: Session, command: Any) -> AbstractContextManager[None]:
+    def _surround(self, command: Any) -> AbstractContextManager[None]:
         """Return what surrounds one command that the engine is about to execute; no generator, for its speed."""
         operations = self._reader.read(command)
         if not operations:
             return _NOTHING
         operation = operations[0]
         if type(operation) is Compute and operation.instruction.kind is Kind.FORWARD:
-            return session.operation(operation, self._input_shapes(command.kwargs))
-        return session.operation(operation)
+            return self._session.operation(operation, self._input_shapes(command.kwargs))
+        return self._session.operation(operation)
 
     def _input_shapes(self, arguments: Mapping[str, Any]) -> tuple[torch.Size, ...]:
         """Return the shapes of the inputs that a command works on; none where the engine keeps them in its own way."""
         try:
-            buffers, slot = self._engine.pipe_buffers["inputs"], arguments.get("buffer_id")
-            inputs = buffers[slot] if slot is not None and slot < len(buffers) else ()
-            if isinstance(inputs, torch.Tensor):
-                return (inputs.shape,)
-            return tuple([value.shape for value in inputs or () if isinstance(value, torch.Tensor)])
-        except (AttributeError, KeyError, TypeError, IndexError):
+            inputs = self._engine.pipe_buffers["inputs"][arguments["buffer_id"]]
+            tensors = [inputs] if isinstance(inputs, torch.Tensor) else inputs or ()
+            return tuple([tensor.shape for tensor in tensors if isinstance(tensor, torch.Tensor)])
+        except (AttributeError, IndexError, KeyError, TypeError):
             return ()
 
 
@@ -172,43 +166,21 @@ def _commands_of(pipe_schedule: Any) -> list[Any]:
     return [command for step in copy.copy(pipe_schedule).steps() for command in step]
 
 
-def _fingerprint(module: Any) -> str:
-    """Return a text that changes with whatever the times of a module's passes depend on."""
-    content = [
-        [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()],
-        [type(layer).__name__ for layer in module.modules()],
-        module.activation_checkpoint_interval,
-    ]
-    return hashlib.sha256(repr(content).encode()).hexdigest()
-
-
 Surround = Callable[[Any], AbstractContextManager[None]]
 
 
 @contextmanager
-def watched(pipe_schedule: Any, surround: Surround) -> Iterator[None]:
+def _watched(pipe_schedule: Any, surround: Surround) -> Iterator[None]:
     """Surround every command that is taken from a schedule, from when it is taken until the next one is asked for.
 
     An engine takes a command, runs it, and asks for the next: nothing of how it runs commands is replaced.
-
-    Args:
-        pipe_schedule: An object with ``steps()``, as DeepSpeed's ``PipeSchedule``; its class and identity stay.
-        surround: Called with a command.
     """
-    steps = pipe_schedule.steps
-
-    def watched_steps() -> Iterator[_Step]:
-        return (_Step(step, surround) for step in steps())
-
-    had_own = "steps" in vars(pipe_schedule)
-    pipe_schedule.steps = watched_steps
+    hooks = Hooks()
+    hooks.surround(pipe_schedule, "steps", lambda steps: (_Step(step, surround) for step in steps()))
     try:
         yield
     finally:
-        if had_own:
-            pipe_schedule.steps = steps
-        else:
-            del pipe_schedule.steps
+        hooks.remove()
 
 
 class _Step(list[Any]):
@@ -296,7 +268,7 @@ def _block_of(engine: Any) -> Any:
     return engine._config._param_dict.get("perseus")
 
 
-def _attach_if_asked(engine: Any) -> None:
+def attach_if_asked(engine: Any) -> None:
     """Attach to an engine that was made, if its config has a ``perseus`` block or ``PERSEUS`` is set."""
     with reported_once():
         settings = settings_of(_block_of(engine))
@@ -339,21 +311,5 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
     finally:
         _initializing.reset(token)
-    _attach_if_asked(made[0])
+    attach_if_asked(made[0])
     return made
-
-
-def attach_to_engines_as_they_are_made(pipeline_engine: Any) -> None:
-    """Attach to every engine with a ``perseus`` block or ``PERSEUS`` when it is made, in whatever way that is.
-
-    Args:
-        pipeline_engine: DeepSpeed's ``PipelineEngine``; its constructor is extended.
-    """
-    construct = pipeline_engine.__init__
-
-    @functools.wraps(construct)
-    def construct_and_attach(engine: Any, *args: Any, **kwargs: Any) -> None:
-        construct(engine, *args, **kwargs)
-        _attach_if_asked(engine)
-
-    pipeline_engine.__init__ = construct_and_attach

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import inspect
 import logging
@@ -15,21 +14,23 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from perseus_ds.engines.engine import (
     Engine,
+    Hooks,
     Session,
     attach_to,
     check_before_training,
+    fingerprint,
+    ranks_of,
     reported_once,
     sessions,
     take_no_part,
+    topology_of,
 )
-from perseus_ds.engines.groups import RankGroups, ranks_of
-from perseus_ds.engines.hooks import Hooks
-from perseus_ds.engines.megatron.contract import check_megatron
-from perseus_ds.engines.megatron.order import OrderRecorder
-from perseus_ds.errors import ConfigError, ScheduleError
+from perseus_ds.engines.megatron.order import Backward, Forward, OrderRecorder
+from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange
 from perseus_ds.runtime.config import PerseusConfig, settings_of
@@ -48,15 +49,7 @@ _ONE_GRAPH = "an iteration that is replayed as one CUDA graph (FullCudaGraphWrap
 
 
 def attach(target: T, config: Mapping[str, Any] | None = None) -> T:
-    """Let all that trains in this process by Megatron-Core do so under Perseus; see :func:`perseus_ds.attach`.
-
-    Args:
-        target: The module ``megatron.core``, or what its ``get_forward_backward_func`` has returned.
-        config: A ``perseus`` block; keys of the variable ``PERSEUS`` replace its own.
-
-    Returns:
-        The module, or the function by which to train.
-    """
+    """Let all that trains in this process by Megatron-Core do so under Perseus; see :func:`perseus_ds.attach`."""
     with reported_once():
         settings = settings_of(config) or PerseusConfig.model_validate({})
         if not settings.enabled:
@@ -111,9 +104,8 @@ class MegatronEngine(Engine):
         self._optimizers: set[type] = set()
         self._steps_under_way = 0
         self._orders: dict[Hashable, RankSchedule | ScheduleError] = {}
-        # Of each order, the passes and exchanges; of the iteration under way, those of its order, and the next of them.
-        self._surrounded: dict[Hashable, tuple[Compute | Exchange, ...]] = {}
-        self._expected: tuple[Compute | Exchange, ...] = ()
+        # Passes and exchanges of the iteration under way, by its order, and the next of them.
+        self._expected: Sequence[Compute | Exchange] = ()
         self._position = 0
         self._order: Hashable = None
         self._recorder: OrderRecorder | None = None
@@ -132,14 +124,13 @@ class MegatronEngine(Engine):
         return "a model of Megatron-Core" if module is None else type(module).__name__
 
     def facts(self) -> RankFacts:
-        groups = RankGroups(ranks_of(self._pp_group), self._copies())
         parameter = next(parameter for chunk in self._model for parameter in chunk.parameters())
+        recomputation = [getattr(self._config, name, None) for name in _RECOMPUTATION]
         return RankFacts(
-            place=groups.topology,
+            place=functools.partial(topology_of, ranks_of(self._pp_group), self._copies()),
             device=parameter.device,
             local_rank=local_rank(),
-            fingerprint=self._fingerprint(),
-            versions=self.versions(),
+            fingerprint=fingerprint(self._model, recomputation, self._inputs),
             micro_batch_size=self._micro_batch_size,
         )
 
@@ -173,23 +164,14 @@ class MegatronEngine(Engine):
     def versions(self) -> Mapping[str, str]:
         return {"megatron-core": str(self._core.__version__)}
 
-    @property
-    def _first_stage(self) -> int:
-        """The first stage of this rank, to which its tail belongs."""
-        return int(self._pp_group.rank())
-
     def surround(self, session: Session) -> None:
         self._session = self._core.perseus = session
         self._hooks.surround(self._schedules, _SINGLE, self._single_stage)
         for name in _PIPELINED:
             self._hooks.surround(self._schedules, name, functools.partial(self._iteration, name))
-        self._forward_arguments = _Arguments(self._schedules.forward_step)
-        self._backward_arguments = _Arguments(self._schedules.backward_step)
         self._hooks.surround(self._schedules, "forward_step", self._forward)
         self._hooks.surround(self._schedules, "backward_step", self._backward)
-        combined = sys.modules[_COMBINED]
-        self._combined_arguments = _Arguments(combined.combined_forward_backward_step)
-        self._hooks.surround(combined, "combined_forward_backward_step", self._forward_backward)
+        self._hooks.surround(sys.modules[_COMBINED], "combined_forward_backward_step", self._forward_backward)
         self._hooks.surround(self._schedules.P2PCommunicator, "_communicate", self._communicate)
 
     def release(self) -> None:
@@ -209,24 +191,23 @@ class MegatronEngine(Engine):
         with reported_once():
             if not self._look_at(kwargs):
                 return method(*args, **kwargs)
-        order = (name, kwargs["num_microbatches"], len(self._model), self._group_size())
+        chunks = len(self._model)
+        group_size = getattr(self._config, "microbatch_group_size_per_vp_stage", None) if chunks > 1 else None
+        order = (name, kwargs["num_microbatches"], chunks, group_size)
         if order not in self._orders:
             return self._first_iteration(order, lambda: method(*args, **kwargs))
         self._order = order
         with self._session.iteration(order):
-            self._expected, self._position = self._surrounded.get(order, ()), 0
+            if isinstance(found := self._orders[order], RankSchedule):
+                self._expected = [op for op in found.operations[:-1] if isinstance(op, Compute | Exchange)]
+            self._position = 0
             try:
                 return method(*args, **kwargs)
             finally:
                 self._expected = ()
 
     def _look_at(self, kwargs: Mapping[str, Any]) -> bool:
-        """Note what trains; return whether it can be planned.
-
-        Raises:
-            ConfigError: There are no groups.
-            ScheduleError: It cannot be planned, in another mode than ``auto``.
-        """
+        """Note what trains; return whether it can be planned. If not, that is an error in other modes than ``auto``."""
         if not self._parallel_state.model_parallel_is_initialized():
             raise ConfigError(
                 "perseus: Megatron-Core has no groups of ranks. Call parallel_state.initialize_model_parallel() before "
@@ -259,9 +240,6 @@ class MegatronEngine(Engine):
             return f"transfers by a {type(communicator).__name__}, as between several modules, have no known stages"
         return None
 
-    def _group_size(self) -> int | None:
-        return getattr(self._config, "microbatch_group_size_per_vp_stage", None) if len(self._model) > 1 else None
-
     def _first_iteration(self, order: tuple[str, int, int, int | None], train: Callable[[], V]) -> V:
         """Train at default clocks, and note the order."""
         self._session.end_iteration()
@@ -280,8 +258,6 @@ class MegatronEngine(Engine):
         except ScheduleError as error:  # raised on all ranks at the start of the next iteration
             found = ScheduleError(f"The order of {name} is not known: {error}.")
         self._orders[order] = found
-        if isinstance(found, RankSchedule):
-            self._surrounded[order] = tuple(op for op in found.operations[:-1] if isinstance(op, Compute | Exchange))
         return result
 
     def _check_against_table(self, schedule: RankSchedule, group_size: int | None) -> None:
@@ -297,47 +273,43 @@ class MegatronEngine(Engine):
             raise ScheduleError("its forwards are not in the order of get_schedule_table")
 
     def _forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
-        if self._recorder is None and not self._expected:
-            return method(*args, **kwargs)
-        given = self._forward_arguments.of(args, kwargs)
-        chunk, micro_batch = given("vp_stage") or 0, given("current_microbatch")
-        if self._recorder is not None:
-            run, forward = functools.partial(method, *args, **kwargs), (chunk, micro_batch, given("input_tensor"))
-            return self._recorder.step(run, forward=forward, results=lambda found: (found[0], None))
-        with self._next(Kind.FORWARD, micro_batch):
-            return method(*args, **kwargs)
+        given = _by_name(method, args, kwargs)
+        forward = given("vp_stage") or 0, given("current_microbatch"), given("input_tensor")
+        run = functools.partial(method, *args, **kwargs)
+        return self._pass(run, forward, None, results=lambda found: (found[0], None))
 
     def _backward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
-        if self._recorder is not None:
-            given = self._backward_arguments.of(args, kwargs)
-            run, backward = (
-                functools.partial(method, *args, **kwargs),
-                (given("output_tensor"), given("output_tensor_grad")),
-            )
-            return self._recorder.step(run, backward=backward, results=lambda found: (None, found))
-        with self._next(Kind.BACKWARD):
-            return method(*args, **kwargs)
+        given = _by_name(method, args, kwargs)
+        backward = given("output_tensor"), given("output_tensor_grad")
+        run = functools.partial(method, *args, **kwargs)
+        return self._pass(run, None, backward, results=lambda found: (None, found))
 
     def _forward_backward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         """Surround a step of combined 1F1B: at its ends a forward or a backward alone, in between both as one."""
-        if self._recorder is None and not self._expected:
-            return method(*args, **kwargs)
-        given = self._combined_arguments.of(args, kwargs)
+        given = _by_name(method, args, kwargs)
         chunk, micro_batch = given("f_model_chunk_id") or 0, given("current_microbatch")
         forward = None if given("f_model") is None else (chunk, micro_batch, given("input_tensor"))
         backward = None if given("b_model") is None else (given("b_output_tensor"), given("b_output_tensor_grad"))
-        if self._recorder is not None:
+        if self._recorder is not None or (receive := kwargs.get("pre_backward")) is None:
             run = functools.partial(method, *args, **kwargs)
-            results = lambda found: (found[0], found[2])  # noqa: E731
-            return self._recorder.step(run, forward=forward, backward=backward, results=results)
-        kind = Kind.BACKWARD if forward is None else Kind.FORWARD if backward is None else Kind.FORWARD_BACKWARD
+            return self._pass(run, forward, backward, results=lambda found: (found[0], found[2]))
         with ExitStack() as step:
-            begin = functools.partial(step.enter_context, self._next(kind, micro_batch if forward else None))
-            if (receive := kwargs.get("pre_backward")) is None:
-                begin()
-            else:  # the step begins when it has received what it is for
-                kwargs["pre_backward"] = lambda *given: (receive(*given), begin())
-            return method(*args, **kwargs)
+            begin = functools.partial(step.enter_context, self._next(*_kind_of(forward, backward)))
+            # The step begins when it has received what it is for.
+            return method(*args, **{**kwargs, "pre_backward": lambda *given: (receive(*given), begin())})
+
+    def _pass(
+        self,
+        run: Callable[[], Any],
+        forward: Forward | None,
+        backward: Backward | None,
+        results: Callable[[Any], tuple[Any, Any]],
+    ) -> Any:
+        """Surround a forward, a backward, or both as one; see :meth:`OrderRecorder.step`."""
+        if self._recorder is not None:
+            return self._recorder.step(run, forward=forward, backward=backward, results=results)
+        with self._next(*_kind_of(forward, backward)):
+            return run()
 
     def _communicate(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         """Surround a transfer, of which all arguments but the communicator are given by name."""
@@ -372,7 +344,7 @@ class MegatronEngine(Engine):
         with self._session.operation(operation, self._inputs if kind else None):
             yield
         if self._position == len(self._expected):
-            self._session.begin_tail(self._first_stage)
+            self._session.begin_tail(int(self._pp_group.rank()))
 
     def _surround_optimizers(self) -> None:
         """Have iterations end with the step of Megatron's optimizers, those of classes that were defined since too."""
@@ -399,32 +371,96 @@ class MegatronEngine(Engine):
             _warn_on_rank_0(message)
         self._warned.add(message)
 
-    def _fingerprint(self) -> str:
-        """Return a text that changes with whatever the times of this rank's instructions depend on."""
-        recompute = [getattr(self._config, name, None) for name in _RECOMPUTATION]
-        content = [
-            [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in chunk.named_parameters()]
-            for chunk in self._model
-        ]
-        return hashlib.sha256(repr((content, recompute, self._inputs)).encode()).hexdigest()
-
 
 def _warn_on_rank_0(message: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning("perseus: %s.", message)
 
 
-class _Arguments:
-    """Finds the arguments of a function by name, however they are given."""
+def _kind_of(forward: Forward | None, backward: Backward | None) -> tuple[Kind, int | None]:
+    """Return what a step is, and the micro-batch of its forward."""
+    if forward is None:
+        return Kind.BACKWARD, None
+    return Kind.FORWARD if backward is None else Kind.FORWARD_BACKWARD, forward[1]
 
-    def __init__(self, function: Method) -> None:
-        self._places = {name: place for place, name in enumerate(inspect.signature(function).parameters)}
 
-    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[str], Any]:
-        """Return a function that returns an argument by its name; None if it is not given."""
+def _by_name(function: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Return a function that returns an argument of a call by its name, however it is given; None if it is not."""
+    return {**dict(zip(_parameters(function), args, strict=False)), **kwargs}.get
 
-        def given(name: str) -> Any:
-            place = self._places[name]
-            return args[place] if place < len(args) else kwargs.get(name)
 
-        return given
+@functools.cache
+def _parameters(function: Method) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+OLDEST_MEGATRON = "0.14.0"
+"""The first whose transfers are methods of ``P2PCommunicator`` and whose forwards know their virtual stage."""
+NEWEST_MEGATRON = "0.19.2"
+"""The newest that was tried."""
+
+SCHEDULES: Mapping[str, str] = {
+    "get_forward_backward_func": "gives the function that trains an iteration",
+    "forward_backward_no_pipelining": "trains an iteration of a single stage",
+    "forward_backward_pipelining_without_interleaving": "trains an iteration by 1F1B",
+    "forward_backward_pipelining_with_interleaving": "trains an iteration with virtual stages",
+    "forward_step": "runs a forward",
+    "backward_step": "runs a backward",
+    "get_schedule_table": "the order of an interleaved schedule",
+    "P2PCommunicator": "transfers between stages",
+}
+"""Names in ``megatron.core.pipeline_parallel.schedules``, and what each is used for."""
+
+PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "forward_step": ("input_tensor", "current_microbatch", "vp_stage"),
+    "backward_step": ("output_tensor", "output_tensor_grad"),
+    "combined_forward_backward_step": (
+        *("f_model", "b_model", "f_model_chunk_id", "current_microbatch", "input_tensor"),
+        *("b_output_tensor", "b_output_tensor_grad", "pre_backward"),
+    ),
+    "_communicate": ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "wait_on_reqs"),
+}
+"""Parameters that tell which instruction or transfer it is."""
+
+PARALLEL_STATE: Mapping[str, str] = {
+    "model_parallel_is_initialized": "whether there are groups",
+    "get_pipeline_model_parallel_group": "ranks of a pipeline",
+    "get_data_parallel_group": "ranks that train the same stages on other data",
+    "get_expert_model_parallel_group": "ranks that share the experts of a stage",
+}
+"""Names in ``megatron.core.parallel_state``, and what each is used for."""
+
+
+def check_megatron(core: Any, schedules: Any, parallel_state: Any) -> None:
+    """Check that Megatron-Core's modules have what Perseus relies upon.
+
+    Raises:
+        VersionError: The message names what is missing, what it is used for, and what to install.
+    """
+    version = str(core.__version__)
+    if Version(version).release < Version(OLDEST_MEGATRON).release:
+        raise VersionError(
+            f"Megatron-Core {version} is too old for perseus-ds, expected megatron-core>={OLDEST_MEGATRON}. "
+            f'Run: pip install "megatron-core>={OLDEST_MEGATRON}"'
+        )
+    missing = [f"schedules.{name} ({use})" for name, use in SCHEDULES.items() if not hasattr(schedules, name)]
+    missing += [
+        f"parallel_state.{name} ({use})" for name, use in PARALLEL_STATE.items() if not hasattr(parallel_state, name)
+    ]
+    owners = {
+        "_communicate": getattr(schedules, "P2PCommunicator", None),
+        "combined_forward_backward_step": getattr(core.pipeline_parallel, "combined_1f1b", None),
+    }
+    for name, parameters in PARAMETERS.items():
+        function = getattr(owners.get(name, schedules), name, None)
+        found = inspect.signature(function).parameters if function is not None else {}
+        missing += [
+            f"{name}(…, {parameter}) (which pass or transfer it is)"
+            for parameter in parameters
+            if parameter not in found
+        ]
+    if missing:
+        raise VersionError(
+            f"Megatron-Core {version} is not one that perseus-ds works with: there is no {', '.join(missing)}. "
+            f'Run: pip install --upgrade perseus-ds, or pip install "megatron-core<={NEWEST_MEGATRON}"'
+        )

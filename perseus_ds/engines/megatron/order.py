@@ -10,7 +10,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -19,6 +20,10 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Operation, Payload, Transfer, Wait
 
 V = TypeVar("V")
+Forward: TypeAlias = tuple[int, int, Any]
+"""The virtual stage of this rank, the micro-batch, and the inputs of a forward."""
+Backward: TypeAlias = tuple[Any, Any]
+"""Outputs of the forward to which a backward belongs, and their gradients."""
 
 
 @dataclass
@@ -53,16 +58,16 @@ class OrderRecorder:
         self,
         run: Callable[[], V],
         *,
-        forward: tuple[int, int, Any] | None = None,
-        backward: tuple[Any, Any] | None = None,
+        forward: Forward | None,
+        backward: Backward | None,
         results: Callable[[V], tuple[Any, Any]],
     ) -> V:
         """Run a forward, a backward, or both as one; such a step waits and sends by itself.
 
         Args:
             run: Runs it.
-            forward: The virtual stage of this rank, the micro-batch, and the inputs of a forward.
-            backward: Outputs of the forward to which a backward belongs, and their gradients.
+            forward: The forward, if there is one.
+            backward: The backward, if there is one.
             results: Returns the outputs and the gradients of inputs in what it has returned.
         """
         begins = None if forward is None else self._begin_forward(*forward)
@@ -122,7 +127,8 @@ class OrderRecorder:
             if name in done.transfers:
                 self._received.put(tensor, (done, name))
         if isinstance(requests, dict):
-            requests = {name: _Request(request, self._noting(done, name)) for name, request in requests.items()}
+            note = self._done.append
+            requests = {name: _Request(request, partial(note, (done, name))) for name, request in requests.items()}
         return from_prev, from_next, requests
 
     def operations(self) -> tuple[Operation, ...]:
@@ -150,9 +156,6 @@ class OrderRecorder:
         if (received := self._received.get(tensors)) is not None:
             communication, name = received
             communication.transfers[name] = transfer
-
-    def _noting(self, communication: _Communication, name: str) -> Callable[[], None]:
-        return lambda: self._done.append((communication, name))
 
 
 def _onward(payload: Payload, made: Instruction, by: int) -> Transfer:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Hashable, Mapping
+import importlib.metadata
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from perseus_ds.engines.engine import Engine, Session, attach_to, reported_once, take_no_part
-from perseus_ds.engines.groups import RankGroups
-from perseus_ds.engines.hooks import Hooks
-from perseus_ds.engines.torch_pipelining.contract import check_schedule
+from perseus_ds.engines.engine import (
+    Engine,
+    Hooks,
+    Ranks,
+    Session,
+    attach_to,
+    fingerprint,
+    ranks_of,
+    reported_once,
+    take_no_part,
+    topology_of,
+)
 from perseus_ds.engines.torch_pipelining.order import REDUCE_GRAD, computes_input_gradients, read_order, stages_of
-from perseus_ds.errors import ConfigError
+from perseus_ds.errors import ConfigError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Other
 from perseus_ds.runtime.config import PerseusConfig, settings_of
@@ -40,13 +51,18 @@ def attach(
         check_schedule(target)
         read_order(target)
         stage = stages_of(target)[0]
-        groups = RankGroups.of(stage.group if pipeline is None else pipeline, data_parallel)
-        if len(groups.pipeline) != stage.group_size:
+        rank, ours = dist.get_rank(), ranks_of(stage.group if pipeline is None else pipeline)
+        copies = None if data_parallel is None else ranks_of(data_parallel)
+        if rank not in ours or (copies is not None and rank not in copies):
             raise ConfigError(
-                f"perseus: the pipeline has ranks {groups.pipeline}, expected the {stage.group_size} ranks of the "
+                f"perseus: rank {rank} is not in its own pipeline {ours} or data_parallel group {copies}."
+            )
+        if len(ours) != stage.group_size:
+            raise ConfigError(
+                f"perseus: the pipeline has ranks {ours}, expected the {stage.group_size} ranks of the "
                 "process group of its stages."
             )
-        target.perseus = attach_to(TorchSchedule(target, groups), settings)
+        target.perseus = attach_to(TorchSchedule(target, ours, copies), settings)
     return schedule
 
 
@@ -65,10 +81,11 @@ class TorchSchedule(Engine):
     the next ``step()``, an ``eval()``, or the end of the session.
     """
 
-    def __init__(self, schedule: Any, groups: RankGroups) -> None:
-        """Take a schedule of a class derived from torch's, and the groups of this rank."""
+    def __init__(self, schedule: Any, pipeline: Ranks, data_parallel: Ranks | None) -> None:
+        """Take a schedule of a class derived from torch's, and the ranks of this rank's groups."""
         self._schedule = schedule
-        self._groups = groups
+        self._pipeline = pipeline
+        self._data_parallel = data_parallel
         self._hooks = Hooks()
         # The loss belongs to the last stage's forward, which ends with it.
         self._until_loss: AbstractContextManager[Any] | None = None
@@ -80,16 +97,15 @@ class TorchSchedule(Engine):
     def facts(self) -> RankFacts:
         stages = stages_of(self._schedule)
         return RankFacts(
-            place=self._groups.topology,
+            place=partial(topology_of, self._pipeline, self._data_parallel),
             device=torch.device(stages[0].device),
             local_rank=local_rank(),
-            fingerprint=_fingerprint(stages),
+            fingerprint=fingerprint([stage.submod for stage in stages], [stage.stage_index for stage in stages]),
         )
 
     def read(self) -> RankSchedule:
         order = read_order(self._schedule)
-        pipeline_rank = self._groups.pipeline.index(dist.get_rank())
-        return RankSchedule(order.name, order.micro_batches, order.ranks[pipeline_rank])
+        return RankSchedule(order.name, order.micro_batches, order.ranks[self._pipeline.index(dist.get_rank())])
 
     def surround(self, session: Session) -> None:
         self._session = session
@@ -110,16 +126,13 @@ class TorchSchedule(Engine):
             with self._session.paused():
                 return step(*args, **kwargs)
         self._until_loss = None
-        with self._session.iteration(self._order_in_use()):
+        schedule = self._schedule
+        order = schedule._n_microbatches, id(getattr(schedule, "pipeline_order_with_comms", None))
+        with self._session.iteration(order):
             result = step(*args, **kwargs)
             self._end_forward()
             self._session.begin_tail(stages_of(self._schedule)[0].stage_index)
         return result
-
-    def _order_in_use(self) -> Hashable:
-        """Return what changes when the schedule's order does."""
-        schedule = self._schedule
-        return schedule._n_microbatches, id(getattr(schedule, "pipeline_order_with_comms", None))
 
     def _forward(self, stage: Any, method: Method, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as scope:
@@ -166,14 +179,80 @@ class TorchSchedule(Engine):
             scope.__exit__(None, None, None)
 
 
-def _fingerprint(stages: list[Any]) -> str:
-    """Return a text that changes with whatever the times of this rank's instructions depend on."""
-    content = [
-        (
-            stage.stage_index,
-            [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in stage.submod.named_parameters()],
-            [type(layer).__name__ for layer in stage.submod.modules()],
+OLDEST_TORCH = "2.13"
+"""The first whose schedules were tried, and the newest at that time."""
+
+SCHEDULE: Mapping[str, str] = {
+    "step": "one training iteration, but for its tail",
+    "_step_microbatches": "executes the order; run on stages that compute nothing, to read it",
+    "_maybe_compute_loss": "ends the last stage's forward",
+    "_maybe_get_loss": "left out while the order is read",
+    "_has_backward": "tells training from eval()",
+    "_n_microbatches": "micro-batches of an iteration",
+    "_internal_losses": "must be empty while the order is read",
+    "_num_stages": "stages of the pipeline",
+}
+"""Attributes of every schedule, and what each is used for."""
+
+MULTI: Mapping[str, str] = {
+    "stage_index_to_group_rank": "which rank runs a stage",
+    "pp_group_size": "pipeline ranks",
+    "_initialize_stages": "left out while the order is read",
+}
+"""Attributes of a schedule with several stages on a rank, and what each is used for."""
+
+SINGLE: Mapping[str, str] = {"_initialize_stage": "left out while the order is read"}
+"""Attributes of a schedule with one stage on a rank, and what each is used for."""
+
+STAGE: Mapping[str, str] = {
+    "forward_one_chunk": "runs a forward",
+    "backward_one_chunk": "runs a backward, or that of the activations",
+    "backward_weight_one_chunk": "runs the backward of the weights",
+    "perform_reduce_grad": "reduces and scales the gradients of a stage",
+    "stage_index": "which stage it is",
+    "is_first": "its input needs no gradient",
+    "is_last": "its forward ends with the loss",
+    "submod": "its layers",
+    "device": "where its tensors live",
+    "dw_builder": "whether the first stage computes anything before its weights' gradients",
+    "group": "the ranks of the pipeline",
+    "group_size": "how many they are",
+}
+"""Attributes of a stage, and what each is used for."""
+
+
+def check_schedule(schedule: Any) -> None:
+    """Check that a schedule and its stages are torch's, and have what Perseus relies upon.
+
+    Raises:
+        ConfigError: They are something else.
+        VersionError: The message names what is missing, what it is used for, and what to install.
+    """
+    if not isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti):
+        raise ConfigError(
+            f"perseus: expected a schedule of torch.distributed.pipelining, got a {type(schedule).__name__}."
         )
-        for stage in stages
-    ]
-    return hashlib.sha256(repr(content).encode()).hexdigest()
+    found = importlib.metadata.version("torch")
+    if Version(found).release < Version(OLDEST_TORCH).release:
+        raise VersionError(
+            f"torch {found}: perseus-ds attaches to pipeline schedules of torch>={OLDEST_TORCH}. "
+            f'Run: pip install "torch>={OLDEST_TORCH}"'
+        )
+    multi = isinstance(schedule, PipelineScheduleMulti)
+    _check(type(schedule).__name__, schedule, {**SCHEDULE, **(MULTI if multi else SINGLE)})
+    for stage in stages_of(schedule):
+        if not isinstance(stage, _PipelineStageBase):
+            raise ConfigError(
+                f"perseus: {type(schedule).__name__} has a {type(stage).__name__} as a stage, expected a PipelineStage "
+                "of torch.distributed.pipelining."
+            )
+        _check(type(stage).__name__, stage, STAGE)
+
+
+def _check(owner_name: str, owner: Any, needed: Mapping[str, str]) -> None:
+    missing = [f"{name} ({use})" for name, use in needed.items() if not hasattr(owner, name)]
+    if missing:
+        raise VersionError(
+            f"torch {importlib.metadata.version('torch')} is not one whose pipeline schedules perseus-ds works with: "
+            f"{owner_name} has no {', '.join(missing)}. Run: pip install --upgrade torch perseus-ds"
+        )

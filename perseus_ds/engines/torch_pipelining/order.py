@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from types import FunctionType
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from perseus_ds.errors import ScheduleError
@@ -25,9 +27,6 @@ REDUCE_GRAD = "perform_reduce_grad"
 def read_order(schedule: Any) -> Schedule:
     """Return what a schedule executes in one iteration of training, on every rank.
 
-    Args:
-        schedule: A ``PipelineScheduleSingle`` or ``PipelineScheduleMulti`` of torch, with a loss function.
-
     Raises:
         ScheduleError: Its order cannot be known; the message says why.
     """
@@ -38,7 +37,10 @@ def read_order(schedule: Any) -> Schedule:
         replaced = [kind.name for kind in getattr(schedule, "_comp_type_to_function_map", {}) if kind.name in _PASSES]
         if replaced:
             raise ScheduleError(f"register_custom_function has replaced how it runs {', '.join(replaced)}")
-        rank_of_stage = _rank_of_stage(schedule)
+        if hasattr(schedule, "_stages"):
+            rank_of_stage = dict(schedule.stage_index_to_group_rank)
+        else:
+            rank_of_stage = {stage: stage for stage in range(schedule._num_stages)}
         streams = [_stream_of(schedule, rank, rank_of_stage) for rank in range(1 + max(rank_of_stage.values()))]
         return Schedule(name=name, micro_batches=int(schedule._n_microbatches), ranks=tuple(streams))
     except Exception as error:
@@ -72,9 +74,9 @@ def read_class(schedule_class: Callable[..., Any], *, ranks: int, stages_per_ran
         raise ScheduleError(f"{asked_for}: it has one stage on each rank.")
     # The schedule itself decides which stage is on which rank; it asks these only how many there are.
     looped = {stage: stage % ranks for stage in range(ranks * stages_per_rank)}
-    stages = [_Stage(stage, looped, _Recorder()) for stage in looped if looped[stage] == 0]
+    stages = [_Stage(stage, looped, []) for stage in looped if looped[stage] == 0]
     try:
-        schedule = schedule_class(stages[0] if single else stages, micro_batches, loss_fn=_no_loss)
+        schedule = schedule_class(stages[0] if single else stages, micro_batches, loss_fn=_nothing)
     except (ValueError, TypeError, AssertionError) as error:
         raise ScheduleError(f"{asked_for}: {error}") from error
     return read_order(schedule)
@@ -93,28 +95,16 @@ def computes_input_gradients(stage: Any) -> bool:
     return not stage.is_first or stage.dw_builder is not None
 
 
-def _no_loss(*_: Any) -> None:
-    raise AssertionError("nothing is computed while an order is read")
-
-
-def _rank_of_stage(schedule: Any) -> dict[int, int]:
-    """Return the pipeline rank of every stage."""
-    if hasattr(schedule, "_stages"):
-        return dict(schedule.stage_index_to_group_rank)
-    return {stage: stage for stage in range(schedule._num_stages)}
-
-
 def _stream_of(schedule: Any, rank: int, rank_of_stage: dict[int, int]) -> tuple[Operation, ...]:
     """Run the schedule's code as a rank would, and return what it does."""
-    recorder = _Recorder()
+    operations: list[Operation] = []
     indices = sorted(stage for stage, its_rank in rank_of_stage.items() if its_rank == rank)
     own = {stage.stage_index: stage for stage in stages_of(schedule)}
-    stages = [_Stage(index, rank_of_stage, recorder, own.get(index)) for index in indices]
+    stages = [_Stage(index, rank_of_stage, operations, own.get(index)) for index in indices]
     micro_batches = schedule._n_microbatches
-    execute = _rebound(type(schedule)._step_microbatches, _batch_p2p=recorder.launch)
+    execute = _rebound(type(schedule)._step_microbatches, _batch_p2p=partial(_launch, operations))
     execute(_for_reading(schedule, rank, stages), [()] * micro_batches, [{}] * micro_batches)
-    tail = Compute(Instruction(indices[0], Kind.TAIL, 0))
-    return (*_simplified(recorder.operations), tail)
+    return (*_simplified(operations), Compute(Instruction(indices[0], Kind.TAIL, 0)))
 
 
 def _for_reading(schedule: Any, rank: int, stages: list[_Stage]) -> Any:
@@ -152,40 +142,23 @@ def _with_globals(function: Any, variables: dict[str, Any]) -> FunctionType:
     return new
 
 
-class _Recorder:
-    """The operations of one rank, in the order in which they are executed."""
-
-    def __init__(self) -> None:
-        self.operations: list[Operation] = []
-
-    def launch(self, batch: Sequence[_P2POp], desc: str | None = None) -> list[_Work]:
-        """Stand in for torch's ``_batch_p2p``."""
-        if not batch:
-            return []
-        sends = tuple(op.transfer for op in batch if op.sends)
-        receives = tuple(op.transfer for op in batch if not op.sends)
-        self.operations.append(Launch(sends, receives))
-        return [_Work(sends + receives, self)]
+def _launch(operations: list[Operation], batch: Sequence[_P2POp], desc: str | None = None) -> list[SimpleNamespace]:
+    """Stand in for torch's ``_batch_p2p``, on a rank that has done these operations."""
+    if not batch:
+        return []
+    sends = tuple(op.transfer for op in batch if op.sends)
+    receives = tuple(op.transfer for op in batch if not op.sends)
+    operations.append(Launch(sends, receives))
+    return [SimpleNamespace(wait=lambda: operations.append(Wait(sends + receives)))]
 
 
-class _Work:
-    """A batch of transfers that was launched."""
-
-    def __init__(self, transfers: tuple[Transfer, ...], recorder: _Recorder) -> None:
-        self._transfers = transfers
-        self._recorder = recorder
-
-    def wait(self) -> None:
-        self._recorder.operations.append(Wait(self._transfers))
-
-
+@dataclass(frozen=True)
 class _P2POp:
     """A send or receive that a stage asks for."""
 
-    def __init__(self, transfer: Transfer, sends: bool, rank_of_stage: dict[int, int]) -> None:
-        self.transfer = transfer
-        self.sends = sends
-        self.peer = rank_of_stage[transfer.target if sends else transfer.source]
+    transfer: Transfer
+    sends: bool
+    peer: int
 
 
 class _Stage:
@@ -195,7 +168,7 @@ class _Stage:
     has_backward = True
 
     def __init__(
-        self, stage_index: int, rank_of_stage: dict[int, int], recorder: _Recorder, original: Any = None
+        self, stage_index: int, rank_of_stage: dict[int, int], operations: list[Operation], original: Any = None
     ) -> None:
         # Only its own rank knows a stage.
         self.dw_builder = getattr(original, "dw_builder", None)
@@ -206,7 +179,7 @@ class _Stage:
         self.is_first = stage_index == 0
         self.is_last = stage_index == self.num_stages - 1
         self.stage_index_to_group_rank = rank_of_stage
-        self._operations = recorder.operations
+        self._operations = operations
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> None:
         self._compute(Kind.FORWARD, fwd_chunk_id)
@@ -242,8 +215,8 @@ class _Stage:
 
     def _transfer(self, transfer: Transfer, sends: bool) -> list[_P2POp]:
         """Return the send or receive; nothing before the first stage and after the last one."""
-        inside = min(transfer.source, transfer.target) >= 0 and max(transfer.source, transfer.target) < self.num_stages
-        return [_P2POp(transfer, sends, self.stage_index_to_group_rank)] if inside else []
+        peer = self.stage_index_to_group_rank.get(transfer.target if sends else transfer.source)
+        return [] if peer is None else [_P2POp(transfer, sends, peer)]
 
 
 def _simplified(operations: Sequence[Operation]) -> list[Operation]:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import deepspeed
 import pytest
-from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from one_rank_engine import config, module, one_rank
 
 import perseus_ds
@@ -57,11 +55,7 @@ def test_a_deepspeed_without_what_is_relied_upon_is_told_by_what_it_lacks():
         r"destroy \(the clock is restored\)\. Run: pip install --upgrade perseus-ds"
     )
     with pytest.raises(VersionError, match=message):
-        check_deepspeed(PipelineEngine, schedule)
-
-
-def test_the_installed_deepspeed_has_what_is_relied_upon():
-    check_deepspeed(PipelineEngine, schedule)
+        check_deepspeed(PipelineEngine)
 
 
 def test_an_engine_of_the_installed_deepspeed_has_what_is_relied_upon(tmp_path):

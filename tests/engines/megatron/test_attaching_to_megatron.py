@@ -17,7 +17,7 @@ from virtual.job import predicted_over_used
 import perseus_ds
 from examples.megatron.cpu import CpuTorch
 from perseus_ds.engines.engine import sessions
-from perseus_ds.engines.megatron.contract import NEWEST_MEGATRON, OLDEST_MEGATRON, check_megatron
+from perseus_ds.engines.megatron.engine import NEWEST_MEGATRON, OLDEST_MEGATRON, check_megatron
 from perseus_ds.errors import ConfigError, GpuPermissionError, ScheduleError, VersionError
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -53,24 +53,9 @@ def _megatron(monkeypatch):
     dist.destroy_process_group()
 
 
-class Group:
+def group(rank, ranks):
     """A process group of which this process is one rank after the other."""
-
-    def __init__(self, rank, ranks):
-        self._rank, self._ranks = rank, ranks
-
-    def rank(self):
-        return self._rank
-
-    def size(self):
-        return self._ranks
-
-
-class Request:
-    """A transfer that is over."""
-
-    def wait(self):
-        pass
+    return SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
 
 
 class Communicator(schedules.P2PCommunicator):
@@ -90,7 +75,8 @@ def communicate(self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_nex
         "recv_next": recv_next,
     }
     received = [torch.zeros(tensor_shape, requires_grad=True) if wanted else None for wanted in (recv_prev, recv_next)]
-    return (*received, None if wait_on_reqs else {name: Request() for name, wanted in asked.items() if wanted})
+    over = SimpleNamespace(wait=lambda: None)
+    return (*received, None if wait_on_reqs else {name: over for name, wanted in asked.items() if wanted})
 
 
 @pytest.fixture
@@ -130,7 +116,7 @@ def train(rank, ranks, micro_batches, chunks=1, overlap=True, *, communicator=Co
     config.hidden_size, config.fine_grained_activation_offloading = WIDTH, False
     for name, value in more.items():
         setattr(config, name, value)
-    group, one = Group(rank, ranks), Group(0, 1)
+    own, one = group(rank, ranks), group(0, 1)
     parts = [Part(config) for _ in range(chunks)]
     schedule = NAMES[2] if chunks > 1 else NAMES[1]
     return getattr(schedules, schedule)(
@@ -140,8 +126,8 @@ def train(rank, ranks, micro_batches, chunks=1, overlap=True, *, communicator=Co
         num_microbatches=micro_batches,
         seq_length=LENGTH,
         micro_batch_size=ROWS,
-        p2p_communicator=communicator(group, config),
-        pg_collection=SimpleNamespace(tp=one, cp=one, embd=None, pos_embd=None, pp=group, dp_cp=one),
+        p2p_communicator=communicator(own, config),
+        pg_collection=SimpleNamespace(tp=one, cp=one, embd=None, pos_embd=None, pp=own, dp_cp=one),
     )
 
 
@@ -226,12 +212,6 @@ def test_a_function_that_trains_is_attached_to_by_itself(block):
     assert perseus_ds.detach(ours) is plain
 
 
-def test_a_disabled_block_changes_nothing(block):
-    before = attributes()
-    perseus_ds.attach(megatron.core, {**block, "enabled": False})
-    assert attributes() == before
-
-
 def test_a_rank_that_has_said_that_it_trains_without_perseus_is_an_error_of_the_others(block, monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     perseus_ds.attach(megatron.core, {**block, "enabled": False})
@@ -248,10 +228,11 @@ def test_ranks_that_never_attach_are_named_at_the_time_out(block, monkeypatch):
         perseus_ds.attach(megatron.core, block)
 
 
-def test_the_variable_perseus_replaces_keys_of_the_block(block, monkeypatch):
-    monkeypatch.setenv("PERSEUS", '{"max_drift": 0.5}')
+def test_the_variable_perseus_replaces_keys_of_the_block_and_a_disabled_one_changes_nothing(block, monkeypatch):
+    before = attributes()
+    monkeypatch.setenv("PERSEUS", '{"enabled": false}')
     perseus_ds.attach(megatron.core, block)
-    assert megatron.core.perseus.config.max_drift == 0.5
+    assert attributes() == before
 
 
 class FullCudaGraphWrapper:

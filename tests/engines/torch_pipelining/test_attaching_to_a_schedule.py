@@ -1,13 +1,13 @@
 """Perseus attaches to a schedule of torch, and leaves it as it was; what cannot be planned is an error or trains on."""
 
-import json
-import logging
+from pathlib import Path
 
 import pytest
+import run_log
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import OVERLAP_F_B, PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import OVERLAP_F_B, get_schedule_class
 
 import perseus_ds
 from perseus_ds.clocks.controller import ClockController
@@ -45,9 +45,7 @@ def make():
             PipelineStage(nn.Linear(WIDTH, WIDTH), number, stages, torch.device("cpu"), **arguments)
             for number in range(stages)
         ]
-        schedule = get_schedule_class(name)(
-            parts if stages > 1 else parts[0], micro_batches, **({"loss_fn": loss_fn} if loss_fn else {})
-        )
+        schedule = get_schedule_class(name)(parts if stages > 1 else parts[0], micro_batches, loss_fn=loss_fn)
         schedules.append(schedule)
         return schedule
 
@@ -63,8 +61,7 @@ def train(schedule, steps=1, micro_batches=2):
 
 
 def iterations(block):
-    with open(f"{block['output_dir']}/run.jsonl", encoding="utf-8") as lines:
-        return [r for r in map(json.loads, lines) if "iteration" in r]
+    return run_log.iterations(run_log.records(Path(block["output_dir"])))
 
 
 def attributes(schedule):
@@ -177,39 +174,12 @@ def test_other_micro_batches_are_read_again_or_leave_the_plan(make, block):
     assert len(iterations(block)) == 4
 
 
-def test_of_two_schedules_in_a_process_the_first_that_trains_is_measured(make, block, caplog):
-    first, second = make(), make("1F1B")
-    perseus_ds.attach(first, block)
-    perseus_ds.attach(second, {**block, "output_dir": block["output_dir"] + "2"})
-    train(first, steps=2)
-    with caplog.at_level(logging.WARNING, "perseus_ds"):
-        train(second, steps=2)
-    assert "this process trains two engines" in caplog.text
-    assert second.perseus.runtime is None
-    perseus_ds.detach(first)
-    assert len(iterations(block)) == 2
-
-
-def test_a_disabled_block_changes_nothing(make, block):
-    schedule = make()
-    before = attributes(schedule)
-    assert perseus_ds.attach(schedule, {**block, "enabled": False}) is schedule
-    assert attributes(schedule) == before
-
-
-def test_the_variable_perseus_replaces_keys_of_the_block(make, block, monkeypatch):
+def test_the_variable_perseus_replaces_keys_of_the_block_and_a_disabled_one_changes_nothing(make, block, monkeypatch):
     monkeypatch.setenv("PERSEUS", '{"enabled": false}')
     schedule = make()
-    perseus_ds.attach(schedule, block)
-    assert not hasattr(schedule, "perseus")
-
-
-class StepsAsItLikes(PipelineScheduleSingle):
-    """A schedule of the user's whose order is nowhere written."""
-
-    def _step_microbatches(self, arg_mbs=None, *_, **__):
-        for micro_batch, arguments in enumerate(arg_mbs):
-            self._stage.submod(micro_batch, *arguments)
+    before = attributes(schedule)
+    assert perseus_ds.attach(schedule, block) is schedule
+    assert attributes(schedule) == before
 
 
 class NoStage(nn.Linear):
@@ -231,7 +201,6 @@ def without_reducing_gradients(schedule):
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [
-        (lambda make: StepsAsItLikes(make()._stage, 2, loss_fn=abs), ScheduleError, "order of .*StepsAsItLikes is not"),
         (lambda make: get_schedule_class("GPipe")(NoStage(1, 1), 2, loss_fn=abs), ConfigError, "has a NoStage as a st"),
         (lambda make: make(loss_fn=None), ScheduleError, "it has no loss_fn, so it trains nothing"),
         (

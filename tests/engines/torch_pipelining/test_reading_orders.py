@@ -1,9 +1,10 @@
 """The order that a schedule of torch executes, read for every rank without processes."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
-from schedule_runs import STAGES_PER_RANK
+from schedule_job import STAGES_PER_RANK
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
@@ -71,7 +72,8 @@ def written(stream):
 
 
 def written_by_torch(name, rank, ranks, micro_batches):
-    stages = [StageOfRank(rank + ranks * number, 2 * ranks, ranks, rank) for number in range(2)]
+    of_rank = {"submod": None, "num_stages": 2 * ranks, "group_size": ranks, "group_rank": rank}
+    stages = [SimpleNamespace(stage_index=rank + ranks * number, **of_rank) for number in range(2)]
     schedule = get_schedule_class(name)(stages, micro_batches, loss_fn=abs)
     for action in schedule.pipeline_order_with_comms[rank]:
         for part in action.sub_actions or (action,):
@@ -80,27 +82,12 @@ def written_by_torch(name, rank, ranks, micro_batches):
                 yield str(part)
 
 
-class StageOfRank:
-    """What constructors of schedules ask of a stage."""
-
-    submod = None
-
-    def __init__(self, stage_index, num_stages, group_size, group_rank):
-        self.stage_index, self.num_stages = stage_index, num_stages
-        self.group_size, self.group_rank = group_size, group_rank
-
-
 def test_1f1b_waits_for_what_it_sends_before_the_next_pass_and_gpipe_only_when_all_forwards_are_done():
     first = order_of("1F1B", 2, 3).ranks[0]
     assert [type(operation) for operation in first[:5]] == [Compute, Launch, Compute, Wait, Exchange]
     first = order_of("GPipe", 2, 3).ranks[0]
     assert [type(operation) for operation in first[:7]] == [Compute, Launch] * 3 + [Wait]
     assert len(first[6].transfers) == 3
-
-
-def test_stages_of_one_rank_that_follow_each_other_exchange_nothing():
-    transfers = {t for op in order_of("ZBVZeroBubble", 2, 4).ranks[1] for t in getattr(op, "transfers", ())}
-    assert {(t.source, t.target) for t in transfers} == {(0, 1), (1, 0), (2, 3), (3, 2)}
 
 
 @pytest.mark.parametrize("name", STAGES_PER_RANK)
