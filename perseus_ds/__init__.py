@@ -83,21 +83,17 @@ def attach(target: T, config: Mapping[str, Any] | None = None, *, pipeline: Any 
         ScheduleError: The order of a schedule is not known.
         VersionError: The installed DeepSpeed, torch or Megatron-Core is not one that Perseus works with.
     """
-    if _is_schedule_of_torch(target):
-        from perseus_ds.engines.torch_pipelining.engine import attach as attach_to_schedule
-
-        return attach_to_schedule(target, config, pipeline=pipeline, data_parallel=data_parallel)
-    if _is_of_megatron(target) and pipeline is None and data_parallel is None:
-        from perseus_ds.engines.megatron.engine import attach as attach_to_megatron
-
-        return attach_to_megatron(target, config)
+    engine = _engine_of(target)
+    if engine == "torch_pipelining":
+        attached: T = _function_of(engine, "attach")(target, config, pipeline=pipeline, data_parallel=data_parallel)
+        return attached
     if pipeline is not None or data_parallel is not None:
         from perseus_ds.errors import ConfigError
 
         raise ConfigError(
             f"perseus: {type(target).__name__} knows its own ranks. Leave out pipeline and data_parallel."
         )
-    return _of_deepspeed("attach")(target, config)  # type: ignore[no-any-return]
+    return _function_of(engine, "attach")(target, config)  # type: ignore[no-any-return]
 
 
 def detach(target: T) -> T:
@@ -105,33 +101,23 @@ def detach(target: T) -> T:
 
     The last iteration of a schedule or of Megatron-Core ends here, so every rank must do so at once.
     """
-    if _is_schedule_of_torch(target):
-        from perseus_ds.engines.torch_pipelining.engine import detach as detach_from_schedule
-
-        return detach_from_schedule(target)
-    if _is_of_megatron(target):
-        from perseus_ds.engines.megatron.engine import detach as detach_from_megatron
-
-        return detach_from_megatron(target)
-    return _of_deepspeed("detach")(target)  # type: ignore[no-any-return]
+    return _function_of(_engine_of(target), "detach")(target)  # type: ignore[no-any-return]
 
 
-def _is_schedule_of_torch(target: object) -> bool:
-    """Whether an object is a schedule of torch, which need not have been imported."""
-    return any(base.__module__.startswith("torch.distributed.pipelining.") for base in type(target).__mro__)
-
-
-def _is_of_megatron(target: object) -> bool:
-    """Whether an object is Megatron-Core, or a function or object of it."""
+def _engine_of(target: object) -> str:
+    """Return the folder in ``engines`` that is for an object; nothing is imported."""
+    if any(base.__module__.startswith("torch.distributed.pipelining.") for base in type(target).__mro__):
+        return "torch_pipelining"
     owners = (getattr(target, "__name__", ""), getattr(target, "__module__", ""), type(target).__module__)
-    return any(f"{owner}.".startswith("megatron.core.") for owner in owners)
+    return "megatron" if any(f"{owner}.".startswith("megatron.core.") for owner in owners) else "deepspeed"
 
 
-def _of_deepspeed(name: str) -> Any:
-    from perseus_ds.engines.deepspeed.contract import require_deepspeed
+def _function_of(engine: str, name: str) -> Any:
+    if engine == "deepspeed":
+        from perseus_ds.engines.deepspeed.contract import require_deepspeed
 
-    require_deepspeed()
-    return getattr(importlib.import_module("perseus_ds.engines.deepspeed.engine"), name)
+        require_deepspeed()
+    return getattr(importlib.import_module(f"perseus_ds.engines.{engine}.engine"), name)
 
 
 def __getattr__(name: str) -> Any:
@@ -139,5 +125,5 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_MODULES[name]), name)
     if name == "initialize":
         # Now, not when it is called: by then deepspeed.initialize may have been replaced by this function.
-        return _of_deepspeed(name)
+        return _function_of("deepspeed", name)
     raise AttributeError(f"module 'perseus_ds' has no attribute {name!r}")

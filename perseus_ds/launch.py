@@ -8,6 +8,7 @@ script runs as without the launcher.
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import io
@@ -36,16 +37,10 @@ def main() -> None:
 
 
 def parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str], bool]:
-    """Split the launcher's arguments.
-
-    Args:
-        arguments: ``[--local_rank=N] [-m] SCRIPT [ARGUMENT ...]``; DeepSpeed's launcher puts the first.
+    """Split the launcher's arguments ``[--local_rank=N] [-m] SCRIPT [ARGUMENT ...]``; DeepSpeed's puts the first.
 
     Returns:
         What belongs before the script's arguments, the script or module, its arguments, whether it is a module.
-
-    Raises:
-        SystemExit: No script is named.
     """
     rest = list(arguments)
     before = []
@@ -61,28 +56,28 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str], bool]:
 
 def attach_when_engines_are_imported() -> None:
     """Have Perseus attach to what trains as it is made or first used; nothing of it is imported here."""
-    finder = _EngineFinder({_DEEPSPEED: _attach_to_engines, _MEGATRON: _attach_to_megatron})
-    sys.meta_path.insert(0, finder)
-    finder.attach_to_imported()
+    attach = {_DEEPSPEED: _attach_to_engines, _MEGATRON: _attach_to_megatron}
+    for name in attach.keys() & sys.modules.keys():
+        attach.pop(name)(sys.modules[name])
+    sys.meta_path.insert(0, _EngineFinder(attach))
 
 
 def _attach_to_engines(engine_module: Any) -> None:
-    """Extend the constructor of DeepSpeed's engines; Perseus is imported when the first engine is made."""
+    """Have the constructor of DeepSpeed's engines attach to them; Perseus is imported when the first one is made."""
     pipeline_engine = engine_module.PipelineEngine
     construct = pipeline_engine.__init__
 
-    def first_construct(engine: Any, *args: Any, **kwargs: Any) -> None:
-        pipeline_engine.__init__ = construct
+    @functools.wraps(construct)
+    def construct_and_attach(engine: Any, *args: Any, **kwargs: Any) -> None:
         from perseus_ds.engines.deepspeed.contract import require_deepspeed
 
         require_deepspeed()
-        from perseus_ds.engines.deepspeed.engine import attach_to_engines_as_they_are_made
+        from perseus_ds.engines.deepspeed.engine import attach_if_asked
 
-        attach_to_engines_as_they_are_made(pipeline_engine)
-        pipeline_engine.__init__(engine, *args, **kwargs)
+        construct(engine, *args, **kwargs)
+        attach_if_asked(engine)
 
-    first_construct.__wrapped__ = construct  # type: ignore[attr-defined]  # for inspect.signature
-    pipeline_engine.__init__ = first_construct
+    pipeline_engine.__init__ = construct_and_attach
 
 
 def _attach_to_megatron(schedules: Any) -> None:
@@ -92,6 +87,7 @@ def _attach_to_megatron(schedules: Any) -> None:
     """
     get_function = schedules.get_forward_backward_func
 
+    @functools.wraps(get_function)
     def attach_and_get_function(*args: Any, **kwargs: Any) -> Any:
         if schedules.get_forward_backward_func is attach_and_get_function:
             schedules.get_forward_backward_func = get_function
@@ -102,24 +98,14 @@ def _attach_to_megatron(schedules: Any) -> None:
                 attach(core)
         return get_function(*args, **kwargs)
 
-    attach_and_get_function.__wrapped__ = get_function  # type: ignore[attr-defined]
     schedules.get_forward_backward_func = attach_and_get_function
 
 
 class _EngineFinder(MetaPathFinder):
-    """Notices the import of modules, and leaves the import itself to the others.
-
-    Args:
-        attach: By the name of a module, what to call with it once it is imported.
-    """
+    """Notices the import of modules, by name what to call with each; the import itself is left to the others."""
 
     def __init__(self, attach: dict[str, Callable[[Any], None]]) -> None:
         self._attach = attach
-
-    def attach_to_imported(self) -> None:
-        """Attach to the modules that were imported before."""
-        for name in self._attach.keys() & sys.modules.keys():
-            self._attach.pop(name)(sys.modules[name])
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self._attach:

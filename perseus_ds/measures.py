@@ -12,25 +12,22 @@ from here, computed from the job's records:
   verdict, it is the longest series at default clocks of the same job or of another run of it: in observe mode or to
   compare plans with, else while plans were computed, else in the warm-up. A series of fewer than five iterations is
   taken only where the profile predicts nothing for default clocks.
+- *Power over a second* is that of the fewest whole iterations in a row that take a second at least, so of one iteration
+  where that takes longer: nothing is known of the power within one. An energy counter that is refreshed every 100 ms
+  tells the power of a GPU over one second to 4 %.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
-from perseus_ds.artifacts.run_records import (
-    IterationRecord,
-    PlanJudged,
-    ProfileWritten,
-    Record,
-    Started,
-    trains,
-)
+from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, ProfileWritten, Record, Started, trains
 
 AT_DEFAULT_CLOCKS: Mapping[str, str] = {
     "observe": "in observe mode",
@@ -46,6 +43,7 @@ _LEAST_MEASURED = 5
 _MOST_KEPT = 2000
 """Of one series; a longer one is known by its last iterations."""
 _PARTS = 8
+_SECOND_S = 1.0
 # The begin and the end of a window are each known to a uniformly distributed part of a refresh of the counter.
 _REFRESH_ERROR = math.sqrt(2 / 12)
 
@@ -124,6 +122,71 @@ def _power_error(known: Sequence[tuple[float, float]], power_w: float, counter_p
 
 
 @dataclass(frozen=True)
+class PowerFigures:
+    """Power of all GPUs over a second; see the top of this module.
+
+    Attributes:
+        mean_w: Of all seconds [W].
+        highest_w: Of the second with the highest power [W].
+        lowest_w: Of the one with the lowest [W].
+        change_w: The largest difference between one second and the next [W].
+        window_s: What such a second really took, on average [s].
+    """
+
+    mean_w: float
+    highest_w: float
+    lowest_w: float
+    change_w: float
+    window_s: float
+
+
+class PowerBySecond:
+    """Power over each second of a job, the last ones of many.
+
+    Args:
+        most: How many seconds are kept; None for all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        # Time, energy, and whether it follows right upon the one before.
+        self._seconds: deque[tuple[float, float, bool]] = deque(maxlen=most)
+        self._time_s = self._energy_j = 0.0
+        self._ended: float | None = None
+        self._follows = False
+
+    def add(self, time_s: float, energy_j: float | None, ended: float | None) -> None:
+        """Add an iteration: its time [s], its energy [J] if it could be read, and when it ended [Unix seconds]."""
+        is_apart = ended is not None and self._ended is not None and ended - time_s - self._ended > _SECOND_S
+        self._ended = ended
+        if energy_j is None or is_apart:
+            self._time_s, self._energy_j, self._follows = 0.0, 0.0, False
+        if energy_j is None:
+            return
+        self._time_s, self._energy_j = self._time_s + time_s, self._energy_j + energy_j
+        if self._time_s >= _SECOND_S:
+            self._seconds.append((self._time_s, self._energy_j, self._follows))
+            self._time_s, self._energy_j, self._follows = 0.0, 0.0, True
+
+    @property
+    def figures(self) -> PowerFigures | None:
+        """The figures of the seconds that are kept; None where there are fewer than two."""
+        if len(self._seconds) < 2:
+            return None
+        powers_w = [energy_j / time_s for time_s, energy_j, _ in self._seconds]
+        follows = [follows for _, _, follows in self._seconds][1:]
+        changes_w = [abs(b - a) for (a, b), joined in zip(itertools.pairwise(powers_w), follows, strict=True) if joined]
+        time_s = sum(time_s for time_s, _, _ in self._seconds)
+        energy_j = sum(energy_j for _, energy_j, _ in self._seconds)
+        return PowerFigures(
+            mean_w=energy_j / time_s,
+            highest_w=max(powers_w),
+            lowest_w=min(powers_w),
+            change_w=max(changes_w, default=0.0),
+            window_s=time_s / len(self._seconds),
+        )
+
+
+@dataclass(frozen=True)
 class Baseline:
     """Iterations at default clocks that others are compared with.
 
@@ -194,15 +257,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Saving:
-    """So many iterations, each a typical one, against as many of the baseline.
-
-    Attributes:
-        iterations: How many.
-        time_s: Of all [s].
-        energy_j: Of all, of the whole job [J].
-        default_s: As many of the baseline [s].
-        default_j: As many of the baseline [J].
-    """
+    """So many iterations of the whole job, each a typical one, against as many of the baseline."""
 
     iterations: int
     time_s: float
@@ -213,33 +268,21 @@ class Saving:
     @classmethod
     def of(cls, measured: Iterable[Measured]) -> Saving | None:
         """Return that of all plans; None where no energy is known."""
-        found = [cls._of(one) for one in measured]
-        known = [saving for saving in found if saving is not None]
+        found = [(one.ran, one.typical, one.baseline.typical) for one in measured]
+        known = [
+            cls(1, ours.time_s, ours.energy_j, theirs.time_s, theirs.energy_j).times(ran)
+            for ran, ours, theirs in found
+            if ours.energy_j is not None and theirs.energy_j
+        ]
         return sum(known[1:], known[0]) if known else None
 
-    @classmethod
-    def _of(cls, one: Measured) -> Saving | None:
-        ours, theirs = one.typical, one.baseline.typical
-        if ours.energy_j is None or not theirs.energy_j:
-            return None
-        return cls(one.ran, one.ran * ours.time_s, one.ran * ours.energy_j, one.ran * theirs.time_s,
-                   one.ran * theirs.energy_j)  # fmt: skip
-
     def __add__(self, other: Saving) -> Saving:
-        return Saving(
-            self.iterations + other.iterations,
-            self.time_s + other.time_s,
-            self.energy_j + other.energy_j,
-            self.default_s + other.default_s,
-            self.default_j + other.default_j,
-        )
+        return Saving(*map(operator.add, astuple(self), astuple(other)))
 
     def times(self, iterations: int) -> Saving:
         """Return that of as many iterations of the same kind."""
-        scale = iterations / self.iterations
-        return Saving(
-            iterations, scale * self.time_s, scale * self.energy_j, scale * self.default_s, scale * self.default_j
-        )
+        _, *figures = astuple(self)
+        return Saving(iterations, *(iterations / self.iterations * figure for figure in figures))
 
     @property
     def saved_j(self) -> float:
@@ -270,9 +313,6 @@ class _Series:
         self._times_s: deque[float] = deque(maxlen=_MOST_KEPT)
         self._energies_j: deque[float | None] = deque(maxlen=_MOST_KEPT)
         self._typical: Typical | None = None
-
-    def __len__(self) -> int:
-        return len(self._times_s)
 
     def add(self, time_s: float, energy_j: float | None) -> None:
         """Add an iteration that counts."""
@@ -313,6 +353,8 @@ class JobMeasures:
         self._saved_before: Saving | None = None
         self._kind: tuple[str, int | None, bool] | None = None
         self.frontier: tuple[str | None, int] = None, 0
+        # Whether the last iteration was run by what limits of GPUs allow.
+        self._is_limited = False
         self._frontier_of_plans: tuple[str | None, int] | None = None
 
     def add(self, record: Record) -> bool:
@@ -324,25 +366,20 @@ class JobMeasures:
             self.frontier = record.frontier, self.frontier[1]
         elif isinstance(record, ProfileWritten):
             self.frontier = self.frontier[0], self.frontier[1] + 1
-        elif isinstance(record, PlanJudged):
+        elif isinstance(record, PlanJudged) and not self._is_limited:
             self._add_verdict(record.plan)
         return False
 
-    def _forget_plans(self) -> None:
-        """A plan's number is only valid for its own frontier."""
-        self._planned_before, self._saved_before = self.planned, self.saving()
-        self._plans.clear()
-        self._verdicts.clear()
-        self._predicted = self._shapes = None
-
     def _add_iteration(self, record: IterationRecord) -> bool:
-        # Each shape of inputs has plans of its own, which alternate, and default clocks of its own to compare with.
-        has_shape = bool(record.shape)
-        kind = record.phase, None if has_shape else record.plan, has_shape
+        # Each shape of inputs has plans of its own, which alternate, and default clocks of its own to compare with; and
+        # so have limits of GPUs.
+        is_relative = bool(record.shape) or record.limited
+        self._is_limited = record.limited
+        kind = record.phase, None if is_relative else record.plan, is_relative
         counts = kind == self._kind and not record.failed_ranks
         self._kind = kind
         if record.phase in self._default:
-            if counts:
+            if counts and not record.limited:
                 self._default[record.phase].add(record.time_s, record.energy_j)
                 if record.phase == "default":
                     self._compared.add(record.time_s, record.energy_j)
@@ -351,11 +388,14 @@ class JobMeasures:
         return counts
 
     def _add_planned(self, record: IterationRecord, *, counts: bool) -> None:
-        if self._frontier_of_plans != self.frontier:
+        if self._frontier_of_plans != self.frontier:  # for which alone numbers of plans are valid
             self._frontier_of_plans = self.frontier
-            self._forget_plans()
+            self._planned_before, self._saved_before = self.planned, self.saving()
+            self._plans.clear()
+            self._verdicts.clear()
+            self._predicted = self._shapes = None
         default_s, default_j = record.default_time_s, record.default_energy_j
-        if record.shape:
+        if record.shape or record.limited:
             series = self._plans.setdefault(None, _Series())
             if counts and default_s and default_j:
                 series.add(record.time_s / default_s, None if record.energy_j is None else record.energy_j / default_j)
@@ -370,15 +410,12 @@ class JobMeasures:
 
     def _add_shape(self, default_s: float, default_j: float) -> None:
         """Take into account what default clocks take for the shape of an iteration."""
-        iterations, mean_s, mean_j = 0, 0.0, 0.0
-        if self._shapes is not None:
-            known = self._shapes.typical
-            iterations, mean_s, mean_j = known.iterations, known.time_s, known.energy_j or 0.0
-        mean_s, mean_j = (
-            mean_s + (default_s - mean_s) / (iterations + 1),
-            mean_j + (default_j - mean_j) / (iterations + 1),
-        )
-        self._shapes = Baseline(Typical(iterations + 1, mean_s, mean_j / mean_s), "default")
+        known = self._shapes.typical if self._shapes is not None else Typical(0, 0.0, 0.0)
+        iterations = known.iterations + 1
+        time_s = known.time_s + (default_s - known.time_s) / iterations
+        known_j = known.energy_j or 0.0
+        energy_j = known_j + (default_j - known_j) / iterations
+        self._shapes = Baseline(Typical(iterations, time_s, energy_j / time_s), "default")
 
     def _add_verdict(self, plan: int | None) -> None:
         typical = self._compared.typical

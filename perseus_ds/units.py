@@ -1,9 +1,15 @@
-"""Figures for people: some digits, a unit of fitting size, and no exponent."""
+"""Figures and texts for people: some digits, a unit of fitting size, no exponent, and no control characters.
+
+Numbers of files whose sums would overflow are an error.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 from collections.abc import Mapping
+from typing import Any
 
 J_PER_KWH = 3.6e6
 _NONE = "\N{EN DASH}"
@@ -12,6 +18,9 @@ _SPACE = "\N{NARROW NO-BREAK SPACE}"
 _ASCII = str.maketrans(
     {_SPACE: " ", _MINUS: "-", _NONE: "-", "\N{PLUS-MINUS SIGN}": "+/-", "\N{MULTIPLICATION SIGN}": "x"}
 )
+# These change the order in which a terminal shows what follows.
+_BIDI = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+_LARGEST = 1e18
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -95,3 +104,46 @@ def _scaled(value: float | None, sizes: Mapping[str, float]) -> str:
     fitting = (unit for unit, size in sizes.items() if abs(value) >= 0.99995 * size)
     unit = next(fitting, list(sizes)[-1])
     return f"{number(value / sizes[unit])} {unit}"
+
+
+def printable(text: str) -> str:
+    """Return a text in which each control character, and each lone half of a surrogate pair, is written as its escape.
+
+    Terminals take sequences of control characters for commands. The ends of lines and tabs stay.
+    """
+    if text.isascii() and text.isprintable():  # nearly all are, and characters one by one take long
+        return text
+    return "".join(c.encode("unicode_escape").decode() if _is_control(c) else c for c in text)
+
+
+def log_printable(record: logging.LogRecord) -> bool:
+    """Make the text of a line of a log printable; a filter for a logger, which lets all lines pass."""
+    with contextlib.suppress(Exception):  # the logger itself says where a text and its values do not fit
+        record.msg, record.args = printable(record.getMessage()), ()
+    return True
+
+
+def _is_control(character: str) -> bool:
+    if character in "\n\t":
+        return False
+    return character < " " or "\x7f" <= character <= "\x9f" or "\ud800" <= character <= "\udfff" or character in _BIDI
+
+
+def bounded(value: Any) -> Any:
+    """Return the value of a JSON text with printable texts.
+
+    Raises:
+        ValueError: A number is not finite, or too large.
+    """
+    kind = type(value)
+    if kind is float or kind is int:  # most values are numbers
+        if not -_LARGEST <= value <= _LARGEST:
+            raise ValueError(f"a number beyond {_LARGEST:g}")
+        return value
+    if kind is str:
+        return printable(value)
+    if kind is list:
+        return [bounded(part) for part in value]
+    if kind is dict:
+        return {printable(key): bounded(part) for key, part in value.items()}
+    return value

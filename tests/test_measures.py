@@ -4,7 +4,7 @@ import pytest
 from live_records import default_iteration, planned_iteration, started
 
 from perseus_ds.artifacts.run_records import PlanJudged, ProfileWritten
-from perseus_ds.measures import JobMeasures, Saving, Typical
+from perseus_ds.measures import JobMeasures, PowerBySecond, Saving, Typical
 
 
 def measures(*records):
@@ -37,6 +37,39 @@ def test_errors_follow_from_how_iterations_differ_and_are_not_below_the_counters
     noisy = Typical.of([1.0, 1.02] * 40, [100.0, 103.0] * 40)
     assert noisy.time_error == pytest.approx(0.01 * 1.25 * 1.4826 / 80**0.5 / 1.01)
     assert Typical.of([1.0, 1.02] * 160, [100.0, 103.0] * 160).time_error == pytest.approx(noisy.time_error / 2)
+
+
+def by_second(*iterations, most=None, pause_after=None):
+    """Iterations of so many seconds and watts, one after the other, but for a pause of 10 s after one of them."""
+    seconds, ended = PowerBySecond(most), 1e9
+    for number, (time_s, power_w) in enumerate(iterations):
+        ended += time_s
+        seconds.add(time_s, None if power_w is None else time_s * power_w, ended)
+        ended += 10.0 * (number == pause_after)
+    return seconds.figures
+
+
+def test_power_over_a_second_is_of_as_many_iterations_as_take_one():
+    figures = by_second(*[(0.25, 100.0), (0.25, 300.0)] * 2, *[(0.25, 300.0)] * 4, (0.5, 1000.0))
+    assert (figures.lowest_w, figures.highest_w, figures.change_w) == pytest.approx((200.0, 300.0, 100.0))
+    assert (figures.mean_w, figures.window_s) == pytest.approx((250.0, 1.0))
+
+
+def test_of_iterations_that_take_longer_nothing_within_one_is_known():
+    figures = by_second((30.0, 200.0), (30.0, 210.0), (30.0, 190.0))
+    assert (figures.lowest_w, figures.highest_w, figures.change_w, figures.window_s) == (190.0, 210.0, 20.0, 30.0)
+
+
+def test_a_change_of_power_is_one_between_seconds_that_follow_each_other():
+    levels = [(1.0, 100.0), (1.0, 150.0), (1.0, 400.0)]
+    assert by_second(*levels).change_w == 250.0
+    assert by_second(*levels, pause_after=1).change_w == 50.0
+    assert by_second((1.0, 100.0), (1.0, 150.0), (1.0, None), (1.0, 400.0)).change_w == 50.0
+
+
+def test_the_last_seconds_count_and_one_alone_says_nothing():
+    assert by_second((1.0, 900.0), (1.0, 100.0), (1.0, 110.0), most=2).highest_w == 110.0
+    assert by_second((1.0, 900.0)) is None
 
 
 def test_the_first_iteration_after_a_change_and_those_with_failed_ranks_do_not_count():
@@ -126,6 +159,18 @@ def test_energy_that_cannot_be_read_saves_nothing_but_times_are_known():
     found = measures(*at_default("observe", [1.0] * 8), *planned(energy_j=None))
     assert found.plan(3).slowdown == pytest.approx(0.02)
     assert (found.plan(3).saved, found.saving()) == (None, None)
+
+
+def test_iterations_under_limits_are_compared_with_default_clocks_under_them_and_judge_no_other_plan():
+    limited = {"limited": True, "plan": 0}
+    slow = {"time_s": 2.0, "energy_j": 160.0, "default_time_s": 2.0, "default_energy_j": 200.0}
+    records = [*at_default("default", [1.0] * 6), PlanJudged(plan=0, kept=True), *planned(8, plan=0)]
+    before = measures(*records)
+    records += [*at_default("default", [2.0] * 9, limited=True), PlanJudged(plan=0, kept=False)]
+    after = measures(*records, *planned(4, **limited, **slow))
+    assert after.plan(0) == before.plan(0)
+    assert after.plan(None).saved == pytest.approx(0.2)
+    assert after.planned == 12
 
 
 def test_shapes_of_inputs_are_compared_with_default_clocks_of_their_own():

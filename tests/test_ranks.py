@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +18,8 @@ import pytest
 import scale
 import torch.distributed as dist
 from cut_connections import Connected
+from forked import free_port
+from run_log import wait_until
 
 from perseus_ds import ranks
 from perseus_ds.errors import ConnectionLostError, PerseusError
@@ -31,13 +32,11 @@ PIPELINES = ((2, 0), (1, 3))
 class Job:
     """Ranks of a job of two pipelines, each a thread."""
 
-    def __init__(self, **about_connections):
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.address = "127.0.0.1", server.port
+    def __init__(self):
+        self.address = "127.0.0.1", free_port()
+        server = dist.TCPStore(*self.address, is_master=True, wait_for_workers=False)
         servers = [server, None, None, None]
-        self.connections = [
-            Connection(rank, SIZE, self.address, servers[rank], **about_connections) for rank in range(SIZE)
-        ]
+        self.connections = [Connection(rank, SIZE, self.address, servers[rank]) for rank in range(SIZE)]
         self._pool = ThreadPoolExecutor(SIZE)
         # One after the other, so that it is known which socket is whose.
         self.sockets, channels = [], []
@@ -84,13 +83,6 @@ def job():
 def is_open(address):
     with socket.socket() as connection:
         return connection.connect_ex(address) == 0
-
-
-def wait_until(condition, limit_s=60.0):
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def exchange(communicator):
@@ -205,9 +197,10 @@ def test_all_ranks_leave_when_one_loses_its_connection(job, use, broken):
     assert all(error.startswith("a connection between ranks is lost (") for error in errors), errors
 
 
-def test_a_rank_that_waits_too_long_ends_the_exchanges_of_all():
+def test_a_rank_that_waits_too_long_ends_the_exchanges_of_all(job):
     """As where a cable is pulled: nothing arrives, and no connection is closed."""
-    job = Job(longest_wait_s=0.2)
+    for connection in job.connections:
+        connection.longest_wait_s = 0.2
 
     def wait(rank):
         if rank == 3:
@@ -221,6 +214,22 @@ def test_a_rank_that_waits_too_long_ends_the_exchanges_of_all():
         job.ranks[3].barrier()
 
 
+class Standing:
+    """A time that stands still."""
+
+    def __init__(self, now_s):
+        self._now_s = now_s
+
+    def now_s(self):
+        return self._now_s
+
+
+def test_the_times_of_ranks_are_compared_with_the_first_of_their_pipeline(job):
+    begun_s = (5.0, 100.0, 3.0, 1.0)
+    ahead_s = job.all(lambda rank: job.ranks[rank].ahead_s(Standing(begun_s[rank])))
+    assert ahead_s == [2.0, 0.0, 0.0, -99.0]
+
+
 def test_rank_0_serves_the_others_until_they_need_it_no_more(job):
     job.all(lambda rank: exchange(job.ranks[rank]))
     job.drop(0)
@@ -228,48 +237,51 @@ def test_rank_0_serves_the_others_until_they_need_it_no_more(job):
     assert is_open(job.address)
     for rank in (1, 2, 3):
         job.drop(rank)
-    wait_until(lambda: not is_open(job.address))
+    wait_until(lambda: not is_open(job.address), "the end of the store")
 
 
+# Each rank ends as a Python process does; they are forked from one that has imported torch.
 ENDING = """
-import sys, time
+import os, sys, time
 import torch.distributed as dist
 from perseus_ds.ranks import Communicator, PipelineTopology
 
-rank, address = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=address, rank=rank, world_size=3)
-communicator = Communicator(PipelineTopology(rank, (1, 2) if rank else (0,)))
-communicator.barrier()
-"""
-UNFINISHED = """
 class LongEnd:
     def __del__(self):
         time.sleep(2.0)
 
-if rank == 0:
-    time.sleep(1.0)
-else:  # an answer for which rank 0 does nothing; rank 0 ends while the interpreter does
-    communicator.start_exchange([1.0], sum)
-    long_end = LongEnd()
-"""
-LATE = """
-if rank:
-    time.sleep(2.0)
-    assert communicator.pipeline_gather(rank) == [1, 2]
+def train(end, rank, address):
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=3)
+    communicator = Communicator(PipelineTopology(rank, (1, 2) if rank else (0,)))
+    communicator.barrier()
+    if end == "an exchange is under way" and rank == 0:
+        time.sleep(1.0)
+    elif end == "an exchange is under way":  # an answer for which rank 0 does nothing, and which comes while it ends
+        communicator.start_exchange([1.0], sum)
+        sys.long_end = communicator, LongEnd()
+    elif rank == 0:
+        os.write(ends, b"12")
+    else:
+        os.read(end_of_0, 1)
+        assert communicator.pipeline_gather(rank) == [1, 2]
+
+children = []
+end_of_0, ends = os.pipe()
+for end, address in zip(("an exchange is under way", "rank 0 ends first"), sys.argv[1:]):
+    for rank in range(3):
+        if not (child := os.fork()):
+            train(end, rank, address)
+            sys.exit()
+        children.append(child)
+codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+sys.exit(f"{codes}" if any(codes) else 0)
 """
 
 
-@pytest.mark.parametrize("end", [UNFINISHED, LATE], ids=["an exchange is under way", "rank 0 first"])
-def test_processes_end_without_an_error(end):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    processes = [
-        subprocess.Popen([sys.executable, "-c", ENDING + end, str(rank), address], stderr=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
-    said = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], said
+def test_processes_end_without_an_error_while_an_exchange_is_under_way_and_after_rank_0():
+    addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    done = subprocess.run([sys.executable, "-c", ENDING, *addresses], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("job_s", "longest_s"), [(20, 10), (1800, 90)])

@@ -55,7 +55,7 @@ class PerseusConfig(StrictModel):
     )
     required: bool = Field(
         False,
-        description="auto mode: an error where clocks may not be set; without it, a warning, and the job is observed.",
+        description="auto mode: an error where clocks cannot be set; without it, a warning, and the job is observed.",
     )
     output_dir: str = Field("perseus", description="Folder for profile.csv, profile.json and run.jsonl.")
     frontier: str | None = Field(None, description="frontier.json (or its folder), for run mode.")
@@ -67,7 +67,8 @@ class PerseusConfig(StrictModel):
         '{"name": "schedule", "timezone": "Europe/Berlin", "windows": [{"begin": "17:00", "end": "21:00", '
         '"policy": {"name": "power_cap", "watts": 5000}}]}; {"name": "cheapest", "finish_by": …, "total_steps": …, '
         '"signal": "prices.csv"}: by the hours of a price or a carbon intensity; {"name": "reduce", '
-        '"power_fraction": 0.75, "until": …, "policy": …}: less power for a while, beside another policy.',
+        '"power_fraction": 0.75, "until": …, "policy": …}: less power for a while, beside another policy; with '
+        '"signal": "power.csv", as that file asks for it.',
     )
     cache: bool = Field(True, description="auto mode: start under the plan of an earlier run of the same job.")
     max_drift: float = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -10,10 +11,12 @@ from perseus_ds.clocks.timers import SimulatedExecution, Span
 from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
 from perseus_ds.profiler.fixed_durations import without_gaps
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase, one_iteration
-from perseus_ds.runtime.job import Job, RankContext
+from perseus_ds.runtime.mode_context import ModeContext
 
 SETTLED = 2
 """Iterations after a change of clocks that do not count; the first one begins at the clocks before."""
+DROPPED_FOR = 200
+"""After so many iterations a dropped plan is compared again, the first time."""
 _KEPT = 4
 _LONGER = 4
 _LONG_AGO = 20
@@ -29,29 +32,20 @@ class DefaultIterations:
 
     Attributes:
         sample: Time and energy of the whole job.
+        last_s: Time of the last one that all ranks have reported [s].
     """
 
     def __init__(self, counter_period_s: float) -> None:
         self.sample = IterationSample(counter_period_s)
         self._latest: deque[IterationMeasurement] = deque(maxlen=_KEPT)
         self._iterations = 0
-        self._last_s: float | None = None
+        self.last_s: float | None = None
 
-    @property
-    def remaining_s(self) -> float | None:
-        """About how long it takes until they are enough, at least [s]; None before the first report of one."""
-        return self._remaining_s(1) if self._last_s else None
-
-    @property
-    def remaining(self) -> tuple[int, int] | None:
-        """About how many iterations that is, at least and at most; None before the first report of one."""
-        if not self._last_s:
+    def remaining_s(self, blocks: int = 1) -> float | None:
+        """Return about how long it takes until they are so many blocks [s]; None before the first report of one."""
+        if self.last_s is None:
             return None
-        least, most = (math.ceil(self._remaining_s(blocks) / self._last_s) for blocks in (1, MOST_BLOCKS))
-        return max(1, least), max(1, most)
-
-    def _remaining_s(self, blocks: int) -> float:
-        return self.sample.remaining_s(self._last_s or 0.0, max(0, SETTLED + 1 - self._iterations), blocks)
+        return self.sample.remaining_s(self.last_s, max(0, SETTLED + 1 - self._iterations), blocks)
 
     def spans(self) -> list[list[Span]]:
         """Return the operations of this rank in the last of them; waits until the device has done them."""
@@ -63,7 +57,7 @@ class DefaultIterations:
         if self._iterations >= SETTLED:
             self._latest.append(seen)
         if seen.reports is not None and self._iterations > 1:
-            self._last_s = seen.reports.time_s
+            self.last_s = seen.reports.time_s
         if seen.reports is not None and self._iterations > SETTLED:
             self.sample.add_reports(seen.reports)
 
@@ -82,20 +76,16 @@ def measure_default(
 
     def next_phase() -> NextPhase:
         nonlocal is_announced
-        left = default.remaining
-        if left is not None and not is_announced:
+        if default.last_s and not is_announced:
             is_announced = True
-            say("measuring iterations at default clocks, to compare plans with: about {} to {}".format(*left))
-        return NextPhase("run", default.remaining_s)
+            left_s = [default.remaining_s(blocks) or 0.0 for blocks in (1, MOST_BLOCKS)]
+            least, most = (max(1, math.ceil(time_s / default.last_s)) for time_s in left_s)
+            say(f"measuring iterations at default clocks, to compare plans with: about {least} to {most}")
+        return NextPhase("run", default.remaining_s())
 
-    def goes_on(seen: IterationMeasurement | None) -> bool:
-        return not (default.sample.is_enough or _is_stopped(seen))
-
-    return run_at_default_clocks("default", default, goes_on=goes_on, next_phase=next_phase, vote=stops)
-
-
-def _is_stopped(seen: IterationMeasurement | None) -> bool:
-    return seen is not None and seen.reports is not None and seen.reports.rank_0_votes
+    return run_at_default_clocks(
+        "default", default, goes_on=lambda _: not default.sample.is_enough, next_phase=next_phase, stops=stops
+    )
 
 
 def run_at_default_clocks(
@@ -104,7 +94,7 @@ def run_at_default_clocks(
     *,
     goes_on: Callable[[IterationMeasurement | None], bool],
     next_phase: Callable[[], NextPhase],
-    vote: Callable[[], bool] = lambda: False,
+    stops: Callable[[], bool],
 ) -> Phase[None]:
     """Run iterations at default clocks.
 
@@ -113,12 +103,17 @@ def run_at_default_clocks(
         default: The iterations are added to it.
         goes_on: Returns whether to run one more, from what was seen of the last one, if any; the same on all ranks.
         next_phase: Returns what follows.
-        vote: Returns what this rank reports with each iteration.
+        stops: Returns whether to stop; rank 0's answer counts.
     """
     seen: IterationMeasurement | None = None
-    while goes_on(seen):
-        seen = yield from one_iteration(NextIteration(phase, next_phase=next_phase(), reported={"vote": vote()}))
+    while goes_on(seen) and not _is_stopped(seen):
+        seen = yield from one_iteration(NextIteration(phase, next_phase=next_phase(), reported={"stops": stops()}))
         default.add(seen)
+
+
+def _is_stopped(seen: IterationMeasurement | None) -> bool:
+    """Return whether rank 0 has ended the phase, by the reports of an iteration; the same on all ranks."""
+    return seen is not None and seen.reports is not None and seen.reports.stops
 
 
 def observe() -> Phase[None]:
@@ -127,8 +122,9 @@ def observe() -> Phase[None]:
         yield from one_iteration(NextIteration("observe", times="none"))
 
 
-def calibrate(job: Job, rank: RankContext) -> Phase[None]:
+def calibrate(context: ModeContext) -> Phase[None]:
     """On simulated GPUs, run one iteration, after which each rank knows how much work its instructions are."""
+    job, rank = context.job, context.rank
     if not isinstance(rank.timers, SimulatedExecution):
         return
     following = job.config.mode if job.config.mode in ("observe", "run") else "warm-up"
@@ -144,14 +140,10 @@ def calibrate(job: Job, rank: RankContext) -> Phase[None]:
 def most_in_step(
     pipeline_of_rank: Sequence[int], flops: Sequence[Mapping[Hashable, int]]
 ) -> dict[int, dict[Hashable, int]]:
-    """Return the work of each pass, by pipeline, on the rank that has most of it.
+    """Return the work of each pass, by pipeline, on the rank that has most of it; given of each rank, by pass.
 
     Ranks that share a stage exchange parts of their results within a pass, so that none is done before the others:
     experts with few tokens wait for those with many.
-
-    Args:
-        pipeline_of_rank: Of each rank.
-        flops: Of each rank, by pass.
     """
     most: dict[int, dict[Hashable, int]] = defaultdict(dict)
     for pipeline, own in zip(pipeline_of_rank, flops, strict=True):
@@ -178,22 +170,35 @@ class BackOff:
         return self._last
 
 
-def back_off_for(iterations: int, following: str, stops: Callable[[], bool]) -> Phase[None]:
-    """Train at default clocks for so many iterations, before another phase; or until rank 0's ``stops`` says so."""
-    for _ in range(iterations):
-        wanted = NextIteration("observe", times="none", next_phase=NextPhase(following), reported={"vote": stops()})
+def back_off_for(
+    iterations: int,
+    following: str,
+    stops: Callable[[], bool],
+    goes_on: Callable[[IterationMeasurement], bool] = lambda seen: True,
+) -> Phase[int]:
+    """Train at default clocks for so many iterations, before another phase; return how many are left.
+
+    Args:
+        iterations: How many.
+        following: The phase that follows.
+        stops: Returns whether to stop before that; rank 0's answer counts.
+        goes_on: Returns whether to run one more, from what was seen of the last one; the same on all ranks.
+    """
+    left = iterations
+    while left:
+        wanted = NextIteration("observe", times="none", next_phase=NextPhase(following), reported={"stops": stops()})
         seen = yield from one_iteration(wanted)
-        if _is_stopped(seen):
-            return
+        left -= 1
+        if not goes_on(seen) or _is_stopped(seen):
+            break
+    return left
 
 
 def after_a_fault(start: Callable[[], Phase[None]], iterations: int) -> Phase[None]:
     """Train at default clocks for so many iterations and until no rank is fallen back; then begin a mode again."""
-    done = 0
-    while True:
+    for done in itertools.count(1):
         seen = yield from one_iteration(NextIteration("observe", times="none"))
-        done += 1
-        is_told = done >= max(iterations, _UNTIL_TOLD) and seen.reports is not None
+        is_told = done >= max(iterations, _UNTIL_TOLD)
         if is_told and seen.reports is not None and not seen.reports.failed:
             break
     yield from start()

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from perseus_ds.clocks.timers import CudaExecution, Execution, HostExecution, SimulatedExecution
-from perseus_ds.errors import ConfigError, GpuPermissionError
+from perseus_ds.errors import ConfigError, GpuError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.gpu.energy_counter import with_energy
 from perseus_ds.gpu.nvml import NvmlGpu, index_of_cuda_device
@@ -59,34 +59,33 @@ def execution_on(gpu: Gpu, device: torch.device, config: PerseusConfig) -> Execu
 
 
 def with_permission(job: Job, gpu: Gpu, communicator: Communicator) -> Job:
-    """Return the job as it may run: where auto mode may not set the clocks of all ranks, it observes.
+    """Return the job as it may run: where auto mode cannot set the clocks of all ranks, it observes.
 
-    Every rank must ask at once.
+    A process may lack the permission, and a virtual GPU the clocks. Every rank must ask at once.
 
     Raises:
-        GpuPermissionError: On all ranks, if one may not set clocks and the job does without in no case.
-        GpuError: On all ranks, if the driver of one refuses for another reason.
+        GpuError: On all ranks, if one cannot set clocks and the job does without in no case.
     """
     config = job.config
     if config.mode == "observe":
         return job
-    refused: list[GpuPermissionError] = []
 
-    def check() -> None:
+    def refusal() -> GpuError | None:
         try:
             gpu.check_lock_permission()
-        except GpuPermissionError as error:
+            gpu.supported_clocks_mhz()
+        except GpuError as error:
             if config.needs_clocks:
                 raise
-            refused.append(error)
+            return error
+        return None
 
-    communicator.raise_on_all_ranks(check)
-    problem = communicator.first_not_none(refused[0] if refused else None)
+    problem = communicator.first_not_none(communicator.raise_on_all_ranks(refusal))
     if problem is None:
         return job
     if communicator.is_rank_0:
         logger.warning(
-            "perseus: %s Without it, training runs at default clocks, and time and energy are recorded, as in mode "
+            "perseus: %s This job trains at default clocks, and its time and energy are recorded, as in mode "
             '"observe". With "required": true this is an error.',
             problem,
         )
@@ -102,19 +101,9 @@ def driver_of(config: PerseusConfig, device: torch.device, *, rank: int, local_r
         return open_zeus_gpu(*_cuda_device(device, local_rank))
     if kind == "nvml":
         return NvmlGpu(index_of_cuda_device(*_cuda_device(device, local_rank)))
-    settings = config.simulated
-    return SimulatedGpu.named(
-        settings.gpu,
-        lock_latency_s=settings.lock_latency_s,
-        lock_latency=settings.lock_latency,
-        counter_period_s=settings.counter_period_s,
-        time_noise=settings.time_noise,
-        power_noise=settings.power_noise,
-        conditions=settings.conditions,
-        driver_turn=turn_on_node if "lock-contention" in settings.conditions else nullcontext,
-        may_lock=settings.may_lock,
-        seed=rank,
-    )
+    settings = config.simulated.model_dump(exclude={"longest_instruction_s", "transfer_s", "tail_s"})
+    turn = turn_on_node if "lock-contention" in settings["conditions"] else nullcontext
+    return SimulatedGpu.named(settings.pop("gpu"), driver_turn=turn, seed=rank, **settings)
 
 
 def _kind_of(device: torch.device) -> Literal["nvml", "zeus", "simulated"]:

@@ -28,14 +28,7 @@ class Fallback:
     def __init__(
         self, rank: int, clocks: ClockController, timebase: Timebase, warn: Callable[[str, Event], None]
     ) -> None:
-        """Begin under plans.
-
-        Args:
-            rank: Number of the rank.
-            clocks: Probes the driver.
-            timebase: The time that the rank lives in.
-            warn: Warns of what has happened and records it; called once for each fault and each return.
-        """
+        """Begin under plans; each fault and each return from one is warned of and recorded by ``warn``."""
         self.is_in_force = False
         self._rank = rank
         self._clocks = clocks

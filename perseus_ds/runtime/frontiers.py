@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -17,10 +18,10 @@ from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.errors import ConfigError, PerseusError, PlanError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
+from perseus_ds.policy.policies import asks_for_least_swing
 from perseus_ds.runtime.default_clocks import DefaultIterations, run_at_default_clocks
 from perseus_ds.runtime.iterations import IterationMeasurement, NextPhase, Phase
-from perseus_ds.runtime.job import Job, RankContext
-from perseus_ds.runtime.recorder import Recorder
+from perseus_ds.runtime.mode_context import ModeContext
 
 # A clock changes about 15 ms after its request; until then instructions run at another clock than planned.
 _SWITCH_COST_J = 0.5
@@ -44,24 +45,24 @@ def read_frontier(path: Path, gpu: Gpu | None = None) -> Frontier:
     return frontier
 
 
-def load_frontier(job: Job, rank: RankContext, path: Path) -> Frontier:
+def load_frontier(context: ModeContext, path: Path) -> Frontier:
     """Return the frontier that rank 0 reads, on all ranks.
 
     Raises:
         PerseusError: On all ranks: the file is wrong, or its plans do not fit this schedule or GPU.
     """
+    rank = context.rank
 
     def read() -> Frontier:
         frontier = read_frontier(path, rank.gpu)
-        check_instructions(frontier.instructions, job.schedule.instructions)
+        check_instructions(frontier.instructions, context.job.schedule.instructions)
         return frontier
 
     frontier = rank.communicator.computed_on_rank_0(read)
-    pipeline_rank = rank.communicator.topology.pipeline_rank
 
     def check() -> None:
         for plan in frontier.plans:
-            ClockPlan.of_rank(plan, pipeline_rank).check(rank.gpu)
+            ClockPlan.of_rank(plan, rank.communicator.topology.pipeline_rank).check(rank.gpu)
 
     rank.communicator.raise_on_all_ranks(check)
     return frontier
@@ -106,19 +107,16 @@ class Cache:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
-    def remove(self) -> None:
-        """Remove the entry, if there is one."""
-        shutil.rmtree(self.directory, ignore_errors=True)
-
     def restore(self, target: Path) -> None:
         """Copy the files into a run's output folder."""
         target.mkdir(parents=True, exist_ok=True)
         write_together((target / name, (self.directory / name).read_bytes()) for name in _FILES)
 
 
-def frontier_of_an_earlier_run(job: Job, rank: RankContext, recorder: Recorder) -> Frontier | None:
+def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:
     """Return the frontier that an earlier run of this job left, if it still fits; every rank must ask at once."""
-    cache = Cache(job.profile_key(rank.communicator))
+    job, communicator = context.job, context.rank.communicator
+    cache = Cache(job.profile_key(communicator))
 
     def restore() -> str | None:
         if not job.config.cache or not cache.is_complete:
@@ -127,47 +125,57 @@ def frontier_of_an_earlier_run(job: Job, rank: RankContext, recorder: Recorder) 
         return str(cache.directory)
 
     try:
-        source = rank.communicator.computed_on_rank_0(restore)
+        source = communicator.computed_on_rank_0(restore)
         if source is None:
             return None
-        frontier = load_frontier(job, rank, job.output_dir / "frontier.json")
+        frontier = load_frontier(context, job.output_dir / "frontier.json")
     except (PerseusError, OSError) as error:
-        recorder.say(f"the profile of an earlier run cannot be used ({error}); profiling again")
+        context.recorder.say(f"the profile of an earlier run cannot be used ({error}); profiling again")
         return None
-    recorder.say(f"using plans profiled by an earlier run ({source})")
+    context.recorder.say(f"using plans profiled by an earlier run ({source})")
     return frontier
 
 
-def forget_for_later_runs(job: Job, rank: RankContext) -> None:
+def forget_for_later_runs(context: ModeContext) -> None:
     """Leave nothing of this job for later runs; every rank must do so at once."""
-    cache = Cache(job.profile_key(rank.communicator))
-    if rank.communicator.is_rank_0 and job.config.cache:
+    cache = Cache(context.job.profile_key(context.rank.communicator))
+    if context.rank.communicator.is_rank_0 and context.job.config.cache:
         with contextlib.suppress(OSError):
-            cache.remove()
+            shutil.rmtree(cache.directory, ignore_errors=True)
 
 
-def keep_for_later_runs(job: Job, rank: RankContext, recorder: Recorder) -> None:
+def keep_for_later_runs(context: ModeContext) -> None:
     """Store profile and frontier for the next run of this job; every rank must call this together."""
-    cache = Cache(job.profile_key(rank.communicator))
-    if rank.communicator.is_rank_0 and job.config.cache:
+    cache = Cache(context.job.profile_key(context.rank.communicator))
+    if context.rank.communicator.is_rank_0 and context.job.config.cache:
         try:
-            cache.store(job.output_dir)
+            cache.store(context.job.output_dir)
         except OSError as error:
-            recorder.event(Failed(event="cache", error=str(error)))
+            context.recorder.event(Failed(event="cache", error=str(error)))
 
 
-def optimise(job: Job, rank: RankContext, default: DefaultIterations, switch_cost_s: float) -> Phase[Frontier]:
+def optimise(
+    context: ModeContext,
+    default: DefaultIterations,
+    switch_cost_s: float,
+    is_wanted: Callable[[IterationMeasurement | None], bool] = lambda seen: True,
+) -> Phase[Frontier | None]:
     """Make the frontier of the job's profile; rank 0's node does it, with low priority.
 
     Args:
-        job: The job.
-        rank: This rank.
+        context: Of the mode.
         default: The iterations meanwhile are added, which run at default clocks.
         switch_cost_s: By how much a change of clock delays what follows it [s].
+        is_wanted: Whether the frontier still is, the same on all ranks; asked with what was seen of an iteration, and
+            at any time without that.
+
+    Returns:
+        The frontier; None if it is no longer wanted.
 
     Raises:
         PerseusError: On all ranks: it cannot be made, or does not fit this job.
     """
+    job, rank = context.job, context.rank
     worker: OptimizeWorker | None = None
     latencies = rank.communicator.gather(rank.clocks.latencies)
 
@@ -186,6 +194,7 @@ def optimise(job: Job, rank: RankContext, default: DefaultIterations, switch_cos
                 clock_mhz: max(table.dwell_s(clock_mhz) for table in latencies)
                 for clock_mhz in job.config.profile.clocks_of(rank.gpu)
             },
+            least_swing=asks_for_least_swing(job.config.policy),
         )
         worker = OptimizeWorker(request, job.output_dir / "optimize.log")
         rank.beside_training.callback(worker.stop)
@@ -200,16 +209,14 @@ def optimise(job: Job, rank: RankContext, default: DefaultIterations, switch_cos
         yield from run_at_default_clocks(
             "optimizing",
             default,
-            goes_on=_nobody_has_finished,
-            vote=lambda: worker is not None and worker.poll() is not None,
+            goes_on=is_wanted,
+            stops=lambda: worker is not None and worker.poll() is not None,
             next_phase=lambda: NextPhase("default", worker.remaining_s() if worker is not None else None),
         )
+        if not is_wanted(None):
+            return None
         rank.communicator.computed_on_rank_0(check)
     finally:
         if worker is not None:
             worker.stop()
-    return load_frontier(job, rank, job.output_dir / "frontier.json")
-
-
-def _nobody_has_finished(seen: IterationMeasurement | None) -> bool:
-    return seen is None or seen.reports is None or not seen.reports.rank_0_votes
+    return load_frontier(context, job.output_dir / "frontier.json")

@@ -44,31 +44,17 @@ class NextPhase:
 
 
 @dataclass(frozen=True)
-class Waited:
-    """How long all ranks have waited.
-
-    Attributes:
-        time_s: How long [s]; 0 if they went on at once.
-        energy_j: Of all GPUs meanwhile [J]; NaN where it cannot be read.
-        closed: Whether a rank has been closed, so that all leave the mode.
-    """
-
-    time_s: float
-    energy_j: float
-    closed: bool
-
-
-@dataclass(frozen=True)
 class Halt:
     """What all ranks wait for before an iteration.
 
     Attributes:
         is_over: Whether they go on; asked on rank 0.
-        waited: Told on all ranks for how long they have waited, unless they went on at once.
+        add: Called on rank 0 with how long they have waited [s], and the energy of all GPUs meanwhile, NaN where it
+            cannot be read [J]; unless they went on at once.
     """
 
     is_over: Callable[[], bool]
-    waited: Callable[[Waited], None]
+    add: Callable[[float, float], None]
 
 
 @dataclass(frozen=True)
@@ -83,6 +69,7 @@ class NextIteration:
         aligns_tail: Whether all ranks begin the tail together, to tell it from waiting.
         times: Which operations are timed: what nobody asks for costs training nothing.
         shape: Number of the shape of its inputs, where shapes have plans of their own.
+        limited: Whether its plan, or its default clocks, are those of GPUs under limits.
         by_shape: What to run instead, by the number of the shape of the first inputs; an iteration with others runs at
             default clocks. Empty where all shapes run alike.
         tell_shapes: Told the numbers of the shapes of its inputs as soon as they are known; None where nobody asks.
@@ -96,12 +83,13 @@ class NextIteration:
     """
 
     phase: str
-    clocks: ClockPlan = field(default_factory=ClockPlan.none)
+    clocks: ClockPlan = field(default_factory=ClockPlan)
     plan: int | None = None
     forecast: Forecast | None = None
     aligns_tail: bool = False
     times: Times = "all"
     shape: int | None = None
+    limited: bool = False
     by_shape: Mapping[float, NextIteration] = field(default_factory=dict)
     tell_shapes: Callable[[float, float], None] | None = None
     next_phase: NextPhase | None = None
@@ -197,31 +185,38 @@ def one_iteration(wanted: NextIteration) -> Phase[IterationMeasurement]:
             return received
 
 
-def wait_until_over(rank: RankContext, is_over: Callable[[], bool], is_closed: Callable[[], bool]) -> Waited:
+def wait_for(halt: Halt, rank: RankContext, is_closed: Callable[[], bool]) -> float | None:
     """Wait until rank 0 says that it is over, or a rank is closed; every rank must do so at the same boundary.
 
     No collective of the job is under way meanwhile, and none of Perseus for longer than the ranks are apart. The thread
     sleeps, so that handlers of signals run. GPUs are idle, soon at default clocks.
 
     Args:
+        halt: What is waited for.
         rank: This rank.
-        is_over: Asked on rank 0.
         is_closed: Whether this rank has been closed.
+
+    Returns:
+        How long [s], 0 if they went on at once; None where a rank has been closed, so that all leave the mode.
     """
     begin_s, begin_j = rank.timebase.now_s(), _energy_j(rank)
     has_waited = False
     while True:
-        is_over_here = rank.communicator.is_rank_0 and is_over()
+        is_over_here = rank.communicator.is_rank_0 and halt.is_over()
         spent_j = _energy_j(rank) - begin_j
         numbers = [float(is_over_here), float(is_closed()), spent_j]
         answer = rank.communicator.start_exchange(numbers, _of_job).result()
-        is_over_now, closed, energy_j = answer or (1.0, 1.0, math.nan)
-        if is_over_now or closed:
+        is_over, closed, energy_j = answer or (1.0, 1.0, math.nan)
+        if is_over or closed:
             break
         has_waited = True
         rank.timebase.sleep(_LOOK_EVERY_S)
-    time_s = rank.timebase.now_s() - begin_s if has_waited else 0.0
-    return Waited(time_s, energy_j, bool(closed))
+    if closed or not has_waited:
+        return None if closed else 0.0
+    time_s = rank.timebase.now_s() - begin_s
+    if rank.communicator.is_rank_0:
+        halt.add(time_s, energy_j)
+    return time_s
 
 
 def _of_job(numbers: npt.NDArray[np.float64]) -> tuple[float, float, float]:

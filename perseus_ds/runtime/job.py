@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,23 +15,11 @@ from perseus_ds.artifacts.run_records import Started
 from perseus_ds.clocks.controller import ClockController
 from perseus_ds.clocks.timers import Execution
 from perseus_ds.gpu.base import Gpu
-from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.policy.policies import asks_for_least_swing
 from perseus_ds.ranks import Communicator
 from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.timebase import REAL_TIME, Timebase
-
-
-def cache_key(info: ProfileInfo, fingerprints: Sequence[str], settings: Mapping[str, object]) -> str:
-    """Return the name of a job, or under which its profile is kept.
-
-    Args:
-        info: GPU, driver, schedule, parallelism, micro-batch size and versions, before anything is measured.
-        fingerprints: Of every rank's share of the model.
-        settings: What else changes what is named.
-    """
-    content = [info.model_dump(mode="json"), list(fingerprints), dict(settings)]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True)
@@ -62,10 +49,6 @@ class Job:
         """The profile that this job writes."""
         return self.output_dir / "profile.csv"
 
-    def forwards_of(self, pipeline_rank: int) -> int:
-        """Return how many forwards an iteration has on a rank of a pipeline."""
-        return sum(instruction.kind is Kind.FORWARD for instruction in self.schedule.instructions[pipeline_rank])
-
     def of_shape(self, number: int, shape: str) -> Job:
         """Return the job as its iterations with inputs of one shape are: with a folder and fingerprint of their own."""
         config = self.config.model_copy(update={"output_dir": str(self.output_dir / "shapes" / str(number))})
@@ -93,15 +76,19 @@ class Job:
         Every rank must ask at the same time.
         """
         settings = communicator.gather(self.info.settings and self.info.settings.model_dump())
-        return self._key(communicator, {"profile": self.config.profile.model_dump(), "settings": settings})
+        steady = {"least_swing": True} if asks_for_least_swing(self.config.policy) else {}
+        return self._key(communicator, {"profile": self.config.profile.model_dump(), "settings": settings, **steady})
 
     def _key(self, communicator: Communicator, settings: dict[str, object]) -> str:
+        """Return a name of job, simulated GPUs, every rank's share of the model, and settings."""
         simulated = self.config.simulated.model_dump() if self.info.simulated else {}
-        fingerprints = communicator.gather(self.fingerprint)
-        info = self.info.model_copy(update={"settings": None})
-        return communicator.computed_on_rank_0(
-            lambda: cache_key(info, fingerprints, {**settings, "simulated": simulated})
-        )
+        info = self.info.model_copy(update={"settings": None}).model_dump(mode="json")
+        content = [info, communicator.gather(self.fingerprint), {**settings, "simulated": simulated}]
+
+        def name() -> str:
+            return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+
+        return communicator.computed_on_rank_0(name)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, MetricsHandler, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from perseus_ds.runtime.config import MetricsConfig
 from perseus_ds.runtime.progress import JobFacts
+from perseus_ds.runtime.words import PHASES
 
 logger = logging.getLogger("perseus_ds")
 _PERIOD_S = 5.0
@@ -24,7 +25,8 @@ _CLIENT_TIMEOUT_S = 5.0
 # After each request, so that clients that ask without pause take little processor time from training.
 _PAUSE_S = 0.05
 _LABELS = ("training_job", "simulated")
-_PHASES = ("calibrate", "warm-up", "profile", "optimizing", "default", "run", "pause", "halt", "observe")
+_Kind: TypeAlias = type[CounterMetricFamily] | type[GaugeMetricFamily]
+_Values: TypeAlias = Mapping[str, float | None]
 
 
 class MetricsReporter:
@@ -125,52 +127,51 @@ class JobCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
         facts = self._facts()
-        labels = (facts.name, str(facts.simulated).lower())
-        yield from _counters(facts, labels)
+        of_job = (facts.name, str(facts.simulated).lower())
+
+        def metric(kind: _Kind, name: str, text: str, values: _Values, *labels: str) -> Metric:
+            made = kind(name, text, labels=(*_LABELS, *labels))
+            for label, value in values.items():
+                if value is not None:
+                    made.add_metric((*of_job, *([label] if labels else [])), value)
+            return made
+
+        for name, (text, figure) in _counters(facts).items():
+            yield metric(CounterMetricFamily, name, text, {"": figure})
+        energies_j = {str(pipeline.pipeline): pipeline.energy_j for pipeline in facts.pipelines}
+        yield metric(CounterMetricFamily, "perseus_energy_joules", "Energy of all iterations.", energies_j, "pipeline")
+        # Typical iterations may become faster or slower, so this may fall.
+        saved_j = {str(pipeline.pipeline): pipeline.saved_j for pipeline in facts.pipelines}
+        text = "Energy saved under plans so far, against default clocks."
+        yield metric(GaugeMetricFamily, "perseus_saved_joules", text, saved_j, "pipeline")
+        for name, (text, value) in _gauges_of_all_starts(facts).items():
+            yield metric(GaugeMetricFamily, name, text, {"": value})
         for name, (text, value) in _gauges(facts).items():
-            gauge = GaugeMetricFamily(name, text, labels=_LABELS)
-            if value is not None and not facts.ended:
-                gauge.add_metric(labels, value)
-            yield gauge
-        phases = GaugeMetricFamily(
-            "perseus_phase", "1 for what the job does, 0 for the others.", labels=(*_LABELS, "phase")
-        )
-        for phase in _PHASES:
-            phases.add_metric((*labels, phase), float(phase == facts.phase))
-        yield phases
+            yield metric(GaugeMetricFamily, name, text, {} if facts.ended else {"": value})
+        limits_w = {} if facts.ended else {str(rank): power_w for rank, power_w, _ in facts.limits}
+        text = "Power limit of a GPU, where it is lower than when the profile was measured."
+        yield metric(GaugeMetricFamily, "perseus_gpu_power_limit_watts", text, limits_w, "rank")
+        phases = {phase: float(phase == facts.phase) for phase in PHASES if phase != "verdict"}
+        text = "1 for what the job does, 0 for the others."
+        yield metric(GaugeMetricFamily, "perseus_phase", text, phases, "phase")
 
 
-def _counters(facts: JobFacts, labels: tuple[str, str]) -> Iterator[Metric]:
-    for name, text, value in (
-        ("perseus_iterations", "Training iterations.", facts.iterations),
-        ("perseus_iteration_seconds", "Time of all iterations.", facts.time_s),
-        ("perseus_clock_changes", "Clock changes of all GPUs.", facts.clock_changes),
-        ("perseus_clock_skips", "Clock changes that were left out.", facts.clock_skips),
-        ("perseus_planned_iterations", "Iterations under plans.", facts.planned),
-    ):
-        counter = CounterMetricFamily(name, text, labels=_LABELS)
-        counter.add_metric(labels, value)
-        yield counter
-    energy = CounterMetricFamily("perseus_energy_joules", "Energy of all iterations.", labels=(*_LABELS, "pipeline"))
-    # Typical iterations may become faster or slower, so this may fall.
-    saved = GaugeMetricFamily(
-        "perseus_saved_joules",
-        "Energy saved under plans so far, against default clocks.",
-        labels=(*_LABELS, "pipeline"),
-    )
-    for pipeline in facts.pipelines:
-        energy.add_metric((*labels, str(pipeline.pipeline)), pipeline.energy_j)
-        saved.add_metric((*labels, str(pipeline.pipeline)), pipeline.saved_j)
-    yield from (energy, saved)
-    for name, text, figure in (
-        ("perseus_gained_seconds", "Time gained under plans so far, against default clocks.", facts.gained_s),
-        ("perseus_saving_ratio", "Energy saved by a typical iteration under plans; 0.1 is 10 %.", facts.saved),
-        ("perseus_slowdown_ratio", "Change of its time; 0.01 is 1 % longer than default clocks.", facts.slowdown),
-    ):
-        total = GaugeMetricFamily(name, text, labels=_LABELS)
-        if figure is not None:
-            total.add_metric(labels, figure)
-        yield total
+def _counters(facts: JobFacts) -> dict[str, tuple[str, float]]:
+    return {
+        "perseus_iterations": ("Training iterations.", facts.iterations),
+        "perseus_iteration_seconds": ("Time of all iterations.", facts.time_s),
+        "perseus_clock_changes": ("Clock changes of all GPUs.", facts.clock_changes),
+        "perseus_clock_skips": ("Clock changes that were left out.", facts.clock_skips),
+        "perseus_planned_iterations": ("Iterations under plans.", facts.planned),
+    }
+
+
+def _gauges_of_all_starts(facts: JobFacts) -> dict[str, tuple[str, float | None]]:
+    return {
+        "perseus_gained_seconds": ("Time gained under plans so far, against default clocks.", facts.gained_s),
+        "perseus_saving_ratio": ("Energy saved by a typical iteration under plans; 0.1 is 10 %.", facts.saved),
+        "perseus_slowdown_ratio": ("Change of its time; 0.01 is 1 % longer than default clocks.", facts.slowdown),
+    }
 
 
 def _gauges(facts: JobFacts) -> dict[str, tuple[str, float | None]]:
@@ -182,7 +183,16 @@ def _gauges(facts: JobFacts) -> dict[str, tuple[str, float | None]]:
         "perseus_typical_iteration_seconds": ("Median time of the last iterations.", facts.iteration_s),
         "perseus_power_watts": ("Mean power of all GPUs in the last iterations.", facts.power_w),
         "perseus_present_power_watts": ("Power of all GPUs in the last iteration.", facts.present_power_w),
+        "perseus_highest_power_watts": ("Power of all GPUs in the highest of the last seconds.", facts.highest_power_w),
+        "perseus_lowest_power_watts": ("Power of all GPUs in the lowest of them.", facts.lowest_power_w),
+        "perseus_power_change_watts": ("The largest difference from one of them to the next.", facts.power_change_w),
+        "perseus_power_window_seconds": (
+            "What such a second took: whole iterations, so an iteration at least.", facts.power_window_s
+        ),
         "perseus_power_cap_watts": ("The power cap in force, of all GPUs.", facts.cap_w),
+        "perseus_limited_gpus": (
+            "GPUs that may do less than when the profile was measured.", len(facts.limits) + facts.more_limits
+        ),
         "perseus_order_pending": ("1 while an order is not in force yet.", float(facts.pending is not None)),
         "perseus_plan": ("The plan in use: its place on the frontier, 0 the fastest.", plan.plan if plan else None),
         "perseus_plan_promised_slowdown_ratio": (

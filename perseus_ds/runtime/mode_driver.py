@@ -11,7 +11,6 @@ from typing import Any
 
 from perseus_ds.artifacts.run_records import FILE_NAME, Failed
 from perseus_ds.errors import ConfigError, ConnectionLostError
-from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import CheapestPolicy, check_deadline, lasting
 from perseus_ds.policy.reports import JobReport, RankReport, ReportExchange, shapes_number
@@ -25,12 +24,13 @@ from perseus_ds.runtime.iterations import (
     NextPhase,
     Resumed,
     Times,
-    wait_until_over,
+    wait_for,
 )
 from perseus_ds.runtime.job import Job, RankContext
+from perseus_ds.runtime.mode_context import ModeContext
 from perseus_ds.runtime.modes import mode_of
 from perseus_ds.runtime.recorder import IterationContext, Recorder
-from perseus_ds.runtime.timeline_log import Ran, TimelineLog
+from perseus_ds.runtime.timeline_log import TimelineLog
 from perseus_ds.units import less_or_more, plain
 
 logger = logging.getLogger("perseus_ds")
@@ -85,17 +85,20 @@ class ModeDriver:
         self._keep: Callable[[], None] | None = None
         self._keeps_timeline = False
         self._is_closed = False
+        context = ModeContext(job, rank, recorder, control)
         if job.config.mode in ("run", "auto"):
-            _check_deadline(job, rank, recorder)
-            _follow_signals(rank, recorder, control)
-        self._start = partial(mode_of, job, rank, recorder, control)
+            _check_deadline(context)
+            _follow_signals(context)
+        self._start = partial(mode_of, context)
         self._back_off = BackOff(_BACK_OFF)
         self._mode = self._start()
         self.next: NextIteration = next(self._mode)
 
     def times(self) -> Times:
         """Return which operations of the next iteration are to be timed; asked for once, when it begins."""
-        self._keeps_timeline = not self.next.by_shape and self._timelines.wants(self.next.phase, self.next.plan)
+        self._keeps_timeline = not (self.next.by_shape or self.next.limited) and self._timelines.wants(
+            self.next.phase, self.next.plan
+        )
         return "all" if self._keeps_timeline or self.next.by_shape else self.next.times
 
     def halt(self) -> None:
@@ -105,12 +108,10 @@ class ModeDriver:
             return
         self.send_report()
         try:
-            waited = wait_until_over(self._rank, self.next.halt.is_over, lambda: self._is_closed)
-            if waited.closed:
+            waited_s = wait_for(self.next.halt, self._rank, lambda: self._is_closed)
+            if waited_s is None:
                 self.observe()
-            elif waited.time_s > 0:
-                self._halted_s = waited.time_s
-                self.next.halt.waited(waited)
+            self._halted_s = waited_s or 0.0
         except Exception as error:  # such as the connection to a rank that is gone
             logger.debug("perseus: waiting failed", exc_info=True)
             self._leave(error)
@@ -131,7 +132,7 @@ class ModeDriver:
         reports = self._received(timeout_s=_LAST_REPORTS_S if is_last else None)
         self._record(reports)
         self._control.count_step()
-        ran = IterationContext(self._control.steps, samples, self.next.phase, self.next.shape, ended=time.time())
+        ran, ended = self.next, time.time()
         begun_s, ended_s = seen.host_s
         stopped_s = 0.0 if self._ended_s is None else begun_s - self._ended_s - self._halted_s
         self._ended_s = ended_s
@@ -142,16 +143,17 @@ class ModeDriver:
             reports=reports,
             ranks=self._exchange.ranks if reports is not None else None,
         )
-        if not seen.failed:
-            ran = replace(ran, plan=self.next.plan, forecast=self.next.forecast)
+        if seen.failed:
+            ran = replace(ran, plan=None, forecast=None)
         if self._keeps_timeline:
-            self._keep = partial(self._timelines.keep, Ran(ran.number, ran.phase, ran.plan, seen.clock_mhz), seen)
+            self._keep = partial(self._timelines.keep, ran, seen)
         if reports is not None and reports.closed:
             self.observe()
         elif not is_last:
             self._advance(seen)
         is_over = self.next.phase != ran.phase
-        self._ended = replace(ran, next_phase=NextPhase(self.next.phase, 0.0) if is_over else self.next.next_phase)
+        next_phase = NextPhase(self.next.phase, 0.0) if is_over else self.next.next_phase
+        self._ended = IterationContext(seen.number, samples, ran, ended, next_phase)
         self.unsent = partial(self._report, seen, own, self.next)
         self._is_known = seen.is_known
         # With tails aligned, ranks exchange something else within the next iteration, all at the same place in it.
@@ -182,15 +184,16 @@ class ModeDriver:
             self._on_error(error)
             later = {}
         measured = {"time_s": seen.time_s, "energy_j": seen.energy_j}
+        limits = self._rank.clocks.limits
+        limited = {"limit_w": limits.power_w, "limit_mhz": limits.clock_mhz}
         shapes = shapes_number(self._rank.communicator.topology.rank, seen.shapes[1])
-        known = {**measured, "shapes": shapes, "closed": self._is_closed, **following.reported, **later}
+        known = {**measured, **limited, "shapes": shapes, "closed": self._is_closed, **following.reported, **later}
         return replace(own, **known), following.stretch_factors
 
     def _received(self, timeout_s: float | None = None) -> JobReport | None:
-        """Return what all ranks have reported of the iteration before; keep what it did where that is wanted.
+        """Return what all ranks have reported of the iteration before; with a timeout, where they may be gone [s].
 
-        Args:
-            timeout_s: How long to wait for ranks that may be gone; None if all of them train.
+        What the iteration did is kept where that is wanted.
         """
         self.send_report()
         keep, self._keep = self._keep, None
@@ -267,12 +270,13 @@ class ModeDriver:
                 self.next = next(self._mode)
 
 
-def _check_deadline(job: Job, rank: RankContext, recorder: Recorder) -> None:
+def _check_deadline(context: ModeContext) -> None:
     """Check that the policy's deadline lies ahead; every rank must call it. Records in the folder mean a resumed job.
 
     Raises:
         ConfigError: On all ranks: it has passed, and the job is new.
     """
+    job, rank = context.job, context.rank
 
     def check() -> None:
         try:
@@ -280,24 +284,24 @@ def _check_deadline(job: Job, rank: RankContext, recorder: Recorder) -> None:
         except ConfigError as error:
             if not (job.output_dir / FILE_NAME).exists():
                 raise
-            recorder.say(f"{error} This job goes on under the fastest plan")
+            context.recorder.say(f"{error} This job goes on under the fastest plan")
 
     rank.communicator.computed_on_rank_0(check)
 
 
-def _follow_signals(rank: RankContext, recorder: Recorder, control: JobControl) -> None:
+def _follow_signals(context: ModeContext) -> None:
     """Read the signals of the policy, on rank 0, and follow their files until the job ends; every rank must call it.
 
     Raises:
         SignalError: On all ranks: a file cannot be used.
     """
+    rank, recorder, control = context.rank, context.recorder, context.control
 
     def report(problem: str) -> None:
         logger.warning("perseus: %s", problem)
         recorder.event(Failed(event="signal", error=problem))
 
     def begin() -> None:
-        control.costs = CostAccount(rank.timebase)
         control.signals = SignalWatch(rank.timebase, report)
         rank.beside_training.callback(control.signals.close)
         control.signals.follow(control.policy)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 
 import numpy as np
 
 from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.run_records import ProfileWritten
 from perseus_ds.clocks.timers import Span
 from perseus_ds.clocks.transitions import ClockPlan
-from perseus_ds.errors import GpuError, PerseusError, ProfileError
+from perseus_ds.errors import GpuError, ProfileError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.plan_proof import IterationSample
 from perseus_ds.profiler.clock_search import ClockSearch
@@ -23,9 +25,8 @@ from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler
 from perseus_ds.runtime.default_clocks import SETTLED
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase, one_iteration
 from perseus_ds.runtime.job import Job, RankContext
-from perseus_ds.runtime.recorder import Recorder
+from perseus_ds.runtime.mode_context import ModeContext
 from perseus_ds.runtime.warm_up import Baseline
-from perseus_ds.runtime.words import against_default_clocks
 
 logger = logging.getLogger("perseus_ds")
 
@@ -41,13 +42,14 @@ _MOST_VISITS = 8
 _TAIL_MATTERS = 0.02
 
 
-def profile_online(job: Job, rank: RankContext, recorder: Recorder, baseline: Baseline) -> Phase[None]:
+def profile_online(context: ModeContext, baseline: Baseline) -> Phase[None]:
     """Measure a profile and write it.
 
     Raises:
         PerseusError: On all ranks, if one could not measure.
         OSError: On all ranks, if rank 0 could not write.
     """
+    job, rank, recorder = context.job, context.rank, context.recorder
     settings = job.config.profile
     clocks = settings.clocks_of(rank.gpu)
     search = ClockSearch(rank.communicator, clocks, settings, baseline.info, job.output_dir)
@@ -60,7 +62,7 @@ def profile_online(job: Job, rank: RankContext, recorder: Recorder, baseline: Ba
         """Return in how many iterations at a clock the energy counter is refreshed often enough."""
         return max(1, math.ceil(at_highest * clock_mhz / clocks[-1]))
 
-    expected = most * (iterations(clocks[len(clocks) // 2]) + 1)
+    expected = most * iterations(clocks[len(clocks) // 2])
     following = "optimizing" if job.config.mode == "auto" else "observe"
     recorder.say(
         f"profiling while training goes on: about {most} clocks in {expected} iterations, which take "
@@ -80,11 +82,9 @@ def profile_online(job: Job, rank: RankContext, recorder: Recorder, baseline: Ba
     with measurement.log as log:
         rank.beside_training.callback(log.close)
         while chosen := search.next_clocks():
-            yield from _measure_batch(measurement, chosen, iterations, next_phase)
-            search.add(measurement.rows(chosen))
-
-    if search.resumed:
-        recorder.say(f"{search.resumed} clocks were already measured by an interrupted run of this job")
+            for clock_mhz in chosen:
+                yield from measurement.measure(clock_mhz, iterations(clock_mhz), next_phase)
+            search.add(rank.communicator.raise_on_all_ranks(partial(measurement.rows, chosen)))
 
     def save() -> None:
         raw = search.measured(baseline.info)
@@ -92,94 +92,15 @@ def profile_online(job: Job, rank: RankContext, recorder: Recorder, baseline: Ba
 
     rank.communicator.computed_on_rank_0(save)
     lost_s, lost_j = measurement.cost()
-    recorder.profile_written(
-        job.profile_path,
-        resumed_clocks=search.resumed,
-        iterations=measurement.iterations,
-        lost_s=lost_s,
-        lost_j=lost_j,
-    )
-    recorder.say(
-        f"wrote {job.profile_path} after {measurement.iterations} profiled iterations, which took "
-        f"{against_default_clocks(lost_s, lost_j)}"
-    )
-
-
-def _measure_batch(
-    measurement: _Measurement,
-    clocks: Sequence[int],
-    iterations: Callable[[int], int],
-    next_phase: Callable[[], NextPhase],
-) -> Phase[None]:
-    """Visit some clocks until no rank asks for another visit of any of them.
-
-    A rank asks with its report of a visit's last iteration, which is known after the next iteration. So a clock that
-    needs more is visited again after the others, and the last one has one iteration more, in which that is known.
-    """
-    waiting = deque(clocks)
-    before: int | None = None
-    clock, needs_more = waiting.popleft(), False
-    while True:
-        visit = yield from _visit(
-            clock, iterations(clock), next_phase(), needs_more=needs_more, unless_enough=before == clock and not waiting
+    recorder.announce(
+        ProfileWritten(
+            path=str(job.profile_path),
+            resumed_clocks=search.resumed,
+            iterations=measurement.iterations,
+            lost_s=round(lost_s, 3),
+            lost_j=round(lost_j, 3),
         )
-        needs_more = measurement.add(clock, visit)
-        reports = visit.seen[0].reports
-        # Reports that a checkpoint has cut off may have asked.
-        asked = reports.vote if reports is not None else before is not None
-        if asked and before is not None and before != clock and before not in waiting:
-            waiting.append(before)
-        if not waiting:
-            if before == clock and not asked:
-                return
-            waiting.append(clock)
-        before, clock = clock, waiting.popleft()
-
-
-@dataclass(frozen=True)
-class _Visit:
-    """Iterations at one clock."""
-
-    seen: list[IterationMeasurement]
-    spans: list[list[Span]]
-
-    def add(self, seen: IterationMeasurement) -> None:
-        """Add an iteration that has just ended: its operations are known until the next one begins."""
-        self.seen.append(seen)
-        self.spans.append([Span(s.operation, s.start_s + seen.start_s, s.end_s + seen.start_s) for s in seen.spans()])
-
-    def runs(self) -> list[_Visit]:
-        """Return them in parts of iterations one right after the other: those of other shapes may lie between."""
-        parts: list[_Visit] = []
-        for seen, spans in zip(self.seen, self.spans, strict=True):
-            if not parts or parts[-1].seen[-1].number + 1 != seen.number:
-                parts.append(_Visit([], []))
-            parts[-1].seen.append(seen)
-            parts[-1].spans.append(spans)
-        return parts
-
-
-def _visit(
-    clock_mhz: int, iterations: int, next_phase: NextPhase, *, needs_more: bool, unless_enough: bool
-) -> Phase[_Visit]:
-    """Run iterations at one clock, and report whether the visit before needs another one.
-
-    Args:
-        clock_mhz: The clock.
-        iterations: How many.
-        next_phase: The phase that follows, and when.
-        needs_more: Whether the visit before does, by this rank.
-        unless_enough: Whether to run no more than one where no rank says so.
-    """
-    wanted = NextIteration("profile", ClockPlan.constant(clock_mhz), aligns_tail=True, next_phase=next_phase)
-    visit = _Visit([], [])
-    for number in range(iterations):
-        reported = {"vote": needs_more} if number == 0 else {}
-        seen = yield from one_iteration(replace(wanted, reported=reported))
-        visit.add(seen)
-        if unless_enough and seen.reports is not None and not seen.reports.vote:
-            break
-    return visit
+    )
 
 
 class _Measurement:
@@ -195,50 +116,59 @@ class _Measurement:
         self._baseline = baseline
         self._profiler = OnlineProfiler(baseline.info.blocking_power_w or 0.0)
         self._refreshes: Counter[int] = Counter()
-        self._visits: Counter[int] = Counter()
         self.iterations = 0
         self._lost_s = 0.0
         self._lost_j = 0.0
-        self._error: PerseusError | None = None
 
-    def add(self, clock_mhz: int, visit: _Visit) -> bool:
-        """Take in the iterations of a visit; return whether another visit of this clock is needed."""
-        try:
-            for part in visit.runs():
-                first, last = part.seen[0], part.seen[-1]
-                start_s, end_s = first.start_s + _SETTLE_S, last.start_s + last.time_s
-                reached_s = self.log.reached_s(clock_mhz, start_s, end_s)
-                settled_s = (start_s if reached_s is None else reached_s) + self._baseline.counter_settle_s
-                readings = self.log.readings(settled_s, end_s)
-                self._profiler.add(clock_mhz, part.spans, readings, self.log.state)
-                self._refreshes[clock_mhz] += len(readings)
-        except GpuError as error:  # the other ranks are told with the rows
-            self._error = error
-        except Exception as error:
-            self._error = ProfileError(f"{type(error).__name__}: {error}")
-        if visit.seen[-1].failed:
-            self._error = GpuError("the clock could not be set")
+    def measure(self, clock_mhz: int, iterations: int, next_phase: Callable[[], NextPhase]) -> Phase[None]:
+        """Run so many iterations at a clock, and as many again until each rank knows what its GPU draws.
+
+        Raises:
+            PerseusError: On all ranks, if one could not measure.
+        """
+        for _ in range(_MOST_VISITS):
+            visit = []
+            for _ in range(iterations):
+                wanted = NextIteration("profile", ClockPlan(first=clock_mhz), aligns_tail=True, next_phase=next_phase())
+                visit.append((yield from one_iteration(wanted)))
+            self._communicator.raise_on_all_ranks(partial(self._add, clock_mhz, visit))
+            few = self._refreshes[clock_mhz] < _REFRESHES or self._profiler.power_error(clock_mhz) > _KNOWN
+            if not self._communicator.all_max(few):
+                break
+
+    def _add(self, clock_mhz: int, visit: Sequence[IterationMeasurement]) -> None:
+        """Take in iterations at a clock."""
+        if visit[-1].failed:
+            raise GpuError("the clock could not be set")
+        for run in _one_after_the_other(visit):
+            first, last = run[0], run[-1]
+            start_s, end_s = first.start_s + _SETTLE_S, last.start_s + last.time_s
+            reached_s = self.log.reached_s(clock_mhz, start_s, end_s)
+            settled_s = (start_s if reached_s is None else reached_s) + self._baseline.counter_settle_s
+            readings = self.log.readings(settled_s, end_s)
+            spans = [
+                [Span(span.operation, span.start_s + seen.start_s, span.end_s + seen.start_s) for span in seen.spans()]
+                for seen in run
+            ]
+            self._profiler.add(clock_mhz, spans, readings, self.log.state)
+            self._refreshes[clock_mhz] += len(readings)
         self.log.forget()
-        self._visits[clock_mhz] += 1
-        self.iterations += len(visit.seen)
-        self._lost_s += sum(seen.time_s - self._baseline.time_s for seen in visit.seen)
-        self._lost_j += sum(seen.energy_j - self._baseline.energy_j for seen in visit.seen)
-        few = self._refreshes[clock_mhz] < _REFRESHES or self._profiler.power_error(clock_mhz) > _KNOWN
-        return few and self._visits[clock_mhz] < _MOST_VISITS and self._error is None
+        self.iterations += len(visit)
+        self._lost_s += sum(seen.time_s - self._baseline.time_s for seen in visit)
+        self._lost_j += sum(seen.energy_j - self._baseline.energy_j for seen in visit)
 
-    def rows(self, clocks: Sequence[int]) -> Sequence[MeasuredRow] | Exception:
-        """Return all rows measured so far, by what is known now; or why there are none at one of some clocks."""
-        if self._error is not None:
-            return self._error
-        try:
-            rows = self._profiler.rows()
-        except Exception as error:  # the other ranks wait to be told
-            return ProfileError(f"{type(error).__name__}: {error}")
+    def rows(self, clocks: Sequence[int]) -> list[MeasuredRow]:
+        """Return all rows measured so far, by what is known now.
+
+        Raises:
+            GpuError: There is none at one of some clocks.
+        """
+        rows = self._profiler.rows()
         missing = sorted(set(clocks) - {row.measurement.clock_mhz for row in rows})
         if missing:
-            return GpuError(
-                f"no power could be told at {missing[0]} MHz: in {self._visits[missing[0]]} visits the energy counter "
-                f"was refreshed {self._refreshes[missing[0]]} times."
+            raise GpuError(
+                f"no power could be told at {missing[0]} MHz: the energy counter was refreshed "
+                f"{self._refreshes[missing[0]]} times."
             )
         return rows
 
@@ -253,6 +183,12 @@ class _Measurement:
         Against iterations at default clocks. Every rank must ask at the same time.
         """
         return self._communicator.all_max(self._lost_s), self._communicator.all_sum(self._lost_j)
+
+
+def _one_after_the_other(visit: Sequence[IterationMeasurement]) -> list[list[IterationMeasurement]]:
+    """Return iterations in runs without a gap: those of other shapes may lie between."""
+    runs = groupby(enumerate(visit), lambda placed: placed[1].number - placed[0])
+    return [[seen for _, seen in run] for _, run in runs]
 
 
 def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: StageProfile) -> None:

@@ -16,6 +16,7 @@ from perseus_ds.artifacts.run_records import (
     Ended,
     Event,
     IterationRecord,
+    LimitsChanged,
     OrderGiven,
     PlanChosen,
     PlanSummary,
@@ -27,7 +28,7 @@ from perseus_ds.artifacts.run_records import (
     TimetableMade,
     trains,
 )
-from perseus_ds.measures import AT_DEFAULT_CLOCKS, JobMeasures, Saving, Typical, promise
+from perseus_ds.measures import AT_DEFAULT_CLOCKS, JobMeasures, PowerBySecond, Saving, Typical, promise
 from perseus_ds.runtime.words import STEPS_TO_A_PLAN, event_in_words, policy_in_words, unfinished
 
 _LONG_S = 60.0
@@ -102,8 +103,16 @@ class JobFacts(_Facts):
     iteration_s: float | None = Field(description="Iteration time, median of the last ones [s].")
     power_w: float | None = Field(description="Of all GPUs, mean of the last iterations [W].")
     present_power_w: float | None = Field(description="Of all GPUs in the last iteration [W].")
+    highest_power_w: float | None = Field(description="Of all GPUs, over the last 60 seconds: of the highest one [W].")
+    lowest_power_w: float | None = Field(description="Of the lowest one [W].")
+    power_change_w: float | None = Field(description="The largest difference from one to the next [W].")
+    power_window_s: float | None = Field(description="What such a second took: whole iterations, one at least [s].")
     cap_w: float | None = Field(description="The power cap in force, of all GPUs [W].")
     cap_source: str = Field(description="Where that comes from: the policy, or the file that it names.")
+    limits: tuple[tuple[int, float | None, float | None], ...] = Field(
+        description="GPUs that may do less than when the profile was measured: rank, power limit [W], clock [MHz]."
+    )
+    more_limits: int = Field(description="How many more GPUs.")
     pending: str | None = Field(description="An order that is not in force yet, in words.")
     unfinished: str | None = Field(
         description="What it was at when it ended before a plan ran, or its profile was done."
@@ -158,13 +167,8 @@ class Tally:
     clock_changes: int = 0
     clock_skips: int = 0
 
-    def add_record(self, record: Record) -> None:
-        """Add a record, if it is of an iteration whose figures are valid."""
-        if isinstance(record, IterationRecord) and trains(record):
-            self.add(record)
-
     def add(self, record: IterationRecord) -> None:
-        """Add an iteration."""
+        """Add an iteration whose figures are valid."""
         self.iterations += 1
         self.time_s += record.time_s
         self.clock_changes += record.clock_changes
@@ -174,6 +178,7 @@ class Tally:
 
 
 _RECENT = 60
+"""Iterations, and seconds of power."""
 _EVENTS = 8
 
 
@@ -182,19 +187,22 @@ class JobProgress:
 
     Attributes:
         total: All iterations but those that calibrate a simulated GPU.
+        since_start: The same since the job started last.
     """
 
     def __init__(self) -> None:
-        self.total = Tally()
+        self.total, self.since_start = Tally(), Tally()
         self._measures = JobMeasures()
         self._pipelines: list[_Pipeline] = []
         self._recent: deque[IterationRecord] = deque(maxlen=_RECENT)
+        self._power = PowerBySecond(_RECENT)
         self._events: deque[Event] = deque(maxlen=_EVENTS)
         self._start: Started | None = None
         self._starts = 0
         self._policy: dict[str, Any] | None = None
         self._chosen: PlanChosen | None = None
         self._cap = PowerCapChanged()
+        self._limits = LimitsChanged()
         self._ordered_policy: dict[str, Any] | None = None
         self._ordered_pause: bool | None = None
         self._timetable: TimetableMade | None = None
@@ -225,11 +233,12 @@ class JobProgress:
         self._ended = isinstance(event, Ended)
         if isinstance(event, Started):
             self._starts += 1
+            self.since_start = Tally()
             self._start, self._policy = event, event.policy
             self._chosen = self._last = self._timetable = None
             self._ordered_policy = self._ordered_pause = self._on_the_way = None
             self._has_profile = False
-            self._cap = PowerCapChanged()
+            self._cap, self._limits = PowerCapChanged(), LimitsChanged()
         elif isinstance(event, ProfileWritten):
             self._has_profile = True
             self._profiling_s += event.lost_s or 0.0
@@ -238,6 +247,8 @@ class JobProgress:
             self._chosen = event
         elif isinstance(event, PowerCapChanged):
             self._cap = event
+        elif isinstance(event, LimitsChanged):
+            self._limits = event
         elif isinstance(event, OrderGiven):
             self._ordered_policy = event.policy or self._ordered_policy
             self._ordered_pause = self._ordered_pause if event.paused is None else event.paused
@@ -245,6 +256,8 @@ class JobProgress:
             self._timetable = event
         elif isinstance(event, PolicyChanged) and event.policy:
             self._policy, self._timetable = event.policy, None
+            if event.policy == self._ordered_policy:  # it is in force, whatever it hands over to later
+                self._ordered_policy = None
         if not isinstance(event, Ended):
             self._events.append(event)
 
@@ -256,14 +269,13 @@ class JobProgress:
         if record.clocks_asked_mhz is not None or record.energy_by_rank_j is not None or record.energy_j is None:
             self._clocks = record.clocks_asked_mhz or (), record.clocks_reached_mhz or ()
         self.total.add(record)
+        self.since_start.add(record)
         self._recent.append(record)
-        self._add_to_pipelines(record)
-
-    def _add_to_pipelines(self, record: IterationRecord) -> None:
-        energies_j = record.energy_by_pipeline_j or ()
-        while len(self._pipelines) < len(energies_j):
-            self._pipelines.append(_Pipeline())
-        for pipeline, energy_j in zip(self._pipelines, energies_j, strict=False):
+        self._power.add(record.time_s, record.energy_j, record.ended)
+        for number, energy_j in enumerate(record.energy_by_pipeline_j or ()):
+            if number == len(self._pipelines):
+                self._pipelines.append(_Pipeline())
+            pipeline = self._pipelines[number]
             pipeline.energy_j += energy_j
             if record.phase in AT_DEFAULT_CLOCKS:
                 pipeline.at_default_j += energy_j
@@ -287,9 +299,9 @@ class JobProgress:
         """Return the facts."""
         start, last, chosen, recent = self._start, self._last, self._chosen, self._recent
         silent_s = max(0.0, now - self._last_time) if self._last_time else None
-        powers_w = [record.power_w for record in recent]
         total_steps = (self._policy or {}).get("total_steps")
         typical = Typical.of([one.time_s for one in recent], [one.energy_j for one in recent])
+        power = self._power.figures
         return JobFacts(
             name=name,
             simulated=self._simulated,
@@ -310,8 +322,14 @@ class JobProgress:
             iteration_s=typical and typical.time_s,
             power_w=typical and typical.power_w,
             present_power_w=last.power_w if last else None,
+            highest_power_w=power and power.highest_w,
+            lowest_power_w=power and power.lowest_w,
+            power_change_w=power and power.change_w,
+            power_window_s=power and power.window_s,
             cap_w=self._cap.watts,
             cap_source=self._cap.source,
+            limits=self._limits.limits,
+            more_limits=self._limits.more,
             pending=self._pending(),
             unfinished=self._unfinished(),
             plan=self._plan(),
@@ -324,15 +342,13 @@ class JobProgress:
             failed_ranks=last.failed_ranks if last else (),
             more_failed_ranks=last.more_failed_ranks if last else 0,
             recent_times_s=tuple(record.time_s for record in recent),
-            recent_powers_w=tuple(powers_w),
+            recent_powers_w=tuple(record.power_w for record in recent),
             events=tuple(Happened(time=event.time, text=event_in_words(event)) for event in self._events),
         )
 
     def _phase(self, now: float) -> dict[str, Any]:
         last = self._last
-        if self._ended:
-            return {"phase": None, "next_phase": None, "next_in_s": None}
-        if last is None:
+        if self._ended or last is None:
             return {"phase": None, "next_phase": None, "next_in_s": None}
         if self._chosen is not None and self._chosen.halts:
             return {"phase": "halt", "next_phase": "run", "next_in_s": None}
@@ -369,7 +385,7 @@ class JobProgress:
         if self._ended or self._last is None:
             return None
         waiting = []
-        if self._ordered_policy is not None and self._ordered_policy != self._policy:
+        if self._ordered_policy is not None:
             waiting.append(policy_in_words(self._ordered_policy))
         if self._ordered_pause is not None and self._ordered_pause != (self._last.phase == "pause"):
             waiting.append("pause" if self._ordered_pause else "resume")
@@ -396,7 +412,7 @@ class JobProgress:
         last = self._last
         if last is None or last.plan is None or last.phase != "run":
             return None
-        plan = None if last.shape else last.plan
+        plan = None if last.shape or last.limited else last.plan
         measured, baseline = self._measures.plan(plan), self._measures.baseline(plan)
         promised_slowdown, promised_saving = promise(last)
         return PlanFacts(
@@ -413,6 +429,7 @@ class JobProgress:
         )
 
 
+@dataclass
 class _Pipeline:
     """Energy of one pipeline so far [J].
 
@@ -422,8 +439,9 @@ class _Pipeline:
         at_default_j: Of iterations at default clocks, which say what part of the job's energy is this pipeline's.
     """
 
-    def __init__(self) -> None:
-        self.energy_j = self.planned_j = self.at_default_j = 0.0
+    energy_j: float = 0.0
+    planned_j: float = 0.0
+    at_default_j: float = 0.0
 
 
 class JobLog:
@@ -448,7 +466,7 @@ class JobLog:
         with self._lock:
             return self._current.facts(self._name, now)
 
-    def savings(self) -> dict[str, Any]:
-        """Return what the plans of the job that started last saved, as :meth:`JobProgress.savings` does."""
+    def at_end(self) -> Ended:
+        """Return the record of the end of the job that started last, if it ends now."""
         with self._lock:
-            return self._current.savings()
+            return Ended(**asdict(self._current.since_start), **self._current.savings())

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -21,29 +21,24 @@ import numpy as np
 import numpy.typing as npt
 
 from perseus_ds.artifacts.io import open_without_links
-from perseus_ds.artifacts.printable import log_printable, printable
 from perseus_ds.artifacts.run_records import (
     FILE_NAME,
     MOST_FAILED_RANKS,
-    Ended,
     Event,
     IterationRecord,
-    PlanJudged,
-    ProfileWritten,
+    LimitsChanged,
     Record,
     RecordFollower,
     Started,
     from_line,
     to_line,
 )
-from perseus_ds.policy.plan_proof import Verdict
-from perseus_ds.policy.reports import RankReports
-from perseus_ds.policy.selector import Forecast
+from perseus_ds.policy.reports import GpuLimit, RankReports
 from perseus_ds.ranks import Communicator
-from perseus_ds.runtime.iterations import NextPhase
-from perseus_ds.runtime.progress import JobFacts, JobLog, Tally
+from perseus_ds.runtime.iterations import NextIteration, NextPhase
+from perseus_ds.runtime.progress import JobFacts, JobLog
 from perseus_ds.runtime.words import describe, event_in_words
-from perseus_ds.units import joules, plain
+from perseus_ds.units import joules, log_printable, plain, printable
 
 logger = logging.getLogger("perseus_ds")
 logger.addFilter(log_printable)  # warnings of all modules quote files
@@ -74,20 +69,14 @@ class IterationContext:
     Attributes:
         number: Training step, 1 first.
         samples: Samples seen by the job so far, the monitor's x-axis.
-        phase: As in ``run.jsonl``.
-        shape: Number of the shape of its inputs; None where all shapes run alike.
-        plan: The plan of this rank's pipeline, as a place on the frontier; None without a plan.
-        forecast: What the profile promised for the whole job; None without a plan.
+        ran: What it ran.
         ended: When it ended [Unix seconds].
         next_phase: What follows its phase.
     """
 
     number: int
     samples: int
-    phase: str
-    shape: int | None = None
-    plan: int | None = None
-    forecast: Forecast | None = None
+    ran: NextIteration
     ended: float = 0.0
     next_phase: NextPhase | None = None
 
@@ -107,15 +96,7 @@ class Recorder:
         monitor: Monitor | None = None,
         steps_per_print: int | None = None,
     ) -> None:
-        """Begin to record; every rank must do so at the same time.
-
-        Args:
-            communicator: All ranks.
-            directory: The job's output folder.
-            simulated: Whether GPUs are simulated.
-            monitor: DeepSpeed's.
-            steps_per_print: How often to print an iteration; None for never.
-        """
+        """Begin to record in the job's output folder; every rank must do so at the same time."""
         self._last: IterationRecord | None = None
         self._communicator = communicator
         self._directory = directory
@@ -123,13 +104,13 @@ class Recorder:
         self._monitor = monitor if getattr(monitor, "enabled", True) else None
         self._steps_per_print = steps_per_print
         self._log = JobLog(directory.resolve().name)
-        self._total = Tally()
-        self._writer = RecordWriter(directory, self._log, self._total.add_record) if communicator.is_rank_0 else None
+        self._writer = RecordWriter(directory, self._log) if communicator.is_rank_0 else None
         self._before_start: list[Event] = []
         self._has_started = False
         self._summarised = 0
         self._drift: float | None = None
         self._by_rank = RankFigures()
+        self._limits: tuple[GpuLimit, ...] = ()
 
     def start(self, event: Started) -> None:
         """Record that the job starts, all its checks being passed, and then what happened meanwhile."""
@@ -156,22 +137,8 @@ class Recorder:
         else:
             self._communicator.send_event(to_line(event).encode())
 
-    def profile_written(self, path: Path, **figures: float) -> None:
-        """Record that a profile was measured, with its cost; see :class:`ProfileWritten`."""
-        rounded = {name: round(value, 3) for name, value in figures.items()}
-        self.event(ProfileWritten.model_validate({"path": str(path), **rounded}))
-
-    def plan_compared(self, plan: int | None, verdict: Verdict, then: str) -> None:
-        """Record how a plan compares with default clocks, and say whether it is kept, why, and what follows.
-
-        Args:
-            plan: Its place on the frontier.
-            verdict: The figures, and what they decide.
-            then: What follows.
-        """
-        figures = {name: round(value, 5) for name, value in asdict(verdict.comparison).items()}
-        decided = {"kept": verdict.kept, "reason": verdict.reason, "then": then}
-        event = PlanJudged.model_validate({"plan": plan, **decided, **figures})
+    def announce(self, event: Event) -> None:
+        """Record an event of the job and print it; on rank 0 only."""
         self.event(event)
         self.say(plain(event_in_words(event)))
 
@@ -179,6 +146,7 @@ class Recorder:
         """Record an iteration that all ranks have reported; on rank 0 only."""
         if self._writer is None:
             return
+        self._compare_limits(reports.limits)
         if self._monitor is not None:
             record = self._of_job(iteration, reports)
             self._writer.write_soon(lambda: record)
@@ -187,6 +155,16 @@ class Recorder:
             self._writer.write_soon(partial(self._of_job, iteration, reports))
         if self._steps_per_print and iteration.number % self._steps_per_print == 0 and (last := self.last):
             self._print(last)
+
+    def _compare_limits(self, limits: tuple[GpuLimit, ...]) -> None:
+        """Record GPUs that may do less than profiled where others do than before; say so where these are other GPUs."""
+        before, self._limits = self._limits, limits
+        if limits == before:
+            return
+        found = tuple((rank, _finite(power_w), _finite(clock_mhz)) for rank, power_w, clock_mhz in limits)
+        event = LimitsChanged(limits=found[:MOST_FAILED_RANKS], more=max(0, len(found) - MOST_FAILED_RANKS))
+        are_others = {limit.rank for limit in limits} != {limit.rank for limit in before}
+        (self.announce if are_others else self.event)(event)
 
     @property
     def last(self) -> IterationRecord | None:
@@ -211,9 +189,9 @@ class Recorder:
         if self._writer is None:
             return
         self._writer.flush()
-        if self._total.iterations > self._summarised:
-            self._summarised = self._total.iterations
-            ended = Ended(simulated=self._simulated, **asdict(self._total), **self._log.savings())
+        ended = self._log.at_end()
+        if ended.iterations > self._summarised:
+            self._summarised = ended.iterations
             self.say(describe(ended))
             self.event(ended)
             if (missing := self.facts().unfinished) is not None:
@@ -236,23 +214,24 @@ class Recorder:
             print(printable(f"perseus: {text}") + (", simulated GPUs" if self._simulated else ""), flush=True)
 
     def _of_job(self, iteration: IterationContext, reports: RankReports) -> IterationRecord:
-        energies_j = reports.column("energy_j")
+        ran, energies_j = iteration.ran, reports.column("energy_j")
         energy_j = float(energies_j.sum())
         has_energy = math.isfinite(energy_j)
         drift = reports.column("drift")
-        if iteration.phase not in _UNDER_PLANS:
+        if ran.phase not in _UNDER_PLANS:
             self._drift = None
         elif np.isfinite(drift).any():
             self._drift = float(np.nanmax(drift))
         failed = np.flatnonzero(reports.column("failed")).tolist()
-        forecast = iteration.forecast
+        forecast, following = ran.forecast, iteration.next_phase
         self._last = IterationRecord(
             simulated=self._simulated,
             iteration=iteration.number,
             ended=round(iteration.ended, 3),
-            phase=iteration.phase,
-            plan=iteration.plan,
-            shape=iteration.shape,
+            phase=ran.phase,
+            plan=ran.plan,
+            shape=ran.shape,
+            limited=ran.limited,
             time_s=_rounded(reports.column("time_s").max()),
             energy_j=_rounded(energy_j) if has_energy else None,
             energy_by_pipeline_j=tuple(map(_rounded, np.bincount(reports.pipeline_of_rank, energies_j)))
@@ -268,8 +247,8 @@ class Recorder:
             clock_skips=int(reports.column("clock_skips").sum()),
             failed_ranks=tuple(failed[:MOST_FAILED_RANKS]),
             more_failed_ranks=max(0, len(failed) - MOST_FAILED_RANKS),
-            next_phase=iteration.next_phase.phase if iteration.next_phase else None,
-            next_in_s=_seconds(iteration.next_phase.in_s) if iteration.next_phase else None,
+            next_phase=following and following.phase,
+            next_in_s=None if following is None or following.in_s is None else round(following.in_s, 3),
             **self._by_rank.of(reports),
         )
         return self._last
@@ -294,8 +273,8 @@ class Recorder:
         self.say(plain(text))
 
 
-def _seconds(value_s: float | None) -> float | None:
-    return None if value_s is None else round(value_s, 3)
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _rounded(value: float) -> float:
@@ -353,13 +332,11 @@ class RecordWriter:
     Args:
         directory: The job's output folder.
         log: Gets all records, those of earlier starts first.
-        on_record: Called with each record of this start, on the thread.
     """
 
-    def __init__(self, directory: Path, log: JobLog, on_record: Callable[[Record], None]) -> None:
+    def __init__(self, directory: Path, log: JobLog) -> None:
         self._path = directory / FILE_NAME
         self._log = log
-        self._on_record = on_record
         self._waiting: queue.SimpleQueue[_Waiting] = queue.SimpleQueue()
         self._unwritten: deque[bytes] = deque(maxlen=_MOST_UNWRITTEN)
         self._works = True
@@ -417,7 +394,6 @@ class RecordWriter:
             try:
                 record = waiting[0]()
                 lines.append(to_line(record).encode())
-                self._on_record(record)
                 self._log.add([record])
             except Exception as error:  # the records after it are of use all the same
                 logger.warning("perseus: a record of this job cannot be made (%r); it is left out.", error)

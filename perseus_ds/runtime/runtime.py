@@ -20,8 +20,7 @@ from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_records import ClockRefused, Event
 from perseus_ds.clocks.controller import ClockController, DriverCall
 from perseus_ds.clocks.events import DeviceEvent
-from perseus_ds.clocks.latency import LatencyTable
-from perseus_ds.clocks.readback import Refusal
+from perseus_ds.clocks.readback import LatencyTable, Refusal
 from perseus_ds.clocks.timers import Execution, SimulatedExecution
 from perseus_ds.clocks.transitions import ClockPlan, ClockTransition, IterationClocks
 from perseus_ds.errors import ConnectionLostError, PlanError
@@ -76,7 +75,7 @@ class RankFacts:
         fingerprint: Changes with whatever the times of this rank's instructions depend on.
         models: Classes of the models that this process holds, first the one that trains; empty for a loop of the
             user's own.
-        versions: Of the packages that train, besides torch.
+        versions: Of the packages that train, besides torch and Perseus.
         micro_batch_size: Samples of a micro-batch, where it is known.
         monitor: Receives time and energy, as DeepSpeed's monitor does.
         steps_per_print: How often to print an iteration; None for never.
@@ -123,15 +122,7 @@ class PerseusRuntime:
     ) -> None:
         """Check everything that can be checked before training starts; every rank must do so at once.
 
-        Args:
-            job: The training job.
-            communicator: All ranks.
-            gpu: Of this rank.
-            timers: Times operations.
-            device: Where the rank's tensors live.
-            monitor: DeepSpeed's monitor.
-            steps_per_print: How often to print an iteration; None for never.
-            timebase: The time that the rank lives in.
+        What is given is described by :class:`Job`, :class:`RankContext` and :class:`RankFacts`.
 
         Raises:
             PerseusError: On all ranks, what went wrong on one.
@@ -142,7 +133,8 @@ class PerseusRuntime:
         self._in_iteration = False
         # Ranks without a tail do not take part in its barrier.
         self._has_tail = all(any(i.kind is Kind.TAIL for i in rank) for rank in job.schedule.instructions)
-        self._forwards = job.forwards_of(communicator.topology.pipeline_rank)
+        stream = job.schedule.instructions[communicator.topology.pipeline_rank]
+        self._forwards = sum(instruction.kind is Kind.FORWARD for instruction in stream)
         self._closed = self._process_ends = False
         self._ended: tuple[DriverCall | None, float] = None, -math.inf
         clocks = ClockController(gpu, self._fail, self._refused, timers.use_device, timebase)
@@ -181,21 +173,17 @@ class PerseusRuntime:
         """
         communicator = Communicator(facts.place)
         topology = communicator.topology
-        own: list[RankSchedule] = []
-        communicator.raise_on_all_ranks(lambda: own.append(read()))
-        streams = communicator.pipeline_gather(own[0].operations)
-        schedule = Schedule(own[0].name, own[0].micro_batches, tuple(streams))
-        opened: list[tuple[Gpu, Execution, Job]] = []
+        own = communicator.raise_on_all_ranks(read)
+        schedule = Schedule(own.name, own.micro_batches, tuple(communicator.pipeline_gather(own.operations)))
 
-        def open_all() -> None:
+        def open_all() -> tuple[Gpu, Execution, Job]:
             check(schedule)
             gpu = open_gpu(config, facts.device, rank=topology.rank, local_rank=facts.local_rank)
             info = _profile_info(facts, schedule, gpu, topology)
             job = Job(config, schedule, info, facts.fingerprint, facts.models)
-            opened.append((gpu, execution_on(gpu, facts.device, config), job))
+            return gpu, execution_on(gpu, facts.device, config), job
 
-        communicator.raise_on_all_ranks(open_all)
-        ((gpu, timers, job),) = opened
+        gpu, timers, job = communicator.raise_on_all_ranks(open_all)
         return cls(
             job,
             communicator=communicator,
@@ -263,7 +251,7 @@ class PerseusRuntime:
         clocks = self.rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
         self._has_clocks = self._check()
-        plan = self.next.clocks if self._has_clocks else ClockPlan.none()
+        plan = self.next.clocks if self._has_clocks else ClockPlan()
         self._shapes = InputShapes(self._forwards, self.next.tell_shapes)
         aligns_tail = self.next.aligns_tail and self._has_tail
         # Before the clock is set, which takes a while.
@@ -282,7 +270,7 @@ class PerseusRuntime:
             self._in_iteration = False
         # The host is done once all is launched; the device may still be at it, and nobody waits for it here.
         finished = self.rank.timers.finish_iteration()
-        ended = self._energy_at(finished.end)
+        ended = self._energy_at(finished.end, with_limits=True)
         end_s = self.rank.timebase.now_s()
         self._ended = ended, end_s
         energy = EnergyUse(begun, ended, self._fail)
@@ -329,7 +317,7 @@ class PerseusRuntime:
     def _take_in(self, shapes: float) -> None:
         """Note the shapes of a forward's inputs; if they are the first, run what iterations that begin so run."""
         if self._shapes.add(shapes) and self._driver.choose(shapes) and self._has_clocks:
-            self._hooks.change_plan(ClockPlan.none() if self._fallback.is_in_force else self.next.clocks)
+            self._hooks.change_plan(ClockPlan() if self._fallback.is_in_force else self.next.clocks)
 
     def instruction(self, instruction: Instruction, inputs: Hashable = None) -> AbstractContextManager[None]:
         """Surround one instruction of an iteration, as :meth:`operation` does."""
@@ -396,6 +384,7 @@ class PerseusRuntime:
             steps: Steps done, where somebody else counts them.
         """
         progress = state.get("progress") if self._control.restore(state, steps) else None
+        self._control.record_policy(self._recorder.event)
         self._driver.resume(progress or {})
 
     def process_ends(self) -> None:
@@ -433,9 +422,15 @@ class PerseusRuntime:
         """Record a clock that the GPU does not reach."""
         self._recorder.own_event(ClockRefused(rank=self.rank.communicator.topology.rank, **asdict(refusal)))
 
-    def _energy_at(self, event: DeviceEvent) -> DriverCall | None:
-        """Have the energy counter read when the device passes an event; None once this is closed."""
-        return None if self._closed else self.rank.clocks.call(self.rank.gpu.energy_j, event)
+    def _energy_at(self, event: DeviceEvent, *, with_limits: bool = False) -> DriverCall | None:
+        """Have the energy counter read when the device passes an event, and then limits; None once this is closed."""
+        read = self._read_energy_and_limits if with_limits else self.rank.gpu.energy_j
+        return None if self._closed else self.rank.clocks.call(read, event)
+
+    def _read_energy_and_limits(self) -> float:
+        energy_j = self.rank.gpu.energy_j()
+        self.rank.clocks.limits.read()
+        return energy_j
 
     def _fail(self, error: Exception) -> None:
         """Fall back to default clocks; training goes on."""
@@ -463,8 +458,17 @@ def _profile_info(facts: RankFacts, schedule: Schedule, gpu: Gpu, topology: Pipe
         micro_batches=schedule.micro_batches,
         micro_batch_size=facts.micro_batch_size,
         model=facts.models[0] if facts.models else None,
-        versions={**facts.versions, **{name: importlib.metadata.version(name) for name in ("torch", "perseus-ds")}},
+        versions={**facts.versions, **own_versions()},
     )
+
+
+def own_versions() -> dict[str, str]:
+    """Return the versions of torch and Perseus; what lies in Python's path and was not installed has none."""
+    installed = {}
+    for package in ("torch", "perseus-ds"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 class OperationHooks:
@@ -475,24 +479,15 @@ class OperationHooks:
     Attributes:
         operation: The operation to surround.
         times_all: Whether all operations of this iteration are timed, transfers included.
-        plan: The clocks of this iteration.
-        requested: The clocks that are requested for it.
+        requested: The clocks that are requested for this iteration.
     """
 
     def __init__(self, timers: Execution, clocks: ClockController, communicator: Communicator) -> None:
-        """Begin at default clocks.
-
-        Args:
-            timers: Times operations.
-            clocks: Sets the clock.
-            communicator: All ranks.
-        """
         self._timers = timers
         self._clocks = clocks
         self._communicator = communicator
-        self.plan = ClockPlan.none()
         self.requested = IterationClocks()
-        self._requested_for: tuple[ClockPlan, LatencyTable | None] = self.plan, None
+        self._requested_for: tuple[ClockPlan, LatencyTable | None] = ClockPlan(), None
         self.operation: Operation | None = None
         self._position = 0
         self._transition: ClockTransition | None = None
@@ -519,7 +514,6 @@ class OperationHooks:
             plan: The clocks.
             aligns_tail: Whether all ranks begin their tails at the same time, so that waiting is not counted as work.
         """
-        self.plan = plan
         self._aligns_tail = aligns_tail
         latencies = self._clocks.latencies
         planned, planned_latencies = self._requested_for
@@ -532,7 +526,7 @@ class OperationHooks:
 
     def drop_plan(self) -> None:
         """Continue at default clocks; may be called from any thread."""
-        self.plan, self.requested, self._transition = ClockPlan.none(), IterationClocks(), None
+        self.requested, self._transition = IterationClocks(), None
         self._clocks.request(None)
 
     def __enter__(self) -> None:
@@ -547,8 +541,16 @@ class OperationHooks:
             self._timers.wait()
             with contextlib.suppress(ConnectionLostError):  # the next report says so
                 self._communicator.barrier()
-        requested = self.requested
-        transition = self._transition = self._planned_around(operation, requested) if requested.by_instruction else None
+        requested, transition = self.requested, None
+        if requested.by_instruction:
+            position, ran, instruction = self._position, requested.ran, operation.instruction
+            self._position = position + 1
+            if position < len(ran) and ran[position][0] is instruction:
+                transition = ran[position][1]
+            else:
+                transition = requested.by_instruction.get(instruction)
+                ran[position:] = [(instruction, transition)]
+        self._transition = transition
         if transition is not None:
             self._clocks.request(transition.clock_mhz)
         begun = self._timers.begin(operation) if self._times_passes else None
@@ -568,13 +570,3 @@ class OperationHooks:
         ended = self._timers.end(operation) if self._times_passes else None
         if transition is not None and transition.next_clock_mhz != transition.clock_mhz:
             self._clocks.request(transition.next_clock_mhz, self._timers.event() if ended is None else ended)
-
-    def _planned_around(self, operation: Compute, requested: IterationClocks) -> ClockTransition | None:
-        """Return what to request around the next instruction of an iteration."""
-        position, ran, instruction = self._position, requested.ran, operation.instruction
-        self._position = position + 1
-        if position < len(ran) and ran[position][0] is instruction:
-            return ran[position][1]
-        transition = requested.by_instruction.get(instruction)
-        ran[position:] = [(instruction, transition)]
-        return transition

@@ -22,8 +22,7 @@ from perseus_ds.errors import PerseusError
 from perseus_ds.policy.reports import SHAPES, JobReport, shapes_number
 from perseus_ds.ranks import Pending
 from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextIteration, Phase, Resumed
-from perseus_ds.runtime.job import RankContext
-from perseus_ds.runtime.recorder import Recorder
+from perseus_ds.runtime.mode_context import ModeContext
 
 _MOST = 6
 # A shape gets a profile, which costs some twenty slower iterations, when so many of the last iterations had it.
@@ -95,53 +94,17 @@ class _Planned:
     """
 
     number: int
-    phases: Phase[None] | None
+    phases: Phase[Any] | None
     wanted: NextIteration = UNPLANNED
     reports: JobReport | None = None
     came: int = 0
     iterations: int = 0
     confused: int = 0
 
-
-def run_by_shape(
-    rank: RankContext,
-    recorder: Recorder,
-    start: Callable[[int, Shape], Phase[None]],
-    *,
-    first: float | None,
-) -> Phase[None]:
-    """Train each shape that comes often in phases of its own, and iterations of others at default clocks.
-
-    Args:
-        rank: This rank.
-        recorder: Of the job.
-        start: Begins the phases of a shape, given its number.
-        first: The total of the shape that has number 0, if there is one: it begins when it comes.
-    """
-    shapes = _Shapes(rank, recorder, start, first)
-    try:
-        yield from _run(shapes)
-    finally:
-        shapes.close()
-
-
-def _run(shapes: _Shapes) -> Phase[None]:
-    ran: _Planned | None = None
-    reported: Mapping[str, Any] = {}
-    while True:
-        received = yield shapes.next_iteration(ran, reported)
-        reported = {}
-        if isinstance(received, Resumed):
-            ran = None
-            shapes.resume(received)
-            continue
-        if ran is not None:
-            ran.reports = received.reports
-        ran = shapes.of(received)
-        if ran is not None:
-            reports, ran.reports = ran.reports, None
-            shapes.advance(ran, replace(received, reports=reports))
-            reported = ran.wanted.reported
+    def close(self) -> None:
+        """End its phases, and what they have running beside training."""
+        if self.phases:
+            self.phases.close()
 
 
 def _of_all(numbers: npt.NDArray[np.float64], contents: list[bytes]) -> list[int]:
@@ -152,18 +115,23 @@ def _of_all(numbers: npt.NDArray[np.float64], contents: list[bytes]) -> list[int
     return sums + alike
 
 
-class _Shapes:
-    """The shapes of a job: the same on all ranks, which call all methods together."""
+class ShapePhases:
+    """Trains each shape that comes often in phases of its own, and iterations of others at default clocks.
 
-    def __init__(
-        self,
-        rank: RankContext,
-        recorder: Recorder,
-        start: Callable[[int, Shape], Phase[None]],
-        first: float | None,
-    ) -> None:
-        self._rank = rank
-        self._recorder = recorder
+    The same on all ranks, which call all methods together.
+    """
+
+    def __init__(self, context: ModeContext, start: Callable[[int, Shape], Phase[Any]], first: float | None) -> None:
+        """Begin without shapes.
+
+        Args:
+            context: Of the mode.
+            start: Begins the phases of a shape, given its number.
+            first: The total of the shape that has number 0, if there is one: it begins when it comes.
+        """
+        self._recorder = context.recorder
+        self._topology = context.rank.communicator.topology
+        self._channel = context.rank.communicator.open_channel()
         self._start = start
         self._first = first
         self._planned: dict[Shape, _Planned] = {}
@@ -171,10 +139,35 @@ class _Shapes:
         self._iterations = 0
         self._numbers = 0
         self._progress: dict[str, Any] = {}
-        self._channel = rank.communicator.open_channel()
         self._told: Pending[list[int] | None] | None = None
 
-    def next_iteration(self, last: _Planned | None, reported: Mapping[str, Any]) -> NextIteration:
+    def run(self) -> Phase[None]:
+        """Train for the rest of the job."""
+        ran: _Planned | None = None
+        reported: Mapping[str, Any] = {}
+        try:
+            while True:
+                received = yield self._next_iteration(ran, reported)
+                reported = {}
+                if isinstance(received, Resumed):
+                    ran = None
+                    for planned in self._planned.values():
+                        planned.reports = None
+                        if planned.phases:
+                            self._advance(planned, received)
+                    continue
+                if ran is not None:
+                    ran.reports = received.reports
+                ran = self._of(received)
+                if ran is not None:
+                    reports, ran.reports = ran.reports, None
+                    self._advance(ran, replace(received, reports=reports))
+                    reported = ran.wanted.reported
+        finally:
+            for planned in self._planned.values():
+                planned.close()
+
+    def _next_iteration(self, last: _Planned | None, reported: Mapping[str, Any]) -> NextIteration:
         """Return what to run: until its shape is known, what the last shape asks for."""
         by_shape = {shape.first: planned.wanted for shape, planned in self._planned.items() if planned.phases}
         begin = last.wanted if last is not None else UNPLANNED
@@ -182,7 +175,7 @@ class _Shapes:
             begin, by_shape=by_shape, tell_shapes=self._tell, reported=reported, progress=lambda: self._progress
         )
 
-    def of(self, seen: IterationMeasurement) -> _Planned | None:
+    def _of(self, seen: IterationMeasurement) -> _Planned | None:
         """Return the shape of an iteration, if it is planned; one that has come often becomes so."""
         shape, alike = self._shape_on_all_ranks(*seen.shapes)
         self._iterations += 1
@@ -216,7 +209,7 @@ class _Shapes:
         """Begin to tell all ranks which inputs this rank has; once for each iteration that ends."""
         if self._told is not None:
             return
-        rank = self._rank.communicator.topology.rank
+        rank = self._topology.rank
         total_number = shapes_number(rank, total)
         alike = [float(other.first == first) for other in self._known]
         words = [sum(2.0**bit * here for bit, here in enumerate(alike[begin : begin + _BITS])) for begin in (0, _BITS)]
@@ -229,7 +222,7 @@ class _Shapes:
         """The shapes that an iteration may be like; no more of them than two words have bits."""
         return [*dict.fromkeys([*self._planned, *self._seen])]
 
-    def advance(self, planned: _Planned, received: IterationMeasurement | Resumed | None) -> None:
+    def _advance(self, planned: _Planned, received: IterationMeasurement | Resumed | None) -> None:
         """Have the phases of a shape decide on its next iteration; None lets them begin."""
         assert planned.phases is not None
         try:
@@ -243,19 +236,6 @@ class _Shapes:
             wanted = replace(UNPLANNED, reported=wanted.reported)
         # Ranks that take an iteration to be of different shapes must not wait for each other.
         planned.wanted = replace(wanted, shape=planned.number, aligns_tail=False)
-
-    def resume(self, received: Resumed) -> None:
-        """Pass on that the job goes on from a checkpoint."""
-        for planned in self._planned.values():
-            planned.reports = None
-            if planned.phases:
-                self.advance(planned, received)
-
-    def close(self) -> None:
-        """End the phases of all shapes, and what they have running beside training."""
-        for planned in self._planned.values():
-            if planned.phases:
-                planned.phases.close()
 
     def _deserves_plans(self, shape: Shape, alike: set[Shape]) -> bool:
         """Whether a shape comes often, can be told from others, and there is room for it."""
@@ -271,9 +251,7 @@ class _Shapes:
         unused = min(self._planned, key=lambda other: self._planned[other].came)
         if self._iterations - self._planned[unused].came < _UNUSED:
             return False
-        dropped = self._planned.pop(unused)
-        if dropped.phases:
-            dropped.phases.close()
+        self._planned.pop(unused).close()
         return True
 
     def _begin(self, shape: Shape) -> None:
@@ -281,23 +259,11 @@ class _Shapes:
             number, self._first = 0, None
         else:
             number = self._numbers = self._numbers + 1
-        self._recorder.event(ShapePlanned(shape=number))
-        self._recorder.say(
-            f"{self._seen.count(shape)} of the last {len(self._seen)} iterations have inputs of one shape: it has a "
-            f"profile and plans of its own, as shape {number}"
-        )
-        planned = _Planned(number, None, came=self._iterations)
-        self._planned[shape] = planned
-        try:
-            planned.phases = self._start(number, shape)
-        except PerseusError as error:
-            self._give_up(planned, str(error).rstrip("."))
-            return
-        self.advance(planned, None)
+        self._recorder.announce(ShapePlanned(shape=number))
+        planned = self._planned[shape] = _Planned(number, self._start(number, shape), came=self._iterations)
+        self._advance(planned, None)
 
     def _give_up(self, planned: _Planned, why: str) -> None:
-        if planned.phases:
-            planned.phases.close()
+        planned.close()
         planned.phases, planned.wanted = None, UNPLANNED
-        self._recorder.event(ShapePlanned(shape=planned.number, given_up=why))
-        self._recorder.say(f"shape {planned.number} is no longer planned ({why}): it runs at default clocks")
+        self._recorder.announce(ShapePlanned(shape=planned.number, given_up=why))

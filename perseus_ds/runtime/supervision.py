@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from perseus_ds.artifacts.run_records import Failed
-from perseus_ds.clocks.controller import ShortSwitchInterval
+from perseus_ds.clocks.controller import short_switch_interval
 from perseus_ds.clocks.exit_guard import ExitGuard
 from perseus_ds.clocks.guardian import Guardian
 from perseus_ds.clocks.guardian_daemon import open_gpu, restore
@@ -36,17 +37,19 @@ class Supervision:
         """
         self._rank = rank
         self._guardian: Guardian | None = None
-        self._held: HeldLock | None = None
-        self._server: ControlServer | None = None
-        self._metrics: MetricsReporter | None = None
-        self._switch_interval: ShortSwitchInterval | None = None
+        self._parts = ExitStack()
 
         def start() -> None:
-            self._guardian = _start_guardian(job, rank)
-            self._held = _hold(self._guardian, rank)
-            self._server = _listen(job, rank, recorder, control)
-            self._metrics = _report_metrics(job, rank, recorder)
-            self._switch_interval = None if job.config.mode == "observe" else ShortSwitchInterval()
+            if job.config.mode != "observe" and rank.gpu.address is not None:  # otherwise no clock can stay locked
+                reset_left_clocks()
+                self._guardian = Guardian([rank.gpu.address])
+                self._parts.callback(_end_watch, self._guardian, _hold(rank.gpu.address))
+            if (server := _listen(job, rank, recorder, control)) is not None:
+                self._parts.callback(server.close)
+            if (metrics := _report_metrics(job, rank, recorder)) is not None:
+                self._parts.callback(metrics.close)
+            if job.config.mode != "observe":
+                self._parts.enter_context(short_switch_interval())
 
         try:
             rank.communicator.raise_on_all_ranks(start)
@@ -73,24 +76,14 @@ class Supervision:
         self._exit_guard.release()
 
     def close(self) -> None:
-        """End control socket, metrics, and the guardian's watch over this rank; harmless when called again."""
-        if self._switch_interval is not None:
-            self._switch_interval.close()
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._server is not None:
-            self._server.close()
-        is_restored = self._guardian is not None and self._guardian.close()
-        if self._held is not None and is_restored:
-            self._held.release()
+        """End metrics, control socket, and at last the guardian's watch over this rank; harmless when called again."""
+        self._parts.close()
 
 
-def _start_guardian(job: Job, rank: RankContext) -> Guardian | None:
-    """Have the clocks restored should all ranks be killed; a job that changes none needs no guardian."""
-    if job.config.mode == "observe" or rank.gpu.address is None:
-        return None
-    reset_left_clocks()
-    return Guardian([rank.gpu.address])
+def _end_watch(guardian: Guardian, held: HeldLock | None) -> None:
+    """Have the guardian restore the clock; the record that it is locked stays where it could not."""
+    if guardian.close() and held is not None:
+        held.release()
 
 
 def reset_left_clocks() -> None:
@@ -107,12 +100,10 @@ def reset_left_clocks() -> None:
         logger.warning("perseus: process %d died and left the clock of %s locked: %s.", left.pid, left.address, said)
 
 
-def _hold(guardian: Guardian | None, rank: RankContext) -> HeldLock | None:
-    """Keep a record, on this node, that this process may lock its GPU's clock."""
-    if guardian is None or rank.gpu.address is None:
-        return None
+def _hold(address: str) -> HeldLock | None:
+    """Keep a record, on this node, that this process may lock the clock of a GPU."""
     try:
-        return HeldLock(rank.gpu.address)
+        return HeldLock(address)
     except OSError as error:
         logger.debug("perseus: no record of the locked clock: %s", error)
         return None

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from perseus_ds.artifacts.io import write_atomically
-from perseus_ds.artifacts.limits import MOST_OPERATIONS
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
+from perseus_ds.artifacts.validation import MOST_OPERATIONS
 from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.pipeline.schedule import Compute, Load, Other
 from perseus_ds.ranks import Communicator
-from perseus_ds.runtime.iterations import IterationMeasurement
+from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
@@ -23,22 +21,6 @@ _PHASES = ("warm-up", "observe", "run")
 # The first iteration under a plan begins at the clocks of the one before.
 _SETTLED = 2
 _MOST = 6
-_BARRIERS = 5
-
-
-@dataclass(frozen=True)
-class Ran:
-    """An iteration that has ended, as this rank knows it.
-
-    Attributes:
-        phase: What Perseus was doing.
-        clock_mhz: What the plan asks for.
-    """
-
-    number: int
-    phase: str
-    plan: int | None
-    clock_mhz: Mapping[Instruction, int]
 
 
 class TimelineLog:
@@ -75,25 +57,18 @@ class TimelineLog:
         self._kept += 1
         return True
 
-    def keep(self, ran: Ran, seen: IterationMeasurement) -> None:
-        """Gather what all ranks of the first pipeline did; all of them must do so at the same time.
-
-        Ranks on different hosts have no clock in common, so each reports how long ago its iteration began at moments
-        common to all, the ends of barriers.
-        """
-        elapsed_s = []
-        for _ in range(_BARRIERS):
-            self._communicator.pipeline_gather(None)
-            elapsed_s.append(self._time.now_s() - seen.start_s)
-        by_rank = self._communicator.pipeline_gather((elapsed_s, seen.spans(), dict(ran.clock_mhz)))
+    def keep(self, ran: NextIteration, seen: IterationMeasurement) -> None:
+        """Gather what all ranks of the first pipeline did; all of them must do so at the same time."""
+        begun_s = seen.start_s - self._communicator.ahead_s(self._time)
+        by_rank = self._communicator.pipeline_gather((begun_s, seen.spans(), dict(seen.clock_mhz)))
         if not self._communicator.is_rank_0 or not self._works:
             return
-        reference_s = by_rank[0][0]
-        operations = []
-        for theirs_s, spans, clock_mhz in by_rank:
-            late_s = statistics.median(ours - theirs for ours, theirs in zip(reference_s, theirs_s, strict=True))
-            operations.append([entry for span in spans for entry in _entries(span, late_s, clock_mhz)])
-        iteration = MeasuredIteration(iteration=ran.number, phase=ran.phase, plan=ran.plan, ranks=operations)
+        first_s = by_rank[0][0]
+        operations = [
+            [entry for span in spans for entry in _entries(span, begun_s - first_s, clock_mhz)]
+            for begun_s, spans, clock_mhz in by_rank
+        ]
+        iteration = MeasuredIteration(iteration=seen.number, phase=ran.phase, plan=ran.plan, ranks=operations)
         # What could not be read again is not written: iterations of large jobs are fewer.
         if self._file.operations + iteration.operations <= MOST_OPERATIONS:
             self._file.iterations.append(iteration)

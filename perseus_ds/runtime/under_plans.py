@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.run_records import Drifted
+from perseus_ds.artifacts.run_records import Drifted, PlanJudged
 from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.pipeline.dag import Dag
-from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.pace import DriftWatch, computed_and_tail_s, reported_drift
 from perseus_ds.policy.plan_proof import ANALYSES, IterationSample, PlanComparison, Verdict, certainty
-from perseus_ds.policy.reports import JobReport
+from perseus_ds.policy.reports import GpuLimit, JobReport
 from perseus_ds.policy.selector import Assignment, Forecast, PlanSelector
-from perseus_ds.runtime.iterations import Halt, IterationMeasurement, NextIteration, NextPhase, Phase, Waited
-from perseus_ds.runtime.job import Job, RankContext
-from perseus_ds.runtime.recorder import Recorder
+from perseus_ds.runtime.iterations import Halt, IterationMeasurement, NextIteration, NextPhase, Phase
+from perseus_ds.runtime.mode_context import ModeContext
 from perseus_ds.runtime.words import begin
 
 _DRIFT_EVERY = 10
@@ -31,6 +29,11 @@ _TRIAL_ITERATIONS = 8
 _TRIAL_S = 20.0
 # After so many blocks under a plan they are compared with default clocks of long ago, to notice when it becomes late.
 _WATCHED_BLOCKS = 4
+# When a plan that is kept is compared again, the first time, in iterations; not before so many seconds.
+_COMPARED_AGAIN_AFTER = 500
+_COMPARED_AGAIN_AFTER_S = 120.0
+# So many plans at most have a turn one after the other.
+_MOST_TURNS = 3
 
 
 class Outcome(Enum):
@@ -39,10 +42,12 @@ class Outcome(Enum):
     Attributes:
         PROFILE_OUTDATED: Instructions take longer or shorter than profiled, and no comparison can tell what that means.
         DEFAULT_OUTDATED: Inputs have other shapes than those with which default clocks were measured.
+        LIMITS_CHANGED: GPUs may do less, or more, than what the plans were made for.
     """
 
     PROFILE_OUTDATED = "profile outdated"
     DEFAULT_OUTDATED = "default outdated"
+    LIMITS_CHANGED = "limits changed"
 
 
 @dataclass(frozen=True)
@@ -62,45 +67,55 @@ class PlanRunner:
     """Runs the assignment in force on this rank, and compares it with default clocks; the same on all ranks.
 
     Attributes:
-        wanted: The next iteration.
+        selector: Decides on the assignment.
+        profiles_again: Whether to return, to profile again, where instructions take longer or shorter than profiled,
+            and no comparison tells what that means; otherwise the job trains on and only says so.
         has_drifted: Whether instructions were found to take longer or shorter than profiled.
         drifts_by_shape: Whether that is because inputs have other shapes.
+        limits_seen: GPUs that may do less than when the profile was measured, by the reports received last.
     """
 
     def __init__(
         self,
-        job: Job,
-        rank: RankContext,
-        recorder: Recorder,
-        control: JobControl,
-        *,
+        context: ModeContext,
         frontier: Frontier,
-        comparisons: Iterator[int],
+        *,
+        others: Mapping[int, Frontier] | None = None,
         default: IterationSample | None = None,
+        limits: tuple[GpuLimit, ...] = (),
+        unlimited_power_w: float | None = None,
     ) -> None:
         """Decide on the first plan; every rank must do so at once.
 
         Args:
-            job: The job.
-            rank: This rank.
-            recorder: Of the job.
-            control: What the user asks for.
-            frontier: The plans.
-            comparisons: Counts the comparisons of the job.
+            context: Of the mode.
+            frontier: The plans; where pipelines have different ones, those of the slowest.
+            others: The plans of pipelines that have others.
             default: Iterations of this job at default clocks; None where savings are relative to the profile.
+            limits: GPUs that may do less than when the profile was measured, which the plans allow for.
+            unlimited_power_w: Of all GPUs at default clocks without these limits, where it was measured [W].
         """
-        self._communicator = rank.communicator
-        self._topology = rank.communicator.topology
-        self._is_first = rank.communicator.is_rank_0
-        self._recorder = recorder
-        self._control = control
+        self._communicator = context.rank.communicator
+        self._topology = self._communicator.topology
+        self._is_first = self._communicator.is_rank_0
+        self._recorder = context.recorder
+        self._control = context.control
         self._frontier = frontier
-        self._drift = DriftWatch(job.config.max_drift)
+        self._others = others or {}
+        self._own = self._others.get(self._topology.data_parallel_rank, frontier)
+        self.profiles_again = False
+        # Whether the last comparison has kept the plan, and another one is not due yet; then after so many iterations.
+        self._is_kept, self._again_in = False, _COMPARED_AGAIN_AFTER
+        self.limits_seen = self._limits = limits
+        self._drift = DriftWatch(context.job.config.max_drift)
         self.has_drifted = False
         self.drifts_by_shape = False
         self._iterations = 0
         self._default = default
-        self._comparisons = comparisons
+        self._comparisons = context.comparisons
+        # Of a comparison that was interrupted by other limits, its blocks so far.
+        self._blocks: list[IterationSample] = []
+        self._sure: float | None = None
         # Whether default clocks have just been measured.
         self._is_fresh = default is not None
         self._incomparable = 0
@@ -108,25 +123,27 @@ class PlanRunner:
         self._scale = 1.0
         # Of the last iteration, whose reports are on their way.
         self._ran = _Ran()
-        self._dag = Dag.build(job.schedule)
-        self._selector = PlanSelector(
-            rank.communicator, frontier, control, timebase=rank.timebase, record=recorder.event, say=recorder.say
+        self._dag = Dag.build(context.job.schedule)
+        self.selector = PlanSelector(
+            self._communicator,
+            frontier,
+            self._control,
+            others=self._others,
+            timebase=context.rank.timebase,
+            record=self._recorder.event,
+            say=self._recorder.say,
         )
+        self.selector.unlimited_power_w = unlimited_power_w
         if default is not None:
-            self._selector.default_power_w = default.power_w
+            self.selector.default_power_w = default.power_w
         self._planned = self._under_assignment()
-        self.wanted = self._with_report()
-        recorder.say(begin(self._selector.in_force.plan, len(frontier.plans), self._planned.forecast))
+        self._wanted = self._with_report()
+        self._recorder.say(begin(self.selector.in_force.plan, len(frontier.plans), self._planned.forecast))
 
     @property
     def plan(self) -> FrequencyPlan | None:
         """The plan of this rank's pipeline; None while it is paused."""
-        return self.wanted.clocks.plan
-
-    @property
-    def plan_number(self) -> int | None:
-        """Its place on the frontier."""
-        return self.wanted.plan
+        return self._wanted.clocks.plan
 
     @property
     def default(self) -> IterationSample:
@@ -134,9 +151,16 @@ class PlanRunner:
         assert self._default is not None, "default clocks are measured first"
         return self._default
 
-    def progress_for_other_plans(self) -> dict[str, Any]:
-        """Return what stays true of the job when it drops these plans for those of another profile."""
-        return self._selector.state_for_other_plans()
+    def take_over(self, limits: tuple[GpuLimit, ...]) -> None:
+        """Go on under these plans after others; every rank must do so at once.
+
+        Args:
+            limits: GPUs that may do less than when the profile was measured, as far as these plans allow for that.
+        """
+        self.limits_seen = self._limits = limits
+        self._ran, self._incomparable = _Ran(), 0
+        self.selector.resume(after_others=True)
+        self._run_assignment()
 
     def compare_with(self, default: IterationSample) -> None:
         """Compare iterations from now on with others at default clocks, which have just been measured."""
@@ -145,9 +169,8 @@ class PlanRunner:
         self._set_default(default)
 
     def _set_default(self, default: IterationSample) -> None:
-        self._default, self._selector.default_power_w = default, default.power_w
-        self._planned = self._under_assignment()
-        self.wanted = self._with_report()
+        self._default, self.selector.default_power_w = default, default.power_w
+        self._run_assignment()
 
     def try_out(self) -> Phase[None]:
         """Train under a plan from elsewhere for about as long as a comparison with default clocks takes.
@@ -159,206 +182,237 @@ class PlanRunner:
             typical_s = time_s / iterations if iterations else 0.0
             left_s = max(_TRIAL_S - time_s, (_TRIAL_ITERATIONS - iterations) * typical_s)
             seen = yield from self._one_iteration(NextPhase("default", left_s))
-            self._is_outdated(seen, profiles_again=False)
+            self._outdated(seen)
             self._advance(seen)
             if seen.reports is not None:
                 iterations, time_s = iterations + 1, time_s + seen.reports.time_s
 
-    @property
-    def is_capped(self) -> bool:
-        """Whether default clocks would draw more than the power cap in force: then all iterations run under plans."""
-        return self._selector.in_force.capped
-
     def would_be_capped(self) -> bool:
-        """Whether they would draw more than the cap that is asked for now; only rank 0 knows."""
-        return self._is_first and self._selector.would_be_capped()
+        """Whether default clocks would draw more than the cap that is asked for now; only rank 0 knows."""
+        return self._is_first and self.selector.would_be_capped()
 
     def becomes_capped(self) -> bool:
         """Bring a cap that default clocks would exceed into force at once, if there is one; the same on all ranks."""
         if not self._communicator.computed_on_rank_0(self.would_be_capped):
             return False
-        if self._selector.resume():
-            self._planned = self._under_assignment()
-            self.wanted = self._with_report()
-        return self.is_capped
+        if self.selector.resume():
+            self._run_assignment()
+        return self._is_capped
 
-    def run_under_cap(self, *, profiles_again: bool) -> Phase[Outcome | None]:
+    @property
+    def _is_capped(self) -> bool:
+        """Whether default clocks would draw more than the cap in force: then all iterations run under plans."""
+        return self.selector.in_force.capped
+
+    def run_while_kept(self, when_kept: Callable[[], None] = lambda: None) -> Phase[Verdict | Outcome]:
+        """Train under the policy's plan for as long as it keeps its promise; default clocks have just been measured.
+
+        Where they would draw more than a power cap, nothing is compared, until the cap has ended.
+
+        Args:
+            when_kept: Called each time a comparison keeps the plan.
+
+        Returns:
+            The verdict that drops the plan; or why there is none, and something has to be measured again.
+        """
+        while True:
+            result: Verdict | Outcome | None
+            if self.becomes_capped():
+                when_kept()
+                result = (yield from self._run_under_cap()) or Outcome.DEFAULT_OUTDATED
+            elif self._is_kept:
+                result = yield from self._run(self._again_in)
+                if result is not Outcome.LIMITS_CHANGED:
+                    self._is_kept = False
+                    self._again_in *= 2
+            else:
+                result = yield from self._compare()
+                if isinstance(result, Verdict) and result.kept:
+                    self._again_in = max(self._again_in, math.ceil(_COMPARED_AGAIN_AFTER_S / self.default.time_s))
+                    self.say_compared(result, f"compared again in {self._again_in} iterations")
+                    when_kept()
+                    self._is_kept = True
+                    continue
+            if result is not None:
+                if result is not Outcome.LIMITS_CHANGED:
+                    self._again_in = _COMPARED_AGAIN_AFTER
+                return result
+
+    def _run_under_cap(self) -> Phase[Outcome | None]:
         """Train under plans for as long as default clocks would draw more than the power cap: nothing is compared."""
         self._is_fresh = False
-        while self.is_capped:
+        while self._is_capped:
             seen = yield from self._one_iteration()
-            if self._is_outdated(seen, profiles_again=profiles_again):
-                return Outcome.PROFILE_OUTDATED
+            if outdated := self._outdated(seen):
+                return outdated
             self._advance(seen)
         return None
 
-    def compare(self, *, profiles_again: bool) -> Phase[Verdict | Outcome | None]:
+    def _compare(self) -> Phase[Verdict | Outcome | None]:
         """Train by turns at default clocks and under the policy's plan until it is known whether it keeps its promise.
 
-        Args:
-            profiles_again: Whether to return where instructions take longer or shorter than profiled, and no comparison
-                tells what that means.
-
-        Returns:
-            The verdict; or why there is none, and something has to be measured again; None where default clocks would
-            draw more than the power cap.
+        There is no verdict where something has to be measured again, or default clocks would draw more than a cap.
         """
-        sure = certainty(next(self._comparisons))
-        blocks = [self.default] if self._is_fresh else []
+        self._sure = sure = self._sure or certainty(next(self._comparisons))
+        blocks, self._blocks = self._blocks or ([self.default] if self._is_fresh else []), []
         self._is_fresh = False
-        while not self.is_capped:
-            is_planned, assignment = len(blocks) % 2 == 1, self._selector.in_force
+        while not self._is_capped:
+            is_planned, assignment = len(blocks) % 2 == 1, self.selector.in_force
             block = self._sample_of_plans() if is_planned else IterationSample(self.default.counter_period_s)
-            outcome = yield from self._add_block(blocks, block, is_planned=is_planned, profiles_again=profiles_again)
+            outcome = yield from self._add_block(len(blocks), block, is_planned=is_planned)
             if outcome is not None:
+                # The first block was measured before, perhaps under the limits that are noticed only now.
+                self._blocks = blocks if outcome is Outcome.LIMITS_CHANGED and len(blocks) > 1 else []
                 return outcome
-            if is_planned and self._selector.in_force.number != assignment.number:
+            if is_planned and self.selector.in_force.number != assignment.number:
                 continue  # these iterations ran under several plans
+            if self._is_capped:
+                return None  # the block is cut short
             blocks.append(block)
             if not is_planned and len(blocks) // 2 in ANALYSES:
                 verdict = self._verdict(blocks, sure)
                 if verdict is not None:
+                    self._sure = None
                     return verdict
         return None
 
     def _verdict(self, blocks: Sequence[IterationSample], sure: float) -> Verdict | None:
         """Return what rank 0 decides by an interim analysis, on all ranks."""
-
-        def decide() -> Verdict | None:
-            comparison = PlanComparison.of_blocks(blocks)
-            is_last = len(blocks) // 2 == ANALYSES[-1]
-            return Verdict.of(comparison, sure, is_last=is_last)
-
-        verdict = self._communicator.computed_on_rank_0(decide)
+        is_last = len(blocks) // 2 == ANALYSES[-1]
+        verdict = self._communicator.computed_on_rank_0(
+            lambda: Verdict.of(PlanComparison.of_blocks(blocks), sure, is_last=is_last)
+        )
         if verdict is not None:
             self._set_default(IterationSample.joined(blocks[::2]))
         return verdict
 
-    def _add_block(
-        self, blocks: Sequence[IterationSample], block: IterationSample, *, is_planned: bool, profiles_again: bool
-    ) -> Phase[Outcome | None]:
+    def _add_block(self, before: int, block: IterationSample, *, is_planned: bool) -> Phase[Outcome | None]:
         """Run iterations of a block until they are enough, or another assignment is in force.
 
-        Args:
-            blocks: Those before.
-            block: The iterations are added to it, the last one while the next block begins.
-            is_planned: Whether they run under the plan.
-            profiles_again: Whether to return where instructions take longer or shorter than profiled, and no comparison
-                tells what that means.
+        The iterations are added to it, the last one while the next block begins; there were so many blocks before it.
         """
-        begun = self._selector.in_force.number
-        analysis = next((pairs for pairs in ANALYSES if pairs > (len(blocks) - 1) // 2), ANALYSES[-1])
-        following = 2 * analysis - len(blocks)
+        begun = self.selector.in_force.number
+        analysis = next((pairs for pairs in ANALYSES if pairs > (before - 1) // 2), ANALYSES[-1])
+        following = 2 * analysis - before
         is_settled, is_over, in_s = False, False, None
-        while not (is_over or self.is_capped or (is_planned and self._selector.in_force.number != begun)):
+        while not (is_over or self._is_capped or (is_planned and self.selector.in_force.number != begun)):
             seen = yield from self._one_iteration(NextPhase("verdict", in_s), at_default=not is_planned)
-            if self._is_outdated(seen, profiles_again=profiles_again):
-                return Outcome.PROFILE_OUTDATED
+            if outdated := self._outdated(seen):
+                return outdated
             # The first iteration begins at the clocks before.
             self._advance(seen, block if is_settled else None, at_default=not is_planned)
-            is_settled = not self._selector.in_force.paused
+            is_settled = not self.selector.in_force.paused
             if seen.reports is not None:
                 whole_s = IterationSample(block.counter_period_s).remaining_s(seen.reports.time_s, more=2)
                 in_s = block.remaining_s(seen.reports.time_s, more=1) + following * whole_s
                 # The report of the last iteration comes in time for the analysis, unless that is due now.
                 is_in_flight = following > 0 and self._ran.block is block
-                is_over = block.is_block_with(seen.reports.time_s) if is_in_flight else block.is_block
+                is_over = block.is_as_long_as(1, in_flight_s=seen.reports.time_s if is_in_flight else 0.0)
             if self._incomparable >= _INCOMPARABLE:
                 return Outcome.DEFAULT_OUTDATED
         return None
 
-    def run(self, iterations: int, *, profiles_again: bool) -> Phase[Outcome | None]:
-        """Train under the plan that the policy asks for, until it should be compared with default clocks again.
-
-        Args:
-            iterations: After how many that is, unless it no longer keeps its promise.
-            profiles_again: Whether to return, to profile again, when instructions of inputs of other shapes do not all
-                take longer or shorter by one factor; otherwise the job trains on and only says so.
-        """
-        assert self._default is not None, "default clocks are measured first"
+    def _run(self, iterations: int) -> Phase[Outcome | None]:
+        """Train under the plan that the policy asks for, for so many iterations or until it breaks its promise."""
         watched, number = self._sample_of_plans(), -1
-        while iterations > 0 and not self.is_capped:
+        while iterations > 0 and not self._is_capped:
             seen = yield from self._one_iteration()
-            if self._is_outdated(seen, profiles_again=profiles_again):
-                return Outcome.PROFILE_OUTDATED
-            assignment = self._selector.in_force
+            if outdated := self._outdated(seen):
+                return outdated
+            assignment = self.selector.in_force
             is_settled, number = assignment.number == number, assignment.number
             if not is_settled:
                 watched = self._sample_of_plans()
             self._advance(seen, watched if is_settled and not assignment.paused else None)
             iterations -= not assignment.paused
             if watched.is_as_long_as(_WATCHED_BLOCKS):
-                comparison = PlanComparison.of_samples(self._default, watched)
+                comparison = PlanComparison.of_samples(self.default, watched)
                 if comparison.is_in_doubt:
                     return None
                 watched = self._sample_of_plans()
         return None
 
-    def hurry(self, verdict: Verdict) -> bool:
-        """Run a faster plan after one that takes longer than promised; return whether there is one, on all ranks."""
-        return self._communicator.computed_on_rank_0(lambda: self._selector.hurry(verdict.comparison.late))
+    def hurry(self, verdict: Verdict, turns: int) -> bool:
+        """Give a faster plan its turn after one that takes longer than promised; return whether there is one.
 
-    def do_not_hurry(self) -> None:
-        """Run the policy's own plan again."""
-        self._selector.do_not_hurry()
+        Args:
+            verdict: That drops the plan.
+            turns: How many plans have had theirs, one after the other.
+        """
+        if not verdict.is_late or turns >= _MOST_TURNS:
+            return False
+        if not self._communicator.computed_on_rank_0(lambda: self.selector.hurry(verdict.comparison.late)):
+            return False
+        self.say_compared(verdict, "a faster plan has its turn")
+        return True
+
+    def say_compared(self, verdict: Verdict, then: str) -> None:
+        """Say and record how the plan compares with default clocks, and what follows."""
+        figures = {name: round(value, 5) for name, value in asdict(verdict.comparison).items()}
+        decided = {"kept": verdict.kept, "reason": verdict.reason, "then": then}
+        self._recorder.announce(PlanJudged.model_validate({"plan": self._wanted.plan, **decided, **figures}))
 
     def _one_iteration(
         self, next_phase: NextPhase | None = None, *, at_default: bool = False
     ) -> Phase[IterationMeasurement]:
         """Run one iteration as it is wanted; a checkpoint that is resumed before it may change what is wanted."""
         while True:
-            wanted = replace(self.wanted, next_phase=next_phase)
-            if at_default and not self._selector.in_force.paused:
-                wanted = replace(wanted, phase="default", clocks=ClockPlan.none(), plan=None, forecast=None)
+            wanted = replace(self._wanted, next_phase=next_phase)
+            if at_default and not self.selector.in_force.paused:
+                wanted = replace(wanted, phase="default", clocks=ClockPlan(), plan=None, forecast=None)
             received = yield wanted
             if isinstance(received, IterationMeasurement):
                 return received
             self._control.progress = received.progress
             self._ran = _Ran()
-            if self._selector.resume():
+            if self.selector.resume():
                 self._planned = self._under_assignment()
-            self.wanted = self._with_report()
+            self._wanted = self._with_report()
 
     def _advance(
         self, seen: IterationMeasurement, block: IterationSample | None = None, *, at_default: bool = False
     ) -> None:
         """Take in an iteration, and the reports of all ranks of the one before; decide on the next one."""
         self._iterations += 1
-        ran, self._ran = self._ran, _Ran(None if at_default else self._selector.in_force, block)
+        ran, self._ran = self._ran, _Ran(None if at_default else self.selector.in_force, block)
         if ran.assignment is not None:
-            self._selector.statistics.add_stop(seen.stopped_s)
-        if self._selector.advance(seen.reports, seen.ranks, ran.assignment):
+            self.selector.statistics.add_stop(seen.stopped_s)
+        if self.selector.advance(seen.reports, seen.ranks, ran.assignment):
             self._planned = self._under_assignment()
         if seen.reports is not None and self._default is not None:
             has_other_shapes = self._default.has_other_shapes(seen.reports)
             self._incomparable = self._incomparable + 1 if has_other_shapes else 0
             if ran.block is not None and not has_other_shapes:
                 ran.block.add_reports(seen.reports)
-        self.wanted = self._with_report(seen)
+        self._wanted = self._with_report(seen)
 
-    def _is_outdated(self, seen: IterationMeasurement, *, profiles_again: bool) -> bool:
-        """Return whether to profile again, since instructions take longer or shorter than profiled; that is said once.
+    def _outdated(self, seen: IterationMeasurement) -> Outcome | None:
+        """Return why these plans are of no more use, if they are not; say once that instructions have drifted.
 
         Where iterations can be compared with default clocks, they decide instead: a plan that still saves energy in
         time stays, whatever its instructions take. Inputs of other shapes and a power cap allow no comparison.
         """
         reports = seen.reports
-        if reports is None or self._ran.assignment is None or math.isnan(reports.drift):
-            return False
+        if reports is None:
+            return None
+        self.limits_seen = reports.limits
+        # Other plans cannot be made under a power cap that default clocks exceed; those without limits are there.
+        if self.limits_seen != self._limits and not (self._is_capped and self.limits_seen):
+            return Outcome.LIMITS_CHANGED
+        if self._ran.assignment is None or math.isnan(reports.drift):
+            return None
         typical, most = self._drift_and_most(reports)
         if not self._drift.has_drifted(typical):
-            return False
+            return None
         self.drifts_by_shape = self._default is not None and self._default.has_shapes_beside(reports)
-        is_compared = not (self.drifts_by_shape or self.is_capped)
-        is_outdated = profiles_again and not is_compared
+        is_compared = not (self.drifts_by_shape or self._is_capped)
+        is_outdated = self.profiles_again and not is_compared
         if is_outdated or not self.has_drifted:
-            self._recorder.event(Drifted(drift=round(most, 4), profiles_again=is_outdated))
             no_longer_fits = "the plans no longer fit: profile the job as it is now"
-            remedy = "the plan stays as long as it saves energy in time" if is_compared else no_longer_fits
-            remedy = "profiling again" if is_outdated else remedy
-            self._recorder.say(f"instructions take {most:.0%} longer or shorter than profiled; {remedy}")
+            then = "the plan stays as long as it saves energy in time" if is_compared else no_longer_fits
+            self._recorder.announce(Drifted(drift=round(most, 4), then="profiling again" if is_outdated else then))
         self.has_drifted = True
-        return is_outdated
+        return Outcome.PROFILE_OUTDATED if is_outdated else None
 
     def _drift_and_most(self, reports: JobReport) -> tuple[float, float]:
         """Return how far the pipelines are from the profile: typically, and the one that is farthest.
@@ -383,46 +437,47 @@ class PlanRunner:
     def _sample_of_plans(self) -> IterationSample:
         """Return a sample for iterations under the assignment in force, with what it promises."""
         period_s = self._default.counter_period_s if self._default is not None else 0.0
-        return IterationSample(period_s, self._selector.in_force.promised_slowdown, self._selector.promised_power)
+        return IterationSample(period_s, self.selector.in_force.promised_slowdown, self.selector.promised_power)
+
+    def _run_assignment(self) -> None:
+        """Have the next iteration run by the assignment in force, which has changed between two iterations."""
+        self._planned = self._under_assignment()
+        self._wanted = self._with_report()
 
     def _under_assignment(self) -> NextIteration:
         """Return an iteration by the assignment in force."""
-        selector, frontier, assignment = self._selector, self._frontier, self._selector.in_force
+        selector, frontier, assignment = self.selector, self._frontier, self.selector.in_force
         status: dict[str, Any] = {"plan": assignment.plan}
         if self._is_first:
-            status = {**assignment.status(), "t_min_s": frontier.t_min_s, "t_star_s": frontier.t_star_s}
+            status = {**selector.status(), "t_min_s": frontier.t_min_s, "t_star_s": frontier.t_star_s}
         if assignment.paused:
             return NextIteration("pause", status=status, progress=selector.state)
         number = selector.plan_of_this_rank()
         return NextIteration(
             "run",
             ClockPlan.of_rank(
-                frontier.plans[number], self._topology.pipeline_rank, frontier.instruction_times_s, self._dag
+                self._own.plans[number], self._topology.pipeline_rank, self._own.instruction_times_s, self._dag
             ),
             plan=number,
             forecast=self._forecast(assignment) if self._is_first else None,
             status=status,
             progress=selector.state,
-            halt=Halt(selector.may_go_on, self._add_halt) if assignment.halts else None,
+            halt=Halt(selector.may_go_on, selector.add_halt) if assignment.halts else None,
         )
-
-    def _add_halt(self, waited: Waited) -> None:
-        if self._is_first:
-            self._selector.add_halt(waited.time_s, waited.energy_j)
 
     def _forecast(self, assignment: Assignment) -> Forecast:
         """Return what default clocks take, as measured in this job or else by the profile, and what the plans promise.
 
         They promise a slowdown and a power relative to default clocks; that is the same whether these were measured.
         """
-        forecast = assignment.forecast(self._frontier, self._topology.tensor_parallel)
+        forecast = assignment.forecast(self._frontier, self._topology.tensor_parallel, self._others)
         default_s, default_j = forecast.default_time_s, forecast.default_energy_j
         if self._default is not None:
             default_s, default_j = self._scale * self._default.time_s, self._scale * self._default.energy_j
         time_s = default_s * (1 + assignment.promised_slowdown)
         return Forecast(
             time_s=time_s,
-            energy_j=time_s * self._selector.promised_power * default_j / default_s,
+            energy_j=time_s * self.selector.promised_power * default_j / default_s,
             default_time_s=default_s,
             default_energy_j=default_j,
             default_measured=self._default is not None and self._scale == 1.0,
@@ -437,9 +492,9 @@ class PlanRunner:
         return replace(
             self._planned,
             times="passes" if will_look or self._topology.data_parallel > 1 else "none",
-            reported=self._selector.decided.assigned(),
+            reported=self.selector.decided.assigned(),
             reported_later=later,
-            stretch_factors=self._selector.sent_factors,
+            stretch_factors=self.selector.sent_factors,
         )
 
     def _own_times(
@@ -452,5 +507,5 @@ class PlanRunner:
         reported = computed_and_tail_s(spans)
         if looks_for_drift:
             follows = not (seen.failed or ran is None or ran.paused)  # else clocks are not the plan's
-            reported |= reported_drift(spans, seen.clock_mhz if follows else {}, self._frontier.instruction_times_s)
+            reported |= reported_drift(spans, seen.clock_mhz if follows else {}, self._own.instruction_times_s)
         return reported

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from perseus_ds.artifacts.run_records import (
     ClockRefused,
@@ -13,18 +13,23 @@ from perseus_ds.artifacts.run_records import (
     Event,
     Failed,
     Halted,
+    LimitsChanged,
     OrderGiven,
     PlanChosen,
     PlanJudged,
     PolicyChanged,
     PowerCapChanged,
+    Predicted,
     ProfileWritten,
     Recovered,
+    ShapePlanned,
     Started,
     TimetableMade,
 )
-from perseus_ds.policy.selector import Forecast
 from perseus_ds.units import duration, joules, less_or_more, percent, plain, watt_hours, watts
+
+if TYPE_CHECKING:  # the selector imports torch, which commands that show a job do not need
+    from perseus_ds.policy.selector import Forecast
 
 
 def event_in_words(event: Event) -> str:
@@ -54,13 +59,15 @@ def event_in_words(event: Event) -> str:
             return f"{compared}; {then}" if then else compared
         case OrderGiven() | PowerCapChanged() | PolicyChanged():
             return _asked_for(event)
-        case ProfileWritten():
+        case ProfileWritten() | Predicted() | ShapePlanned():
             return _profile(event)
         case ClockRefused():
             return _refused(event)
-        case Drifted(drift=drift, profiles_again=profiles_again):
-            then = ": profiling again" if profiles_again else "; the profile stays in use"
-            return f"times drifted by {drift:.0%}{then}"
+        case LimitsChanged(limits=limits, more=more):
+            text = limits_in_words(limits, more)
+            return f"limited below what was profiled: {text}" if text else "no GPU is limited any more"
+        case Drifted(drift=drift, then=then):
+            return f"instructions take {drift:.0%} longer or shorter than profiled; {then}"
         case TimetableMade() | CostsSoFar() | Halted():
             return _by_the_hour(event)
         case Failed() | Recovered():
@@ -88,18 +95,13 @@ def _fault(event: Failed | Recovered) -> str:
 def _by_the_hour(event: TimetableMade | CostsSoFar | Halted) -> str:
     if isinstance(event, Halted):
         return f"training stood still for {duration(event.time_s)}"
-    cost = _against(event.cost, event.fastest_cost)
+    cost = "at no cost"
+    if event.fastest_cost > 0:
+        cost = f"{percent(event.cost / event.fastest_cost - 1)} cost against the plan of slowdown 0"
     if isinstance(event, CostsSoFar):
         return f"{event.iterations} iterations by the hour" + (f", {cost}" if event.done else ", not done yet")
     above = f", {percent(event.cost / event.bound - 1)} above the bound" if event.bound > 0 else ""
     return f"timetable: {cost} for the steps left{above}"
-
-
-def _against(cost: float, fastest_cost: float) -> str:
-    """Return a cost by a signal in words, against the plan of slowdown 0."""
-    return (
-        f"{percent(cost / fastest_cost - 1)} cost against the plan of slowdown 0" if fastest_cost > 0 else "at no cost"
-    )
 
 
 _LIMITS = {
@@ -120,10 +122,38 @@ def _refused(event: ClockRefused) -> str:
     return f"rank {event.rank}'s GPU was asked for {event.clock_mhz} MHz and runs at {event.reached_mhz} MHz{why}"
 
 
-def _profile(event: ProfileWritten) -> str:
-    if event.lost_s is not None and event.lost_j is not None:
-        return f"profile written; its iterations took {against_default_clocks(event.lost_s, event.lost_j)}"
-    return "profile written"
+_MOST_LIMITS = 4
+
+
+def limits_in_words(limits: Sequence[tuple[int, float | None, float | None]], more: int) -> str:
+    """Return which GPUs may do less than when the profile was measured; empty for none."""
+    each = []
+    for rank, power_w, clock_mhz in limits[:_MOST_LIMITS]:
+        parts = [f"to {watts(power_w)}"] if power_w is not None else []
+        parts += [f"to {clock_mhz:.0f} MHz by heat or the machine"] if clock_mhz is not None else []
+        each.append(f"rank {rank}'s GPU {' and '.join(parts)}")
+    rest = max(0, len(limits) - _MOST_LIMITS) + more
+    return ", ".join(each) + (f" and {rest} more" if rest else "")
+
+
+def _profile(event: ProfileWritten | Predicted | ShapePlanned) -> str:
+    if isinstance(event, Predicted):
+        measured = ((event.time_s, event.predicted_time_s), (event.energy_j, event.predicted_energy_j))
+        longer, more = (percent(value / predicted - 1) if predicted > 0 else "unknown" for value, predicted in measured)
+        parts = ", ".join(f"{name} {percent(factor - 1)}" for name, factor in event.parts.items())
+        kept = "the profile stays as it is; whether a plan is kept is decided by measured iterations alone"
+        return (
+            f"iterations at default clocks differ from the profile by {longer} time and {more} energy "
+            f"({parts or 'no instruction, transfer or tail differs in time'}): "
+            f"{'the profile is corrected, and plans are made again' if event.corrected else kept}"
+        )
+    if isinstance(event, ShapePlanned):
+        if event.given_up:
+            return f"shape {event.shape} is no longer planned ({event.given_up}): it runs at default clocks"
+        return f"many iterations have inputs of one shape: it has plans of its own, as shape {event.shape}"
+    cost = against_default_clocks(event.lost_s or 0.0, event.lost_j or 0.0)
+    earlier = f" ({event.resumed_clocks} clocks were already measured)" if event.resumed_clocks else ""
+    return f"wrote {event.path} after {event.iterations} profiled iterations{earlier}, which took {cost}"
 
 
 def policy_in_words(policy: Mapping[str, Any]) -> str:
@@ -136,9 +166,12 @@ def policy_in_words(policy: Mapping[str, Any]) -> str:
         return f"policy schedule: {windows}, else {policy_in_words(policy.get('default') or {})}"
     if policy.get("name") == "reduce":
         beside = policy_in_words(policy.get("policy") or {}).removeprefix("policy ")
-        share = f"{policy.get('power_fraction')} of the power at default clocks"
-        return f"policy reduce: {share} until {policy.get('until')}, beside {beside}"
-    settings = ", ".join(f"{key} {value}" for key, value in policy.items() if key != "name")
+        fraction, signal = policy.get("power_fraction"), policy.get("signal")
+        share = f"{fraction} of the power at default clocks until {policy.get('until')}" if fraction else ""
+        by_file = f"less power by {signal}" if signal else ""
+        return f"policy reduce: {', '.join(filter(None, (share, by_file)))}, beside {beside}"
+    given = {key: value for key, value in policy.items() if value is not None and value is not False}
+    settings = ", ".join(f"{key} {value}" for key, value in given.items() if key != "name")
     return f"policy {policy.get('name')}" + (f": {settings}" if settings else "")
 
 
@@ -166,13 +199,21 @@ def describe(total: Ended) -> str:
     return plain(text)
 
 
-STEPS_TO_A_PLAN: Mapping[str, str] = {
+PHASES: Mapping[str, str] = {
+    "calibrate": "calibrating the simulated GPU",
     "warm-up": "warming up",
     "profile": "measuring the profile",
     "optimizing": "computing plans",
     "default": "measuring iterations at default clocks to compare plans with",
+    "verdict": "comparing plan and default clocks",
+    "run": "running under plans",
+    "pause": "paused: default clocks",
+    "halt": "standing still until a cheaper hour",
+    "observe": "default clocks",
 }
-"""The phases before the first plan in their order, and what a job does in each."""
+"""What a job does in each phase; a verdict is none of its own, but what comes next while plans run."""
+STEPS_TO_A_PLAN = ("warm-up", "profile", "optimizing", "default")
+"""The phases before the first plan, in their order."""
 
 
 def unfinished(phase: str, left: int | None, *, profiles: bool) -> str:
@@ -183,10 +224,10 @@ def unfinished(phase: str, left: int | None, *, profiles: bool) -> str:
         left: About how many more iterations that phase takes; None where it is not known.
         profiles: Whether the job only measures a profile.
     """
-    steps = [*STEPS_TO_A_PLAN][: 2 if profiles else None]
-    following = [STEPS_TO_A_PLAN[step] for step in steps[steps.index(phase) + 1 :]] if phase in steps else []
+    steps = STEPS_TO_A_PLAN[: 2 if profiles else None]
+    following = [PHASES[step] for step in steps[steps.index(phase) + 1 :]] if phase in steps else []
     text = f"training ended before {'the profile was complete' if profiles else 'a plan ran'}, while "
-    text += STEPS_TO_A_PLAN[phase]
+    text += PHASES[phase]
     text += f" (about {left} more iteration{'s' if left > 1 else ''})" if left is not None else ""
     text += f"; then comes {', then '.join(following)}" if following else ""
     return f"{text}. Train for more steps"

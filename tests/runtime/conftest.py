@@ -18,9 +18,10 @@ def start(tmp_path):
         job.close()
 
 
-@pytest.fixture
-def frontier(start):
+@pytest.fixture(scope="session")
+def frontier(tmp_path_factory):
     """The frontier that another job made."""
-    job = start("other", mode="auto", **SLOWER)
+    job = VirtualJob(tmp_path_factory.mktemp("other"), mode="auto", **SLOWER)
     job.train_until("run")
+    job.close()
     return str(job.folder / "frontier.json")

@@ -39,6 +39,10 @@ def test_enabled_alone_is_a_complete_block():
         ({"mode": "train"}, "perseus.mode: expected 'auto', 'observe', 'profile' or 'run', got 'train'"),
         ({"mode": "run"}, '"mode": "run" needs "frontier"'),
         ({"device": "cuda"}, "perseus.device: expected 'auto', 'nvml'"),
+        ({"metrics": {}}, 'expected "port", such as 9400, or "textfile"'),
+        ({"metrics": {"port": 0}}, "perseus.metrics.port: expected a number greater than or equal to 1"),
+        ({"metrics": {"textfile": "perseus.txt"}}, "perseus.metrics.textfile"),
+        ({"metrics": {"prot": 9400}}, "did you mean 'port'"),
         (True, 'expected an object such as {"enabled": true}'),
     ],
 )

@@ -1,16 +1,21 @@
-"""Which GPU a job opens, and what is said of it."""
+"""Which GPU a job opens, and what is said of it; what goes wrong on one rank is raised on all."""
+
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from pipelines import one_f_one_b
 from virtual.job import LoneCommunicator, VirtualJob
 
 from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.clocks.controller import ClockController
-from perseus_ds.errors import ConfigError, GpuPermissionError
+from perseus_ds.errors import ConfigError, GpuError, GpuPermissionError
 from perseus_ds.gpu import zeus
+from perseus_ds.gpu.nvml import NvmlGpu
+from perseus_ds.runtime import runtime
 from perseus_ds.runtime.config import parse_block
-from perseus_ds.runtime.devices import open_gpu
+from perseus_ds.runtime.devices import open_gpu, with_permission
 from perseus_ds.runtime.job import Job
 
 
@@ -76,10 +81,24 @@ def test_auto_mode_observes_where_it_may_not_set_clocks(tmp_path, caplog):
     assert 'With "required": true this is an error' in warning
 
 
+@pytest.mark.parametrize("function", ["reset_locked", "memory_clocks"])
+def test_auto_mode_observes_where_a_virtual_gpu_has_no_clocks_to_set(stub_nvml_here, tmp_path, caplog, function):
+    gpu = NvmlGpu(0)
+    stub_nvml_here.gpus[0].fail(function, "not_supported")
+    job = Job(parse_block({}), one_f_one_b(ranks=1, micro_batches=1), ProfileInfo())
+    block = {"mode": "auto", "output_dir": str(tmp_path)}
+    assert with_permission(replace(job, config=parse_block(block)), gpu, LoneCommunicator()).config.mode == "observe"
+    assert "lacks the function" in caplog.text
+    with pytest.raises(GpuError, match="lacks the function"):
+        with_permission(replace(job, config=parse_block({**block, "required": True})), gpu, LoneCommunicator())
+    gpu.close()
+
+
 @pytest.mark.parametrize("block", [{"mode": "auto", "required": True}, {"mode": "profile"}])
 def test_a_job_that_cannot_do_without_clocks_ends_before_training(tmp_path, block):
     with pytest.raises(GpuPermissionError, match="may not set clocks"):
         VirtualJob(tmp_path, gpu={"may_lock": False}, **block)
+    assert not (tmp_path / "run.jsonl").exists()
 
 
 @pytest.mark.parametrize("function", ["memory_clocks", "graphics_clocks"])
@@ -92,3 +111,25 @@ def test_a_gpu_whose_driver_lists_no_clocks_is_observed(stub_nvml_here, function
     assert clocks.call(gpu.energy_j).value() > 0
     clocks.close()
     gpu.close()
+
+
+def test_a_gpu_that_cannot_be_opened_is_told_to_all_ranks(monkeypatch, tmp_path):
+    """Ranks are connected first; a rank that raised alone would leave the others waiting for it."""
+    done = []
+
+    class Communicator(LoneCommunicator):
+        def raise_on_all_ranks(self, function):
+            done.append("raised on all ranks")
+            return function()
+
+    def open_gpu(*_, **__):
+        done.append("open")
+        raise GpuError("no such GPU")
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(runtime, "Communicator", lambda place: Communicator())
+    monkeypatch.setattr(runtime, "open_gpu", open_gpu)
+    block = {"mode": "observe", "output_dir": str(tmp_path)}
+    with pytest.raises(GpuError, match="no such GPU"):
+        runtime.PerseusRuntime.for_loop(block, one_f_one_b(ranks=1, micro_batches=2), pipeline=[0])
+    assert done == ["raised on all ranks", "raised on all ranks", "open"]

@@ -25,6 +25,7 @@ from perseus_ds.artifacts.run_records import (
 )
 from perseus_ds.errors import ConfigError, GpuError
 from perseus_ds.gpu.device_models import COMPUTE_BOUND
+from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.decisions import decide
 from perseus_ds.report.live import JobFollower
@@ -36,14 +37,32 @@ def start(start, request):
     return lambda folder="perseus", **block: start(folder, cuda=request.param == "cuda", **block)
 
 
-def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
+@pytest.fixture
+def first(start, monkeypatch, tmp_path):
+    """A job that runs under a plan of its own, with a cache for later ones."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    job = start("first", **CACHED)
+    job.train_until("run")
+    return job
+
+
+CACHED = {"mode": "auto", "cache": True, **SLOWER}
+WHOLE_DAY = {"begin": "00:00", "end": "00:00", "policy": {"name": "energy_optimal", "least_swing": True}}
+
+
+def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start, capsys):
     job = start(mode="auto", **SLOWER)
     phases = job.train_until("run")
     assert in_order(phases) == ["warm-up", "profile", "optimizing", "default"]
     assert phases.count("warm-up") == 3
     job.train_until_compared()
     job.train(20)
-    iterations = job.close()[-19:]
+    records = job.close()
+    assert [record.iteration for record in records] == list(range(1, len(job.taken) + 1)), "each has one record"
+    assert {record.clocks_asked_mhz for record in records if record.phase == "warm-up"} == {None}
+    (asked,), (reached,) = records[-1].clocks_asked_mhz, records[-1].clocks_reached_mhz
+    assert asked == reached < job.gpu.supported_clocks_mhz()[-1]
+    iterations = records[-19:]
     profile = StageProfile.load(job.folder)
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         expected_s = job.work_s[0][kind] * job.gpu.model.slowdown(profile.at_highest_clock(0, kind).clock_mhz)
@@ -56,6 +75,19 @@ def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start):
     assert [event.plan for event in job.events(PlanChosen)] == [iterations[0].plan]
     (written,) = job.events(ProfileWritten)
     assert written.iterations == phases.count("profile")
+    assert job.events(Predicted) == []
+    assert "differ from the profile" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("least_swing", [False, True])
+def test_plans_are_made_steadier_where_the_policy_asks_for_it(start, monkeypatch, least_swing):
+    asked = []
+    monkeypatch.setattr("virtual.job.optimize", lambda *a, **k: asked.append(k["least_swing"]) or optimize(*a, **k))
+    policy = {"name": "schedule", "timezone": "UTC", "windows": [WHOLE_DAY]} if least_swing else {"name": "slowdown"}
+    job = start(mode="auto", policy=policy)
+    job.train_until("run")
+    job.close()
+    assert asked == [least_swing]
 
 
 def test_waiting_is_measured_after_a_counter_that_averages_has_forgotten_the_load(start, monkeypatch):
@@ -79,48 +111,45 @@ def test_a_profile_tells_the_clock_that_was_read_while_the_job_warmed_up(start):
     assert refused.reached_mhz < job.gpu.model.top_clock_mhz, "the board's power limit keeps it lower"
 
 
-def test_every_iteration_has_one_record_in_order(start):
-    job = start(mode="auto")
-    trained = len(job.train_until("run")) + len(job.train(3))
-    assert [record.iteration for record in job.close()] == list(range(1, trained + 1))
-
-
-def test_observe_mode_changes_no_clock(start):
-    job = start(mode="observe")
+def test_observe_mode_changes_no_clock_and_names_the_commands_that_show_the_job(start, capsys):
+    job = start("it's here", mode="observe")
     assert set(job.train(5)) == {"observe"}
     assert [record.clock_changes for record in job.close()] == [0] * 5
+    lines = capsys.readouterr().out.splitlines()
+    folder = shlex.quote(str(job.folder))
+    assert f"perseus-ds watch {folder}" in lines[0]
+    assert f"perseus-ds report {folder}" in lines[-1]
 
 
-def test_run_mode_trains_under_the_frontier_that_it_is_given(start):
-    first = start("first", mode="auto", **SLOWER)
-    first.train_until("run")
-    second = start("second", mode="run", frontier=str(first.folder / "frontier.json"), **SLOWER)
-    second.train(3)
-    assert {record.plan for record in second.close()} == {first.events(PlanChosen)[0].plan}
-
-
-def test_run_mode_keeps_a_plan_that_wins_against_default_clocks_of_this_job(start, frontier):
+def test_run_mode_trains_under_its_frontier_and_keeps_a_plan_that_wins_against_default_clocks(start, frontier):
     job = start(mode="run", frontier=frontier, **SLOWER)
     phases = job.train(150)
-    records = job.close()
+    records, plans = job.close(), Frontier.load(frontier).plans
+    first, last = records[0], records[-1]
+    assert plans[first.plan].time_s <= 1.2 * plans[0].time_s < plans[first.plan + 1].time_s
+    assert first.predicted_time_s == pytest.approx(plans[first.plan].time_s)
     assert in_order(phases) == ["run", *["default", "run"] * 3], "by turns, until it is known"
     (judged,) = job.events(PlanJudged)
     assert judged.kept
     default = [r for r in records if r.phase == "default"]
-    assert judged.slowdown == pytest.approx(records[-1].time_s / default[-1].time_s - 1, abs=0.005)
-    assert (records[0].default_measured, records[-1].default_measured) == (False, True)
+    assert judged.slowdown == pytest.approx(last.time_s / default[-1].time_s - 1, abs=0.005)
+    assert (first.default_measured, last.default_measured) == (False, True)
 
 
-def test_run_mode_goes_back_to_default_clocks_where_no_plan_keeps_its_promise_and_says_why(start, frontier, capsys):
-    job = start(mode="run", frontier=frontier, **SLOWER)
+def test_where_no_plan_keeps_its_promise_the_job_says_why_and_tries_again_later(start, frontier, capsys):
+    job = start(mode="run", frontier=frontier, max_drift=10.0, **SLOWER)
+    work = job.work
     job.late_under_plans()
     job.train_until("observe", most=400)
-    job.close()
     compared = job.events(PlanJudged)
     assert [event.kept for event in compared] == [False] * len(compared)
     assert all(event.slowdown > event.promised_slowdown + 0.05 for event in compared)
     assert compared[-1].then == "training goes on at default clocks, tried again in 200 iterations"
     assert capsys.readouterr().out.count("is dropped, since it takes longer than promised") == len(compared)
+    job.work = work
+    assert set(job.train(190)) == {"observe"}
+    job.train_until("run", most=40)
+    assert job.train_until_compared(times=len(compared) + 1)[-1].kept
 
 
 def test_a_faster_plan_has_its_turn_after_one_that_is_late_and_is_held_to_the_same_promise(start, frontier):
@@ -135,19 +164,6 @@ def test_a_faster_plan_has_its_turn_after_one_that_is_late_and_is_held_to_the_sa
     assert job.close()[-1].plan == second.plan
 
 
-def test_a_dropped_plan_is_tried_again_later(start, frontier):
-    job = start(mode="run", frontier=frontier, max_drift=10.0, **SLOWER)
-    work = job.work
-    job.late_under_plans()
-    job.train_until("observe", most=400)
-    job.work = work
-    job.train(190)
-    assert job.runtime.next.phase == "observe"
-    job.train_until("run", most=40)
-    before = len(job.events(PlanJudged))
-    assert job.train_until_compared(times=before + 1)[-1].kept
-
-
 def test_a_plan_that_no_longer_keeps_its_promise_is_compared_again_and_dropped(start, frontier):
     job = start(mode="run", frontier=frontier, max_drift=10.0, **SLOWER)
     job.train_until_compared()
@@ -158,12 +174,13 @@ def test_a_plan_that_no_longer_keeps_its_promise_is_compared_again_and_dropped(s
     assert kept == [True] + [False] * (len(kept) - 1)
 
 
-def test_a_plan_that_runs_is_compared_again_at_growing_distances(start, frontier):
+def test_a_plan_that_runs_is_compared_again_at_growing_distances(start, frontier, monkeypatch):
+    monkeypatch.setattr("perseus_ds.runtime.under_plans._COMPARED_AGAIN_AFTER", 100)
     job = start(mode="run", frontier=frontier, **SLOWER)
-    job.train_until_compared(times=3, most=2200)
+    job.train_until_compared(times=3, most=600)
     at = [place for place, record in enumerate(job.close()) if record.phase == "default"]
-    gaps = [after - before for before, after in itertools.pairwise(at) if after - before > 100]
-    assert gaps == [pytest.approx(500, abs=20), pytest.approx(1000, abs=20)]
+    gaps = [after - before for before, after in itertools.pairwise(at) if after - before > 50]
+    assert gaps == [pytest.approx(115, abs=15), pytest.approx(2 * gaps[0], abs=20)]
 
 
 @pytest.mark.parametrize("begins", ["at once", "while compared", "while backing off"])
@@ -201,7 +218,19 @@ def test_ranks_leave_default_clocks_together_when_a_power_cap_begins(start, tmp_
     assert set(job.train(20)) == {"run"}
 
 
-def test_a_clock_that_needs_more_iterations_gets_them_after_the_others(start):
+@pytest.mark.parametrize("iterations", range(4, 14))
+def test_a_power_cap_that_ends_a_comparison_before_it_has_measured_is_no_failure(start, frontier, iterations):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    for phase in ("default", "run", "default", "run"):
+        job.train_until(phase)
+    job.train(iterations)
+    job.runtime.set_policy({"name": "power_cap", "watts": 300.0})
+    job.train(3)
+    assert set(job.train(5)) == {"run"}
+    assert not job.events(Failed)
+
+
+def test_a_clock_that_needs_more_iterations_gets_them(start):
     job = start(mode="auto", gpu={"counter_period_s": 0.25})
     phases = job.train_until("optimizing")
     job.close()
@@ -221,17 +250,21 @@ def test_where_instructions_drift_and_the_plan_is_dropped_they_are_profiled_agai
 
 
 def test_where_a_cap_allows_no_comparison_instructions_that_drift_are_profiled_again_three_times_at_most(start):
+    """Meanwhile it is not known what less power costs."""
     job = start(mode="auto", policy={"name": "power_cap", "watts": 300.0})
+    order = {"command": "reduce", "power_fraction": 0.9, "duration_s": 3600.0}
     for profiles in (1, 2, 3):
         job.train_until("run")
+        assert "iterations later" in job.runtime.carry_out(order)["done"]
         job.train(12)
         assert len(job.events(ProfileWritten)) == profiles
         job.slowdowns[0] *= 1.3
         if profiles < 3:
             job.train_until("profile")
+            assert "not known yet" in job.runtime.carry_out(order)["done"]
     assert set(job.train(60)) == {"run"}
     job.close()
-    assert [event.profiles_again for event in job.events(Drifted)] == [True, True, False]
+    assert ["profiling again" in event.then for event in job.events(Drifted)] == [True, True, False]
     assert len(job.events(ProfileWritten)) == 3
 
 
@@ -298,47 +331,50 @@ def test_a_changed_schedule_ends_plans_and_profiling_alike(start, caplog):
     assert caplog.text.count("no plan fits any more") == 2
 
 
-def test_a_resumed_job_goes_on_under_the_plan_that_was_next(start):
-    first = start("first", mode="auto", **SLOWER)
-    first.train_until("run")
+def test_a_resumed_job_goes_on_under_the_plan_that_was_next(start, frontier):
+    first = start("first", mode="run", frontier=frontier, **SLOWER)
     first.train(3)
     state = json.loads(json.dumps(first.runtime.state()))
     plan = first.runtime.next.plan
-    second = start("second", mode="run", frontier=str(first.folder / "frontier.json"), **SLOWER)
+    second = start("second", mode="run", frontier=frontier, **SLOWER)
     second.runtime.restore(state, steps=17)
     second.train(2)
     records = second.close()
     assert [(record.iteration, record.plan) for record in records] == [(18, plan), (19, plan)]
 
 
-def test_progress_that_cannot_be_read_leaves_the_choice_to_the_policy(start, caplog):
-    first = start("first", mode="auto", **SLOWER)
-    first.train_until("run")
-    second = start("second", mode="run", frontier=str(first.folder / "frontier.json"), **SLOWER)
-    state = {**first.runtime.state(), "progress": {"plan": "many"}}
-    second.runtime.restore(state)
-    assert set(second.train(2)) == {"run"}
+@pytest.mark.parametrize("mode", ["run", "auto"])
+def test_records_name_the_policy_of_an_order_before_plans_run_and_of_a_checkpoint(start, frontier, mode):
+    job = start(mode=mode, frontier=frontier if mode == "run" else None)
+    job.train(2)
+    job.runtime.set_policy(SLOWER["policy"])
+    job.train_until("run")
+    job.train(2)
+    assert [event.policy["max_slowdown"] for event in job.events(PolicyChanged)] == [0.2]
+    status = job.runtime.carry_out({"command": "status"})["status"]
+    assert (status["policy"]["max_slowdown"], status["pending"]) == (0.2, None)
+    job.restart()
+    job.train(1)
+    assert job.runtime.carry_out({"command": "status"})["status"]["policy"]["max_slowdown"] == 0.2
+    job.train_until("run")
+    assert len(job.events(PolicyChanged)) == 2
+
+
+def test_progress_that_cannot_be_read_leaves_the_choice_to_the_policy(start, frontier, caplog):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    job.runtime.restore({**job.runtime.state(), "progress": {"plan": "many"}})
+    assert set(job.train(2)) == {"run"}
     assert "cannot be read" in caplog.text
 
 
-def test_pause_and_resume_at_iteration_boundaries(start):
-    job = start(mode="auto", **SLOWER)
+def test_pause_and_resume_at_iteration_boundaries(start, frontier):
+    job = start(mode="run", frontier=frontier, **SLOWER)
     job.train_until_compared()
     job.runtime.carry_out({"command": "pause"})
     assert job.train(4) == ["run", "run", "pause", "pause"]
     job.runtime.carry_out({"command": "resume"})
     assert job.train(3) == ["pause", "pause", "run"]
     assert [(event.paused) for event in job.events(PlanChosen)] == [False, True, False]
-
-
-def test_status_tells_what_is_next_apart_from_what_was_last(start):
-    job = start(mode="auto", **SLOWER)
-    job.train_until("run")
-    job.train(3)
-    status = job.runtime.carry_out({"command": "status"})["status"]
-    assert status["next"]["plan"] == status["last"]["plan"]
-    assert status["last"]["iteration"] == job.runtime.state()["steps"] - 1
-    assert status["next"]["t_min_s"] == Frontier.load(job.folder).t_min_s
 
 
 def test_each_phase_says_what_follows_and_about_when(start):
@@ -366,16 +402,6 @@ def test_each_phase_says_what_follows_and_about_when(start):
         assert ahead[0].next_in_s == pytest.approx(spent_s, rel=most_off, abs=1.2)
 
 
-def test_clocks_asked_for_and_reached_are_recorded_while_there_are_any(start):
-    job = start(mode="auto", **SLOWER)
-    job.train_until("run")
-    job.train(5)
-    iterations = job.close()
-    assert {record.clocks_asked_mhz for record in iterations if record.phase == "warm-up"} == {None}
-    (asked,), (reached,) = iterations[-1].clocks_asked_mhz, iterations[-1].clocks_reached_mhz
-    assert asked == reached < job.gpu.supported_clocks_mhz()[-1]
-
-
 def test_the_first_and_the_last_line_about_plans_name_time_and_energy(start, capsys):
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
@@ -386,7 +412,9 @@ def test_the_first_and_the_last_line_about_plans_name_time_and_energy(start, cap
     job.runtime.set_policy({"name": "slowdown", "max_slowdown": 0.1})
     job.train(30)
     job.close()
-    last = capsys.readouterr().out.splitlines()[-2]
+    said = capsys.readouterr().out
+    assert "training ended before" not in said
+    last = said.splitlines()[-2]
     takes = r"a typical one takes [\d.]+ % less energy and [\d.]+ % more time than at default clocks"
     assert re.search(f"78 under plans: {takes}", last)
     assert len(re.findall(r"plan \d+: \d+ iterations, [\d.]+ % less energy and [\d.]+ % more time", last)) == 2
@@ -405,24 +433,27 @@ def test_a_policy_that_no_plan_meets_is_said_to_be_so_in_the_answer(start):
     assert "cannot" not in job.runtime.carry_out(possible)["done"]
 
 
-def test_status_and_the_records_give_the_same_facts(start):
+def test_status_gives_the_facts_of_the_records_and_what_is_next_apart_from_what_was_last(start):
     job = start(mode="auto", **SLOWER)
     job.train_until("run")
-    job.train(12)
+    job.train(3)
     status = job.runtime.carry_out({"command": "status"})["status"]
     followed = JobFollower(job.folder).facts(0.0).model_dump(mode="json")
-    by_time = {"silent_s", "next_in_s", "remaining_s", "phase"}
-    assert {key: status[key] for key in followed if key not in by_time} == {
-        key: value for key, value in followed.items() if key not in by_time
-    }
+    for by_time in ("silent_s", "next_in_s", "remaining_s", "phase"):
+        followed.pop(by_time)
+    assert {key: status[key] for key in followed} == followed
+    assert status["next"]["plan"] == status["last"]["plan"]
+    assert status["last"]["iteration"] == job.runtime.state()["steps"] - 1
+    assert status["next"]["t_min_s"] == Frontier.load(job.folder).t_min_s
 
 
-def test_profile_mode_measures_while_training_goes_on_and_then_observes(start):
+def test_profile_mode_measures_while_training_goes_on_and_then_observes(start, capsys):
     job = start(mode="profile", profile={"sampling": "stride", "clock_stride": 20})
     phases = job.train_until("observe")
     assert in_order(phases) == ["warm-up", "profile"]
     assert set(job.train(3)) == {"observe"}
     job.close()
+    assert "training ended before" not in capsys.readouterr().out
     profile = StageProfile.load(job.folder)
     model = job.gpu.model
     for row in profile.measurements:
@@ -437,7 +468,7 @@ def test_profile_mode_measures_while_training_goes_on_and_then_observes(start):
 SHORT = {Kind.FORWARD: 0.011, Kind.BACKWARD: 0.022, Kind.TAIL: 0.001}
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.5, 2.0])
+@pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_iterations_shorter_than_a_refresh_of_the_counter_are_profiled_truly(start, factor):
     """Iterations of 0.05 to 0.2 s with a counter that is refreshed every 100 ms."""
     work_s = {kind: factor * time_s for kind, time_s in SHORT.items()}
@@ -453,41 +484,26 @@ def test_iterations_shorter_than_a_refresh_of_the_counter_are_profiled_truly(sta
         assert row.energy_j / row.time_s == pytest.approx(model.power_w(top_mhz), rel=0.06)
 
 
-def test_a_plan_that_saves_nothing_leaves_and_says_so(start, capsys):
+def test_a_plan_that_saves_nothing_is_dropped_and_orders_are_answered_so(start, capsys):
     """One stage has no slack: without a slowdown there is nothing to gain."""
     job = start(mode="auto")
     job.train_until("run")
     job.train_until("observe", most=200)
     assert set(job.train(5)) == {"observe"}
-    job.close()
     (judged,) = job.events(PlanJudged)
     assert not judged.kept
     assert "is dropped, since it saves no energy that could be measured" in capsys.readouterr().out
+    answer = job.runtime.carry_out({"command": "pause"})
+    assert answer == {"done": "at default clocks; but this job runs no plans now"}
+    assert job.runtime.carry_out({"command": "status"})["status"]["phase"] == "observe"
 
 
-def test_a_plan_that_becomes_late_is_compared_again_with_default_clocks(start):
-    job = start(mode="auto", max_drift=10.0, **SLOWER)
-    job.train_until("run")
-    job.train(40)
-    job.slowdowns[0] *= 1.1  # at default clocks too
-    job.train_until("default")
-    job.train_until("run")
-    job.train(60)
-    assert job.runtime.next.phase == "run"
-    job.close()
-    assert [event.kept for event in job.events(PlanJudged)] == [True, True]
-
-
-def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win(start, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cached = {"mode": "auto", "cache": True, **SLOWER}
-    first = start("first", **cached)
-    first.train_until("run")
+def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win(start, first, tmp_path):
     assert not list((tmp_path / "cache").rglob("frontier.json"))
     first.train(40)
     first.close()
     assert list((tmp_path / "cache").rglob("frontier.json"))
-    second = start("second", max_drift=10.0, **cached)
+    second = start("second", max_drift=10.0, **CACHED)
     assert in_order(second.train_until("run")) == ["default"]
     second.late_under_plans()
     assert set(second.train_until("observe", most=400)) == {"run", "default"}
@@ -496,22 +512,15 @@ def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win
     assert list((tmp_path / "cache").rglob("frontier.json")), "the profile is right, so another policy may win"
 
 
-def test_a_cached_profile_that_no_longer_predicts_default_clocks_is_replaced(start, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cached = {"mode": "auto", "cache": True, "max_drift": 10.0, **SLOWER}
-    first = start("first", **cached)
-    first.train_until("run")
+def test_a_cached_profile_that_no_longer_predicts_default_clocks_is_replaced(start, first, tmp_path):
     first.train(40)
     first.close()
-    second = start("second", **cached)
+    second = start("second", max_drift=10.0, **CACHED)
     second.late_under_plans()
     second.work_s[0][Kind.BACKWARD] *= 1.2
     phases = second.train_until("observe", most=600)
-    assert in_order([phase for phase in phases if phase not in ("default", "run")]) == [
-        "warm-up",
-        "profile",
-        "optimizing",
-    ]
+    measured = [phase for phase in phases if phase not in ("default", "run")]
+    assert in_order(measured) == ["warm-up", "profile", "optimizing"]
     second.close()
     assert [event.corrected for event in second.events(Predicted)] == [False]
     assert not list((tmp_path / "cache").rglob("frontier.json"))
@@ -541,16 +550,12 @@ def test_a_closed_rank_leaves_the_mode_with_the_others_once_they_have_been_told(
     assert phases[-1] == "observe"
 
 
-def test_a_checkpoint_is_taken_up_by_a_job_that_measures_default_clocks_first(start, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cached = {"mode": "auto", "cache": True, **SLOWER}
-    first = start("first", **cached)
-    first.train_until("run")
+def test_a_checkpoint_is_taken_up_by_a_job_that_measures_default_clocks_first(start, first):
     first.train(40)
     state = json.loads(json.dumps(first.runtime.state()))
     assert state["progress"]["statistics"]["stops"] > 0
     first.close()
-    second = start("second", **cached)
+    second = start("second", **CACHED)
     second.runtime.restore(state)
     second.train_until("run")
     assert second.runtime.state()["progress"]["statistics"]["stops"] == state["progress"]["statistics"]["stops"]
@@ -574,33 +579,30 @@ def test_what_a_job_knows_of_its_stops_outlives_its_profile(start):
     assert (after["stops"], after["stopped_s"]) == (kept["statistics"]["stops"], kept["statistics"]["stopped_s"])
 
 
-def test_the_clock_returns_to_its_default_after_an_iteration_that_was_broken_off(start):
-    first = start("first", mode="auto", **SLOWER)
-    first.train_until("run")
-    job = start("second", mode="run", frontier=str(first.folder / "frontier.json"), **SLOWER)
-    job.train(2)
+def test_the_clock_returns_to_its_default_where_nothing_is_trained_for_long_or_an_iteration_is_broken_off(
+    start, frontier
+):
+    job = start(mode="run", frontier=frontier, **SLOWER)
+    job.train_until("run")
+    for _ in range(2):
+        job.train(1)
+        assert job.gpu.clock_mhz() < job.gpu.model.top_clock_mhz
+        job.time.sleep(3.0)
+        assert job.gpu.clock_mhz() == job.gpu.model.top_clock_mhz
+    job.train(1)
     with pytest.raises(KeyError), job.runtime.iteration():
         raise KeyError
     job.time.sleep(3.0)
     assert job.gpu.clock_mhz() == job.gpu.model.top_clock_mhz
 
 
-def test_a_closed_standard_output_ends_neither_plans_nor_the_end(start, monkeypatch):
-    job = start(mode="auto", **SLOWER)
+def test_a_closed_standard_output_ends_neither_plans_nor_the_end(start, frontier, monkeypatch):
+    job = start(mode="run", frontier=frontier, **SLOWER)
     monkeypatch.setattr("builtins.print", lambda *_, **__: 1 / 0)
     job.train_until_compared()
     job.train(5)
     assert job.runtime.next.phase == "run"
     assert job.close()[-1].phase == "run"
-
-
-def test_orders_to_a_job_that_runs_no_plans_are_answered_so(start):
-    job = start(mode="auto")
-    job.train_until("run")
-    job.train_until("observe", most=200)
-    answer = job.runtime.carry_out({"command": "pause"})
-    assert answer == {"done": "default clocks; but this job runs no plans now"}
-    assert job.runtime.carry_out({"command": "status"})["status"]["phase"] == "observe"
 
 
 @pytest.mark.parametrize(
@@ -622,15 +624,6 @@ def test_a_job_that_ends_too_early_says_where_it_was(start, capsys, mode, phase,
     assert re.search(told, capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("mode", ["auto", "profile", "observe"])
-def test_a_job_that_did_what_it_was_asked_for_is_not_called_unfinished(start, capsys, mode):
-    job = start(mode=mode)
-    job.train_until({"auto": "run"}.get(mode, "observe"))
-    job.train(2)
-    job.close()
-    assert "training ended before" not in capsys.readouterr().out
-
-
 def test_a_job_says_in_how_many_iterations_a_plan_runs(start, capsys):
     job = start(mode="auto")
     job.train_until("profile")
@@ -649,16 +642,6 @@ def test_the_measurement_of_default_clocks_is_announced_with_its_length(start, f
     least, most = map(int, announced.groups())
     # Before that, some pass until the time of one is known.
     assert least <= len(phases) <= most + 3
-
-
-def test_the_first_and_the_last_line_name_the_commands_that_show_the_job(start, capsys):
-    job = start("it's here", mode="observe")
-    job.train(2)
-    job.close()
-    lines = capsys.readouterr().out.splitlines()
-    folder = shlex.quote(str(job.folder))
-    assert f"perseus-ds watch {folder}" in lines[0]
-    assert f"perseus-ds report {folder}" in lines[-1]
 
 
 @pytest.mark.parametrize("policy", [

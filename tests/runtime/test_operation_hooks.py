@@ -4,8 +4,8 @@ import pytest
 from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.clocks.latency import LatencyTable
-from perseus_ds.clocks.transitions import ClockPlan
+from perseus_ds.clocks.readback import LatencyTable
+from perseus_ds.clocks.transitions import ClockPlan, IterationClocks
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Load
@@ -79,7 +79,7 @@ def surround(hooks, operation, during=lambda: None):
 def test_the_first_clock_is_asked_for_once_the_device_has_done_the_iteration_before(hooks, calls):
     assert hooks.start_iteration() == "iteration begun"
     hooks.change_plan(ClockPlan.of_rank(PLAN, 0))
-    hooks.change_plan(ClockPlan.constant(1110))
+    hooks.change_plan(ClockPlan(first=1110))
     assert calls.made == [("request", 1410, "iteration begun"), ("request", 1110, "iteration begun")]
 
 
@@ -114,7 +114,7 @@ def test_what_has_no_clock_to_choose_is_only_timed(hooks, calls):
 
 
 def test_the_first_command_of_the_tail_waits_for_the_device_and_for_all_ranks(hooks, calls):
-    begin(hooks, ClockPlan.none(), aligns_tail=True)
+    begin(hooks, ClockPlan(), aligns_tail=True)
     calls.made.clear()
     for _ in range(2):
         surround(hooks, Compute(TAIL))
@@ -128,4 +128,4 @@ def test_a_dropped_plan_asks_for_nothing_but_default_clocks(hooks, calls):
     surround(hooks, Compute(STREAM[1]))
     requests = [call[1] for call in calls.made if call[0] == "request"]
     assert requests == [1410, 1410, None]
-    assert hooks.plan.plan is None
+    assert hooks.requested == IterationClocks()

@@ -1,4 +1,4 @@
-"""The facts of a job while it runs: one computation, from records as they come."""
+"""The facts of a job while it runs: one computation, from records as they come; and in words."""
 
 import io
 import json
@@ -8,16 +8,25 @@ from live_records import BEGIN, auto_job, default_iteration, planned_iteration, 
 from rich.console import Console
 
 from perseus_ds.artifacts.run_records import (
+    CostsSoFar,
     Ended,
+    Halted,
     OrderGiven,
     PlanChosen,
     PolicyChanged,
     PowerCapChanged,
+    Predicted,
+    ShapePlanned,
     TimetableMade,
+    from_line,
+    to_line,
 )
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.live import JobFollower, Jobs, JobScreen
+from perseus_ds.report.page import by_the_hour
 from perseus_ds.runtime.progress import JobFacts, JobLog
+from perseus_ds.runtime.words import event_in_words, policy_in_words
+from perseus_ds.units import watts
 
 
 def facts_of(records, after_s=1.0):
@@ -206,6 +215,23 @@ def test_an_order_is_pending_until_iterations_run_by_it():
     assert facts_of([*records, planned_iteration(28)]).pending is None
 
 
+def test_an_order_that_was_in_force_is_pending_no_more_when_another_policy_takes_its_place():
+    ordered = {"name": "reduce", "power_fraction": 0.8, "until": "2030-01-01T00:00:00Z", "policy": {"name": "slowdown"}}
+    records = [*auto_job(), OrderGiven(time=BEGIN + 26, policy=ordered), PolicyChanged(time=BEGIN + 27, policy=ordered)]
+    records += [PolicyChanged(time=BEGIN + 90, policy={"name": "slowdown"}, by_schedule=True), planned_iteration(91)]
+    assert facts_of(records).pending is None
+
+
+def test_power_over_the_last_seconds_stands_below_it():
+    powers_j = [90.0] * 6 + [120.0] * 6
+    records = [*auto_job(), *(planned_iteration(27 + n, time_s=1.0, energy_j=j) for n, j in enumerate(powers_j))]
+    facts = facts_of(records)
+    assert facts.highest_power_w == pytest.approx(120.0)
+    assert facts.power_change_w <= facts.highest_power_w - facts.lowest_power_w
+    assert "to 120.0 W" in told(facts)
+    assert f"{watts(facts.power_change_w)} at most from one to the next" in told(facts)
+
+
 def test_present_power_stands_beside_the_mean_and_the_cap_with_its_source():
     cap = PowerCapChanged(time=BEGIN, watts=90.0, source="/caps/now")
     records = [*auto_job(), cap, planned_iteration(27, energy_j=91.8)]
@@ -213,3 +239,40 @@ def test_present_power_stands_beside_the_mean_and_the_cap_with_its_source():
     assert (facts.present_power_w, facts.cap_w, facts.cap_source) == (pytest.approx(90.0), 90.0, "/caps/now")
     assert "now 90.00 W, cap 90.00 W by /caps/now" in told(facts)
     assert facts_of([*records, PowerCapChanged(time=BEGIN)]).cap_w is None
+
+
+def test_events_say_what_the_hours_are_worth():
+    timetable = TimetableMade(cost=80.0, bound=79.0, fastest_cost=100.0)
+    events = [timetable, CostsSoFar(iterations=50, cost=90.0, fastest_cost=100.0, done=True), Halted(time_s=7200.0)]
+    minus = "\N{MINUS SIGN}"
+    texts = [event_in_words(from_line(to_line(event))).replace(minus, "-") for event in events]
+    assert texts[0].startswith("timetable: -20")
+    assert "above the bound" in texts[0]
+    assert texts[1].startswith("50 iterations by the hour, -10")
+    assert texts[2].startswith("training stood still for 2")
+    assert event_in_words(PlanChosen(plan=3, halts=True)) == "standing still, then plan 3"
+    assert event_in_words(CostsSoFar(iterations=5)) == "5 iterations by the hour, not done yet"
+
+
+def test_settings_that_a_policy_leaves_out_are_not_named():
+    policy = {"name": "power_cap", "watts": None, "signal": "/caps/now", "max_slowdown": 0.0, "may_pause": False}
+    assert policy_in_words(policy) == "policy power_cap: signal /caps/now, max_slowdown 0.0"
+
+
+def test_a_profile_that_differs_from_iterations_is_told_with_what_follows():
+    event = Predicted(time_s=1.1, predicted_time_s=1.0, energy_j=90.0, predicted_energy_j=100.0, corrected=True)
+    text = event_in_words(event).replace("\N{MINUS SIGN}", "-")
+    assert "+10.0\u202f% time and -10.0\u202f% energy" in text
+    assert "the profile is corrected" in text
+    assert event_in_words(ShapePlanned(shape=2)).endswith("it has plans of its own, as shape 2")
+    given_up = event_in_words(ShapePlanned(shape=2, given_up="it comes rarely"))
+    assert given_up == "shape 2 is no longer planned (it comes rarely): it runs at default clocks"
+
+
+def test_the_report_says_what_a_job_that_is_done_cost_by_its_signal():
+    costs = CostsSoFar(iterations=50, cost=90.0, fastest_cost=100.0, halted_s=3600.0, done=True)
+    (tile,) = by_the_hour([costs])
+    assert tile.value.startswith("\N{MINUS SIGN}10")
+    assert "50 iterations" in tile.note
+    assert "1" in tile.note.partition("stood still for")[2]
+    assert list(by_the_hour([costs.model_copy(update={"done": False})])) == list(by_the_hour([])) == []

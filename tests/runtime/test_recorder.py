@@ -1,4 +1,4 @@
-"""What is written, told and said of iterations; and that nothing of it can end training."""
+"""What is written, sent and printed of iterations, operation by operation for some; nothing of it can end training."""
 
 import errno
 import math
@@ -17,12 +17,19 @@ from perseus_ds.artifacts.run_records import (
     read_records,
     to_line,
 )
+from perseus_ds.artifacts.timeline import TimelineFile
+from perseus_ds.clocks.events import PassedEvent
+from perseus_ds.clocks.timers import FinishedIteration, Span
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Transfer
 from perseus_ds.policy.selector import Forecast
 from perseus_ds.ranks import PipelineTopology
-from perseus_ds.report.history import read_history
+from perseus_ds.report.sources import read_history
 from perseus_ds.runtime import recorder as record_writer
+from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration
 from perseus_ds.runtime.progress import JobLog
 from perseus_ds.runtime.recorder import IterationContext, Recorder, RecordWriter
+from perseus_ds.runtime.timeline_log import TimelineLog
 
 
 class Told:
@@ -47,15 +54,30 @@ class Full:
 
 def under_plan(number):
     forecast = Forecast(time_s=1.0, energy_j=75.0, default_time_s=1.0, default_energy_j=100.0)
-    return IterationContext(number, number * 8, "run", plan=4, forecast=forecast)
+    return IterationContext(number, number * 8, NextIteration("run", plan=4, forecast=forecast))
 
 
 def reports(energy_j=80.0, **fields):
     return reports_of({"time_s": 1.1, "energy_j": energy_j, "clock_changes": 6, "clock_skips": 2, **fields})
 
 
-def test_what_is_said_holds_no_control_characters(tmp_path, capsys):
-    Recorder(LoneCommunicator(), tmp_path, simulated=False).say("\x1b]0;PWNED\x07")
+@pytest.fixture
+def recorder(tmp_path):
+    """Rank 0's, of a job that has started."""
+    made = Recorder(LoneCommunicator(), tmp_path, simulated=False)
+    made.start(Started())
+    return made
+
+
+def records_of(recorder, tmp_path):
+    """Close a recorder; return the iterations that it has recorded, and the record of the end."""
+    recorder.close()
+    _, *iterations, end = read_records(tmp_path)
+    return iterations, end
+
+
+def test_what_is_said_holds_no_control_characters(recorder, capsys):
+    recorder.say("\x1b]0;PWNED\x07")
     assert capsys.readouterr().out == "perseus: \\x1b]0;PWNED\\x07\n"
 
 
@@ -63,7 +85,7 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ca
     monitor = Told()
     recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True, monitor=monitor, steps_per_print=2)
     recorder.start(Started())
-    recorder.add(IterationContext(1, 8, "observe"), reports_of({}))
+    recorder.add(IterationContext(1, 8, NextIteration("observe")), reports_of({}))
     recorder.add(under_plan(2), reports(drift=0.02))
     recorder.add(under_plan(3), reports())
     recorder.close()
@@ -89,26 +111,20 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ca
     assert "20.0 % less energy and 10.0 % more time than at default clocks, by the profile" in summary
 
 
-def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(tmp_path):
-    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=False)
-    recorder.start(Started())
+def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(recorder, tmp_path):
     ranks = [{"time_s": 1.0 + n, "energy_j": 10.0 * (n + 1), "failed": n == 2, "clock_changes": n} for n in range(4)]
-    recorder.add(IterationContext(1, 8, "observe"), reports_of(*ranks, pipelines=(0, 0, 1, 1)))
-    recorder.close()
-    record = read_records(tmp_path)[1]
+    recorder.add(IterationContext(1, 8, NextIteration("observe")), reports_of(*ranks, pipelines=(0, 0, 1, 1)))
+    (record,), _ = records_of(recorder, tmp_path)
     assert (record.time_s, record.energy_j, record.energy_by_pipeline_j) == (4.0, 100.0, (30.0, 70.0))
     assert record.energy_by_rank_j == (10.0, 20.0, 30.0, 40.0)
     assert (record.failed_ranks, record.clock_changes) == ((2,), 6)
 
 
-def test_many_ranks_have_figures_by_rank_in_some_records_that_lose_no_energy(tmp_path):
-    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=False)
-    recorder.start(Started())
+def test_many_ranks_have_figures_by_rank_in_some_records_that_lose_no_energy(recorder, tmp_path):
     for number in range(1, 9):
         ranks = [{"energy_j": math.nan if number == 3 else float(number), "asked_mhz": 1400.0} for _ in range(200)]
-        recorder.add(IterationContext(number, 8, "run"), reports_of(*ranks))
-    recorder.close()
-    records = [record for record in read_records(tmp_path) if isinstance(record, IterationRecord)]
+        recorder.add(IterationContext(number, 8, NextIteration("run")), reports_of(*ranks))
+    records, _ = records_of(recorder, tmp_path)
     assert [record.iteration for record in records if record.energy_by_rank_j is not None] == [4, 8]
     assert (records[3].energy_by_rank_j, records[7].energy_by_rank_j) == ((7.0,) * 200, (26.0,) * 200)
     assert [record.iteration for record in records if record.clocks_asked_mhz is not None] == [4, 8]
@@ -123,8 +139,7 @@ def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, capsys)
     recorder.start(Started())
     recorder.add(under_plan(1), reports(energy_j=math.nan))
     recorder.add(under_plan(2), reports())
-    recorder.close()
-    _, first, _, end = read_records(tmp_path)
+    (first, _), end = records_of(recorder, tmp_path)
     assert (first.energy_j, first.power_w, first.saved) == (None, None, None)
     assert "NaN" not in (tmp_path / "run.jsonl").read_text()
     assert all(math.isfinite(value) for _, value, _ in monitor.events)
@@ -132,25 +147,21 @@ def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, capsys)
     assert "not counting 1 iterations" in capsys.readouterr().out
 
 
-def test_plans_that_use_more_than_the_profile_says_are_not_called_a_saving(tmp_path, capsys):
-    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True)
-    recorder.start(Started())
+def test_plans_that_use_more_than_the_profile_says_are_not_called_a_saving(recorder, tmp_path, capsys):
     for number in (1, 2):
         recorder.add(under_plan(number), reports(energy_j=110.0))
-    recorder.close()
+    _, end = records_of(recorder, tmp_path)
     assert "10.0 % more energy and 10.0 % more time than at default clocks, by the profile" in capsys.readouterr().out
-    assert read_records(tmp_path)[-1].saved == pytest.approx(-0.1)
+    assert end.saved == pytest.approx(-0.1)
 
 
-def test_drift_is_that_of_the_last_look_until_the_job_profiles_again(tmp_path):
-    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True)
-    recorder.start(Started())
+def test_drift_is_that_of_the_last_look_until_the_job_profiles_again(recorder, tmp_path):
     recorder.add(under_plan(1), reports(drift=0.03))
     recorder.add(under_plan(2), reports())
-    recorder.add(IterationContext(3, 24, "warm-up"), reports())
+    recorder.add(IterationContext(3, 24, NextIteration("warm-up")), reports())
     recorder.add(under_plan(4), reports())
-    recorder.close()
-    assert [record.drift for record in read_records(tmp_path)[1:5]] == [0.03, 0.03, None, None]
+    records, _ = records_of(recorder, tmp_path)
+    assert [record.drift for record in records] == [0.03, 0.03, None, None]
 
 
 def test_a_rank_sends_its_events_and_writes_nothing(tmp_path):
@@ -162,7 +173,7 @@ def test_a_rank_sends_its_events_and_writes_nothing(tmp_path):
     recorder.start(Started())
     recorder.event(Drifted(drift=0.1))
     recorder.own_event(ClockRefused(rank=1, clock_mhz=1400, reached_mhz=1200))
-    recorder.add(IterationContext(1, 8, "run"), reports_of({}))
+    recorder.add(IterationContext(1, 8, NextIteration("run")), reports_of({}))
     recorder.add_events_of_others()
     communicator.start_exchange([1.0], lambda numbers: None).result()
     ((age_s, line),) = communicator.received_events()
@@ -188,13 +199,12 @@ def test_events_of_other_ranks_are_dated_by_the_clock_of_rank_0s_node(tmp_path, 
     assert refused.time == 988.0
 
 
-def test_a_record_names_sixteen_failed_ranks_and_counts_the_others(tmp_path):
-    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=False)
-    recorder.start(Started())
-    recorder.add(IterationContext(1, 8, "run"), reports_of(*({"failed": rank > 1} for rank in range(22))))
-    recorder.add(IterationContext(2, 16, "run"), reports_of({}, {"failed": True}))
-    recorder.close()
-    many, few = [record for record in read_records(tmp_path) if isinstance(record, IterationRecord)]
+def test_a_record_names_sixteen_failed_ranks_and_counts_the_others(recorder, tmp_path):
+    recorder.add(
+        IterationContext(1, 8, NextIteration("run")), reports_of(*({"failed": rank > 1} for rank in range(22)))
+    )
+    recorder.add(IterationContext(2, 16, NextIteration("run")), reports_of({}, {"failed": True}))
+    (many, few), _ = records_of(recorder, tmp_path)
     assert (many.failed_ranks, many.more_failed_ranks) == (tuple(range(2, 18)), 4)
     assert (few.failed_ranks, few.more_failed_ranks) == ((1,), 0)
 
@@ -212,7 +222,7 @@ def test_a_monitor_that_fails_is_told_no_more(tmp_path, caplog):
 
 
 def test_a_record_that_cannot_be_written_is_left_out_and_those_after_it_are_not(tmp_path, caplog):
-    writer = RecordWriter(tmp_path, JobLog("job"), lambda record: None)
+    writer = RecordWriter(tmp_path, JobLog("job"))
     writer.write_soon(lambda: Failed(error=object()))
     writer.write(Failed.model_construct(event="failure", rank=[object()]))
     writer.write(Failed(error="/data/\udcff: no such file"))
@@ -229,8 +239,7 @@ def test_records_of_earlier_starts_that_cannot_be_read_do_not_keep_new_ones_from
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(record_writer.RecordFollower, "read", fail)
-    log = JobLog("job")
-    writer = RecordWriter(tmp_path, log, lambda record: None)
+    writer = RecordWriter(tmp_path, JobLog("job"))
     writer.write(Failed(error="new"))
     writer.flush()
     assert [record.error for record in read_records(tmp_path)] == ["new"]
@@ -252,9 +261,7 @@ def test_what_could_not_be_written_is_written_once_that_is_possible(tmp_path, ca
     assert caplog.text.count("can be written again") == 1
 
 
-def test_a_line_of_which_only_a_part_could_be_written_is_taken_back(tmp_path, monkeypatch):
-    recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True)
-    recorder.start(Started())
+def test_a_line_of_which_only_a_part_could_be_written_is_taken_back(recorder, tmp_path, monkeypatch):
     assert recorder.last is None
     write, is_full = os.write, [True]
 
@@ -271,8 +278,8 @@ def test_a_line_of_which_only_a_part_could_be_written_is_taken_back(tmp_path, mo
     assert recorder.last.iteration == 1
     assert len(read_records(tmp_path)) == 1
     recorder.add(under_plan(2), reports())
-    recorder.close()
-    assert [r.iteration for r in read_records(tmp_path) if isinstance(r, IterationRecord)] == [1, 2]
+    records, _ = records_of(recorder, tmp_path)
+    assert [record.iteration for record in records] == [1, 2]
 
 
 def test_a_job_that_does_not_start_leaves_no_record_and_one_that_does_begins_with_it(tmp_path):
@@ -283,3 +290,83 @@ def test_a_job_that_does_not_start_leaves_no_record_and_one_that_does_begins_wit
     recorder.start(Started(mode="run"))
     recorder.close()
     assert [record.event for record in read_records(tmp_path)] == ["start", "drift"]
+
+
+FORWARD = Instruction(0, Kind.FORWARD, 0)
+SPANS = [
+    Span(Load(stage=0, micro_batch=0), 0.0, 0.1),
+    Span(Compute(FORWARD), 0.1, 0.4),
+    Span(Exchange((Transfer("activation", 0, 1, 0),)), 0.4, 0.5),
+]
+
+
+def ran(plan):
+    return NextIteration("run", plan=plan)
+
+
+def seen(number, *, spans=SPANS, clock_mhz=()):
+    """A measured iteration of 1 s."""
+    marks = [(span.operation, PassedEvent(span.start_s), PassedEvent(span.end_s)) for span in spans]
+    finished = FinishedIteration(PassedEvent(0.0), PassedEvent(1.0), marks)
+    return IterationMeasurement(
+        finished, lambda: 100.0, lambda: True, (0.0, 1.0), dict(clock_mhz), failed=False, number=number
+    )
+
+
+class TwoRanks(LoneCommunicator):
+    """Rank 0, and a second rank whose iteration began 10 ms later."""
+
+    def ahead_s(self, timebase):
+        return 0.0
+
+    def pipeline_gather(self, value):
+        begun_s, spans, clocks = value
+        return [value, (begun_s + 0.01, spans, clocks)]
+
+
+@pytest.fixture
+def log(tmp_path):
+    return TimelineLog(TwoRanks(), tmp_path, gpu="A100", simulated=True)
+
+
+def test_the_second_iteration_of_each_plan_is_wanted_and_six_in_all(log):
+    wanted = [log.wants("run", plan) for plan in range(8) for _ in range(3)]
+    assert wanted[:6] == [False, True, False, False, True, False]
+    assert not log.wants("profile", None)
+    for number in range(6):
+        log.keep(ran(number), seen(number))
+    assert not any(log.wants("run", 99) for _ in range(5))
+
+
+def test_operations_of_all_ranks_lie_on_the_first_ones_axis(log, tmp_path):
+    log.keep(ran(plan=3), seen(7, clock_mhz={FORWARD: 1200}))
+    (kept,) = TimelineFile.load(tmp_path / "timeline.json").iterations
+    assert (kept.iteration, kept.plan) == (7, 3)
+    first, second = kept.ranks
+    assert [operation.kind for operation in first] == ["load", "forward", "activation"]
+    assert [operation.start_s for operation in first] == [0.0, 0.1, 0.4]
+    assert [operation.start_s for operation in second] == pytest.approx([0.01, 0.11, 0.41])
+    assert [operation.clock_mhz for operation in first] == [None, 1200, None]
+    assert first[2].target == 1
+
+
+def test_what_could_not_be_read_again_is_not_written(log, tmp_path, monkeypatch):
+    monkeypatch.setattr("perseus_ds.runtime.timeline_log.MOST_OPERATIONS", 9)
+    for number in range(3):
+        log.keep(ran(number), seen(number))
+    log.keep(ran(plan=3), seen(3, spans=SPANS[:1]))
+    kept = TimelineFile.load(tmp_path / "timeline.json").iterations
+    assert [(iteration.iteration, iteration.operations) for iteration in kept] == [(0, 6), (3, 2)]
+
+
+def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    log = TimelineLog(LoneCommunicator(), tmp_path / "file", gpu="A100", simulated=True)
+    for number in range(3):
+        log.keep(ran(number), seen(number))
+    assert caplog.text.count("cannot be written") == 1
+
+
+def test_ranks_of_other_pipelines_keep_nothing_and_send_nothing(tmp_path):
+    log = TimelineLog(LoneCommunicator(PipelineTopology(2, (2, 3), 1, 2)), tmp_path, gpu="A100", simulated=True)
+    assert not any(log.wants("run", 1) for _ in range(3))

@@ -1,11 +1,13 @@
-"""What is written of the rows that a job has measured."""
+"""What is written of the rows that a job has measured, and the cache of finished profiles."""
 
+import pwd
 from types import SimpleNamespace
 
 import pytest
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.runtime.frontiers import Cache
 from perseus_ds.runtime.profiling import save_profile
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD)
@@ -48,3 +50,22 @@ def test_rows_below_waiting_stay_where_fewer_than_two_would_be_left(saved, caplo
     profile, _ = saved({1410: 0.3, 1200: 0.2, 930: 0.15})
     assert len(profile.measurements) == 6
     assert not caplog.text
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    def unknown(user):
+        raise KeyError(user)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(OSError, match="Set XDG_CACHE_HOME"):
+        assert Cache("key").directory
+
+
+def test_the_cache_is_where_xdg_says_or_in_the_home(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/a")
+    assert str(Cache("key").directory) == "/home/a/.cache/perseus-ds/key"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/fast")
+    assert str(Cache("key").directory) == "/fast/perseus-ds/key"

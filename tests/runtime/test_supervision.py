@@ -2,11 +2,11 @@
 
 import re
 import signal
-import time
 from types import SimpleNamespace
 
 import pytest
 from guardians import guardians_of
+from run_log import wait_until
 from virtual.job import LoneCommunicator
 
 from perseus_ds.clocks.lock_records import left_locks
@@ -61,8 +61,7 @@ def test_what_was_started_is_ended_where_another_rank_could_not_start(rank, tmp_
         Supervision(job, rank, recorder=None, control=JobControl(job.config.policy, 1), restore=lambda: None)
     assert signal.getsignal(signal.SIGTERM) == handler
     assert list(left_locks()) == []
-    while guardians_of(stub_nvml_here):  # they end with their last rank
-        time.sleep(0.05)
+    wait_until(lambda: not guardians_of(stub_nvml_here), "the guardian's end with its last rank")
 
 
 def test_a_clock_that_a_dead_process_left_locked_is_reset_and_named_once(stub_nvml_here, caplog):

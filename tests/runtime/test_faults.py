@@ -1,7 +1,8 @@
-"""A rank that has fallen back to default clocks is under plans again once what failed works, and so are its peers."""
+"""Ranks fall back to default clocks when something fails, and are under plans again once it works."""
 
 import pytest
 from virtual.gpu import DRIVER_FAULTS, FaultyGpu
+from virtual.hostile_day import GPU_FAULTS, JOB_FAULTS, HostileDay
 from virtual.job import VirtualJob
 
 from perseus_ds.artifacts.run_records import Failed, PlanJudged, Recovered, to_line
@@ -84,3 +85,14 @@ def test_a_mistake_is_final(job):
     job.gpus[1].end()
     job.train(200)
     assert job.runtimes[1].has_fallen_back
+
+
+@pytest.mark.parametrize(
+    ("seed", "causes", "minutes"),
+    [(1, GPU_FAULTS, 1), pytest.param(2, GPU_FAULTS + JOB_FAULTS, 30, marks=pytest.mark.extended)],
+    ids=["drivers", "drivers and jobs"],
+)
+def test_every_promise_is_kept_under_faults(tmp_path, seed, causes, minutes):
+    day = HostileDay(tmp_path, seed=seed, causes=causes)
+    assert day.run(minutes=minutes) == []
+    assert sum(outcome.times for outcome in day.outcomes.values()) >= 1
