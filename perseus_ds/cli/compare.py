@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from perseus_ds.cli.arguments import argument
 
@@ -13,20 +12,22 @@ from perseus_ds.cli.arguments import argument
 class Arguments:
     """Show runs side by side: default clocks, power limits, plans; also as one HTML file (comparison.html)."""
 
-    examples: ClassVar[tuple[str, ...]] = (
+    examples = (
         "perseus-ds compare runs/default runs/plan",
         "perseus-ds compare a b baseline=b out=ab.html",
     )
 
     runs: list[Path] = argument("output folders of training runs", word=True)
-    baseline: str | None = argument("name of the run to compare with; by default the first at default clocks", None)
+    baseline: str | None = argument(
+        "name of the run to compare with; by default the one with the most iterations at default clocks", None
+    )
     out: Path | None = argument("file to write, or an existing folder for it; by default in this folder", None)
 
 
 def run(arguments: Arguments) -> int:
     """Write the comparison."""
     from perseus_ds.report.comparison import compare, comparison_page, comparison_text
-    from perseus_ds.report.rendering import write_output
+    from perseus_ds.report.page import write_output
     from perseus_ds.report.sources import find_sources
 
     comparison = compare([find_sources(folder) for folder in arguments.runs], arguments.baseline)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import ClassVar
 
 from perseus_ds.cli.arguments import argument, arguments_of
-from perseus_ds.cli.commands import COMMANDS, module_of
+from perseus_ds.cli.main import COMMANDS, module_of
 
 
 class Shell(Enum):
@@ -23,7 +21,7 @@ class Shell(Enum):
 class Arguments:
     """Print a script that completes commands, arguments and their values in a shell."""
 
-    examples: ClassVar[tuple[str, ...]] = (
+    examples = (
         'eval "$(perseus-ds completion bash)"   # in ~/.bashrc',
         'eval "$(perseus-ds completion zsh)"    # in ~/.zshrc',
     )
@@ -75,27 +73,18 @@ complete -F _perseus_ds perseus-ds"""
 
 def run(arguments: Arguments) -> int:
     """Print the script."""
-    script = _SCRIPT.format(commands=" ".join(COMMANDS), arguments="\n".join(_words()), choices="\n".join(_choices()))
-    print(f"{_ZSH if arguments.shell is Shell.zsh else ''}{script}")
-    return 0
-
-
-def _words() -> Iterator[str]:
-    """Yield a case for each command: the words that may follow it."""
+    words, choices, free = [], [], []
     for command in COMMANDS:
         declared = arguments_of(module_of(command).Arguments).values()
-        words = [choice for each in declared if each.word for choice in each.choices]
-        words += [f"--{each.name}" if each.is_switch else f"{each.name}=" for each in declared]
-        yield f'        {command}) words="{" ".join(words)} --help" ;;'
-
-
-def _choices() -> Iterator[str]:
-    """Yield the cases of arguments whose values are not paths: choices, or values that cannot be completed."""
-    free = []
-    for command in COMMANDS:
-        for each in arguments_of(module_of(command).Arguments).values():
+        follow = [choice for each in declared if each.word for choice in each.choices]
+        follow += [f"--{each.name}" if each.is_switch else f"{each.name}=" for each in declared]
+        words.append(f'        {command}) words="{" ".join(follow)} --help" ;;')
+        for each in declared:
             if each.choices:
-                yield f'        {command}.{each.name}) choices="{" ".join(each.choices)}" ;;'
-            elif Path not in each.types:
+                choices.append(f'        {command}.{each.name}) choices="{" ".join(each.choices)}" ;;')
+            elif each.type is not Path:  # values that cannot be completed
                 free.append(f"{command}.{each.name}")
-    yield f"        {'|'.join(free)}) return ;;"
+    choices.append(f"        {'|'.join(free)}) return ;;")
+    script = _SCRIPT.format(commands=" ".join(COMMANDS), arguments="\n".join(words), choices="\n".join(choices))
+    print(f"{_ZSH if arguments.shell is Shell.zsh else ''}{script}")
+    return 0

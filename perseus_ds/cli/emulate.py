@@ -6,7 +6,7 @@ import csv
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from perseus_ds.cli.arguments import argument, require
 from perseus_ds.errors import FrontierError
@@ -24,9 +24,7 @@ class Arguments:
     The computation is that of the emulation in the Perseus paper.
     """
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "perseus-ds emulate perseus/frontier profile=perseus pipelines=16 gpus_per_stage=8",
-    )
+    examples = ("perseus-ds emulate perseus/frontier profile=perseus pipelines=16 gpus_per_stage=8",)
 
     frontier: list[Path] = argument("folder with frontier.json, or a CSV with columns time,energy", word=True)
     profile: Path = argument("profile.csv from which the frontier was computed, or the folder it is in")
@@ -51,8 +49,20 @@ def run(arguments: Arguments) -> int:
 
     profile = StageProfile.load(arguments.profile)
     results = [_emulate(path, profile, arguments) for path in arguments.frontier]
-    head = f"{arguments.pipelines} pipelines, {arguments.gpus_per_stage} GPUs per stage; against the highest clock"
-    print(_table([str(path) for path in arguments.frontier], head, results))
+    columns = [f"({number})" for number in range(1, len(results) + 1)]
+    for column, path in zip(columns, arguments.frontier, strict=True):
+        print(column, path)
+    print(f"{arguments.pipelines} pipelines, {arguments.gpus_per_stage} GPUs per stage; against the highest clock")
+    rows = {
+        "": columns,
+        "shortest iteration [s]": [f"{each.shortest_s:.3f}" for each in results],
+        "T* [s]": [f"{each.t_star_s:.3f}" for each in results],
+        "saved without a straggler": [f"{each.intrinsic:.2%}" for each in results],
+    }
+    for slowdown in results[0].with_straggler:
+        rows[f"saved with a straggler {slowdown:g}x"] = [f"{each.with_straggler[slowdown]:.2%}" for each in results]
+    for what, values in rows.items():
+        print(f"{what:32}{''.join(f'{value:>12}' for value in values)}")
     if profile.info.simulated:
         print("The profile is SIMULATED: no GPU was measured.")
     return 0
@@ -114,8 +124,7 @@ def read_curve(path: Path) -> Floats:
     import numpy as np
 
     from perseus_ds.artifacts.io import read_text
-    from perseus_ds.artifacts.limits import LEAST, MOST_JOULES
-    from perseus_ds.artifacts.validation import brief
+    from perseus_ds.artifacts.validation import LEAST, MOST_JOULES, brief
 
     reader = csv.DictReader(io.StringIO(read_text(path, FrontierError, "CSV of a frontier"), newline=""))
     try:
@@ -132,24 +141,3 @@ def read_curve(path: Path) -> Floats:
             f"{MOST_JOULES:g}."
         )
     return np.array(rows)
-
-
-def _table(names: list[str], head: str, results: list[Emulation]) -> str:
-    """Return one column of savings for each frontier, one line for each straggler."""
-    columns = [f"({number})" for number in range(1, len(names) + 1)]
-
-    def line(what: str, values: list[str]) -> str:
-        return f"{what:32}" + "".join(f"{value:>12}" for value in values)
-
-    lines = [
-        *(f"{column} {name}" for column, name in zip(columns, names, strict=True)),
-        head,
-        line("", columns),
-        line("shortest iteration [s]", [f"{r.shortest_s:.3f}" for r in results]),
-        line("T* [s]", [f"{r.t_star_s:.3f}" for r in results]),
-        line("saved without a straggler", [f"{r.intrinsic:.2%}" for r in results]),
-    ]
-    for slowdown in results[0].with_straggler:
-        values = [f"{result.with_straggler[slowdown]:.2%}" for result in results]
-        lines.append(line(f"saved with a straggler {slowdown:g}x", values))
-    return "\n".join(lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from perseus_ds.cli.arguments import argument
 
@@ -13,7 +12,7 @@ from perseus_ds.cli.arguments import argument
 class Arguments:
     """Write the plans of a frontier for the server of Zeus's pipeline frequency optimizer."""
 
-    examples: ClassVar[tuple[str, ...]] = ("perseus-ds export perseus/frontier out=plans",)
+    examples = ("perseus-ds export perseus/frontier out=plans",)
 
     frontier: Path = argument("frontier.json, or the folder it is in", word=True)
     out: Path = argument("folder for freqs_pipeline_00000.py (the fastest plan), freqs_pipeline_00001.py, …")
@@ -21,8 +20,7 @@ class Arguments:
 
 def run(arguments: Arguments) -> int:
     """Write one file a plan."""
-    from perseus_ds.artifacts.frontier import Frontier
-    from perseus_ds.artifacts.zeus_plans import export_zeus
+    from perseus_ds.artifacts.frontier import Frontier, export_zeus
     from perseus_ds.cli.output import check_folder
 
     frontier = Frontier.load(arguments.frontier)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from perseus_ds.cli.arguments import argument, blocking_power_argument, schedule_argument
 
@@ -16,7 +15,7 @@ class Arguments:
     The files of plans are parsed and never executed.
     """
 
-    examples: ClassVar[tuple[str, ...]] = ("perseus-ds import plans profile=perseus out=perseus/frontier",)
+    examples = ("perseus-ds import plans profile=perseus out=perseus/frontier",)
 
     plans: Path = argument("folder of freqs_pipeline_*.py", word=True)
     profile: Path = argument("profile.csv, or the folder it is in; profile.json is read beside it")
@@ -29,12 +28,12 @@ def run(arguments: Arguments) -> int:
     """Write the frontier and print what it saves."""
     from itertools import chain
 
+    from perseus_ds.artifacts.frontier import read_plans
     from perseus_ds.artifacts.profile import StageProfile
-    from perseus_ds.artifacts.zeus_plans import read_plans
     from perseus_ds.cli.inputs import naming, schedule_of_plans
     from perseus_ds.cli.output import check_folder, save_and_summarise
-    from perseus_ds.optimizer import problem_for
-    from perseus_ds.optimizer.imported_plans import evaluate
+    from perseus_ds.optimizer import frontier_of_imported, with_alternatives
+    from perseus_ds.optimizer.problem import problem_for
 
     profile = StageProfile.load(arguments.profile)
     plans = read_plans(arguments.plans)
@@ -43,5 +42,6 @@ def run(arguments: Arguments) -> int:
     out = check_folder(arguments.out)
     with naming(arguments.profile):
         problem = problem_for(schedule, profile, arguments.blocking_power_w)
-    print(save_and_summarise(evaluate(chain([first], plans), problem), arguments.profile, out))
+        frontier = with_alternatives(frontier_of_imported(chain([first], plans), problem), schedule, profile)
+    print(save_and_summarise(frontier, arguments.profile, out))
     return 0

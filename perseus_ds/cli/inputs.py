@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.limits import MOST_INSTRUCTIONS, MOST_STAGES
+from perseus_ds.artifacts.frontier import Pairs
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.zeus_plans import Pairs
+from perseus_ds.artifacts.validation import MOST_INSTRUCTIONS, MOST_STAGES
 from perseus_ds.cli.arguments import RunArguments
-from perseus_ds.errors import ConfigError, PerseusError, ProfileError
+from perseus_ds.errors import ConfigError, ProfileError
 from perseus_ds.pipeline.commands import KNOWN, OF_TORCH, is_of_torch, read_schedule, schedule_class, stages_per_rank
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
@@ -22,29 +21,21 @@ from perseus_ds.report.sources import Sources, connect, find_sources
 def schedule_for(
     profile: StageProfile,
     *,
-    schedule: str | None,
-    stages: int | None,
-    micro_batches: int | None,
+    schedule: str | None = None,
+    stages: int | None = None,
+    micro_batches: int | None = None,
 ) -> Schedule:
     """Return the schedule that the arguments name; what they leave out is the profile's.
 
-    Args:
-        profile: Its ``profile.json`` may hold the schedule's streams. A class that it names is not imported.
-        schedule: As the user gave it; a class of that name is imported.
-        stages: As the user gave it.
-        micro_batches: As the user gave it.
+    A class that the user names is imported; one that the profile names is not.
 
     Raises:
         ConfigError: Neither says how many micro-batches there are, or the stages do not fit the schedule.
         ScheduleError: The schedule cannot be read.
     """
     info = profile.info
-    micro_batches = info.micro_batches if micro_batches is None else micro_batches
-    if micro_batches is None:
-        raise ConfigError(
-            "micro_batches is missing: the profile has no profile.json that holds it. Write micro_batches=…."
-        )
-    written = None if schedule or info.streams is None else info.streams.to_schedule()
+    micro_batches = micro_batches or micro_batches_of(profile)
+    written = _written_schedule(profile, schedule)
     if written and written.micro_batches == micro_batches and stages in (None, written.num_stages):
         return written
     stages = stages or info.stages or profile.num_stages
@@ -64,15 +55,22 @@ def schedule_for(
     return read_schedule(found, ranks=stages // per_rank, micro_batches=micro_batches)
 
 
-def schedule_of(frontier: Frontier) -> Schedule:
-    """Return the schedule of a frontier's plans.
+def micro_batches_of(profile: StageProfile) -> int:
+    """Return the micro-batches per iteration of the job that measured a profile.
 
     Raises:
-        ConfigError: Its file does not hold it.
+        ConfigError: Its files do not say.
     """
-    if frontier.schedule is None:
-        raise ConfigError('frontier.json holds no schedule ("streams"). Run "perseus-ds optimize" again.')
-    return frontier.schedule
+    if profile.info.micro_batches is None:
+        raise ConfigError(
+            "micro_batches is missing: the profile has no profile.json that holds it. Write micro_batches=…."
+        )
+    return profile.info.micro_batches
+
+
+def _written_schedule(profile: StageProfile, named: str | None) -> Schedule | None:
+    """Return the schedule that the profile's files hold, unless the user names one."""
+    return None if named or profile.info.streams is None else profile.info.streams.to_schedule()
 
 
 def schedule_of_plans(pairs: Pairs, profile: StageProfile, schedule: str | None) -> Schedule:
@@ -82,12 +80,11 @@ def schedule_of_plans(pairs: Pairs, profile: StageProfile, schedule: str | None)
         ConfigError: There is no such schedule, or its class is named by a file only.
         ScheduleError: It cannot be read.
     """
-    info = profile.info
-    written = None if schedule or info.streams is None else info.streams.to_schedule()
+    written = _written_schedule(profile, schedule)
     forwards = [sum(kind == Kind.FORWARD for kind, _ in entries) for entries in pairs]
     if written and forwards == [sum(i.kind is Kind.FORWARD for i in stream) for stream in written.instructions]:
         return written
-    _, found = find_schedule(info.schedule, schedule)
+    _, found = find_schedule(profile.info.schedule, schedule)
     per_rank = stages_per_rank(found)
     micro_batches = forwards[0] // per_rank
     check_size(len(pairs) * per_rank, micro_batches)
@@ -95,11 +92,7 @@ def schedule_of_plans(pairs: Pairs, profile: StageProfile, schedule: str | None)
 
 
 def find_schedule(label: str | None, schedule: str | None) -> tuple[str, type]:
-    """Return name and class of a schedule.
-
-    Args:
-        label: Its name in a file; only known names are taken.
-        schedule: Its name as the user gave it, which comes first.
+    """Return name and class of the schedule that the user has named, else of the one with a known name in a file.
 
     Raises:
         ConfigError: There is no such schedule, or its class is named by a file only.
@@ -141,38 +134,25 @@ def naming(path: Path) -> Iterator[None]:
         raise ProfileError(f"{path}: {error}") from None
 
 
-def frontier_and_profile(frontier: Path, profile: Path | None) -> tuple[Frontier, StageProfile]:
-    """Return a frontier and the profile it was computed from.
-
-    Args:
-        frontier: frontier.json or its folder, or the output folder of a training run, which says where it lies.
-        profile: The profile's path, if it was given.
-
-    Raises:
-        PerseusError: One of them is not found, or broken.
-    """
-    folder = frontier if frontier.is_dir() else frontier.parent
-    holds_it = frontier != folder or (folder / "frontier.json").is_file()
-    if holds_it and profile is not None:
-        return Frontier.load(frontier), StageProfile.load(profile)
-    found = find_sources(folder, frontier=frontier if holds_it else None, profile=profile)
-    if found.frontier is None or found.profile is None:
-        raise ConfigError(f"{folder}: {' '.join(found.missing)}")
-    return found.frontier, found.profile
+def folder_of(path: Path) -> Path:
+    """Return the folder that a path names, or in which the file that it names lies."""
+    return path if path.is_dir() else path.parent
 
 
 def sources_for(arguments: RunArguments) -> Sources:
     """Read what the arguments name.
 
     Raises:
-        PerseusError: What was named is wrong, a file that was found is broken, or there is nothing at all.
+        PerseusError: What was named is wrong, a file that was found is broken, there is nothing at all, or the folder
+            holds runs of different jobs.
     """
     found = find_sources(arguments.run, frontier=arguments.frontier, profile=arguments.profile, runs=arguments.runs)
-    if found.frontier is not None and found.profile is not None:
-        try:
-            schedule = schedule_of(found.frontier)
-        except PerseusError as error:
-            found.missing.append(f"Timelines of the plans: their schedule cannot be read ({error})")
-        else:
-            connect(found, schedule)
+    folders = [history.folder for history in found.histories]
+    jobs = {history.last_start.job for history in found.histories} - {None}
+    if len(jobs) > 1 and not arguments.runs and arguments.run not in folders:
+        raise ConfigError(
+            f"{arguments.run}: the runs in it are of {len(jobs)} different jobs. Give the folder of one: "
+            f"{', '.join(map(str, folders))}; or those that belong together, runs=[…]."
+        )
+    connect(found)
     return found

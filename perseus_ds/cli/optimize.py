@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, cast
 
 from perseus_ds.cli.arguments import argument, blocking_power_argument, schedule_argument
 from perseus_ds.errors import ConfigError
@@ -25,7 +25,7 @@ class SolverChoice(Enum):
 class Arguments:
     """Compute the frontier of frequency plans from a profile."""
 
-    examples: ClassVar[tuple[str, ...]] = ("perseus-ds optimize perseus out=perseus/frontier",)
+    examples = ("perseus-ds optimize perseus out=perseus/frontier",)
 
     profile: Path = argument("profile.csv, or the folder it is in; profile.json is read beside it", word=True)
     out: Path = argument("folder for frontier.json and frontier.csv")
@@ -42,6 +42,9 @@ class Arguments:
     )
     switch_cost_s: float = argument("delay that exact assumes for what follows a change of clock [s]", 0.0, at_least=0)
     least_dwell_s: float = argument("shortest time at one clock in plans of exact [s]", 0.0, at_least=0)
+    least_swing: bool = argument(
+        "true: plans may use 0.1 % more energy to change their power less from one second to the next", False
+    )
     certificates: bool = argument(
         "true: write certificates.npz too, the proofs of the lower bounds, for perseus-ds verify", False
     )
@@ -52,7 +55,7 @@ def run(arguments: Arguments) -> int:
     from perseus_ds.artifacts.profile import StageProfile
     from perseus_ds.cli.inputs import naming, schedule_for
     from perseus_ds.cli.output import check_folder, progress_bar, save_and_summarise
-    from perseus_ds.optimizer import optimize
+    from perseus_ds.optimizer import optimize, with_alternatives
 
     if arguments.certificates and arguments.solver is not SolverChoice.exact:
         raise ConfigError("certificates=true: only solver=exact proves bounds. Leave solver out, or certificates=true.")
@@ -70,8 +73,10 @@ def run(arguments: Arguments) -> int:
             switch_cost_j=arguments.switch_cost_j,
             switch_cost_s=arguments.switch_cost_s,
             least_dwell_s=arguments.least_dwell_s,
+            least_swing=arguments.least_swing,
             progress=progress,
             solver=cast("Solver", arguments.solver.name),
         )
+        frontier = with_alternatives(frontier, schedule, profile)
     print(save_and_summarise(frontier, arguments.profile, out, certificates=arguments.certificates))
     return 0

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, TextIO
 
-from perseus_ds.artifacts.printable import printable
 from perseus_ds.errors import ConfigError
-from perseus_ds.units import percent, plain
+from perseus_ds.units import percent, plain, printable
 
 if TYPE_CHECKING:
     from perseus_ds.artifacts.frontier import Frontier
@@ -88,44 +88,35 @@ def save_and_summarise(frontier: Frontier, profile: Path, out: Path, *, certific
 
 
 def frontier_summary(frontier: Frontier) -> str:
-    """Return how many plans a frontier has, their times, and what they save."""
-    from perseus_ds.artifacts.frontier import describe
+    """Return how many plans a frontier has, their times, what they save, and what their alternatives would."""
+    from perseus_ds.artifacts.frontier import SLOWDOWNS
 
-    figures = describe(frontier)
-    fastest, provenance = frontier.plans[0], frontier.provenance
-    slowdown = fastest.time_s / frontier.t_min_s - 1
+    baseline, fastest, frugal = frontier.baseline, frontier.plans[0], frontier.plans[-1]
+    gaps = [plan.gap for plan in frontier.plans if plan.gap is not None]
+    provenance = frontier.provenance
+    slowdown = plain(percent(fastest.time_s / frontier.t_min_s - 1, 2))
     lines = [
-        f"{figures['plans']} plans for {provenance.stages} stages and {provenance.micro_batches} micro-batches "
+        f"{len(frontier.plans)} plans for {provenance.stages} stages and {provenance.micro_batches} micro-batches "
         f"({provenance.schedule}, solver {provenance.solver})",
-        f"  all at the highest clock  {frontier.baseline.time_s:10.4f} s  {frontier.baseline.energy_j:12.2f} J",
+        f"  all at the highest clock  {baseline.time_s:10.4f} s  {baseline.energy_j:12.2f} J",
         f"  fastest plan              {fastest.time_s:10.4f} s  {fastest.energy_j:12.2f} J  "
-        f"saves {figures['saving_at_t_min']:.1%} at {plain(percent(slowdown, 2))} time against T_min",
-        f"  least energy (T*)         {figures['t_star_s']:10.4f} s  {frontier.plans[-1].energy_j:12.2f} J  "
-        f"saves {figures['saving_at_t_star']:.1%}",
+        f"saves {1 - fastest.energy_j / baseline.energy_j:.1%} at {slowdown} time against T_min",
+        f"  least energy (T*)         {frugal.time_s:10.4f} s  {frugal.energy_j:12.2f} J  "
+        f"saves {1 - frugal.energy_j / baseline.energy_j:.1%}",
     ]
-    if figures["mean_gap"] is not None:
-        mean, worst = figures["mean_gap"], figures["worst_gap"]
-        lines.append(f"  above the lower bound     mean {mean:.3%}, worst {worst:.3%} of the energy")
+    if gaps:
+        lines.append(f"  above the lower bound     mean {fmean(gaps):.3%}, worst {max(gaps):.3%} of the energy")
     lines.append("  Energies are per iteration of one pipeline, one GPU per rank.")
-    lines += beside_alternatives(frontier)
+    if frontier.alternatives:
+        heads = "".join(f"{f'+{slowdown:.0%}':>9}" for slowdown in SLOWDOWNS)
+        lines.append(f"  saved in so much more time  {heads}")
+        for name, saved in frontier.savings().items():
+            figures = ("-" if value is None else f"{max(value, 0.0):.1%}" for value in saved)
+            lines.append(f"    {name:<26}{''.join(f'{figure:>9}' for figure in figures)}")
+        lines.append(f"  {frontier.best_alternative_in_words()}")
     if provenance.simulated:
         lines.append("  The profile is SIMULATED: no GPU was measured.")
     return "\n".join(lines)
-
-
-def beside_alternatives(frontier: Frontier) -> list[str]:
-    """Return a table of what plans and their alternatives save, and what that means in a sentence."""
-    from perseus_ds.artifacts.frontier import SLOWDOWNS
-
-    if not frontier.alternatives:
-        return []
-    savings = frontier.savings()
-    heads = "".join(f"{f'+{slowdown:.0%}':>9}" for slowdown in SLOWDOWNS)
-    lines = [f"  saved in so much more time  {heads}"]
-    for name, saved in savings.items():
-        figures = "".join(f"{'-' if value is None else f'{max(value, 0.0):.1%}':>9}" for value in saved)
-        lines.append(f"    {name:<26}{figures}")
-    return [*lines, f"  {frontier.best_alternative_in_words()}"]
 
 
 @contextmanager

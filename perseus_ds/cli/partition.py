@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from perseus_ds.cli.arguments import argument
 
@@ -19,7 +19,7 @@ class Arguments:
     gpu=, one is simulated, and the work of a layer follows from its floating-point operations.
     """
 
-    examples: ClassVar[tuple[str, ...]] = (
+    examples = (
         "perseus-ds partition Qwen/Qwen3-0.6B stages=8 micro_batches=32",
         "perseus-ds partition my-model stages=4 micro_batches=16 gpu=h100-sxm memory_gib=80",
     )
@@ -48,17 +48,8 @@ def run(arguments: Arguments) -> int:
 
     check_size(arguments.stages, arguments.micro_batches)
     find_schedule(None, arguments.schedule)  # what DeepSpeed says on import is not shown
-    found = partition(
-        arguments.model,
-        stages=arguments.stages,
-        micro_batches=arguments.micro_batches,
-        schedule=arguments.schedule,
-        micro_batch_size=arguments.micro_batch_size,
-        sequence_length=arguments.sequence_length,
-        gradient_checkpointing=arguments.gradient_checkpointing,
-        memory_gib=arguments.memory_gib,
-        gpu=arguments.gpu,
-    )
+    options = asdict(arguments)
+    found = partition(options.pop("model"), **options)
     where = f"{arguments.stages} stages, {arguments.micro_batches} micro-batches, {found.costs.gpu}"
     print(f"{arguments.model}, {where}\n{table_of(found)}")
     return 0

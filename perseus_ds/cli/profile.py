@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from perseus_ds.cli.arguments import argument, blocking_power_argument, require
 from perseus_ds.errors import ConfigError, ProfileError
@@ -15,7 +15,7 @@ from perseus_ds.errors import ConfigError, ProfileError
 if TYPE_CHECKING:
     import numpy as np
 
-    from perseus_ds.artifacts.profile import ClockOptions, StageProfile
+    from perseus_ds.artifacts.profile import StageProfile
 
 
 class Action(Enum):
@@ -36,7 +36,7 @@ class Arguments:
     block of its DeepSpeed config.
     """
 
-    examples: ClassVar[tuple[str, ...]] = (
+    examples = (
         "perseus-ds profile show perseus out=profile.png",
         "perseus-ds profile merge monday other=[tuesday,wednesday] out=merged",
     )
@@ -65,13 +65,15 @@ def run(arguments: Arguments) -> int:
         case Action.compare:
             if len(arguments.other) > 1:
                 raise ConfigError(f"other: compare takes one other profile, got {len(arguments.other)}.")
-            _compare(path, arguments.other[0])
+            _compare(path, profile, arguments.other[0])
         case Action.validate:
             return _validate(path, profile, power_w)
         case Action.merge:
             _merge([path, *arguments.other], out)
         case Action.convert:
-            _convert(profile, power_w, out)
+            # The CSV of another program says neither.
+            update = {"blocking_power_w": power_w, "stages": profile.info.stages or profile.num_stages}
+            _write(StageProfile(profile.measurements, profile.info.model_copy(update=update)), out)
     return 0
 
 
@@ -80,9 +82,9 @@ def _show(profile: StageProfile, power_w: float | None, picture: Path | None) ->
     print(_heading(profile))
     for stage, kind in profile.keys:
         options = profile.options(stage, kind)
-        pareto = set(options.pareto(power_w or 0.0).clock_mhz.tolist())
+        pareto = options.pareto(power_w or 0.0).clock_mhz
         print(f"\nstage {stage}, {kind}\n   MHz   time [s]  energy [J]  power [W]")
-        for clock, time_s, energy_j in zip(*_columns(options), strict=True):
+        for clock, time_s, energy_j in zip(options.clock_mhz, options.time_s, options.energy_j, strict=True):
             mark = "  *" if clock in pareto else ""
             print(f"{clock:6d} {time_s:10.5f} {energy_j:11.4f} {energy_j / time_s:10.1f}{mark}")
     waiting = "effective energy (beyond blocking power)" if power_w else "energy"
@@ -94,13 +96,13 @@ def _show(profile: StageProfile, power_w: float | None, picture: Path | None) ->
         print(f"Written: {picture}")
 
 
-def _compare(path: Path, other_path: Path) -> None:
+def _compare(path: Path, profile: StageProfile, other_path: Path) -> None:
     """Print by how much the rows of a second profile differ from those of a first one."""
     import numpy as np
 
     from perseus_ds.artifacts.profile import StageProfile
 
-    profile, other = StageProfile.load(path), StageProfile.load(other_path)
+    other = StageProfile.load(other_path)
     print(f"{_heading(profile)}\n{_heading(other)}\n\nsecond relative to first, at the clocks both have")
     print("stage kind      clocks   time: mean   worst    energy: mean   worst")
     for stage, kind in sorted(set(profile.keys) & set(other.keys)):
@@ -114,11 +116,8 @@ def _compare(path: Path, other_path: Path) -> None:
             f"{stage:5d} {kind:9} {i.size:6d}     {time.mean():+8.2%} {_worst(time):+8.2%}"
             f"       {energy.mean():+8.2%} {_worst(energy):+8.2%}"
         )
-    for holder, only in (
-        (path, set(profile.keys) - set(other.keys)),
-        (other_path, set(other.keys) - set(profile.keys)),
-    ):
-        for stage, kind in sorted(only):
+    for holder, keys, others in ((path, profile.keys, other.keys), (other_path, other.keys, profile.keys)):
+        for stage, kind in sorted(set(keys) - set(others)):
             print(f"{stage:5d} {kind:9} only in {holder}")
 
 
@@ -128,10 +127,10 @@ def _validate(path: Path, profile: StageProfile, power_w: float | None) -> int:
 
     from perseus_ds.cli.inputs import schedule_for
     from perseus_ds.cli.output import answer_no
-    from perseus_ds.optimizer import problem_for
+    from perseus_ds.optimizer.problem import problem_for
     from perseus_ds.pipeline.instruction import Kind
 
-    schedule = schedule_for(profile, schedule=None, stages=None, micro_batches=profile.info.micro_batches or 2)
+    schedule = schedule_for(profile, micro_batches=profile.info.micro_batches or 2)
     try:
         problem = problem_for(schedule, profile, power_w)
     except ProfileError as error:
@@ -171,15 +170,6 @@ def _merge(paths: Sequence[Path], out: Path) -> None:
     _write(StageProfile([row for profile in profiles for row in profile.measurements], info), out)
 
 
-def _convert(profile: StageProfile, power_w: float | None, out: Path) -> None:
-    """Write a profile that was read from any CSV as our files."""
-    from perseus_ds.artifacts.profile import StageProfile
-
-    stages = profile.info.stages or profile.num_stages
-    info = profile.info.model_copy(update={"blocking_power_w": power_w, "stages": stages})
-    _write(StageProfile(profile.measurements, info), out)
-
-
 def _write(profile: StageProfile, out: Path) -> None:
     from perseus_ds.cli.output import check_folder
 
@@ -188,24 +178,17 @@ def _write(profile: StageProfile, out: Path) -> None:
 
 
 def _heading(profile: StageProfile) -> str:
-    info = profile.info
-    clocks = sorted({m.clock_mhz for m in profile.measurements})
+    info, rows = profile.info, profile.measurements
+    clocks = {row.clock_mhz for row in rows}
     estimated = sum(row.samples == 0 for row in info.rows)
-    parts = [
-        info.gpu or "GPU not known",
-        f"{profile.num_stages} stages",
-        f"{len(clocks)} clocks from {clocks[0]} to {clocks[-1]} MHz",
-        f"{len(profile.measurements)} rows"
-        + (f", {estimated} of them estimated from their neighbours" if estimated else ""),
-    ]
-    if info.blocking_power_w is not None:
-        parts.append(f"blocking power {info.blocking_power_w:.1f} W")
-    return ", ".join(parts) + (" (SIMULATED: no GPU was measured)" if info.simulated else "")
-
-
-def _columns(options: ClockOptions) -> tuple[list[int], list[float], list[float]]:
-    return options.clock_mhz.tolist(), options.time_s.tolist(), options.energy_j.tolist()
+    return (
+        f"{info.gpu or 'GPU not known'}, {profile.num_stages} stages, "
+        f"{len(clocks)} clocks from {min(clocks)} to {max(clocks)} MHz, {len(rows)} rows"
+        + (f", {estimated} of them estimated from their neighbours" if estimated else "")
+        + ("" if info.blocking_power_w is None else f", blocking power {info.blocking_power_w:.1f} W")
+        + (" (SIMULATED: no GPU was measured)" if info.simulated else "")
+    )
 
 
 def _worst(values: np.ndarray) -> float:
-    return float(max(values.tolist(), key=abs))
+    return float(max(values, key=abs))

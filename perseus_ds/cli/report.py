@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar
 
 from perseus_ds.cli.arguments import RunArguments, argument
 
@@ -13,7 +12,7 @@ from perseus_ds.cli.arguments import RunArguments, argument
 class Arguments(RunArguments):
     """Show what a run saved, and write one HTML file about it: frontier, timelines, savings (report.html)."""
 
-    examples: ClassVar[tuple[str, ...]] = (
+    examples = (
         "perseus-ds report perseus",
         "perseus-ds report perseus price_per_kwh=0.25 currency=EUR",
     )
@@ -34,39 +33,14 @@ class Arguments(RunArguments):
 def run(arguments: Arguments) -> int:
     """Write the report."""
     from perseus_ds.artifacts.evidence import FILE_NAME
+    from perseus_ds.cli.inputs import sources_for
+    from perseus_ds.report.jobs import Factors, jobs_of, main_job
+    from perseus_ds.report.page import as_text, report_page, tiles, write_output
 
     if (arguments.run / FILE_NAME).is_file():
         return _report_evidence(arguments.run, arguments.out)
-    return _report_run(arguments)
-
-
-def _report_evidence(folder: Path, out: Path | None) -> int:
-    """Write the page about checks on a GPU."""
-    from perseus_ds.artifacts.evidence import FILE_NAME, Evidence
-    from perseus_ds.report.evidence import evidence_page, evidence_text
-    from perseus_ds.report.rendering import write_output
-
-    evidence = Evidence.load(folder / FILE_NAME)
-    written = write_output(evidence_page(evidence), out, folder, "evidence.html")
-    print(evidence_text(evidence))
-    print(f"Written: {written}")
-    return 0
-
-
-def _report_run(arguments: Arguments) -> int:
-    from perseus_ds.cli.inputs import sources_for
-    from perseus_ds.report.jobs import Factors, jobs_of, main_job
-    from perseus_ds.report.page import as_text, report_page, tiles
-    from perseus_ds.report.rendering import write_output
-
     found = sources_for(arguments)
-    factors = Factors(
-        carbon_g_per_kwh=arguments.carbon_g_per_kwh,
-        price_per_kwh=arguments.price_per_kwh,
-        currency=arguments.currency,
-        pue=arguments.pue,
-        tokens_per_sample=arguments.tokens_per_sample,
-    )
+    factors = Factors(**{field.name: getattr(arguments, field.name) for field in fields(Factors)})
     jobs = jobs_of(found)
     shown = tiles(found, main_job(jobs), factors)
     out = write_output(report_page(found, jobs, shown, factors), arguments.out, arguments.run, "report.html")
@@ -74,4 +48,16 @@ def _report_run(arguments: Arguments) -> int:
     for text in found.missing:
         print(f"Not in the report: {text}")
     print(f"Written: {out}")
+    return 0
+
+
+def _report_evidence(folder: Path, out: Path | None) -> int:
+    """Write the page about checks on a GPU."""
+    from perseus_ds.artifacts.evidence import FILE_NAME, Evidence
+    from perseus_ds.report.page import evidence_page, evidence_text, write_output
+
+    evidence = Evidence.load(folder / FILE_NAME)
+    written = write_output(evidence_page(evidence), out, folder, "evidence.html")
+    print(evidence_text(evidence))
+    print(f"Written: {written}")
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
 
 from perseus_ds.cli.arguments import argument
 from perseus_ds.clocks.lock_records import left_locks
@@ -19,9 +18,9 @@ class Arguments:
     It is needed where a node's guardian was killed together with its job.
     """
 
-    examples: ClassVar[tuple[str, ...]] = ("perseus-ds reset", "perseus-ds reset gpus=[0,1]")
+    examples = ("perseus-ds reset", "perseus-ds reset gpus=[0,1]")
 
-    gpus: list[int | str] | None = argument(
+    gpus: list[str] | None = argument(
         "index of nvidia-smi, UUID, or the beginning of a UUID; by default all GPUs of this node", None
     )
 
@@ -32,7 +31,7 @@ def run(arguments: Arguments) -> int:
     return 0 if all(results) else 2
 
 
-def _indices(chosen: list[int | str] | None) -> list[int]:
+def _indices(chosen: list[str] | None) -> list[int]:
     """Return the indices of the chosen GPUs.
 
     Raises:
@@ -44,9 +43,8 @@ def _indices(chosen: list[int | str] | None) -> list[int]:
     count = gpu_count()
     if chosen is None:
         return [*range(count)]
-    uuids = gpu_uuids() if any(isinstance(gpu, str) for gpu in chosen) else []
     try:
-        indices = [match_uuid(gpu, uuids) if isinstance(gpu, str) else gpu for gpu in chosen]
+        indices = [int(gpu) if gpu.isdecimal() else match_uuid(gpu, gpu_uuids()) for gpu in chosen]
     except GpuError as error:
         raise ConfigError(f"gpus: {error}") from None
     for index in indices:

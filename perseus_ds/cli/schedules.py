@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from perseus_ds.cli.arguments import argument, blocking_power_argument
 from perseus_ds.errors import ConfigError
+from perseus_ds.units import number, percent
 
 if TYPE_CHECKING:
+    from perseus_ds.artifacts.schedule_table import ComparedSchedule, ScheduleTable
     from perseus_ds.pipeline.schedule import Schedule
 
 # Name -> torch's class, and its stages on each rank; None: as many as are asked for.
@@ -34,7 +37,7 @@ class Arguments:
     printed below the table. Each rank holds the same share of the model under every schedule.
     """
 
-    examples: ClassVar[tuple[str, ...]] = (
+    examples = (
         "perseus-ds schedules perseus",
         "perseus-ds schedules perseus schedules=[1f1b,interleaved,zbv,dualpipev] micro_batches=[8,16] out=schedules",
     )
@@ -66,30 +69,21 @@ def run(arguments: Arguments) -> int:
     """Print the table; write ``schedules.json`` and ``schedules.png``."""
     from perseus_ds.artifacts.profile import StageProfile
     from perseus_ds.artifacts.schedule_table import ScheduleTable
-    from perseus_ds.cli.inputs import naming
+    from perseus_ds.cli.inputs import folder_of, micro_batches_of, naming
     from perseus_ds.cli.output import check_folder, progress_bar
     from perseus_ds.optimizer.schedule_comparison import compare_schedules
-    from perseus_ds.report.schedules import schedules_picture, schedules_text
+    from perseus_ds.report.pictures import schedules_picture
 
     if not 0 < arguments.weight_share < 1:
         raise ConfigError(f"weight_share={arguments.weight_share}: expected a number above 0 and below 1, such as 0.5.")
     profile = StageProfile.load(arguments.profile)
-    counts = arguments.micro_batches
-    if not counts:
-        if profile.info.micro_batches is None:
-            raise ConfigError(
-                "micro_batches is missing: the profile has no profile.json that holds it. Write micro_batches=[…]."
-            )
-        counts = [profile.info.micro_batches]
-    ranks = arguments.ranks or profile.info.pipeline_ranks or profile.num_stages
     chosen = choose_schedules(
         arguments.schedules,
-        micro_batches=counts,
-        ranks=ranks,
+        micro_batches=arguments.micro_batches or [micro_batches_of(profile)],
+        ranks=arguments.ranks or profile.info.pipeline_ranks or profile.num_stages,
         chunks=arguments.stages_per_rank,
     )
-    folder = arguments.profile if arguments.profile.is_dir() else arguments.profile.parent
-    out = check_folder(arguments.out or folder)
+    out = check_folder(arguments.out or folder_of(arguments.profile))
     with naming(arguments.profile), progress_bar() as progress:
         compared = compare_schedules(
             profile,
@@ -118,28 +112,65 @@ def choose_schedules(
         ConfigError: There is no such schedule.
         ScheduleError: A schedule cannot be built for these numbers.
     """
-    from perseus_ds.artifacts.validation import did_you_mean
+    from torch.distributed.pipelining.schedules import get_schedule_class
 
+    from perseus_ds.artifacts.validation import did_you_mean
+    from perseus_ds.cli.inputs import find_schedule
+    from perseus_ds.engines.torch_pipelining.order import read_class
+    from perseus_ds.pipeline.commands import read_schedule
+
+    chosen = []
     for name in names:
-        if name not in _OF_TORCH and name not in _OF_DEEPSPEED and ":" not in name:
+        if name in _OF_TORCH:
+            of_torch, stages = _OF_TORCH[name]
+            read = partial(read_class, get_schedule_class(of_torch), ranks=ranks, stages_per_rank=stages or chunks)
+        elif name in _OF_DEEPSPEED or ":" in name:
+            _, found = find_schedule(None, _OF_DEEPSPEED.get(name, name))
+            read = partial(read_schedule, found, ranks=ranks)
+        else:
             known = (*_OF_TORCH, *_OF_DEEPSPEED)
             hint = did_you_mean(name, known) or f"known are {', '.join(known)}, and package.module:Class."
             raise ConfigError(f"schedules: no schedule is called {name!r}; {hint}")
-    return [(name, _schedule(name, count, ranks, chunks)) for name in names for count in micro_batches]
+        chosen += [(name, read(micro_batches=count)) for count in micro_batches]
+    return chosen
 
 
-def _schedule(name: str, micro_batches: int, ranks: int, chunks: int) -> Schedule:
-    if name in _OF_TORCH:
-        from torch.distributed.pipelining.schedules import get_schedule_class
+def schedules_text(table: ScheduleTable) -> str:
+    """Return the table to print, what its columns mean, and what it takes for granted."""
+    first = table.schedules[0]
+    width = max(len("schedule"), *(len(one.name) for one in table.schedules))
+    lines = [
+        f"Predicted from {table.profile}{table.subject}; one pipeline, one GPU for each rank.",
+        "",
+        f"{'':{width}}   micro-   held by   fastest plan, at T_min        plan of least energy, at T*   "
+        "each micro-batch",
+        f"{'schedule':{width}}  batches    a rank   time [s]  energy [J]  saved   time [s]  energy [J]  saved      "
+        "time    energy",
+        *(_line(one, first, width) for one in table.schedules),
+        "",
+        "held by a rank: micro-batches whose activations the fullest rank holds, one of its n stages counting as 1/n.",
+        "saved: energy, against the same schedule at the highest clock.",
+        f"each micro-batch: the fastest plan against {first.label}, at the highest clock.",
+        f"No plan can use more than {max(one.worst_gap for one in table.schedules):.2%} less energy in its time.",
+    ]
+    assumed = {one.name: one.assumptions for one in table.schedules if one.assumptions}
+    if assumed:
+        lines += ["", "Assumed, not measured:"]
+        lines += [f"  {name}: {'; '.join(sentences)}." for name, sentences in assumed.items()]
+    if table.simulated:
+        lines.append("The profile is SIMULATED: no GPU was measured.")
+    return "\n".join(lines)
 
-        from perseus_ds.engines.torch_pipelining.order import read_class
 
-        of_torch, stages = _OF_TORCH[name]
-        return read_class(
-            get_schedule_class(of_torch), ranks=ranks, stages_per_rank=stages or chunks, micro_batches=micro_batches
-        )
-    from perseus_ds.cli.inputs import find_schedule
-    from perseus_ds.pipeline.commands import read_schedule
+def _line(one: ComparedSchedule, first: ComparedSchedule, width: int) -> str:
+    (fastest_s, fastest_j), (frugal_s, frugal_j) = one.plans[0], one.plans[-1]
+    share = first.micro_batches / one.micro_batches
+    time, energy = share * fastest_s / first.baseline_time_s - 1, share * fastest_j / first.baseline_energy_j - 1
 
-    _, found = find_schedule(None, _OF_DEEPSPEED.get(name, name))
-    return read_schedule(found, ranks=ranks, micro_batches=micro_batches)
+    def plan(time_s: float, energy_j: float) -> str:
+        return f"{number(time_s):>11}{number(energy_j, 5):>12}{1 - energy_j / one.baseline_energy_j:7.1%}"
+
+    return (
+        f"{one.name:{width}} {one.micro_batches:8d}{max(one.held_by_rank):10.1f}{plan(fastest_s, fastest_j)}"
+        f"{plan(frugal_s, frugal_j)}{percent(time):>10}{percent(energy):>10}"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from perseus_ds.cli.arguments import RunArguments, argument
 from perseus_ds.errors import ConfigError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Arguments(RunArguments):
     """Write predicted and measured timelines for Perfetto (trace.json; open it at ui.perfetto.dev)."""
 
-    examples: ClassVar[tuple[str, ...]] = ("perseus-ds trace perseus",)
+    examples = ("perseus-ds trace perseus",)
 
     plan: int | None = argument(
         "which plan of the frontier, 0 is the fastest; by default the one in use", None, at_least=0
@@ -29,11 +29,16 @@ class Arguments(RunArguments):
 def run(arguments: Arguments) -> int:
     """Write the trace."""
     from perseus_ds.cli.inputs import sources_for
-    from perseus_ds.report.rendering import write_output
-    from perseus_ds.report.trace import chrome_trace
+    from perseus_ds.report.page import write_output
+    from perseus_ds.report.sources import label
+    from perseus_ds.report.timeline import chrome_trace, measured_timeline
 
     found = sources_for(arguments)
-    timelines = {**_predicted(found, arguments.plan), **_measured(found)}
+    suffix = ", simulated" if found.simulated else ""
+    timelines = {f"predicted: {name}{suffix}": each for name, each in _predicted(found, arguments.plan).items()}
+    for history, iteration in found.measured:
+        name = f"measured: {label(history, iteration)}{suffix}"
+        timelines[name] = measured_timeline(iteration, energy_j=math.nan)
     if not timelines:
         raise ConfigError(f"{arguments.run}: there is no timeline to write. {' '.join(found.missing)}")
     about = {"simulated": found.simulated, "written_by": "perseus-ds"}
@@ -54,19 +59,7 @@ def _predicted(found: Sources, number: int | None) -> dict[str, Timeline]:
     number = (found.plan_used or 0) if number is None else number
     if number >= len(plans):
         raise ConfigError(f"plan={number}: the frontier has plans 0 to {len(plans) - 1}.")
-    suffix = ", simulated" if found.simulated else ""
     return {
-        f"predicted: highest clock{suffix}": timeline(found.dag, found.profile, found.frontier.baseline),
-        f"predicted: plan {number}{suffix}": timeline(found.dag, found.profile, plans[number]),
-    }
-
-
-def _measured(found: Sources) -> dict[str, Timeline]:
-    from perseus_ds.report.sources import label
-    from perseus_ds.report.timeline import measured_timeline
-
-    suffix = ", simulated" if found.simulated else ""
-    return {
-        f"measured: {label(history, iteration)}{suffix}": measured_timeline(iteration, energy_j=math.nan)
-        for history, iteration in found.measured
+        "highest clock": timeline(found.dag, found.profile, found.frontier.baseline),
+        f"plan {number}": timeline(found.dag, found.profile, plans[number]),
     }

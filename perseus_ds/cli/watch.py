@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from perseus_ds.cli.arguments import argument
 
@@ -17,7 +17,7 @@ class Arguments:
     job can be reached: on the node of rank 0, by its owner. q leaves. Where there is no job yet, it waits for one.
     """
 
-    examples: ClassVar[tuple[str, ...]] = (
+    examples = (
         "perseus-ds watch perseus",
         "perseus-ds watch runs --once",
         "perseus-ds watch perseus --json",
@@ -30,16 +30,16 @@ class Arguments:
 
 def run(arguments: Arguments) -> int:
     """Follow the jobs until all have ended."""
-    import sys
+    from rich.console import Console
 
-    from perseus_ds.cli.watching import print_json, print_once, watch
-    from perseus_ds.report.live import Jobs
+    from perseus_ds.cli.output import terminal
+    from perseus_ds.report.live import Jobs, print_json, print_once, watch
 
     jobs = Jobs(arguments.run)
     if arguments.json:
         print_json(jobs, once=arguments.once)
     elif arguments.once or not sys.stdout.isatty():
-        print_once(jobs)
+        print_once(jobs, Console(file=terminal()))
     else:
-        watch(jobs)
+        watch(jobs, Console(file=terminal()))
     return 0

@@ -14,10 +14,9 @@ from typing import Any
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.measures import Baseline
-from perseus_ds.report.history import History, Step
 from perseus_ds.report.jobs import Trend
-from perseus_ds.report.palette import variable
-from perseus_ds.report.series import QUANTITIES, Series, curve_values, profile_curves
+from perseus_ds.report.series import QUANTITIES, Series, curve_values, profile_curves, variable
+from perseus_ds.report.sources import History, Step
 
 Figure = dict[str, Any]
 
@@ -31,6 +30,7 @@ _PHASES = {
 }
 _OTHER_PHASE = ("soft", "diamond-open")
 _DRAWN_EVENTS = ("plan", "proof", "profile", "policy", "drift", "failure")
+_SECOND_ROW = {"xaxis": "x2", "yaxis": "y2"}
 _AT_THE_BOTTOM = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": False}
 _LEAST_SHOWN = 0.1
 _LEAST_PERCENT = 5
@@ -59,16 +59,16 @@ def frontier_figure(frontier: Frontier, series: Sequence[Series], in_use: int) -
 
 def profile_figures(profile: StageProfile) -> dict[str, Figure]:
     """Draw time, energy and power over the clock."""
-    return {
-        quantity: {
-            "data": [_trace(one) for one in _profile_series(profile, quantity)],
-            "layout": _layout("SM clock [MHz]", f"{quantity} [{unit}]", showlegend=False, from_zero=True),
-        }
-        for quantity, unit in QUANTITIES.items()
-    }
+    figures = {}
+    for quantity, unit in QUANTITIES.items():
+        layout = _layout("SM clock [MHz]", f"{quantity} [{unit}]") | {"showlegend": False}
+        layout["yaxis"]["rangemode"] = "tozero"
+        figures[quantity] = {"data": [_trace(one) for one in _profile_series(profile, quantity)], "layout": layout}
+    return figures
 
 
 def _profile_series(profile: StageProfile, quantity: str) -> list[Series]:
+    rows = [row for row in profile.info.rows if row.samples] or profile.measurements
     found = []
     for curve in profile_curves(profile):
         stage, kind = curve.stages[0], curve.kind
@@ -78,26 +78,18 @@ def _profile_series(profile: StageProfile, quantity: str) -> list[Series]:
             f"{curve.label} {kind}, {clock} MHz: {value:.4g} {QUANTITIES[quantity]}"
             for clock, value in zip(clocks, values, strict=True)
         ]
-        measured = _measured(profile, curve.stages, kind)
-        points = [(c, v) for c, v in zip(clocks, values, strict=True) if c in measured]
+        # Clocks that were measured on a stage of it, not estimated from their neighbours.
+        measured = {row.clock_mhz for row in rows if row.stage in curve.stages and row.kind is kind}
+        points = {clock: value for clock, value in zip(clocks, values, strict=True) if clock in measured}
         found.append(Series(curve.label, clocks, values, curve.colour, dash=curve.dash, texts=texts))
-        x, y = [clock for clock, _ in points], [value for _, value in points]
-        found.append(Series(curve.label, x, y, curve.colour, symbol=curve.symbol, size=5))
+        found.append(Series(curve.label, [*points], [*points.values()], curve.colour, symbol=curve.symbol, size=5))
     return found
-
-
-def _measured(profile: StageProfile, stages: Sequence[int], kind: object) -> set[int]:
-    """Return the clocks that were measured, not estimated from their neighbours."""
-    if not profile.info.rows:
-        return {m.clock_mhz for m in profile.measurements if m.stage in stages and m.kind is kind}
-    rows = profile.info.rows
-    return {row.clock_mhz for row in rows if row.stage in stages and row.kind is kind and row.samples > 0}
 
 
 def history_figure(histories: Sequence[History], baseline: Baseline | None) -> Figure:
     """Draw energy and time of every iteration of all jobs, one job after the other.
 
-    Phases are told by colour and symbol, events by dotted lines, jobs by solid ones with their name.
+    Phases have colours and symbols, events dotted lines, jobs solid ones with their name.
     """
     starts = [0, *itertools.accumulate(len(history.steps) for history in histories)]
     data, count = [], starts[-1]
@@ -131,7 +123,7 @@ def _phase_traces(phase: str, every: int, shown: Sequence[tuple[int, str, Step]]
     }  # fmt: skip
     energies = {"y": [r.energy_j for _, _, r in shown], "hovertemplate": "%{text}: %{y:.4~g} J<extra></extra>"}
     times = {"y": [r.time_s for _, _, r in shown], "hovertemplate": "%{text}: %{y:.4~g} s<extra></extra>"}
-    return [common | energies, common | times | {"xaxis": "x2", "yaxis": "y2", "showlegend": False}]
+    return [common | energies, common | times | _SECOND_ROW | {"showlegend": False}]
 
 
 def _baseline_traces(baseline: Baseline, iterations: int) -> list[Figure]:
@@ -140,8 +132,8 @@ def _baseline_traces(baseline: Baseline, iterations: int) -> list[Figure]:
         "type": "scatter", "mode": "lines", "name": name, "legendgroup": "baseline", "x": [0.5, iterations + 0.5],
         "line": {"color": variable("orange"), "dash": "dash", "width": 1.5}, "hoverinfo": "skip",
     }  # fmt: skip
-    second = {"xaxis": "x2", "yaxis": "y2", "showlegend": False}
-    return [common | {"y": [baseline.typical.energy_j] * 2}, common | {"y": [baseline.typical.time_s] * 2} | second]
+    energies, times = {"y": [baseline.typical.energy_j] * 2}, {"y": [baseline.typical.time_s] * 2}
+    return [common | energies, common | times | _SECOND_ROW | {"showlegend": False}]
 
 
 def _event_lines(histories: Sequence[History], starts: Sequence[int]) -> tuple[list[Figure], list[Figure]]:
@@ -161,15 +153,12 @@ def _event_lines(histories: Sequence[History], starts: Sequence[int]) -> tuple[l
 def trend_figure(trend: Trend) -> Figure:
     """Draw how energy and time under plans compare with default clocks, over the job's life."""
     data = []
-    for row, (name, values) in enumerate((("energy", trend.energy), ("time", trend.time))):
-        axes = {"xaxis": "x2", "yaxis": "y2"} if row else {}
-        series = Series(name, trend.x, [100 * value for value in values], "blue", "solid", "circle", texts=trend.texts)
-        data.append(_trace(series) | axes)
     layout = _two_rows(("energy [%]", "time [%]"), trend.x_title, None)
-    for axis, values in (("yaxis", trend.energy), ("yaxis2", trend.time)):
-        low, high = 100 * min(0.0, *values), 100 * max(0.0, *values)
-        margin = max(0.1 * (high - low), (_LEAST_PERCENT - (high - low)) / 2)
-        layout[axis]["range"] = [low - margin, high + margin]
+    for name, fractions, row in (("energy", trend.energy, ""), ("time", trend.time, "2")):
+        values = [100 * fraction for fraction in fractions]
+        trace = _trace(Series(name, trend.x, values, "blue", "solid", "circle", texts=trend.texts))
+        data.append(trace | {"xaxis": f"x{row}", "yaxis": f"y{row}"})
+        layout[f"yaxis{row}"]["range"] = _range([0.0, *values], _LEAST_PERCENT)
     layout["shapes"] = [
         {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": axis, "y0": 0, "y1": 0,
          "line": {"color": variable("orange"), "dash": "dash", "width": 1.5}}
@@ -181,15 +170,16 @@ def trend_figure(trend: Trend) -> Figure:
 def points_figure(series: Sequence[Series]) -> Figure:
     """Draw energy over iteration time of some points, on axes that show at least 10 %, so that 1 % looks small."""
     layout = _layout("iteration time [s]", "energy per iteration [J]")
-    layout["xaxis"]["range"] = _range([x for one in series for x in one.x])
-    layout["yaxis"]["range"] = _range([y for one in series for y in one.y])
+    for axis in ("x", "y"):
+        values = [value for one in series for value in getattr(one, axis)]
+        layout[f"{axis}axis"]["range"] = _range(values, _LEAST_SHOWN * max(values))
     return {"data": [_trace(one) for one in series], "layout": layout}
 
 
-def _range(values: Sequence[float]) -> list[float]:
-    """Return the range of an axis: the values with a margin, and at least 10 % of the largest."""
+def _range(values: Sequence[float], least: float) -> list[float]:
+    """Return the range of an axis: the values with a margin, and at least so much from end to end."""
     low, high = min(values), max(values)
-    margin = max(0.1 * (high - low), (_LEAST_SHOWN * high - (high - low)) / 2)
+    margin = max(0.1 * (high - low), (least - (high - low)) / 2)
     return [low - margin, high + margin]
 
 
@@ -216,23 +206,16 @@ def _line(x: float, colour: str, dash: str) -> Figure:
     return {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": line}
 
 
-def _layout(x_title: str, y_title: str, *, showlegend: bool = True, from_zero: bool = False) -> Figure:
-    return {
-        **_common(),
-        "showlegend": showlegend,
-        "xaxis": _axis(x_title),
-        "yaxis": _axis(y_title) | ({"rangemode": "tozero"} if from_zero else {}),
-    }
+def _layout(x_title: str, y_title: str) -> Figure:
+    return {**_common(), "showlegend": True, "xaxis": _axis(x_title), "yaxis": _axis(y_title)}
 
 
 def _two_rows(y_titles: tuple[str, str], x_title: str, x_range: list[float] | None) -> Figure:
     both = {"range": x_range} if x_range else {}
-    upper = _axis("") | both | {"anchor": "y", "showticklabels": False}
-    lower = _axis(x_title) | both | {"anchor": "y2", "matches": "x"}
     return {
         **_common(),
-        "xaxis": upper,
-        "xaxis2": lower,
+        "xaxis": _axis("") | both | {"anchor": "y", "showticklabels": False},
+        "xaxis2": _axis(x_title) | both | {"anchor": "y2", "matches": "x"},
         "yaxis": _axis(y_titles[0]) | {"domain": [0.54, 1], "rangemode": "tozero", "anchor": "x"},
         "yaxis2": _axis(y_titles[1]) | {"domain": [0, 0.46], "rangemode": "tozero", "anchor": "x2"},
     }

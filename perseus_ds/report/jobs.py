@@ -9,8 +9,7 @@ from itertools import pairwise
 
 from perseus_ds.artifacts.run_records import ProfileWritten
 from perseus_ds.measures import Baseline, JobMeasures, Measured, Saving, Typical
-from perseus_ds.report.history import History, Share, Step
-from perseus_ds.report.sources import JobSize, Sources
+from perseus_ds.report.sources import History, Sources, Step
 from perseus_ds.units import J_PER_KWH
 
 _MANY = 100_000
@@ -75,17 +74,14 @@ def measured_points(
     points = []
     for history in histories:
         run = f", run '{history.name}'" if len(histories) > 1 else ""
-        found: list[tuple[str, int | None, Typical]] = []
         default = default_clocks_of(history, [*histories, *others])
-        if default is not None:
-            found.append(("default clocks", None, default.typical))
+        found: list[tuple[int | None, Typical]] = [] if default is None else [(None, default.typical)]
         plans = sorted(history.measures.typical_of_plans().items(), key=lambda item: -item[1].iterations)
-        found += [(f"plan {plan}", plan, typical) for plan, typical in sorted(plans[:_MOST_PLANS_DRAWN])]
-        points += [
-            MeasuredPoint(f"{label}{run}", plan, typical.time_s, typical.energy_j / pipelines, typical.iterations)
-            for label, plan, typical in found
-            if typical.energy_j is not None
-        ]
+        for plan, typical in [*found, *sorted(plans[:_MOST_PLANS_DRAWN])]:
+            if typical.energy_j is not None:
+                label = ("default clocks" if plan is None else f"plan {plan}") + run
+                energy_j = typical.energy_j / pipelines
+                points.append(MeasuredPoint(label, plan, typical.time_s, energy_j, typical.iterations))
     return points
 
 
@@ -95,57 +91,17 @@ def default_clocks_of(history: History, histories: Sequence[History]) -> Baselin
     Those of a run that only profiles are its warm-up; a few are none where another run of the job has more.
     """
     found = history.measures.verdict or history.measures.longest_at_default_clocks()
-    if found is None or history.mode == "profile":
+    if found is None or history.last_start.mode == "profile":
         return None
-    best = history.measures.baseline(others=runs_of_the_same_job(history, histories))
+    best = history.measures.baseline(others=_runs_of_the_same_job(history, histories))
     is_best = best is None or (best.run is None and best.is_measured)
     return found if found.is_enough or is_best else None
 
 
-def runs_of_the_same_job(history: History, histories: Sequence[History]) -> dict[str, JobMeasures]:
+def _runs_of_the_same_job(history: History, histories: Sequence[History]) -> dict[str, JobMeasures]:
     """Return what the iterations of the other runs of a job take, by the names of the runs."""
-    return {one.name: one.measures for one in histories if one.folder != history.folder and one.job == history.job}
-
-
-@dataclass(frozen=True)
-class RunTotals:
-    """All iterations of a job.
-
-    Attributes:
-        time_s: All of them together [s].
-        energy_j: All of them together, of all GPUs [J].
-        without_energy: Iterations whose energy could not be read, and is not in ``energy_j``.
-    """
-
-    iterations: int
-    time_s: float
-    energy_j: float
-    without_energy: int
-    size: JobSize
-
-    @property
-    def gpu_s(self) -> float | None:
-        """GPU-seconds."""
-        return None if self.size.gpus is None else self.time_s * self.size.gpus
-
-    @property
-    def energy_per_sample_j(self) -> float | None:
-        """Over the iterations whose energy is known [J]."""
-        known = self.iterations - self.without_energy
-        return None if self.size.samples is None or not known else self.energy_j / (known * self.size.samples)
-
-
-def totals_of(history: History, size: JobSize) -> RunTotals:
-    """Return what a job took."""
-    steps = history.steps
-    known = [step.energy_j for step in steps if step.energy_j is not None]
-    return RunTotals(
-        iterations=len(steps),
-        time_s=sum(step.time_s for step in steps),
-        energy_j=sum(known),
-        without_energy=len(steps) - len(known),
-        size=size,
-    )
+    job = history.last_start.job
+    return {o.name: o.measures for o in histories if o.folder != history.folder and o.last_start.job == job}
 
 
 @dataclass(frozen=True)
@@ -176,8 +132,12 @@ def trend_of(history: History, baseline: Baseline) -> Trend | None:
     timed = all(step.ended is not None for step in steps) and history.started > 0
     typical = [Typical.of([one.time_s for one in part], [one.energy_j for one in part]) for part in parts]
     known = [(one.time_s, one.energy_j) for one in typical if one is not None and one.energy_j is not None]
+
+    def place(step: Step) -> float:
+        return (step.ended - history.started) / 3600 if timed and step.ended is not None else step.number
+
     return Trend(
-        x=tuple(statistics.median(_hours(step, history) if timed else step.number for step in part) for part in parts),
+        x=tuple(statistics.median(map(place, part)) for part in parts),
         x_title="hours since the start" if timed else "iteration",
         energy=tuple(energy_j / default_j - 1 for _, energy_j in known),
         time=tuple(time_s / default_s - 1 for time_s, _ in known),
@@ -189,17 +149,11 @@ def trend_of(history: History, baseline: Baseline) -> Trend | None:
     )
 
 
-def _hours(step: Step, history: History) -> float:
-    assert step.ended is not None
-    return (step.ended - history.started) / 3600
-
-
 @dataclass(frozen=True)
-class Job:
+class ReportedJob:
     """A job of the report.
 
     Attributes:
-        shares: Its energy by rank; empty where that is not known.
         baseline: What its plans are compared with; None where nothing says what default clocks take.
         plans: What its iterations under each plan take.
         saving: What all of them saved; None if it ran under no plan, or nothing says what default clocks take.
@@ -207,8 +161,6 @@ class Job:
     """
 
     history: History
-    totals: RunTotals
-    shares: list[Share]
     baseline: Baseline | None
     plans: list[Measured]
     saving: Saving | None
@@ -225,7 +177,7 @@ class Job:
         if self.saving is None or self.baseline is None or self.baseline.typical.energy_j is None:
             return None
         profiles = [found.event for found in self.history.occurrences if isinstance(found.event, ProfileWritten)]
-        count = self.totals.iterations
+        count = self.history.total.iterations
         default_s, default_j = count * self.baseline.typical.time_s, count * self.baseline.typical.energy_j
         lost_s, lost_j = (sum(getattr(event, name) or 0.0 for event in profiles) for name in ("lost_s", "lost_j"))
         time_s, energy_j = default_s - self.saving.gained_s + lost_s, default_j - self.saving.saved_j + lost_j
@@ -249,29 +201,21 @@ class Job:
         return [*rows, (f"{self.under_plans}, at that rate", self.saving.times(_MANY))]
 
 
-def jobs_of(found: Sources) -> list[Job]:
+def jobs_of(found: Sources) -> list[ReportedJob]:
     """Return the jobs in the order they were started."""
-    return [_job(history, found) for history in found.histories]
+    jobs = []
+    for history in found.histories:
+        others = _runs_of_the_same_job(history, found.histories)
+        plans = history.measures.plans(others)
+        baseline = plans[-1].baseline if plans else history.measures.baseline(others=others)
+        trend = trend_of(history, baseline) if baseline is not None and plans else None
+        jobs.append(ReportedJob(history, baseline, plans, history.measures.saving(others), trend))
+    return jobs
 
 
-def main_job(jobs: Sequence[Job]) -> Job | None:
+def main_job(jobs: Sequence[ReportedJob]) -> ReportedJob | None:
     """Return the job whose figures stand first: the last one that saved something, best against what was measured."""
     saved = [job for job in jobs if job.saving is not None]
     measured = [job for job in saved if job.baseline is not None and job.baseline.is_measured]
     candidates = measured or saved or [job for job in jobs if job.history.steps]
     return candidates[-1] if candidates else None
-
-
-def _job(history: History, found: Sources) -> Job:
-    others = runs_of_the_same_job(history, found.histories)
-    plans = history.measures.plans(others)
-    baseline = plans[-1].baseline if plans else history.measures.baseline(others=others)
-    return Job(
-        history=history,
-        totals=totals_of(history, found.size),
-        shares=history.by_rank.shares(),
-        baseline=baseline,
-        plans=plans,
-        saving=history.measures.saving(others),
-        trend=trend_of(history, baseline) if baseline is not None and plans else None,
-    )

@@ -1,49 +1,58 @@
-"""Jobs while they run, in a terminal: following their records, and the screen of ``watch`` and ``control status``."""
+"""Jobs while they run, in a terminal: their records, the screen of ``watch`` and ``control status``, and its keys."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import select
+import sys
+import termios
 import time
-from collections.abc import Sequence
+import tty
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from perseus_ds.artifacts.printable import printable
 from perseus_ds.artifacts.run_records import FILE_NAME, RecordFollower
 from perseus_ds.errors import ConfigError
-from perseus_ds.runtime.progress import JobFacts, JobLog, is_below
-from perseus_ds.runtime.words import changes, policy_in_words
-from perseus_ds.units import duration, joules, number, percent, plain, watt_hours, watts
+from perseus_ds.policy.control_socket import ADDRESS_FILE, parse_order, send_order
+from perseus_ds.runtime.progress import JobFacts, JobLog
+from perseus_ds.runtime.words import PHASES, changes, limits_in_words, policy_in_words
+from perseus_ds.units import duration, joules, number, percent, plain, printable, watt_hours, watts
+
+_PERIOD_S = 1.0
+_KEYS = "[p] pause  [r] resume  [o] policy  [q] leave"
+_ENTER, _ERASE, _ESCAPE, _LEAVE = "\r\n", "\x7f\b", "\x1b", "q"
 
 
 class JobFollower:
     """Follows one job.
 
     Attributes:
+        records: What it reads them by.
         problem: Why its records cannot be read now; empty where they can.
-        unreadable: Number of lines that are no records.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.records = RecordFollower(folder)
         self.problem = ""
-        self._records = RecordFollower(folder)
-        self._log = JobLog(printable(folder.resolve().name))
-
-    @property
-    def unreadable(self) -> int:
-        return self._records.unreadable
+        self._name = printable(folder.resolve().name)
+        self._log = JobLog(self._name)
 
     def facts(self, now: float) -> JobFacts:
         """Read what is new and return the facts; those known before where it cannot be read."""
         self.problem = ""
         try:
-            for is_another_file, records in self._records.read():
+            for is_another_file, records in self.records.read():
                 if is_another_file:
-                    self._log = JobLog(printable(self.folder.resolve().name))
+                    self._log = JobLog(self._name)
                 self._log.add(records)
         except OSError as error:  # a shared disk that does not answer, a file that is being replaced
             self.problem = str(error)
@@ -77,18 +86,6 @@ class Jobs:
         return list(self._followers.values())
 
 
-_PHASES = {
-    "calibrate": "one iteration to calibrate the simulated GPU",
-    "warm-up": "warming up at default clocks",
-    "profile": "measuring a profile",
-    "optimizing": "computing plans, at default clocks",
-    "default": "measuring default clocks, to compare plans with",
-    "run": "running under plans",
-    "pause": "paused: default clocks",
-    "halt": "standing still until a cheaper hour",
-    "observe": "default clocks",
-    "verdict": "comparing plan and default clocks",
-}
 _MANY = 6
 _MOST_PIPELINES = 16
 _UNITS = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"))
@@ -118,20 +115,19 @@ def phase(facts: JobFacts) -> str:
     """Return what the job does, and what comes next."""
     if facts.phase is None:
         return (facts.unfinished or "ended") if facts.ended else "starting"
-    text = _PHASES.get(facts.phase, facts.phase)
+    text = PHASES.get(facts.phase, facts.phase)
     if facts.phase == "run" and facts.plan is not None:
         text = f"running under plan {facts.plan.plan}"
     if facts.next_phase is None:
         return text
-    following = _PHASES.get(facts.next_phase, facts.next_phase)
+    following = PHASES.get(facts.next_phase, facts.next_phase)
     when = "" if facts.next_in_s is None else f" in about {about(facts.next_in_s)}" if facts.next_in_s >= 1 else " soon"
     return f"{text}; then{when}: {following}"
 
 
 def about(time_s: float) -> str:
     """Return a time in whole units, as estimates need no more."""
-    fitting = ((size, unit) for size, unit in _UNITS if time_s >= 2 * size)
-    size, unit = next(fitting, (1.0, "s"))
+    size, unit = next(((size, unit) for size, unit in _UNITS if time_s >= 2 * size), (1.0, "s"))
     return f"{time_s / size:.0f} {unit}"
 
 
@@ -212,30 +208,29 @@ _COLUMNS = ("job", "step", "iter.", "power", "time", "energy", "saved", "end in"
 _SIMULATED = "* GPUs are SIMULATED"
 
 
+@dataclass(frozen=True)
 class JobScreen:
     """All facts of a job, a row each.
 
-    Args:
+    Attributes:
         height: The number of rows there is room for; None for as many as it takes, with long rows folded.
         footer: The last row, such as the keys.
     """
 
-    def __init__(self, facts: JobFacts, *, height: int | None = None, footer: str = "") -> None:
-        self._facts = facts
-        self._height = height
-        self._footer = footer
+    facts: JobFacts
+    height: int | None = None
+    footer: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         draws = Drawing(options.encoding, max(8, options.max_width - _LABEL - 2))
-        rows = list(_rows(self._facts, draws))
-        events = _events(self._facts)
-        height: int | None = None
-        if self._height is not None:
-            height = self._height - math.ceil(len(self._footer) / options.max_width)
+        rows = _rows(self.facts, draws)
+        events = _events(self.facts)
+        height, is_cut = self.height, self.height is not None
+        if height is not None:
+            height -= math.ceil(len(self.footer) / options.max_width)
             events = events[-max(_LEAST_EVENTS, height - len(rows)) :]
         rows += [("" if number else "events", text) for number, text in enumerate(events)]
         table = Table.grid(padding=(0, 1), expand=False)
-        is_cut = self._height is not None
         table.add_column(style="bold", no_wrap=True, min_width=_LABEL)
         table.add_column(no_wrap=is_cut, overflow="fold")
         for label, text in rows[:height]:
@@ -243,8 +238,8 @@ class JobScreen:
                 text.truncate(options.max_width - _LABEL - 1, overflow="ellipsis")
             table.add_row(label, text)
         yield table
-        if self._footer:
-            yield Text(self._footer, style="dim", overflow="fold")
+        if self.footer:
+            yield Text(self.footer, style="dim", overflow="fold")
 
 
 class Drawing:
@@ -309,6 +304,11 @@ def _rows(facts: JobFacts, draws: Drawing) -> list[tuple[str, Text]]:
         cap = "" if facts.cap_w is None else f", cap {watts(facts.cap_w)} by {facts.cap_source}"
         text = f"{watts(facts.power_w)}, now {watts(facts.present_power_w)}{cap}"
         rows.append(("power", _spark(draws, facts.recent_powers_w, text)))
+    if facts.power_window_s is not None:
+        change = f"{watts(facts.power_change_w)} at most from one to the next"
+        each = f" (each of {duration(facts.power_window_s)})"
+        add("  a second", f"{watts(facts.lowest_power_w)} to {watts(facts.highest_power_w)}, {change}{each}")
+    add("limited", limits_in_words(facts.limits, facts.more_limits), "yellow")
     if facts.straggler is None:
         add("straggler", "none")
     else:
@@ -323,11 +323,11 @@ def _clocks(facts: JobFacts, draws: Drawing) -> list[tuple[str, Text]]:
     requested = sorted({clock for clock in asked if clock is not None})
     if not requested:
         return [("clocks", Text("default"))]
-    below = [is_below(*pair) for pair in zip(asked, reached, strict=False)]
+    below = facts.ranks_below_their_clock
     strip = Text(draws.strip(reached, asked))
-    for rank in [rank for rank, is_late in enumerate(below) if is_late and len(strip) == len(reached)]:
+    for rank in below if len(strip) == len(reached) else ():
         strip.stylize("red", rank, rank + 1)
-    text = Text.assemble(strip, "  ", (reached_by(facts), "red" if any(below) else ""))
+    text = Text.assemble(strip, "  ", (reached_by(facts), "red" if below else ""))
     span = " to ".join(str(clock) for clock in dict.fromkeys((requested[0], requested[-1])))
     return [("asked", Text(f"{draws.strip(asked, reached)}  {span} MHz, by rank")), ("reached", text)]
 
@@ -349,21 +349,20 @@ def _good_or_bad(saving: float | None) -> str:
     return "" if saving is None else "green" if saving >= 0 else "red"
 
 
+@dataclass(frozen=True)
 class JobsTable:
     """A line for each job.
 
-    Args:
+    Attributes:
         height: The number of lines there is room for, of which the last jobs are shown; None for all.
     """
 
-    def __init__(self, jobs: Sequence[JobFacts], *, height: int | None = None) -> None:
-        self._jobs = jobs
-        self._height = height
+    jobs: Sequence[JobFacts]
+    height: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        notes = [_SIMULATED] if any(facts.simulated for facts in self._jobs) else []
-        room = None if self._height is None else self._height - 1 - len(notes)
-        shown = self._jobs if room is None else self._jobs[-max(1, room) :]
+        notes = [_SIMULATED] if any(facts.simulated for facts in self.jobs) else []
+        shown = self.jobs if self.height is None else self.jobs[-max(1, self.height - 1 - len(notes)) :]
         rows = [_COLUMNS, *(tuple(map(plain, _cells(facts))) for facts in shown)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         widths[0] = max(_LEAST_NAME, min(widths[0], options.max_width - sum(widths[1:]) - len(widths) + 1))
@@ -392,3 +391,167 @@ def _cells(facts: JobFacts) -> tuple[str, ...]:
         "-" if facts.remaining_s is None else about(facts.remaining_s),
         f"{phase}*" if facts.simulated else phase,
     )
+
+
+def print_json(jobs: Jobs, *, once: bool) -> None:
+    """Print the facts of each job in a line, and again when there are new records, until all jobs have ended."""
+    printed: dict[Path, str] = {}
+    while True:
+        is_over = True
+        for follower in jobs.followers():
+            facts = follower.facts(time.time())
+            is_over &= facts.ended
+            # What only time changes is no news.
+            unchanging = facts.model_dump_json(exclude={"silent_s", "next_in_s", "remaining_s"})
+            if printed.get(follower.folder) != unchanging:
+                printed[follower.folder] = unchanging
+                print(facts.model_dump_json(), flush=True)
+        if once or is_over:
+            return
+        time.sleep(_PERIOD_S)
+
+
+def print_once(jobs: Jobs, console: Console) -> None:
+    """Print how the jobs go now."""
+    followers = jobs.followers()
+    facts = [follower.facts(time.time()) for follower in followers]
+    console.print(JobScreen(facts[0]) if len(facts) == 1 else JobsTable(facts))
+    for text in _troubles(followers):
+        console.print(text, markup=False)
+
+
+def watch(jobs: Jobs, console: Console) -> None:
+    """Show how the jobs go until all have ended, or somebody leaves; then print it once more.
+
+    Where there is no job yet, wait for one.
+    """
+    keys = Keys()
+    with _single_characters(), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                followers = jobs.followers()
+            except ConfigError as error:
+                live.update(Text(f"{error}\nWaiting for a job to start there.  [q] leave"), refresh=True)
+                if _goes_on(keys):
+                    continue
+                return
+            facts = [follower.facts(time.time()) for follower in followers]
+            first, height = followers[0].folder, live.console.size.height
+            takes_orders = len(facts) == 1 and not facts[0].ended and (first / ADDRESS_FILE).is_file()
+            keys.folder = first if takes_orders else None
+            footer = "; ".join([*_troubles(followers), keys.footer])
+            view = JobsTable(facts, height) if len(facts) > 1 else JobScreen(facts[0], height, footer)
+            live.update(view, refresh=True)
+            if all(each.ended for each in facts) or not _goes_on(keys):
+                break
+    print_once(jobs, console)
+
+
+def _goes_on(keys: Keys) -> bool:
+    """Wait for keys, and carry them out; return whether nobody has left."""
+    with contextlib.suppress(KeyboardInterrupt):
+        return all(keys.press(key) for key in _pressed(_PERIOD_S))
+    return False
+
+
+class Keys:
+    """What was typed, and what came of it.
+
+    Attributes:
+        folder: Of the job that takes orders; None where there is none.
+        message: The answer to the last order.
+        policy: The policy as typed so far; None unless one is being typed.
+    """
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.message = ""
+        self.policy: str | None = None
+
+    @property
+    def footer(self) -> str:
+        """What can be typed, or what is."""
+        if self.policy is not None:
+            return f"policy, such as slowdown max_slowdown=0.05: {self.policy}_"
+        return "[q] leave" if self.folder is None else self.message or _KEYS
+
+    def press(self, key: str) -> bool:
+        """Carry out a key; return whether to go on."""
+        if self.policy is not None:
+            self._type(key)
+        elif key == _LEAVE:
+            return False
+        elif self.folder is not None:
+            self.message = ""
+            if key == "o":
+                self.policy = ""
+            elif key in "pr":
+                self._order({"command": "pause" if key == "p" else "resume"})
+        return True
+
+    def _type(self, key: str) -> None:
+        assert self.policy is not None
+        if key == _ESCAPE:
+            self.policy = None
+        elif key in _ENTER:
+            words, self.policy = self.policy, None
+            if words:
+                self._order({"command": "policy", "policy": policy_of(words)})
+        elif key in _ERASE:
+            self.policy = self.policy[:-1]
+        elif key.isprintable():
+            self.policy += key
+
+    def _order(self, order: dict[str, object]) -> None:
+        assert self.folder is not None
+        try:
+            parse_order(order)
+            self.message = str(send_order(self.folder, order).get("done"))
+        except ConfigError as error:
+            self.message = " ".join(str(error).split())
+
+
+def policy_of(words: str) -> dict[str, object]:
+    """Return the policy that was typed: its name, then ``key=value``, numbers as such."""
+    name, *settings = words.split()
+    policy: dict[str, object] = {"name": name.removeprefix("name=")}
+    for setting in settings:
+        key, _, text = setting.partition("=")
+        try:
+            policy[key] = float(text)
+        except ValueError:
+            policy[key] = text
+    return policy
+
+
+def _troubles(followers: list[JobFollower]) -> Iterator[str]:
+    for follower in followers:
+        if follower.problem:
+            yield f"{follower.folder}: its records cannot be read now ({follower.problem})"
+        if unreadable := follower.records.unreadable:
+            yield f"{follower.folder}: {unreadable} lines of its records cannot be read and are left out"
+
+
+@contextlib.contextmanager
+def _single_characters() -> Iterator[None]:
+    """Have the terminal give each key at once, and not show it."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _pressed(timeout_s: float) -> str:
+    """Wait for keys and return them; without a keyboard, only wait."""
+    if not sys.stdin.isatty():
+        time.sleep(timeout_s)
+        return ""
+    if not select.select([sys.stdin], [], [], timeout_s)[0]:
+        return ""
+    # Not by sys.stdin, which would keep further keys where select cannot see them.
+    return os.read(sys.stdin.fileno(), 1024).decode(errors="replace") or _LEAVE

@@ -1,32 +1,51 @@
-"""The report of a run: one HTML file that needs nothing else."""
+"""The report of a run, or of checks on a GPU: one HTML file that needs nothing else, neither a server nor a network."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import importlib.resources
+import json
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
+from perseus_ds import units
+from perseus_ds.artifacts.evidence import Evidence
 from perseus_ds.artifacts.frontier import SLOWDOWNS, Frontier
+from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.artifacts.plan import PowerSwing
 from perseus_ds.artifacts.run_records import CostsSoFar, Event
 from perseus_ds.artifacts.timeline import MeasuredIteration
+from perseus_ds.errors import ConfigError
+from perseus_ds.measures import PowerBySecond
 from perseus_ds.report.figures import Figure, frontier_figure, history_figure, profile_figures, trend_figure
-from perseus_ds.report.history import History
-from perseus_ds.report.jobs import Factors, Job, RunTotals, main_job, measured_points
-from perseus_ds.report.palette import DASHES, variable
-from perseus_ds.report.rendering import rendered
-from perseus_ds.report.series import frontier_series, profile_curves
-from perseus_ds.report.sources import Sources, label
+from perseus_ds.report.jobs import Factors, ReportedJob, main_job, measured_points
+from perseus_ds.report.series import PALETTE, SCALE, STYLES, css, frontier_series, profile_curves, variable
+from perseus_ds.report.sources import History, Sources, label
 from perseus_ds.report.timeline import KINDS, measured_timeline, pipeline_data, timeline_data
+from perseus_ds.runtime.progress import Tally
+from perseus_ds.runtime.words import event_in_words
 from perseus_ds.units import duration, gpu_time, grams, joules, money, number, percent, watt_hours, watts
 
+_FILTERS = {
+    "in_words": event_in_words,
+    **{
+        name: getattr(units, name)
+        for name in (
+            "number", "whole", "percent", "joules", "watt_hours", "grams", "watts", "duration", "gpu_time", "money"
+        )
+    },
+}  # fmt: skip
 
-def report_page(found: Sources, jobs: Sequence[Job], tiles: Sequence[Tile], factors: Factors) -> str:
+
+def report_page(found: Sources, jobs: Sequence[ReportedJob], tiles: Sequence[Tile], factors: Factors) -> str:
     """Return the page."""
     job, in_use = main_job(jobs), found.plan_used or 0
     curves = profile_curves(found.profile) if found.profile else []
@@ -48,9 +67,9 @@ def report_page(found: Sources, jobs: Sequence[Job], tiles: Sequence[Tile], fact
         others=other_plans(found.frontier, in_use) if found.frontier else [],
         one_percent=one_percent_slower(found.frontier, in_use) if found.frontier else None,
         stages=list(dict.fromkeys((curve.label, variable(curve.colour)) for curve in curves)),
-        kinds=[(kind, dash) for kind, dash in DASHES.items() if any(curve.kind is kind for curve in curves)],
+        kinds=[(kind, dash) for kind, (dash, _) in STYLES.items() if any(curve.kind is kind for curve in curves)],
         slowdowns=SLOWDOWNS,
-        artefacts=artefacts(found),
+        artefacts=_artefacts(found),
     )
 
 
@@ -64,10 +83,10 @@ def _facts(found: Sources) -> list[str]:
             f"{origin.micro_batches} micro-batches",
             schedule,
         ]
-    return [found.histories[-1].gpu or "GPU unknown"] if found.histories else []
+    return [found.histories[-1].last_start.gpu or "GPU unknown"] if found.histories else []
 
 
-def _data(found: Sources, job: Job | None, in_use: int) -> dict[str, Any]:
+def _data(found: Sources, job: ReportedJob | None, in_use: int) -> dict[str, Any]:
     """Return what the page's script works on."""
     figures: dict[str, Figure] = {}
     data: dict[str, Any] = {"figures": figures, "kinds": KINDS, "in_use": in_use}
@@ -111,7 +130,7 @@ class Tile:
     note: str
 
 
-def tiles(found: Sources, job: Job | None, factors: Factors) -> list[Tile]:
+def tiles(found: Sources, job: ReportedJob | None, factors: Factors) -> list[Tile]:
     """Return the figures that answer what a run saved."""
     shown: list[Tile] = []
     if job is not None:
@@ -120,7 +139,8 @@ def tiles(found: Sources, job: Job | None, factors: Factors) -> list[Tile]:
         shown.append(_plan(found.frontier, found.plan_used, job))
     if job is not None:
         shown += by_the_hour([occurrence.event for occurrence in job.history.occurrences])
-        shown += _run(job.totals, factors)
+        shown += _run(job.history.total, found, factors)
+        shown += _power(job.history)
     return shown
 
 
@@ -150,7 +170,7 @@ def as_text(shown: Sequence[Tile], *, simulated: bool) -> str:
     return "\n".join(lines)
 
 
-def _saved(job: Job, found: Sources, factors: Factors) -> Iterator[Tile]:
+def _saved(job: ReportedJob, found: Sources, factors: Factors) -> Iterator[Tile]:
     planned, total = job.saving, job.everything
     if planned is None or total is None:
         return
@@ -169,15 +189,15 @@ def _saved(job: Job, found: Sources, factors: Factors) -> Iterator[Tile]:
         f"{grams(factors.carbon_g(total.saved_j))} CO₂e, {money(factors.price(total.saved_j), factors.currency)}; "
         f"all {total.iterations} iterations, profiling counted, PUE {number(factors.pue, 3)}",
     )  # fmt: skip
-    if found.size.gpus is not None:
-        gained_s = total.gained_s * found.size.gpus
+    if found.gpus is not None:
+        gained_s = total.gained_s * found.gpus
         yield Tile(
             f"GPU time {'gained' if gained_s >= 0 else 'lost'}", gpu_time(abs(gained_s)),
-            f"{percent(total.slowdown)} time on {found.size.gpus} GPUs, all iterations",
+            f"{percent(total.slowdown)} time on {found.gpus} GPUs, all iterations",
         )  # fmt: skip
 
 
-def _plan(frontier: Frontier, used: int | None, job: Job | None) -> Tile:
+def _plan(frontier: Frontier, used: int | None, job: ReportedJob | None) -> Tile:
     number_ = 0 if used is None else used
     plan, last = frontier.plans[number_], len(frontier.plans) - 1
     plans = job.plans if job is not None and used is not None else []
@@ -195,27 +215,36 @@ def _plan(frontier: Frontier, used: int | None, job: Job | None) -> Tile:
     return Tile(title, f"{number_} of 0\N{EN DASH}{last}", "; ".join(parts))
 
 
-def _run(totals: RunTotals, factors: Factors) -> Iterator[Tile]:
-    mean_w = totals.energy_j / totals.time_s if totals.time_s and not totals.without_energy else None
-    parts = [f"{totals.iterations} iterations in {duration(totals.time_s)}"]
-    if totals.gpu_s is not None:
-        parts.append(gpu_time(totals.gpu_s))
-    if mean_w is not None:
-        parts.append(f"{watts(mean_w)} on average")
-    if totals.without_energy:
-        parts.append(f"not counting {totals.without_energy} iterations whose energy could not be read")
-    parts.append(f"{grams(factors.carbon_g(totals.energy_j))} CO₂e")
-    parts.append(money(factors.price(totals.energy_j), factors.currency))
-    yield Tile("The whole run", watt_hours(totals.energy_j * factors.pue), ", ".join(parts))
-    per_sample_j = totals.energy_per_sample_j
-    if per_sample_j is not None:
-        tokens = factors.tokens_per_sample
-        note = f"{totals.size.samples} samples an iteration, GPUs only"
+def _power(history: History) -> Iterator[Tile]:
+    steps, seconds = history.under_plans or history.steps, PowerBySecond()
+    for step in steps:
+        seconds.add(step.time_s, step.energy_j, step.ended)
+    if (power := seconds.figures) is not None:
+        which = "under plans" if history.under_plans else "of the run"
+        yield Tile(
+            "Power over a second", f"{watts(power.lowest_w)} to {watts(power.highest_w)}",
+            f"{watts(power.mean_w)} on average, {watts(power.change_w)} at most from one to the next; all GPUs, "
+            f"iterations {which}, whole ones that take a second at least: {duration(power.window_s)}",
+        )  # fmt: skip
+
+
+def _run(total: Tally, found: Sources, factors: Factors) -> Iterator[Tile]:
+    parts = [f"{total.iterations} iterations in {duration(total.time_s)}"]
+    if found.gpus is not None:
+        parts.append(gpu_time(total.time_s * found.gpus))
+    if total.time_s and not total.without_energy:
+        parts.append(f"{watts(total.energy_j / total.time_s)} on average")
+    if total.without_energy:
+        parts.append(f"not counting {total.without_energy} iterations whose energy could not be read")
+    parts.append(f"{grams(factors.carbon_g(total.energy_j))} CO₂e")
+    parts.append(money(factors.price(total.energy_j), factors.currency))
+    yield Tile("The whole run", watt_hours(total.energy_j * factors.pue), ", ".join(parts))
+    known = total.iterations - total.without_energy
+    if found.samples is not None and known:
+        per_sample_j, tokens = total.energy_j / (known * found.samples), factors.tokens_per_sample
+        note = f"{found.samples} samples an iteration, GPUs only"
         per_token = f"; {number(per_sample_j / tokens)} J a token of {tokens}" if tokens else ""
         yield Tile("Energy of a sample", joules(per_sample_j), note + per_token)
-
-
-_SLOWDOWNS = (0.0, 0.01, 0.02, 0.05, 0.10)
 
 
 @dataclass(frozen=True)
@@ -240,7 +269,7 @@ class OtherPlan:
 def other_plans(frontier: Frontier, in_use: int) -> list[OtherPlan]:
     """Return the plan in use among those of some slowdowns, the fastest first, up to the most frugal one."""
     plans = frontier.plans
-    chosen = {plans.index(frontier.within(slowdown)) for slowdown in _SLOWDOWNS} | {0, in_use, len(plans) - 1}
+    chosen = {plans.index(frontier.within(slowdown)) for slowdown in (*SLOWDOWNS, 0.10)} | {0, in_use, len(plans) - 1}
     return [_compared(frontier, plan, in_use) for plan in sorted(chosen)]
 
 
@@ -261,55 +290,27 @@ def _compared(frontier: Frontier, plan: int, in_use: int) -> OtherPlan:
     )
 
 
-@dataclass(frozen=True)
-class Artefact:
-    """A file.
-
-    Attributes:
-        written: When it was last written, UTC.
-        sha256: The first digits of its hash.
-        facts: What it says of its origin.
-    """
-
-    path: Path
-    written: str
-    sha256: str
-    facts: str
-
-
-def artefacts(found: Sources) -> list[Artefact]:
-    """Return the files of a report in the order they were read."""
-    return [_artefact(path, _says(path, found)) for path in found.files]
-
-
-def _artefact(path: Path, facts: list[str | None]) -> Artefact:
-    written = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
-    return Artefact(
-        path=path,
-        written=written.strftime("%Y-%m-%d %H:%M"),
-        sha256=_sha256(path)[:12],
-        facts=", ".join(fact for fact in facts if fact),
-    )
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(2**20):
-            digest.update(part)
-    return digest.hexdigest()
+def _artefacts(found: Sources) -> Iterator[tuple[Path, str, str, str]]:
+    """Yield the files of a report: each with when it was written (UTC), its hash, and what it says of its origin."""
+    for path in found.files:
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while part := file.read(2**20):
+                digest.update(part)
+        written = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).strftime("%Y-%m-%d %H:%M")
+        yield path, written, digest.hexdigest()[:12], ", ".join(filter(None, _says(path, found)))
 
 
 def _says(path: Path, found: Sources) -> list[str | None]:
     if path.name == "run.jsonl":
         history = next(h for h in found.histories if h.folder == path.parent)
-        schema = history.starts[-1].schema_version if history.starts else None
+        start, starts = history.last_start, len(history.starts)
         return [
-            f"job {history.job[:12]}" if history.job else None,
-            f"{history.mode} mode" if history.mode else None,
-            f"{len(history.starts)} starts" if len(history.starts) > 1 else None,
-            f"schema {schema}" if schema else None,
-            history.gpu,
+            f"job {start.job[:12]}" if start.job else None,
+            f"{start.mode} mode" if start.mode else None,
+            f"{starts} starts" if starts > 1 else None,
+            f"schema {start.schema_version}" if starts else None,
+            start.gpu,
         ]
     if path.name == "frontier.json" and found.frontier is not None:
         origin = found.frontier.provenance
@@ -330,3 +331,81 @@ def _says(path: Path, found: Sources) -> list[str | None]:
             *versions,
         ]
     return []
+
+
+def evidence_page(evidence: Evidence) -> str:
+    """Return the page."""
+    machine = evidence.machine
+    versions = [f"{name} {version}" for name, version in machine.versions.items()]
+    return rendered(
+        "evidence.html",
+        {"figures": {}},
+        title=f"Perseus: evidence from {machine.gpu}",
+        eyebrow="perseus-ds report",
+        heading=f"Checks on {machine.gpu}",
+        facts=[*([f"driver {machine.driver}"] if machine.driver else []), *versions, f"measured {evidence.made}"],
+        simulated=machine.simulated,
+        missing=[f"not made: {title}" for title in evidence.not_made],
+        evidence=evidence,
+        passed=_passed(evidence),
+    )
+
+
+def evidence_text(evidence: Evidence) -> str:
+    """Return lines of a terminal: how many checks passed, and why others failed."""
+    lines = [f"{_passed(evidence)} of {len(evidence.checks)} checks passed on {evidence.machine.gpu}."]
+    lines += [f"FAILED: {check.title}: {check.reason}" for check in evidence.checks if check.outcome == "failed"]
+    lines += [f"Not made: {title}" for title in evidence.not_made]
+    if evidence.machine.simulated:
+        lines.append("SIMULATED: a stand-in took the place of the GPU; no figure says anything of a GPU.")
+    return "\n".join(lines)
+
+
+def _passed(evidence: Evidence) -> int:
+    return sum(check.outcome == "passed" for check in evidence.checks)
+
+
+def rendered(template: str, data: Mapping[str, Any], **variables: Any) -> str:
+    """Return a page."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("perseus_ds.report", "page"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= _FILTERS
+    plotly = importlib.resources.files("perseus_ds.report").joinpath("page/plotly-basic.min.js")
+    colours = {"palette": {name: [c.light, c.dark] for name, c in PALETTE.items()}, "scale": SCALE}
+    return environment.get_template(template).render(
+        data=_as_json({**data, **colours}),
+        plotly=plotly.read_text(encoding="utf-8").replace("</script", "<\\/script"),
+        palette_css=css(),
+        scale=SCALE,
+        version=importlib.metadata.version("perseus-ds"),
+        made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        **variables,
+    )
+
+
+def _as_json(data: Mapping[str, Any]) -> str:
+    """Return JSON that may stand in a script element."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def write_output(content: str, out: Path | None, folder: Path, name: str) -> Path:
+    """Write a file, by default ``name`` in a folder, else ``out`` or into that folder, and return its path.
+
+    Raises:
+        ConfigError: It cannot be written there.
+    """
+    path = out or folder / name
+    try:
+        if out is not None and out.is_dir():
+            path = out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}). Give another file, out=….") from None
+    return path

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from io import BytesIO
-from itertools import pairwise
+from itertools import cycle, pairwise, product
 from pathlib import Path
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -19,23 +20,37 @@ from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.schedule_table import ScheduleTable
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.profiler.estimates import estimate_all
 from perseus_ds.report.jobs import MeasuredPoint
-from perseus_ds.report.palette import SCALE, light
-from perseus_ds.report.series import QUANTITIES, Curve, Series, curve_values, frontier_series, profile_curves
-from perseus_ds.report.timeline import Bar, Timeline
-from perseus_ds.report.trace import short_name
+from perseus_ds.report.series import (
+    MEASURED_SYMBOLS,
+    QUANTITIES,
+    SCALE,
+    SERIES,
+    Curve,
+    Series,
+    curve_values,
+    frontier_series,
+    light,
+    profile_curves,
+)
+from perseus_ds.report.timeline import Bar, Timeline, short_name
 from perseus_ds.units import percent
 
 _WIDTH_IN = 9.0
 _TALLEST_IN = 14.0
 _DPI = 200
 # From the names of the palette, which are plotly's, to matplotlib's.
-LINE_STYLES = {"solid": "-", "dash": "--", "longdash": "--", "dashdot": "-.", "longdashdot": "-.", "dot": ":"}
-MARKERS = {"circle": "o", "square": "s", "star": "*", "diamond": "D", "x": "X", "cross": "P", "triangle-up": "^",
-           "triangle-down": "v", "pentagon": "p"}  # fmt: skip
+_LINE_STYLES: dict[str, Any] = {"solid": "-", "dash": "--", "longdash": "--", "dashdot": "-.", "longdashdot": "-.",
+                                "dot": ":", "10px 2px": (0, (10, 2))}  # fmt: skip
+_MARKERS = {"circle": "o", "square": "s", "star": "*", "diamond": "D", "x": "X", "cross": "P", "triangle-up": "^",
+            "triangle-down": "v", "pentagon": "p", "hexagon": "h"}  # fmt: skip
+_SYMBOLS = ("circle", "square", *MEASURED_SYMBOLS)
+_LINES: tuple[Literal["-", "--"], ...] = ("-", "--")
+_OPEN: dict[str, Any] = {"linestyle": "none", "markersize": 9, "markerfacecolor": "none"}
 _CHARACTER = 0.009
 """Width of a character in a bar, as a fraction of the time axis."""
 _LOW, _HIGH = 0.5, 0.82
@@ -50,23 +65,30 @@ def frontier_picture(
     measured: Sequence[MeasuredPoint] = (),
 ) -> None:
     """Draw energy over time of all plans, the lower bound, and what there is to compare them with."""
-    figure = Figure(figsize=(_WIDTH_IN, 4.8), layout="constrained")
+    figure = Figure(figsize=(_WIDTH_IN, 5.6), layout="constrained")
     axes = figure.add_subplot()
-    label = ""
+    number, label = None, ""
     if in_use is not None:
-        label = f"plan in use: {percent(in_use.energy_j / frontier.baseline.energy_j - 1)} energy"
-    number = None if in_use is None else frontier.plans.index(in_use)
-    for one in frontier_series(frontier, in_use=number, in_use_label=f"{label} (predicted)", measured=measured):
+        number, change = frontier.plans.index(in_use), in_use.energy_j / frontier.baseline.energy_j - 1
+        label = f"plan of a job with these settings: {percent(change)} energy (predicted)"
+    for one in frontier_series(frontier, in_use=number, in_use_label=label, measured=measured):
         _draw_series(axes, one)
-    _mark_times(axes, frontier)
-    axes.set_xlabel("iteration time [s]")
-    axes.set_ylabel("energy of an iteration [J]")
-    axes.grid(color="0.9")
-    axes.set_axisbelow(True)
+    place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "right"}
+    for time_s, name in ((frontier.t_min_s, "$T_{min}$"), (frontier.t_star_s, "$T^*$")):
+        axes.axvline(time_s, color="0.55", linestyle=":", linewidth=1)
+        axes.annotate(name, (time_s, 0.02), xytext=(-4, 0), **place)
+    _label_axes(axes, "iteration time [s]", "energy of an iteration [J]")
     axes.margins(x=0.06, y=0.1)
-    axes.legend(loc="best", frameon=True, framealpha=1, edgecolor="0.8")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)  # beside the axes, over no point
     figure.suptitle(f"Energy against iteration time: {_subject(frontier.provenance)}", fontsize=11)
     save_picture(figure, path, _DPI)
+
+
+def _label_axes(axes: Axes, x_label: str, y_label: str) -> None:
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
 
 
 def _draw_series(axes: Axes, series: Series) -> None:
@@ -75,8 +97,8 @@ def _draw_series(axes: Axes, series: Series) -> None:
         series.x,
         series.y,
         color=light(series.colour),
-        linestyle=LINE_STYLES[series.dash] if series.dash else "none",
-        marker=MARKERS[series.symbol] if series.symbol and not crowded else None,
+        linestyle=_LINE_STYLES[series.dash] if series.dash else "none",
+        marker=_MARKERS[series.symbol] if series.symbol and not crowded else None,
         markersize=0.5 * series.size if series.dash else 0.85 * series.size,
         markeredgecolor=None if series.dash else "black",
         label=series.name,
@@ -101,19 +123,27 @@ def timeline_picture(before: Timeline, after: Timeline, provenance: Provenance, 
     lower.set_xlabel("time [s]")
     bar = figure.colorbar(matplotlib.cm.ScalarMappable(norm, colours), ax=[upper, lower], pad=0.01, aspect=30)
     bar.set_label("SM clock [MHz]")
-    figure.legend(
-        handles=_legend((before, after), colours), loc="outside lower center", ncols=5, frameon=False, fontsize=9
-    )
+    middle = colours(0.5)
+    handles: list[Patch | Line2D] = [
+        Line2D([], [], color=middle, linewidth=4, solid_capstyle="butt", label="forward (low bar)"),
+        Line2D([], [], color=middle, linewidth=9, solid_capstyle="butt", label="backward (high bar)"),
+        Patch(facecolor=light("waiting"), label="waiting"),
+        Patch(facecolor="white", edgecolor="black", label="critical path"),
+    ]
+    if any(_kind(bar) in (None, Kind.TAIL) for part in (before, after) for bar in part.bars):
+        handles.append(Patch(facecolor=light("fixed"), label="load, transfer, tail"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     figure.suptitle(f"One iteration, predicted: {_subject(provenance)}", fontsize=11)
     save_picture(figure, path, _DPI)
 
 
 def _draw_timeline(axes: Axes, part: Timeline, norm: Normalize, colours: Colormap, longest_s: float) -> None:
     axes.barh(range(part.ranks), part.time_s, height=_HIGH, color=light("waiting"))
+    instructions = [bar for bar in part.bars if isinstance(bar.work, Instruction)]
     for bars, edge, width in (
         ([b for b in part.bars if not isinstance(b.work, Instruction)], "none", 0.0),
-        ([b for b in part.bars if isinstance(b.work, Instruction) and not b.critical], "white", 0.4),
-        ([b for b in part.bars if isinstance(b.work, Instruction) and b.critical], "black", 1.1),
+        ([b for b in instructions if not b.critical], "white", 0.4),
+        ([b for b in instructions if b.critical], "black", 1.1),
     ):
         axes.barh(
             [b.rank for b in bars],
@@ -124,64 +154,24 @@ def _draw_timeline(axes: Axes, part: Timeline, norm: Normalize, colours: Colorma
             edgecolor=edge,
             linewidth=width,
         )
-    _connect_critical_path(axes, part)
+    path = sorted((b for b in instructions if b.critical), key=lambda b: b.start_s)
+    for first, second in pairwise(path):
+        if first.rank != second.rank:  # a line wherever the critical path goes over to another rank
+            down = 0.5 if second.rank > first.rank else -0.5
+            y = [first.rank + down * _height(first), second.rank - down * _height(second)]
+            axes.plot([first.end_s, second.start_s], y, color="black", linewidth=1.1)
     digits = len(str(max((b.work.micro_batch for b in part.bars if isinstance(b.work, Instruction)), default=0)))
-    for bar in part.bars:
-        if (bar.end_s - bar.start_s) / longest_s >= _CHARACTER * (1 + digits):
-            _write_name(axes, bar, norm)
+    for bar in instructions:
+        if (bar.end_s - bar.start_s) / longest_s >= _CHARACTER * (1 + digits) and _kind(bar) is not Kind.TAIL:
+            dark = bar.clock_mhz is None or norm(bar.clock_mhz) < 0.6
+            style: dict[str, Any] = {"color": "white" if dark else "black", "ha": "center", "va": "center"}
+            axes.text((bar.start_s + bar.end_s) / 2, bar.rank, short_name(bar.work), fontsize=7, **style)
     axes.axvline(part.time_s, color="black", linewidth=0.8)
     axes.set_xlim(0, longest_s * 1.005)
     axes.set_ylim(part.ranks - 0.5, -0.5)
     axes.set_yticks(range(part.ranks), [f"rank {rank}" for rank in range(part.ranks)])
     axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)
-
-
-def _connect_critical_path(axes: Axes, part: Timeline) -> None:
-    """Draw a line wherever the critical path goes over to another rank."""
-    path = sorted((b for b in part.bars if b.critical and isinstance(b.work, Instruction)), key=lambda b: b.start_s)
-    for first, second in pairwise(path):
-        if first.rank != second.rank:
-            down = 0.5 if second.rank > first.rank else -0.5
-            y = [first.rank + down * _height(first), second.rank - down * _height(second)]
-            axes.plot([first.end_s, second.start_s], y, color="black", linewidth=1.1)
-
-
-def _write_name(axes: Axes, bar: Bar, norm: Normalize) -> None:
-    """Write what is computed and for which micro-batch into a bar."""
-    if not isinstance(bar.work, Instruction) or bar.work.kind is Kind.TAIL:
-        return
-    name = short_name(bar.work)
-    dark = bar.clock_mhz is None or norm(bar.clock_mhz) < 0.6
-    middle = (bar.start_s + bar.end_s) / 2
-    axes.text(middle, bar.rank, name, color="white" if dark else "black", ha="center", va="center", fontsize=7)
-
-
-def _legend(parts: Iterable[Timeline], colours: Colormap) -> list[Patch | Line2D]:
-    kinds = {_kind(bar) for part in parts for bar in part.bars}
-    middle = colours(0.5)
-    handles: list[Patch | Line2D] = [
-        Line2D([], [], color=middle, linewidth=4, solid_capstyle="butt", label="forward (low bar)"),
-        Line2D([], [], color=middle, linewidth=9, solid_capstyle="butt", label="backward (high bar)"),
-        Patch(facecolor=light("waiting"), label="waiting"),
-        Patch(facecolor="white", edgecolor="black", label="critical path"),
-    ]
-    if kinds & {None, Kind.TAIL}:
-        handles.append(Patch(facecolor=light("fixed"), label="load, transfer, tail"))
-    return handles
-
-
-def _mark_times(axes: Axes, frontier: Frontier) -> None:
-    for time_s, name, side in ((frontier.t_min_s, "$T_{min}$", "right"), (frontier.t_star_s, "$T^*$", "right")):
-        axes.axvline(time_s, color="0.55", linestyle=":", linewidth=1)
-        axes.annotate(
-            name,
-            (time_s, 0.02),
-            xycoords=("data", "axes fraction"),
-            xytext=(-4, 0),
-            textcoords="offset points",
-            ha=side,
-        )
 
 
 def _kind(bar: Bar) -> Kind | None:
@@ -216,13 +206,7 @@ def save_picture(figure: Figure, path: Path | str, dpi: int) -> None:
 
 
 def profile_picture(profile: StageProfile, path: Path, *, blocking_power_w: float) -> None:
-    """Draw the rows, the fitted curves with two standard deviations, and the options worth choosing from.
-
-    Args:
-        profile: What to draw; stages that take the same are one curve, and of many curves a few are shown.
-        path: Where to write the picture; its suffix says the format.
-        blocking_power_w: What a waiting GPU draws [W].
-    """
+    """Draw the rows, the fitted curves with two standard deviations, and the options worth choosing from."""
     clocks = sorted({m.clock_mhz for m in profile.measurements})
     fitted = estimate_all(profile, range(clocks[0], clocks[-1] + 1, max(1, (clocks[-1] - clocks[0]) // 120)))
     figure = Figure(figsize=(11.0, 4.4), layout="constrained")
@@ -248,17 +232,44 @@ def _draw(
     profile, fitted = profiles
     stage, kind, colour = curve.stages[0], curve.kind, light(curve.colour)
     clocks, values = fitted.options(stage, kind).clock_mhz, curve_values(fitted, stage, kind, quantity)
-    errors = {r.clock_mhz: r for r in fitted.info.rows if (r.stage, r.kind) == (stage, kind)}
-    found = [errors.get(int(clock)) for clock in clocks]
     column = "time_relative_error" if quantity == "time" else "energy_relative_error"
-    band = np.array([(getattr(row, column) or 0.0) if row else 0.0 for row in found])
-    line = LINE_STYLES[curve.dash]
+    errors = {r.clock_mhz: getattr(r, column) for r in fitted.info.rows if (r.stage, r.kind) == (stage, kind)}
+    band = np.array([errors.get(int(clock)) or 0.0 for clock in clocks])
+    line = _LINE_STYLES[curve.dash]
     axes.plot(clocks, values, color=colour, linestyle=line, linewidth=1, label=f"{curve.label} {kind}")
     axes.fill_between(clocks, values * (1 - 2 * band), values * (1 + 2 * band), color=colour, alpha=0.15, linewidth=0)
     options, points = profile.options(stage, kind), curve_values(profile, stage, kind, quantity)
     worth = np.isin(options.clock_mhz, options.pareto(blocking_power_w).clock_mhz)
-    marker = MARKERS[curve.symbol]
+    marker = _MARKERS[curve.symbol]
     for chosen, filling in ((worth, colour), (~worth, "white")):
         axes.scatter(
             options.clock_mhz[chosen], points[chosen], s=12, marker=marker, linewidths=0.7, edgecolors=colour, c=filling
         )
+
+
+def schedules_picture(table: ScheduleTable, path: Path) -> None:
+    """Draw energy over time of every schedule's plans, both for each micro-batch, so that all can be compared."""
+    figure = Figure(figsize=(9.0, 6.2), layout="constrained")
+    axes = figure.add_subplot()
+    names = [*dict.fromkeys(one.name for one in table.schedules)]
+    counts = [*dict.fromkeys(one.micro_batches for one in table.schedules)]
+    # A colour that is used again comes with another line.
+    lines = dict(zip(names, cycle(product(_LINES, map(light, SERIES))), strict=False))
+    markers = dict(zip(counts, cycle(_MARKERS[symbol] for symbol in _SYMBOLS), strict=False))
+    for one in table.schedules:
+        (dash, colour), marker, share = lines[one.name], markers[one.micro_batches], 1 / one.micro_batches
+        times_s, energies_j = ([value * share for value in values] for values in zip(*one.plans, strict=True))
+        axes.plot(times_s, energies_j, color=colour, linestyle=dash, linewidth=1.2, marker=marker, markersize=3.5)
+        baseline = one.baseline_time_s * share, one.baseline_energy_j * share
+        axes.plot(*baseline, marker=marker, markeredgecolor=colour, **_OPEN)
+    handles = [Line2D([], [], color=colour, linestyle=dash, label=name) for name, (dash, colour) in lines.items()]
+    handles += [
+        Line2D([], [], color="black", linestyle="none", marker=marker, markersize=5, label=f"{count} micro-batches")
+        for count, marker in markers.items()
+    ]
+    handles.append(Line2D([], [], marker="o", markeredgecolor="black", label="open: all at the highest clock", **_OPEN))
+    _label_axes(axes, "iteration time for each micro-batch [s]", "energy for each micro-batch [J]")
+    axes.margins(x=0.05, y=0.08)
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.suptitle(f"Predicted frontiers of several schedules{table.subject}", fontsize=11)
+    save_picture(figure, path, _DPI)

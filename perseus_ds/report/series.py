@@ -1,4 +1,8 @@
-"""Computes what charts show; matplotlib and plotly only draw it."""
+"""What charts show and in which colours, lines and symbols; matplotlib and plotly only draw it.
+
+Hues are Okabe and Ito's, which colour-blind people can tell apart, darkened or lightened until they stand out from the
+background: at least 3 : 1 for lines and symbols, 4.5 : 1 for text.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,74 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.report.jobs import MeasuredPoint
-from perseus_ds.report.palette import DASHES, MEASURED_SYMBOLS, SERIES, SYMBOLS
 from perseus_ds.units import percent
+
+
+@dataclass(frozen=True)
+class Colour:
+    """One colour, as hexadecimal RGB, on light and on dark background."""
+
+    light: str
+    dark: str
+
+
+PALETTE = {
+    "ink": Colour("#1b2430", "#e6eaf0"),
+    "soft": Colour("#5f6b7a", "#a3afbd"),
+    "line": Colour("#d5dae1", "#3a4350"),
+    "ground": Colour("#f6f7f9", "#0f1318"),
+    "surface": Colour("#ffffff", "#181d24"),
+    "grid": Colour("#e6e9ed", "#2b323c"),
+    "blue": Colour("#0072b2", "#56b4e9"),
+    "orange": Colour("#d55e00", "#f08a3c"),
+    "green": Colour("#00875f", "#2fc59b"),
+    "purple": Colour("#b85c93", "#e39cc3"),
+    "amber": Colour("#a87400", "#e6b93c"),
+    "waiting": Colour("#f1f3f6", "#222933"),
+    "hatch": Colour("#c6ccd5", "#414b59"),
+    "fixed": Colour("#8a94a1", "#6f7b8b"),
+    "busy": Colour("#cfe5f2", "#173f58"),
+    "idle": Colour("#f8dcc4", "#5a3413"),
+    "warning": Colour("#7a3d00", "#ffc78a"),
+    "warning-ground": Colour("#fff1e0", "#3a2610"),
+}
+# Distinct lines of one chart, in this order.
+SERIES = ("blue", "orange", "green", "purple", "amber", "soft", "ink")
+# Viridis, for clocks and powers: equal steps look equal, and still do in grey.
+SCALE = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
+# The dash of lines and the symbol of points, by plotly's names.
+STYLES = {
+    Kind.FORWARD: ("solid", "circle"),
+    Kind.BACKWARD: ("dash", "square"),
+    Kind.BACKWARD_INPUT: ("longdash", "diamond"),
+    Kind.BACKWARD_WEIGHT: ("longdashdot", "x"),
+    Kind.RECOMPUTE: ("dashdot", "triangle-down"),
+    Kind.FORWARD_BACKWARD: ("10px 2px", "hexagon"),
+    Kind.TAIL: ("dot", "triangle-up"),
+}
+MEASURED_SYMBOLS = ("diamond", "x", "triangle-up", "pentagon", "cross")
+
+
+def light(name: str) -> str:
+    """Return a colour for pictures, which are on white."""
+    return PALETTE[name].light
+
+
+def variable(name: str) -> str:
+    """Return a colour for pages, which follows light and dark."""
+    assert name in PALETTE, name
+    return f"var(--{name})"
+
+
+def css() -> str:
+    """Return the CSS variables of all colours: light, and dark where the reader prefers that and does not print."""
+    lights = "".join(f"--{name}:{colour.light};" for name, colour in PALETTE.items())
+    darks = "".join(f"--{name}:{colour.dark};" for name, colour in PALETTE.items())
+    return (
+        f":root{{color-scheme:light;{lights}}}\n"
+        f"@media screen and (prefers-color-scheme:dark){{:root{{color-scheme:dark;{darks}}}}}\n"
+    )
+
 
 QUANTITIES = {"time": "s", "energy": "J", "power": "W"}
 # Two stages whose rows differ by less are drawn as one curve: they could not be told apart.
@@ -110,7 +180,7 @@ def profile_curves(profile: StageProfile) -> list[Curve]:
     groups = stage_groups(profile)
     shown = [groups[round(i)] for i in np.linspace(0, len(groups) - 1, min(len(groups), len(SERIES)))]
     return [
-        Curve(group, kind, colour, DASHES[kind], SYMBOLS[kind])
+        Curve(group, kind, colour, *STYLES[kind])
         for group, colour in zip(shown, SERIES, strict=False)
         for stage, kind in profile.keys
         if stage == group[0]
@@ -119,13 +189,18 @@ def profile_curves(profile: StageProfile) -> list[Curve]:
 
 def stage_groups(profile: StageProfile) -> list[tuple[int, ...]]:
     """Return the stages, those that take the same time and energy at every clock together."""
+    rows: dict[int, dict[tuple[Kind, int], tuple[float, float]]] = {}
+    for m in profile.measurements:  # by stage, kind and clock
+        rows.setdefault(m.stage, {})[m.kind, m.clock_mhz] = m.time_s, m.energy_j
     groups: list[list[int]] = []
-    for stage in sorted({stage for stage, _ in profile.keys}):
-        group = next((group for group in groups if _same(profile, group[0], stage)), None)
-        if group is None:
-            groups.append([stage])
+    for stage, ours in rows.items():
+        for group in groups:
+            theirs = rows[group[0]]
+            if theirs.keys() == ours.keys() and np.allclose([*theirs.values()], [*ours.values()], rtol=_SAME):
+                group.append(stage)
+                break
         else:
-            group.append(stage)
+            groups.append([stage])
     return [tuple(group) for group in groups]
 
 
@@ -143,24 +218,5 @@ def stages_in_words(stages: Sequence[int]) -> str:
 
 def curve_values(profile: StageProfile, stage: int, kind: Kind, quantity: str) -> npt.NDArray[np.float64]:
     """Return time [s], energy [J] or power [W] at each clock of ``profile.options``, in its order."""
-    options = profile.options(stage, kind)
-    match quantity:
-        case "time":
-            return options.time_s
-        case "energy":
-            return options.energy_j
-        case _:
-            return options.energy_j / options.time_s
-
-
-def _same(profile: StageProfile, one: int, other: int) -> bool:
-    kinds = [{kind for stage, kind in profile.keys if stage == wanted} for wanted in (one, other)]
-    if kinds[0] != kinds[1]:
-        return False
-    for kind in kinds[0]:
-        ours, theirs = profile.options(one, kind), profile.options(other, kind)
-        if not np.array_equal(ours.clock_mhz, theirs.clock_mhz):
-            return False
-        if not all(np.allclose(getattr(ours, v), getattr(theirs, v), rtol=_SAME) for v in ("time_s", "energy_j")):
-            return False
-    return True
+    o = profile.options(stage, kind)
+    return {"time": o.time_s, "energy": o.energy_j, "power": o.energy_j / o.time_s}[quantity]

@@ -1,41 +1,183 @@
-"""Finds what a report is made of in a run's output folder, and says what is missing and how to get it."""
+"""What a report is made of, found in a run's output folder: histories of jobs, frontier, profile; and what is missing.
+
+A job's history is that from its first iteration to its last, over all its starts, from ``run.jsonl``. A folder may have
+served several jobs. Iterations of different jobs are not comparable, so a history is that of the job that trained last.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.io import is_there
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
+from perseus_ds.artifacts.run_records import Event, Record, Started, iterate_records, trains
 from perseus_ds.artifacts.timeline import MeasuredIteration, TimelineFile
 from perseus_ds.errors import ConfigError, PerseusError
+from perseus_ds.measures import JobMeasures
+from perseus_ds.optimizer import with_alternatives
 from perseus_ds.pipeline.dag import Dag
-from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.report.history import History, read_history
+from perseus_ds.runtime.progress import Tally
 
 
 @dataclass(frozen=True)
-class JobSize:
-    """How large a job is, as far as its profile says."""
+class RankEnergy:
+    """A rank's part of the job's energy."""
 
-    gpus: int | None = None
-    samples: int | None = None
+    rank: int
+    energy_j: float
+    power_w: float
 
-    @classmethod
-    def of(cls, info: ProfileInfo) -> JobSize:
-        """Return what a profile says."""
-        ranks, pipelines = info.pipeline_ranks, info.data_parallel or 1
-        return cls(
-            gpus=None if ranks is None else ranks * pipelines * (info.tensor_parallel or 1),
-            samples=(
-                None
-                if info.micro_batches is None or info.micro_batch_size is None
-                else info.micro_batches * info.micro_batch_size * pipelines
-            ),
-        )
+
+class RankSums:
+    """What is known of the ranks' energies so far."""
+
+    def __init__(self) -> None:
+        self._sums_j: list[float] = []
+        self._time_s = self._since_s = 0.0
+        self._sizes: set[int] = set()
+
+    def add(self, time_s: float, parts_j: tuple[float, ...] | None) -> None:
+        """Add an iteration.
+
+        Args:
+            time_s: How long it took; 0 where its energy is not known.
+            parts_j: Of all iterations since the last one that had them [J]; None where it has none.
+        """
+        self._since_s += time_s
+        if parts_j is None:
+            return
+        self._time_s, self._since_s = self._time_s + self._since_s, 0.0
+        self._sizes.add(len(parts_j))
+        self._sums_j = [total_j + part_j for total_j, part_j in zip_longest(self._sums_j, parts_j, fillvalue=0.0)]
+
+    def shares(self) -> list[RankEnergy]:
+        """Return them by rank; none where no energy is known, or the job was resumed at another size."""
+        if len(self._sizes) > 1 or not self._time_s:
+            return []
+        return [RankEnergy(rank, total_j, total_j / self._time_s) for rank, total_j in enumerate(self._sums_j)]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a report needs of an iteration's record, which takes ten times the memory, and its place in the history.
+
+    Attributes:
+        number: Position in the job's history over all starts, 1 first.
+        frontier: Distinguishes the frontier of its plan from the job's earlier ones.
+        disturbed: Whether it does not count; see :mod:`perseus_ds.measures`.
+    """
+
+    number: int
+    frontier: tuple[str | None, int]
+    disturbed: bool
+    iteration: int
+    ended: float | None
+    phase: str
+    plan: int | None
+    has_own_frontier: bool
+    time_s: float
+    energy_j: float | None
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """An event and its place in the job's history.
+
+    Attributes:
+        after: Number of steps before it.
+    """
+
+    after: int
+    event: Event
+
+
+@dataclass
+class History:
+    """All that a job did.
+
+    Attributes:
+        folder: Where its ``run.jsonl`` lies.
+        starts: Its starts, the first one first.
+        steps: All iterations but those that calibrate a simulated GPU; ``total`` is all of them together.
+        by_rank: The energy of each rank, where it is recorded.
+        left_out: Number of iterations of other jobs in the same file.
+    """
+
+    folder: Path
+    name: str
+    starts: list[Started] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list, repr=False)
+    occurrences: list[Occurrence] = field(default_factory=list, repr=False)
+    measures: JobMeasures = field(default_factory=JobMeasures, repr=False)
+    total: Tally = field(default_factory=Tally)
+    by_rank: RankSums = field(default_factory=RankSums, repr=False)
+    simulated: bool = False
+    left_out: int = 0
+
+    def add(self, record: Record) -> None:
+        """Add a record of this job."""
+        self.simulated |= record.simulated
+        counts = self.measures.add(record)
+        if isinstance(record, Event):
+            (record.model_extra or {}).clear()  # keys of later versions, of any size
+            self.occurrences.append(Occurrence(len(self.steps), record))
+            if isinstance(record, Started):
+                self.starts.append(record)
+        elif trains(record):
+            own = bool(record.shape) or record.limited
+            step = Step(
+                len(self.steps) + 1, self.measures.frontier, not counts, record.iteration, record.ended, record.phase,
+                record.plan, own, record.time_s, record.energy_j,
+            )  # fmt: skip
+            self.steps.append(step)
+            self.total.add(record)
+            self.by_rank.add(0.0 if record.energy_j is None else record.time_s, record.energy_by_rank_j)
+
+    @property
+    def last_start(self) -> Started:
+        """Its last start, of which nothing is known where none is recorded."""
+        return self.starts[-1] if self.starts else Started()
+
+    @property
+    def started(self) -> float:
+        """When it first started [Unix seconds]; 0 where it is not recorded."""
+        return self.starts[0].time if self.starts else 0.0
+
+    @property
+    def frontier(self) -> str | None:
+        """Where the last start under plans had its frontier from, if it was named."""
+        return next((start.frontier for start in reversed(self.starts) if start.mode in ("auto", "run")), None)
+
+    @property
+    def under_plans(self) -> list[Step]:
+        """Iterations under a plan of the frontier last in use: a plan's number is only valid for its own frontier."""
+        planned = [s for s in self.steps if s.phase == "run" and s.plan is not None and not s.has_own_frontier]
+        return [step for step in planned if step.frontier == planned[-1].frontier]
+
+
+def read_history(folder: Path, name: str | None = None) -> History:
+    """Read a job's ``run.jsonl``.
+
+    Raises:
+        ConfigError: The file is missing, or a line of it is no record.
+    """
+    name = name or folder.resolve().name
+    jobs: dict[str | None, History] = {}
+    job = last = jobs[None] = History(folder, name)
+    for record in iterate_records(folder):
+        if isinstance(record, Started):
+            job = jobs.setdefault(record.job, History(folder, name))
+        job.add(record)
+        # The job that trained last; where none did, the one that started last.
+        if trains(record) or not last.steps:
+            last = job
+    last.left_out = sum(len(other.steps) for other in jobs.values() if other is not last)
+    return last
 
 
 @dataclass
@@ -77,15 +219,27 @@ class Sources:
         return last if last is not None and self.frontier and last < len(self.frontier.plans) else None
 
     @property
-    def size(self) -> JobSize:
-        """How large the job is, as far as the profile says."""
-        return JobSize.of(self.profile.info) if self.profile else JobSize()
+    def _info(self) -> ProfileInfo:
+        return self.profile.info if self.profile else ProfileInfo()
 
     @property
     def pipelines(self) -> int:
         """GPUs per pipeline rank, in all: the energies of a job are so many times those of one pipeline."""
-        info = self.profile.info if self.profile else None
-        return (info.data_parallel or 1) * (info.tensor_parallel or 1) if info else 1
+        return (self._info.data_parallel or 1) * (self._info.tensor_parallel or 1)
+
+    @property
+    def gpus(self) -> int | None:
+        """GPUs of the job; None where the profile does not say how many."""
+        ranks = self._info.pipeline_ranks
+        return None if ranks is None else ranks * self.pipelines
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of an iteration; None where the profile does not say how many."""
+        info = self._info
+        if info.micro_batches is None or info.micro_batch_size is None:
+            return None
+        return info.micro_batches * info.micro_batch_size * (info.data_parallel or 1)
 
 
 def label(history: History, iteration: MeasuredIteration) -> str:
@@ -99,8 +253,9 @@ def find_sources(
 ) -> Sources:
     """Collect what a folder and the folders in it hold, or what is named instead.
 
-    A frontier that lies elsewhere is found where the run says it took it from, a profile where the
-    frontier says it was computed from.
+    The frontier is that of the folder itself, or else that of the last run under plans, where the run says it took it
+    from or in the run's own folder; the profile that of the folder, or else that beside the frontier, or where the
+    frontier says it was computed from. Whatever is still missing is looked for in all folders, by name.
 
     Raises:
         PerseusError: What was named is wrong, a file that was found is broken, or there is nothing at all.
@@ -111,8 +266,9 @@ def find_sources(
     found = Sources(folder)
     folders = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
     _read_histories(found, list(runs) or [path for path in folders if (path / "run.jsonl").is_file()])
-    _read_frontier(found, frontier or _first(folders, "frontier.json"))
-    _read_profile(found, profile or _first(folders, "profile.csv"))
+    frontier = frontier or _find_frontier(folders, found.histories)
+    _read_frontier(found, frontier)
+    _read_profile(found, profile or _find_profile(folders, frontier, found.frontier))
     if not (found.histories or found.frontier or found.profile):
         raise ConfigError(
             f"{folder}: no run.jsonl, profile.csv or frontier.json in it or in a folder of it. Give the output_dir of "
@@ -121,16 +277,22 @@ def find_sources(
     return found
 
 
-def connect(found: Sources, schedule: Schedule | None) -> None:
-    """Add the DAG of the schedule, if the frontier and the profile fit it and each other."""
-    if found.frontier is None or found.profile is None or schedule is None:
+def connect(found: Sources) -> None:
+    """Add the DAG of the frontier's schedule and its alternatives, if the frontier and the profile fit each other."""
+    if found.frontier is None or found.profile is None:
+        return
+    schedule = found.frontier.schedule
+    if schedule is None:
+        found.missing.append(
+            'Timelines of the plans: frontier.json holds no schedule ("streams"). Run "perseus-ds optimize" again.'
+        )
         return
     try:
         check_instructions(found.frontier.instructions, schedule.instructions)
         for plan in (found.frontier.baseline, *found.frontier.plans):
-            for stream, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True):
-                for instruction, clock in zip(stream, clocks, strict=True):
-                    found.profile.at(instruction.stage, instruction.kind, clock)
+            for instruction, clock in plan.clock_of_mhz.items():
+                found.profile.at(instruction.stage, instruction.kind, clock)
+        found.frontier = with_alternatives(found.frontier, schedule, found.profile)
         found.dag = Dag.build(schedule)
     except PerseusError as error:
         found.missing.append(f"Timelines of the plans: frontier and profile do not belong together ({error})")
@@ -138,6 +300,25 @@ def connect(found: Sources, schedule: Schedule | None) -> None:
 
 def _first(folders: Sequence[Path], name: str) -> Path | None:
     return next((folder for folder in folders if (folder / name).is_file()), None)
+
+
+def _find_frontier(folders: Sequence[Path], histories: Sequence[History]) -> Path | None:
+    if (folder := _first(folders[:1], "frontier.json")) is not None:
+        return folder
+    for history in reversed(histories):
+        if history.frontier and os.path.exists(history.frontier):  # Path.exists takes no long names
+            return Path(history.frontier)
+        if history.under_plans and (folder := _first([history.folder], "frontier.json")) is not None:
+            return folder
+    return _first(folders, "frontier.json")
+
+
+def _find_profile(folders: Sequence[Path], path: Path | None, frontier: Frontier | None) -> Path | None:
+    beside = [] if path is None else [path if path.is_dir() else path.parent]
+    if (folder := _first([*folders[:1], *beside], "profile.csv")) is not None:
+        return folder
+    origin = frontier.provenance.profile if frontier else None
+    return Path(origin) if origin and os.path.exists(origin) else _first(folders, "profile.csv")
 
 
 def _read_histories(found: Sources, folders: Sequence[Path]) -> None:
@@ -151,11 +332,12 @@ def _read_histories(found: Sources, folders: Sequence[Path]) -> None:
         if path.is_file():
             found.measured += [(history, iteration) for iteration in TimelineFile.load(path).iterations]
             found.files.append(path)
-    for history in (history for history in found.histories if history.left_out):
-        found.missing.append(
-            f"{history.left_out} iterations of other jobs that ran in {history.folder} before: give each job an "
-            "output_dir of its own."
-        )
+    found.missing += [
+        f"{history.left_out} iterations of other jobs that ran in {history.folder} before: give each job an output_dir "
+        "of its own."
+        for history in found.histories
+        if history.left_out
+    ]
     if not found.histories:
         found.missing.append("The run itself: there is no run.jsonl. Train with a perseus block, or give runs=[…].")
     elif not found.measured:
@@ -163,8 +345,6 @@ def _read_histories(found: Sources, folders: Sequence[Path]) -> None:
 
 
 def _read_frontier(found: Sources, path: Path | None) -> None:
-    named = [Path(h.frontier) for h in found.histories if h.frontier and is_there(Path(h.frontier))]
-    path = path or (named[-1] if named else None)
     if path is None:
         found.missing.append(
             "The frontier of plans, and what they save: there is no frontier.json. Write one with "
@@ -176,9 +356,6 @@ def _read_frontier(found: Sources, path: Path | None) -> None:
 
 
 def _read_profile(found: Sources, path: Path | None) -> None:
-    origin = found.frontier.provenance.profile if found.frontier else None
-    if path is None and origin and is_there(Path(origin)):
-        path = Path(origin)
     if path is None:
         found.missing.append(
             "The profile, and the timelines that follow from it: there is no profile.csv. Give the one that the "

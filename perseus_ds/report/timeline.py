@@ -1,11 +1,18 @@
-"""The timeline of one iteration: as predicted by a profile under a plan, as measured, and as the page needs it."""
+"""The timeline of one iteration: as predicted by a profile under a plan, as measured, as the page needs it, as a trace.
+
+Traces are in Chrome's format ("Trace Event Format": complete ``X``, counter ``C`` and metadata ``M`` events, times in
+microseconds), which Perfetto (https://ui.perfetto.dev) and chrome://tracing open. Each timeline is a process, each rank
+a thread with its instructions and waits, a second one with its transfers, and a counter with its clock.
+"""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -14,28 +21,32 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation
-from perseus_ds.pipeline.dag import Dag, Node, Seconds
+from perseus_ds.errors import ProfileError
+from perseus_ds.pipeline.dag import Dag, Seconds
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Load, Other, Transfer
 
+_US = 1e6
+Event = dict[str, Any]
+Work = Instruction | Load | Other | Transfer
+# As in papers on schedules that split the backward.
+_LETTERS = {Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
 # Sums of the same times in another order differ by less [s].
 _INSTANT_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A span in which a rank is busy.
+    """A span in which a rank is busy; times are from the iteration's start [s].
 
     Attributes:
         rank: Pipeline rank; a transfer has a bar for each of its two.
-        start_s: From the iteration's start [s].
-        end_s: From the iteration's start [s].
         clock_mhz: The plan's clock; None for what has no clock to choose.
         critical: On the critical path: slower here means a slower iteration.
     """
 
     rank: int
-    work: Instruction | Load | Other | Transfer
+    work: Work
     start_s: float
     end_s: float
     clock_mhz: int | None
@@ -43,17 +54,15 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """A rank waits.
+class Waiting:
+    """A rank waits; times are from the iteration's start [s].
 
     Attributes:
         awaited: What it could not begin before; None for the end of the iteration.
-        start_s: From the iteration's start [s].
-        end_s: From the iteration's start [s].
     """
 
     rank: int
-    awaited: Instruction | Load | Other | Transfer | None
+    awaited: Work | None
     start_s: float
     end_s: float
 
@@ -72,7 +81,7 @@ class Timeline:
     """
 
     bars: tuple[Bar, ...]
-    waits: tuple[Wait, ...]
+    waits: tuple[Waiting, ...]
     ranks: int
     time_s: float
     energy_j: float
@@ -84,12 +93,11 @@ def timeline(dag: Dag, profile: StageProfile, plan: FrequencyPlan) -> Timeline:
     Raises:
         ProfileError: The plan has a clock that was not measured.
     """
-    clock_mhz = {
-        instruction: clock
-        for stream, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True)
-        for instruction, clock in zip(stream, clocks, strict=True)
-    }
-    durations_s = _durations_s(dag, profile, clock_mhz)
+    clock_mhz = plan.clock_of_mhz
+    durations_s = dag.fixed_durations_s(profile.info.fixed_durations)
+    for index, node in enumerate(dag.nodes):
+        if isinstance(node.work, Instruction) and node.work in clock_mhz:
+            durations_s[index] = profile.at(node.work.stage, node.work.kind, clock_mhz[node.work]).time_s
     finish_s = dag.finish_s(durations_s)
     critical = set(dag.critical_path(durations_s))
     bars = [
@@ -112,7 +120,7 @@ def timeline(dag: Dag, profile: StageProfile, plan: FrequencyPlan) -> Timeline:
     )
 
 
-def _waits(dag: Dag, finish_s: Seconds, durations_s: Seconds, time_s: float) -> tuple[Wait, ...]:
+def _waits(dag: Dag, finish_s: Seconds, durations_s: Seconds, time_s: float) -> tuple[Waiting, ...]:
     """Return the time of each rank between what it does, named after what it does next."""
     busy_until_s = [0.0] * len(dag.schedule.ranks)
     waits = []
@@ -121,19 +129,12 @@ def _waits(dag: Dag, finish_s: Seconds, durations_s: Seconds, time_s: float) -> 
         start_s = float(finish_s[index] - durations_s[index])
         for rank in dag.nodes[index].ranks:
             if start_s > busy_until_s[rank] + _INSTANT_S:
-                waits.append(Wait(rank, dag.nodes[index].work, busy_until_s[rank], start_s))
+                waits.append(Waiting(rank, dag.nodes[index].work, busy_until_s[rank], start_s))
             busy_until_s[rank] = max(busy_until_s[rank], float(finish_s[index]))
-    waits += [Wait(rank, None, end_s, time_s) for rank, end_s in enumerate(busy_until_s) if end_s < time_s - _INSTANT_S]
+    waits += [
+        Waiting(rank, None, end_s, time_s) for rank, end_s in enumerate(busy_until_s) if end_s < time_s - _INSTANT_S
+    ]
     return tuple(sorted(waits, key=lambda wait: (wait.rank, wait.start_s)))
-
-
-def _durations_s(dag: Dag, profile: StageProfile, clock_mhz: dict[Instruction, int]) -> Seconds:
-    durations_s = dag.fixed_durations_s(profile.info.fixed_durations)
-    for index, node in enumerate(dag.nodes):
-        if isinstance(node.work, Instruction) and node.work in clock_mhz:
-            work = node.work
-            durations_s[index] = profile.at(work.stage, work.kind, clock_mhz[work]).time_s
-    return durations_s
 
 
 def measured_timeline(iteration: MeasuredIteration, *, energy_j: float) -> Timeline:
@@ -142,10 +143,6 @@ def measured_timeline(iteration: MeasuredIteration, *, energy_j: float) -> Timel
     A rank in a transfer whose partner has not come yet waits; only what follows is the transfer.
     Which of the two it is follows from when either side began, so it is as exact as the ranks'
     clocks are aligned: better than a millisecond on one host.
-
-    Args:
-        iteration: What was measured.
-        energy_j: Of the iteration, one GPU per rank [J].
     """
     begun_s: dict[Transfer, float] = defaultdict(float)
     for operations in iteration.ranks:
@@ -161,7 +158,7 @@ def measured_timeline(iteration: MeasuredIteration, *, energy_j: float) -> Timel
             if isinstance(work, Transfer):
                 both_s = min(max(start_s, begun_s[work]), end_s)
                 if both_s > start_s:
-                    waits.append(Wait(rank, work, start_s - first_s, both_s - first_s))
+                    waits.append(Waiting(rank, work, start_s - first_s, both_s - first_s))
                 start_s = both_s
             if end_s > start_s:
                 bars.append(Bar(rank, work, start_s - first_s, end_s - first_s, operation.clock_mhz, critical=False))
@@ -169,7 +166,7 @@ def measured_timeline(iteration: MeasuredIteration, *, energy_j: float) -> Timel
     return Timeline(tuple(bars), tuple(waits), len(iteration.ranks), time_s, energy_j)
 
 
-def _work(operation: MeasuredOperation) -> Instruction | Load | Other | Transfer:
+def _work(operation: MeasuredOperation) -> Work:
     match operation.kind:
         case "activation" | "grad" as payload:
             assert operation.target is not None
@@ -191,18 +188,13 @@ def pipeline_data(dag: Dag, profile: StageProfile, frontier: Frontier) -> dict[s
     ``option`` says which of a plan's clocks is a node's, -1 for a node without; a plan's clocks are
     those of its ranks one after the other.
     """
-    position = {
-        instruction: number for number, instruction in enumerate(i for stream in frontier.instructions for i in stream)
-    }
+    position = {instruction: number for number, instruction in enumerate(chain(*frontier.instructions))}
     fixed_s = dag.fixed_durations_s(profile.info.fixed_durations)
-    nodes = [_described(node) for node in dag.nodes]
+    columns = zip(*(_described(node.work) for node in dag.nodes), strict=True)
     return {
         "kinds": KINDS,
         "ranks": len(dag.schedule.ranks),
-        "kind": [kind for kind, _, _, _ in nodes],
-        "stage": [stage for _, stage, _, _ in nodes],
-        "target": [target for _, _, target, _ in nodes],
-        "micro_batch": [micro_batch for _, _, _, micro_batch in nodes],
+        **dict(zip(("kind", "stage", "target", "micro_batch"), columns, strict=True)),
         "node_ranks": [node.ranks for node in dag.nodes],
         "predecessors": dag.predecessors,
         "option": [position.get(node.work, -1) if isinstance(node.work, Instruction) else -1 for node in dag.nodes],
@@ -216,7 +208,7 @@ def pipeline_data(dag: Dag, profile: StageProfile, frontier: Frontier) -> dict[s
 
 def packed_clocks(plan: FrequencyPlan) -> str:
     """Return a plan's clocks [MHz], rank by rank, as base64 of little-endian 16-bit numbers."""
-    clocks = np.array([clock for stream in plan.clocks_mhz for clock in stream], dtype="<u2")
+    clocks = np.array([*chain(*plan.clocks_mhz)], dtype="<u2")
     return base64.b64encode(clocks.tobytes()).decode()
 
 
@@ -231,7 +223,7 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
                 bar.rank,
                 round(bar.start_s, 6),
                 round(bar.end_s, 6),
-                *_described(Node(bar.work, (bar.rank,))),
+                *_described(bar.work),
                 bar.clock_mhz,
             ]
             for bar in timeline.bars
@@ -239,9 +231,9 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _described(node: Node) -> tuple[int, int, int, int]:
+def _described(work: Work) -> tuple[int, int, int, int]:
     """Return kind, stage, receiving stage (-1 if it is no transfer) and micro-batch."""
-    match node.work:
+    match work:
         case Transfer(payload=payload, source=source, target=target, micro_batch=micro_batch):
             return KINDS.index(payload), source, target, micro_batch
         case Load(stage=stage, micro_batch=micro_batch):
@@ -259,3 +251,100 @@ def _rows(profile: StageProfile) -> dict[str, dict[int, Sequence[float]]]:
         key = f"{m.stage}/{KINDS.index(m.kind.value)}"
         rows.setdefault(key, {})[m.clock_mhz] = (m.time_s, float(f"{m.energy_j:.6g}"))
     return rows
+
+
+def chrome_trace(
+    timelines: Mapping[str, Timeline], about: Mapping[str, Any], profile: StageProfile | None
+) -> dict[str, Any]:
+    """Return the content of a trace file."""
+    events: list[Event] = []
+    for process, (name, timeline) in enumerate(timelines.items(), start=1):
+        events += _process(process, name, timeline, profile)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
+
+
+def _process(process: int, name: str, timeline: Timeline, profile: StageProfile | None) -> list[Event]:
+    events = [_metadata("process_name", process, name=name)]
+    events.append(_metadata("process_sort_index", process, sort_index=process))
+    for rank in range(timeline.ranks):
+        bars = [bar for bar in timeline.bars if bar.rank == rank]
+        own: list[Bar | Waiting] = [bar for bar in bars if not isinstance(bar.work, Transfer)]
+        own += [wait for wait in timeline.waits if wait.rank == rank]
+        lanes = [own, *_lanes([bar for bar in bars if isinstance(bar.work, Transfer)])]
+        for lane, slices in enumerate(lanes):
+            # Perfetto confuses threads of different processes that have the same number.
+            thread = 10_000 * process + 10 * rank + lane
+            label = f"rank {rank}" + (f" transfers{' (more)' if lane > 1 else ''}" if lane else "")
+            events.append(_metadata("thread_name", process, name=label) | {"tid": thread})
+            events.append(_metadata("thread_sort_index", process, sort_index=thread) | {"tid": thread})
+            events += [
+                _slice((process, thread), item, profile) for item in sorted(slices, key=lambda item: item.start_s)
+            ]
+        events += _counter(process, rank, bars)
+    return events
+
+
+def _lanes(bars: list[Bar]) -> list[list[Bar | Waiting]]:
+    """Spread bars over as few lanes as they need; slices of one thread must not overlap."""
+    lanes: list[list[Bar | Waiting]] = []
+    for bar in sorted(bars, key=lambda bar: bar.start_s):
+        for lane in lanes:
+            if lane[-1].end_s <= bar.start_s + 1e-9:
+                lane.append(bar)
+                break
+        else:
+            lanes.append([bar])
+    return lanes
+
+
+def _slice(place: tuple[int, int], item: Bar | Waiting, profile: StageProfile | None) -> Event:
+    process, thread = place
+    # Rounded at both ends, so that adjacent slices stay adjacent.
+    start_us, end_us = round(item.start_s * _US, 3), round(item.end_s * _US, 3)
+    event: Event = {"ph": "X", "pid": process, "tid": thread, "ts": start_us, "dur": round(end_us - start_us, 3)}
+    if isinstance(item, Waiting):
+        return event | {"name": "wait", "cat": "wait", "args": {"for": str(item.awaited or "the end of the iteration")}}
+    arguments: dict[str, Any] = {"what": str(item.work), "critical": item.critical}
+    if item.clock_mhz is not None:
+        arguments |= {"clock_mhz": item.clock_mhz, **_by_profile(item, profile)}
+    kind = item.work.kind.value if isinstance(item.work, Instruction) else type(item.work).__name__.lower()
+    return event | {"name": short_name(item.work), "cat": kind, "args": arguments}
+
+
+def short_name(work: Work) -> str:
+    """Return a name that fits into a slice: ``F0`` for the forward of micro-batch 0."""
+    match work:
+        case Instruction(kind=Kind.TAIL):
+            return "tail"
+        case Instruction(kind=kind, micro_batch=micro_batch):
+            return f"{_LETTERS.get(kind, kind.value[0].upper())}{micro_batch}"
+        case Load(micro_batch=micro_batch):
+            return f"load {micro_batch}"
+        case Other(command=command):
+            return command
+        case Transfer(payload=payload, micro_batch=micro_batch):
+            return f"{payload} {micro_batch}"
+
+
+def _by_profile(bar: Bar, profile: StageProfile | None) -> dict[str, float]:
+    """Return power and energy as far as the profile knows this clock."""
+    if profile is not None and bar.clock_mhz is not None and isinstance(bar.work, Instruction):
+        with contextlib.suppress(ProfileError):
+            row = profile.at(bar.work.stage, bar.work.kind, bar.clock_mhz)
+            return {"profile_power_w": round(row.energy_j / row.time_s, 1), "profile_energy_j": round(row.energy_j, 4)}
+    return {}
+
+
+def _counter(process: int, rank: int, bars: list[Bar]) -> list[Event]:
+    """Return the clock that the plan asks for, whenever it changes."""
+    timed = sorted((bar for bar in bars if bar.clock_mhz is not None), key=lambda bar: bar.start_s)
+    changes = (next(run) for _, run in groupby(timed, key=lambda bar: bar.clock_mhz))
+    return [
+        {"ph": "C", "pid": process, "ts": round(bar.start_s * _US, 3), "name": f"clock of rank {rank}",
+         "args": {"MHz": bar.clock_mhz}}
+        for bar in changes
+    ]  # fmt: skip
+
+
+def _metadata(what: str, process: int, **arguments: Any) -> Event:
+    return {"ph": "M", "pid": process, "ts": 0, "name": what, "args": arguments}

@@ -2,6 +2,7 @@ import csv
 from pathlib import Path
 
 import pytest
+from live_records import auto_job, write
 from pipelines import synthetic_profile
 from published import lowtime_frontier, stage_profile
 
@@ -133,3 +134,23 @@ def test_emulate_names_a_bad_csv(run, profile, tmp_path, text, message):
         "emulate", "frontier=curve.csv", f"profile={profile}", "pipelines=2", "micro_batches=3", "blocking_power_w=80"
     )
     assert (code, message in err) == (2, True), err
+
+
+@pytest.mark.parametrize("command", ["report", "trace"])
+def test_a_folder_of_different_jobs_asks_for_one_of_them(run, tmp_path, command):
+    for name in ("gpt3", "bert"):
+        write(tmp_path / "runs" / name, auto_job(job=name))
+    code, _, err = run(command, "runs")
+    assert code == 2
+    assert "runs: the runs in it are of 2 different jobs. Give the folder of one: runs/" in err
+    assert all(f"runs/{name}" in err for name in ("gpt3", "bert"))
+    assert not (tmp_path / "runs" / "report.html").exists()
+
+
+def test_runs_of_one_job_make_one_report(run, tmp_path):
+    for name in ("gpt3", "bert"):
+        write(tmp_path / "runs" / name, auto_job())
+    assert run("report", "runs")[0] == 0
+    write(tmp_path / "runs" / "bert", auto_job(job="bert"))
+    assert run("report", "runs", "runs=[runs/gpt3,runs/bert]")[0] == 0
+    assert run("report", "runs/bert")[0] == 0

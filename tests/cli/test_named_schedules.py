@@ -8,25 +8,22 @@ from pipelines import GPipe, synthetic_profile
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
-from perseus_ds.cli.main import main
 from perseus_ds.pipeline.commands import read_schedule
 
 GPIPE = read_schedule(GPipe, ranks=2, micro_batches=3)
 
 
 @pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    """Run a command in a folder with a module that must not be imported; return its exit code and output."""
-    monkeypatch.chdir(tmp_path)
+def run(run, tmp_path, monkeypatch):
+    """Run a command in a folder with a module that must not be imported; return its exit code and all it printed."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "of_a_file.py").write_text("raise SystemExit('imported by the name in a file')")
 
-    def run(*words):
-        code = main(words)
-        captured = capsys.readouterr()
-        return code, captured.out + captured.err
+    def run_and_join(*words):
+        code, out, err = run(*words)
+        return code, out + err
 
-    yield run
+    yield run_and_join
     assert "of_a_file" not in sys.modules
 
 

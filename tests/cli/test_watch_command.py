@@ -12,15 +12,13 @@ import threading
 import pytest
 from live_records import BEGIN, auto_job, default_iteration, planned_iteration, started, write
 from rich.console import Console
-from run_log import wait_until
+from run_log import GIVE_UP_S, wait_until
 
 from perseus_ds.artifacts.run_records import Ended, Failed, PlanChosen, PolicyChanged
-from perseus_ds.cli.main import main
-from perseus_ds.cli.watching import Keys, policy_of
 from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import PowerCapPolicy, SlowdownPolicy
-from perseus_ds.report.live import Drawing, JobScreen, JobsTable
+from perseus_ds.report.live import Drawing, JobScreen, JobsTable, Keys, policy_of
 from perseus_ds.runtime.progress import JobLog
 
 ENDED = [*auto_job(), Ended(time=BEGIN + 30)]
@@ -52,7 +50,10 @@ def rendered(view, *, width=80, height=24, encoding="utf-8", **options):
     return file.buffer.getvalue().decode(encoding).splitlines()
 
 
-@pytest.mark.parametrize("records", [[], [started()], auto_job(), ENDED, many_ranks(8), many_ranks(512)])
+ONE_ITERATION = [started(), default_iteration(1, "warm-up")]
+
+
+@pytest.mark.parametrize("records", [[], [started()], ONE_ITERATION, auto_job(), ENDED, many_ranks(8), many_ranks(512)])
 def test_it_fits_80_columns_and_24_lines(records):
     lines = rendered(JobScreen(facts_of(records), height=24, footer="[q] leave"))
     assert len(lines) <= 24
@@ -105,37 +106,53 @@ def test_several_jobs_take_a_line_each():
     assert len(rendered(JobsTable([facts_of(auto_job())] * 50, height=24))) == 24
 
 
-def test_a_pipe_gets_it_once_and_without_colour(tmp_path, capsys):
+def test_a_pipe_gets_it_once_and_without_colour(run, tmp_path):
     write(tmp_path / "gpt3", auto_job())
-    assert main(["watch", str(tmp_path / "gpt3")]) == 0
-    out = capsys.readouterr().out
+    code, out, _ = run("watch", "gpt3")
+    assert code == 0
     assert "\x1b" not in out
     assert "400.0 J saved (-20.0 %)" in out
 
 
-def test_one_json_object_for_each_job(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        (ENDED, "state ended at step 26 phase ended policy"),
+        ([*ONE_ITERATION, Ended(time=BEGIN)], "state ended at step 1 phase training ended before a plan ran"),
+    ],
+)
+def test_of_a_job_that_has_ended_it_says_where_and_whether_it_was_finished(run, tmp_path, records, words):
+    write(tmp_path, records)
+    code, out, _ = run("watch", ".", "--once")
+    assert (code, words in " ".join(out.split())) == (0, True), out
+
+
+def test_one_json_object_for_each_job(run, tmp_path):
     write(tmp_path / "a", auto_job())
     write(tmp_path / "b", ENDED)
-    assert main(["watch", str(tmp_path), "--once", "--json"]) == 0
-    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    code, out, _ = run("watch", ".", "--once", "--json")
+    assert code == 0
+    first, second = map(json.loads, out.splitlines())
     assert (first["name"], first["ended"], second["name"], second["ended"]) == ("a", False, "b", True)
     assert first["saved_j"] == pytest.approx(400.0)
 
 
-def test_json_follows_until_the_job_ends(tmp_path, monkeypatch, capsys):
+def test_json_follows_until_the_job_ends(run, tmp_path, monkeypatch):
     write(tmp_path, auto_job(2))
     longer = [auto_job(3), [*auto_job(3), Ended(time=BEGIN + 30)]]
-    monkeypatch.setattr("perseus_ds.cli.watching.time.sleep", lambda s: write(tmp_path, longer.pop(0)))
-    assert main(["watch", str(tmp_path), "json=true"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    monkeypatch.setattr("perseus_ds.report.live.time.sleep", lambda s: write(tmp_path, longer.pop(0)))
+    code, out, _ = run("watch", ".", "json=true")
+    assert code == 0
+    lines = [json.loads(line) for line in out.splitlines()]
     assert [(line["planned"], line["ended"]) for line in lines] == [(2, False), (3, False), (3, True)]
 
 
-def test_a_folder_without_records_is_an_error(tmp_path, capsys):
-    assert main(["watch", str(tmp_path)]) == 2
-    assert "no run.jsonl in it or in a folder of it" in capsys.readouterr().err
-    assert main(["watch", str(tmp_path / "nowhere"), "--once"]) == 2
-    assert "no such folder" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("folder", "message"), [(".", "no run.jsonl in it or in a folder of it"), ("nowhere", "no such folder")]
+)
+def test_a_folder_without_records_is_an_error(run, folder, message):
+    code, _, err = run("watch", folder, "--once")
+    assert (code, message in err) == (2, True), err
 
 
 @pytest.fixture
@@ -159,7 +176,7 @@ def test_keys_pause_and_resume(steered):
     assert control.paused
     assert "default clocks" in keys.footer
     press(keys, "r")
-    assert (control.paused, keys.footer) == (False, "plans again")
+    assert (control.paused, keys.footer) == (False, "under plans again")
 
 
 def test_a_policy_is_typed(steered):
@@ -189,7 +206,7 @@ def test_settings_of_a_typed_policy_are_numbers_where_they_look_so():
     }
 
 
-@pytest.mark.parametrize("colour", [{}, {"NO_COLOR": "1"}])
+@pytest.mark.parametrize("colour", [{}, pytest.param({"NO_COLOR": "1"}, marks=pytest.mark.extended)])
 def test_on_a_terminal_it_waits_for_the_job_and_shows_what_is_new_until_it_ends(tmp_path, colour):
     screen, terminal = pty.openpty()
     seen = bytearray()
@@ -211,7 +228,7 @@ def test_on_a_terminal_it_waits_for_the_job_and_shows_what_is_new_until_it_ends(
     write(tmp_path / "gpt3", auto_job(3))
     wait_until(lambda: b"60.00 J saved" in seen, "the first screen")
     write(tmp_path / "gpt3", [*auto_job(4), Ended(time=BEGIN + 30)])
-    assert process.wait(60) == 0
+    assert process.wait(GIVE_UP_S) == 0
     reader.join()
     os.close(screen)
     text = seen.decode()
@@ -236,13 +253,10 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_a_single_iteration_is_shown():
-    assert rendered(JobScreen(facts_of([started(), default_iteration(1, "warm-up")])))
-
-
-def test_an_event_in_no_year_is_left_out(tmp_path, capsys):
+def test_an_event_in_no_year_is_left_out(run, tmp_path):
     write(tmp_path, auto_job())
     with (tmp_path / "run.jsonl").open("a") as file:
         file.write('{"event": "drift", "time": 1e18}\n')
-    assert main(["watch", str(tmp_path), "--once"]) == 0
-    assert "1 lines of its records cannot be read and are left out" in " ".join(capsys.readouterr().out.split())
+    code, out, _ = run("watch", ".", "--once")
+    assert code == 0
+    assert "1 lines of its records cannot be read and are left out" in " ".join(out.split())

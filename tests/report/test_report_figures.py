@@ -4,24 +4,24 @@ import re
 import tracemalloc
 
 import pytest
-from run_folders import make_job, record, write_auto_run, write_log
+from pipelines import synthetic_profile
+from run_folders import record, write_auto_run, write_log
 
 from perseus_ds import units
 from perseus_ds.cli.main import main
 from perseus_ds.measures import Baseline, Typical
 from perseus_ds.report.figures import history_figure
-from perseus_ds.report.history import read_history
-from perseus_ds.report.jobs import Factors, jobs_of, main_job, totals_of, trend_of
+from perseus_ds.report.jobs import Factors, jobs_of, main_job, trend_of
 from perseus_ds.report.page import one_percent_slower, other_plans, tiles
-from perseus_ds.report.sources import JobSize, find_sources
+from perseus_ds.report.sources import find_sources, read_history
+from perseus_ds.units import plain
 
 FACTORS = Factors(carbon_g_per_kwh=400, price_per_kwh=0.25, currency="EUR", pue=1.5, tokens_per_sample=1000)
 START = {"event": "start", "mode": "auto", "job": "ours", "time": 1000.0}
 
 
-@pytest.fixture(scope="module")
-def job():
-    return make_job()
+def tile_of(found, title):
+    return next(tile for tile in tiles(found, main_job(jobs_of(found)), FACTORS) if tile.title == title)
 
 
 def three_plans(folder, job):
@@ -50,6 +50,15 @@ def test_figures_are_per_plan_or_say_that_they_are_of_all(tmp_path, job):
     assert re.match(r"its 3 iterations alone: .30\.0.% energy, \+20\.0.% time", plan.note)
 
 
+def test_power_over_a_second_is_that_of_the_iterations_under_plans(tmp_path):
+    records = [START, *(record(n, "observe", 2.0, 400.0) for n in (1, 2)), record(3, "observe", 2.0, 600.0)]
+    write_log(tmp_path, records)
+    tile = tile_of(find_sources(tmp_path), "Power over a second")
+    assert tile.value == "200.0 W to 300.0 W"
+    assert "100.0 W at most from one to the next" in tile.note
+    assert "2.000 s" in tile.note
+
+
 def test_one_plan_is_named_in_its_figures(tmp_path, job):
     write_auto_run(tmp_path, job)
     found = find_sources(tmp_path)
@@ -60,11 +69,14 @@ def test_one_plan_is_named_in_its_figures(tmp_path, job):
 def test_the_bill_counts_every_iteration_and_the_data_centre(tmp_path):
     records = [START, *(record(n, "observe", 2.0, 100.0) for n in (1, 2)), record(3, "observe", 2.0, None)]
     write_log(tmp_path, records)
-    history = read_history(tmp_path)
-    totals = totals_of(history, JobSize(gpus=8, samples=5))
-    assert (totals.iterations, totals.time_s, totals.energy_j) == (3, 6.0, 200.0)
-    assert totals.without_energy == 1
-    assert totals.gpu_s == 8 * 6.0
+    found = find_sources(tmp_path)
+    found.profile = synthetic_profile(2, pipeline_ranks=2, data_parallel=4)
+    bill = tile_of(found, "The whole run")
+    assert "3 iterations in 6.000 s" in plain(bill.note)
+    assert "not counting 1 iterations whose energy could not be read" in bill.note
+    assert bill.value == units.watt_hours(1.5 * 200.0)
+    assert units.gpu_time(8 * 6.0) in bill.note
+    assert units.money(1.5 * 200.0 / 3.6e6 * 0.25, FACTORS.currency) in bill.note
     assert FACTORS.price(3.6e6) == pytest.approx(1.5 * 0.25)
     assert FACTORS.carbon_g(3.6e6) == pytest.approx(1.5 * 400)
 
@@ -75,14 +87,14 @@ def test_energy_of_a_sample_and_of_a_token_need_the_size_of_the_job(tmp_path, jo
     assert "Energy of a sample" not in [t.title for t in tiles(found, main_job(jobs_of(found)), FACTORS)]
     sizes = {"micro_batch_size": 2, "pipeline_ranks": 3, "data_parallel": 2}
     found.profile.info = found.profile.info.model_copy(update=sizes)
-    assert found.size == JobSize(gpus=6, samples=16)
+    assert (found.gpus, found.samples) == (6, 16)
     ran = main_job(jobs_of(found))
-    tile = next(t for t in tiles(found, ran, FACTORS) if t.title == "Energy of a sample")
-    per_sample_j = ran.totals.energy_j / (ran.totals.iterations * 16)
+    tile = tile_of(found, "Energy of a sample")
+    per_sample_j = ran.history.total.energy_j / (ran.history.total.iterations * 16)
     assert tile.value == f"{per_sample_j:.2f} J"
     assert f"{per_sample_j / 1000:.5f} J a token of 1000" in tile.note
-    gpu_time = next(t for t in tiles(found, ran, FACTORS) if t.title.startswith("GPU time"))
     gained_s = ran.everything.gained_s
+    gpu_time = tile_of(found, f"GPU time {'gained' if gained_s >= 0 else 'lost'}")
     assert gpu_time.value == units.gpu_time(abs(6 * gained_s))
 
 
@@ -91,13 +103,10 @@ def test_energy_is_told_by_rank_where_it_is_recorded(tmp_path):
     write_log(tmp_path, [START, *(line | {"energy_by_rank_j": [40.0, 60.0]} for line in lines)])
     shares = read_history(tmp_path).by_rank.shares()
     assert [(share.rank, share.energy_j, share.power_w) for share in shares] == [(0, 80.0, 20.0), (1, 120.0, 30.0)]
-    write_log(tmp_path, [START, *lines])
-    assert read_history(tmp_path).by_rank.shares() == []
-
-
-def test_energy_by_rank_of_iterations_without_energy_is_no_figure(tmp_path):
-    write_log(tmp_path, [START, record(1, "observe", 2.0, None) | {"energy_by_rank_j": [1.0, 2.0]}])
-    assert read_history(tmp_path).by_rank.shares() == []
+    without_energy = record(1, "observe", 2.0, None) | {"energy_by_rank_j": [1.0, 2.0]}
+    for records in (lines, [without_energy]):
+        write_log(tmp_path, [START, *records])
+        assert read_history(tmp_path).by_rank.shares() == []
 
 
 def test_a_long_job_takes_little_memory_whatever_its_records_hold(tmp_path):

@@ -5,11 +5,10 @@ import re
 
 import pytest
 from browser import CHROMIUM, DRIVER, Browser
-from run_folders import MICRO_BATCHES, RANKS, make_job, record, write_auto_run, write_log
+from run_folders import MICRO_BATCHES, RANKS, record, write_auto_run, write_log
 
-from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.cli.main import main
-from perseus_ds.report.palette import PALETTE
+from perseus_ds.report.series import PALETTE
 
 pytestmark = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="no Chromium here: apt-get install chromium chromium-driver"
@@ -24,11 +23,6 @@ SCREENS = [
     for scheme in ("light", "dark")
 ]
 PLOTS = {"frontier", "history", "profile-time", "profile-energy", "profile-power"}
-
-
-@pytest.fixture(scope="module")
-def job():
-    return make_job()
 
 
 @pytest.fixture(scope="module")
@@ -152,14 +146,8 @@ def test_colour_tells_clock_or_power(opened, job):
     assert "MHz" in opened.js("return document.getElementById('scale').textContent")
     opened.js("document.querySelector('[name=colour][value=power]').click()")
     opened.wait_for("return document.getElementById('scale').textContent.includes(' W')")
-    powers = {round(r.energy_j / r.time_s, 3) for i, r in rows_of(job, plan)}
-    assert opened.js(fills) == len(powers)
-
-
-def rows_of(job, plan: FrequencyPlan):
-    for stream, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True):
-        for instruction, clock in zip(stream, clocks, strict=True):
-            yield instruction, job.profile.at(instruction.stage, instruction.kind, clock)
+    rows = [job.profile.at(i.stage, i.kind, clock_mhz) for i, clock_mhz in plan.clock_of_mhz.items()]
+    assert opened.js(fills) == len({round(row.energy_j / row.time_s, 3) for row in rows})
 
 
 def test_the_pointer_is_told_what_is_below_it_and_zooming_shows_less_time(opened):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from run_folders import make_job, record, write_auto_run, write_log
+from run_folders import record, write_auto_run, write_log
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
@@ -16,15 +16,9 @@ from perseus_ds.cli.main import main
 from perseus_ds.engines.torch_pipelining.order import read_class
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.report.history import read_history
 from perseus_ds.report.jobs import jobs_of
-from perseus_ds.report.sources import find_sources
+from perseus_ds.report.sources import find_sources, read_history
 from perseus_ds.runtime.words import event_in_words
-
-
-@pytest.fixture(scope="module")
-def job():
-    return make_job()
 
 
 @pytest.fixture
@@ -71,7 +65,8 @@ def test_the_page_is_complete_in_itself_and_says_what_is_simulated(folder, capsy
     assert capsys.readouterr().out.splitlines()[-1] == f"Written: {folder / 'report.html'}"
 
 
-def test_the_data_of_all_plans_is_there(folder, job):
+def test_all_plans_are_there_beside_what_was_measured_and_what_one_would_set_instead(folder, job):
+    assert not job.frontier.alternatives
     data = embedded(report(folder))
     assert len(data["plans"]) == len(data["pipeline"]["plans"]) == len(job.frontier.plans)
     assert data["in_use"] == 2
@@ -80,6 +75,7 @@ def test_the_data_of_all_plans_is_there(folder, job):
     names = [trace.get("name") for trace in data["figures"]["frontier"]["data"]]
     assert "measured: plan 2 (2 iterations)" in names
     assert "measured: default clocks (2 iterations)" in names
+    assert "one power cap for all GPUs" in names
 
 
 def test_a_report_counts_what_finding_the_plans_took(tmp_path, job):
@@ -156,6 +152,21 @@ def test_a_run_whose_frontier_lies_elsewhere_finds_it_and_its_profile(tmp_path, 
     lines[0] = json.dumps(json.loads(lines[0]) | {"frontier": str(elsewhere)})
     (folder / "run.jsonl").write_text("\n".join(lines) + "\n")
     assert "pipeline" in embedded(report(folder))
+
+
+def test_of_runs_that_have_plans_of_their_own_the_last_ones_are_shown_with_their_profile(tmp_path, job):
+    for name, time in (("a, first", 1.0), ("b, last", 3.0), ("c, between", 2.0)):
+        folder = tmp_path / name
+        provenance = job.frontier.provenance.model_copy(update={"solver": name})
+        replace(job.frontier, provenance=provenance).save(folder)
+        StageProfile(job.profile.measurements, job.profile.info.model_copy(update={"gpu": name})).save(
+            folder / "profile.csv"
+        )
+        ran = [record(n, "run", 1.0, 100.0, plan=0) for n in range(1, 4)]
+        write_log(folder, [{**start("ours", "auto"), "time": time}, *ran])
+    write_log(tmp_path / "d, without", [{**start("ours", "observe"), "time": 4.0}, record(1, "observe", 1.0, 100.0)])
+    found = find_sources(tmp_path)
+    assert found.frontier.provenance.solver == found.profile.info.gpu == "b, last"
 
 
 @pytest.mark.parametrize(
@@ -247,8 +258,8 @@ def test_a_long_run_makes_no_larger_page(tmp_path):
     assert "and more, in <code>run.jsonl</code>" in page
 
 
-def test_a_split_backward_is_drawn_in_lines_of_its_own(tmp_path):
-    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+def test_each_kind_of_instruction_is_drawn_in_lines_of_its_own(tmp_path):
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FORWARD_BACKWARD)
     rows = [
         Measurement(stage, kind, clock, 1500 / clock, clock / 10)
         for stage in range(4)
@@ -260,4 +271,4 @@ def test_a_split_backward_is_drawn_in_lines_of_its_own(tmp_path):
     profile.save(tmp_path / "profile.csv")
     optimize(schedule, profile, blocking_power_w=50, plans=3).save(tmp_path)
     page = text_of(report(tmp_path))
-    assert [page.count(f"</svg>{kind}</span>") for kind in kinds] == [1, 1, 1]
+    assert [page.count(f"</svg>{kind}</span>") for kind in kinds] == [1, 1, 1, 1]

@@ -1,21 +1,22 @@
-"""Charts of pages and pictures show the same, computed once."""
+"""Charts of pages and pictures show the same, computed once, in colours that can be told from their background."""
 
 import pytest
 from matplotlib.figure import Figure
 from pipelines import synthetic_profile
-from run_folders import make_job
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.report.figures import frontier_figure
 from perseus_ds.report.jobs import MeasuredPoint
-from perseus_ds.report.palette import PALETTE
 from perseus_ds.report.pictures import frontier_picture
-from perseus_ds.report.series import frontier_series, profile_curves, stage_groups, stages_in_words
-
-
-@pytest.fixture(scope="module")
-def job():
-    return make_job()
+from perseus_ds.report.series import (
+    PALETTE,
+    SERIES,
+    css,
+    frontier_series,
+    profile_curves,
+    stage_groups,
+    stages_in_words,
+)
 
 
 def test_picture_and_page_show_the_same_points_under_the_same_names_in_the_same_colours(job, tmp_path, monkeypatch):
@@ -32,10 +33,8 @@ def test_picture_and_page_show_the_same_points_under_the_same_names_in_the_same_
         assert list(line.get_ydata()) == pytest.approx(trace["y"])
         name = (trace.get("line") or trace["marker"])["color"].removeprefix("var(--").removesuffix(")")
         assert line.get_color() == PALETTE[name].light
-    names = [line.get_label() for line in lines]
-    assert [name for name in names if "in use" not in name] == [
-        trace["name"] for trace in page[:-1] if "in use" not in trace["name"]
-    ]
+        if trace["name"] != "plan 2, in use":  # the picture says what that plan is for, the page its number
+            assert line.get_label() == trace["name"]
 
 
 def test_stages_that_take_the_same_are_one_curve():
@@ -54,3 +53,34 @@ def test_stages_that_take_the_same_are_one_curve():
 def test_stages_are_named_in_ranges():
     assert stages_in_words([0]) == "stage 0"
     assert stages_in_words([0, 1, 2, 5, 7, 8]) == "stages 0\N{EN DASH}2, 5, 7\N{EN DASH}8"
+
+
+TEXT = [("ink", "ground"), ("ink", "surface"), ("soft", "ground"), ("soft", "surface"), ("blue", "ground")]
+TEXT += [("warning", "warning-ground"), ("ink", "busy"), ("ink", "idle"), ("soft", "waiting")]
+
+
+def luminance(colour):
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one, other):
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable_and_lines_are_visible_by_wcag(scheme):
+    colour = {name: getattr(value, scheme) for name, value in PALETTE.items()}
+    poor = {pair: contrast(*(colour[name] for name in pair)) for pair in TEXT}
+    assert {pair: ratio for pair, ratio in poor.items() if ratio < 4.5} == {}
+    lines = {name: contrast(colour[name], colour["surface"]) for name in (*SERIES, "fixed")}
+    assert {name: ratio for name, ratio in lines.items() if ratio < (2.5 if name == "fixed" else 3)} == {}
+
+
+def test_paper_is_light_whatever_the_reader_prefers():
+    light, dark = css().split("\n")[:2]
+    assert f"--ink:{PALETTE['ink'].light};" in light
+    assert dark.startswith("@media screen and (prefers-color-scheme:dark)")
+    assert f"--ink:{PALETTE['ink'].dark};" in dark

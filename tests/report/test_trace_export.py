@@ -5,17 +5,12 @@ from collections import defaultdict
 from itertools import pairwise
 
 import pytest
-from run_folders import MICRO_BATCHES, RANKS, make_job, measured, write_auto_run
+from run_folders import MICRO_BATCHES, RANKS, measured, write_auto_run
 
 from perseus_ds.cli.main import main
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Transfer
 from perseus_ds.report.timeline import measured_timeline, timeline
-
-
-@pytest.fixture(scope="module")
-def job():
-    return make_job()
 
 
 @pytest.fixture(scope="module")
