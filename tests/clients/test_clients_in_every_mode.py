@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from forked import run_ranks
-from job import ENVIRONMENT
+from job import run_script
 from run_log import events, records
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -28,12 +27,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.extended]
 
 @pytest.mark.parametrize("client", PATCHES)
 def test_a_client_trains_the_same_in_every_mode(tmp_path, client):
-    environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    ranks = RANKS.get(client, 2)
-    returncode, output = run_ranks(tmp_path, ranks, environment, [str(SCRIPTS / f"{client}.py"), str(tmp_path)])
-    assert returncode == 0, output[-4000:]
-    for rank in range(ranks):
-        seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
+    finished = run_script(tmp_path, RANKS.get(client, 2), SCRIPTS / f"{client}.py", tmp_path)
+    for rank, seen in enumerate(finished.ranks):
         plain = seen.pop("plain")
         for mode, ours in seen.items():
             assert first_difference(ours["steps"], plain["steps"]) is None, f"{mode}, rank {rank}"
@@ -45,7 +40,7 @@ def test_a_client_trains_the_same_in_every_mode(tmp_path, client):
         assert events(records(tmp_path / mode), "failure") == []
     assert_profiled(tmp_path / "auto", UNKNOWN.get(client, set()))
     assert_profiled(tmp_path / "profile", UNKNOWN.get(client, set()))
-    assert "could not put back" not in output
+    assert "could not put back" not in finished.output
 
 
 def first_difference(ours, plain):

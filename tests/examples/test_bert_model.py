@@ -5,9 +5,6 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-# Published by Merak-Zeus, in millions; those of base and large are without the biases of the blocks' matrices.
-PUBLISHED_MILLIONS = {"base": 109.43, "large": 334.95, "huge": 1276.40}
-
 
 @pytest.fixture(scope="module")
 def train():
@@ -23,12 +20,6 @@ def run(functions, tokens):
         for function in functions:
             tokens = function(tokens)
     return tokens
-
-
-@pytest.mark.parametrize("size", PUBLISHED_MILLIONS)
-def test_parameter_counts_are_the_published_ones(train, size):
-    count = example.count_parameters(train.bert_layers(config(f"model={size}").model))
-    assert round(count / 1e6, 2) == PUBLISHED_MILLIONS[size]
 
 
 def test_the_model_computes_what_transformers_computes_with_the_same_weights(train):
@@ -111,12 +102,3 @@ def test_the_loss_counts_masked_tokens_only_and_is_zero_without_any(train):
     expected = torch.nn.functional.cross_entropy(logits[[0, 1], [0, 1]], torch.tensor([1, 4]))
     torch.testing.assert_close(train.masked_lm_loss(logits, labels), expected)
     assert train.masked_lm_loss(logits, torch.full((2, 3), -100)) == 0
-
-
-@pytest.mark.parametrize("name", ["bert", "wide_resnet"])
-def test_the_deepspeed_config_keeps_the_global_batch(name):
-    train = example.load(name)
-    size = "model=large" if name == "bert" else "model=101x8"
-    built = train.deepspeed_config(example.config(name, size), pipelines=8)
-    batch = built["train_micro_batch_size_per_gpu"] * built["gradient_accumulation_steps"] * 8
-    assert batch == {"bert": 256, "wide_resnet": 1536}[name]

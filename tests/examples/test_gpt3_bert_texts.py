@@ -9,6 +9,8 @@ from omegaconf import OmegaConf
 from tokenizers import BertWordPieceTokenizer
 from transformers import BertTokenizerFast
 
+from perseus_ds.errors import ConfigError
+
 TEXT = "the clock of a stage follows the plan of the pipeline, and the plan follows the clock. " * 40
 
 
@@ -62,21 +64,21 @@ def test_a_saved_dataset_is_read_by_its_text_column(train, tmp_path):
         assert expected.startswith(read)
         assert len(read) > len(TEXT)
     datasets.Dataset.from_dict({"words": [TEXT]}).save_to_disk(tmp_path / "other")
-    with pytest.raises(ValueError, match="expected one called text"):
+    with pytest.raises(ConfigError, match="expected one called text"):
         tokens(train, tmp_path / "other")
 
 
 def test_without_the_package_datasets_a_folder_is_refused_with_a_remedy(train, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match="pip install datasets; or give a text file"):
+    with pytest.raises(ConfigError, match="pip install datasets; or give a text file"):
         tokens(train, tmp_path)
 
 
 def test_a_tokenizer_that_is_not_there_is_not_looked_for_on_the_internet(train, monkeypatch):
-    with pytest.raises(FileNotFoundError, match=r"data\.tokenizer: bert-base-uncased is not a folder"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: bert-base-uncased is not a folder"):
         tokens(train, tokenizer="bert-base-uncased")
 
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_named(train, tokenizer):
-    with pytest.raises(ValueError, match=r"model\.vocabulary: expected at least \d+, .*got 64"):
+    with pytest.raises(ConfigError, match=r"model\.vocabulary: expected at least \d+, .*got 64"):
         tokens(train, tokenizer=tokenizer, vocabulary=64)

@@ -6,16 +6,7 @@ import pytest
 import torch
 
 from perseus_ds.clocks.timers import FlopCounter
-
-# Published by Merak-Zeus, in millions.
-PUBLISHED_MILLIONS = {
-    "50x2": 68.88,
-    "50x4": 223.44,
-    "50x8": 804.16,
-    "101x2": 126.89,
-    "101x4": 419.63,
-    "101x8": 1517.37,
-}
+from perseus_ds.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +22,6 @@ def run(functions, images):
     for function in functions:
         images = function(images)
     return images
-
-
-@pytest.mark.parametrize("size", PUBLISHED_MILLIONS)
-def test_parameter_counts_are_the_published_ones(train, size):
-    count = example.count_parameters(train.wide_resnet_layers(config(f"model={size}").model))
-    assert round(count / 1e6, 2) == PUBLISHED_MILLIONS[size]
 
 
 # torchvision documents 11.4 and 22.75 billion multiply-adds for an image of 224 x 224.
@@ -82,11 +67,11 @@ def test_what_is_wrong_with_a_folder_is_named(train, tmp_path):
     def problem(images, labels):
         np.save(tmp_path / "images.npy", images)
         np.save(tmp_path / "labels.npy", labels)
-        with pytest.raises(ValueError, match=r"data\.path") as raised:
+        with pytest.raises(ConfigError, match=r"data\.path") as raised:
             train.training_data(config(f"data.path={tmp_path}", "model.micro_batch_size=2"), 1)
         return str(raised.value)
 
-    with pytest.raises(FileNotFoundError, match=r"images\.npy or .*images\.pt, found neither"):
+    with pytest.raises(ConfigError, match=r"images\.npy or .*images\.pt, found neither"):
         train.training_data(config(f"data.path={tmp_path}", "model.micro_batch_size=2"), 1)
     assert "(5, 4, 4, 3)" in problem(np.zeros((5, 4, 4, 3)), np.zeros(5))
     assert "labels beyond 0 to 9" in problem(np.zeros((5, 3, 4, 4)), np.full(5, 10))

@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import strategies as st
 from run_folders import PLANS, make_evidence, make_job, write_auto_run
 
-from perseus_ds.artifacts.certificates import FILE_NAME, Certificates
-from perseus_ds.artifacts.zeus_plans import export_zeus
+from perseus_ds.artifacts.certificates import FILE_NAME
+from perseus_ds.artifacts.frontier import export_zeus
 
 FOLDER, CURVE, PLAN, CONTROL = "run", "curve.csv", "plans/freqs_pipeline_00003.py", "run/control.json"
 SIGNAL, EVIDENCE = "signal.csv", "evidence/evidence.json"
@@ -179,8 +179,3 @@ def _members_changed(draw: st.DrawFn, content: bytes) -> bytes:
                 array = draw(shown) + array[128:]
             new.writestr(name, array)
     return draw(_bytes_changed(data.getvalue())) if draw(st.integers(0, 3)) == 0 else data.getvalue()
-
-
-def is_right(folder: Path) -> bool:
-    """Return whether the certificates of the corpus can be read: the corpus is what commands expect."""
-    return Certificates.load(folder / FOLDER).share.size > 0 and zipfile.is_zipfile(folder / FOLDER / FILE_NAME)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 from gpu_checks.results import Results, add_times, percentile
 
-from perseus_ds.clocks.controller import ClockController, ShortSwitchInterval
+from perseus_ds.clocks.controller import ClockController, short_switch_interval
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute
 
@@ -118,15 +119,13 @@ def memory(machine: Any, results: Results) -> None:
     before = machine.free_bytes()
     execution = machine.execution()
     clocks = ClockController(machine.gpu, lambda error: None, on_start=execution.use_device, timebase=machine.timebase)
-    try:
+    with closing(clocks):
         execution.start_iteration()
         for _ in range(_OPERATIONS):
             clocks.call(lambda: None, execution.begin(_PASS))
             execution.end(_PASS)
         execution.finish_iteration().end.synchronize()
         taken = before - machine.free_bytes()
-    finally:
-        clocks.close()
     results.add("GPU memory taken", taken / 2**20, "MiB", at_most=16)
 
 
@@ -160,9 +159,8 @@ def _asked(
     _calibrate(machine)
     occupy(0.01)  # kernels are loaded before, not while, the GPU is busy
     execution, errors = machine.execution(), []
-    interval = ShortSwitchInterval()  # as in a job
     clocks = ClockController(machine.gpu, errors.append, on_start=execution.use_device, timebase=machine.timebase)
-    try:
+    with short_switch_interval(), closing(clocks):  # as in a job
         machine.synchronize()
         asked_before = len(machine.gpu.changes)
         origin_s = machine.timebase.now_s()
@@ -173,9 +171,6 @@ def _asked(
         passes = [(origin_s + span.start_s, origin_s + span.end_s) for span in finished.spans()]
         machine.timebase.sleep(0.1)  # for the last request
         asked_s = [change.at_s for change in machine.gpu.changes[asked_before:]]
-    finally:
-        clocks.close()
-        interval.close()
     if errors:
         raise errors[0]
     return asked_s, passes

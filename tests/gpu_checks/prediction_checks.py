@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gpu_checks.training import SETUPS, batches, block_of, engine_of, train_unti
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import IterationRecord, read_records
 from perseus_ds.clocks.timers import Span
-from perseus_ds.optimizer import problem_for
+from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
@@ -90,12 +91,8 @@ def overhead(machine: Any, results: Results) -> None:
             size = (*machine.size[:3], micro_batches)
             for mode in ("observe", "run"):
                 what = f"{mode}, iterations of {goal_s:g} s"
-                results.attempt(
-                    what,
-                    lambda what=what, mode=mode, size=size, turns=turns, at_most=at_most: _turns(
-                        machine, results, folder, what=what, mode=mode, size=size, turns=turns, at_most=at_most
-                    ),
-                )
+                compared = {"what": what, "mode": mode, "size": size, "turns": turns, "at_most": at_most}
+                results.attempt(what, partial(_turns, machine, results, folder, **compared))
 
 
 def _micro_batches(machine: Any, goal_s: float) -> int:

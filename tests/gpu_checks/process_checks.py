@@ -10,6 +10,7 @@ import threading
 import time
 from typing import Any
 
+from gpu_checks.checks import place_of
 from gpu_checks.results import Results
 
 from perseus_ds.clocks.controller import ClockController
@@ -72,7 +73,7 @@ def _capture(machine: Any, stream: Any, value: Any, additions: int) -> tuple[Any
 
 def sigterm(machine: Any, results: Results) -> None:
     """Send SIGTERM to a process whose main thread waits for a kernel that takes half a minute."""
-    command = [sys.executable, "-c", _VICTIM, type(machine).__module__, type(machine).__name__]
+    command = [sys.executable, "-c", _VICTIM, place_of(type(machine))]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         killer = threading.Timer(_GIVE_UP_S, process.kill)  # only ends a check that hangs
         killer.start()
@@ -93,9 +94,10 @@ def sigterm(machine: Any, results: Results) -> None:
 
 
 _VICTIM = """
-import importlib, sys
+import sys
+from gpu_checks.checks import named
 from gpu_checks.process_checks import wait_under_guard
-wait_under_guard(getattr(importlib.import_module(sys.argv[1]), sys.argv[2])())
+wait_under_guard(named(sys.argv[1])())
 """
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from perseus_ds.artifacts.evidence import CheckResult, Figure
 
@@ -98,8 +99,7 @@ def last_line(error: BaseException) -> str:
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest value below or at which a share of the values is."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+    return float(np.quantile(values, share, method="inverted_cdf"))
 
 
 def add_times(results: Results, name: str, times_s: Sequence[float], *, p99_at_most_ms: float | None = None) -> None:

@@ -38,7 +38,7 @@ def write_evidence(folder: Path) -> None:
     """Write the results of all checks on this machine, and a page of them."""
     from gpu_checks.checks import collected
 
-    from perseus_ds.report.evidence import evidence_page
+    from perseus_ds.report.page import evidence_page
 
     evidence = collected(folder / "checks")
     if evidence is not None:

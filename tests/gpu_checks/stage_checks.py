@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gpu_checks.checks import named, place_of
 from gpu_checks.results import Results
 
 _RANKS = 2
 _MOST_ITERATIONS = 200
-_GIVE_UP_S = 75.0
 _RANK = """
 import sys
 from gpu_checks.stage_checks import train_one_rank
@@ -44,7 +44,7 @@ def _train(machine: Any, parent: Path, mode: str, iterations: int) -> list[dict[
     folder = parent / mode
     folder.mkdir()
     place = {"WORLD_SIZE": str(_RANKS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(_RANKS), "GLOO_SOCKET_IFNAME": "lo"}
-    arguments = [str(folder), mode, str(iterations), type(machine).__module__, type(machine).__name__]
+    arguments = [str(folder), mode, str(iterations), place_of(type(machine))]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", _RANK, *arguments],
@@ -56,7 +56,7 @@ def _train(machine: Any, parent: Path, mode: str, iterations: int) -> list[dict[
         for rank in range(_RANKS)
     ]
     try:
-        printed = [rank.communicate(timeout=_GIVE_UP_S)[0] for rank in ranks]
+        printed = [rank.communicate()[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -66,10 +66,8 @@ def _train(machine: Any, parent: Path, mode: str, iterations: int) -> list[dict[
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(_RANKS)]
 
 
-def train_one_rank(folder: str, mode: str, iterations: str, module: str, name: str) -> None:
+def train_one_rank(folder: str, mode: str, iterations: str, place: str) -> None:
     """Be one rank of the job, and write what it trained."""
-    import importlib
-
     import deepspeed
     import torch
     from gpu_checks.recording import RecordingGpu
@@ -78,7 +76,7 @@ def train_one_rank(folder: str, mode: str, iterations: str, module: str, name: s
     from perseus_ds.artifacts.profile import StageProfile
     from perseus_ds.runtime import devices
 
-    machine = getattr(importlib.import_module(module), name)()
+    machine = named(place)()
     devices.NvmlGpu = RecordingGpu  # type: ignore[misc]
     rank = int(os.environ["RANK"])
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_RANKS)

@@ -21,6 +21,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from frontiers import save_random_plan
 from gpu_checks.recording import RecordingGpu
+from job_parts import config
 from one_rank_engine import one_rank
 from torch import nn
 
@@ -124,16 +125,10 @@ def engine_of(
         partition_method="uniform",
         activation_checkpoint_interval=int(setup.recomputes),
     ).to(setup.dtype)
-    config = {
-        "train_micro_batch_size_per_gpu": rows,
-        "gradient_accumulation_steps": micro_batches,
-        "steps_per_print": 10**9,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-        **setup.keys,
-    }
+    settings = config(rows, micro_batches, lr=1e-3, **setup.keys)
     if block is not None:
-        config["perseus"] = {**machine.block, **block}
-    engine, *_ = perseus_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        settings["perseus"] = {**machine.block, **block}
+    engine, *_ = perseus_ds.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
     try:
         yield engine
     finally:

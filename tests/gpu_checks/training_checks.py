@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gpu_checks.results import Results
-from gpu_checks.training import (
-    DONE,
-    SETUPS,
-    Setup,
-    batches,
-    block_of,
-    engine_of,
-    train,
-    train_without,
-    training_on,
-)
+from gpu_checks.training import DONE, SETUPS, Setup, batches, block_of, engine_of, train, train_without, training_on
 from torch.autograd import DeviceType
 from torch.profiler import profile, supported_activities
 
@@ -29,7 +20,7 @@ def untouched(machine: Any, results: Results) -> None:
     with training_on(machine) as folder:
         for name, setup in SETUPS.items():
             if name in machine.setups:
-                results.attempt(name, lambda name=name, setup=setup: _same_bits(machine, results, folder, name, setup))
+                results.attempt(name, partial(_same_bits, machine, results, folder, name, setup))
 
 
 def _same_bits(machine: Any, results: Results, folder: Path, name: str, setup: Setup) -> None:

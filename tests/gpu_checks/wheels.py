@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
     "annotated-types", "deepspeed", "einops", "hjson", "msgpack", "numpy", "nvidia-ml-py", "packaging", "platformdirs",
@@ -14,10 +16,21 @@ MOST_BYTES = 64 * 2**20
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)] + ["manylinux2014_x86_64"]
 
 
+def pins_for(python: str) -> list[str]:
+    """Return the pinned versions for a version of Python, such as 3.12: one lock is for all of them, one knows more."""
+    found = {}
+    for name in ("requirements.lock", "requirements-pythons.lock"):
+        for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
+            if line.partition("==")[0] in NAMES:
+                pin = Requirement(line)
+                if pin.marker is None or pin.marker.evaluate({"python_version": python}):
+                    found[pin.name] = f"{pin.name}{pin.specifier}"
+    return list(found.values())
+
+
 def collect(folder: Path, python: str) -> None:
-    """Put the wheels for a version of Python, such as 3.12, into a folder."""
-    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
-    pins = [line for line in lock if line.partition("==")[0] in NAMES]
+    """Put the wheels for a version of Python into a folder."""
+    pins = pins_for(python)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     folder.mkdir(parents=True, exist_ok=True)
     for wheel in folder.glob("*.whl"):  # of another version of Python, or of this package as it was
@@ -37,8 +50,11 @@ def collect(folder: Path, python: str) -> None:
 
 
 def _build(pip: list[str], folder: Path, what: str) -> None:
+    before = set(folder.glob("*.whl"))
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), what]
     subprocess.run(["env", "DS_BUILD_OPS=0", *build], check=True)
+    if other := [path.name for path in set(folder.glob("*.whl")) - before if not path.name.endswith("-none-any.whl")]:
+        raise SystemExit(f"{what} has no wheel for that Python; {other[0]} is for the one that runs this.")
 
 
 if __name__ == "__main__":

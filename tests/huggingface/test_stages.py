@@ -11,14 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 import perseus_ds
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.huggingface import stages
-from perseus_ds.huggingface.stages import (
-    CausalLoss,
-    build_stage,
-    read_config,
-    save_pretrained,
-    skeleton,
-    stages_of,
-)
+from perseus_ds.huggingface.stages import CausalLoss, build_stage, read_config, save_pretrained, skeleton, stages_of
 from perseus_ds.optimizer.partition import uniform_cut
 
 # Their layers need more from each other than the hidden states that their plans name.

@@ -27,9 +27,8 @@ def test_simulated_times_are_those_of_the_floating_point_operations():
     config = tiny("llama", vocab_size=4096, tie_word_embeddings=False)
     found = costs(config)
     layer = sum(p.numel() for p in skeleton(config).base_model.layers[1].parameters() if p.dim() > 1)
-    attention = (
-        4 * 2 * (TOKENS // 2) ** 2 * 32
-    )  # two products of queries, keys and values of 32 channels, two sequences
+    # Two products of queries, keys and values of 32 channels, in two sequences.
+    attention = 4 * 2 * (TOKENS // 2) ** 2 * 32
     operations = 2 * TOKENS * layer + attention
     head = 2 * TOKENS * 32 * 4096
     assert found.layers == 4

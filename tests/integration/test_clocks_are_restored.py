@@ -1,6 +1,7 @@
 """Real ranks on the real pynvml and a stub driver: clocks follow the plan, and none stays locked when a job ends."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -35,20 +36,21 @@ def test_clocks_are_asked_for_in_the_order_of_the_plan_and_restored_at_the_end(t
         assert all(clock in planned for clock in asked), "each is found after the one before it"
 
 
-@pytest.mark.parametrize("how", ["term", "kill"])
-def test_no_clock_stays_locked_however_a_rank_ends(tmp_path, make_stub_nvml, how):
-    assert_restored_after(run, tmp_path, make_stub_nvml(2), how)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("how", ["exit", "exception", "term", "int", "kill"])
-def test_no_clock_stays_locked_however_a_rank_of_torchrun_ends(tmp_path, make_stub_nvml, how):
-    assert_restored_after(launch, tmp_path, make_stub_nvml(2), how)
-
-
-def assert_restored_after(run_job, folder, stub, how):
-    ending = {"end_after": 3, "end_by": how}
-    finished = run_job(folder / "job", 2, stub.environment, perseus=block_of(folder), **ending)
+@pytest.mark.parametrize(
+    ("run_job", "how"),
+    [
+        *((run, how) for how in ("term", "kill")),
+        *(pytest.param(launch, how, marks=pytest.mark.extended) for how in ("exit", "exception", "kill")),
+    ],
+)
+def test_no_clock_stays_locked_however_a_rank_ends(tmp_path, make_stub_nvml, run_job, how):
+    stub = make_stub_nvml(2)
+    folder, steps = tmp_path / "job", {"steps": 1_000_000, "end_by": how}
+    with ThreadPoolExecutor() as pool:
+        job = pool.submit(run_job, folder, 2, stub.environment, perseus=block_of(tmp_path), **steps)
+        wait_until(lambda: job.done() or all(gpu.changes_mhz() for gpu in stub.gpus), "a clock of each GPU")
+        (folder / "end").touch()
+    finished = job.result()
     assert (finished.returncode == 0) == (how == "exit"), finished.output[-2000:]
     assert_was_locked_and_is_restored(stub)
 

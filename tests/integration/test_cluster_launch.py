@@ -14,6 +14,7 @@ from job import ENVIRONMENT
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
 BIN = Path(sys.executable).parent
+PORT = "29500"
 TINY = ["model=tiny", "steps=3", "micro_batches=4", "perseus.mode=observe", "perseus.device=simulated"]
 SRUN = """#!/bin/bash
 # Runs a step on two nodes, as `srun` of an allocation of two nodes does with one task on each.
@@ -76,17 +77,25 @@ def test_deepspeeds_launcher_with_the_hostfile(commands, tmp_path):
     assert iterations(tmp_path / "run") == 3
 
 
+def with_a_port_of_its_own(text):
+    """Return a file's text with another port than everybody's on this machine."""
+    assert PORT in text
+    return text.replace(PORT, str(free_port()))
+
+
 def test_the_slurm_script(commands, tmp_path):
     slurm = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
-    arguments = [*TINY, f"perseus.output_dir={tmp_path}/run"]
-    output = finished(start(["bash", str(CLUSTER / "slurm.sbatch"), *arguments], {**commands, **slurm}))
+    script = with_a_port_of_its_own((CLUSTER / "slurm.sbatch").read_text())
+    arguments = ["slurm.sbatch", *TINY, f"perseus.output_dir={tmp_path}/run"]
+    output = finished(start(["bash", "-c", script, *arguments], {**commands, **slurm}))
     assert "stage=1 layers" in output
     assert iterations(tmp_path / "run") == 3
 
 
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "kubernetes-zeusd.yaml"])
 def test_the_kubernetes_containers(commands, tmp_path, name):
-    (job,) = [d for d in yaml.safe_load_all((CLUSTER / name).read_text()) if d["kind"] == "Job"]
+    text = with_a_port_of_its_own((CLUSTER / name).read_text())
+    (job,) = [d for d in yaml.safe_load_all(text) if d["kind"] == "Job"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
     local = {"MASTER_ADDR": "127.0.0.1", "GPUS_PER_NODE": "1"}
     environment = {**commands, **{entry["name"]: entry["value"] for entry in container["env"]}, **local}

@@ -1,4 +1,4 @@
-"""The examples on real ranks with simulated GPUs, in every mode."""
+"""The examples on real ranks with simulated GPUs."""
 
 import re
 import subprocess
@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import run_log
-from forked import run_ranks
-from job import ENVIRONMENT
+from forked import free_port
+from job import ENVIRONMENT, run_script
+from run_log import GIVE_UP_S
 
 from perseus_ds.artifacts.frontier import Frontier
+
+pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -21,22 +23,15 @@ QUICK_PROFILE = [
     "perseus.profile.min_clock_mhz=900",
 ]
 
-pytestmark = pytest.mark.integration
 
-
-def never():
-    return False
-
-
-def train(example, ranks, folder, *overrides, until=never):
+def train(example, ranks, folder, *overrides):
     """Train, and return the losses by step and the records of the iterations."""
-    folder.mkdir()
-    environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(folder / "cache")}
-    script = str(ROOT / "examples" / example / "train.py")
-    returncode, output = run_ranks(folder, ranks, environment, [script, *QUICK, *overrides], until=until)
-    assert returncode == 0, output[-4000:]
-    losses = [float(loss) for loss in re.findall(r"steps: \d+ loss: ([\d.]+)", output)]
-    return losses, run_log.iterations(run_log.records(folder / "perseus"))
+    finished = run_script(folder, ranks, ROOT / "examples" / example / "train.py", *QUICK, *overrides)
+    return losses_in(finished.printed), finished.iterations()
+
+
+def losses_in(output):
+    return [float(loss) for loss in re.findall(r"steps: \d+ loss: ([\d.]+)", output)]
 
 
 @pytest.mark.extended
@@ -73,14 +68,54 @@ def test_a_plan_from_the_examples_own_profile_changes_no_loss(example, overrides
     assert sum(r["clock_changes"] + r["clock_skips"] for r in planned) > 0
 
 
+TRAIN = str(ROOT / "examples" / "gpt3" / "train.py")
+DEEPSPEED = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--master_port"]
+PLAIN = ["model=tiny", "perseus.enabled=false", "log_every=1"]
+
+
+def losses(ranks, folder, *overrides):
+    """Train without Perseus and return the losses by step."""
+    return losses_in(run_script(folder, ranks, TRAIN, *PLAIN, *overrides).printed)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
+def test_loss_falls_on_stages_started_by_deepspeed(ranks, tmp_path):
+    command = [*DEEPSPEED, str(free_port()), "--num_gpus", str(ranks), TRAIN, *PLAIN, "steps=12"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=GIVE_UP_S, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert not any(tmp_path.iterdir()), "the example left files behind"
+    history = losses_in(done.stdout + done.stderr)
+    assert len(history) == 12
+    assert history[-1] < history[0] - 1
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize("example", ["bert", "huggingface", "wide_resnet"])
-def test_auto_mode_trains_under_a_plan(example, tmp_path):
-    folder = tmp_path / "run"
+def test_two_pipelines_of_two_stages_train_as_one_rank_does(tmp_path):
+    overrides = ("steps=5", "model.global_batch=16")
+    together = losses(4, tmp_path / "together", "stages=2", *overrides)
+    alone = losses(1, tmp_path / "alone", *overrides)
+    assert together == pytest.approx(alone, abs=2e-3)
+    assert len(set(alone)) == 5
 
-    def planned():
-        return run_log.iterations(run_log.records(folder / "perseus"), "run")
 
-    auto = ["perseus.mode=auto", "perseus.cache=false", "steps=100000", "micro_batches=4"]
-    train(example, 2, folder, *auto, until=lambda: len(planned()) > 3)
-    assert all(record["plan"] is not None for record in planned())
+@pytest.mark.parametrize(
+    ("example", "override", "message"),
+    [
+        ("gpt3", "perseus.policy.name=nonsense", "perseus.policy.name: expected 'slowdown', 'deadline',"),
+        pytest.param("bert", "perseus.policy=3", "perseus.policy: expected", marks=pytest.mark.extended),
+        *(
+            pytest.param(name, "perseus.mod=run", "Could not override 'perseus.mod'.", marks=pytest.mark.extended)
+            for name in ("bert", "gpt3", "huggingface", "wide_resnet")
+        ),
+    ],
+)
+def test_a_wrong_option_is_a_message_and_no_traceback(tmp_path, example, override, message):
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = {**ENVIRONMENT, **rank, "MASTER_PORT": str(free_port()), "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, str(ROOT / "examples" / example / "train.py"), override]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=GIVE_UP_S, check=False
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

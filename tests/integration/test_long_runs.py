@@ -20,8 +20,8 @@ def test_thousands_of_iterations_use_no_more_of_anything_than_hundreds(tmp_path)
         print(f"rank {rank}: after {LOOKS[0]} iterations {early}, after {LOOKS[-1]} {late}")
         assert late["threads"] == early["threads"]
         assert late["handles"] == early["handles"]
-        # A comparison that is under way keeps its blocks, some 200 objects.
-        assert late["objects"] - early["objects"] < 500, "less than one object in four iterations"
+        # What is under way at a look, such as a comparison's blocks and a timeline, is up to some 600 objects.
+        assert late["objects"] - early["objects"] < 1000, "less than one object in two iterations"
         assert late["memory_bytes"] - early["memory_bytes"] < 4e6
     assert len(finished.iterations()) == LOOKS[-1] + 1
 

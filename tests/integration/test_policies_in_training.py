@@ -2,7 +2,7 @@
 
 import pytest
 from frontiers import save_true_frontier
-from job import monitored, run, run_while
+from job import run, run_while
 from run_log import events, iterations
 
 from perseus_ds.cli.main import main
@@ -52,7 +52,7 @@ def test_other_pipelines_follow_a_straggler_that_was_announced_or_noticed_and_co
     job = {"stages": 2, "slow_pipeline": slow, "perseus": block(tmp_path / "frontier"), **STAGES}
     finished = run_while(during, tmp_path / "job", 4, **job)
     assert len(finished.ranks) == 4
-    (of_order,) = announced(finished.records())
+    of_order, *_ = announced(finished.records())  # again where this machine slows a pipeline down meanwhile
     assert of_order["plan"] == of_order["plans"][1] == 0
     follows = plans[of_order["plans"][0]]
     assert plans[0].time_s < follows.time_s < 1.2 * plans[0].time_s
@@ -80,10 +80,11 @@ def test_a_running_job_takes_orders_and_a_checkpoint_keeps_them(tmp_path):
 
     first = run_while(during, tmp_path / "job", 2, save_at_end=True, **job)
     assert not (output / "control.json").exists()
-    assert first.ranks[0]["policy"] == {"name": "energy_optimal"}
+    assert first.ranks[0]["policy"]["name"] == "energy_optimal"
     records = first.iterations()
     # The last iteration is recorded when the job ends, when DeepSpeed's monitor may have ended.
-    power_w = monitored(tmp_path / "csv" / "job", "Perseus/simulated/average_power_w")
+    written = (tmp_path / "csv" / "job" / "Perseus_simulated_average_power_w.csv").read_text().splitlines()[1:]
+    power_w = [float(line.split(",")[1]) for line in written]
     assert len(power_w) >= len(records) - 1
     assert power_w == pytest.approx([r["energy_j"] / r["time_s"] for r in records[: len(power_w)]], rel=1e-3)
 
@@ -92,7 +93,7 @@ def test_a_running_job_takes_orders_and_a_checkpoint_keeps_them(tmp_path):
     resumed = run(tmp_path / "resumed", 2, **job, **more)
     whole = run(tmp_path / "whole", 2, **{**STAGES, "steps": done + 4, "save_at_end": True})
     assert first.ranks[0]["losses"] + resumed.ranks[0]["losses"] == whole.ranks[0]["losses"]
-    assert resumed.ranks[0]["policy"] == {"name": "energy_optimal"}
+    assert resumed.ranks[0]["policy"]["name"] == "energy_optimal"
     # The first iteration calibrates the simulated GPUs.
     assert [(r["iteration"], r["plan"]) for r in resumed.iterations("run")] == [
         (number, last) for number in range(done + 2, done + 5)

@@ -77,11 +77,14 @@ def test_every_expression_of_the_dashboard_has_data_of_a_running_job(tmp_path):
     def during(job):
         job.wait_for(lambda records: len(iterations(records, "run")) >= 3)
         with prometheus(tmp_path, f"127.0.0.1:{port}") as query:
-            for expression in expressions():
-                wait_until(lambda e=expression: query(e), f"data for {expression}")
-            (power,) = query("sum(rate(perseus_energy_joules_total[20s]))")
+
+            def data(expression):
+                return wait_until(lambda: query(expression), f"data for {expression}")
+
+            assert all(map(data, expressions()))
+            (power,) = data("sum(rate(perseus_energy_joules_total[20s]))")
             assert float(power["value"][1]) > 0
-            (labels,) = (result["metric"] for result in query("perseus_iterations_total"))
+            (labels,) = (result["metric"] for result in data("perseus_iterations_total"))
             assert (labels["training_job"], labels["simulated"], labels["job"]) == ("perseus", "true", "perseus")
             checked = subprocess.run(
                 ["promtool", "check", "metrics"],

@@ -47,7 +47,7 @@ def test_the_quick_start_runs_from_an_empty_folder(installed, tmp_path):
         r"^```python title=\"train.py\"\n(.*?)^```", (ROOT / "docs/quick-start.md").read_text(), re.M | re.S
     )
     # How many steps it takes until there is a plan depends on the machine.
-    loop = "for _ in range(40):\n    engine.train_batch()\n"
+    loop = "for _ in range(200):\n    engine.train_batch()\n"
     until = "for _ in range(10_000):\n    engine.train_batch()\n    if engine.perseus.phase == 'run':\n        break\n"
     assert loop in script
     (tmp_path / "train.py").write_text(script.replace(loop, until + "engine.train_batch()\n"))

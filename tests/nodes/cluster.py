@@ -6,7 +6,6 @@ All of it ends with the nodes' first processes, and these with the process that 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 from collections.abc import Sequence
@@ -14,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from guardians import guardians_of
 from job import ENVIRONMENT
 from stub_nvml.controller import StubNvml
 
-_GUARDIAN = "perseus_ds.clocks.guardian_daemon"
 _NETWORK = "10.77.0"
 _BRIDGE = "switch"
 # The first process of a namespace of processes; a shell reaps those whose parents have ended.
@@ -64,9 +63,8 @@ class Node:
         )
 
     def guardians(self) -> list[psutil.Process]:
-        """Return the guardians that run on the node."""
-        here = _process_namespace(self.init)
-        return [p for p in psutil.process_iter() if _process_namespace(p) == here and _GUARDIAN in _command(p)]
+        """Return the guardians of the node."""
+        return guardians_of(self.gpus)
 
 
 class Cluster:
@@ -172,15 +170,3 @@ def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise CannotBeMadeError(f"{command[-1]}: {done.stderr.strip()}")
-
-
-def _process_namespace(process: psutil.Process) -> str:
-    with contextlib.suppress(OSError):
-        return os.readlink(f"/proc/{process.pid}/ns/pid")
-    return ""
-
-
-def _command(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""

@@ -5,12 +5,10 @@ import os
 import shlex
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import run_log
-from frontiers import save_random_plan
+from frontiers import save_random_plan, save_true_frontier
 from job import DEEPSPEED, SCRIPT, SIMULATED
 from nodes.cluster import CannotBeMadeError, Cluster
 from run_log import wait_until
@@ -62,7 +60,8 @@ def put(node, ranks, **job):
     """Put a job's files on a node's own disk."""
     disk = node.variables["DISK"]
     block = {"device": "nvml", "output_dir": f"{disk}/perseus", "simulated": SIMULATED, **job.pop("perseus", {})}
-    settings = {"stages": ranks, "micro_batches": 4, "work": [3] * 4, "timeout_s": TIMEOUT_S, **job, "perseus": block}
+    default = {"stages": ranks, "micro_batches": 4, "work": [3] * 4, "steps": 1_000_000, "timeout_s": TIMEOUT_S}
+    settings = {**default, **job, "perseus": block}
     (node.disk / "job.json").write_text(json.dumps(settings))
 
 
@@ -74,16 +73,18 @@ def under_a_plan(node):
     return {"mode": "run", "frontier": f"{node.variables['DISK']}/frontier"}
 
 
-def torchrun(node, *options):
-    """Start torch's launcher on a node, with one rank."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", *options]
+def torchrun(node, *options, ranks=1):
+    """Start torch's launcher on a node, with one rank or more."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), *options]
     return node.start(*command, str(SCRIPT), node.variables["DISK"])
 
 
-def start_all(cluster):
+def start_all(cluster, ranks_per_node=1):
     """Start torch's launcher on every node, each of which knows its number."""
     options = [f"--nnodes={len(cluster.nodes)}", "--master_addr=node-1", f"--master_port={PORT}"]
-    return [torchrun(node, *options, f"--node_rank={rank}") for rank, node in enumerate(cluster.nodes)]
+    return [
+        torchrun(node, *options, f"--node_rank={rank}", ranks=ranks_per_node) for rank, node in enumerate(cluster.nodes)
+    ]
 
 
 def finished(process):
@@ -92,8 +93,28 @@ def finished(process):
     return output
 
 
+def start_under_a_plan(cluster, **job):
+    """Start a job on all nodes, whose plan is on the disk of rank 0's node alone."""
+    ranks = len(cluster.nodes)
+    put_plan(cluster.nodes[0], ranks)
+    for node in cluster.nodes:
+        put(node, ranks, perseus=under_a_plan(node), **job)
+    return start_all(cluster)
+
+
+def stop(cluster, started):
+    """Tell a job to end, and wait until its launchers have."""
+    (cluster.nodes[0].disk / "stop").touch()
+    for process in started:
+        finished(process)
+
+
 def iterations(node, *phases):
     return run_log.iterations(run_log.records(node.disk / "perseus"), *phases)
+
+
+def mean_power_w(found):
+    return sum(record["energy_j"] for record in found) / sum(record["time_s"] for record in found)
 
 
 def report(node, rank):
@@ -130,17 +151,12 @@ def test_a_job_of_several_nodes_by_torchrun(make_cluster, plain_runs, count):
     """No disk is shared: the plan is on rank 0's node alone. Each node has a guardian of its own."""
     cluster = make_cluster(count)
     first = cluster.nodes[0]
-    put_plan(first, count)
-    for node in cluster.nodes:
-        put(node, count, steps=1_000_000, perseus=under_a_plan(node))
-    started = start_all(cluster)
+    started = start_under_a_plan(cluster)
     for node in cluster.nodes:
         wait_for(lambda node=node: any(node.gpus.locked_clocks_mhz()), f"a locked clock on {node.name}", started)
         assert len(node.guardians()) == 1
     wait_for(lambda: len(iterations(first, "run")) >= 3, "iterations under the plan", started)
-    (first.disk / "stop").touch()
-    for process in started:
-        finished(process)
+    stop(cluster, started)
     assert_ran_as_on_one_node(cluster, plain_runs)
 
 
@@ -159,7 +175,7 @@ def test_a_job_by_hostfile_over_slow_links(make_cluster, plain_runs, tmp_path):
     put_plan(first, 2)
     for node in cluster.nodes:
         (tmp_path / f"{node.name}.entry").write_text(shlex.join(node.entry))
-        put(node, 2, steps=1_000_000, buckets=[BATCH], perseus=under_a_plan(node))
+        put(node, 2, buckets=[BATCH], perseus=under_a_plan(node))
     launcher = [sys.executable, DEEPSPEED, "--no_local_rank", "--hostfile", str(hostfile), "--master_port", str(PORT)]
     process = subprocess.Popen(
         [*launcher, str(SCRIPT), str(cluster.disk)],
@@ -172,40 +188,53 @@ def test_a_job_by_hostfile_over_slow_links(make_cluster, plain_runs, tmp_path):
     wait_for(lambda: len(iterations(first, "run")) >= 5, "iterations under the plan", [process])
     for node in cluster.nodes:
         assert len(node.guardians()) == 1
-    (first.disk / "stop").touch()
-    finished(process)
+    stop(cluster, [process])
     assert_ran_as_on_one_node(cluster, plain_runs, buckets=[BATCH])
     # Of the activations of four micro-batches, a link lets some through at once.
     least_s = (4 * BATCH * WIDTH * 4 - cluster.BURST_BYTES) / 1e6
     assert all(record["time_s"] > least_s for record in iterations(first))
 
 
-def test_clocks_of_nodes_that_are_minutes_apart(make_cluster, plain_runs, tmp_path):
-    """Records tell the time by rank 0's node, also of what happened on another one, whose clock is seven minutes on."""
+def test_less_power_is_asked_of_the_whole_job_and_all_ranks_change_at_the_same_iteration(make_cluster):
+    """Two pipelines, whose first stages are on one node and whose second ones are on another; by order and by file."""
     cluster = make_cluster(2)
-    first, second = cluster.nodes
-    second.variables.update(LD_PRELOAD=str(date_offset(tmp_path)), DATE_OFFSET_S="420")
-    assert int(second.start("date", "+%s").communicate()[0]) - time.time() == pytest.approx(420, abs=60)
-    put_plan(first, 2)
+    first = cluster.nodes[0]
+    save_true_frontier(first.disk / "frontier")
+    request = cluster.folder / "power"  # on a disk that all see
+    request.write_text("1\n")
+    policy = {"name": "reduce", "signal": str(request), "policy": {"name": "slowdown"}}
     for node in cluster.nodes:
-        put(node, 2, steps=1_000_000, perseus=under_a_plan(node))
-    began = time.time()
-    started = start_all(cluster)
-    said = []
+        perseus = {**under_a_plan(node), "device": "simulated", "policy": policy}
+        put(node, 2, perseus={**perseus, "simulated": {"longest_instruction_s": 0.03}})
+    started = start_all(cluster, ranks_per_node=2)
 
-    def has_said():
-        said[:] = run_log.events(run_log.records(first.disk / "perseus"), "failure")
-        return said
+    def caps():
+        return [event["watts"] for event in run_log.events(run_log.records(first.disk / "perseus"), "cap")]
 
-    wait_for(lambda: any(second.gpus.gpus[0].changes_mhz()), "a locked clock on the second node", started)
-    second.gpus.gpus[0].fail("set_locked", "no_permission")
-    wait_for(has_said, "what rank 1's driver does not permit", started)
-    (first.disk / "stop").touch()
-    for process in started:
-        finished(process)
-    assert {event["rank"] for event in said} == {1}
-    assert all(began < event["time"] < time.time() for event in said)
-    assert_ran_as_on_one_node(cluster, plain_runs)
+    def count(phase):
+        return len(iterations(first, phase))
+
+    def knows_default_clocks():
+        return any(record["default_measured"] for record in iterations(first, "run"))
+
+    wait_for(knows_default_clocks, "iterations under the plan, after those at default clocks", started)
+    ran = count("run")
+    run = f"run={first.variables['DISK']}/perseus"
+    order = [sys.executable, "-m", "perseus_ds", "control", "reduce", run, "power_fraction=0.85", "duration=1h"]
+    assert "at most 85% of the power" in finished(first.start(*order))
+    wait_for(lambda: len(caps()) == 1 and count("run") > ran + 10, "less power by the order", started)
+    request.write_text("0.8\n")
+    wait_for(lambda: len(caps()) == 2, "less power by the file", started)
+    ran = count("run")
+    wait_for(lambda: count("run") > ran + 25, "iterations under it", started)
+    stop(cluster, started)
+    # The job's own mean at default clocks, of both pipelines on both nodes.
+    default_w = mean_power_w(iterations(first, "default")[1:])
+    assert caps() == pytest.approx([0.85 * default_w, 0.8 * default_w], rel=0.05)
+    assert mean_power_w(iterations(first)[-20:]) <= 1.02 * caps()[1]
+    by_rank = [report(cluster.nodes[rank // 2], rank)["plans"] for rank in range(4)]
+    assert by_rank[1:] == by_rank[:1] * 3
+    assert len(set(by_rank[0]) - {None}) >= 3
 
 
 @pytest.mark.parametrize("lost_rank", [0, 1])
@@ -219,7 +248,7 @@ def test_a_job_goes_on_with_another_node_when_one_is_lost(make_cluster, plain_ru
         # Else a launcher that stays that of rank 0 does not tell a new one where rank 0 is (torch 2.13).
         node.variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         put_plan(node, 2)
-        put(node, 2, steps=1_000_000, keep_every=5, resume_from=str(checkpoint), perseus=under_a_plan(node))
+        put(node, 2, keep_every=5, resume_from=str(checkpoint), perseus=under_a_plan(node))
     store = ["--rdzv-backend=c10d", f"--rdzv-endpoint={survivor.name}:{STORE_PORT}", "--rdzv-id=job"]
     elastic = ["--nnodes=2", "--max-restarts=3", *store, "--rdzv-conf=keep_alive_interval=2,keep_alive_max_attempt=8"]
     before = [torchrun(node, *elastic) for node in (lost, survivor)]
@@ -253,21 +282,9 @@ def test_a_node_whose_job_cannot_go_on_gets_its_clocks_back(make_cluster):
     """Rank 0's node is lost with the connections between ranks, and nobody restarts the job."""
     cluster = make_cluster(2)
     first, second = cluster.nodes
-    put_plan(first, 2)
-    for node in cluster.nodes:
-        put(node, 2, steps=1_000_000, timeout_s=20, perseus=under_a_plan(node))
-    started = start_all(cluster)
+    started = start_under_a_plan(cluster, timeout_s=20)
     wait_for(lambda: len(iterations(first, "run")) >= 3, "iterations under the plan", started)
     cluster.lose(first)
     assert started[1].wait(timeout=run_log.GIVE_UP_S) != 0
     assert_restored(second)
     wait_until(lambda: not second.guardians(), "the end of the guardian")
-
-
-def date_offset(folder):
-    """Compile what gives a process another date."""
-    library = folder / "date_offset.so"
-    source = Path(__file__).with_name("date_offset.c")
-    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run(["cc", *flags, "-o", str(library), str(source)], check=True)
-    return library

@@ -2,8 +2,10 @@
 
 import base64
 import shutil
-import time
 from contextlib import contextmanager
+
+from forked import free_port
+from run_log import GIVE_UP_S, wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -20,8 +22,10 @@ class Browser:
         for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,1000"):
             options.add_argument(argument)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-        self.driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-        self.driver.set_script_timeout(60)
+        service = webdriver.ChromeService(DRIVER, port=free_port())
+        self.driver = webdriver.Chrome(options=options, service=service)
+        self.driver.set_script_timeout(GIVE_UP_S)
+        self.driver.set_page_load_timeout(GIVE_UP_S)
 
     def open(self, uri, *, ready="return true"):
         self.driver.get(uri)
@@ -33,12 +37,9 @@ class Browser:
     def cdp(self, command, **arguments):
         return self.driver.execute_cdp_cmd(command, arguments)
 
-    def wait_for(self, condition, timeout_s=60):
+    def wait_for(self, condition):
         """Wait until a condition is true; how long that may take is no part of a test."""
-        deadline = time.monotonic() + timeout_s
-        while not self.js(condition):
-            assert time.monotonic() < deadline, f"never came true: {condition}; {self.complaints()}"
-            time.sleep(0.02)
+        wait_until(lambda: self.js(condition), condition)
 
     def resize(self, width, height=900):
         self.cdp(

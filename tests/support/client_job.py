@@ -16,35 +16,59 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import deepspeed
+import job_parts
 import numpy as np
 import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from job import QUICK_PROFILE, SIMULATED
+from job_parts import Block, batches, hash_of
+from torch import nn
 
 from perseus_ds import launch
 
 MODES = ("observe", "profile", "auto", "run", "plain")
+ROWS = 8
+MICRO_BATCHES = 4
 STEPS = 4
 MOST_STEPS = 100_000
 calls: Counter[str] = Counter()
 """How often each patch of the client was called, by its name."""
 
 
-class Client(Protocol):
-    """A client's training code."""
+def two_stages(**settings: Any) -> PipelineModule:
+    """A module of four layers for two pipeline ranks."""
+    return PipelineModule([LayerSpec(Block) for _ in range(4)], num_stages=2, loss_fn=nn.MSELoss(), **settings)
+
+
+def config(**keys: Any) -> dict[str, Any]:
+    """A config of DeepSpeed."""
+    return job_parts.config(ROWS, MICRO_BATCHES, lr=1e-3, **keys)
+
+
+class Client:
+    """A client's training code.
+
+    Attributes:
+        engine: The engine that it makes.
+        data: What it trains on.
+    """
 
     engine: Any
 
-    def __init__(self, keys: dict[str, Any]) -> None: ...
+    def __init__(self, keys: dict[str, Any]) -> None:
+        """Make the engine; the keys belong in its config."""
+        self.data = batches()
 
     def train(self, folder: Path) -> Any:
         """Train an iteration; return its losses. The folder is one for all modes."""
+        return float(self.engine.train_batch(self.data))
 
     def generators(self) -> Any:
         """Return states of generators of its own."""
@@ -77,7 +101,7 @@ def _train(client: type[Client], folder: Path, mode: str, most_steps: int) -> di
         trained = client(keys)
         steps, phases = [], [""]
         while not _is_done(trained.engine, mode, phases, most_steps):
-            steps.append([trained.train(folder), _weights(trained.engine), _random(trained)])
+            steps.append([trained.train(folder), hash_of(trained.engine.module.state_dict().items()), _random(trained)])
             phases.append(trained.engine.perseus.phase if keys else mode)
         called = dict(calls)
         trained.engine.destroy()
@@ -125,13 +149,6 @@ def _patches_undone() -> Iterator[None]:
                     setattr(owner, name, value)
         PipelineEngine._INSTRUCTION_MAP.clear()
         PipelineEngine._INSTRUCTION_MAP.update(commands)
-
-
-def _weights(engine: Any) -> str:
-    digest = hashlib.sha256()
-    for _, value in sorted(engine.module.state_dict().items()):
-        digest.update(value.float().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _random(client: Client) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -25,6 +27,8 @@ from typing import Any
 
 from run_log import GIVE_UP_S
 
+# Below those that Linux gives out itself (net.ipv4.ip_local_port_range).
+_PORTS = range(20_000, 32_000)
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["pipeline_job", "perseus_ds.runtime.runtime"])
 
@@ -34,8 +38,6 @@ def run_ranks(
     ranks: int,
     environment: dict[str, str],
     command: Sequence[str],
-    *,
-    until: Callable[[], bool] = lambda: False,
     give_up_s: float = GIVE_UP_S,
 ) -> tuple[int, str]:
     """Run a Python script on as many processes as ranks.
@@ -45,7 +47,6 @@ def run_ranks(
         ranks: Number of processes.
         environment: Variables to set.
         command: The script and its arguments.
-        until: Asked every tenth of a second; once it is true the ranks are ended.
         give_up_s: After so long they are ended as hung [s].
 
     Returns:
@@ -66,14 +67,12 @@ def run_ranks(
     os.set_blocking(reader, True)
     thread.start()
     deadline_s = time.monotonic() + give_up_s
-    stopped = hung = False
     while (alive := [p for p in processes if p.exitcode is None]) and not any(p.exitcode for p in processes):
-        wait([p.sentinel for p in alive], timeout=0.1)
-        stopped, hung = until(), time.monotonic() > deadline_s
-        if stopped or hung:
+        if time.monotonic() > deadline_s:
             break
+        wait([p.sentinel for p in alive], timeout=0.1)
     failed = [p.exitcode for p in processes if p.exitcode]
-    returncode = failed[0] if failed else 124 if hung and not stopped else 0
+    returncode = failed[0] if failed else 124 if alive else 0
     for process in alive:
         process.terminate()
     for process in processes:
@@ -144,6 +143,18 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that no other test takes, and that the system gives to no socket that asks for any port.
+
+    A port which the system chose is free only until another process asks: jobs that start meanwhile would meet in it.
+    """
+    with open(Path(tempfile.gettempdir()) / f"perseus-ds-ports-{os.getuid()}", "a+") as given:
+        fcntl.flock(given, fcntl.LOCK_EX)
+        given.seek(0)
+        for turn in itertools.count(int(given.read() or 0)):
+            port = _PORTS[turn % len(_PORTS)]
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("", port))
+                break
+        given.truncate(0)
+        given.write(str(turn + 1))
+    return port

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from true_profiles import truth
+
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan
-from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
+from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.problem import Problem
@@ -85,14 +87,10 @@ def save_true_frontier(
 
     A backward takes twice as long as a forward, except for the first layer, whose input needs no gradient.
     """
-    rows = []
-    for stage in range(stages):
-        backward_s = forward_s * (2 - 1 / linears if stage == 0 else 2)
-        for kind, top_s in ((Kind.FORWARD, forward_s), (Kind.BACKWARD, backward_s)):
-            for clock in MODEL.clocks_mhz[40:]:
-                time_s = top_s * MODEL.slowdown(clock)
-                rows.append(Measurement(stage, kind, clock, time_s, time_s * MODEL.power_w(clock)))
-    profile = StageProfile(rows, ProfileInfo(simulated=True, blocking_power_w=MODEL.blocking_power_w))
+    work_s = {(stage, Kind.FORWARD): forward_s for stage in range(stages)}
+    work_s |= {(stage, Kind.BACKWARD): forward_s * (2 if stage else 2 - 1 / linears) for stage in range(stages)}
+    blocking_power_w = MODEL.blocking_power_w
+    profile = truth("a100-sxm", MODEL.clocks_mhz[40:], work_s, simulated=True, blocking_power_w=blocking_power_w)
     schedule = read_schedule(schedule_class("1f1b"), ranks=stages, micro_batches=micro_batches)
     found = optimize(schedule, profile, plans=40)
     found.save(folder)

@@ -1,17 +1,16 @@
-"""Starts jobs of ``pipeline_job.py`` on real ranks."""
+"""Starts jobs on real ranks: those of ``pipeline_job.py``, and scripts of other engines and of examples."""
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import run_log
 from forked import free_port, run_ranks
@@ -36,7 +35,13 @@ class Finished:
     output: str
 
     @property
-    def ranks(self) -> list[dict[str, Any]]:
+    def printed(self) -> str:
+        """What the job printed, which must have come to its end."""
+        assert self.returncode == 0, self.output[-4000:]
+        return self.output
+
+    @property
+    def ranks(self) -> list[Any]:
         """What every rank reported; the job must have come to its end."""
         assert self.returncode == 0, self.output[-4000:]
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("rank*.json"))]
@@ -78,13 +83,18 @@ def _launcher(name: str) -> list[str]:
 
 
 def start(
-    folder: Path, ranks: int, environment: dict[str, str] | None = None, launcher: str = "torchrun", **job: Any
+    folder: Path,
+    ranks: int,
+    environment: dict[str, str] | None = None,
+    launcher: str = "torchrun",
+    output: int | IO[str] = subprocess.PIPE,
+    **job: Any,
 ) -> subprocess.Popen[str]:
-    """Start a job by one of the launchers."""
+    """Start a job by one of the launchers; what it prints goes into a pipe or a file."""
     _prepare(folder, ranks, job)
     return subprocess.Popen(
         [sys.executable, *_launcher(launcher), str(ranks), str(SCRIPT), str(folder)],
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=folder,
@@ -112,8 +122,58 @@ def run(
 ) -> Finished:
     """Run a job to its end on forked ranks, which start sooner than those of a launcher."""
     _prepare(folder, ranks, job)
-    variables, command = {**_environment(folder), **(environment or {})}, [str(SCRIPT), str(folder)]
-    return Finished(folder, *run_ranks(folder, ranks, variables, command, give_up_s=give_up_s))
+    return run_script(folder, ranks, SCRIPT, folder, environment=environment, give_up_s=give_up_s)
+
+
+def run_script(
+    folder: Path,
+    ranks: int,
+    *command: Path | str,
+    environment: dict[str, str] | None = None,
+    give_up_s: float = run_log.GIVE_UP_S,
+) -> Finished:
+    """Run a script with its arguments to its end on forked ranks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    variables = {**_environment(folder), **(environment or {})}
+    return Finished(folder, *run_ranks(folder, ranks, variables, [*map(str, command)], give_up_s))
+
+
+def run_jobs(folder: Path, ranks: int, script: Path | str, jobs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run jobs one after the other on the same ranks; return what each rank reported, by the names of the jobs.
+
+    The script calls ``job_parts.train_jobs``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_text(json.dumps([*jobs.values()]))
+    return [dict(zip(jobs, done, strict=True)) for done in run_script(folder, ranks, script, folder).ranks]
+
+
+def block_in(folder: Path, mode: str, **keys: Any) -> dict[str, Any]:
+    """Return a ``perseus`` block for a mode, on simulated GPUs that are quick; its output is a folder in this one."""
+    simulated = {"longest_instruction_s": 0.012, "counter_period_s": 0.01, "lock_latency_s": 0.001}
+    common = {"device": "simulated", "simulated": simulated, "profile": QUICK_PROFILE, "cache": False}
+    return {"mode": mode, "output_dir": str(folder / mode), **common, **keys}
+
+
+def in_modes(folder: Path, modes: Sequence[str], frontier: Path, **job: Any) -> dict[str, dict[str, Any]]:
+    """Return a job in each mode, and last one without Perseus; ``run`` mode takes a frontier."""
+    of_modes: dict[str, dict[str, Any]] = {
+        "observe": {"steps": 6, "perseus": block_in(folder, "observe")},
+        "profile": {"until": ["observe", 2], "perseus": block_in(folder, "profile")},
+        "auto": {"until": ["run", 3], "perseus": block_in(folder, "auto", policy={"name": "energy_optimal"})},
+        "run": {"steps": 8, "perseus": block_in(folder, "run", frontier=str(frontier))},
+        "without": {},
+    }
+    return {mode: {**job, **of_modes[mode]} for mode in (*modes, "without")}
+
+
+def assert_untouched(jobs: dict[str, dict[str, Any]]) -> None:
+    """What a rank reports of a job in each mode is, step by step, the same bits as without Perseus; nothing is left."""
+    for mode, done in jobs.items():
+        assert len(done["weights"]) > 2, mode
+        for what in {"losses", "norms", "weights", "random_after"} & done.keys():
+            assert done[what] == jobs["without"][what][: len(done[what])], (mode, what)
+        assert not any(done["left"]), mode
 
 
 def run_while(during: Callable[[Running], None], folder: Path, ranks: int, **job: Any) -> Finished:
@@ -155,12 +215,6 @@ def assert_same_training(finished: Finished, without: Finished) -> None:
         assert ours["weights"] == theirs["weights"]
         assert ours["random"] == theirs["random"]
         assert ours["skipped_steps"] == theirs["skipped_steps"]
-
-
-def monitored(folder: Path, tag: str) -> list[float]:
-    """Return the values of a tag that DeepSpeed's CSV monitor has written."""
-    with (folder / (tag.replace("/", "_") + ".csv")).open() as file:
-        return [float(value) for _, value in list(csv.reader(file))[1:]]
 
 
 def _prepare(folder: Path, ranks: int, job: dict[str, Any]) -> None:

@@ -38,7 +38,9 @@ def auto_job(planned=20, **fields):
     records = [started(**fields)]
     records += [default_iteration(number, "warm-up") for number in (1, 2, 3)]
     records += [default_iteration(number, "profile", energy_j=110.0, time_s=1.1) for number in (4, 5)]
-    records += [ProfileWritten(time=BEGIN + 5, lost_s=0.2, lost_j=20.0, simulated=True)]
+    records += [
+        ProfileWritten(time=BEGIN + 5, path="profile.csv", iterations=2, lost_s=0.2, lost_j=20.0, simulated=True)
+    ]
     records += [default_iteration(6), PlanChosen(time=BEGIN + 6, plan=3, plans=(3, 3), simulated=True)]
     return records + [planned_iteration(number) for number in range(7, 7 + planned)]
 

@@ -1,17 +1,14 @@
 """Jobs that train a GPT by Megatron-Core on real gloo ranks, one after the other in the same processes.
 
-Started with the path of a folder whose ``jobs.json`` describes them. Every rank writes ``rank<N>.json``: for each job
-the losses, gradient norms and a hash of the parameters after each step, and a random number drawn at its end.
+Started by ``job.run_jobs``. Reported of each job are the losses, gradient norms, a hash of the parameters and the next
+random number after each step, and what Perseus leaves at the end.
 
 Megatron-Core needs CUDA; here it gets the stand-ins of ``examples/megatron/cpu.py``, and nothing else of it is changed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ import megatron.core.models.common.model_chunk_schedule_plan
 import megatron.core.models.gpt.fine_grained_callables
 import torch
 import torch.distributed as dist
+from job_parts import hash_of, next_random_number, train_jobs
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -42,22 +40,12 @@ VOCABULARY, LENGTH, WIDTH, ROWS = 64, 8, 16, 2
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     stand_in_for_cuda()
     vars(moe_utils).setdefault("te_general_gemm", None)  # which 0.16 defines with Transformer Engine only
     token_dispatcher.maybe_move_tensor_to_cpu = already_on_cpu
-    results: list[dict[str, Any]] = []
-    for job in json.loads((folder / "jobs.json").read_text()):
-        # Until its phases, or as many as the longest job before it: how many that takes depends on the machine.
-        longest = max((len(done.get("weights", ())) for done in results), default=0)
-        steps = {"steps": sys.maxsize if job.keys() & {"until", "orders"} else longest}
-        same = {"orders": [[count] for count in results[0]["counts"]]} if "like_first" in job else {}
-        results.append(train({**steps, **job, **same}))
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    train_jobs(train)
 
 
 def already_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -139,8 +127,10 @@ def batches(seed: int) -> Any:
         yield torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
 
 
-def train(job: dict[str, Any]) -> dict[str, Any]:
+def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
     """Train a model; return what to report."""
+    if "like_first" in job:
+        job["orders"] = [[count] for count in before[0]["counts"]]
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=job.get("tensor", 1),
         pipeline_model_parallel_size=job["stages"],
@@ -186,7 +176,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         _, total, _ = optimizer.step()
         report["losses"].append(losses)
         report["norms"].append([repr(norm), repr(float(total))])
-        report["weights"].append(weights_of(model))
+        report["weights"].append(hash_of(*(chunk.named_parameters() for chunk in model)))
         report["random_after"].append(next_random_number())
         if step % job.get("evaluate_every", 1000) == 3:
             report["losses"].append(iterate(model, data, micro_batches, forward_only=True))
@@ -246,20 +236,6 @@ def load(model: list[Any], folder: str) -> None:
 def gradient_norm(model: list[Any]) -> float:
     """Return the norm of this rank's gradients; Megatron's own asks tensors whether they are on CUDA."""
     return sum(float(p.main_grad.square().sum()) for chunk in model for p in chunk.parameters()) ** 0.5
-
-
-def weights_of(model: list[Any]) -> str:
-    weights = hashlib.sha256()
-    for chunk in model:
-        for _, parameter in sorted(chunk.named_parameters()):
-            weights.update(parameter.detach().float().numpy().tobytes())
-    return weights.hexdigest()
-
-
-def next_random_number() -> float:
-    """Return the random number that would be drawn next, without drawing it."""
-    with torch.random.fork_rng(devices=[]):
-        return torch.rand(1).item()
 
 
 if __name__ == "__main__":

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import deepspeed
 import deepspeed.comm.comm as deepspeed_comm
+import job_parts
+import no_shared_memory  # noqa: F401
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from job_parts import WIDTH
 from torch import nn
 
-WIDTH = 8
-MICRO_BATCHES = 2
+config = partial(job_parts.config, rows=4, micro_batches=2)
+batches = partial(job_parts.batches, rows=4)
 
 
 @contextmanager
@@ -51,25 +55,6 @@ def module(layers: int = 2, layer: type[nn.Module] = Layer, **arguments: Any) ->
     """A pipeline of one stage."""
     arguments = {"loss_fn": nn.MSELoss(), "partition_method": "uniform", "num_stages": 1, **arguments}
     return PipelineModule(layers=[LayerSpec(layer) for _ in range(layers)], **arguments)
-
-
-def config(**keys: Any) -> dict[str, Any]:
-    """A config of DeepSpeed."""
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "steps_per_print": 1000,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
-        **keys,
-    }
-
-
-def batches(seed: int = 0, rows: int = 4, dtype: torch.dtype = torch.float32) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Random inputs and labels without end."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        data = torch.randn(rows, WIDTH, generator=generator).to(dtype)
-        yield data, data.roll(1, dims=1)
 
 
 def weights(engine: Any) -> list[torch.Tensor]:

@@ -3,14 +3,14 @@
 Started with the folder's path. Every rank writes ``rank<N>.json`` into the folder: losses by step, a hash of its
 weights, what Perseus says of itself; and its process into ``pid<N>``. A test steers a running job by files in the
 folder: the job ends after the step during which ``stop`` appears, and the pipeline ``slow_pipeline`` is slow while
-``slow`` is there. The last rank's connections with others break when ``cut`` appears. A job that is ``followed`` writes
-each loss to ``losses.csv``, and saves a checkpoint when ``save`` appears, which it then removes.
+``slow`` is there. The last rank's connections with others break when ``cut`` appears. A job with ``end_by`` ends in
+that manner when ``end`` appears. A job that is ``followed`` writes each loss to ``losses.csv``, and saves a checkpoint
+when ``save`` appears, which it then removes.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import itertools
 import json
 import os
@@ -21,17 +21,17 @@ from datetime import timedelta
 from pathlib import Path
 
 import deepspeed
+import no_shared_memory  # noqa: F401
 import psutil
 import torch
 from cut_connections import Connected
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
+from job_parts import WIDTH, config, hash_of
 from torch import nn
 
 import perseus_ds
-
-WIDTH = 16
 
 
 class Block(nn.Module):
@@ -85,8 +85,8 @@ def pipeline_module(job: dict) -> PipelineModule:
 
 
 def dtype_of(job: dict) -> torch.dtype:
-    config = job.get("deepspeed", {})
-    return torch.half if "fp16" in config else torch.bfloat16 if "bf16" in config else torch.float32
+    keys = job.get("deepspeed", {})
+    return torch.half if "fp16" in keys else torch.bfloat16 if "bf16" in keys else torch.float32
 
 
 def main() -> None:
@@ -104,21 +104,15 @@ def main() -> None:
     module = pipeline_module(job)
     for layer in module.forward_funcs[: max(0, job.get("frozen_layers", 0) - module._local_start)]:
         layer.requires_grad_(False)
-    config = {
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_accumulation_steps": job["micro_batches"],
-        "steps_per_print": 1000,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
-        **job.get("deepspeed", {}),
-    }
+    settings = config(8, job["micro_batches"], **job.get("deepspeed", {}))
     if job.get("perseus") is not None:
-        config["perseus"] = job["perseus"]
+        settings["perseus"] = job["perseus"]
     job["connected"] = Connected()
     engine, *_ = perseus_ds.initialize(
         # An optimizer wants parameters, be they frozen.
         model=module,
         model_parameters=list(module.parameters()),
-        config=config,
+        config=settings,
     )
     rank = torch.distributed.get_rank()
     nan_at = job["nan_step"] * job["micro_batches"] if "nan_step" in job else None
@@ -130,15 +124,12 @@ def main() -> None:
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     report = train(engine, module, data, job, folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    weights = hashlib.sha256()
-    for _, value in sorted(module.state_dict().items()):
-        weights.update(value.float().numpy().tobytes())  # which represents every bf16 and fp16
     perseus = getattr(engine, "perseus", None)
     report |= {
         "engine": type(engine).__name__,
         "attached": perseus is not None,
         "bases": [base.__name__ for base in type(engine).__mro__],
-        "weights": weights.hexdigest(),
+        "weights": hash_of(module.state_dict().items()),
         "random": torch.rand(1).item(),
         "skipped_steps": engine.skipped_steps,
         "plan": perseus is not None and perseus.runtime.next.plan is not None,
@@ -150,8 +141,9 @@ def main() -> None:
 
 
 def train(engine, module, data, job: dict, folder: Path) -> dict:
-    """Train until the job's last step, phase or order to stop; return what to report."""
+    """Train until the job's last step, phase or order to stop; return what to report, such as the policy's plans."""
     losses: list[float] = []
+    plans: list[int | None] = []
     resources: list[dict[str, int]] = []
     last_phase, left_in_phase = job.get("until", (None, 0))
     if "policy" in job:
@@ -171,6 +163,8 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         if "buckets" in job:
             engine.reset_activation_shape()
         losses.append(float(engine.train_batch(data)))
+        if getattr(engine, "perseus", None) is not None:
+            plans.append(engine.perseus.runtime.next.status.get("plan"))
         follow(engine, job, folder, step, losses[-1])
         if last_phase is not None:
             left_in_phase -= engine.perseus.phase == last_phase
@@ -182,9 +176,9 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
             losses.append(float(engine.eval_batch(batches(3))))
         if step in job.get("look_after", ()):
             resources.append(resources_of(engine))
-        if step == job.get("end_after"):
+        if "end_by" in job and is_ordered(folder / "end"):
             end(job["end_by"], rank)
-    return {"losses": losses, "resources": resources}
+    return {"losses": losses, "resources": resources, "plans": plans}
 
 
 def follow(engine, job: dict, folder: Path, step: int, loss: float) -> None:

@@ -1,6 +1,7 @@
 """Schedules and profiles that several tests share."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -101,3 +102,9 @@ def synthetic_profile(
                 power_w = 120 + 230 * (clock / 1410) ** 3
                 rows.append(Measurement(stage, kind, clock, time_s, power_w * time_s))
     return StageProfile(rows, ProfileInfo(**info))
+
+
+def scaled(profile: StageProfile, *, time: float = 1.0, energy: float = 1.0) -> StageProfile:
+    """The profile with all times and energies multiplied."""
+    rows = profile.measurements
+    return StageProfile([replace(m, time_s=m.time_s * time, energy_j=m.energy_j * energy) for m in rows], profile.info)

@@ -1,19 +1,16 @@
 """Jobs that train small stages by a schedule of torch on real ranks, one after the other in the same processes.
 
-Started with the path of a folder whose ``jobs.json`` describes them. Every rank writes ``rank<N>.json``: for each job,
-the losses and a hash of the weights after each step, a random number drawn at its end, and what Perseus says of itself.
+Started by ``job.run_jobs``. Reported of each job are the losses, a hash of the weights and the next random number after
+each step, what Perseus says of itself, and what it leaves at the end.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from job_parts import WIDTH, Block, hash_of, next_random_number, train_jobs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
@@ -22,36 +19,23 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 import perseus_ds
 from perseus_ds.engines.torch_pipelining.order import read_class
 
-WIDTH = 16
 ROWS = 4
-
-
-class Block(nn.Module):
-    """Layers with dropout, whose random numbers a careless observer would disturb."""
-
-    def __init__(self, repeat: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(repeat))
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = hidden + torch.tanh(layer(hidden))
-        return self.dropout(hidden)
+STAGES_PER_RANK = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "LoopedBFS": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
+"""The schedules of torch, and how many stages the tests put on each rank."""
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results: list[dict[str, Any]] = []
-    for job in json.loads((folder / "jobs.json").read_text()):
-        # Until its phase, or as many as the longest job before it: how many that takes depends on the machine.
-        steps = {"steps": sys.maxsize if "until" in job else max((len(done["weights"]) for done in results), default=0)}
-        results.append(train({**steps, **job}, folder))
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    train_jobs(train)
 
 
 def schedule_of(job: dict[str, Any], group: dist.ProcessGroup) -> tuple[Any, list[nn.Module]]:
@@ -78,7 +62,7 @@ def schedule_of(job: dict[str, Any], group: dist.ProcessGroup) -> tuple[Any, lis
     return made, layers
 
 
-def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
     """Train by one schedule; return what to report."""
     pipelines = job.get("pipelines", 1)
     mesh = init_device_mesh("cpu", (pipelines, dist.get_world_size() // pipelines), mesh_dim_names=("dp", "pp"))
@@ -110,29 +94,19 @@ def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         report["losses"].append([repr(loss.item()) for loss in losses])
-        weights = hashlib.sha256()
-        for block in layers:
-            for _, value in sorted(block.state_dict().items()):
-                weights.update(value.numpy().tobytes())
-        report["weights"].append(weights.hexdigest())
-        report["random_after"].append(next_random_number())
+        report["weights"].append(hash_of(*(block.named_parameters() for block in layers)))
         if step == job.get("evaluate_after"):
             schedule.eval(*arguments, target=targets.get("target"), losses=losses if targets else None)
             report["losses"].append([repr(loss.item()) for loss in losses])
+        report["random_after"].append(next_random_number())
     if attachment is not None:
         perseus_ds.detach(schedule)
-    report["random"] = next_random_number()
+    report["random_after"][-1] = next_random_number()
     report["left"] = [
         sorted({"step", "eval", "_maybe_compute_loss", "perseus"} & vars(schedule).keys()),
         [name for stage in stages for name in vars(stage) if name.endswith("_chunk") or name == "perform_reduce_grad"],
     ]
     return report
-
-
-def next_random_number() -> float:
-    """Return the random number that would be drawn next, without drawing it."""
-    with torch.random.fork_rng(devices=[]):
-        return torch.rand(1).item()
 
 
 if __name__ == "__main__":

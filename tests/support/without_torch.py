@@ -9,7 +9,8 @@ import pytest
 _MISSING = frozenset({"torch", "deepspeed", "transformers", "datasets", "hydra", "megatron"})
 _PROCESSES_NEED_IT = (
     "tests/cli/test_command_line.py::test_the_version_is_the_packages",
-    "tests/cli/test_reset_doctor_commands.py::test_doctor_without_a_gpu",
+    "tests/cli/test_command_line.py::test_text_that_cannot_be_printed_is_an_error_in_words[words0]",
+    "tests/cli/test_reset_doctor_commands.py::test_doctor_without_a_driver",
     "tests/cli/test_reset_doctor_commands.py::test_doctor_for_",
     "tests/clients/test_launch.py::test_engines_of_an_untouched_script_get_perseus",
     "tests/examples/test_missing_packages.py",

@@ -7,36 +7,26 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-MEMORY_BYTES = 64 << 20
 _ROOT = Path("/sys/fs/cgroup")
-# With the unified hierarchy alone, or with one of version 1 for each resource.
-_KILLED = [_ROOT / "unified", _ROOT]
-_LIMITED = [(_ROOT / "memory", "memory.limit_in_bytes"), (_ROOT, "memory.max")]
+_BYTES = str(64 << 20)
+# For each kind its parents, with the unified hierarchy alone or with one of version 1 for each resource; a file that
+# the cgroup must have there, and what is written into that.
+_KINDS = {
+    "killed as a whole": [(_ROOT / "unified", "cgroup.kill", ""), (_ROOT, "cgroup.kill", "")],
+    "of little memory": [(_ROOT / "memory", "memory.limit_in_bytes", _BYTES), (_ROOT, "memory.max", _BYTES)],
+}
 
 
 @contextlib.contextmanager
-def killed_as_a_whole(name: str) -> Iterator[Path | None]:
-    """A cgroup with a file ``cgroup.kill``; None where this system has none that may be made."""
-    with contextlib.ExitStack() as made:
-        for parent in _KILLED:
-            cgroup = made.enter_context(_cgroup(parent, name))
-            if cgroup is not None and (cgroup / "cgroup.kill").exists():
-                yield cgroup
-                return
-        yield None
-
-
-@contextlib.contextmanager
-def of_little_memory(name: str) -> Iterator[Path | None]:
-    """A cgroup whose processes the kernel kills if they use more than 64 MiB; None where this system has none."""
-    with contextlib.ExitStack() as made:
-        for parent, limit in _LIMITED:
-            cgroup = made.enter_context(_cgroup(parent, name))
-            if cgroup is not None and (cgroup / limit).exists():
-                (cgroup / limit).write_text(str(MEMORY_BYTES))
-                yield cgroup
-                return
-        yield None
+def new_cgroup(kind: str, name: str) -> Iterator[Path | None]:
+    """A cgroup of a kind, which is removed at the end; None where this system has none that may be made."""
+    cgroup = next(filter(None, (_make(parent / name, *file) for parent, *file in _KINDS[kind])), None)
+    try:
+        yield cgroup
+    finally:
+        if cgroup is not None:
+            with contextlib.suppress(OSError):
+                cgroup.rmdir()
 
 
 def join(cgroup: Path) -> None:
@@ -44,19 +34,14 @@ def join(cgroup: Path) -> None:
     (cgroup / "cgroup.procs").write_text(str(os.getpid()))
 
 
-@contextlib.contextmanager
-def _cgroup(parent: Path, name: str) -> Iterator[Path | None]:
-    """Make a cgroup; it is removed at the end, when its processes must have ended."""
-    cgroup = parent / name
-    try:
-        if not (parent / "cgroup.procs").exists():
-            raise OSError
-        cgroup.mkdir()
-    except OSError:
-        yield None
-        return
-    try:
-        yield cgroup
-    finally:
+def _make(cgroup: Path, file: str, content: str) -> Path | None:
+    """Make a cgroup and set its limit; None where that is not possible."""
+    if (cgroup.parent / "cgroup.procs").exists():
         with contextlib.suppress(OSError):
+            cgroup.mkdir()
+            if (cgroup / file).exists():
+                if content:
+                    (cgroup / file).write_text(content)
+                return cgroup
             cgroup.rmdir()
+    return None

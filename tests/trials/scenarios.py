@@ -6,33 +6,39 @@ import os
 import signal
 import time
 from functools import partial
+from typing import Any
 
+import psutil
 from stub_nvml.controller import StubNvml
 from trials.light_job import ENDS
 from trials.trial import Scenario, Trial, kill, send
 
-_TO_RANKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGKILL)
+_TERM, _INT, _HUP, _KILL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL
+_TO_RANKS = (_TERM, _INT, _HUP, signal.SIGQUIT, signal.SIGXCPU, _KILL)
+_SIGNALS = {
+    "one rank": _TO_RANKS,
+    "all ranks": _TO_RANKS,
+    "the launcher": (_TERM, _INT, _HUP),
+    "the process group": (_TERM, _INT, _KILL),
+}
 
 
-def _all_ranks(trial: Trial, number: int) -> float:
-    return send(trial.ranks, number)
+def _send(number: signal.Signals, to: str, trial: Trial) -> float:
+    if to == "the process group":
+        now_s = time.monotonic()
+        os.killpg(trial.launcher.pid, number)
+        return now_s
+    ranks = trial.ranks
+    if to == "one rank":
+        ranks = [trial.draw.choice(ranks)]
+    elif to == "the launcher":  # the process that has started them
+        ranks = [psutil.Process(ranks[0].ppid())]
+    return send(ranks, number)
 
 
-def _one_rank(trial: Trial, number: int) -> float:
-    return send([trial.draw.choice(trial.ranks)], number)
-
-
-def _launcher(trial: Trial, number: int) -> float:
-    """Tell the process that has started the ranks."""
-    parent = trial.ranks[0].parent()
-    assert parent is not None
-    return send([parent], number)
-
-
-def _group(trial: Trial, number: int) -> float:
-    now_s = time.monotonic()
-    os.killpg(trial.launcher.pid, number)
-    return now_s
+def _signal(number: signal.Signals, to: str, name: str = "{}", **more: Any) -> Scenario:
+    """A signal to ``to``, of :data:`_SIGNALS`; the scenario's name has that in the place of ``{}``."""
+    return Scenario(name.format(f"{number.name} to {to}"), partial(_send, number, to), **more)
 
 
 def _tree(trial: Trial) -> float:
@@ -61,16 +67,9 @@ def _guardian_then_ranks_soon(trial: Trial) -> float:
     return kill(trial.tree)
 
 
-def _term_then_kill(trial: Trial) -> float:
+def _term_then_kill(after_s: float, trial: Trial) -> float:
     now_s = send(trial.ranks, signal.SIGTERM)
-    time.sleep(0.02)
-    kill(trial.tree)
-    return now_s
-
-
-def _term_that_is_ignored(trial: Trial) -> float:
-    now_s = send(trial.ranks, signal.SIGTERM)
-    time.sleep(0.5)
+    time.sleep(after_s)
     kill(trial.tree)
     return now_s
 
@@ -85,9 +84,10 @@ def _term_while_one_is_stopped(trial: Trial) -> float:
 
 
 def _twice(trial: Trial) -> float:
-    now_s = send(trial.ranks, signal.SIGINT)
+    ranks = trial.ranks
+    now_s = send(ranks, signal.SIGINT)
     time.sleep(0.005)
-    send(trial.ranks, signal.SIGINT)
+    send(ranks, signal.SIGINT)
     return now_s
 
 
@@ -122,19 +122,14 @@ def _slow_driver(node: StubNvml) -> None:
 
 
 LIGHT = [
-    *(Scenario(f"{number.name} to one rank", partial(_one_rank, number=number)) for number in _TO_RANKS),
-    *(Scenario(f"{number.name} to all ranks", partial(_all_ranks, number=number)) for number in _TO_RANKS),
-    *(
-        Scenario(f"{number.name} to the launcher", partial(_launcher, number=number))
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    ),
-    *(
-        Scenario(f"{number.name} to the process group", partial(_group, number=number))
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
-    ),
+    *(_signal(number, to) for to, numbers in _SIGNALS.items() for number in numbers),
     Scenario("SIGKILL to launcher and ranks", _tree),
-    Scenario("SIGTERM, 20 ms later SIGKILL", _term_then_kill),
-    Scenario("SIGTERM, on which the script goes on; SIGKILL", _term_that_is_ignored, settings={"ignores_term": True}),
+    Scenario("SIGTERM, 20 ms later SIGKILL", partial(_term_then_kill, 0.02)),
+    Scenario(
+        "SIGTERM, on which the script goes on; SIGKILL",
+        partial(_term_then_kill, 0.5),
+        settings={"ignores_term": True},
+    ),
     Scenario("SIGTERM while one rank is stopped; SIGKILL", _term_while_one_is_stopped),
     Scenario("SIGINT twice", _twice),
     *(
@@ -146,23 +141,19 @@ LIGHT = [
         for name in ENDS
     ),
     *(
-        Scenario(f"{name}, with loader workers", end, settings={"workers": 2})
-        for name, end in (
-            ("SIGKILL to one rank", partial(_one_rank, number=signal.SIGKILL)),
-            ("SIGKILL to all ranks", partial(_all_ranks, number=signal.SIGKILL)),
-            ("SIGTERM to all ranks", partial(_all_ranks, number=signal.SIGTERM)),
-        )
+        _signal(number, to, "{}, with loader workers", settings={"workers": 2})
+        for number, to in ((_KILL, "one rank"), (_KILL, "all ranks"), (_TERM, "all ranks"))
     ),
     *(
-        Scenario(f"{name}, {when}", end, when=phase, settings=settings)
-        for when, phase, settings in (
-            ("starting", "starting", {}),
-            ("profiling", "profile", {}),
-            ("at its end", "closing", {"steps": 20}),
+        scenario
+        for name, when, settings in (
+            ("{}, starting", "starting", {}),
+            ("{}, profiling", "profile", {}),
+            ("{}, at its end", "closing", {"steps": 20}),
         )
-        for name, end in (
-            ("SIGTERM to the process group", partial(_group, number=signal.SIGTERM)),
-            ("SIGKILL to launcher and ranks", _tree),
+        for scenario in (
+            _signal(_TERM, "the process group", name, when=when, settings=settings),
+            Scenario(name.format("SIGKILL to launcher and ranks"), _tree, when=when, settings=settings),
         )
     ),
     Scenario("SIGKILL to all, calls of the driver take 20 ms", _tree, prepare=_slow_driver),
@@ -181,16 +172,12 @@ LIGHT = [
 ]
 
 DEEPSPEED = [
-    Scenario("torchrun: SIGTERM to it", partial(_launcher, number=signal.SIGTERM), launcher="torchrun"),
-    Scenario("torchrun: SIGINT to it", partial(_launcher, number=signal.SIGINT), launcher="torchrun"),
-    Scenario("torchrun: SIGKILL to one rank", partial(_one_rank, number=signal.SIGKILL), launcher="torchrun"),
+    _signal(_TERM, "the launcher", "torchrun: SIGTERM to it", launcher="torchrun"),
+    _signal(_INT, "the launcher", "torchrun: SIGINT to it", launcher="torchrun"),
+    _signal(_KILL, "one rank", "torchrun: {}", launcher="torchrun"),
     Scenario("torchrun: SIGKILL to it and its ranks", _tree, launcher="torchrun"),
     Scenario("torchrun: SIGKILL to all, profiling", _tree, when="profile", launcher="torchrun"),
     # A `deepspeed` of one node does not hand on a SIGTERM: it ends alone, and training goes on.
-    Scenario(
-        "deepspeed: SIGTERM to the process it starts ranks with",
-        partial(_launcher, number=signal.SIGTERM),
-        launcher="deepspeed",
-    ),
+    _signal(_TERM, "the launcher", "deepspeed: SIGTERM to the process it starts ranks with", launcher="deepspeed"),
     Scenario("deepspeed: SIGKILL to it and its ranks", _tree, launcher="deepspeed"),
 ]

@@ -8,8 +8,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ from frontiers import save_random_plan
 from guardians import guardians_of, watched_by
 from job import QUICK_PROFILE
 from stub_nvml.controller import StubGpu, StubNvml
-from trials.cgroups import killed_as_a_whole, of_little_memory
+from trials.cgroups import new_cgroup
 from trials.light_job import RANKS, LightJob, launch
 
 GIVE_UP_S = 300.0
@@ -33,7 +31,7 @@ _LOOK_S = 0.02
 _WITHIN_S = {"starting": 1.5, "profile": 0.25, "run": 0.25, "closing": 0.2}
 """A job is ended at a random moment of so long a time."""
 _SAYS_SO = "died and left the clock of"
-CGROUPS = {"cgroup": killed_as_a_whole, "small_cgroup": of_little_memory}
+_CGROUPS = {"cgroup": "killed as a whole", "small_cgroup": "of little memory"}
 
 
 class NotPossibleError(Exception):
@@ -217,18 +215,18 @@ def _start(scenario: Scenario, trial: Trial, extensions: Path | None, until_the_
         assert extensions is not None
         environment = {**trial.node.environment, "XDG_RUNTIME_DIR": str(trial.folder / "runtime")}
         environment |= {"TORCH_EXTENSIONS_DIR": str(shutil.copytree(extensions, trial.folder / "extensions"))}
-        process = job.start(trial.folder, RANKS, environment, scenario.launcher, perseus=block, steps=1_000_000)
+        with (trial.folder / "output.log").open("w") as output:
+            process = job.start(
+                trial.folder, RANKS, environment, scenario.launcher, output, perseus=block, steps=1_000_000
+            )
         trial.watch(process.pid)
-        output = threading.Thread(target=_keep_output, args=[process, trial.folder / "output.log"])
-        output.start()
-        until_the_end.callback(output.join)
         until_the_end.callback(process.wait)
         until_the_end.callback(trial.kill_all_that_is_left)
         return
     settings = dict(scenario.settings)
-    for name, cgroup in CGROUPS.items():
+    for name, kind in _CGROUPS.items():
         if settings.get(name):
-            settings[name] = until_the_end.enter_context(cgroup(f"perseus-trial-{os.getpid()}"))
+            settings[name] = until_the_end.enter_context(new_cgroup(kind, f"perseus-trial-{os.getpid()}"))
             if settings[name] is None:
                 raise NotPossibleError(f"{scenario.name}: no such cgroup can be made here")
     if scenario.has_systemd:
@@ -237,14 +235,6 @@ def _start(scenario: Scenario, trial: Trial, extensions: Path | None, until_the_
     settings["end_after_s"] = trial.draw.uniform(0.0, 0.25)
     _launch(trial, LightJob(trial.folder, _environment(trial), block, **settings))
     until_the_end.callback(trial.kill_all_that_is_left)
-
-
-def _keep_output(process: subprocess.Popen[str], path: Path) -> None:
-    assert process.stdout is not None
-    with process.stdout, path.open("w") as file:
-        for line in process.stdout:
-            file.write(line)
-            file.flush()
 
 
 def _launch(trial: Trial, light: LightJob) -> None:
@@ -292,12 +282,8 @@ def _is_locked_at(gpu: StubGpu, moment_s: float) -> bool:
 
 def _restored_at_s(gpu: StubGpu) -> float:
     """When a GPU's clock was reset and not locked again; -inf if it was never locked."""
-    restored_s = -math.inf
-    for clock, at_s in zip(reversed(gpu.changes_mhz()), reversed(gpu.change_times_s()), strict=True):
-        if clock:
-            return restored_s
-        restored_s = at_s
-    return -math.inf
+    locked = [number for number, clock in enumerate(gpu.changes_mhz()) if clock]
+    return gpu.change_times_s()[locked[-1] + 1] if locked else -math.inf
 
 
 def _is_restored_later(trial: Trial, *, by_command: bool, says_so: bool) -> bool:
@@ -308,12 +294,8 @@ def _is_restored_later(trial: Trial, *, by_command: bool, says_so: bool) -> bool
         return done.returncode == 0 and not any(node.locked_clocks_mhz())
     left = [(gpu, gpu.change_count) for gpu in node.gpus if gpu.locked_clock_mhz]
     before = trial.output().count(_SAYS_SO)
-    block = {
-        "mode": "run",
-        "frontier": str(trial.folder / "frontier"),
-        "device": "nvml",
-        "output_dir": str(trial.folder / "next"),
-    }
+    block = {"mode": "run", "frontier": str(trial.folder / "frontier"), "device": "nvml"}
+    block["output_dir"] = str(trial.folder / "next")
     _launch(trial, LightJob(trial.folder, _environment(trial), block, steps=3))
     trial.look()
     trial.wait_until(trial.has_ended, "the end of the next job")

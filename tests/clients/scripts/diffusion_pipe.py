@@ -5,12 +5,9 @@ The optimizer of each parameter runs in a hook inside the backward (gradient rel
 
 import deepspeed
 import torch
-from client_job import calls, main
-from client_parts import Block, batches, config
-from deepspeed.pipe import LayerSpec, PipelineModule
+from client_job import Client, calls, config, main, two_stages
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import nn
 
 
 def load_first(steps):
@@ -54,29 +51,23 @@ def reduce_no_gradients(engine):
     calls["reduce_grads"] += 1
 
 
-class DiffusionPipe:
+class DiffusionPipe(Client):
     def __init__(self, keys):
         schedule.TrainSchedule.steps = load_first(schedule.TrainSchedule.steps)
-        model = PipelineModule(
-            [LayerSpec(Block) for _ in range(4)], num_stages=2, loss_fn=nn.MSELoss(), dynamic_shape=True
-        )
+        model = two_stages(dynamic_shape=True)
         settings = {key: value for key, value in config(**keys).items() if key != "optimizer"}
         settings["gradient_clipping"] = 0.0
         self.engine, *_ = deepspeed.initialize(model=model, config=settings)
         self.engine._support_torch_style_backward = True
         PipelineEngine._INSTRUCTION_MAP[schedule.ReduceGrads] = reduce_no_gradients
         self.engine._configure_optimizer(release_gradients, list(model.parameters()))
-        self.data = batches()
-        self.rows = 8
+        super().__init__(keys)
 
     def train(self, folder):
         self.engine.reset_activation_shape()
-        self.rows = 6 if self.engine.global_steps % 16 > 12 else 8
-        data = (tuple(part[: self.rows] for part in batch) for batch in self.data)
+        rows = 6 if self.engine.global_steps % 16 > 12 else 8
+        data = (tuple(part[:rows] for part in batch) for batch in self.data)
         return float(self.engine.train_batch(data))
-
-    def generators(self):
-        return None
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
 """As EasyLLM: a batch size set before the first step, and a backward of its own that keeps count in a global."""
 
 import deepspeed
-from client_job import calls, main
-from client_parts import MICRO_BATCHES, Block, batches, config
-from deepspeed.pipe import LayerSpec, PipelineModule
+from client_job import MICRO_BATCHES, Client, calls, config, main, two_stages
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import nn
 
 GROUP = 3
 counter = -1
@@ -24,21 +21,18 @@ def own_backward(backward):
     return patched
 
 
-class EasyLlm:
+class EasyLlm(Client):
     def __init__(self, keys):
         global counter  # noqa: PLW0603
         counter = -1
-        model = PipelineModule([LayerSpec(Block) for _ in range(4)], num_stages=2, loss_fn=nn.MSELoss())
+        model = two_stages()
         parameters = list(model.parameters())
         settings = config(gradient_accumulation_steps=2, **keys)
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=settings)
         self.engine.set_train_batch_size(self.engine.train_batch_size() * MICRO_BATCHES // 2)
         commands = PipelineEngine._INSTRUCTION_MAP
         commands[schedule.BackwardPass] = own_backward(commands[schedule.BackwardPass])
-        self.data = batches()
-
-    def train(self, folder):
-        return float(self.engine.train_batch(self.data))
+        super().__init__(keys)
 
     def generators(self):
         return counter

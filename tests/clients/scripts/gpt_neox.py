@@ -8,18 +8,25 @@ import base64
 import json
 
 import torch
-from client_job import calls, main
-from client_parts import Block, Projection, batches, config
+from client_job import Client, calls, config, main
 from deepspeed import initialize
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from job_parts import WIDTH, Block, batches
 from torch import nn
 
 SAVED_AT = 2
 
 
-class GptNeox:
+class Projection(nn.Linear):
+    """A layer that is tied to another one."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+
+class GptNeox(Client):
     def __init__(self, keys):
         layers = [
             TiedLayerSpec("ends", Projection),
@@ -44,7 +51,7 @@ class GptNeox:
         self.is_plain = not keys
         text = base64.urlsafe_b64encode(json.dumps(config(**keys)).encode()).decode()
         self.engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=text)
-        self.data = batches()
+        super().__init__(keys)
 
     def train(self, folder):
         if self.engine.global_steps == SAVED_AT:

@@ -2,15 +2,32 @@
 
 import deepspeed
 import torch
-from client_job import calls, main
-from client_parts import WIDTH, Tracker, batches, config
+from client_job import Client, calls, config, main
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from job_parts import WIDTH, batches
 from torch import nn
 
 GROWS_EVERY = 5
+
+
+class Tracker:
+    """The state of a generator beside torch's own, as Megatron's tracker keeps one, here for the CPU."""
+
+    def seed(self, seed):
+        self.state = torch.Generator().manual_seed(seed).get_state()
+
+    def dropout(self, hidden):
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        hidden = nn.functional.dropout(hidden, 0.1)
+        self.state = torch.get_rng_state()
+        torch.set_rng_state(before)
+        return hidden
+
+
 TRACKER = Tracker()
 
 
@@ -40,7 +57,7 @@ class TensorParallel(nn.Module):
         return hidden + SumOverSlices.apply(self.outer(inner), self.groups["slice"])
 
 
-class MegatronDeepSpeed:
+class MegatronDeepSpeed(Client):
     def __init__(self, keys):
         groups = {}
         topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
@@ -76,7 +93,7 @@ class MegatronDeepSpeed:
         return (tuple(part[: self.rows] for part in batch) for batch in data)
 
     def generators(self):
-        return TRACKER.states_["model-parallel-rng"].numpy()
+        return TRACKER.state.numpy()
 
 
 if __name__ == "__main__":

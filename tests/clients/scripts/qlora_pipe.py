@@ -4,9 +4,7 @@ The schedule is that of DPO: each micro-batch also goes through the stages witho
 """
 
 import torch
-from client_job import calls, main
-from client_parts import MICRO_BATCHES, Block, batches, config
-from deepspeed.pipe import LayerSpec, PipelineModule
+from client_job import MICRO_BATCHES, Client, calls, config, main, two_stages
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
@@ -94,7 +92,7 @@ class OwnEngine(PipelineEngine):
         return losses.mean(0)
 
 
-class QloraPipe:
+class QloraPipe(Client):
     def __init__(self, keys):
         PipelineEngine._INSTRUCTION_MAP.update(
             {
@@ -103,7 +101,7 @@ class QloraPipe:
                 ReferenceForwardPass: reference_forward,
             }
         )
-        model = PipelineModule([LayerSpec(Block) for _ in range(4)], num_stages=2, loss_fn=nn.MSELoss())
+        model = two_stages()
         settings = config(**keys)
         self.engine = OwnEngine(
             args=None,
@@ -113,13 +111,11 @@ class QloraPipe:
             config=settings,
             config_class=DeepSpeedConfig(settings, model.mpu()),
         )
-        self.engine.set_dataiterator(batches())
+        super().__init__(keys)
+        self.engine.set_dataiterator(self.data)
 
     def train(self, folder):
         return self.engine.train_batch().tolist()
-
-    def generators(self):
-        return None
 
 
 if __name__ == "__main__":

@@ -2,11 +2,9 @@
 
 import deepspeed
 import torch
-from client_job import calls, main
-from client_parts import Block, batches, config
-from deepspeed.pipe import LayerSpec, PipelineModule
+from client_job import Client, calls, config, main, two_stages
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import nn
+from job_parts import batches
 
 
 def compile_counted(graph, inputs):
@@ -20,16 +18,16 @@ class OwnEngine(PipelineEngine):
         return super().train_batch(*args, **kwargs)
 
 
-class ReferenceModel:
+class ReferenceModel(Client):
     def __init__(self, keys):
         torch._dynamo.reset()
         deepspeed.PipelineEngine = OwnEngine
         self.reference, self.engine = (self.make(keys, seed) for seed in (1, 2))
-        self.data = batches()
+        super().__init__(keys)
 
     def make(self, keys, seed):
         torch.manual_seed(seed)
-        model = PipelineModule([LayerSpec(Block) for _ in range(4)], num_stages=2, loss_fn=nn.MSELoss())
+        model = two_stages()
         parameters = list(model.parameters())
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config(**keys))
         engine.compile(backend=compile_counted)
@@ -38,9 +36,6 @@ class ReferenceModel:
     def train(self, folder):
         reference = float(self.reference.eval_batch(batches(self.engine.global_steps)))
         return [reference, float(self.engine.train_batch(self.data))]
-
-    def generators(self):
-        return None
 
 
 if __name__ == "__main__":

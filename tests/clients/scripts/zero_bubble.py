@@ -4,12 +4,9 @@ import queue
 
 import deepspeed
 import torch
-from client_job import calls, main
-from client_parts import Block, batches, config
-from deepspeed.pipe import LayerSpec, PipelineModule
+from client_job import Client, calls, config, main, two_stages
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import nn
 
 WEIGHTS_LATER = True  # a global that the schedule reads, as scripts' arguments are
 
@@ -82,20 +79,17 @@ def compress(engine):
     calls["compress"] += 1
 
 
-class ZeroBubbleH1:
+class ZeroBubbleH1(Client):
     def __init__(self, keys):
         WeightGradStore.split = 0
         schedule.TrainSchedule = ZeroBubble
         PipelineEngine._INSTRUCTION_MAP.update(
             {BackwardOnlyPass: backward_only, WeightPass: weight_pass, Compress: compress}
         )
-        model = PipelineModule([LayerSpec(Block) for _ in range(4)], num_stages=2, loss_fn=nn.MSELoss())
+        model = two_stages()
         parameters = list(model.parameters())
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config(**keys))
-        self.data = batches()
-
-    def train(self, folder):
-        return float(self.engine.train_batch(self.data))
+        super().__init__(keys)
 
     def generators(self):
         return WeightGradStore.split

@@ -137,7 +137,7 @@ class OneAtATime:
 class VirtualCuda:
     """One stream of CUDA, whose work a simulated GPU does at the clock that it has; launches return at once.
 
-    See ``perseus_ds.clocks.timers.Cuda``.
+    It stands in for the module ``torch.cuda``.
 
     Args:
         time: Its virtual time.

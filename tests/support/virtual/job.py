@@ -59,11 +59,13 @@ class VirtualJob:
         wait_s=0.0,
         transfer_s=0.0,
         micro_batches=3,
+        pipelines=1,
         schedule=None,
         gpu=None,
         device="a100-sxm",
         gpu_class=SimulatedGpu,
         cuda=False,
+        time=None,
         **block,
     ):
         """Begin the job; its first iteration is run by :meth:`train`.
@@ -75,16 +77,18 @@ class VirtualJob:
             wait_s: Time in which the GPU waits after each pass [s].
             transfer_s: Time of a transfer [s].
             micro_batches: Of an iteration.
+            pipelines: Data-parallel ones, whose ranks wait for each other at the end of an iteration.
             schedule: Whatever its ranks execute; it may have several stages on a rank, and transfers under way.
             gpu: Settings of the simulated GPUs.
             cuda: Whether passes are only launched, on a stand-in for CUDA; else they are over when they return.
+            time: The time that it shares with other jobs; by default one of its own.
             block: The rest of the ``perseus`` block.
         """
-        self.time = VirtualTime()
+        self.time = time or VirtualTime()
         self.folder = folder
         self.work_s = [work_s or {Kind.FORWARD: s, Kind.BACKWARD: 2 * s, Kind.TAIL: tail_s} for s in stages_s]
         self.schedule = schedule or one_f_one_b(ranks=len(stages_s), micro_batches=micro_batches)
-        ranks = len(self.schedule.ranks)
+        ranks = pipelines * len(self.schedule.ranks)
         self.slowdowns = [1.0] * ranks
         self.shapes = 1.0
         self.worker = WorkerAtOnce
@@ -101,7 +105,8 @@ class VirtualJob:
             simulated=True,
             gpu=self.gpus[0].name,
             stages=len(stages_s),
-            pipeline_ranks=ranks,
+            pipeline_ranks=len(self.schedule.ranks),
+            data_parallel=pipelines,
             schedule="1f1b",
             micro_batches=self.schedule.micro_batches,
         )
@@ -214,7 +219,10 @@ class VirtualJob:
         self._on_all_ranks(self._begin)
 
     def _begin(self, rank):
-        topology = PipelineTopology(rank, tuple(range(len(self.gpus))))
+        pipeline, _ = self._place(rank)
+        ranks = len(self.schedule.ranks)
+        members = tuple(range(pipeline * ranks, (pipeline + 1) * ranks))
+        topology = PipelineTopology(rank, members, pipeline, len(self.gpus) // ranks)
         self.runtimes[rank] = PerseusRuntime(
             self._job,
             communicator=VirtualCommunicator(self._meetings, topology),
@@ -236,7 +244,7 @@ class VirtualJob:
         shapes = iter(self.shapes if isinstance(self.shapes, list) else itertools.repeat(self.shapes))
         self._iterations[rank] += 1
         with runtime.iteration():
-            for operation in self.schedule.ranks[rank]:
+            for operation in self.schedule.ranks[self._place(rank)[1]]:
                 kind = operation.instruction.kind if isinstance(operation, Compute) else None
                 with runtime.operation(operation, next(shapes) if kind is Kind.FORWARD else 0.0):
                     if kind is not None:
@@ -255,21 +263,25 @@ class VirtualJob:
             used_j = sum(gpu.true_energy_j for gpu in self.gpus) - begin_j
             self.taken.append((phase, self.time.now_s() - begin_s, used_j))
 
+    def _place(self, rank):
+        """Return the pipeline of a rank, and its rank in it."""
+        return divmod(rank, len(self.schedule.ranks))
+
     def _launch(self, rank, operation):
         launched = self.time.now_s(), self.gpus[rank].transfer_delay_s
         for transfer in operation.transfers:
-            self._meetings.bring((self._iterations[rank], transfer), rank, launched)
+            self._meetings.bring((self._iterations[rank], self._place(rank)[0], transfer), rank, launched)
 
     def _await(self, rank, operation):
         for transfer in operation.transfers:
-            sides = self._meetings.wait((self._iterations[rank], transfer), 2).values()
+            sides = self._meetings.wait((self._iterations[rank], self._place(rank)[0], transfer), 2).values()
             launched_s, delay_s = map(max, zip(*sides, strict=True))
             self.time.sleep(max(0.0, launched_s + delay_s + self._transfer_s - self.time.now_s()))
 
     @contextmanager
     def _stand_ins(self):
         with (
-            patch("perseus_ds.profiler.blocking.dist", self._neighbours),
+            patch("perseus_ds.profiler.counter_log.dist", self._neighbours),
             patch("perseus_ds.runtime.frontiers.OptimizeWorker", self.worker),
         ):
             yield
@@ -314,7 +326,6 @@ class WorkerAtOnce:
     def __init__(self, request, log_path):
         self._request = request
         self._result = None
-        self.stopped = False
 
     def remaining_s(self):
         return None
@@ -331,13 +342,14 @@ class WorkerAtOnce:
                 switch_cost_j=request.switch_cost_j,
                 switch_cost_s=request.switch_cost_s,
                 least_dwell_s=request.least_dwell_s,
+                least_swing=request.least_swing,
             )
             frontier.save(request.out)
             self._result = OptimizeResult()
         return self._result
 
     def stop(self):
-        self.stopped = True
+        """There is no process to end."""
 
 
 class RankLeftError(BaseException):
@@ -413,7 +425,8 @@ class VirtualCommunicator(Communicator):
     is_connected = True
 
     def __init__(self, meetings, topology):
-        super().__init__(topology, VirtualChannel(meetings, topology.rank, topology.pipeline_ranks))
+        world_size = topology.pipeline_ranks * topology.data_parallel
+        super().__init__(topology, VirtualChannel(meetings, topology.rank, world_size))
 
 
 class LoneCommunicator(Communicator):
@@ -434,14 +447,15 @@ class VirtualChannel:
     def __init__(self, meetings, rank, world_size, name=()):
         self.rank, self.world_size = rank, world_size
         self._meetings, self._name = meetings, name
-        self._begun = self._channels = 0
+        self._begun = Counter()
+        self._channels = 0
 
     def exchange(self, numbers, content, reduce, among=()):
-        self._begun += 1
-        name = ("collective", *self._name, self._begun)
-        kind = f"exchange of {len(numbers)} among {among or 'all'}"
-        self._meetings.bring(name, self.rank, (kind, numbers, content, reduce))
-        return _Collective(self._meetings, name, self.world_size)
+        ranks = tuple(among) or tuple(range(self.world_size))
+        self._begun[ranks] += 1
+        name = ("collective", *self._name, self._begun[ranks], ranks)
+        self._meetings.bring(name, self.rank, (f"exchange of {len(numbers)}", numbers, content, reduce))
+        return _Collective(self._meetings, name, ranks)
 
     def another(self):
         self._channels += 1
@@ -451,8 +465,8 @@ class VirtualChannel:
 class _Collective:
     """A collective under way; the answer is made once, as by rank 0, when the first rank has what all have brought."""
 
-    def __init__(self, meetings, name, size):
-        self._meetings, self._name, self._size = meetings, name, size
+    def __init__(self, meetings, name, ranks):
+        self._meetings, self._name, self._ranks, self._size = meetings, name, ranks, len(ranks)
         self._result = None
 
     def result(self):
@@ -460,7 +474,7 @@ class _Collective:
             self._meetings.count_wait(self._name, self._size)
             brought = self._meetings.wait(self._name, self._size)
             if "result" not in brought:
-                kinds, numbers, contents, reductions = zip(*(brought[rank] for rank in range(self._size)), strict=True)
+                kinds, numbers, contents, reductions = zip(*(brought[rank] for rank in self._ranks), strict=True)
                 if len(set(kinds)) > 1:
                     raise OrderError(f"{self._name}, by rank: {kinds}")
                 brought["result"] = [reductions[0](np.array(numbers, float), list(contents))]

@@ -1,21 +1,21 @@
-"""Profiles that real ranks measure on simulated GPUs; benchmarks/prediction.py says how accurate they are."""
+"""Profiles that real ranks measure; where something is odd or goes wrong, training is what it would have been."""
 
 import json
+import math
 import signal
 
 import psutil
 import pytest
-from job import QUICK_PROFILE, run, start
+from job import QUICK_PROFILE, assert_same_training, run, start
 from run_log import GIVE_UP_S, wait_until
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.cli.main import main
 from perseus_ds.pipeline.instruction import Kind
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.extended]
 
 
-@pytest.mark.extended
 def test_two_pipelines_of_two_stages_are_profiled_as_one_and_then_run_under_one_plan(tmp_path):
     job = {"ranks": 4, "stages": 2, "work": [4, 2, 2, 1]}
     heavy = {"transfer_s": 0.012, "tail_s": 0.12}
@@ -63,7 +63,6 @@ def is_rank(process):
         return False
 
 
-@pytest.mark.extended
 def test_a_rank_killed_while_profiling_leaves_no_profile(tmp_path):
     slow = {**QUICK_PROFILE, "clock_stride": 1, "min_clock_mhz": 300}
     process = start(tmp_path / "job", 2, perseus={"mode": "profile", "profile": slow}, steps=200)
@@ -76,3 +75,72 @@ def test_a_rank_killed_while_profiling_leaves_no_profile(tmp_path):
     process.communicate(timeout=GIVE_UP_S)
     assert process.returncode != 0
     assert not (folder / "profile.csv").exists()
+
+
+SIMULATED = {"longest_instruction_s": 0.02}
+JOB = {"ranks": 2}
+# The phase that follows profiling.
+AFTER = {"profile": "observe", "auto": "optimizing"}
+
+
+def both(folder, mode, simulated=None, after=None, **job):
+    """Run a job with Perseus until it has profiled, check that one without trains the same, and return the former."""
+    block = {"mode": mode, "profile": QUICK_PROFILE, "simulated": {**SIMULATED, **(simulated or {})}}
+    perseus = run(folder / mode, perseus=block, steps=1000, until=[after or AFTER[mode], 2], **JOB, **job)
+    without = run(folder / "without", steps=len(perseus.ranks[0]["losses"]), **JOB, **job)
+    assert_same_training(perseus, without)
+    return perseus
+
+
+def profile_of(finished):
+    return StageProfile.load(finished.folder / "perseus")
+
+
+def test_one_micro_batch_and_a_slow_energy_counter(tmp_path):
+    profile = profile_of(both(tmp_path, "profile", {"counter_period_s": 0.3}, micro_batches=1))
+    assert profile.info.micro_batches == 1
+    assert {kind for _, kind in profile.keys} >= {Kind.FORWARD, Kind.BACKWARD}
+
+
+def test_a_frozen_first_stage_with_activation_checkpointing(tmp_path):
+    frozen = {"frozen_layers": 2, "checkpoint_every": 1, "deepspeed": {"gradient_clipping": 0.0}}
+    assert profile_of(both(tmp_path, "auto", **frozen)).keys
+
+
+def test_a_loss_that_is_not_a_number_in_a_folder_with_an_odd_name(tmp_path):
+    perseus = both(tmp_path / "lr=0.1, {ß} 'x'", "auto", nan_step=2)
+    assert math.isnan(perseus.ranks[0]["losses"][-1])
+    assert profile_of(perseus).keys
+
+
+def test_fp16_whose_loss_scale_skips_steps_while_profiling(tmp_path):
+    fp16 = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
+    perseus = both(tmp_path, "auto", deepspeed={"fp16": fp16, "zero_optimization": {"stage": 1}})
+    assert perseus.ranks[0]["skipped_steps"] > 3
+    assert profile_of(perseus).keys
+
+
+def test_bf16_with_zero_1_as_on_gpus(tmp_path):
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+    assert profile_of(both(tmp_path, "profile", deepspeed=config)).keys
+
+
+def test_a_full_disk(tmp_path):
+    perseus = both(tmp_path, "auto", after="observe", file_limit_bytes=600)
+    assert not (perseus.folder / "perseus" / "profile.csv").exists()
+    assert perseus.output.count("Training goes on at default clocks") == 2  # once on each rank
+
+
+def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path):
+    block = {"mode": "profile", "profile": QUICK_PROFILE, "simulated": SIMULATED}
+    job = {"perseus": block, "steps": 1000, "until": ["observe", 1], **JOB}
+    assert run(tmp_path / "job", **job).ranks
+    folder = tmp_path / "job" / "perseus"
+    first = StageProfile.load(folder / "measured.csv")
+    # As if killed after the last clock of a second search, but before its profile was written.
+    (folder / "measured.csv").touch()
+    again = run(tmp_path / "job", **job)
+    assert again.ranks
+    assert "already measured" in again.output
+    passes = [m for m in StageProfile.load(folder / "measured.csv").measurements if m.kind is not Kind.TAIL]
+    assert passes == [m for m in first.measurements if m.kind is not Kind.TAIL]
