@@ -13,11 +13,10 @@ demo: $(READY)  ## Profile, optimise and train GPT-3 (tiny) on four pipeline sta
 	$(BIN)/python examples/gpt3/demo.py
 
 test: $(READY)  ## Unit tests, and integration tests that launch real DeepSpeed ranks.
-	$(BIN)/pytest -m "not integration and not extended" -n 2
-	$(BIN)/pytest -m "integration and not extended" -n 2
+	$(BIN)/pytest -m "not extended" -n 2 --dist worksteal
 
 test-unit: $(READY)  ## Unit tests only.
-	$(BIN)/pytest -m "not integration and not extended" -n 2
+	$(BIN)/pytest -m "not integration and not extended" -n 2 --dist worksteal
 
 test-busy: $(READY)  ## `make test` three times in a row while two processes keep two cores busy.
 	$(BIN)/python tests/support/while_busy.py $(MAKE) test

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from perseus_ds.clocks.latency import LatencyTable
+from perseus_ds.clocks.readback import LatencyTable
 from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.gpu import simulated
 from perseus_ds.gpu.simulated import CONDITIONS

@@ -21,9 +21,9 @@ sys.path[:0] = [str(ROOT)]
 
 from perseus_ds.artifacts.frontier import SLOWDOWNS, Alternative, AlternativePoint  # noqa: E402
 from perseus_ds.artifacts.profile import StageProfile  # noqa: E402
-from perseus_ds.optimizer import optimize, problem_for  # noqa: E402
+from perseus_ds.optimizer import optimize, with_alternatives  # noqa: E402
 from perseus_ds.optimizer.alternatives import THROTTLED, capped, point_of  # noqa: E402
-from perseus_ds.optimizer.problem import Problem  # noqa: E402
+from perseus_ds.optimizer.problem import Problem, problem_for  # noqa: E402
 from perseus_ds.pipeline.commands import read_schedule, schedule_class  # noqa: E402
 from perseus_ds.pipeline.instruction import Kind  # noqa: E402
 
@@ -57,7 +57,7 @@ def main() -> None:
         profile = StageProfile.load(PROFILES / f"gpt3-175b_{gpu}.csv")
         for micro_batches in MICRO_BATCHES:
             schedule = read_schedule(schedule_class("1f1b"), ranks=8, micro_batches=micro_batches)
-            frontier = optimize(schedule, profile, blocking_power_w=power_w)
+            frontier = with_alternatives(optimize(schedule, profile, blocking_power_w=power_w), schedule, profile)
             points = sorted(zeus_per_stage(problem_for(schedule, profile, power_w)), key=lambda p: -p.energy_j)
             per_stage = Alternative("ZeusPerStage (a power cap for each stage)", tuple(points))
             frontier = replace(frontier, alternatives=(*frontier.alternatives, per_stage))

@@ -24,8 +24,9 @@ from milp import solve_milp  # type: ignore[import-not-found]  # run as a script
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import Measurement, StageProfile
-from perseus_ds.optimizer import optimize, problem_for
+from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.network import Network
+from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.optimizer.relaxation import Relaxation
 from perseus_ds.pipeline.commands import read_schedule, schedule_class, stages_per_rank
 from perseus_ds.pipeline.instruction import Kind

@@ -26,9 +26,9 @@ from milp import solve_held_milp  # type: ignore[import-not-found]  # run as a s
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import DeadlineError
-from perseus_ds.optimizer import optimize, problem_for
+from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.network import Network
-from perseus_ds.optimizer.problem import Problem
+from perseus_ds.optimizer.problem import Problem, problem_for
 from perseus_ds.optimizer.runs import RunSearch
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.instruction import Kind
@@ -118,8 +118,8 @@ def plain_savings(schedule: Schedule, profile: StageProfile, power_w: float, dwe
                     else:
                         trial[rank][phase] = below[rank][phase][own[phase]]
                     plan = problem.evaluate(clocks(trial))
-                    saved_j = now.energy_j - problem.waiting_energy_j(now.time_s)
-                    saved_j -= plan.energy_j - problem.waiting_energy_j(plan.time_s)
+                    saved_j = now.energy_j - problem.waiting_power_w * now.time_s
+                    saved_j -= plan.energy_j - problem.waiting_power_w * plan.time_s
                     if plan.time_s <= limit_s and saved_j > 0 and is_held(trial):
                         moves.append((saved_j / max(plan.time_s - now.time_s, 1e-9), trial, plan))
             if not moves:
@@ -153,7 +153,7 @@ def compare_with_milp(gpu: str, pairs: Sequence[float], time_limit_s: float) -> 
         above_plan, above_bound = [], []
         for time_s, plan in zip(deadline_s.tolist(), search.plans(deadline_s), strict=True):
             assert plan is not None
-            ours_j = plan.cost_j + problem.waiting_energy_j(time_s)
+            ours_j = plan.cost_j + problem.waiting_power_w * time_s
             found = solve_held_milp(network, search, time_s, time_limit_s)
             above_plan.append(np.nan if found.plan_j is None else ours_j / found.plan_j - 1)
             above_bound.append(ours_j / found.bound_j - 1)

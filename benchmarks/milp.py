@@ -54,7 +54,7 @@ def solve_milp(problem: Problem, deadline_s: float, time_limit_s: float) -> Milp
         ),
         options={"time_limit": time_limit_s, "mip_rel_gap": 1e-5},
     )
-    waiting_j = problem.waiting_energy_j(deadline_s)
+    waiting_j = problem.waiting_power_w * deadline_s
     return MilpResult(
         bound_j=float(solution.mip_dual_bound) + waiting_j,
         plan_j=None if solution.x is None else float(solution.fun) + waiting_j,
@@ -133,7 +133,7 @@ def solve_held_milp(network: Network, search: RunSearch, deadline_s: float, time
         ),
         options={"time_limit": time_limit_s, "mip_rel_gap": 1e-4},
     )
-    waiting_j = network.problem.waiting_energy_j(deadline_s)
+    waiting_j = network.problem.waiting_power_w * deadline_s
     return MilpResult(
         bound_j=float(solution.mip_dual_bound) + waiting_j,
         plan_j=None if solution.fun is None else float(solution.fun) + waiting_j,

@@ -8,9 +8,11 @@ without the ``torch.cuda.synchronize()`` it does at every instruction: there is 
 reason ours is without the CUDA events that it records there.
 
 Per instruction, the clock changes every time, early requests among them. In iterations of DeepSpeed it changes as often
-as plans change it, which hold a clock for at least twice the driver's latency. Each process measures both modes, in
-turns with iterations of the same engine without Perseus; figures are means over processes with their standard errors,
-printed as soon as a process has them.
+as plans change it, which hold a clock for at least twice the driver's latency. A pass either takes its time whatever
+the host does, as with an accelerator: the host computes in Python for half of it, as one that launches kernels, and
+waits for the rest. Or the processor computes it, and what runs beside it slows it down. Each process measures both
+modes, in turns with iterations of the same engine without Perseus; figures are means over processes with their standard
+errors, printed as soon as a process has them.
 """
 
 from __future__ import annotations
@@ -32,14 +34,21 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MICRO_BATCHES, ITERATIONS = 64, 60
-# Time of a pass [s], micro-batches, processes, and turns in each of them. Passes of large models take 20 to 300 ms.
-ENGINES = {"0.2 s": (0.01, 10, 5, 16), "2 s": (0.1, 10, 2, 3)}
+# Time of a pass [s], who takes it, micro-batches, processes, and turns in each of them. Passes of large models take 20
+# to 300 ms.
+ENGINES = {
+    "0.2 s": (0.01, "an accelerator", 10, 5, 12),
+    "0.2 s on the processor": (0.01, "the processor", 10, 5, 12),
+    "2 s": (0.1, "an accelerator", 10, 2, 3),
+}
 _ITERATIONS_OF_TURN = 3
 MODES = ("observe", "run")
 CLOCKS_MHZ = (1410, 1200)
 INSTRUCTION_S = 0.05
 LATENCY_S = 0.015
 LAYERS = 4
+# time.sleep returns so much late at most, nearly always [s].
+_SLEEPS_LATE_S = 0.0004
 
 
 def main() -> None:
@@ -61,8 +70,8 @@ def main() -> None:
         stub.gpus[0].lock_latency_s = LATENCY_S
         child = partial(run, folder=Path(folder), environment=stub.environment)
         report_instruction(child)
-        for name, (pass_s, micro_batches, processes, _) in ENGINES.items():
-            passes = f"{2 * micro_batches} passes of {1e3 * pass_s:.0f} ms"
+        for name, (pass_s, whose, micro_batches, processes, _) in ENGINES.items():
+            passes = f"{2 * micro_batches} passes of {1e3 * pass_s:.0f} ms that {whose} takes"
             say(f"Iterations of DeepSpeed's pipeline engine, one stage, {passes}:")
             report_engines(name, child, arguments.processes or processes)
 
@@ -218,7 +227,7 @@ def _repeat(iteration: Callable[[], None]) -> None:
         time.sleep(0.02)
 
 
-def engines(pass_s: float, micro_batches: int, turns: int) -> list[float]:
+def engines(pass_s: float, whose: str, micro_batches: int, turns: int) -> list[float]:
     """Return five figures for each mode.
 
     They are seconds per iteration of DeepSpeed alone, what Perseus adds to it, its standard error, what a second turn
@@ -233,7 +242,7 @@ def engines(pass_s: float, micro_batches: int, turns: int) -> list[float]:
 
     held = max(1, math.ceil(2 * LATENCY_S / pass_s))
     _, frontier = _plan(micro_batches=micro_batches, held=held)
-    engine = _engine(None, pass_s, micro_batches)
+    engine = _engine(None, pass_s, micro_batches, whose)
     plain = type(engine)
     data = iter(lambda: (torch.zeros(1, 8), torch.zeros(1, 8)), None)
     found: list[float] = []
@@ -281,7 +290,7 @@ def _timed(engine: Any, data: Any) -> tuple[float, float]:
     return time.perf_counter() - began_s, time.thread_time() - began_cpu_s
 
 
-def _engine(block: dict[str, Any] | None, pass_s: float, micro_batches: int) -> Any:
+def _engine(block: dict[str, Any] | None, pass_s: float, micro_batches: int, whose: str = "the processor") -> Any:
     import deepspeed
     import torch
     from deepspeed.pipe import LayerSpec, PipelineModule
@@ -291,7 +300,7 @@ def _engine(block: dict[str, Any] | None, pass_s: float, micro_batches: int) -> 
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
-    work = _work(pass_s / LAYERS)
+    work = {"an accelerator": _waiting, "the processor": _hashing}[whose](pass_s / LAYERS)
     layers = [LayerSpec(_working_layer(), work) for _ in range(LAYERS)]
     module = PipelineModule(layers=layers, num_stages=1, loss_fn=torch.nn.MSELoss())
     config: dict[str, Any] = {
@@ -306,7 +315,21 @@ def _engine(block: dict[str, Any] | None, pass_s: float, micro_batches: int) -> 
     return built
 
 
-def _work(duration_s: float) -> Callable[[], object]:
+def _waiting(duration_s: float) -> Callable[[], object]:
+    """Return a function that computes in Python for half of some time [s], waits, and returns when the time is over."""
+
+    def work() -> None:
+        began_s = time.perf_counter()
+        while time.perf_counter() < began_s + duration_s / 2:
+            pass
+        time.sleep(duration_s / 2 - _SLEEPS_LATE_S)
+        while time.perf_counter() < began_s + duration_s:
+            pass
+
+    return work
+
+
+def _hashing(duration_s: float) -> Callable[[], object]:
     """Return a function that computes for some time [s] without Python's lock, and the same each time.
 
     It uses no memory to speak of: iterations of matrix multiplications differ by one to two percent with where their
@@ -356,7 +379,7 @@ def _working_layer() -> type:
 CHILDREN: dict[str, Callable[[], list[float]]] = {
     "perseus": perseus,
     "zeus": zeus,
-    **{name: partial(engines, size[0], size[1], size[3]) for name, size in ENGINES.items()},
+    **{name: partial(engines, *size[:3], size[4]) for name, size in ENGINES.items()},
 }
 
 

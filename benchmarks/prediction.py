@@ -10,7 +10,6 @@ time, so another job on the machine shows in the figures: run it on an idle mach
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -20,9 +19,8 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 
-from forked import run_ranks  # type: ignore[import-not-found]  # noqa: E402
 from frontiers import MODEL, save_mixed_plan, save_true_frontier  # type: ignore[import-not-found]  # noqa: E402
-from job import ENVIRONMENT, QUICK_PROFILE, Running, run, run_while  # type: ignore[import-not-found]  # noqa: E402
+from job import QUICK_PROFILE, Running, run, run_jobs, run_while  # type: ignore[import-not-found]  # noqa: E402
 from run_log import events, iterations, records  # type: ignore[import-not-found]  # noqa: E402
 
 from perseus_ds.artifacts.profile import StageProfile  # noqa: E402
@@ -94,11 +92,7 @@ def megatron(folder: Path, ranks: int, **job: Any) -> Figures:
         # Longer than what four ranks compute for real meanwhile.
         common = {"device": "simulated", "simulated": {"longest_instruction_s": 0.15}}
         block = {"mode": mode, "output_dir": str(folder / mode), **common, **perseus}
-        place = folder / f"{mode} job"
-        place.mkdir()
-        (place / "jobs.json").write_text(json.dumps([{**job, **more, "perseus": block}]))
-        returncode, output = run_ranks(place, ranks, ENVIRONMENT, [str(MEGATRON_JOB), str(place)])
-        assert returncode == 0, output[-4000:]
+        run_jobs(folder / f"{mode} job", ranks, MEGATRON_JOB, {mode: {**job, **more, "perseus": block}})
         return folder / mode
 
     measured = {"min_clock_mhz": 900, "warm_up": 5}

@@ -25,7 +25,7 @@ from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.decisions import Decision, Situation, decide, options_of
-from perseus_ds.policy.hourly_programme import Option, Timetable, cheapest
+from perseus_ds.policy.hourly_programme import Option, cheapest
 from perseus_ds.policy.policies import CheapestPolicy
 from perseus_ds.policy.signals import MOST_SIGNAL_VALUES, Numbers, Signal
 
@@ -210,8 +210,7 @@ def run_cheapest(frontier: Frontier, policy: CheapestPolicy, signal: Signal) -> 
 class _Job:
     def __init__(self, frontier: Frontier, policy: CheapestPolicy, signal: Signal) -> None:
         self._frontier, self._policy, self._signal = frontier, policy, signal
-        self._timetable: Timetable | None = None
-        self._running: int | None = None
+        self._before: Decision | None = None
         self.now_s = MONDAY.timestamp()
         self.step = 0
         self.bound = math.nan
@@ -220,11 +219,11 @@ class _Job:
 
     def decide(self, iterations_ahead: int) -> Decision:
         known = situation_of(self._frontier, self._signal, self.step, self.now_s)
-        known = replace(known, running=self._running, iterations_ahead=iterations_ahead, timetable=self._timetable)
+        known = replace(known, iterations_ahead=iterations_ahead, before=self._before)
         begin_s = time.perf_counter()
         decision = decide(self._policy, self._frontier, known)
         self.took_s.append(time.perf_counter() - begin_s)
-        self._timetable, self._running = decision.timetable, decision.plan
+        self._before = decision
         if decision.timetable is not None and math.isnan(self.bound):
             self.bound = decision.timetable.bound
         return decision

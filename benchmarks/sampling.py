@@ -21,7 +21,8 @@ from scipy.interpolate import PchipInterpolator
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.gpu.device_models import DEVICES
-from perseus_ds.optimizer import optimize, problem_for
+from perseus_ds.optimizer import optimize
+from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule

@@ -43,7 +43,7 @@ from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_records import FILE_NAME, ClockRefused, read_records
 from perseus_ds.clocks.controller import ClockController
 from perseus_ds.clocks.events import PassedEvent
-from perseus_ds.clocks.timers import FinishedIteration, HostExecution, Span
+from perseus_ds.clocks.timers import FinishedIteration, HostExecution
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.instruction import Kind
@@ -109,15 +109,15 @@ class RealRank:
         self.training_s: list[float] = []
         self.driver = ModeDriver(job, self._rank, self.recorder, self.control, on_error=_raise)
         self.recorder.start(job.started(communicator, gpu.name))
-        self._spans = [
-            Span(Compute(instruction), 0.01 * number, 0.01 * number + 0.009)
+        self._marks = [
+            (Compute(instruction), PassedEvent(0.01 * number), PassedEvent(0.01 * number + 0.009))
             for number, instruction in enumerate(schedule.instructions[communicator.topology.pipeline_rank])
         ]
 
     def iterate(self, slow: float) -> None:
         """End an iteration, and report it."""
         end_s = ITERATION_S * slow
-        finished = FinishedIteration(PassedEvent(0.0), PassedEvent(end_s), lambda: end_s, lambda: self._spans)
+        finished = FinishedIteration(PassedEvent(0.0), PassedEvent(end_s), self._marks)
         energy_j = energy_of(self.driver.next.phase)
         seen = IterationMeasurement(finished, lambda: energy_j, lambda: True, (0.0, end_s), {}, False)
         own = RankReport(math.nan, math.nan, 12, 0, False, 1200.0, 1200.0)

@@ -28,9 +28,11 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 
 from frontiers import save_mixed_plan  # type: ignore[import-not-found]  # noqa: E402
+from job import run_jobs  # type: ignore[import-not-found]  # noqa: E402
 from published import stage_profile  # type: ignore[import-not-found]  # noqa: E402
 from run_log import iterations, records  # type: ignore[import-not-found]  # noqa: E402
-from schedule_runs import STAGES_PER_RANK, run  # type: ignore[import-not-found]  # noqa: E402
+from schedule_job import STAGES_PER_RANK  # type: ignore[import-not-found]  # noqa: E402
+from schedule_job import __file__ as script  # noqa: E402
 
 from perseus_ds.artifacts.profile import StageProfile  # noqa: E402
 from perseus_ds.engines.torch_pipelining.order import read_class  # noqa: E402
@@ -59,7 +61,8 @@ def prediction(name: str, folder: Path) -> dict[str, float]:
         block = {"mode": mode, "device": "simulated", "output_dir": str(folder / mode), "simulated": SIMULATED}
         job["perseus"] = {**block, **job["perseus"]}
         work = [4, 2, 1, 3] if STAGES_PER_RANK[name] == 2 else [4, 2]
-        run(folder / f"{mode} job", [{"schedule": name, "micro_batches": MICRO_BATCHES, "work": work, **job}])
+        job = {"schedule": name, "micro_batches": MICRO_BATCHES, "work": work, **job}
+        run_jobs(folder / f"{mode} job", 2, script, {mode: job})
         return iterations(records(folder / mode), "run")  # type: ignore[no-any-return]
 
     train("profile", steps=LATER, until=["observe", 1], perseus={"profile": MEASURED})

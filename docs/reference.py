@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from perseus_ds.cli.arguments import Argument, arguments_of
-from perseus_ds.cli.commands import COMMANDS, description_of, module_of, usage
+from perseus_ds.cli.main import COMMANDS, description_of, module_of, usage
 from perseus_ds.runtime.config import PerseusConfig
 
 FOLDER = Path(__file__).parent
@@ -46,8 +46,8 @@ def commands() -> str:
     lines = [
         NOTE,
         "# Commands\n",
-        "`perseus-ds COMMAND key=value …`; values are YAML, so a list is `[a,b]`. Words in capitals may be given",
-        "without their key. `perseus-ds help COMMAND` prints a part of this page; with",
+        "`perseus-ds COMMAND key=value …`; a list is `[a,b]`, an object `{key: value}`, as in YAML. Words in capitals",
+        "may be given without their key. `perseus-ds help COMMAND` prints a part of this page; with",
         '`eval "$(perseus-ds completion bash)"` the shell completes commands, arguments and paths.\n',
         "Exit status 0 is success, and 2 an error: arguments, files, a driver or a permission that is missing. Three",
         "commands answer a question, `doctor`, `verify` and `profile validate`: they return 1 where the answer is no.",

@@ -22,13 +22,17 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import perseus_ds
+from perseus_ds.engines.engine import reported_once
+from perseus_ds.errors import ConfigError
 
 try:
     import hydra
+    from hydra.errors import HydraException
     from transformers import AutoTokenizer, BertConfig
     from transformers.models.bert.modeling_bert import BertLayer
 except ModuleNotFoundError as error:
@@ -158,12 +162,12 @@ def read_vocabulary(path: str | None, largest: int) -> Vocabulary:
     if path is None:
         return Vocabulary(size=257, encode=lambda text: list(text.encode()), mask=256)
     if not Path(path).is_dir():
-        raise FileNotFoundError(f"data.tokenizer: {path} is not a folder; expected one with a tokenizer in it.")
+        raise ConfigError(f"data.tokenizer: {path} is not a folder; expected one with a tokenizer in it.")
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     if tokenizer.mask_token_id is None:
-        raise ValueError(f"data.tokenizer: {path} has no mask token, which a masked language model needs.")
+        raise ConfigError(f"data.tokenizer: {path} has no mask token, which a masked language model needs.")
     if len(tokenizer) > largest:
-        raise ValueError(f"model.vocabulary: expected at least {len(tokenizer)}, the tokenizer's size, got {largest}.")
+        raise ConfigError(f"model.vocabulary: expected at least {len(tokenizer)}, the tokenizer's size, got {largest}.")
     return Vocabulary(
         size=len(tokenizer),
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
@@ -188,13 +192,13 @@ def read_saved_dataset(path: str) -> Iterator[str]:
     try:
         from datasets import load_from_disk
     except ImportError as error:
-        raise ImportError(
+        raise ConfigError(
             f"data.path: to read the folder {path}, pip install datasets; or give a text file."
         ) from error
     saved = load_from_disk(path)
     saved = saved.get("train", saved) if isinstance(saved, dict) else saved
     if "text" not in saved.column_names:
-        raise ValueError(f"data.path: {path} has the columns {saved.column_names}; expected one called text.")
+        raise ConfigError(f"data.path: {path} has the columns {saved.column_names}; expected one called text.")
     yield from saved["text"]
 
 
@@ -235,7 +239,7 @@ def training_data(cfg: DictConfig, pipelines: int) -> TensorDataset:
     data = masked_dataset(read_sequences(cfg.data, vocabulary, cfg.model.sequence_length), vocabulary, cfg.seed)
     least = cfg.model.micro_batch_size * pipelines
     if len(data) < least:
-        raise ValueError(f"data: {len(data)} sequences, less than a micro-batch for each pipeline: {least}.")
+        raise ConfigError(f"data: {len(data)} sequences, less than a micro-batch for each pipeline: {least}.")
     return data
 
 
@@ -246,7 +250,8 @@ def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
     config: dict[str, Any] = OmegaConf.to_container(OmegaConf.merge(*parts), resolve=True)  # type: ignore[assignment]
     config["train_micro_batch_size_per_gpu"] = size
     config["gradient_accumulation_steps"] = cfg.micro_batches or max(1, cfg.model.global_batch // (size * pipelines))
-    config["perseus"] = OmegaConf.to_container(cfg.perseus, resolve=True)
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    config["perseus"] = settings["perseus"]
     return config
 
 
@@ -291,4 +296,6 @@ if __name__ == "__main__":
     # DeepSpeed's launcher adds --local_rank, which Hydra does not know; the environment says the same.
     arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
     sys.argv[1:] = ["perseus.mode=profile" if a == "--profile" else a for a in arguments]
-    main()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # what is wrong comes through, and one rank prints it without a traceback
+    with reported_once(HydraException, OmegaConfBaseException):
+        main()

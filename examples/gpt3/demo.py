@@ -86,7 +86,10 @@ def table(frontier: Frontier, measured: Measured) -> str:
         f"iterations at most {ALLOWED_SLOWDOWN:.0%} longer": slowdown <= ALLOWED_SLOWDOWN,
         f"predictions within {ALLOWED_ERROR:.0%}": max(errors) <= ALLOWED_ERROR,
     }
-    return "\n".join([*lines, "", *(f"  [{'ok' if good else 'NOT MET'}] {what}" for what, good in checks.items())])
+    lines += ["", *(f"  [{'ok' if good else 'NOT MET'}] {what}" for what, good in checks.items())]
+    if not all(checks.values()):
+        lines.append("  Passes are really computed here: other work on this machine changes their times. Run it again.")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -95,6 +98,7 @@ def main() -> None:
     OUT.mkdir(parents=True)
     profile, frontier_dir = OUT / "profile" / "profile.csv", OUT / "frontier"
     perseus_ds = str(BIN / "perseus-ds")
+    print("On a machine that is new to it, DeepSpeed first compiles an operator: nothing is shown for about a minute.")
     run(
         "1. Profile: train at a few well-chosen clocks, one after the other",
         [*TRAIN, "steps=10000", "--profile", f"perseus.output_dir={OUT}/profile"],
@@ -115,12 +119,7 @@ def main() -> None:
         [*TRAIN, "steps=16", "perseus.mode=run", f"perseus.frontier={frontier_dir}", f"perseus.output_dir={OUT}/plan"],
         OUT / "plan.log",
     )
-    run(
-        "5. Draw",
-        [perseus_ds, "plot", f"frontier={frontier_dir}", f"profile={profile}", f"out={OUT}",
-         f"runs=[{OUT}/default,{OUT}/plan]"],
-        OUT / "plot.log",
-    )  # fmt: skip
+    run("5. Draw", [perseus_ds, "plot", str(OUT)], OUT / "plot.log")
     run("6. Report", [perseus_ds, "report", str(OUT)], OUT / "report.log")
     job = main_job(jobs_of(find_sources(OUT)))
     assert job is not None

@@ -20,13 +20,17 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import perseus_ds
+from perseus_ds.engines.engine import reported_once
+from perseus_ds.errors import ConfigError
 
 try:
     import hydra
+    from hydra.errors import HydraException
     from transformers import AutoTokenizer, GPT2Config
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 except ModuleNotFoundError as error:
@@ -88,6 +92,8 @@ def gpt3_layers(model: DictConfig) -> list[LayerSpec]:
         vocab_size=model.vocabulary,
         attn_pdrop=0.0,
         resid_pdrop=0.0,
+        bos_token_id=None,  # transformers warns of those outside of a tiny vocabulary
+        eos_token_id=None,
         attn_implementation="sdpa",  # causal without a mask; "eager" would need one
     )
     token_embedding = (Embedding, model.vocabulary, model.width)
@@ -117,13 +123,13 @@ def read_saved_dataset(path: str) -> Iterator[str]:
     try:
         from datasets import load_from_disk
     except ImportError as error:
-        raise ImportError(
+        raise ConfigError(
             f"data.path: to read the folder {path}, pip install datasets; or give a text file."
         ) from error
     saved = load_from_disk(path)
     saved = saved.get("train", saved) if isinstance(saved, dict) else saved
     if "text" not in saved.column_names:
-        raise ValueError(f"data.path: {path} has the columns {saved.column_names}; expected one called text.")
+        raise ConfigError(f"data.path: {path} has the columns {saved.column_names}; expected one called text.")
     yield from saved["text"]
 
 
@@ -141,10 +147,10 @@ def read_tokens(data: DictConfig, vocabulary: int) -> torch.Tensor:
 def tokenizer_encoder(path: str, vocabulary: int) -> Callable[[str], list[int]]:
     """Return what makes tokens of a text, its end marked, by the Hugging Face tokenizer of a folder."""
     if not Path(path).is_dir():
-        raise FileNotFoundError(f"data.tokenizer: {path} is not a folder; expected one with a tokenizer in it.")
+        raise ConfigError(f"data.tokenizer: {path} is not a folder; expected one with a tokenizer in it.")
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     if len(tokenizer) > vocabulary:
-        raise ValueError(
+        raise ConfigError(
             f"model.vocabulary: expected at least {len(tokenizer)}, the tokenizer's size, got {vocabulary}."
         )
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -165,7 +171,7 @@ def training_data(cfg: DictConfig, pipelines: int) -> TensorDataset:
     data = next_token_dataset(read_tokens(cfg.data, cfg.model.vocabulary), cfg.model.sequence_length, cfg.seed)
     least = cfg.model.micro_batch_size * pipelines
     if len(data) < least:
-        raise ValueError(f"data: {len(data)} sequences, less than a micro-batch for each pipeline: {least}.")
+        raise ConfigError(f"data: {len(data)} sequences, less than a micro-batch for each pipeline: {least}.")
     return data
 
 
@@ -176,7 +182,8 @@ def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
     config: dict[str, Any] = OmegaConf.to_container(OmegaConf.merge(*parts), resolve=True)  # type: ignore[assignment]
     config["train_micro_batch_size_per_gpu"] = size
     config["gradient_accumulation_steps"] = cfg.micro_batches or max(1, cfg.model.global_batch // (size * pipelines))
-    config["perseus"] = OmegaConf.to_container(cfg.perseus, resolve=True)
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    config["perseus"] = settings["perseus"]
     return config
 
 
@@ -221,4 +228,6 @@ if __name__ == "__main__":
     # DeepSpeed's launcher adds --local_rank, which Hydra does not know; the environment says the same.
     arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
     sys.argv[1:] = ["perseus.mode=profile" if a == "--profile" else a for a in arguments]
-    main()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # what is wrong comes through, and one rank prints it without a traceback
+    with reported_once(HydraException, OmegaConfBaseException):
+        main()

@@ -21,6 +21,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from tqdm import trange
 
 import perseus_ds
@@ -31,6 +32,7 @@ try:
     import hydra
     import transformers
     from datasets import Dataset, disable_progress_bars, load_dataset, load_from_disk
+    from hydra.errors import HydraException
     from transformers import AutoConfig, ByT5Tokenizer, PreTrainedTokenizerBase
 
     from perseus_ds.huggingface.stages import read_tokenizer
@@ -117,7 +119,8 @@ def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
     config: dict[str, Any] = OmegaConf.to_container(OmegaConf.merge(*parts), resolve=True)  # type: ignore[assignment]
     config["train_micro_batch_size_per_gpu"] = size
     config["gradient_accumulation_steps"] = cfg.micro_batches or max(1, cfg.global_batch // (size * pipelines))
-    config["perseus"] = OmegaConf.to_container(cfg.perseus, resolve=True)
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    config["perseus"] = settings["perseus"]
     return config
 
 
@@ -162,9 +165,8 @@ def main(cfg: DictConfig) -> None:
         disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
 
-    with reported_once():
-        engine, tokenizer, sequences = prepare(cfg, ranks)
-        to_train, to_evaluate = split(cfg, sequences, engine.train_batch_size())
+    engine, tokenizer, sequences = prepare(cfg, ranks)
+    to_train, to_evaluate = split(cfg, sequences, engine.train_batch_size())
     start = engine.global_steps
     share = {
         "size": cfg.micro_batch_size,
@@ -194,8 +196,9 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come through to where they are printed once
     # DeepSpeed's launcher adds --local_rank, which Hydra does not know; the environment says the same.
     arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
     sys.argv[1:] = ["perseus.mode=profile" if a == "--profile" else a for a in arguments]
-    main()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # what is wrong comes through, and one rank prints it without a traceback
+    with reported_once(HydraException, OmegaConfBaseException):
+        main()

@@ -20,13 +20,17 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
 import perseus_ds
+from perseus_ds.engines.engine import reported_once
+from perseus_ds.errors import ConfigError
 
 try:
     import hydra
+    from hydra.errors import HydraException
 except ModuleNotFoundError as error:
     sys.exit(f'{error}. Install what this example needs, in the folder of the repository: pip install ".[examples]"')
 
@@ -110,11 +114,11 @@ class Pipeline(PipelineModule):
             return
         self.parts, layers = list(method), len(self._layer_specs)
         if self.parts[0] != 0 or self.parts[-1] != layers or sorted(set(self.parts)) != self.parts:
-            raise ValueError(
+            raise ConfigError(
                 f"model.partition: expected numbers that rise from 0 to {layers} layers, got {self.parts}."
             )
         if len(self.parts) != self.num_stages + 1:
-            raise ValueError(f"model.partition: {self.parts} are {len(self.parts) - 1} stages, not {self.num_stages}.")
+            raise ConfigError(f"model.partition: {self.parts} are {len(self.parts) - 1} stages, not {self.num_stages}.")
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(self.parts[stage], self.parts[stage + 1])
 
@@ -144,12 +148,12 @@ class StoredImages(Dataset):
     def __init__(self, folder: str, classes: int) -> None:
         self.images, self.labels = self._load(folder, "images"), self._load(folder, "labels").long()
         if self.images.ndim != 4 or self.images.shape[1] != 3 or self.labels.shape != self.images.shape[:1]:
-            raise ValueError(
+            raise ConfigError(
                 f"data.path: {folder} has images of shape {tuple(self.images.shape)} and labels of shape "
                 f"{tuple(self.labels.shape)}; expected (count, 3, height, width) and (count,)."
             )
         if self.labels.min() < 0 or self.labels.max() >= classes:
-            raise ValueError(f"data.path: {folder} has labels beyond 0 to {classes - 1}. Set model.classes.")
+            raise ConfigError(f"data.path: {folder} has labels beyond 0 to {classes - 1}. Set model.classes.")
 
     @staticmethod
     def _load(folder: str, name: str) -> torch.Tensor:
@@ -159,7 +163,7 @@ class StoredImages(Dataset):
             return loaded
         if stem.with_suffix(".npy").is_file():
             return torch.from_numpy(np.load(stem.with_suffix(".npy"), mmap_mode="c"))
-        raise FileNotFoundError(f"data.path: expected {stem}.npy or {stem}.pt, found neither.")
+        raise ConfigError(f"data.path: expected {stem}.npy or {stem}.pt, found neither.")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -179,7 +183,7 @@ def training_data(cfg: DictConfig, pipelines: int) -> Subset:
     data = Subset(images, order.tolist())
     least = cfg.model.micro_batch_size * pipelines
     if len(data) < least:
-        raise ValueError(f"data: {len(data)} images, less than a micro-batch for each pipeline: {least}.")
+        raise ConfigError(f"data: {len(data)} images, less than a micro-batch for each pipeline: {least}.")
     return data
 
 
@@ -190,7 +194,8 @@ def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
     config: dict[str, Any] = OmegaConf.to_container(OmegaConf.merge(*parts), resolve=True)  # type: ignore[assignment]
     config["train_micro_batch_size_per_gpu"] = size
     config["gradient_accumulation_steps"] = cfg.micro_batches or max(1, cfg.model.global_batch // (size * pipelines))
-    config["perseus"] = OmegaConf.to_container(cfg.perseus, resolve=True)
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    config["perseus"] = settings["perseus"]
     return config
 
 
@@ -232,4 +237,6 @@ if __name__ == "__main__":
     # DeepSpeed's launcher adds --local_rank, which Hydra does not know; the environment says the same.
     arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
     sys.argv[1:] = ["perseus.mode=profile" if a == "--profile" else a for a in arguments]
-    main()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # what is wrong comes through, and one rank prints it without a traceback
+    with reported_once(HydraException, OmegaConfBaseException):
+        main()
