@@ -153,7 +153,8 @@ class ModeDriver:
             self._advance(seen)
         is_over = self.next.phase != ran.phase
         next_phase = NextPhase(self.next.phase, 0.0) if is_over else self.next.next_phase
-        self._ended = IterationContext(seen.number, samples, ran, ended, next_phase)
+        # Records wait to be written together: until then none may keep the events of its iteration from the pool.
+        self._ended = IterationContext(seen.number, samples, replace(ran, reported_later=dict), ended, next_phase)
         self.unsent = partial(self._report, seen, own, self.next)
         self._is_known = seen.is_known
         # With tails aligned, ranks exchange something else within the next iteration, all at the same place in it.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from live_records import BEGIN, auto_job, default_iteration, planned_iteration, write
 
-from perseus_ds.artifacts.run_records import Ended, PlanJudged
+from perseus_ds.artifacts.run_records import PlanJudged
 from perseus_ds.cli.main import main
 from perseus_ds.report.jobs import jobs_of, main_job
 from perseus_ds.report.sources import find_sources
@@ -76,7 +76,7 @@ def test_all_surfaces_say_the_same(tmp_path, capsys, records, named):
     assert gauges["perseus_plan_slowdown_ratio"] == measured.slowdown
     assert gauges["perseus_plan_saving_ratio"] == measured.saved
 
-    last = describe(Ended(**log.savings()))
+    last = describe(log.at_end())
     words = [f"{change.strip('+-')} {'less' if change[0] == '-' else 'more'}" for change in (energy, time)]
     assert f"{words[0]} energy and {words[1]} time than at {named}" in last
 

@@ -90,7 +90,7 @@ def test_energy_is_counted_from_when_the_clock_is_there(start):
     model = job.gpu.model
     for row in rows:
         true_j = job.work_s[0][row.kind] * model.slowdown(row.clock_mhz) * model.power_w(row.clock_mhz)
-        assert row.energy_j == pytest.approx(true_j, rel=0.005), row
+        assert row.energy_j == pytest.approx(true_j, rel=0.01), row
 
 
 @pytest.mark.parametrize("latency_s", [0.015, 0.03, 0.08])
