@@ -586,6 +586,7 @@ def test_the_clock_returns_to_its_default_where_nothing_is_trained_for_long_or_a
     job.train_until("run")
     for _ in range(2):
         job.train(1)
+        job.settle()  # on CUDA the host is done before the device has begun
         assert job.gpu.clock_mhz() < job.gpu.model.top_clock_mhz
         job.time.sleep(3.0)
         assert job.gpu.clock_mhz() == job.gpu.model.top_clock_mhz
