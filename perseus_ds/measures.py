@@ -93,6 +93,11 @@ class Typical:
         return math.hypot(self.time_error, self.power_error)
 
 
+def sums_by_part(sums: Sequence[float], parts: Iterable[float]) -> list[float]:
+    """Return sums to which parts were added, of which there may be more than before."""
+    return [total + part for total, part in itertools.zip_longest(sums, parts, fillvalue=0.0)]
+
+
 def error_of_median(deviations: Iterable[float], samples: int) -> float:
     """Return the standard error of the median of so many samples, from deviations of which no single one decides."""
     return 1.25 * 1.4826 * statistics.median(map(abs, deviations)) / math.sqrt(samples)
@@ -489,11 +494,3 @@ class JobMeasures:
         """Return what all iterations under plans saved, those of earlier frontiers included; None where not known."""
         now = Saving.of(self.plans(others))
         return now + self._saved_before if now and self._saved_before else now or self._saved_before
-
-
-def promise(record: IterationRecord) -> tuple[float | None, float | None]:
-    """Return the slowdown and the saving that the plan of an iteration promises against default clocks of its job."""
-    default_s, default_j = record.default_time_s, record.default_energy_j
-    time_s, energy_j = record.predicted_time_s, record.predicted_energy_j
-    slowdown = time_s / default_s - 1 if time_s is not None and default_s else None
-    return slowdown, 1 - energy_j / default_j if energy_j is not None and default_j else None

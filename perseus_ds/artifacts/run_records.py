@@ -2,7 +2,8 @@
 
 Every rank reports each iteration (see :mod:`perseus_ds.policy.reports`). Rank 0 makes an
 :class:`IterationRecord` of all reports and writes it to ``run.jsonl``, one JSON object a line, between the job's
-events. What can be computed from a record (a saving, a lateness) is a property of it, and is never stored.
+events. What can be computed from a record (a saving, a lateness) is a property of it, and is never stored. What each
+key means is in ``docs/file-formats.md``; an event also says in words what happened.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import contextlib
 import os
 import stat
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,7 +29,16 @@ from perseus_ds.artifacts.validation import (
     UnixTime,
 )
 from perseus_ds.errors import ConfigError
-from perseus_ds.units import bounded
+from perseus_ds.units import bounded, duration, joules, less_or_more, percent, plain, watt_hours, watts
+
+SCHEMA_VERSION = 1
+FILE_NAME = "run.jsonl"
+MOST_FAILED_RANKS = 16
+"""Of a record; the others are counted."""
+_MOST_IN_WORDS = 5
+
+Limits = tuple[tuple[int, float | None, float | None], ...]
+"""GPUs that may do less than profiled: rank, power limit [W], and the clock that heat or the machine allow [MHz]."""
 
 
 class RunRecord(BaseModel):
@@ -40,57 +50,34 @@ class RunRecord(BaseModel):
     simulated: bool = False
 
 
-class Event(RunRecord):
-    """Something that happened between iterations; kinds that this version does not know are read as such."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    event: str
-    time: UnixTime = Field(0.0, description="When [Unix seconds].")
-
-
-SCHEMA_VERSION = 1
-MOST_FAILED_RANKS = 16
-"""Of a record; the others are counted."""
-
-
 class IterationRecord(RunRecord):
     """One iteration of the whole job."""
 
-    iteration: int = Field(description="Training step, 1 first.")
-    ended: UnixTime | None = Field(None, description="When it ended [Unix seconds].")
-    phase: str = Field(description="What Perseus was doing.")
-    next_phase: str | None = Field(None, description="The phase after this one, where known.")
-    next_in_s: float | None = Field(None, description="When it begins, counted from here, as estimated [s].")
-    plan: int | None = Field(None, description="The plan of rank 0's pipeline: its place on the frontier.")
-    shape: int | None = Field(None, description="Number of its inputs' shapes, where they have plans of their own.")
-    limited: bool = Field(
-        False, description="Whether its plan, or its default clocks, are those of GPUs under limits that others set."
-    )
-    time_s: float = Field(gt=0, description="Iteration time of the slowest rank [s].")
-    energy_j: float | None = Field(None, description="Energy of all GPUs of the job [J].")
-    energy_by_pipeline_j: tuple[float, ...] | None = Field(None, description="The same by data-parallel pipeline [J].")
-    energy_by_rank_j: tuple[float, ...] | None = Field(
-        None,
-        description="The same by rank [J]. Jobs of more than 64 ranks have figures by rank in some records only; their "
-        "energy is then that of all iterations since the last of these.",
-    )
-    predicted_time_s: float | None = Field(None, description="Iteration time that the plans promise [s].")
-    predicted_energy_j: float | None = Field(None, description="Energy of all GPUs that the plans promise [J].")
-    default_time_s: float | None = Field(None, description="Iteration time at default clocks [s].")
-    default_energy_j: float | None = Field(None, description="Energy at default clocks [J].")
-    default_measured: bool = Field(False, description="Whether this job measured these; otherwise by the profile.")
-    drift: float | None = Field(None, description="How far instructions are from the profile, when last looked at.")
-    clock_changes: int = Field(0, description="Clock changes of all GPUs.")
-    clock_skips: int = Field(0, description="Clock changes left out.")
-    failed_ranks: tuple[int, ...] = Field(
-        (), description="Ranks that have fallen back to default clocks, the first 16 of them."
-    )
-    more_failed_ranks: int = Field(0, description="How many more have.")
-    clocks_asked_mhz: tuple[int | None, ...] | None = Field(
-        None, description="By rank, the clock that its GPU was asked for when it was last read; null at default clocks."
-    )
-    clocks_reached_mhz: tuple[int | None, ...] | None = Field(None, description="By rank, the clock that was read.")
+    iteration: int
+    ended: UnixTime | None = None
+    phase: str
+    next_phase: str | None = None
+    next_in_s: float | None = None
+    plan: int | None = None
+    shape: int | None = None
+    limited: bool = False
+    time_s: float = Field(gt=0)
+    energy_j: float | None = None
+    energy_by_pipeline_j: tuple[float, ...] | None = None
+    # Jobs of more than 64 ranks have figures by rank in some records only: of all iterations since the last of these.
+    energy_by_rank_j: tuple[float, ...] | None = None
+    predicted_time_s: float | None = None
+    predicted_energy_j: float | None = None
+    default_time_s: float | None = None
+    default_energy_j: float | None = None
+    default_measured: bool = False
+    drift: float | None = None
+    clock_changes: int = 0
+    clock_skips: int = 0
+    failed_ranks: tuple[int, ...] = ()
+    more_failed_ranks: int = 0
+    clocks_asked_mhz: tuple[int | None, ...] | None = None
+    clocks_reached_mhz: tuple[int | None, ...] | None = None
 
     @property
     def power_w(self) -> float | None:
@@ -100,14 +87,40 @@ class IterationRecord(RunRecord):
     @property
     def saved(self) -> float | None:
         """Energy saved against default clocks, as a fraction of theirs."""
-        if self.energy_j is None or not self.default_energy_j:
-            return None
-        return 1 - self.energy_j / self.default_energy_j
+        return _less(self.energy_j, self.default_energy_j)
+
+    @property
+    def promised_saving(self) -> float | None:
+        """The same as its plan promises."""
+        return _less(self.predicted_energy_j, self.default_energy_j)
+
+    @property
+    def promised_slowdown(self) -> float | None:
+        """How much longer than at default clocks it takes by its plan's promise, as a fraction."""
+        less = _less(self.predicted_time_s, self.default_time_s)
+        return None if less is None else -less
 
     @property
     def late(self) -> float | None:
         """How much longer than predicted it took, as a fraction."""
         return None if self.predicted_time_s is None else self.time_s / self.predicted_time_s - 1
+
+
+def _less(value: float | None, default: float | None) -> float | None:
+    return None if value is None or not default else 1 - value / default
+
+
+class Event(RunRecord):
+    """Something that happened between iterations; kinds that this version does not know are read as such."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    event: str
+    time: UnixTime = 0.0
+
+    def in_words(self) -> str:
+        """Return one line about it."""
+        return self.event
 
 
 class Started(Event):
@@ -118,10 +131,14 @@ class Started(Event):
     mode: str | None = None
     gpu: str | None = None
     frontier: str | None = None
-    job: str | None = Field(None, description="A fingerprint of the job, which distinguishes it from others.")
+    job: str | None = None
     policy: dict[str, Any] | None = None
-    engines: list[str] | None = Field(None, description="Models of the process's engines; the first one trains.")
-    settings: GpuSettings | None = Field(None, description="What was set of rank 0's GPU, such as a power limit.")
+    engines: list[str] | None = None
+    settings: GpuSettings | None = None
+
+    def in_words(self) -> str:
+        policy = f", {policy_in_words(self.policy)}" if self.policy and self.mode in ("auto", "run") else ""
+        return f"start in {self.mode} mode{policy}"
 
 
 class ProfileWritten(Event):
@@ -130,9 +147,14 @@ class ProfileWritten(Event):
     event: Literal["profile"] = "profile"
     path: str | None = None
     resumed_clocks: int = 0
-    iterations: int | None = Field(None, description="Iterations that were measured.")
-    lost_s: float | None = Field(None, description="By how much they took longer than at default clocks [s].")
-    lost_j: float | None = Field(None, description="By how much they used more energy [J].")
+    iterations: int | None = None
+    lost_s: float | None = None
+    lost_j: float | None = None
+
+    def in_words(self) -> str:
+        cost = against_default_clocks(self.lost_s or 0.0, self.lost_j or 0.0)
+        earlier = f" ({self.resumed_clocks} clocks were already measured)" if self.resumed_clocks else ""
+        return f"wrote {self.path} after {self.iterations} profiled iterations{earlier}, which took {cost}"
 
 
 class PlanChosen(Event):
@@ -140,11 +162,18 @@ class PlanChosen(Event):
 
     event: Literal["plan"] = "plan"
     plan: int | None = None
-    plans: tuple[int, ...] = Field((), description="Of each pipeline.")
+    plans: tuple[int, ...] = ()
     straggler: int | None = None
     slowdown: float = 1.0
     paused: bool = False
-    halts: bool = Field(False, description="Whether all ranks wait before the next iteration.")
+    halts: bool = False
+
+    def in_words(self) -> str:
+        if self.paused:
+            return "paused"
+        late = f", pipeline {self.straggler} is {self.slowdown:g} times as slow" if self.straggler is not None else ""
+        others = f", pipelines run {', '.join(map(str, self.plans))}" if len(set(self.plans)) > 1 else ""
+        return f"{'standing still, then ' if self.halts else ''}plan {self.plan}{late}{others}"
 
 
 class PlanJudged(Event):
@@ -153,28 +182,48 @@ class PlanJudged(Event):
     event: Literal["proof"] = "proof"
     plan: int | None = None
     kept: bool = False
-    reason: str = Field("", description="Why it is kept or dropped.")
-    then: str = Field("", description="What follows: when it is compared or tried again.")
-    slowdown: float = Field(0.0, description="As a fraction of the time at default clocks.")
-    slowdown_error: float = Field(0.0, description="Its standard error.")
-    promised_slowdown: float = Field(0.0, description="What the plan is held to, as a fraction of the same.")
-    saved: float = Field(0.0, description="As a fraction of the energy at default clocks.")
-    saved_error: float = Field(0.0, description="Its standard error.")
-    promised_saved: float = Field(0.0, description="What the plan promises, as a fraction of the same.")
+    reason: str = ""
+    then: str = ""
+    slowdown: float = 0.0
+    slowdown_error: float = 0.0
+    promised_slowdown: float = 0.0
+    saved: float = 0.0
+    saved_error: float = 0.0
+    promised_saved: float = 0.0
+
+    def in_words(self) -> str:
+        energy = f"{percent(-self.saved)} ± {percent(self.saved_error).lstrip('+')} energy"
+        time = f"{percent(self.slowdown)} ± {percent(self.slowdown_error).lstrip('+')} time"
+        decided = f"plan {self.plan} is {'kept' if self.kept else 'dropped'}"
+        decided += f", since {self.reason}" if self.reason else ""
+        promised = changes(self.promised_slowdown, self.promised_saved)
+        compared = f"{decided}: {energy}, {time} (promised {promised}), against default clocks of this job"
+        return f"{compared}; {self.then}" if self.then else compared
 
 
 class Predicted(Event):
     """Iterations at default clocks differ from what the profile predicts for them."""
 
     event: Literal["prediction"] = "prediction"
-    time_s: float = Field(0.0, description="Iteration time, as measured [s].")
-    time_error: float = Field(0.0, description="Its relative standard error.")
-    energy_j: float = Field(0.0, description="Energy of all GPUs, as measured [J].")
-    energy_error: float = Field(0.0, description="Its relative standard error.")
-    predicted_time_s: float = Field(0.0, description="By the profile [s].")
-    predicted_energy_j: float = Field(0.0, description="By the profile [J].")
-    parts: dict[str, float] = Field({}, description="Parts that differ: how many times as long they take as profiled.")
-    corrected: bool = Field(False, description="Whether the profile was corrected and plans are made again.")
+    time_s: float = 0.0
+    time_error: float = 0.0
+    energy_j: float = 0.0
+    energy_error: float = 0.0
+    predicted_time_s: float = 0.0
+    predicted_energy_j: float = 0.0
+    parts: dict[str, float] = {}
+    corrected: bool = False
+
+    def in_words(self) -> str:
+        measured = ((self.time_s, self.predicted_time_s), (self.energy_j, self.predicted_energy_j))
+        longer, more = (percent(value / predicted - 1) if predicted > 0 else "unknown" for value, predicted in measured)
+        parts = ", ".join(f"{name} {percent(factor - 1)}" for name, factor in self.parts.items())
+        kept = "the profile stays as it is; whether a plan is kept is decided by measured iterations alone"
+        return (
+            f"iterations at default clocks differ from the profile by {longer} time and {more} energy "
+            f"({parts or 'no instruction, transfer or tail differs in time'}): "
+            f"{'the profile is corrected, and plans are made again' if self.corrected else kept}"
+        )
 
 
 class ShapePlanned(Event):
@@ -182,7 +231,12 @@ class ShapePlanned(Event):
 
     event: Literal["shape"] = "shape"
     shape: int = 0
-    given_up: str | None = Field(None, description="Why it runs at default clocks from now on.")
+    given_up: str | None = None
+
+    def in_words(self) -> str:
+        if self.given_up:
+            return f"shape {self.shape} is no longer planned ({self.given_up}): it runs at default clocks"
+        return f"many iterations have inputs of one shape: it has plans of its own, as shape {self.shape}"
 
 
 class PolicyChanged(Event):
@@ -190,34 +244,45 @@ class PolicyChanged(Event):
 
     event: Literal["policy"] = "policy"
     policy: dict[str, Any] | None = None
-    by_schedule: bool = Field(False, description="Whether it is that of a window of a schedule, or its default.")
+    by_schedule: bool = False
     problem: str | None = None
+
+    def in_words(self) -> str:
+        return policy_in_words(self.policy) if self.policy else f"policy: {self.problem}"
 
 
 class OrderGiven(Event):
     """Somebody has ordered another policy, a pause or its end; it is pending until it is in force."""
 
     event: Literal["order"] = "order"
-    policy: dict[str, Any] | None = Field(None, description="The policy that was ordered.")
-    paused: bool | None = Field(None, description="Whether a pause was ordered, or its end.")
+    policy: dict[str, Any] | None = None
+    paused: bool | None = None
+
+    def in_words(self) -> str:
+        return f"ordered: {policy_in_words(self.policy) if self.policy else 'pause' if self.paused else 'resume'}"
 
 
 class PowerCapChanged(Event):
     """Another power cap is in force."""
 
     event: Literal["cap"] = "cap"
-    watts: float | None = Field(None, description="Of all GPUs of the job [W]; None without a cap.")
-    source: str = Field("", description="Where it comes from: the policy, or the file that it names.")
+    watts: float | None = None
+    source: str = ""
+
+    def in_words(self) -> str:
+        return "no power cap" if self.watts is None else f"power cap {watts(self.watts)}, by {self.source}"
 
 
 class LimitsChanged(Event):
     """Other GPUs than before, or by more or less, may do less than when the profile was measured."""
 
     event: Literal["limits"] = "limits"
-    limits: tuple[tuple[int, float | None, float | None], ...] = Field(
-        (), description="Rank, power limit [W], and the clock that heat or the machine allow [MHz], of each of them."
-    )
-    more: int = Field(0, description="GPUs that are left out of these.")
+    limits: Limits = ()
+    more: int = 0
+
+    def in_words(self) -> str:
+        text = limits_in_words(self.limits, self.more)
+        return f"limited below what was profiled: {text}" if text else "no GPU is limited any more"
 
 
 class Drifted(Event):
@@ -225,7 +290,10 @@ class Drifted(Event):
 
     event: Literal["drift"] = "drift"
     drift: float = 0.0
-    then: str = Field("", description="What follows.")
+    then: str = ""
+
+    def in_words(self) -> str:
+        return f"instructions take {self.drift:.0%} longer or shorter than profiled; {self.then}"
 
 
 class ClockRefused(Event):
@@ -233,9 +301,25 @@ class ClockRefused(Event):
 
     event: Literal["refused"] = "refused"
     rank: int = 0
-    clock_mhz: int | None = Field(None, description="As asked for; None for default clocks.")
+    clock_mhz: int | None = None
     reached_mhz: int | None = None
     reasons: tuple[str, ...] = ()
+
+    MEANINGS: ClassVar[Mapping[str, str]] = {
+        "sw_power_cap": "power limit",
+        "hw_power_brake_slowdown": "power brake of the machine",
+        "sw_thermal_slowdown": "too hot",
+        "hw_thermal_slowdown": "too hot",
+    }
+    """Of NVML's names of reasons."""
+
+    def in_words(self) -> str:
+        reasons = [f"{self.MEANINGS[name]}, {name}" if name in self.MEANINGS else name for name in self.reasons]
+        why = f" ({'; '.join(reasons)})" if reasons else ""
+        if self.clock_mhz is None:
+            locked = ", though the driver names no limit: somebody may have locked its clock (nvidia-smi -q -d CLOCK)"
+            return f"rank {self.rank}'s GPU at default clocks is kept at {self.reached_mhz} MHz{why or locked}"
+        return f"rank {self.rank}'s GPU was asked for {self.clock_mhz} MHz and runs at {self.reached_mhz} MHz{why}"
 
 
 class Failed(Event):
@@ -245,12 +329,69 @@ class Failed(Event):
     rank: int = 0
     error: str = ""
 
+    def in_words(self) -> str:
+        where = f" on rank {self.rank}" if self.event == "failure" else ""
+        return f"{self.event}{where}: {self.error}"
+
 
 class Recovered(Event):
     """A rank that had fallen back to default clocks runs under plans again."""
 
     event: Literal["recovery"] = "recovery"
     rank: int = 0
+
+    def in_words(self) -> str:
+        return f"rank {self.rank} runs under plans again"
+
+
+class TimetableMade(Event):
+    """A cheapest policy has decided which plan runs when; costs are values of its signal times kWh."""
+
+    event: Literal["timetable"] = "timetable"
+    cost: float = 0.0
+    bound: float = 0.0
+    fastest_cost: float = 0.0
+    unit: str = ""
+    entries: tuple[tuple[float, int], ...] = ()
+    ends: float = 0.0
+    mean_from: float | None = None
+
+    def in_words(self) -> str:
+        above = f", {percent(self.cost / self.bound - 1)} above the bound" if self.bound > 0 else ""
+        return f"timetable: {_cost_in_words(self.cost, self.fastest_cost)} for the steps left{above}"
+
+
+class CostsSoFar(Event):
+    """What the energy has cost since a cheapest policy began, in values of its signal times kWh."""
+
+    event: Literal["costs"] = "costs"
+    iterations: int = 0
+    cost: float = 0.0
+    fastest_cost: float = 0.0
+    bound: float | None = None
+    halted_s: float = 0.0
+    done: bool = False
+
+    def in_words(self) -> str:
+        cost = _cost_in_words(self.cost, self.fastest_cost) if self.done else "not done yet"
+        return f"{self.iterations} iterations by the hour, {cost}"
+
+
+def _cost_in_words(cost: float, fastest_cost: float) -> str:
+    if fastest_cost <= 0:
+        return "at no cost"
+    return f"{percent(cost / fastest_cost - 1)} cost against the plan of slowdown 0"
+
+
+class Halted(Event):
+    """All ranks waited before an iteration."""
+
+    event: Literal["halt"] = "halt"
+    time_s: float = 0.0
+    energy_j: float | None = None
+
+    def in_words(self) -> str:
+        return f"training stood still for {duration(self.time_s)}"
 
 
 class PlanSummary(BaseModel):
@@ -260,30 +401,51 @@ class PlanSummary(BaseModel):
 
     plan: int
     iterations: int
-    slowdown: float = Field(description="As a fraction of the time at default clocks.")
-    saved: float | None = Field(description="As a fraction of the energy at default clocks.")
+    slowdown: float
+    saved: float | None
+
+    def in_words(self) -> str:
+        """Return the plan and what it changes."""
+        return f"plan {self.plan}: {self.iterations} iterations, {_less_or_more(self.slowdown, self.saved)}"
 
 
 class Ended(Event):
-    """The job ended; the totals of its iterations since it started."""
+    """The job ended: totals since it started, and what plans saved over all of its starts."""
 
     event: Literal["end"] = "end"
     iterations: int = 0
     time_s: float = 0.0
     energy_j: float = 0.0
-    without_energy: int = Field(0, description="Iterations whose energy could not be read.")
+    without_energy: int = 0
     clock_changes: int = 0
     clock_skips: int = 0
-    planned: int = Field(0, description="Iterations under plans, over all starts of the job, like all that follows.")
-    saved_j: float = Field(0.0, description="Energy that they saved [J].")
-    gained_s: float = Field(0.0, description="Time that they gained [s].")
-    saved: float | None = Field(None, description="Energy that a typical one saved, as a fraction.")
-    slowdown: float | None = Field(None, description="How much longer a typical one took, as a fraction.")
-    baseline: str | None = Field(None, description="The iterations at default clocks that this is relative to.")
-    plans: tuple[PlanSummary, ...] = Field((), description="The same by plan, in the order in which they ran.")
+    planned: int = 0
+    saved_j: float = 0.0
+    gained_s: float = 0.0
+    saved: float | None = None
+    slowdown: float | None = None
+    baseline: str | None = None
+    plans: tuple[PlanSummary, ...] = ()
+
+    def in_words(self) -> str:
+        text = f"{self.iterations} iterations, {duration(self.time_s)}, {joules(self.energy_j)}"
+        text += f" ({watt_hours(self.energy_j)})"
+        if self.without_energy:
+            text += f" (not counting {self.without_energy} iterations whose energy could not be read)"
+        text += f", {self.clock_changes} clock changes, {self.clock_skips} skipped"
+        if self.saved is not None and self.slowdown is not None:
+            typical = _less_or_more(self.slowdown, self.saved)
+            text += f"; {self.planned} under plans: a typical one takes {typical} than at {self.baseline}"
+        if len(self.plans) > 1:
+            longest = sorted(self.plans, key=lambda plan: -plan.iterations)[:_MOST_IN_WORDS]
+            text += f" ({'; '.join(plan.in_words() for plan in longest if plan.saved is not None)})"
+        return plain(text)
 
 
 Record = IterationRecord | Event
+_KNOWN: dict[str, type[Event]] = {
+    name: kind for kind in Event.__subclasses__() for name in typing.get_args(kind.model_fields["event"].annotation)
+}
 
 
 def trains(record: Record) -> bool:
@@ -292,43 +454,49 @@ def trains(record: Record) -> bool:
     return isinstance(record, IterationRecord) and record.phase != "calibrate"
 
 
-class TimetableMade(Event):
-    """A cheapest policy has decided which plan runs when; costs are values of its signal times kWh."""
-
-    event: Literal["timetable"] = "timetable"
-    cost: float = Field(0.0, description="Of all steps that are left.")
-    bound: float = Field(0.0, description="No assignment of plans to hours that ends in time costs less.")
-    fastest_cost: float = Field(0.0, description="Of the same steps under the plan of slowdown 0.")
-    unit: str = Field("", description="Of the signal.")
-    entries: tuple[tuple[float, int], ...] = Field((), description="When each plan begins [Unix seconds]; -1 is none.")
-    ends: float = Field(0.0, description="When the last step is done [Unix seconds].")
-    mean_from: float | None = Field(None, description="From when on the signal's mean is assumed [Unix seconds].")
+def limits_in_words(limits: Limits, more: int) -> str:
+    """Return which GPUs may do less than when the profile was measured; empty for none."""
+    each = []
+    for rank, power_w, clock_mhz in limits[:_MOST_IN_WORDS]:
+        parts = [f"to {watts(power_w)}"] if power_w is not None else []
+        parts += [f"to {clock_mhz:.0f} MHz by heat or the machine"] if clock_mhz is not None else []
+        each.append(f"rank {rank}'s GPU {' and '.join(parts)}")
+    rest = max(0, len(limits) - _MOST_IN_WORDS) + more
+    return ", ".join(each) + (f" and {rest} more" if rest else "")
 
 
-class CostsSoFar(Event):
-    """What the energy has cost since a cheapest policy began, in values of its signal times kWh."""
-
-    event: Literal["costs"] = "costs"
-    iterations: int = Field(0, description="Iterations that are counted.")
-    cost: float = 0.0
-    fastest_cost: float = Field(0.0, description="Of as many iterations under the plan of slowdown 0.")
-    bound: float | None = Field(None, description="Of all steps, as computed at the beginning.")
-    halted_s: float = Field(0.0, description="How long training stood still [s].")
-    done: bool = Field(False, description="Whether these are all; before, the fastest plan has had other hours.")
+def policy_in_words(policy: Mapping[str, Any]) -> str:
+    """Return a policy and its settings, those of the policies that it names too."""
+    return f"policy {_settings_in_words(policy)}"
 
 
-class Halted(Event):
-    """All ranks waited before an iteration."""
+def _settings_in_words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        given = {key: part for key, part in value.items() if part is not None and part is not False}
+        name = given.pop("name", None)
+        settings = ", ".join(f"{key} {_settings_in_words(part)}" for key, part in given.items())
+        return settings if name is None else f"{name}: {settings}" if settings else str(name)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"({'; '.join(map(_settings_in_words, value))})"
+    return str(value)
 
-    event: Literal["halt"] = "halt"
-    time_s: float = 0.0
-    energy_j: float | None = Field(None, description="Of all GPUs meanwhile [J]; null where it cannot be read.")
+
+def changes(slowdown: float | None, saved: float | None) -> str:
+    """Return changes against default clocks, promised or measured; None for one that is not known."""
+    time = "time not known" if slowdown is None else f"{percent(slowdown)} time"
+    energy = "energy not known" if saved is None else f"{percent(-saved)} energy"
+    return f"{time}, {energy}"
 
 
-FILE_NAME = "run.jsonl"
-_KNOWN: dict[str, type[Event]] = {
-    name: kind for kind in Event.__subclasses__() for name in typing.get_args(kind.model_fields["event"].annotation)
-}
+def _less_or_more(slowdown: float, saved: float | None) -> str:
+    return plain(f"{less_or_more(-(saved or 0.0))} energy and {less_or_more(slowdown)} time")
+
+
+def against_default_clocks(extra_s: float, extra_j: float) -> str:
+    """Return how much more or less time and energy iterations took than at default clocks, in words."""
+    parts = [(duration(abs(extra_s)), extra_s < 0), (joules(abs(extra_j)), extra_j < 0)]
+    words = " and ".join(f"{amount} {'less' if less else 'more'}" for amount, less in parts)
+    return plain(f"{words} than at default clocks")
 
 
 def to_line(record: Record) -> str:

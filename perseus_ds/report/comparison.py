@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import cycle
 
 from perseus_ds.artifacts.run_records import ClockRefused
 from perseus_ds.errors import ConfigError
-from perseus_ds.report.figures import points_figure
+from perseus_ds.report.figures import MEASURED_SYMBOLS, SERIES, points_figure, trace
 from perseus_ds.report.jobs import MeasuredPoint, measured_points
 from perseus_ds.report.page import rendered
-from perseus_ds.report.series import MEASURED_SYMBOLS, SERIES, Series
 from perseus_ds.report.sources import History, Sources
 from perseus_ds.units import duration, joules, percent, watts, whole
 
@@ -31,14 +30,9 @@ class Row:
     samples: int | None
 
     @property
-    def run(self) -> str:
-        """The run's name."""
-        return self.history.name
-
-    @property
     def name(self) -> str:
         """What distinguishes it from the others."""
-        return f"{self.run}: {self.point.label}"
+        return f"{self.history.name}: {self.point.label}"
 
     @property
     def is_of_verdict(self) -> bool:
@@ -61,6 +55,7 @@ class Comparison:
     """Runs side by side.
 
     Attributes:
+        why: Why that is the baseline.
         notes: What to keep in mind, and what could not be compared.
     """
 
@@ -92,9 +87,9 @@ def compare(runs: Sequence[Sources], baseline: str | None = None) -> Comparison:
     Raises:
         ConfigError: Nothing was measured, or there is no such baseline.
     """
-    names = _names(runs)
-    found = [(replace(h, name=names[h.folder]), each.samples) for each in runs for h in each.histories]
+    found = [(history, each.samples) for each in runs for history in each.histories]
     histories = [history for history, _ in found]
+    _name(histories)
     rows, notes = [], []
     for history, samples in found:
         points = measured_points([history], others=histories)
@@ -108,19 +103,18 @@ def compare(runs: Sequence[Sources], baseline: str | None = None) -> Comparison:
         raise ConfigError(f"Nothing to compare. {' '.join(notes)} Train for some steps more.")
     chosen, why = _baseline(rows, baseline)
     job = chosen.history.last_start.job
-    jobs = {row.run for row in rows if row.history.last_start.job != job}
-    if jobs:
+    if others := sorted({row.history.name for row in rows if row.history.last_start.job != job}):
         notes.append(
-            f"{', '.join(sorted(jobs))}: another job than {chosen.run} by model, schedule, parallelism, GPU or "
+            f"{', '.join(others)}: another job than {chosen.history.name} by model, schedule, parallelism, GPU or "
             "versions. What differs may come from that."
         )
     settings = {h.name: str(h.last_start.settings) for h in histories if h.last_start.settings is not None}
     if len(set(settings.values())) > 1:
         notes += [f"{name}: GPUs with {what}." for name, what in settings.items()]
-    limited = sorted(history.name for history in histories if _is_capped(history))
-    if 0 < len(limited) < len(histories):
+    capped = sorted(history.name for history in histories if _is_capped(history))
+    if 0 < len(capped) < len(histories):
         notes.append(
-            f"{', '.join(limited)}: at default clocks a power limit, the GPUs' own or another, kept clocks down."
+            f"{', '.join(capped)}: at default clocks a power limit, the GPUs' own or another, kept clocks down."
         )
     return Comparison(tuple(rows), chosen, why, tuple(notes))
 
@@ -139,46 +133,41 @@ def _is_capped(history: History) -> bool:
     return any(event.clock_mhz is None and any("power" in reason for reason in event.reasons) for event in refusals)
 
 
-def _names(runs: Sequence[Sources]) -> dict[Path, str]:
-    """Return a name for each run's folder: its own, with as many of those above it as distinguish it."""
-    folders = [history.folder for found in runs for history in found.histories]
-    parts = {folder: folder.resolve().parts for folder in folders}
-    for depth in range(1, max(map(len, parts.values()), default=1) + 1):
-        names = {folder: "/".join(found[-depth:]) for folder, found in parts.items()}
-        if len(set(names.values())) == len(set(parts.values())):
-            break
-    return names
+def _name(histories: Sequence[History]) -> None:
+    """Name each run by its folder, with as many of those above it as distinguish it."""
+    parts = [history.folder.resolve().parts for history in histories]
+    depth = 1
+    while len({found[-depth:] for found in parts}) < len(set(parts)):
+        depth += 1
+    for history, found in zip(histories, parts, strict=True):
+        history.name = "/".join(found[-depth:])
 
 
 def _baseline(rows: Sequence[Row], wanted: str | None) -> tuple[Row, str]:
-    default = [row for row in rows if row.point.plan is None]
     if wanted is not None:
-        of_run = [row for row in rows if wanted in (row.run, row.name)]
+        of_run = [row for row in rows if wanted in (row.history.name, row.name)]
         if not of_run:
             raise ConfigError(f"baseline={wanted}: expected one of {', '.join(row.name for row in rows)}.")
         return next((row for row in of_run if row.point.plan is None), of_run[0]), "as asked for"
-    if default:
-        best = max(default, key=lambda row: (row.is_of_verdict, row.point.iterations))
-        why = "the most iterations at default clocks" if best.point.iterations else "none were measured"
-        why = "with which its job compared its plans" if best.is_of_verdict else why
-        return best, why
-    return rows[0], "the first; none is at default clocks"
-
-
-_HEADINGS = ("run", "iterations", "time", "", "energy", "", "power", "a sample")
+    default = [row for row in rows if row.point.plan is None]
+    if not default:
+        return rows[0], "the first; none is at default clocks"
+    best = max(default, key=lambda row: (row.is_of_verdict, row.point.iterations))
+    if best.is_of_verdict:
+        return best, "with which its job compared its plans"
+    return best, "the most iterations at default clocks" if best.point.iterations else "none were measured"
 
 
 def comparison_page(comparison: Comparison) -> str:
     """Return the page."""
-    series = []
-    for number, row in enumerate(comparison.rows):
-        point, colour = row.point, SERIES[number % len(SERIES)]
-        symbol = "star" if row is comparison.baseline else MEASURED_SYMBOLS[number % len(MEASURED_SYMBOLS)]
+    traces = []
+    for row, colour, symbol in zip(comparison.rows, cycle(SERIES), cycle(MEASURED_SYMBOLS), strict=False):
+        point, symbol_ = row.point, "star" if row is comparison.baseline else symbol
         texts = [f"{row.name}<br>{duration(point.time_s)}, {joules(point.energy_j)}"]
-        series.append(Series(row.name, [point.time_s], [point.energy_j], colour, symbol=symbol, size=16, texts=texts))
+        traces.append(trace(row.name, [point.time_s], [point.energy_j], colour, symbol=symbol_, size=16, texts=texts))
     return rendered(
         "comparison.html",
-        {"figures": {"comparison": points_figure(series)}},
+        {"figures": {"comparison": points_figure(traces)}},
         title="Perseus: runs compared",
         eyebrow="perseus-ds compare",
         heading="Runs compared",
@@ -191,7 +180,15 @@ def comparison_page(comparison: Comparison) -> str:
 
 def comparison_text(comparison: Comparison) -> str:
     """Return lines of a terminal."""
-    table = [_HEADINGS, *(_cells(comparison, row) for row in comparison.rows)]
+    table = [("run", "iterations", "time", "", "energy", "", "power", "a sample")]
+    for row in comparison.rows:
+        point, is_baseline = row.point, row is comparison.baseline
+        time = "baseline" if is_baseline else percent(comparison.time(row))
+        energy = "" if is_baseline else percent(comparison.energy(row))
+        table.append(
+            (row.name, whole(point.iterations), duration(point.time_s), time, joules(point.energy_j), energy,
+             watts(row.power_w), joules(row.energy_per_sample_j))
+        )  # fmt: skip
     first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
     lines = []
     for name, *cells in table:
@@ -199,21 +196,6 @@ def comparison_text(comparison: Comparison) -> str:
         lines.append("  ".join([name.ljust(first), *figures]).rstrip())
     lines.append(f"A typical iteration of all GPUs, against {comparison.baseline.name}: {comparison.why}.")
     lines += comparison.notes
-    if comparison.simulated:
-        runs = sorted({row.run for row in comparison.rows if row.history.simulated})
+    if runs := sorted({row.history.name for row in comparison.rows if row.history.simulated}):
         lines.append(f"SIMULATED: {', '.join(runs)}.")
     return "\n".join(lines)
-
-
-def _cells(comparison: Comparison, row: Row) -> tuple[str, ...]:
-    is_baseline = row is comparison.baseline
-    return (
-        row.name,
-        whole(row.point.iterations),
-        duration(row.point.time_s),
-        "baseline" if is_baseline else percent(comparison.time(row)),
-        joules(row.point.energy_j),
-        "" if is_baseline else percent(comparison.energy(row)),
-        watts(row.power_w),
-        joules(row.energy_per_sample_j),
-    )

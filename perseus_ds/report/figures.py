@@ -1,6 +1,8 @@
-"""The page's charts as plotly.js reads them: dictionaries with ``data`` and ``layout``.
+"""What charts show and in which colours: dictionaries with ``data`` and ``layout``, as plotly.js reads them.
 
-Colours are CSS variables, which the page's script replaces, as they differ between light and dark.
+Pictures draw the same by matplotlib. Colours are CSS variables, which the page's script replaces, as they differ
+between light and dark. Hues are Okabe and Ito's, which colour-blind people can tell apart, darkened or lightened until
+they stand out from the background: at least 3 : 1 for lines and symbols, 4.5 : 1 for text.
 """
 
 from __future__ import annotations
@@ -9,16 +11,59 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.measures import Baseline
-from perseus_ds.report.jobs import Trend
-from perseus_ds.report.series import QUANTITIES, Series, curve_values, profile_curves, variable
-from perseus_ds.report.sources import History, Step
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.report.jobs import MeasuredPoint, Trend
+from perseus_ds.report.sources import History
+from perseus_ds.units import percent
 
 Figure = dict[str, Any]
+
+# As hexadecimal RGB, on light and on dark background.
+PALETTE = {
+    "ink": ("#1b2430", "#e6eaf0"),
+    "soft": ("#5f6b7a", "#a3afbd"),
+    "line": ("#d5dae1", "#3a4350"),
+    "ground": ("#f6f7f9", "#0f1318"),
+    "surface": ("#ffffff", "#181d24"),
+    "grid": ("#e6e9ed", "#2b323c"),
+    "blue": ("#0072b2", "#56b4e9"),
+    "orange": ("#d55e00", "#f08a3c"),
+    "green": ("#00875f", "#2fc59b"),
+    "purple": ("#b85c93", "#e39cc3"),
+    "amber": ("#a87400", "#e6b93c"),
+    "waiting": ("#f1f3f6", "#222933"),
+    "hatch": ("#c6ccd5", "#414b59"),
+    "fixed": ("#8a94a1", "#6f7b8b"),
+    "busy": ("#cfe5f2", "#173f58"),
+    "idle": ("#f8dcc4", "#5a3413"),
+    "warning": ("#7a3d00", "#ffc78a"),
+    "warning-ground": ("#fff1e0", "#3a2610"),
+}
+# Distinct lines of one chart, in this order.
+SERIES = ("blue", "orange", "green", "purple", "amber", "soft", "ink")
+# Viridis, for clocks and powers: equal steps look equal, and still do in grey.
+SCALE = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
+# The dash of lines and the symbol of points, by plotly's names.
+STYLES = {
+    Kind.FORWARD: ("solid", "circle"),
+    Kind.BACKWARD: ("dash", "square"),
+    Kind.BACKWARD_INPUT: ("longdash", "diamond"),
+    Kind.BACKWARD_WEIGHT: ("longdashdot", "x"),
+    Kind.RECOMPUTE: ("dashdot", "triangle-down"),
+    Kind.FORWARD_BACKWARD: ("10px 2px", "hexagon"),
+    Kind.TAIL: ("dot", "triangle-up"),
+}
+MEASURED_SYMBOLS = ("diamond", "x", "triangle-up", "pentagon", "cross")
+QUANTITIES = {"time": "s", "energy": "J", "power": "W"}
 
 _PHASES = {
     "run": ("blue", "circle"),
@@ -30,6 +75,9 @@ _PHASES = {
 }
 _OTHER_PHASE = ("soft", "diamond-open")
 _DRAWN_EVENTS = ("plan", "proof", "profile", "policy", "drift", "failure")
+_ALTERNATIVES = (("green", "dash"), ("amber", "dot"), ("ink", "dashdot"), ("soft", "dot"))
+# Two stages whose rows differ by less are drawn as one curve: they could not be told apart.
+_SAME = 0.005
 _SECOND_ROW = {"xaxis": "x2", "yaxis": "y2"}
 _AT_THE_BOTTOM = {"y": 0, "yref": "paper", "yanchor": "bottom", "showarrow": False}
 _LEAST_SHOWN = 0.1
@@ -38,23 +86,170 @@ _LINE_PX = 15
 _MOST_POINTS, _MOST_EVENTS, _MOST_PHASES = 1500, 200, 20
 
 
-def frontier_figure(frontier: Frontier, series: Sequence[Series], in_use: int) -> Figure:
-    """Draw energy over time of all plans, the bound, and what to compare them with; plans can be clicked."""
-    data = [_trace(one) for one in series]
-    plan = frontier.plans[in_use]
-    ring = {"symbol": "circle-open", "size": 22, "color": variable("ink"), "line": {"width": 2}}
-    data.append(
-        {"type": "scatter", "mode": "markers", "name": "plan shown below", "meta": "selected", "x": [plan.time_s],
-         "y": [plan.energy_j], "marker": ring, "hoverinfo": "skip"}
-    )  # fmt: skip
-    times = ((frontier.t_min_s, "T<sub>min</sub>"), (frontier.t_star_s, "T*"))
-    layout = _layout("iteration time [s]", "energy per iteration [J]")
-    layout["shapes"] = [_line(time_s, "soft", "dot") for time_s, _ in times]
-    layout["annotations"] = [
-        {"x": time_s, "xanchor": side, "text": name, **_AT_THE_BOTTOM}
-        for (time_s, name), side in zip(times, ("left", "right"), strict=True)
+def variable(name: str) -> str:
+    """Return a colour for pages, which follows light and dark."""
+    assert name in PALETTE, name
+    return f"var(--{name})"
+
+
+def css() -> str:
+    """Return the CSS variables of all colours: light, and dark where the reader prefers that and does not print."""
+    lights, darks = ("".join(f"--{name}:{pair[place]};" for name, pair in PALETTE.items()) for place in (0, 1))
+    return (
+        f":root{{color-scheme:light;{lights}}}\n"
+        f"@media screen and (prefers-color-scheme:dark){{:root{{color-scheme:dark;{darks}}}}}\n"
+    )
+
+
+def trace(
+    name: str,
+    x: Sequence[float],
+    y: Sequence[float],
+    colour: str,
+    *,
+    dash: str | None = None,
+    symbol: str | None = None,
+    size: int = 6,
+    texts: Sequence[str] = (),
+) -> Figure:
+    """Return points of one kind, as a line, as symbols or both.
+
+    Args:
+        name: In the legend.
+        x: Their places.
+        y: Likewise.
+        colour: Its name in the palette.
+        dash: Of the line; None for symbols only.
+        symbol: None for a line only.
+        size: Of the symbol [px].
+        texts: What to say of each point, in HTML; empty for nothing.
+    """
+    modes = [mode for mode, used in (("lines", dash), ("markers", symbol)) if used]
+    found: Figure = {"type": "scatter", "mode": "+".join(modes), "name": name, "x": list(x), "y": list(y)}
+    if dash:
+        found["line"] = {"color": variable(colour), "dash": dash, "width": 2}
+    if symbol:
+        edge = {"width": 1, "color": variable("ink")} if not dash and size > 6 else {"width": 0}
+        found["marker"] = {"color": variable(colour), "symbol": symbol, "size": size, "line": edge}
+    shown = {"text": list(texts), "hovertemplate": "%{text}<extra></extra>"} if texts else {"hoverinfo": "skip"}
+    return found | shown
+
+
+def frontier_traces(
+    frontier: Frontier, *, in_use: int | None, in_use_label: str, measured: Sequence[MeasuredPoint]
+) -> list[Figure]:
+    """Return the lower bound, all plans, and what to compare them with."""
+    plans, baseline = frontier.plans, frontier.baseline
+    times_s, energies_j = [plan.time_s for plan in plans], [plan.energy_j for plan in plans]
+    bounds_j = [plan.lower_bound_j for plan in plans if plan.lower_bound_j is not None]
+    found = []
+    if len(bounds_j) == len(plans):
+        found.append(trace("lower bound: no plan uses less", times_s, bounds_j, "soft", dash="dash"))
+    texts = [
+        f"<b>plan {number}</b><br>{plan.time_s:.4f} s ({percent(plan.time_s / baseline.time_s - 1, 2)})"
+        f"<br>{plan.energy_j:.1f} J ({percent(plan.energy_j / baseline.energy_j - 1, 2)})"
+        f"<br>above the bound: {'unknown' if plan.gap is None else f'{plan.gap:.2%}'}"
+        f"<br>clock changes: {plan.clock_changes}"
+        for number, plan in enumerate(plans)
     ]
-    return {"data": data, "layout": layout}
+    name = f"{len(plans)} plans (predicted)"
+    drawn = trace(name, times_s, energies_j, "blue", dash="solid", symbol="circle", texts=texts)
+    found.append(drawn | {"meta": "plans"})  # by which the page's script knows them
+    found.append(_point("all at the highest clock (predicted)", baseline.time_s, baseline.energy_j, "orange", "square"))
+    slowest_s = max(plans[-1].time_s, baseline.time_s)
+    for one, (colour, line) in zip(frontier.alternatives, _ALTERNATIVES, strict=False):
+        shown = [p for p in one.points if p.time_s <= slowest_s]
+        dash, symbol = (None, "x") if len(shown) == 1 else (line, None)
+        times_s, energies_j = [p.time_s for p in shown], [p.energy_j for p in shown]
+        texts = [f"{one.name}: {p.setting}<br>{p.time_s:.4f} s, {p.energy_j:.1f} J" for p in shown]
+        found.append(trace(one.name, times_s, energies_j, colour, dash=dash, symbol=symbol, size=9, texts=texts))
+    if in_use is not None:
+        found.append(_point(in_use_label, plans[in_use].time_s, plans[in_use].energy_j, "blue", "star"))
+    for point, symbol in zip(measured, itertools.cycle(MEASURED_SYMBOLS), strict=False):
+        iterations = "1 iteration" if point.iterations == 1 else f"{point.iterations} iterations"
+        label = f"measured: {point.label} ({iterations})"
+        found.append(_point(label, point.time_s, point.energy_j, "purple", symbol))
+    return found
+
+
+def _point(name: str, time_s: float, energy_j: float, colour: str, symbol: str) -> Figure:
+    text = f"{name}<br>{time_s:.4f} s, {energy_j:.1f} J"
+    return trace(name, [time_s], [energy_j], colour, symbol=symbol, size=17 if symbol == "star" else 11, texts=[text])
+
+
+def frontier_figure(frontier: Frontier, traces: Sequence[Figure], shown: int) -> Figure:
+    """Draw energy over time of all plans, the bound, and what to compare them with; plans can be clicked."""
+    plan = frontier.plans[shown]
+    ring = {"symbol": "circle-open", "size": 22, "color": variable("ink"), "line": {"width": 2}}
+    chosen = {"type": "scatter", "mode": "markers", "name": "plan shown below", "meta": "selected", "x": [plan.time_s],
+              "y": [plan.energy_j], "marker": ring, "hoverinfo": "skip"}  # fmt: skip
+    layout = _layout("iteration time [s]", "energy per iteration [J]")
+    times = ((frontier.t_min_s, "T<sub>min</sub>", "left"), (frontier.t_star_s, "T*", "right"))
+    layout["shapes"] = [_line(time_s, "dot") for time_s, _, _ in times]
+    layout["annotations"] = [{"x": x, "xanchor": side, "text": name, **_AT_THE_BOTTOM} for x, name, side in times]
+    return {"data": [*traces, chosen], "layout": layout}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One kind of instruction of one stage, or of several that take the same."""
+
+    stages: tuple[int, ...]
+    kind: Kind
+    colour: str
+    dash: str
+    symbol: str
+
+    @property
+    def label(self) -> str:
+        """The stages in words."""
+        return stages_in_words(self.stages)
+
+    def values(self, profile: StageProfile, quantity: str) -> npt.NDArray[np.float64]:
+        """Return time [s], energy [J] or power [W] at each clock of ``profile.options``, in its order."""
+        o = profile.options(self.stages[0], self.kind)
+        return {"time": o.time_s, "energy": o.energy_j, "power": o.energy_j / o.time_s}[quantity]
+
+
+def profile_curves(profile: StageProfile) -> list[Curve]:
+    """Return the curves worth drawing: one for each group of equal stages and each kind; of many groups, a few."""
+    groups = stage_groups(profile)
+    shown = [groups[round(i)] for i in np.linspace(0, len(groups) - 1, min(len(groups), len(SERIES)))]
+    return [
+        Curve(group, kind, colour, *STYLES[kind])
+        for group, colour in zip(shown, SERIES, strict=False)
+        for stage, kind in profile.keys
+        if stage == group[0]
+    ]
+
+
+def stage_groups(profile: StageProfile) -> list[tuple[int, ...]]:
+    """Return the stages, those that take the same time and energy at every clock together."""
+    rows: dict[int, dict[tuple[Kind, int], tuple[float, float]]] = {}
+    for m in profile.measurements:  # by stage, kind and clock
+        rows.setdefault(m.stage, {})[m.kind, m.clock_mhz] = m.time_s, m.energy_j
+    groups: list[list[int]] = []
+    for stage, ours in rows.items():
+        for group in groups:
+            theirs = rows[group[0]]
+            if theirs.keys() == ours.keys() and np.allclose([*theirs.values()], [*ours.values()], rtol=_SAME):
+                group.append(stage)
+                break
+        else:
+            groups.append([stage])
+    return [tuple(group) for group in groups]
+
+
+def stages_in_words(stages: Sequence[int]) -> str:
+    """Return such as ``stages 1-3, 5``."""
+    runs: list[list[int]] = []
+    for stage in stages:
+        if runs and runs[-1][-1] == stage - 1:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    parts = [f"{run[0]}\N{EN DASH}{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return ("stage " if len(stages) == 1 else "stages ") + ", ".join(parts)
 
 
 def profile_figures(profile: StageProfile) -> dict[str, Figure]:
@@ -63,26 +258,27 @@ def profile_figures(profile: StageProfile) -> dict[str, Figure]:
     for quantity, unit in QUANTITIES.items():
         layout = _layout("SM clock [MHz]", f"{quantity} [{unit}]") | {"showlegend": False}
         layout["yaxis"]["rangemode"] = "tozero"
-        figures[quantity] = {"data": [_trace(one) for one in _profile_series(profile, quantity)], "layout": layout}
+        figures[quantity] = {"data": _profile_traces(profile, quantity), "layout": layout}
     return figures
 
 
-def _profile_series(profile: StageProfile, quantity: str) -> list[Series]:
+def _profile_traces(profile: StageProfile, quantity: str) -> list[Figure]:
     rows = [row for row in profile.info.rows if row.samples] or profile.measurements
     found = []
     for curve in profile_curves(profile):
-        stage, kind = curve.stages[0], curve.kind
-        clocks = profile.options(stage, kind).clock_mhz.tolist()
-        values = [float(f"{value:.5g}") for value in curve_values(profile, stage, kind, quantity)]
+        clocks = profile.options(curve.stages[0], curve.kind).clock_mhz.tolist()
+        values = {
+            clock: float(f"{value:.5g}") for clock, value in zip(clocks, curve.values(profile, quantity), strict=True)
+        }
         texts = [
-            f"{curve.label} {kind}, {clock} MHz: {value:.4g} {QUANTITIES[quantity]}"
-            for clock, value in zip(clocks, values, strict=True)
+            f"{curve.label} {curve.kind}, {clock} MHz: {value:.4g} {QUANTITIES[quantity]}"
+            for clock, value in values.items()
         ]
         # Clocks that were measured on a stage of it, not estimated from their neighbours.
-        measured = {row.clock_mhz for row in rows if row.stage in curve.stages and row.kind is kind}
-        points = {clock: value for clock, value in zip(clocks, values, strict=True) if clock in measured}
-        found.append(Series(curve.label, clocks, values, curve.colour, dash=curve.dash, texts=texts))
-        found.append(Series(curve.label, [*points], [*points.values()], curve.colour, symbol=curve.symbol, size=5))
+        measured = {row.clock_mhz for row in rows if row.stage in curve.stages and row.kind is curve.kind}
+        points = {clock: value for clock, value in values.items() if clock in measured}
+        found.append(trace(curve.label, clocks, [*values.values()], curve.colour, dash=curve.dash, texts=texts))
+        found.append(trace(curve.label, [*points], [*points.values()], curve.colour, symbol=curve.symbol, size=5))
     return found
 
 
@@ -92,48 +288,44 @@ def history_figure(histories: Sequence[History], baseline: Baseline | None) -> F
     Phases have colours and symbols, events dotted lines, jobs solid ones with their name.
     """
     starts = [0, *itertools.accumulate(len(history.steps) for history in histories)]
-    data, count = [], starts[-1]
-    phases = Counter(step.phase for history in histories for step in history.steps)
-    for phase, of_phase in itertools.islice(phases.items(), _MOST_PHASES):
-        every = math.ceil(of_phase / _MOST_POINTS)
-        iterations = (
-            (start + step.number, history.name, step)
-            for start, history in zip(starts, histories, strict=False)
-            for step in history.steps
-            if step.phase == phase
-        )
-        data += _phase_traces(phase, every, list(itertools.islice(iterations, 0, None, every)))
+    steps = [(x, history, step) for x, (history, step) in enumerate(((h, s) for h in histories for s in h.steps), 1)]
+    data = []
+    phases = Counter(step.phase for _, _, step in steps)
+    for phase, count in itertools.islice(phases.items(), _MOST_PHASES):
+        every = math.ceil(count / _MOST_POINTS)
+        shown = [found for found in steps if found[2].phase == phase][::every]
+        colour, symbol = _PHASES.get(phase, _OTHER_PHASE)
+        texts = [
+            f"{history.name}, iteration {step.iteration}, {phase}"
+            + ("" if step.plan is None else f", plan {step.plan}")
+            for _, history, step in shown
+        ]
+        common = {
+            "type": "scatter", "mode": "markers", "name": phase if every == 1 else f"{phase}, one in {every}",
+            "legendgroup": phase, "text": texts, "x": [x for x, _, _ in shown],
+            "marker": {"color": variable(colour), "symbol": symbol, "size": 6},
+        }  # fmt: skip
+        energies_j, times_s = [s.energy_j for _, _, s in shown], [s.time_s for _, _, s in shown]
+        data += _on_two_rows(common, energies_j, times_s, hovertemplate="%{{text}}: %{{y:.4~g}} {}<extra></extra>")
     if baseline is not None:
-        data += _baseline_traces(baseline, count)
-    layout = _two_rows(("energy [J]", "time [s]"), "iteration", [0.4, count + 0.6])
+        common = {
+            "type": "scatter", "mode": "lines", "legendgroup": "baseline", "x": [0.5, len(steps) + 0.5],
+            "name": f"default clocks, {'measured' if baseline.is_measured else 'predicted'}",
+            "line": {"color": variable("orange"), "dash": "dash", "width": 1.5}, "hoverinfo": "skip",
+        }  # fmt: skip
+        data += _on_two_rows(common, [baseline.typical.energy_j] * 2, [baseline.typical.time_s] * 2)
+    layout = _two_rows("iteration", [0.4, len(steps) + 0.6])
     layout["shapes"], layout["annotations"] = _event_lines(histories, starts)
     return {"data": data, "layout": layout}
 
 
-def _phase_traces(phase: str, every: int, shown: Sequence[tuple[int, str, Step]]) -> list[Figure]:
-    name = phase if every == 1 else f"{phase}, one in {every}"
-    colour, symbol = _PHASES.get(phase, _OTHER_PHASE)
-    texts = [
-        f"{run}, iteration {record.iteration}, {phase}" + ("" if record.plan is None else f", plan {record.plan}")
-        for _, run, record in shown
-    ]
-    common = {
-        "type": "scatter", "mode": "markers", "name": name, "legendgroup": phase, "text": texts,
-        "x": [x for x, _, _ in shown], "marker": {"color": variable(colour), "symbol": symbol, "size": 6},
-    }  # fmt: skip
-    energies = {"y": [r.energy_j for _, _, r in shown], "hovertemplate": "%{text}: %{y:.4~g} J<extra></extra>"}
-    times = {"y": [r.time_s for _, _, r in shown], "hovertemplate": "%{text}: %{y:.4~g} s<extra></extra>"}
-    return [common | energies, common | times | _SECOND_ROW | {"showlegend": False}]
-
-
-def _baseline_traces(baseline: Baseline, iterations: int) -> list[Figure]:
-    name = "default clocks, " + ("measured" if baseline.is_measured else "predicted")
-    common = {
-        "type": "scatter", "mode": "lines", "name": name, "legendgroup": "baseline", "x": [0.5, iterations + 0.5],
-        "line": {"color": variable("orange"), "dash": "dash", "width": 1.5}, "hoverinfo": "skip",
-    }  # fmt: skip
-    energies, times = {"y": [baseline.typical.energy_j] * 2}, {"y": [baseline.typical.time_s] * 2}
-    return [common | energies, common | times | _SECOND_ROW | {"showlegend": False}]
+def _on_two_rows(
+    common: Figure, energies_j: Sequence[float | None], times_s: Sequence[float], hovertemplate: str = ""
+) -> list[Figure]:
+    upper, lower = common | {"y": energies_j}, common | {"y": times_s, "showlegend": False} | _SECOND_ROW
+    if hovertemplate:
+        upper["hovertemplate"], lower["hovertemplate"] = hovertemplate.format("J"), hovertemplate.format("s")
+    return [upper, lower]
 
 
 def _event_lines(histories: Sequence[History], starts: Sequence[int]) -> tuple[list[Figure], list[Figure]]:
@@ -141,9 +333,9 @@ def _event_lines(histories: Sequence[History], starts: Sequence[int]) -> tuple[l
     names: list[Figure] = []
     for start, history in zip(starts, histories, strict=False):
         drawn = sorted({found.after for found in history.occurrences if found.event.event in _DRAWN_EVENTS})
-        lines += [_line(start + after + 0.5, "soft", "dot") for after in drawn[:_MOST_EVENTS]]
+        lines += [_line(start + after + 0.5, "dot") for after in drawn[:_MOST_EVENTS]]
         if len(histories) > 1:
-            lines.append(_line(start + 0.5, "soft", "solid"))
+            lines.append(_line(start + 0.5, "solid"))
             # On three lines in turns: names of short runs would overlap.
             line = {"yshift": _LINE_PX * (len(names) % 3)}
             names.append({"x": start + 0.5, "xanchor": "left", "text": history.name, **_AT_THE_BOTTOM, **line})
@@ -153,11 +345,11 @@ def _event_lines(histories: Sequence[History], starts: Sequence[int]) -> tuple[l
 def trend_figure(trend: Trend) -> Figure:
     """Draw how energy and time under plans compare with default clocks, over the job's life."""
     data = []
-    layout = _two_rows(("energy [%]", "time [%]"), trend.x_title, None)
+    layout = _two_rows(trend.x_title, None, unit="%")
     for name, fractions, row in (("energy", trend.energy, ""), ("time", trend.time, "2")):
         values = [100 * fraction for fraction in fractions]
-        trace = _trace(Series(name, trend.x, values, "blue", "solid", "circle", texts=trend.texts))
-        data.append(trace | {"xaxis": f"x{row}", "yaxis": f"y{row}"})
+        drawn = trace(name, trend.x, values, "blue", dash="solid", symbol="circle", texts=trend.texts)
+        data.append(drawn | {"xaxis": f"x{row}", "yaxis": f"y{row}"})
         layout[f"yaxis{row}"]["range"] = _range([0.0, *values], _LEAST_PERCENT)
     layout["shapes"] = [
         {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": axis, "y0": 0, "y1": 0,
@@ -167,13 +359,13 @@ def trend_figure(trend: Trend) -> Figure:
     return {"data": data, "layout": layout | {"showlegend": False}}
 
 
-def points_figure(series: Sequence[Series]) -> Figure:
+def points_figure(traces: Sequence[Figure]) -> Figure:
     """Draw energy over iteration time of some points, on axes that show at least 10 %, so that 1 % looks small."""
     layout = _layout("iteration time [s]", "energy per iteration [J]")
     for axis in ("x", "y"):
-        values = [value for one in series for value in getattr(one, axis)]
+        values = [value for one in traces for value in one[axis]]
         layout[f"{axis}axis"]["range"] = _range(values, _LEAST_SHOWN * max(values))
-    return {"data": [_trace(one) for one in series], "layout": layout}
+    return {"data": list(traces), "layout": layout}
 
 
 def _range(values: Sequence[float], least: float) -> list[float]:
@@ -183,26 +375,8 @@ def _range(values: Sequence[float], least: float) -> list[float]:
     return [low - margin, high + margin]
 
 
-def _trace(series: Series) -> Figure:
-    colour = variable(series.colour)
-    modes = [name for name, used in (("lines", series.dash), ("markers", series.symbol)) if used]
-    trace: Figure = {
-        "type": "scatter", "mode": "+".join(modes), "name": series.name, "x": list(series.x), "y": list(series.y)
-    }  # fmt: skip
-    if series.dash:
-        trace["line"] = {"color": colour, "dash": series.dash, "width": 2}
-    if series.symbol:
-        edge = {"width": 1, "color": variable("ink")} if not series.dash and series.size > 6 else {"width": 0}
-        trace["marker"] = {"color": colour, "symbol": series.symbol, "size": series.size, "line": edge}
-    if series.texts:
-        trace |= {"text": list(series.texts), "hovertemplate": "%{text}<extra></extra>"}
-    else:
-        trace["hoverinfo"] = "skip"
-    return trace if series.role is None else trace | {"meta": series.role}
-
-
-def _line(x: float, colour: str, dash: str) -> Figure:
-    line = {"color": variable(colour), "dash": dash, "width": 1}
+def _line(x: float, dash: str) -> Figure:
+    line = {"color": variable("soft"), "dash": dash, "width": 1}
     return {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": line}
 
 
@@ -210,14 +384,14 @@ def _layout(x_title: str, y_title: str) -> Figure:
     return {**_common(), "showlegend": True, "xaxis": _axis(x_title), "yaxis": _axis(y_title)}
 
 
-def _two_rows(y_titles: tuple[str, str], x_title: str, x_range: list[float] | None) -> Figure:
+def _two_rows(x_title: str, x_range: list[float] | None, *, unit: str | None = None) -> Figure:
     both = {"range": x_range} if x_range else {}
     return {
         **_common(),
         "xaxis": _axis("") | both | {"anchor": "y", "showticklabels": False},
         "xaxis2": _axis(x_title) | both | {"anchor": "y2", "matches": "x"},
-        "yaxis": _axis(y_titles[0]) | {"domain": [0.54, 1], "rangemode": "tozero", "anchor": "x"},
-        "yaxis2": _axis(y_titles[1]) | {"domain": [0, 0.46], "rangemode": "tozero", "anchor": "x2"},
+        "yaxis": _axis(f"energy [{unit or 'J'}]") | {"domain": [0.54, 1], "rangemode": "tozero", "anchor": "x"},
+        "yaxis2": _axis(f"time [{unit or 's'}]") | {"domain": [0, 0.46], "rangemode": "tozero", "anchor": "x2"},
     }
 
 
@@ -232,13 +406,12 @@ def _axis(title: str) -> Figure:
 
 def _common() -> Figure:
     surface, ink = variable("surface"), variable("ink")
-    legend = {"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0, "xanchor": "left"}
     return {
         "font": {"family": "system-ui, sans-serif", "size": 13, "color": ink},
         "paper_bgcolor": surface,
         "plot_bgcolor": surface,
         "margin": {"l": 64, "r": 16, "t": 24, "b": 48},
-        "legend": legend,
+        "legend": {"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0, "xanchor": "left"},
         "hoverlabel": {"bgcolor": surface, "bordercolor": variable("line"), "font": {"color": ink}},
         "hovermode": "closest",
         "dragmode": False,

@@ -122,7 +122,7 @@ class Trend:
 
 def trend_of(history: History, baseline: Baseline) -> Trend | None:
     """Return how energy and time compare with default clocks over time; None for a run too short to tell."""
-    steps = [step for step in history.under_plans if not step.disturbed and step.energy_j is not None]
+    steps = [step for step in history.under_plans if step.counts and step.energy_j is not None]
     count = min(_MOST_PARTS, len(steps) // _LEAST_STEPS)
     default_s, default_j = baseline.typical.time_s, baseline.typical.energy_j
     if count < _LEAST_PARTS or not default_j:
@@ -134,7 +134,7 @@ def trend_of(history: History, baseline: Baseline) -> Trend | None:
     known = [(one.time_s, one.energy_j) for one in typical if one is not None and one.energy_j is not None]
 
     def place(step: Step) -> float:
-        return (step.ended - history.started) / 3600 if timed and step.ended is not None else step.number
+        return (step.ended - history.started) / 3600 if timed and step.ended is not None else step.iteration
 
     return Trend(
         x=tuple(statistics.median(map(place, part)) for part in parts),

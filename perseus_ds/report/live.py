@@ -10,7 +10,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,16 +19,20 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from perseus_ds.artifacts.run_records import FILE_NAME, RecordFollower
+from perseus_ds.artifacts.run_records import (
+    FILE_NAME,
+    RecordFollower,
+    against_default_clocks,
+    changes,
+    limits_in_words,
+    policy_in_words,
+)
 from perseus_ds.errors import ConfigError
 from perseus_ds.policy.control_socket import ADDRESS_FILE, parse_order, send_order
-from perseus_ds.runtime.progress import JobFacts, JobLog
-from perseus_ds.runtime.words import PHASES, changes, limits_in_words, policy_in_words
+from perseus_ds.runtime.progress import PHASES, JobFacts, JobLog
 from perseus_ds.units import duration, joules, number, percent, plain, printable, watt_hours, watts
 
 _PERIOD_S = 1.0
-_KEYS = "[p] pause  [r] resume  [o] policy  [q] leave"
-_ENTER, _ERASE, _ESCAPE, _LEAVE = "\r\n", "\x7f\b", "\x1b", "q"
 
 
 class JobFollower:
@@ -89,123 +93,11 @@ class Jobs:
 _MANY = 6
 _MOST_PIPELINES = 16
 _UNITS = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"))
-
-
-def title(facts: JobFacts) -> str:
-    """Return the job, its GPUs and its mode."""
-    parts = [facts.gpu or "", f"{facts.mode} mode" if facts.mode else ""]
-    parts.append(f"{facts.starts} starts" if facts.starts > 1 else "")
-    if facts.simulated and "simulated" not in (facts.gpu or ""):
-        parts.append("SIMULATED")
-    return ": ".join(part for part in (facts.name, ", ".join(filter(None, parts))) if part)
-
-
-def state(facts: JobFacts) -> str:
-    """Return whether the job runs, and at which step it is."""
-    step = "no step yet" if facts.step is None else f"step {facts.step}"
-    if facts.step is not None and facts.total_steps:
-        step += f" of {facts.total_steps}"
-    if facts.ended:
-        return f"ended at {step}"
-    ago = "" if facts.silent_s is None else f", {about(facts.silent_s)} ago"
-    return f"{step}{ago}{': no record since; killed, or busy outside of iterations' if facts.is_silent else ''}"
-
-
-def phase(facts: JobFacts) -> str:
-    """Return what the job does, and what comes next."""
-    if facts.phase is None:
-        return (facts.unfinished or "ended") if facts.ended else "starting"
-    text = PHASES.get(facts.phase, facts.phase)
-    if facts.phase == "run" and facts.plan is not None:
-        text = f"running under plan {facts.plan.plan}"
-    if facts.next_phase is None:
-        return text
-    following = PHASES.get(facts.next_phase, facts.next_phase)
-    when = "" if facts.next_in_s is None else f" in about {about(facts.next_in_s)}" if facts.next_in_s >= 1 else " soon"
-    return f"{text}; then{when}: {following}"
-
-
-def about(time_s: float) -> str:
-    """Return a time in whole units, as estimates need no more."""
-    size, unit = next(((size, unit) for size, unit in _UNITS if time_s >= 2 * size), (1.0, "s"))
-    return f"{time_s / size:.0f} {unit}"
-
-
-def end(facts: JobFacts) -> str:
-    """Return when the job is done."""
-    if facts.ended:
-        return "ended"
-    if facts.total_steps is None:
-        return "not known: the policy names no total_steps"
-    return "not known yet" if facts.remaining_s is None else f"in about {about(facts.remaining_s)}"
-
-
-def energy(facts: JobFacts) -> str:
-    """Return time and energy so far."""
-    text = f"{joules(facts.energy_j)} ({watt_hours(facts.energy_j)}) in {facts.iterations} iterations"
-    unread = f"; the energy of {facts.without_energy} could not be read" if facts.without_energy else ""
-    return f"{text}, {duration(facts.time_s)}{unread}"
-
-
-def saved(facts: JobFacts) -> str:
-    """Return what the plans saved so far, profiling not counted."""
-    if facts.saved is None:
-        return "nothing yet: no iteration under a plan" if not facts.planned else "not known"
-    energy = f"{joules(abs(facts.saved_j))} {'saved' if facts.saved_j >= 0 else 'more used'}"
-    time = f"{duration(abs(facts.gained_s))} {'gained' if facts.gained_s >= 0 else 'lost'}"
-    return f"{energy} ({percent(-facts.saved)}), {time}, in {facts.planned} iterations under plans"
-
-
-def profiling(facts: JobFacts) -> str:
-    """Return what profiling took; empty if there was none."""
-    if not facts.profiling_s and not facts.profiling_j:
-        return ""
-    amounts = ((facts.profiling_s, duration), (facts.profiling_j, joules))
-    parts = (f"{write(abs(value))} {'less' if value < 0 else 'more'}" for value, write in amounts)
-    return f"{' and '.join(parts)} than at default clocks"
-
-
-def pipelines(facts: JobFacts) -> str:
-    """Return energy and saving of each pipeline, if there are several."""
-    if len(facts.pipelines) < 2:
-        return ""
-    shown = [
-        f"{each.pipeline}: {joules(each.energy_j)}"
-        + (f", {joules(each.saved_j)} saved" if facts.saved is not None else "")
-        for each in facts.pipelines[:_MOST_PIPELINES]
-    ]
-    if rest := facts.pipelines[_MOST_PIPELINES:]:
-        least, most = (joules(choose(each.energy_j for each in rest)) for choose in (min, max))
-        shown.append(f"{rest[0].pipeline} to {rest[-1].pipeline}: {least} to {most} each")
-    return "; ".join(shown)
-
-
-def reached_by(facts: JobFacts) -> str:
-    """Return which ranks do not reach the clock that they were asked for."""
-    below = [
-        f"rank {rank} at {facts.clocks_reached_mhz[rank]} of {facts.clocks_asked_mhz[rank]} MHz"
-        for rank in facts.ranks_below_their_clock
-    ]
-    more = f" and {len(below) - _MANY} more" if len(below) > _MANY else ""
-    return f"not reached: {', '.join(below[:_MANY])}{more}" if below else "reached by all ranks"
-
-
-def problems(facts: JobFacts) -> str:
-    """Return what does not work; empty if nothing."""
-    ranks = ", ".join(map(str, facts.failed_ranks[:_MANY]))
-    more = max(0, len(facts.failed_ranks) - _MANY) + facts.more_failed_ranks
-    return f"fallen back to default clocks: rank {ranks}{f' and {more} more' if more else ''}" if ranks else ""
-
-
 _BLOCKS = "\N{LOWER ONE EIGHTH BLOCK}▂▃▄▅▆▇\N{FULL BLOCK}"
 _ASCII_BLOCKS = "_.-~=+*#"
 _FLAT = 0.02
 """Values that differ by less than this fraction are drawn at one height."""
 _LABEL = 10
-_LEAST_EVENTS = 1
-_LEAST_NAME = 8
-_COLUMNS = ("job", "step", "iter.", "power", "time", "energy", "saved", "end in", "phase")
-_SIMULATED = "* GPUs are SIMULATED"
 
 
 @dataclass(frozen=True)
@@ -222,175 +114,211 @@ class JobScreen:
     footer: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        draws = Drawing(options.encoding, max(8, options.max_width - _LABEL - 2))
-        rows = _rows(self.facts, draws)
-        events = _events(self.facts)
+        blocks = _BLOCKS if options.encoding.lower().startswith("utf") else _ASCII_BLOCKS
+        rows = [*_rows(self.facts, blocks, max(8, options.max_width - _LABEL - 2))]
+        events = [(time.strftime("%H:%M:%S  ", time.localtime(e.time)) if e.time else "") + e.text
+                  for e in self.facts.events]  # fmt: skip
         height, is_cut = self.height, self.height is not None
         if height is not None:
             height -= math.ceil(len(self.footer) / options.max_width)
-            events = events[-max(_LEAST_EVENTS, height - len(rows)) :]
-        rows += [("" if number else "events", text) for number, text in enumerate(events)]
-        table = Table.grid(padding=(0, 1), expand=False)
+            events = events[-max(1, height - len(rows)) :]
+        rows += [("" if place else "events", Text(plain(text))) for place, text in enumerate(events)]
+        table = Table.grid(padding=(0, 1))
         table.add_column(style="bold", no_wrap=True, min_width=_LABEL)
-        table.add_column(no_wrap=is_cut, overflow="fold")
+        table.add_column(no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
         for label, text in rows[:height]:
-            if is_cut:
-                text.truncate(options.max_width - _LABEL - 1, overflow="ellipsis")
             table.add_row(label, text)
         yield table
         if self.footer:
             yield Text(self.footer, style="dim", overflow="fold")
 
 
-class Drawing:
-    """Draws figures as characters."""
+def strip(values: Sequence[float | None], others: Sequence[float | None], *, blocks: str, width: int) -> str:
+    """Draw one character for each value, or for each group of neighbours if there are too many.
 
-    def __init__(self, encoding: str, width: int) -> None:
-        self._blocks = _BLOCKS if encoding.lower().startswith("utf") else _ASCII_BLOCKS
-        self._width = width
-
-    def strip(self, values: Sequence[float | None], spread: Sequence[float | None] = ()) -> str:
-        """Return one character for each value, or for each group of neighbours if there are too many.
-
-        Args:
-            values: The values; None is drawn as a space.
-            spread: Further values that the heights are relative to.
-        """
-        known = [value for value in (*values, *spread) if value is not None]
-        if not known:
-            return ""
-        low, high = min(known), max(known)
-        is_flat = high - low <= _FLAT * abs(high)
-        group = math.ceil(len(values) / self._width)
-        drawn = []
-        for begin in range(0, len(values), group):
-            part = [value for value in values[begin : begin + group] if value is not None]
-            height = 0.5 if is_flat or not part else (min(part) - low) / (high - low)
-            drawn.append(self._blocks[round(height * (len(self._blocks) - 1))] if part else " ")
-        return "".join(drawn)
-
-    def last(self, values: Sequence[float | None], reserved: int) -> Sequence[float | None]:
-        """Return the last values, as many as there is room for beside some characters."""
-        return values[-max(1, self._width - reserved) :]
+    Args:
+        values: The values; None is drawn as a space.
+        others: Further values that the heights are relative to.
+        blocks: Characters from the lowest to the highest.
+        width: The most characters.
+    """
+    known = [value for value in (*values, *others) if value is not None]
+    if not known:
+        return ""
+    low, high = min(known), max(known)
+    is_flat = high - low <= _FLAT * abs(high)
+    group = math.ceil(len(values) / width)
+    drawn = []
+    for begin in range(0, len(values), group):
+        part = [value for value in values[begin : begin + group] if value is not None]
+        height = 0.5 if is_flat or not part else (min(part) - low) / (high - low)
+        drawn.append(blocks[round(height * (len(blocks) - 1))] if part else " ")
+    return "".join(drawn)
 
 
-def _rows(facts: JobFacts, draws: Drawing) -> list[tuple[str, Text]]:
-    plan, rows = facts.plan, list[tuple[str, Text]]()
+def _rows(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text]]:
+    """Yield label and text of each row; a text that is empty is left out."""
 
-    def add(label: str, text: str, style: str = "") -> None:
+    def row(label: str, text: str, style: str = "") -> Iterator[tuple[str, Text]]:
         if text:
-            rows.append((label, Text(plain(text), style)))
+            yield label, Text(plain(text), style)
 
-    add("job", title(facts), "bold")
-    add("state", state(facts), "red" if facts.is_silent else "")
-    add("phase", phase(facts), "cyan")
-    add("policy", policy_in_words(facts.policy).removeprefix("policy ") if facts.policy else "none")
-    add("pending", facts.pending or "", "yellow")
-    add("end", end(facts))
+    def last_values(label: str, values: Sequence[float | None], text: str) -> tuple[str, Text]:
+        shown = values[-max(1, width - len(plain(text)) - 2) :]
+        return label, Text.assemble((strip(shown, (), blocks=blocks, width=width), "blue"), "  ", plain(text))
+
+    plan = facts.plan
+    parts = [facts.gpu or "", f"{facts.mode} mode" if facts.mode else ""]
+    parts += [f"{facts.starts} starts"] if facts.starts > 1 else []
+    parts += ["SIMULATED"] if facts.simulated and "simulated" not in (facts.gpu or "") else []
+    yield from row("job", ": ".join(filter(None, (facts.name, ", ".join(filter(None, parts))))), "bold")
+    yield from row("state", _state(facts), "red" if facts.is_silent else "")
+    yield from row("phase", _phase(facts), "cyan")
+    yield from row("policy", policy_in_words(facts.policy).removeprefix("policy ") if facts.policy else "none")
+    yield from row("pending", facts.pending or "", "yellow")
+    yield from row("end", _end(facts))
     if plan is not None:
-        add(f"plan {plan.plan}", f"against {plan.baseline}")
-        add("  promised", changes(plan.promised_slowdown, plan.promised_saving))
+        yield from row(f"plan {plan.plan}", f"against {plan.baseline}")
+        yield from row("  promised", changes(plan.promised_slowdown, plan.promised_saving))
         real = f"{changes(plan.slowdown, plan.saving)} (typical of {plan.iterations} iterations)"
         unknown = "no iteration yet that is typical of it"
-        add("  real", unknown if plan.slowdown is None else real, _good_or_bad(plan.saving))
-    add("energy", energy(facts))
-    add("saved", saved(facts), _good_or_bad(facts.saved))
-    add("profiling", profiling(facts))
-    add("pipelines", pipelines(facts))
-    rows += _clocks(facts, draws)
+        yield from row("  real", unknown if plan.slowdown is None else real, _good_or_bad(plan.saving))
+    unread = f"; the energy of {facts.without_energy} could not be read" if facts.without_energy else ""
+    energy = f"{joules(facts.energy_j)} ({watt_hours(facts.energy_j)}) in {facts.iterations} iterations"
+    yield from row("energy", f"{energy}, {duration(facts.time_s)}{unread}")
+    yield from row("saved", _saved(facts), _good_or_bad(facts.saved))
+    if facts.profiling_s or facts.profiling_j:
+        yield from row("profiling", against_default_clocks(facts.profiling_s, facts.profiling_j))
+    yield from row("pipelines", _pipelines(facts))
+    yield from _clocks(facts, blocks, width)
     if facts.iteration_s is not None:
-        rows.append(("time", _spark(draws, facts.recent_times_s, duration(facts.iteration_s))))
+        yield last_values("time", facts.recent_times_s, duration(facts.iteration_s))
     if facts.power_w is not None:
         cap = "" if facts.cap_w is None else f", cap {watts(facts.cap_w)} by {facts.cap_source}"
         text = f"{watts(facts.power_w)}, now {watts(facts.present_power_w)}{cap}"
-        rows.append(("power", _spark(draws, facts.recent_powers_w, text)))
+        yield last_values("power", facts.recent_powers_w, text)
     if facts.power_window_s is not None:
-        change = f"{watts(facts.power_change_w)} at most from one to the next"
-        each = f" (each of {duration(facts.power_window_s)})"
-        add("  a second", f"{watts(facts.lowest_power_w)} to {watts(facts.highest_power_w)}, {change}{each}")
-    add("limited", limits_in_words(facts.limits, facts.more_limits), "yellow")
-    if facts.straggler is None:
-        add("straggler", "none")
-    else:
-        times = f"{number(facts.straggler_slowdown, 3)} times as long as the others"
-        add("straggler", f"pipeline {facts.straggler} takes {times}", "yellow")
-    add("problem", problems(facts), "red")
-    return rows
+        text = f"{watts(facts.lowest_power_w)} to {watts(facts.highest_power_w)}, {watts(facts.power_change_w)} at most"
+        yield from row("  a second", f"{text} from one to the next (each of {duration(facts.power_window_s)})")
+    yield from row("limited", limits_in_words(facts.limits, facts.more_limits), "yellow")
+    times = f"{number(facts.straggler_slowdown, 3)} times as long as the others"
+    is_late = facts.straggler is not None
+    yield from row("straggler", f"pipeline {facts.straggler} takes {times}" if is_late else "none", "yellow" * is_late)
+    more = max(0, len(facts.failed_ranks) - _MANY) + facts.more_failed_ranks
+    ranks = ", ".join(map(str, facts.failed_ranks[:_MANY])) + (f" and {more} more" if more else "")
+    yield from row("problem", f"fallen back to default clocks: rank {ranks}" if ranks else "", "red")
 
 
-def _clocks(facts: JobFacts, draws: Drawing) -> list[tuple[str, Text]]:
+def _state(facts: JobFacts) -> str:
+    step = "no step yet" if facts.step is None else f"step {facts.step}"
+    if facts.step is not None and facts.total_steps:
+        step += f" of {facts.total_steps}"
+    if facts.ended:
+        return f"ended at {step}"
+    ago = "" if facts.silent_s is None else f", {_about(facts.silent_s)} ago"
+    return f"{step}{ago}{': no record since; killed, or busy outside of iterations' if facts.is_silent else ''}"
+
+
+def _phase(facts: JobFacts) -> str:
+    if facts.phase is None:
+        return (facts.unfinished or "ended") if facts.ended else "starting"
+    text = PHASES.get(facts.phase, facts.phase)
+    if facts.phase == "run" and facts.plan is not None:
+        text = f"running under plan {facts.plan.plan}"
+    if facts.next_phase is None:
+        return text
+    following, in_s = PHASES.get(facts.next_phase, facts.next_phase), facts.next_in_s
+    when = "" if in_s is None else f" in about {_about(in_s)}" if in_s >= 1 else " soon"
+    return f"{text}; then{when}: {following}"
+
+
+def _end(facts: JobFacts) -> str:
+    if facts.ended:
+        return "ended"
+    if facts.total_steps is None:
+        return "not known: the policy names no total_steps"
+    return "not known yet" if facts.remaining_s is None else f"in about {_about(facts.remaining_s)}"
+
+
+def _about(time_s: float) -> str:
+    """Return a time in whole units, as estimates need no more."""
+    size, unit = next(((size, unit) for size, unit in _UNITS if time_s >= 2 * size), (1.0, "s"))
+    return f"{time_s / size:.0f} {unit}"
+
+
+def _saved(facts: JobFacts) -> str:
+    if facts.saved is None:
+        return "nothing yet: no iteration under a plan" if not facts.planned else "not known"
+    energy = f"{joules(abs(facts.saved_j))} {'saved' if facts.saved_j >= 0 else 'more used'}"
+    time = f"{duration(abs(facts.gained_s))} {'gained' if facts.gained_s >= 0 else 'lost'}"
+    return f"{energy} ({percent(-facts.saved)}), {time}, in {facts.planned} iterations under plans"
+
+
+def _pipelines(facts: JobFacts) -> str:
+    if len(facts.pipelines) < 2:
+        return ""
+    shown = [
+        f"{each.pipeline}: {joules(each.energy_j)}"
+        + (f", {joules(each.saved_j)} saved" if facts.saved is not None else "")
+        for each in facts.pipelines[:_MOST_PIPELINES]
+    ]
+    if rest := facts.pipelines[_MOST_PIPELINES:]:
+        least, most = (joules(choose(each.energy_j for each in rest)) for choose in (min, max))
+        shown.append(f"{rest[0].pipeline} to {rest[-1].pipeline}: {least} to {most} each")
+    return "; ".join(shown)
+
+
+def _clocks(facts: JobFacts, blocks: str, width: int) -> Iterator[tuple[str, Text]]:
     asked, reached = facts.clocks_asked_mhz, facts.clocks_reached_mhz
     requested = sorted({clock for clock in asked if clock is not None})
     if not requested:
-        return [("clocks", Text("default"))]
-    below = facts.ranks_below_their_clock
-    strip = Text(draws.strip(reached, asked))
-    for rank in below if len(strip) == len(reached) else ():
-        strip.stylize("red", rank, rank + 1)
-    text = Text.assemble(strip, "  ", (reached_by(facts), "red" if below else ""))
+        yield "clocks", Text("default")
+        return
     span = " to ".join(str(clock) for clock in dict.fromkeys((requested[0], requested[-1])))
-    return [("asked", Text(f"{draws.strip(asked, reached)}  {span} MHz, by rank")), ("reached", text)]
-
-
-def _spark(draws: Drawing, values: Sequence[float | None], typical: str) -> Text:
-    text = plain(typical)
-    return Text.assemble((draws.strip(draws.last(values, len(text) + 2)), "blue"), "  ", text)
-
-
-def _events(facts: JobFacts) -> list[Text]:
-    found = []
-    for event in facts.events:
-        when = time.strftime("%H:%M:%S  ", time.localtime(event.time)) if event.time else ""
-        found.append(Text(f"{when}{plain(event.text)}"))
-    return found
+    yield "asked", Text(f"{strip(asked, reached, blocks=blocks, width=width)}  {span} MHz, by rank")
+    drawn, below = Text(strip(reached, asked, blocks=blocks, width=width)), facts.ranks_below_their_clock
+    for rank in below if len(drawn) == len(reached) else ():
+        drawn.stylize("red", rank, rank + 1)
+    named = ", ".join(f"rank {rank} at {reached[rank]} of {asked[rank]} MHz" for rank in below[:_MANY])
+    more = f" and {len(below) - _MANY} more" if len(below) > _MANY else ""
+    text = f"not reached: {named}{more}" if below else "reached by all ranks"
+    yield "reached", Text.assemble(drawn, "  ", (text, "red" if below else ""))
 
 
 def _good_or_bad(saving: float | None) -> str:
     return "" if saving is None else "green" if saving >= 0 else "red"
 
 
-@dataclass(frozen=True)
-class JobsTable:
-    """A line for each job.
-
-    Attributes:
-        height: The number of lines there is room for, of which the last jobs are shown; None for all.
-    """
-
-    jobs: Sequence[JobFacts]
-    height: int | None = None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        notes = [_SIMULATED] if any(facts.simulated for facts in self.jobs) else []
-        shown = self.jobs if self.height is None else self.jobs[-max(1, self.height - 1 - len(notes)) :]
-        rows = [_COLUMNS, *(tuple(map(plain, _cells(facts))) for facts in shown)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        widths[0] = max(_LEAST_NAME, min(widths[0], options.max_width - sum(widths[1:]) - len(widths) + 1))
-        for place, row in enumerate(rows):
-            name = Text(row[0])
-            name.truncate(widths[0], overflow="ellipsis", pad=True)
-            others = (f"{cell:>{width}}" for cell, width in zip(row[1:-1], widths[1:-1], strict=True))
-            style = "bold" if place == 0 else "red" if shown[place - 1].is_silent else ""
-            yield Text(" ".join([name.plain, *others, row[-1]]), style=style, no_wrap=True, overflow="ellipsis")
-        yield from map(Text, notes)
+_COLUMNS = ("job", "step", "iter.", "power", "time", "energy", "saved", "end in", "phase")
 
 
-def _cells(facts: JobFacts) -> tuple[str, ...]:
-    plan = facts.plan
-    phase = "ended" if facts.ended else "silent" if facts.is_silent else facts.phase or "starting"
-    if phase == "run" and plan is not None:
-        phase = f"plan {plan.plan}"
-    return (
-        facts.name,
-        "-" if facts.step is None else str(facts.step),
-        "-" if facts.iteration_s is None else duration(facts.iteration_s),
-        "-" if facts.power_w is None else watts(facts.power_w),
-        "-" if plan is None else percent(plan.slowdown),
-        "-" if plan is None or plan.saving is None else percent(-plan.saving),
-        "-" if facts.saved is None else joules(facts.saved_j),
-        "-" if facts.remaining_s is None else about(facts.remaining_s),
-        f"{phase}*" if facts.simulated else phase,
-    )
+def jobs_table(jobs: Sequence[JobFacts], height: int | None = None) -> Table:
+    """Return a line for each job; where there is room for so many lines, the last jobs."""
+    is_simulated = any(facts.simulated for facts in jobs)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", caption_justify="left",
+                  caption="* GPUs are SIMULATED" if is_simulated else None, caption_style="")  # fmt: skip
+    table.add_column(_COLUMNS[0], overflow="ellipsis", min_width=8)
+    for column in _COLUMNS[1:-1]:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column(_COLUMNS[-1], no_wrap=True)
+    for facts in jobs if height is None else jobs[-max(1, height - 1 - is_simulated) :]:
+        plan = facts.plan
+        phase = "ended" if facts.ended else "silent" if facts.is_silent else facts.phase or "starting"
+        if phase == "run" and plan is not None:
+            phase = f"plan {plan.plan}"
+        cells = (
+            "-" if facts.step is None else str(facts.step),
+            "-" if facts.iteration_s is None else duration(facts.iteration_s),
+            "-" if facts.power_w is None else watts(facts.power_w),
+            "-" if plan is None else percent(plan.slowdown),
+            "-" if plan is None or plan.saving is None else percent(-plan.saving),
+            "-" if facts.saved is None else joules(facts.saved_j),
+            "-" if facts.remaining_s is None else _about(facts.remaining_s),
+            f"{phase}*" if facts.simulated else phase,
+        )
+        name = Text(plain(facts.name), no_wrap=True, overflow="ellipsis")
+        table.add_row(name, *(Text(plain(cell)) for cell in cells), style="red" if facts.is_silent else "")
+    return table
 
 
 def print_json(jobs: Jobs, *, once: bool) -> None:
@@ -415,7 +343,7 @@ def print_once(jobs: Jobs, console: Console) -> None:
     """Print how the jobs go now."""
     followers = jobs.followers()
     facts = [follower.facts(time.time()) for follower in followers]
-    console.print(JobScreen(facts[0]) if len(facts) == 1 else JobsTable(facts))
+    console.print(JobScreen(facts[0]) if len(facts) == 1 else jobs_table(facts))
     for text in _troubles(followers):
         console.print(text, markup=False)
 
@@ -425,8 +353,15 @@ def watch(jobs: Jobs, console: Console) -> None:
 
     Where there is no job yet, wait for one.
     """
-    keys = Keys()
-    with _single_characters(), Live(console=console, screen=True, auto_refresh=False) as live:
+    with _single_characters() as ask, Live(console=console, screen=True, auto_refresh=False) as live:
+
+        def policy() -> str:
+            live.stop()
+            with contextlib.suppress(KeyboardInterrupt, EOFError):
+                return ask("policy, such as slowdown max_slowdown=0.05: ")
+            return ""
+
+        keys = Keys(policy)
         while True:
             try:
                 followers = jobs.followers()
@@ -440,7 +375,8 @@ def watch(jobs: Jobs, console: Console) -> None:
             takes_orders = len(facts) == 1 and not facts[0].ended and (first / ADDRESS_FILE).is_file()
             keys.folder = first if takes_orders else None
             footer = "; ".join([*_troubles(followers), keys.footer])
-            view = JobsTable(facts, height) if len(facts) > 1 else JobScreen(facts[0], height, footer)
+            live.start()
+            view = jobs_table(facts, height) if len(facts) > 1 else JobScreen(facts[0], height, footer)
             live.update(view, refresh=True)
             if all(each.ended for each in facts) or not _goes_on(keys):
                 break
@@ -459,61 +395,48 @@ class Keys:
 
     Attributes:
         folder: Of the job that takes orders; None where there is none.
-        message: The answer to the last order.
-        policy: The policy as typed so far; None unless one is being typed.
+
+    Args:
+        ask: Asks for a policy and its settings; returns what was typed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ask: Callable[[], str]) -> None:
         self.folder: Path | None = None
-        self.message = ""
-        self.policy: str | None = None
+        self._ask = ask
+        self._answer = ""
 
     @property
     def footer(self) -> str:
-        """What can be typed, or what is."""
-        if self.policy is not None:
-            return f"policy, such as slowdown max_slowdown=0.05: {self.policy}_"
-        return "[q] leave" if self.folder is None else self.message or _KEYS
+        """What can be typed, or what came of the last order."""
+        if self.folder is None:
+            return "[q] leave"
+        return self._answer or "[p] pause  [r] resume  [o] policy  [q] leave"
 
     def press(self, key: str) -> bool:
         """Carry out a key; return whether to go on."""
-        if self.policy is not None:
-            self._type(key)
-        elif key == _LEAVE:
+        if key == "q":
             return False
-        elif self.folder is not None:
-            self.message = ""
-            if key == "o":
-                self.policy = ""
-            elif key in "pr":
-                self._order({"command": "pause" if key == "p" else "resume"})
+        if self.folder is not None:
+            self._answer = ""
+            if key == "o" and (words := self._ask()):
+                self._answer = _ordered(self.folder, {"command": "policy", "policy": policy_of(words)})
+            elif key in ("p", "r"):
+                self._answer = _ordered(self.folder, {"command": "pause" if key == "p" else "resume"})
         return True
 
-    def _type(self, key: str) -> None:
-        assert self.policy is not None
-        if key == _ESCAPE:
-            self.policy = None
-        elif key in _ENTER:
-            words, self.policy = self.policy, None
-            if words:
-                self._order({"command": "policy", "policy": policy_of(words)})
-        elif key in _ERASE:
-            self.policy = self.policy[:-1]
-        elif key.isprintable():
-            self.policy += key
 
-    def _order(self, order: dict[str, object]) -> None:
-        assert self.folder is not None
-        try:
-            parse_order(order)
-            self.message = str(send_order(self.folder, order).get("done"))
-        except ConfigError as error:
-            self.message = " ".join(str(error).split())
+def _ordered(folder: Path, order: dict[str, object]) -> str:
+    """Give an order; return the answer."""
+    try:
+        parse_order(order)
+        return str(send_order(folder, order).get("done"))
+    except ConfigError as error:
+        return " ".join(str(error).split())
 
 
 def policy_of(words: str) -> dict[str, object]:
     """Return the policy that was typed: its name, then ``key=value``, numbers as such."""
-    name, *settings = words.split()
+    name, *settings = words.split() or [""]
     policy: dict[str, object] = {"name": name.removeprefix("name=")}
     for setting in settings:
         key, _, text = setting.partition("=")
@@ -533,15 +456,23 @@ def _troubles(followers: list[JobFollower]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _single_characters() -> Iterator[None]:
-    """Have the terminal give each key at once, and not show it."""
+def _single_characters() -> Iterator[Callable[[str], str]]:
+    """Have the terminal give each key at once, and not show it; yield what asks for a whole line meanwhile."""
     if not sys.stdin.isatty():
-        yield
+        yield lambda prompt: ""
         return
     before = termios.tcgetattr(sys.stdin)
+
+    def ask(prompt: str) -> str:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        try:
+            return input(prompt)
+        finally:
+            tty.setcbreak(sys.stdin)
+
     try:
         tty.setcbreak(sys.stdin)
-        yield
+        yield ask
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
@@ -554,4 +485,4 @@ def _pressed(timeout_s: float) -> str:
     if not select.select([sys.stdin], [], [], timeout_s)[0]:
         return ""
     # Not by sys.stdin, which would keep further keys where select cannot see them.
-    return os.read(sys.stdin.fileno(), 1024).decode(errors="replace") or _LEAVE
+    return os.read(sys.stdin.fileno(), 1024).decode(errors="replace") or "q"

@@ -21,28 +21,32 @@ from perseus_ds.artifacts.evidence import Evidence
 from perseus_ds.artifacts.frontier import SLOWDOWNS, Frontier
 from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.artifacts.plan import PowerSwing
+from perseus_ds.artifacts.run_records import FILE_NAME as RECORDS
 from perseus_ds.artifacts.run_records import CostsSoFar, Event
 from perseus_ds.artifacts.timeline import MeasuredIteration
 from perseus_ds.errors import ConfigError
 from perseus_ds.measures import PowerBySecond
-from perseus_ds.report.figures import Figure, frontier_figure, history_figure, profile_figures, trend_figure
+from perseus_ds.report.figures import (
+    PALETTE,
+    SCALE,
+    STYLES,
+    Figure,
+    css,
+    frontier_figure,
+    frontier_traces,
+    history_figure,
+    profile_curves,
+    profile_figures,
+    trend_figure,
+    variable,
+)
 from perseus_ds.report.jobs import Factors, ReportedJob, main_job, measured_points
-from perseus_ds.report.series import PALETTE, SCALE, STYLES, css, frontier_series, profile_curves, variable
 from perseus_ds.report.sources import History, Sources, label
 from perseus_ds.report.timeline import KINDS, measured_timeline, pipeline_data, timeline_data
 from perseus_ds.runtime.progress import Tally
-from perseus_ds.runtime.words import event_in_words
 from perseus_ds.units import duration, gpu_time, grams, joules, money, number, percent, watt_hours, watts
 
-_FILTERS = {
-    "in_words": event_in_words,
-    **{
-        name: getattr(units, name)
-        for name in (
-            "number", "whole", "percent", "joules", "watt_hours", "grams", "watts", "duration", "gpu_time", "money"
-        )
-    },
-}  # fmt: skip
+_FILTERS = ("number", "whole", "percent", "joules", "watt_hours", "grams", "watts", "duration", "gpu_time", "money")
 
 
 def report_page(found: Sources, jobs: Sequence[ReportedJob], tiles: Sequence[Tile], factors: Factors) -> str:
@@ -96,8 +100,8 @@ def _data(found: Sources, job: ReportedJob | None, in_use: int) -> dict[str, Any
         data["baseline"] = [frontier.baseline.time_s, frontier.baseline.energy_j]
         name = "plan 0, the fastest" if found.plan_used is None else f"plan {in_use}, in use"
         measured = measured_points(found.histories, pipelines=found.pipelines)
-        series = frontier_series(frontier, in_use=in_use, in_use_label=name, measured=measured)
-        figures["frontier"] = frontier_figure(frontier, series, in_use)
+        traces = frontier_traces(frontier, in_use=in_use, in_use_label=name, measured=measured)
+        figures["frontier"] = frontier_figure(frontier, traces, in_use)
         if found.dag is not None and found.profile is not None:
             data["pipeline"] = pipeline_data(found.dag, found.profile, frontier)
     if any(history.steps for history in found.histories):
@@ -292,45 +296,29 @@ def _compared(frontier: Frontier, plan: int, in_use: int) -> OtherPlan:
 
 def _artefacts(found: Sources) -> Iterator[tuple[Path, str, str, str]]:
     """Yield the files of a report: each with when it was written (UTC), its hash, and what it says of its origin."""
+    says: dict[Path, list[str | None]] = {}
+    for history in found.histories:
+        start, starts = history.last_start, len(history.starts)
+        mode, several = start.mode and f"{start.mode} mode", f"{starts} starts" if starts > 1 else None
+        schema = f"schema {start.schema_version}" if starts else None
+        says[history.folder / RECORDS] = [start.job and f"job {start.job[:12]}", mode, several, schema, start.gpu]
     for path in found.files:
+        if path.name == "frontier.json" and found.frontier is not None:
+            origin = found.frontier.provenance
+            waiting = f"{origin.blocking_power_w:g} W while waiting"
+            schedule = origin.schedule.rpartition(":")[2]
+            says[path] = [f"solver {origin.solver}", schedule, waiting, origin.profile and f"profile {origin.profile}"]
+        elif path.name == "profile.csv" and found.profile is not None:
+            info = found.profile.info
+            versions = (f"{name} {version}" for name, version in info.versions.items())
+            driver = info.driver and f"driver {info.driver}"
+            says[path] = [info.gpu, str(info.settings or ""), driver, info.model, *versions]
         digest = hashlib.sha256()
         with path.open("rb") as file:
             while part := file.read(2**20):
                 digest.update(part)
         written = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).strftime("%Y-%m-%d %H:%M")
-        yield path, written, digest.hexdigest()[:12], ", ".join(filter(None, _says(path, found)))
-
-
-def _says(path: Path, found: Sources) -> list[str | None]:
-    if path.name == "run.jsonl":
-        history = next(h for h in found.histories if h.folder == path.parent)
-        start, starts = history.last_start, len(history.starts)
-        return [
-            f"job {start.job[:12]}" if start.job else None,
-            f"{start.mode} mode" if start.mode else None,
-            f"{starts} starts" if starts > 1 else None,
-            f"schema {start.schema_version}" if starts else None,
-            start.gpu,
-        ]
-    if path.name == "frontier.json" and found.frontier is not None:
-        origin = found.frontier.provenance
-        return [
-            f"solver {origin.solver}",
-            origin.schedule.rpartition(":")[2],
-            f"{origin.blocking_power_w:g} W while waiting",
-            f"profile {origin.profile}" if origin.profile else None,
-        ]
-    if path.name == "profile.csv" and found.profile is not None:
-        info = found.profile.info
-        versions = [f"{name} {version}" for name, version in info.versions.items()]
-        return [
-            info.gpu,
-            str(info.settings) if info.settings else None,
-            f"driver {info.driver}" if info.driver else None,
-            info.model,
-            *versions,
-        ]
-    return []
+        yield path, written, digest.hexdigest()[:12], ", ".join(filter(None, says.get(path, [])))
 
 
 def evidence_page(evidence: Evidence) -> str:
@@ -374,11 +362,10 @@ def rendered(template: str, data: Mapping[str, Any], **variables: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= _FILTERS
+    environment.filters |= {name: getattr(units, name) for name in _FILTERS}
     plotly = importlib.resources.files("perseus_ds.report").joinpath("page/plotly-basic.min.js")
-    colours = {"palette": {name: [c.light, c.dark] for name, c in PALETTE.items()}, "scale": SCALE}
     return environment.get_template(template).render(
-        data=_as_json({**data, **colours}),
+        data=_as_json({**data, "palette": PALETTE, "scale": SCALE}),
         plotly=plotly.read_text(encoding="utf-8").replace("</script", "<\\/script"),
         palette_css=css(),
         scale=SCALE,

@@ -24,19 +24,17 @@ from perseus_ds.artifacts.schedule_table import ScheduleTable
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.profiler.estimates import estimate_all
-from perseus_ds.report.jobs import MeasuredPoint
-from perseus_ds.report.series import (
+from perseus_ds.report.figures import (
     MEASURED_SYMBOLS,
+    PALETTE,
     QUANTITIES,
     SCALE,
     SERIES,
     Curve,
-    Series,
-    curve_values,
-    frontier_series,
-    light,
+    frontier_traces,
     profile_curves,
 )
+from perseus_ds.report.jobs import MeasuredPoint
 from perseus_ds.report.timeline import Bar, Timeline, short_name
 from perseus_ds.units import percent
 
@@ -57,6 +55,11 @@ _LOW, _HIGH = 0.5, 0.82
 """Heights of bars: forwards are low, so that they tell from backwards where there is no room for text."""
 
 
+def light(name: str) -> str:
+    """Return a colour of the palette for pictures, which are on white."""
+    return PALETTE[name][0]
+
+
 def frontier_picture(
     frontier: Frontier,
     path: Path | str,
@@ -71,8 +74,19 @@ def frontier_picture(
     if in_use is not None:
         number, change = frontier.plans.index(in_use), in_use.energy_j / frontier.baseline.energy_j - 1
         label = f"plan of a job with these settings: {percent(change)} energy (predicted)"
-    for one in frontier_series(frontier, in_use=number, in_use_label=label, measured=measured):
-        _draw_series(axes, one)
+    for trace in frontier_traces(frontier, in_use=number, in_use_label=label, measured=measured):
+        line, marker = trace.get("line"), trace.get("marker", {})
+        is_crowded = line is not None and len(trace["x"]) > 80
+        axes.plot(
+            trace["x"],
+            trace["y"],
+            color=light((line or marker)["color"].removeprefix("var(--").removesuffix(")")),
+            linestyle=_LINE_STYLES[line["dash"]] if line else "none",
+            marker=_MARKERS[marker["symbol"]] if marker and not is_crowded else None,
+            markersize=marker.get("size", 0) * (0.5 if line else 0.85),
+            markeredgecolor=None if line else "black",
+            label=trace["name"],
+        )
     place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "right"}
     for time_s, name in ((frontier.t_min_s, "$T_{min}$"), (frontier.t_star_s, "$T^*$")):
         axes.axvline(time_s, color="0.55", linestyle=":", linewidth=1)
@@ -81,7 +95,7 @@ def frontier_picture(
     axes.margins(x=0.06, y=0.1)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)  # beside the axes, over no point
     figure.suptitle(f"Energy against iteration time: {_subject(frontier.provenance)}", fontsize=11)
-    save_picture(figure, path, _DPI)
+    _save(figure, path, _DPI)
 
 
 def _label_axes(axes: Axes, x_label: str, y_label: str) -> None:
@@ -89,20 +103,6 @@ def _label_axes(axes: Axes, x_label: str, y_label: str) -> None:
     axes.set_ylabel(y_label)
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
-
-
-def _draw_series(axes: Axes, series: Series) -> None:
-    crowded = series.dash is not None and len(series.x) > 80
-    axes.plot(
-        series.x,
-        series.y,
-        color=light(series.colour),
-        linestyle=_LINE_STYLES[series.dash] if series.dash else "none",
-        marker=_MARKERS[series.symbol] if series.symbol and not crowded else None,
-        markersize=0.5 * series.size if series.dash else 0.85 * series.size,
-        markeredgecolor=None if series.dash else "black",
-        label=series.name,
-    )
 
 
 def timeline_picture(before: Timeline, after: Timeline, provenance: Provenance, path: Path | str) -> None:
@@ -134,7 +134,7 @@ def timeline_picture(before: Timeline, after: Timeline, provenance: Provenance, 
         handles.append(Patch(facecolor=light("fixed"), label="load, transfer, tail"))
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     figure.suptitle(f"One iteration, predicted: {_subject(provenance)}", fontsize=11)
-    save_picture(figure, path, _DPI)
+    _save(figure, path, _DPI)
 
 
 def _draw_timeline(axes: Axes, part: Timeline, norm: Normalize, colours: Colormap, longest_s: float) -> None:
@@ -189,7 +189,7 @@ def _subject(provenance: Provenance) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def save_picture(figure: Figure, path: Path | str, dpi: int) -> None:
+def _save(figure: Figure, path: Path | str, dpi: int) -> None:
     """Write a picture completely or not at all, in the format that its suffix says; PNG without one.
 
     Raises:
@@ -198,6 +198,7 @@ def save_picture(figure: Figure, path: Path | str, dpi: int) -> None:
     path, data = Path(path), BytesIO()
     try:
         figure.savefig(data, format=path.suffix[1:] or "png", dpi=dpi)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, data.getvalue())
     except ValueError as error:
         raise ConfigError(f"{path}: {error}. Give another suffix, such as .png.") from None
@@ -213,38 +214,32 @@ def profile_picture(profile: StageProfile, path: Path, *, blocking_power_w: floa
     panels = figure.subplots(1, 3)
     for axes, (quantity, unit) in zip(panels, QUANTITIES.items(), strict=True):
         for curve in profile_curves(profile):
-            _draw(axes, quantity, (profile, fitted), curve, blocking_power_w)
-        axes.set_xlabel("SM clock [MHz]")
-        axes.set_ylabel(f"{quantity} [{unit}]")
+            _draw_curve(axes, quantity, curve, profile=profile, fitted=fitted, blocking_power_w=blocking_power_w)
+        _label_axes(axes, "SM clock [MHz]", f"{quantity} [{unit}]")
         axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.25)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), fontsize="small")
     title = f"{profile.info.gpu or 'profile'}: rows (filled: Pareto-optimal), fitted curves ± 2 standard deviations"
     figure.suptitle(title + (" — SIMULATED" if profile.info.simulated else ""), fontsize="medium")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_picture(figure, path, 160)
+    _save(figure, path, 160)
 
 
-def _draw(
-    axes: Axes, quantity: str, profiles: tuple[StageProfile, StageProfile], curve: Curve, blocking_power_w: float
+def _draw_curve(
+    axes: Axes, quantity: str, curve: Curve, *, profile: StageProfile, fitted: StageProfile, blocking_power_w: float
 ) -> None:
-    profile, fitted = profiles
     stage, kind, colour = curve.stages[0], curve.kind, light(curve.colour)
-    clocks, values = fitted.options(stage, kind).clock_mhz, curve_values(fitted, stage, kind, quantity)
+    clocks, values = fitted.options(stage, kind).clock_mhz, curve.values(fitted, quantity)
     column = "time_relative_error" if quantity == "time" else "energy_relative_error"
     errors = {r.clock_mhz: getattr(r, column) for r in fitted.info.rows if (r.stage, r.kind) == (stage, kind)}
     band = np.array([errors.get(int(clock)) or 0.0 for clock in clocks])
     line = _LINE_STYLES[curve.dash]
     axes.plot(clocks, values, color=colour, linestyle=line, linewidth=1, label=f"{curve.label} {kind}")
     axes.fill_between(clocks, values * (1 - 2 * band), values * (1 + 2 * band), color=colour, alpha=0.15, linewidth=0)
-    options, points = profile.options(stage, kind), curve_values(profile, stage, kind, quantity)
+    options, points = profile.options(stage, kind), curve.values(profile, quantity)
     worth = np.isin(options.clock_mhz, options.pareto(blocking_power_w).clock_mhz)
-    marker = _MARKERS[curve.symbol]
+    style: dict[str, Any] = {"s": 12, "marker": _MARKERS[curve.symbol], "linewidths": 0.7, "edgecolors": colour}
     for chosen, filling in ((worth, colour), (~worth, "white")):
-        axes.scatter(
-            options.clock_mhz[chosen], points[chosen], s=12, marker=marker, linewidths=0.7, edgecolors=colour, c=filling
-        )
+        axes.scatter(options.clock_mhz[chosen], points[chosen], c=filling, **style)
 
 
 def schedules_picture(table: ScheduleTable, path: Path) -> None:
@@ -272,4 +267,4 @@ def schedules_picture(table: ScheduleTable, path: Path) -> None:
     axes.margins(x=0.05, y=0.08)
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.suptitle(f"Predicted frontiers of several schedules{table.subject}", fontsize=11)
-    save_picture(figure, path, _DPI)
+    _save(figure, path, _DPI)

@@ -9,77 +9,34 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
-from perseus_ds.artifacts.run_records import Event, Record, Started, iterate_records, trains
+from perseus_ds.artifacts.run_records import FILE_NAME, Event, IterationRecord, Record, Started, iterate_records, trains
 from perseus_ds.artifacts.timeline import MeasuredIteration, TimelineFile
 from perseus_ds.errors import ConfigError, PerseusError
-from perseus_ds.measures import JobMeasures
+from perseus_ds.measures import JobMeasures, sums_by_part
 from perseus_ds.optimizer import with_alternatives
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.runtime.progress import Tally
 
 
-@dataclass(frozen=True)
-class RankEnergy:
-    """A rank's part of the job's energy."""
-
-    rank: int
-    energy_j: float
-    power_w: float
-
-
-class RankSums:
-    """What is known of the ranks' energies so far."""
-
-    def __init__(self) -> None:
-        self._sums_j: list[float] = []
-        self._time_s = self._since_s = 0.0
-        self._sizes: set[int] = set()
-
-    def add(self, time_s: float, parts_j: tuple[float, ...] | None) -> None:
-        """Add an iteration.
-
-        Args:
-            time_s: How long it took; 0 where its energy is not known.
-            parts_j: Of all iterations since the last one that had them [J]; None where it has none.
-        """
-        self._since_s += time_s
-        if parts_j is None:
-            return
-        self._time_s, self._since_s = self._time_s + self._since_s, 0.0
-        self._sizes.add(len(parts_j))
-        self._sums_j = [total_j + part_j for total_j, part_j in zip_longest(self._sums_j, parts_j, fillvalue=0.0)]
-
-    def shares(self) -> list[RankEnergy]:
-        """Return them by rank; none where no energy is known, or the job was resumed at another size."""
-        if len(self._sizes) > 1 or not self._time_s:
-            return []
-        return [RankEnergy(rank, total_j, total_j / self._time_s) for rank, total_j in enumerate(self._sums_j)]
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a report needs of an iteration's record, which takes ten times the memory, and its place in the history.
+    """What a report needs of an iteration's record, which takes ten times the memory.
 
     Attributes:
-        number: Position in the job's history over all starts, 1 first.
-        frontier: Distinguishes the frontier of its plan from the job's earlier ones.
-        disturbed: Whether it does not count; see :mod:`perseus_ds.measures`.
+        plan: Its place on the job's frontier; None for plans of frontiers of shapes of inputs or of limits, too.
+        counts: See :mod:`perseus_ds.measures`.
     """
 
-    number: int
-    frontier: tuple[str | None, int]
-    disturbed: bool
     iteration: int
     ended: float | None
     phase: str
     plan: int | None
-    has_own_frontier: bool
+    counts: bool
     time_s: float
     energy_j: float | None
 
@@ -96,7 +53,6 @@ class Occurrence:
     event: Event
 
 
-@dataclass
 class History:
     """All that a job did.
 
@@ -104,20 +60,26 @@ class History:
         folder: Where its ``run.jsonl`` lies.
         starts: Its starts, the first one first.
         steps: All iterations but those that calibrate a simulated GPU; ``total`` is all of them together.
-        by_rank: The energy of each rank, where it is recorded.
         left_out: Number of iterations of other jobs in the same file.
     """
 
-    folder: Path
-    name: str
-    starts: list[Started] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list, repr=False)
-    occurrences: list[Occurrence] = field(default_factory=list, repr=False)
-    measures: JobMeasures = field(default_factory=JobMeasures, repr=False)
-    total: Tally = field(default_factory=Tally)
-    by_rank: RankSums = field(default_factory=RankSums, repr=False)
-    simulated: bool = False
-    left_out: int = 0
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self.name = name
+        self.starts: list[Started] = []
+        self.steps: list[Step] = []
+        self.occurrences: list[Occurrence] = []
+        self.measures = JobMeasures()
+        self.total = Tally()
+        self.simulated = False
+        self.left_out = 0
+        # The first step under the frontier last in use, for which alone numbers of plans are valid.
+        self._first_planned = 0
+        self._frontier: tuple[str | None, int] | None = None
+        # Energy by rank [J] and the time that it took, then the time since a record had it.
+        self._by_rank_j: list[float] = []
+        self._by_rank_s = self._since_s = 0.0
+        self._sizes: set[int] = set()
 
     def add(self, record: Record) -> None:
         """Add a record of this job."""
@@ -129,14 +91,29 @@ class History:
             if isinstance(record, Started):
                 self.starts.append(record)
         elif trains(record):
-            own = bool(record.shape) or record.limited
-            step = Step(
-                len(self.steps) + 1, self.measures.frontier, not counts, record.iteration, record.ended, record.phase,
-                record.plan, own, record.time_s, record.energy_j,
-            )  # fmt: skip
-            self.steps.append(step)
-            self.total.add(record)
-            self.by_rank.add(0.0 if record.energy_j is None else record.time_s, record.energy_by_rank_j)
+            self._add_iteration(record, counts=counts)
+
+    def _add_iteration(self, record: IterationRecord, *, counts: bool) -> None:
+        plan = None if record.shape or record.limited else record.plan
+        if plan is not None and record.phase == "run" and self._frontier != self.measures.frontier:
+            self._first_planned, self._frontier = len(self.steps), self.measures.frontier
+        self.steps.append(
+            Step(record.iteration, record.ended, record.phase, plan, counts, record.time_s, record.energy_j)
+        )
+        self.total.add(record)
+        if record.energy_j is not None:
+            self._since_s += record.time_s
+        if record.energy_by_rank_j is not None:
+            self._by_rank_s, self._since_s = self._by_rank_s + self._since_s, 0.0
+            self._sizes.add(len(record.energy_by_rank_j))
+            self._by_rank_j = sums_by_part(self._by_rank_j, record.energy_by_rank_j)
+
+    @property
+    def by_rank(self) -> list[tuple[float, float]]:
+        """Energy [J] and mean power [W] by rank; none where not known, or the job was resumed at another size."""
+        if len(self._sizes) > 1 or not self._by_rank_s:
+            return []
+        return [(energy_j, energy_j / self._by_rank_s) for energy_j in self._by_rank_j]
 
     @property
     def last_start(self) -> Started:
@@ -155,9 +132,8 @@ class History:
 
     @property
     def under_plans(self) -> list[Step]:
-        """Iterations under a plan of the frontier last in use: a plan's number is only valid for its own frontier."""
-        planned = [s for s in self.steps if s.phase == "run" and s.plan is not None and not s.has_own_frontier]
-        return [step for step in planned if step.frontier == planned[-1].frontier]
+        """Iterations under a plan of the frontier last in use."""
+        return [step for step in self.steps[self._first_planned :] if step.phase == "run" and step.plan is not None]
 
 
 def read_history(folder: Path, name: str | None = None) -> History:
@@ -265,11 +241,26 @@ def find_sources(
             raise ConfigError(f"{named}: no such folder; expected the output_dir of a training run.")
     found = Sources(folder)
     folders = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
-    _read_histories(found, list(runs) or [path for path in folders if (path / "run.jsonl").is_file()])
+    _read_histories(found, list(runs) or [path for path in folders if (path / FILE_NAME).is_file()])
     frontier = frontier or _find_frontier(folders, found.histories)
-    _read_frontier(found, frontier)
-    _read_profile(found, profile or _find_profile(folders, frontier, found.frontier))
-    if not (found.histories or found.frontier or found.profile):
+    if frontier is not None:
+        found.frontier = Frontier.load(frontier)
+        found.files.append(frontier / "frontier.json" if frontier.is_dir() else frontier)
+    else:
+        found.missing.append(
+            "The frontier of plans, and what they save: there is no frontier.json. Write one with "
+            '"perseus-ds optimize profile=… out=…", or give frontier=….'
+        )
+    profile = profile or _find_profile(folders, frontier, found.frontier)
+    if profile is not None:
+        found.profile = StageProfile.load(profile)
+        found.files.append(profile / "profile.csv" if profile.is_dir() else profile)
+    else:
+        found.missing.append(
+            "The profile, and the timelines that follow from it: there is no profile.csv. Give the one that the "
+            "frontier was made from, profile=…."
+        )
+    if not found.files:
         raise ConfigError(
             f"{folder}: no run.jsonl, profile.csv or frontier.json in it or in a folder of it. Give the output_dir of "
             "a training run, or frontier=… and profile=…."
@@ -325,7 +316,7 @@ def _read_histories(found: Sources, folders: Sequence[Path]) -> None:
     for folder in folders:
         name = folder.name if folder != found.folder else folder.resolve().name
         found.histories.append(read_history(folder, name))
-        found.files.append(folder / "run.jsonl")
+        found.files.append(folder / FILE_NAME)
     found.histories.sort(key=lambda history: history.started)
     for history in found.histories:
         path = history.folder / "timeline.json"
@@ -342,25 +333,3 @@ def _read_histories(found: Sources, folders: Sequence[Path]) -> None:
         found.missing.append("The run itself: there is no run.jsonl. Train with a perseus block, or give runs=[…].")
     elif not found.measured:
         found.missing.append("Measured timelines: there is no timeline.json. Train for three iterations or more.")
-
-
-def _read_frontier(found: Sources, path: Path | None) -> None:
-    if path is None:
-        found.missing.append(
-            "The frontier of plans, and what they save: there is no frontier.json. Write one with "
-            '"perseus-ds optimize profile=… out=…", or give frontier=….'
-        )
-        return
-    found.frontier = Frontier.load(path)
-    found.files.append(path / "frontier.json" if path.is_dir() else path)
-
-
-def _read_profile(found: Sources, path: Path | None) -> None:
-    if path is None:
-        found.missing.append(
-            "The profile, and the timelines that follow from it: there is no profile.csv. Give the one that the "
-            "frontier was made from, profile=…."
-        )
-        return
-    found.profile = StageProfile.load(path)
-    found.files.append(path / "profile.csv" if path.is_dir() else path)

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 from prometheus_client import CollectorRegistry, MetricsHandler, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from pydantic import BaseModel
 
 from perseus_ds.runtime.config import MetricsConfig
-from perseus_ds.runtime.progress import JobFacts
-from perseus_ds.runtime.words import PHASES
+from perseus_ds.runtime.progress import PHASES, JobFacts, PipelineFacts, PlanFacts
 
 logger = logging.getLogger("perseus_ds")
 _PERIOD_S = 5.0
@@ -114,12 +114,49 @@ def registry_of(facts: Callable[[], JobFacts]) -> CollectorRegistry:
     return registry
 
 
-class JobCollector(Collector):
-    """Makes metrics of the facts whenever they are asked for.
+# By field of the facts, whose description is the metric's. Counters and savings are of all starts of the job; other
+# gauges are those of now, and there are none after the job's end.
+_COUNTERS = {
+    "iterations": "perseus_iterations",
+    "time_s": "perseus_iteration_seconds",
+    "clock_changes": "perseus_clock_changes",
+    "clock_skips": "perseus_clock_skips",
+    "planned": "perseus_planned_iterations",
+}
+_SAVINGS = {
+    "gained_s": "perseus_gained_seconds",
+    "saved": "perseus_saving_ratio",
+    "slowdown": "perseus_slowdown_ratio",
+}
+_GAUGES = {
+    "step": "perseus_step",
+    "total_steps": "perseus_steps_wanted",
+    "remaining_s": "perseus_remaining_seconds",
+    "iteration_s": "perseus_typical_iteration_seconds",
+    "power_w": "perseus_power_watts",
+    "present_power_w": "perseus_present_power_watts",
+    "highest_power_w": "perseus_highest_power_watts",
+    "lowest_power_w": "perseus_lowest_power_watts",
+    "power_change_w": "perseus_power_change_watts",
+    "power_window_s": "perseus_power_window_seconds",
+    "cap_w": "perseus_power_cap_watts",
+    "profiling_j": "perseus_profiling_joules",
+    "profiling_s": "perseus_profiling_seconds",
+    "drift": "perseus_drift_ratio",
+    "straggler_slowdown": "perseus_straggler_slowdown_ratio",
+    "silent_s": "perseus_silent_seconds",
+}
+_GAUGES_OF_PLAN = {
+    "plan": "perseus_plan",
+    "promised_slowdown": "perseus_plan_promised_slowdown_ratio",
+    "slowdown": "perseus_plan_slowdown_ratio",
+    "promised_saving": "perseus_plan_promised_saving_ratio",
+    "saving": "perseus_plan_saving_ratio",
+}
 
-    Counters count over all starts of the job, and so do the figures of what was saved; other gauges are those of now,
-    and there are none after the job's end.
-    """
+
+class JobCollector(Collector):
+    """Makes metrics of the facts whenever they are asked for."""
 
     def __init__(self, facts: Callable[[], JobFacts]) -> None:
         self._facts = facts
@@ -127,95 +164,49 @@ class JobCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
         facts = self._facts()
-        of_job = (facts.name, str(facts.simulated).lower())
 
         def metric(kind: _Kind, name: str, text: str, values: _Values, *labels: str) -> Metric:
             made = kind(name, text, labels=(*_LABELS, *labels))
             for label, value in values.items():
                 if value is not None:
-                    made.add_metric((*of_job, *([label] if labels else [])), value)
+                    made.add_metric((facts.name, str(facts.simulated).lower(), *([label] if labels else [])), value)
             return made
 
-        for name, (text, figure) in _counters(facts).items():
-            yield metric(CounterMetricFamily, name, text, {"": figure})
-        energies_j = {str(pipeline.pipeline): pipeline.energy_j for pipeline in facts.pipelines}
-        yield metric(CounterMetricFamily, "perseus_energy_joules", "Energy of all iterations.", energies_j, "pipeline")
+        def of(model: type[BaseModel], field: str) -> str:
+            return model.model_fields[field].description or ""
+
+        for field, name in _COUNTERS.items():
+            yield metric(CounterMetricFamily, name, of(JobFacts, field), {"": getattr(facts, field)})
+        energies_j = {str(each.pipeline): each.energy_j for each in facts.pipelines}
+        text = of(PipelineFacts, "energy_j")
+        yield metric(CounterMetricFamily, "perseus_energy_joules", text, energies_j, "pipeline")
         # Typical iterations may become faster or slower, so this may fall.
-        saved_j = {str(pipeline.pipeline): pipeline.saved_j for pipeline in facts.pipelines}
-        text = "Energy saved under plans so far, against default clocks."
+        saved_j = {str(each.pipeline): each.saved_j for each in facts.pipelines}
+        text = of(PipelineFacts, "saved_j")
         yield metric(GaugeMetricFamily, "perseus_saved_joules", text, saved_j, "pipeline")
-        for name, (text, value) in _gauges_of_all_starts(facts).items():
-            yield metric(GaugeMetricFamily, name, text, {"": value})
-        for name, (text, value) in _gauges(facts).items():
-            yield metric(GaugeMetricFamily, name, text, {} if facts.ended else {"": value})
-        limits_w = {} if facts.ended else {str(rank): power_w for rank, power_w, _ in facts.limits}
+        for field, name in _SAVINGS.items():
+            yield metric(GaugeMetricFamily, name, of(JobFacts, field), {"": getattr(facts, field)})
+
+        def now(values: _Values) -> _Values:
+            return {} if facts.ended else values
+
+        for field, name in _GAUGES.items():
+            yield metric(GaugeMetricFamily, name, of(JobFacts, field), now({"": getattr(facts, field)}))
+        for field, name in _GAUGES_OF_PLAN.items():
+            yield metric(GaugeMetricFamily, name, of(PlanFacts, field), now({"": getattr(facts.plan, field, None)}))
+        counts = {
+            "perseus_limited_gpus": (of(JobFacts, "limits"), len(facts.limits) + facts.more_limits),
+            "perseus_order_pending": ("1 while an order is not in force yet.", facts.pending is not None),
+            "perseus_failed_ranks": (of(JobFacts, "failed_ranks"), len(facts.failed_ranks) + facts.more_failed_ranks),
+            "perseus_ranks_below_clock": (
+                "Ranks whose GPU does not reach the clock that it was asked for.", len(facts.ranks_below_their_clock)
+            ),
+        }  # fmt: skip
+        for name, (text, count) in counts.items():
+            yield metric(GaugeMetricFamily, name, text, now({"": float(count)}))
+        limits_w = {str(rank): power_w for rank, power_w, _ in facts.limits}
         text = "Power limit of a GPU, where it is lower than when the profile was measured."
-        yield metric(GaugeMetricFamily, "perseus_gpu_power_limit_watts", text, limits_w, "rank")
+        yield metric(GaugeMetricFamily, "perseus_gpu_power_limit_watts", text, now(limits_w), "rank")
         phases = {phase: float(phase == facts.phase) for phase in PHASES if phase != "verdict"}
         text = "1 for what the job does, 0 for the others."
         yield metric(GaugeMetricFamily, "perseus_phase", text, phases, "phase")
-
-
-def _counters(facts: JobFacts) -> dict[str, tuple[str, float]]:
-    return {
-        "perseus_iterations": ("Training iterations.", facts.iterations),
-        "perseus_iteration_seconds": ("Time of all iterations.", facts.time_s),
-        "perseus_clock_changes": ("Clock changes of all GPUs.", facts.clock_changes),
-        "perseus_clock_skips": ("Clock changes that were left out.", facts.clock_skips),
-        "perseus_planned_iterations": ("Iterations under plans.", facts.planned),
-    }
-
-
-def _gauges_of_all_starts(facts: JobFacts) -> dict[str, tuple[str, float | None]]:
-    return {
-        "perseus_gained_seconds": ("Time gained under plans so far, against default clocks.", facts.gained_s),
-        "perseus_saving_ratio": ("Energy saved by a typical iteration under plans; 0.1 is 10 %.", facts.saved),
-        "perseus_slowdown_ratio": ("Change of its time; 0.01 is 1 % longer than default clocks.", facts.slowdown),
-    }
-
-
-def _gauges(facts: JobFacts) -> dict[str, tuple[str, float | None]]:
-    plan = facts.plan
-    return {
-        "perseus_step": ("The last training step.", facts.step),
-        "perseus_steps_wanted": ("Steps of the whole training, where the policy names them.", facts.total_steps),
-        "perseus_remaining_seconds": ("Estimated time until the last step is done.", facts.remaining_s),
-        "perseus_typical_iteration_seconds": ("Median time of the last iterations.", facts.iteration_s),
-        "perseus_power_watts": ("Mean power of all GPUs in the last iterations.", facts.power_w),
-        "perseus_present_power_watts": ("Power of all GPUs in the last iteration.", facts.present_power_w),
-        "perseus_highest_power_watts": ("Power of all GPUs in the highest of the last seconds.", facts.highest_power_w),
-        "perseus_lowest_power_watts": ("Power of all GPUs in the lowest of them.", facts.lowest_power_w),
-        "perseus_power_change_watts": ("The largest difference from one of them to the next.", facts.power_change_w),
-        "perseus_power_window_seconds": (
-            "What such a second took: whole iterations, so an iteration at least.", facts.power_window_s
-        ),
-        "perseus_power_cap_watts": ("The power cap in force, of all GPUs.", facts.cap_w),
-        "perseus_limited_gpus": (
-            "GPUs that may do less than when the profile was measured.", len(facts.limits) + facts.more_limits
-        ),
-        "perseus_order_pending": ("1 while an order is not in force yet.", float(facts.pending is not None)),
-        "perseus_plan": ("The plan in use: its place on the frontier, 0 the fastest.", plan.plan if plan else None),
-        "perseus_plan_promised_slowdown_ratio": (
-            "Promised change of time; 0.01 is 1 % longer than default clocks.",
-            plan.promised_slowdown if plan else None,
-        ),
-        "perseus_plan_slowdown_ratio": ("The same as it runs, median.", plan.slowdown if plan else None),
-        "perseus_plan_promised_saving_ratio": (
-            "Promised saving of energy; 0.1 is 10 % less than default clocks.",
-            plan.promised_saving if plan else None,
-        ),
-        "perseus_plan_saving_ratio": ("The same as it runs, of a typical iteration.", plan.saving if plan else None),
-        "perseus_profiling_joules": ("Additional energy for profiling.", facts.profiling_j),
-        "perseus_profiling_seconds": ("Additional time for profiling.", facts.profiling_s),
-        "perseus_drift_ratio": ("How far instructions are from the profile.", facts.drift),
-        "perseus_straggler_slowdown_ratio": (
-            "How many times as long the slowest pipeline takes; 1 without a straggler.", facts.straggler_slowdown
-        ),
-        "perseus_failed_ranks": (
-            "Ranks that have fallen back to default clocks.", len(facts.failed_ranks) + facts.more_failed_ranks
-        ),
-        "perseus_ranks_below_clock": (
-            "Ranks whose GPU does not reach the clock that it was asked for.", len(facts.ranks_below_their_clock)
-        ),
-        "perseus_silent_seconds": ("Time since the last record of the job.", facts.silent_s),
-    }  # fmt: skip

@@ -6,9 +6,9 @@ import itertools
 import statistics
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,6 +16,7 @@ from perseus_ds.artifacts.run_records import (
     Ended,
     Event,
     IterationRecord,
+    Limits,
     LimitsChanged,
     OrderGiven,
     PlanChosen,
@@ -26,13 +27,30 @@ from perseus_ds.artifacts.run_records import (
     Record,
     Started,
     TimetableMade,
+    policy_in_words,
     trains,
 )
-from perseus_ds.measures import AT_DEFAULT_CLOCKS, JobMeasures, PowerBySecond, Saving, Typical, promise
-from perseus_ds.runtime.words import STEPS_TO_A_PLAN, event_in_words, policy_in_words, unfinished
+from perseus_ds.measures import AT_DEFAULT_CLOCKS, JobMeasures, PowerBySecond, Typical, sums_by_part
 
+PHASES: Mapping[str, str] = {
+    "calibrate": "calibrating the simulated GPU",
+    "warm-up": "warming up",
+    "profile": "measuring the profile",
+    "optimizing": "computing plans",
+    "default": "measuring iterations at default clocks to compare plans with",
+    "verdict": "comparing plan and default clocks",
+    "run": "running under plans",
+    "pause": "paused: default clocks",
+    "halt": "standing still until a cheaper hour",
+    "observe": "default clocks",
+}
+"""What a job does in each phase; a verdict is none of its own, but what comes next while plans run."""
+_STEPS_TO_A_PLAN = ("warm-up", "profile", "optimizing", "default")
 _LONG_S = 60.0
 _LONG_ITERATIONS = 10
+_RECENT = 60
+"""Iterations, and seconds of power."""
+_EVENTS = 8
 
 
 class _Facts(BaseModel):
@@ -40,17 +58,17 @@ class _Facts(BaseModel):
 
 
 class PlanFacts(_Facts):
-    """The plan in use: what it promises and what it does, against the same iterations at default clocks."""
+    """The plan in use: what it promises and what it does, as fractions of the same iterations at default clocks."""
 
-    plan: int
+    plan: int = Field(description="The plan in use: its place on the frontier, 0 the fastest.")
     plans: tuple[int, ...] = Field((), description="Of each pipeline.")
     baseline: str | None = Field(description="The iterations at default clocks, in words.")
     iterations: int = Field(description="Iterations under it of which the figures are typical.")
-    promised_slowdown: float | None = Field(description="As a fraction of the time at default clocks.")
-    promised_saving: float | None = Field(description="As a fraction of the energy at default clocks.")
-    slowdown: float | None = Field(description="Of a typical iteration.")
+    promised_slowdown: float | None = Field(description="Promised change of time; 0.01 is 1 % longer.")
+    promised_saving: float | None = Field(description="Promised saving of energy; 0.1 is 10 % less.")
+    slowdown: float | None = Field(description="Change of time of a typical iteration; 0.01 is 1 % longer.")
     slowdown_error: float | None = Field(description="Its standard error.")
-    saving: float | None = Field(description="Of a typical iteration.")
+    saving: float | None = Field(description="Saving of energy of a typical iteration; 0.1 is 10 % less.")
     saving_error: float | None = Field(description="Its standard error.")
 
 
@@ -58,8 +76,8 @@ class PipelineFacts(_Facts):
     """Energy of one data-parallel pipeline [J]."""
 
     pipeline: int
-    energy_j: float = Field(description="All iterations.")
-    saved_j: float = Field(description="Its part of what was saved under plans.")
+    energy_j: float = Field(description="Energy of all iterations.")
+    saved_j: float = Field(description="Its part of the energy saved under plans so far, against default clocks.")
 
 
 class Happened(_Facts):
@@ -70,7 +88,7 @@ class Happened(_Facts):
 
 
 class JobFacts(_Facts):
-    """All of a job, over all its starts."""
+    """All of a job, over all its starts; metrics have these descriptions too."""
 
     name: str = Field(description="The name of its output folder.")
     simulated: bool
@@ -79,53 +97,49 @@ class JobFacts(_Facts):
     policy: dict[str, Any] | None
     starts: int
     ended: bool = Field(description="Whether it has said that it ended.")
-    silent_s: float | None = Field(description="Since its last record [s].")
+    silent_s: float | None = Field(description="Time since the last record of the job.")
     phase: str | None = Field(description="Of the last iteration, or what the job does outside of iterations.")
     next_phase: str | None
-    next_in_s: float | None = Field(description="When that begins, as estimated [s].")
+    next_in_s: float | None = Field(description="When that begins, as estimated.")
     step: int | None = Field(description="The last training step.")
-    total_steps: int | None = Field(description="Where the policy names it.")
-    remaining_s: float | None = Field(description="Until the last step is done, as estimated [s].")
-    iterations: int
-    time_s: float = Field(description="Of all iterations [s].")
-    energy_j: float = Field(description="Of all iterations [J].")
+    total_steps: int | None = Field(description="Steps of the whole training, where the policy names them.")
+    remaining_s: float | None = Field(description="Estimated time until the last step is done.")
+    iterations: int = Field(description="Training iterations.")
+    time_s: float = Field(description="Time of all iterations.")
+    energy_j: float = Field(description="Energy of all iterations.")
     without_energy: int = Field(description="Iterations whose energy could not be read.")
-    clock_changes: int
-    clock_skips: int
-    planned: int = Field(description="Iterations under plans of the frontier in use.")
+    clock_changes: int = Field(description="Clock changes of all GPUs.")
+    clock_skips: int = Field(description="Clock changes that were left out.")
+    planned: int = Field(description="Iterations under plans.")
     saved_j: float = Field(description="Energy saved by these, profiling not counted; negative if they used more.")
-    gained_s: float = Field(description="Time gained by these, profiling not counted; negative if they took longer.")
-    saved: float | None = Field(description="Energy saved by a typical one, as a fraction.")
-    slowdown: float | None = Field(description="How much longer a typical one took, as a fraction.")
+    gained_s: float = Field(description="Time gained under plans so far, against default clocks; negative for lost.")
+    saved: float | None = Field(description="Energy saved by a typical iteration under plans; 0.1 is 10 %.")
+    slowdown: float | None = Field(description="Change of its time; 0.01 is 1 % longer than at default clocks.")
     baseline: str | None = Field(description="The iterations at default clocks that this is relative to, in words.")
-    profiling_s: float = Field(description="Additional time for profiling [s]; negative for less.")
-    profiling_j: float = Field(description="Additional energy for profiling [J]; negative for less.")
-    iteration_s: float | None = Field(description="Iteration time, median of the last ones [s].")
-    power_w: float | None = Field(description="Of all GPUs, mean of the last iterations [W].")
-    present_power_w: float | None = Field(description="Of all GPUs in the last iteration [W].")
-    highest_power_w: float | None = Field(description="Of all GPUs, over the last 60 seconds: of the highest one [W].")
-    lowest_power_w: float | None = Field(description="Of the lowest one [W].")
-    power_change_w: float | None = Field(description="The largest difference from one to the next [W].")
-    power_window_s: float | None = Field(description="What such a second took: whole iterations, one at least [s].")
-    cap_w: float | None = Field(description="The power cap in force, of all GPUs [W].")
+    profiling_s: float = Field(description="Additional time for profiling; negative for less.")
+    profiling_j: float = Field(description="Additional energy for profiling; negative for less.")
+    iteration_s: float | None = Field(description="Median time of the last iterations.")
+    power_w: float | None = Field(description="Mean power of all GPUs in the last iterations.")
+    present_power_w: float | None = Field(description="Power of all GPUs in the last iteration.")
+    highest_power_w: float | None = Field(description="Power of all GPUs in the highest of the last 60 seconds.")
+    lowest_power_w: float | None = Field(description="Power of all GPUs in the lowest of them.")
+    power_change_w: float | None = Field(description="The largest difference from one of them to the next.")
+    power_window_s: float | None = Field(description="What such a second took: whole iterations, one at least.")
+    cap_w: float | None = Field(description="The power cap in force, of all GPUs.")
     cap_source: str = Field(description="Where that comes from: the policy, or the file that it names.")
-    limits: tuple[tuple[int, float | None, float | None], ...] = Field(
-        description="GPUs that may do less than when the profile was measured: rank, power limit [W], clock [MHz]."
-    )
+    limits: Limits = Field(description="GPUs that may do less than when the profile was measured.")
     more_limits: int = Field(description="How many more GPUs.")
     pending: str | None = Field(description="An order that is not in force yet, in words.")
-    unfinished: str | None = Field(
-        description="What it was at when it ended before a plan ran, or its profile was done."
-    )
+    unfinished: str | None = Field(description="What it was at when it ended before it had a plan, or its profile.")
     plan: PlanFacts | None
     plans: tuple[PlanSummary, ...] = Field(description="By plan of the frontier in use.")
     pipelines: tuple[PipelineFacts, ...]
     clocks_asked_mhz: tuple[int | None, ...]
     clocks_reached_mhz: tuple[int | None, ...]
     straggler: int | None = Field(description="The pipeline that the others wait for.")
-    straggler_slowdown: float = Field(description="How many times as long it takes.")
-    drift: float | None
-    failed_ranks: tuple[int, ...]
+    straggler_slowdown: float = Field(description="How many times as long the slowest pipeline takes.")
+    drift: float | None = Field(description="How far instructions are from the profile.")
+    failed_ranks: tuple[int, ...] = Field(description="Ranks that have fallen back to default clocks.")
     more_failed_ranks: int
     recent_times_s: tuple[float, ...]
     recent_powers_w: tuple[float | None, ...]
@@ -141,24 +155,14 @@ class JobFacts(_Facts):
 
     @property
     def ranks_below_their_clock(self) -> list[int]:
-        """Ranks whose GPU has not reached the clock that it was asked for."""
+        """Ranks whose GPU runs at a lower clock than it was asked for, by more than 2 %."""
         pairs = zip(self.clocks_asked_mhz, self.clocks_reached_mhz, strict=False)
-        return [rank for rank, (asked, reached) in enumerate(pairs) if is_below(asked, reached)]
-
-
-def is_below(asked_mhz: int | None, reached_mhz: int | None) -> bool:
-    """Return whether a GPU runs at a lower clock than it was asked for, by more than 2 %."""
-    return asked_mhz is not None and reached_mhz is not None and reached_mhz < 0.98 * asked_mhz
+        return [rank for rank, (asked, reached) in enumerate(pairs) if asked and reached and reached < 0.98 * asked]
 
 
 @dataclass
 class Tally:
-    """Iterations, all of them together; the names are those of the record of a job's end.
-
-    Attributes:
-        without_energy: How many have an energy that could not be read.
-        clock_skips: Clock changes left out.
-    """
+    """Iterations, all of them together; the names are those of the record of a job's end."""
 
     iterations: int = 0
     time_s: float = 0.0
@@ -177,9 +181,7 @@ class Tally:
         self.without_energy += record.energy_j is None
 
 
-_RECENT = 60
-"""Iterations, and seconds of power."""
-_EVENTS = 8
+_Kind = TypeVar("_Kind", bound=Event)
 
 
 class JobProgress:
@@ -193,19 +195,19 @@ class JobProgress:
     def __init__(self) -> None:
         self.total, self.since_start = Tally(), Tally()
         self._measures = JobMeasures()
-        self._pipelines: list[_Pipeline] = []
+        # Energy by pipeline [J]: of all iterations, of those at default clocks, and of those under plans.
+        self._all_j: list[float] = []
+        self._default_j: list[float] = []
+        self._planned_j: list[float] = []
         self._recent: deque[IterationRecord] = deque(maxlen=_RECENT)
         self._power = PowerBySecond(_RECENT)
         self._events: deque[Event] = deque(maxlen=_EVENTS)
-        self._start: Started | None = None
         self._starts = 0
+        # The last event of each kind since the job started last.
+        self._latest: dict[type[Event], Event] = {}
         self._policy: dict[str, Any] | None = None
-        self._chosen: PlanChosen | None = None
-        self._cap = PowerCapChanged()
-        self._limits = LimitsChanged()
         self._ordered_policy: dict[str, Any] | None = None
         self._ordered_pause: bool | None = None
-        self._timetable: TimetableMade | None = None
         self._profiling_s = self._profiling_j = 0.0
         self._last: IterationRecord | None = None
         self._last_time = 0.0
@@ -214,7 +216,6 @@ class JobProgress:
         self._ended = self._simulated = False
         # The last iteration before a plan ran, or the profile was done.
         self._on_the_way: IterationRecord | None = None
-        self._has_profile = False
 
     def add(self, record: Record) -> None:
         """Add a record."""
@@ -234,37 +235,28 @@ class JobProgress:
         if isinstance(event, Started):
             self._starts += 1
             self.since_start = Tally()
-            self._start, self._policy = event, event.policy
-            self._chosen = self._last = self._timetable = None
-            self._ordered_policy = self._ordered_pause = self._on_the_way = None
-            self._has_profile = False
-            self._cap, self._limits = PowerCapChanged(), LimitsChanged()
+            self._latest.clear()
+            self._policy = event.policy
+            self._last = self._ordered_policy = self._ordered_pause = self._on_the_way = None
         elif isinstance(event, ProfileWritten):
-            self._has_profile = True
             self._profiling_s += event.lost_s or 0.0
             self._profiling_j += event.lost_j or 0.0
-        elif isinstance(event, PlanChosen):
-            self._chosen = event
-        elif isinstance(event, PowerCapChanged):
-            self._cap = event
-        elif isinstance(event, LimitsChanged):
-            self._limits = event
         elif isinstance(event, OrderGiven):
             self._ordered_policy = event.policy or self._ordered_policy
             self._ordered_pause = self._ordered_pause if event.paused is None else event.paused
-        elif isinstance(event, TimetableMade):
-            self._timetable = event
         elif isinstance(event, PolicyChanged) and event.policy:
-            self._policy, self._timetable = event.policy, None
+            self._policy = event.policy
+            self._latest.pop(TimetableMade, None)
             if event.policy == self._ordered_policy:  # it is in force, whatever it hands over to later
                 self._ordered_policy = None
-        if not isinstance(event, Ended):
+        self._latest[type(event)] = event
+        if not self._ended:
             self._events.append(event)
 
     def _add_iteration(self, record: IterationRecord) -> None:
         self._last = record
         self._ended = False
-        if record.phase in STEPS_TO_A_PLAN:
+        if record.phase in _STEPS_TO_A_PLAN:
             self._on_the_way = record
         if record.clocks_asked_mhz is not None or record.energy_by_rank_j is not None or record.energy_j is None:
             self._clocks = record.clocks_asked_mhz or (), record.clocks_reached_mhz or ()
@@ -272,41 +264,26 @@ class JobProgress:
         self.since_start.add(record)
         self._recent.append(record)
         self._power.add(record.time_s, record.energy_j, record.ended)
-        for number, energy_j in enumerate(record.energy_by_pipeline_j or ()):
-            if number == len(self._pipelines):
-                self._pipelines.append(_Pipeline())
-            pipeline = self._pipelines[number]
-            pipeline.energy_j += energy_j
-            if record.phase in AT_DEFAULT_CLOCKS:
-                pipeline.at_default_j += energy_j
-            elif record.phase == "run":
-                pipeline.planned_j += energy_j
-
-    def _pipeline_facts(self, saving: Saving | None) -> tuple[PipelineFacts, ...]:
-        """Return the energy of each, and its part of the saving: by the energies at default clocks and under plans."""
-        at_default_j = sum(pipeline.at_default_j for pipeline in self._pipelines)
-        planned_j = sum(pipeline.planned_j for pipeline in self._pipelines)
-        found = []
-        for number, pipeline in enumerate(self._pipelines):
-            saved_j = 0.0
-            if saving is not None and planned_j:
-                share = pipeline.at_default_j / at_default_j if at_default_j else 1 / len(self._pipelines)
-                saved_j = share * saving.default_j - pipeline.planned_j / planned_j * saving.energy_j
-            found.append(PipelineFacts(pipeline=number, energy_j=pipeline.energy_j, saved_j=saved_j))
-        return tuple(found)
+        parts_j = record.energy_by_pipeline_j or ()
+        self._all_j = sums_by_part(self._all_j, parts_j)
+        if record.phase in AT_DEFAULT_CLOCKS:
+            self._default_j = sums_by_part(self._default_j, parts_j)
+        elif record.phase == "run":
+            self._planned_j = sums_by_part(self._planned_j, parts_j)
 
     def facts(self, name: str, now: float) -> JobFacts:
         """Return the facts."""
-        start, last, chosen, recent = self._start, self._last, self._chosen, self._recent
+        start, chosen = self._of(Started) or Started(), self._of(PlanChosen) or PlanChosen()
+        cap, limits = self._of(PowerCapChanged) or PowerCapChanged(), self._of(LimitsChanged) or LimitsChanged()
+        last, recent, power = self._last, self._recent, self._power.figures
         silent_s = max(0.0, now - self._last_time) if self._last_time else None
         total_steps = (self._policy or {}).get("total_steps")
         typical = Typical.of([one.time_s for one in recent], [one.energy_j for one in recent])
-        power = self._power.figures
         return JobFacts(
             name=name,
             simulated=self._simulated,
-            mode=start.mode if start else None,
-            gpu=start.gpu if start else None,
+            mode=start.mode,
+            gpu=start.gpu,
             policy=self._policy,
             starts=self._starts,
             ended=self._ended,
@@ -326,31 +303,35 @@ class JobProgress:
             lowest_power_w=power and power.lowest_w,
             power_change_w=power and power.change_w,
             power_window_s=power and power.window_s,
-            cap_w=self._cap.watts,
-            cap_source=self._cap.source,
-            limits=self._limits.limits,
-            more_limits=self._limits.more,
+            cap_w=cap.watts,
+            cap_source=cap.source,
+            limits=limits.limits,
+            more_limits=limits.more,
             pending=self._pending(),
-            unfinished=self._unfinished(),
-            plan=self._plan(),
-            pipelines=self._pipeline_facts(self._measures.saving()),
+            unfinished=self._unfinished(start.mode),
+            plan=self._plan(chosen),
+            pipelines=self._pipelines(),
             clocks_asked_mhz=self._clocks[0],
             clocks_reached_mhz=self._clocks[1],
-            straggler=chosen.straggler if chosen else None,
-            straggler_slowdown=chosen.slowdown if chosen else 1.0,
+            straggler=chosen.straggler,
+            straggler_slowdown=chosen.slowdown,
             drift=last.drift if last else None,
             failed_ranks=last.failed_ranks if last else (),
             more_failed_ranks=last.more_failed_ranks if last else 0,
             recent_times_s=tuple(record.time_s for record in recent),
             recent_powers_w=tuple(record.power_w for record in recent),
-            events=tuple(Happened(time=event.time, text=event_in_words(event)) for event in self._events),
+            events=tuple(Happened(time=event.time, text=event.in_words()) for event in self._events),
         )
 
+    def _of(self, kind: type[_Kind]) -> _Kind | None:
+        found = self._latest.get(kind)
+        return found if isinstance(found, kind) else None
+
     def _phase(self, now: float) -> dict[str, Any]:
-        last = self._last
+        last, chosen = self._last, self._of(PlanChosen)
         if self._ended or last is None:
             return {"phase": None, "next_phase": None, "next_in_s": None}
-        if self._chosen is not None and self._chosen.halts:
+        if chosen is not None and chosen.halts:
             return {"phase": "halt", "next_phase": "run", "next_in_s": None}
         in_s = last.next_in_s
         if in_s is not None and last.ended is not None:
@@ -362,23 +343,29 @@ class JobProgress:
             return None
         if self._ended:
             return 0.0 if self._last.iteration >= total_steps else None
-        if self._timetable is not None:
-            return max(0.0, self._timetable.ends - now)
+        if (timetable := self._of(TimetableMade)) is not None:
+            return max(0.0, timetable.ends - now)
         # From end to end: evaluations and checkpoints between iterations take time, too.
         ends = [record.ended for record in self._recent if record.ended is not None]
         between_s = [later - earlier for earlier, later in itertools.pairwise(ends)]
         pace_s = statistics.mean(between_s) if between_s else self._recent[-1].time_s
         return max(0.0, (total_steps - self._last.iteration) * pace_s - silent_s)
 
-    def _unfinished(self) -> str | None:
+    def _unfinished(self, mode: str | None) -> str | None:
         """Return what the job was at, and what was missing, if it ended before a plan ran or its profile was done."""
-        last, mode = self._on_the_way, self._start.mode if self._start else None
-        is_done = {"auto": self._measures.planned > 0, "profile": self._has_profile}
+        last = self._on_the_way
+        is_done = {"auto": self._measures.planned > 0, "profile": ProfileWritten in self._latest}
         if last is None or is_done.get(mode or "", True):
             return None
-        left_s = last.next_in_s
-        iterations = None if left_s is None else max(1, round(left_s / last.time_s))
-        return unfinished(last.phase, iterations, profiles=mode == "profile")
+        steps = _STEPS_TO_A_PLAN if mode == "auto" else _STEPS_TO_A_PLAN[:2]
+        text = f"training ended before {'a plan ran' if mode == 'auto' else 'the profile was complete'}, while "
+        text += PHASES[last.phase]
+        if last.next_in_s is not None:
+            left = max(1, round(last.next_in_s / last.time_s))
+            text += f" (about {left} more iteration{'s' if left > 1 else ''})"
+        following = [PHASES[step] for step in steps[steps.index(last.phase) + 1 :]] if last.phase in steps else []
+        text += f"; then comes {', then '.join(following)}" if following else ""
+        return f"{text}. Train for more steps"
 
     def _pending(self) -> str | None:
         """Return the orders that no iteration has run by yet, in words."""
@@ -408,40 +395,39 @@ class JobProgress:
             ),
         }
 
-    def _plan(self) -> PlanFacts | None:
+    def _plan(self, chosen: PlanChosen) -> PlanFacts | None:
         last = self._last
         if last is None or last.plan is None or last.phase != "run":
             return None
         plan = None if last.shape or last.limited else last.plan
         measured, baseline = self._measures.plan(plan), self._measures.baseline(plan)
-        promised_slowdown, promised_saving = promise(last)
         return PlanFacts(
             plan=last.plan,
-            plans=self._chosen.plans if self._chosen else (),
+            plans=chosen.plans,
             baseline=None if baseline is None else str(baseline),
             iterations=measured.typical.iterations if measured else 0,
-            promised_slowdown=promised_slowdown,
-            promised_saving=promised_saving,
+            promised_slowdown=last.promised_slowdown,
+            promised_saving=last.promised_saving,
             slowdown=measured and measured.slowdown,
             slowdown_error=measured and measured.slowdown_error,
             saving=measured and measured.saved,
             saving_error=measured and measured.saved_error,
         )
 
-
-@dataclass
-class _Pipeline:
-    """Energy of one pipeline so far [J].
-
-    Attributes:
-        energy_j: Of all iterations.
-        planned_j: Of iterations under plans.
-        at_default_j: Of iterations at default clocks, which say what part of the job's energy is this pipeline's.
-    """
-
-    energy_j: float = 0.0
-    planned_j: float = 0.0
-    at_default_j: float = 0.0
+    def _pipelines(self) -> tuple[PipelineFacts, ...]:
+        """Return the energy of each, and its part of the saving: by the energies at default clocks and under plans."""
+        saving, pipelines = self._measures.saving(), len(self._all_j)
+        saved_j = [0.0] * pipelines
+        if saving is not None and any(self._planned_j):
+            default_j = self._default_j if any(self._default_j) else [1.0] * pipelines
+            saved_j = [
+                saving.default_j * theirs_j / sum(default_j) - saving.energy_j * ours_j / sum(self._planned_j)
+                for theirs_j, ours_j in zip(default_j, self._planned_j, strict=False)
+            ]
+        return tuple(
+            PipelineFacts(pipeline=number, energy_j=energy_j, saved_j=part_j)
+            for number, (energy_j, part_j) in enumerate(itertools.zip_longest(self._all_j, saved_j, fillvalue=0.0))
+        )
 
 
 class JobLog:

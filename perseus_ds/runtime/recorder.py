@@ -37,7 +37,6 @@ from perseus_ds.policy.reports import GpuLimit, RankReports
 from perseus_ds.ranks import Communicator
 from perseus_ds.runtime.iterations import NextIteration, NextPhase
 from perseus_ds.runtime.progress import JobFacts, JobLog
-from perseus_ds.runtime.words import describe, event_in_words
 from perseus_ds.units import joules, log_printable, plain, printable
 
 logger = logging.getLogger("perseus_ds")
@@ -140,7 +139,7 @@ class Recorder:
     def announce(self, event: Event) -> None:
         """Record an event of the job and print it; on rank 0 only."""
         self.event(event)
-        self.say(plain(event_in_words(event)))
+        self.say(plain(event.in_words()))
 
     def add(self, iteration: IterationContext, reports: RankReports) -> None:
         """Record an iteration that all ranks have reported; on rank 0 only."""
@@ -192,7 +191,7 @@ class Recorder:
         ended = self._log.at_end()
         if ended.iterations > self._summarised:
             self._summarised = ended.iterations
-            self.say(describe(ended))
+            self.say(ended.in_words())
             self.event(ended)
             if (missing := self.facts().unfinished) is not None:
                 self.say(missing)

@@ -11,7 +11,7 @@ from typing import Any
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.run_records import Drifted, PlanJudged
+from perseus_ds.artifacts.run_records import Drifted, PlanJudged, changes
 from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.policy.pace import DriftWatch, computed_and_tail_s, reported_drift
@@ -20,7 +20,7 @@ from perseus_ds.policy.reports import GpuLimit, JobReport
 from perseus_ds.policy.selector import Assignment, Forecast, PlanSelector
 from perseus_ds.runtime.iterations import Halt, IterationMeasurement, NextIteration, NextPhase, Phase
 from perseus_ds.runtime.mode_context import ModeContext
-from perseus_ds.runtime.words import begin
+from perseus_ds.units import plain
 
 _DRIFT_EVERY = 10
 _INCOMPARABLE = 30
@@ -138,7 +138,11 @@ class PlanRunner:
             self.selector.default_power_w = default.power_w
         self._planned = self._under_assignment()
         self._wanted = self._with_report()
-        self._recorder.say(begin(self.selector.in_force.plan, len(frontier.plans), self._planned.forecast))
+        beginning = f"running under plan {self.selector.in_force.plan} of the frontier's {len(frontier.plans)}"
+        if (forecast := self._planned.forecast) is not None:
+            slower, saved = forecast.time_s / forecast.default_time_s, 1 - forecast.energy_j / forecast.default_energy_j
+            beginning += f" (promised {changes(slower - 1, saved)}), against default clocks of this job"
+        self._recorder.say(plain(beginning))
 
     @property
     def plan(self) -> FrequencyPlan | None:

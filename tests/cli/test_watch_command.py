@@ -18,7 +18,7 @@ from perseus_ds.artifacts.run_records import Ended, Failed, PlanChosen, PolicyCh
 from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import PowerCapPolicy, SlowdownPolicy
-from perseus_ds.report.live import Drawing, JobScreen, JobsTable, Keys, policy_of
+from perseus_ds.report.live import JobScreen, Keys, jobs_table, policy_of, strip
 from perseus_ds.runtime.progress import JobLog
 
 ENDED = [*auto_job(), Ended(time=BEGIN + 30)]
@@ -88,22 +88,22 @@ def test_a_terminal_of_ascii_gets_ascii():
 
 
 def test_a_strip_has_a_character_for_each_rank_and_groups_where_there_are_too_many():
-    assert Drawing("utf-8", 20).strip([1, 2, 3, None]) == "▁▅█ "
-    assert Drawing("utf-8", 20).strip([1.0, 1.001]) == "▅▅"
-    grouped = Drawing("utf-8", 10).strip([1410] * 99 + [900])
-    assert grouped == "█" * 9 + "▁"
+    blocks = "▁▂▃▄▅▆▇█"
+    assert strip([1, 2, 3, None], [], blocks=blocks, width=20) == "▁▅█ "
+    assert strip([1.0, 1.001], [], blocks=blocks, width=20) == "▅▅"
+    assert strip([1410] * 99 + [900], [], blocks=blocks, width=10) == "█" * 9 + "▁"
 
 
 def test_several_jobs_take_a_line_each():
     long = facts_of(ENDED).model_copy(update={"name": "a-job-with-a-name-that-is-much-too-long"})
-    lines = rendered(JobsTable([facts_of(auto_job()), long, facts_of([])]))
+    lines = rendered(jobs_table([facts_of(auto_job()), long, facts_of([])]))
     assert max(map(len, lines)) <= 80
     assert lines[0].split() == ["job", "step", "iter.", "power", "time", "energy", "saved", "end", "in", "phase"]
     assert " ".join(lines[1].split()) == "gpt3 26 1.020 s 83.46 W +2.0 % -20.0 % 400.0 J - plan 3*"
     assert lines[2].startswith("a-job-with-a-name-t")
-    assert lines[2].endswith("ended*")
-    assert lines[4] == "* GPUs are SIMULATED"
-    assert len(rendered(JobsTable([facts_of(auto_job())] * 50, height=24))) == 24
+    assert lines[2].rstrip().endswith("ended*")
+    assert lines[4].rstrip() == "* GPUs are SIMULATED"
+    assert len(rendered(jobs_table([facts_of(auto_job())] * 50, 24))) == 24
 
 
 def test_a_pipe_gets_it_once_and_without_colour(run, tmp_path):
@@ -157,45 +157,42 @@ def test_a_folder_without_records_is_an_error(run, folder, message):
 
 @pytest.fixture
 def steered(tmp_path):
-    """Keys of a job that takes orders."""
-    control = JobControl(SlowdownPolicy(), 1)
+    """Keys of a job that takes orders, and what is typed when they ask for a policy."""
+    control, typed = JobControl(SlowdownPolicy(), 1), []
     server = ControlServer(tmp_path, control.carry_out)
-    keys = Keys()
+    keys = Keys(lambda: typed.pop(0))
     keys.folder = tmp_path
-    yield keys, control
+    yield keys, control, typed
     server.close()
 
 
-def press(keys, text):
-    return [keys.press(key) for key in text]
-
-
 def test_keys_pause_and_resume(steered):
-    keys, control = steered
-    press(keys, "p")
+    keys, control, _ = steered
+    assert keys.press("p")
     assert control.paused
     assert "default clocks" in keys.footer
-    press(keys, "r")
+    assert keys.press("r")
     assert (control.paused, keys.footer) == (False, "under plans again")
 
 
 def test_a_policy_is_typed(steered):
-    keys, control = steered
-    press(keys, "opower_cap wattz\x7fs=5000\r")
+    keys, control, typed = steered
+    typed += ["power_cap watts=5000", "nothing", " ", ""]
+    keys.press("o")
     assert control.policy == PowerCapPolicy(name="power_cap", watts=5000)
     assert keys.footer == "policy power_cap from the next iterations on"
-    press(keys, "onothing\r")
-    assert "policy.name: expected" in keys.footer
-    press(keys, "oq\x1b")
-    assert keys.policy is None
-    assert press(keys, "q") == [False]
+    for _ in range(2):
+        keys.press("o")
+        assert "policy.name: expected" in keys.footer
+    keys.press("o")
+    assert keys.footer.startswith("[p] pause")
+    assert not keys.press("q")
 
 
-def test_without_a_control_socket_keys_only_leave(tmp_path):
-    keys = Keys()
+def test_without_a_control_socket_keys_only_leave():
+    keys = Keys(None)
     assert keys.footer == "[q] leave"
-    assert press(keys, "por") == [True] * 3
-    assert keys.policy is None
+    assert [keys.press(key) for key in "porq"] == [True, True, True, False]
 
 
 def test_settings_of_a_typed_policy_are_numbers_where_they_look_so():
@@ -239,7 +236,7 @@ def test_on_a_terminal_it_waits_for_the_job_and_shows_what_is_new_until_it_ends(
 def test_records_control_no_terminal():
     hostile = "\x1b[2J\x07\r\u202e"
     records = [started(gpu=hostile, policy={"name": hostile}), Failed(error=hostile), default_iteration(1, hostile)]
-    for view in (JobScreen(facts_of(records)), JobsTable([facts_of(records)])):
+    for view in (JobScreen(facts_of(records)), jobs_table([facts_of(records)])):
         assert not {"\x1b", "\x07", "\r", "\u202e"} & set("".join(rendered(view)))
 
 

@@ -83,7 +83,7 @@ def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path):
     for day in ("monday", "tuesday"):
         write_run(tmp_path / day / "perseus", "run", 1.0, 100.0, plan=0)
     found = compared(tmp_path, "monday/perseus", "tuesday/perseus")
-    assert [row.run for row in found.rows] == ["monday/perseus", "tuesday/perseus"]
+    assert [row.history.name for row in found.rows] == ["monday/perseus", "tuesday/perseus"]
     assert found.why == "the first; none is at default clocks"
 
 

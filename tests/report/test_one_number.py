@@ -13,7 +13,6 @@ from perseus_ds.report.jobs import jobs_of, main_job
 from perseus_ds.report.sources import find_sources
 from perseus_ds.runtime.metrics import registry_of
 from perseus_ds.runtime.progress import JobLog
-from perseus_ds.runtime.words import describe
 from perseus_ds.units import plain
 
 STALLED = planned_iteration(40, time_s=60.0, energy_j=80.0 * 60 / 1.02)
@@ -76,7 +75,7 @@ def test_all_surfaces_say_the_same(tmp_path, capsys, records, named):
     assert gauges["perseus_plan_slowdown_ratio"] == measured.slowdown
     assert gauges["perseus_plan_saving_ratio"] == measured.saved
 
-    last = describe(log.at_end())
+    last = log.at_end().in_words()
     words = [f"{change.strip('+-')} {'less' if change[0] == '-' else 'more'}" for change in (energy, time)]
     assert f"{words[0]} energy and {words[1]} time than at {named}" in last
 

@@ -101,12 +101,11 @@ def test_energy_of_a_sample_and_of_a_token_need_the_size_of_the_job(tmp_path, jo
 def test_energy_is_told_by_rank_where_it_is_recorded(tmp_path):
     lines = [record(n, "observe", 2.0, 100.0) for n in (1, 2)]
     write_log(tmp_path, [START, *(line | {"energy_by_rank_j": [40.0, 60.0]} for line in lines)])
-    shares = read_history(tmp_path).by_rank.shares()
-    assert [(share.rank, share.energy_j, share.power_w) for share in shares] == [(0, 80.0, 20.0), (1, 120.0, 30.0)]
+    assert read_history(tmp_path).by_rank == [(80.0, 20.0), (120.0, 30.0)]
     without_energy = record(1, "observe", 2.0, None) | {"energy_by_rank_j": [1.0, 2.0]}
     for records in (lines, [without_energy]):
         write_log(tmp_path, [START, *records])
-        assert read_history(tmp_path).by_rank.shares() == []
+        assert read_history(tmp_path).by_rank == []
 
 
 def test_a_long_job_takes_little_memory_whatever_its_records_hold(tmp_path):
@@ -119,7 +118,7 @@ def test_a_long_job_takes_little_memory_whatever_its_records_hold(tmp_path):
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(history.by_rank.shares()) == 64
+    assert len(history.by_rank) == 64
     assert kept / len(history.steps) < 500
 
 

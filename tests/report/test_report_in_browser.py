@@ -8,7 +8,7 @@ from browser import CHROMIUM, DRIVER, Browser
 from run_folders import MICRO_BATCHES, RANKS, record, write_auto_run, write_log
 
 from perseus_ds.cli.main import main
-from perseus_ds.report.series import PALETTE
+from perseus_ds.report.figures import PALETTE
 
 pytestmark = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="no Chromium here: apt-get install chromium chromium-driver"
@@ -216,7 +216,7 @@ def test_it_fits_every_screen_in_light_and_dark(browser, page, width, scheme):
         assert browser.js(CUT_OFF) == []
         for name, (box, drawn) in browser.js(HEIGHTS).items():
             assert box == drawn > 200, name
-        ink, surface = getattr(PALETTE["ink"], scheme), getattr(PALETTE["surface"], scheme)
+        ink, surface = (PALETTE[name][scheme == "dark"] for name in ("ink", "surface"))
         assert browser.js("return document.getElementById('frontier')._fullLayout.paper_bgcolor") == surface
         assert browser.js("return document.getElementById('frontier')._fullLayout.font.color") == ink
         assert browser.js("return getComputedStyle(document.querySelector('#timeline .title')).fill") == rgb(ink)
@@ -252,17 +252,17 @@ def test_plots_keep_their_height_when_the_window_is_resized_turned_and_printed(o
 def test_a_change_of_scheme_is_followed_and_paper_is_light(opened):
     background = "return document.getElementById('frontier')._fullLayout.paper_bgcolor"
     opened.prefer("dark")
-    assert opened.js(background) == PALETTE["surface"].dark
+    assert opened.js(background) == PALETTE["surface"][1]
     opened.js(
         "window.seen = []; addEventListener('beforeprint', () => window.seen.push("
         "document.getElementById('frontier')._fullLayout.paper_bgcolor))"
     )
     assert len(opened.pdf()) > 30_000
-    assert opened.js("return window.seen[0]") == PALETTE["surface"].light
+    assert opened.js("return window.seen[0]") == PALETTE["surface"][0]
     opened.settle()
-    assert opened.js(background) == PALETTE["surface"].dark
+    assert opened.js(background) == PALETTE["surface"][1]
     opened.prefer("light")
-    assert opened.js(background) == PALETTE["surface"].light
+    assert opened.js(background) == PALETTE["surface"][0]
 
 
 def test_a_step_of_the_slider_draws_few_elements_and_only_the_timeline_that_changes(opened, job):

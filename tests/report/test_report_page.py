@@ -18,7 +18,6 @@ from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.report.jobs import jobs_of
 from perseus_ds.report.sources import find_sources, read_history
-from perseus_ds.runtime.words import event_in_words
 
 
 @pytest.fixture
@@ -233,7 +232,7 @@ def test_every_event_is_told_in_words(tmp_path):
     write_log(tmp_path, [json.loads(events[0]), record(1, "run", 1.0, 1.0, plan=3), *map(json.loads, events[1:])])
     occurrences = read_history(tmp_path).occurrences
     assert [occurrence.after for occurrence in occurrences] == [0] + [1] * (len(events) - 1)
-    texts = [event_in_words(occurrence.event) for occurrence in occurrences]
+    texts = [occurrence.event.in_words() for occurrence in occurrences]
     assert all(texts)
     assert "plan 3, pipeline 1 is 1.2 times as slow, pipelines run 3, 7" in texts
     assert "kept, since it is in time: " in texts[-1]
@@ -241,7 +240,7 @@ def test_every_event_is_told_in_words(tmp_path):
 
 def test_default_clocks_below_the_highest_without_a_limit_may_be_a_lock():
     event = ClockRefused(rank=0, clock_mhz=None, reached_mhz=1200, reasons=())
-    assert "the driver names no limit: somebody may have locked its clock" in event_in_words(event)
+    assert "the driver names no limit: somebody may have locked its clock" in event.in_words()
 
 
 def test_a_long_run_makes_no_larger_page(tmp_path):

@@ -19,13 +19,13 @@ from perseus_ds.artifacts.run_records import (
     ShapePlanned,
     TimetableMade,
     from_line,
+    policy_in_words,
     to_line,
 )
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.live import JobFollower, Jobs, JobScreen
 from perseus_ds.report.page import by_the_hour
 from perseus_ds.runtime.progress import JobFacts, JobLog
-from perseus_ds.runtime.words import event_in_words, policy_in_words
 from perseus_ds.units import watts
 
 
@@ -245,13 +245,13 @@ def test_events_say_what_the_hours_are_worth():
     timetable = TimetableMade(cost=80.0, bound=79.0, fastest_cost=100.0)
     events = [timetable, CostsSoFar(iterations=50, cost=90.0, fastest_cost=100.0, done=True), Halted(time_s=7200.0)]
     minus = "\N{MINUS SIGN}"
-    texts = [event_in_words(from_line(to_line(event))).replace(minus, "-") for event in events]
+    texts = [from_line(to_line(event)).in_words().replace(minus, "-") for event in events]
     assert texts[0].startswith("timetable: -20")
     assert "above the bound" in texts[0]
     assert texts[1].startswith("50 iterations by the hour, -10")
     assert texts[2].startswith("training stood still for 2")
-    assert event_in_words(PlanChosen(plan=3, halts=True)) == "standing still, then plan 3"
-    assert event_in_words(CostsSoFar(iterations=5)) == "5 iterations by the hour, not done yet"
+    assert PlanChosen(plan=3, halts=True).in_words() == "standing still, then plan 3"
+    assert CostsSoFar(iterations=5).in_words() == "5 iterations by the hour, not done yet"
 
 
 def test_settings_that_a_policy_leaves_out_are_not_named():
@@ -261,11 +261,11 @@ def test_settings_that_a_policy_leaves_out_are_not_named():
 
 def test_a_profile_that_differs_from_iterations_is_told_with_what_follows():
     event = Predicted(time_s=1.1, predicted_time_s=1.0, energy_j=90.0, predicted_energy_j=100.0, corrected=True)
-    text = event_in_words(event).replace("\N{MINUS SIGN}", "-")
+    text = event.in_words().replace("\N{MINUS SIGN}", "-")
     assert "+10.0\u202f% time and -10.0\u202f% energy" in text
     assert "the profile is corrected" in text
-    assert event_in_words(ShapePlanned(shape=2)).endswith("it has plans of its own, as shape 2")
-    given_up = event_in_words(ShapePlanned(shape=2, given_up="it comes rarely"))
+    assert ShapePlanned(shape=2).in_words().endswith("it has plans of its own, as shape 2")
+    given_up = ShapePlanned(shape=2, given_up="it comes rarely").in_words()
     assert given_up == "shape 2 is no longer planned (it comes rarely): it runs at default clocks"
 
 
