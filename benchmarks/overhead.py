@@ -8,17 +8,15 @@ without the ``torch.cuda.synchronize()`` it does at every instruction: there is 
 reason ours is without the CUDA events that it records there.
 
 Per instruction, the clock changes every time, early requests among them. In iterations of DeepSpeed it changes as often
-as plans change it, which hold a clock for at least twice the driver's latency. A pass either takes its time whatever
-the host does, as with an accelerator: the host computes in Python for half of it, as one that launches kernels, and
-waits for the rest. Or the processor computes it, and what runs beside it slows it down. Each process measures both
-modes, in turns with iterations of the same engine without Perseus; figures are means over processes with their standard
-errors, printed as soon as a process has them.
+as plans change it, which hold a clock for at least twice the driver's latency. A pass takes its time whatever the host
+does, as with an accelerator: the host computes in Python for half of it, as one that launches kernels, and waits for
+the rest. Each process measures both modes, in turns with iterations of the same engine without Perseus; figures are
+means over processes with their standard errors, printed as soon as a process has them.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -34,13 +32,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MICRO_BATCHES, ITERATIONS = 64, 60
-# Time of a pass [s], who takes it, micro-batches, processes, and turns in each of them. Passes of large models take 20
-# to 300 ms.
-ENGINES = {
-    "0.2 s": (0.01, "an accelerator", 10, 5, 12),
-    "0.2 s on the processor": (0.01, "the processor", 10, 5, 12),
-    "2 s": (0.1, "an accelerator", 10, 2, 3),
-}
+ENGINE_MICRO_BATCHES = 10
+# Time of a pass [s], processes, and turns in each of them. Passes of large models take 20 to 300 ms.
+ENGINES = {"0.2 s": (0.01, 5, 12), "2 s": (0.1, 2, 3)}
 _ITERATIONS_OF_TURN = 3
 MODES = ("observe", "run")
 CLOCKS_MHZ = (1410, 1200)
@@ -52,7 +46,7 @@ _SLEEPS_LATE_S = 0.0004
 
 
 def main() -> None:
-    """Measure each way in processes of its own and print what they find."""
+    """Measure each in processes of its own and print what they find."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--child", choices=sorted(CHILDREN), help=argparse.SUPPRESS)
     parser.add_argument(
@@ -70,8 +64,8 @@ def main() -> None:
         stub.gpus[0].lock_latency_s = LATENCY_S
         child = partial(run, folder=Path(folder), environment=stub.environment)
         report_instruction(child)
-        for name, (pass_s, whose, micro_batches, processes, _) in ENGINES.items():
-            passes = f"{2 * micro_batches} passes of {1e3 * pass_s:.0f} ms that {whose} takes"
+        for name, (pass_s, processes, _) in ENGINES.items():
+            passes = f"{2 * ENGINE_MICRO_BATCHES} passes of {1e3 * pass_s:.0f} ms"
             say(f"Iterations of DeepSpeed's pipeline engine, one stage, {passes}:")
             report_engines(name, child, arguments.processes or processes)
 
@@ -109,7 +103,7 @@ def report_engines(name: str, child: Callable[[str], Any], processes: int) -> No
 
 
 def run(name: str, folder: Path, environment: dict[str, str]) -> list[float] | None:
-    """Run one way in a process of its own; None where it cannot run."""
+    """Run one of them in a process of its own; None where it cannot run."""
     command = [sys.executable, __file__, "--child", name]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -227,7 +221,7 @@ def _repeat(iteration: Callable[[], None]) -> None:
         time.sleep(0.02)
 
 
-def engines(pass_s: float, whose: str, micro_batches: int, turns: int) -> list[float]:
+def engines(pass_s: float, turns: int) -> list[float]:
     """Return five figures for each mode.
 
     They are seconds per iteration of DeepSpeed alone, what Perseus adds to it, its standard error, what a second turn
@@ -241,8 +235,8 @@ def engines(pass_s: float, whose: str, micro_batches: int, turns: int) -> list[f
     import perseus_ds
 
     held = max(1, math.ceil(2 * LATENCY_S / pass_s))
-    _, frontier = _plan(micro_batches=micro_batches, held=held)
-    engine = _engine(None, pass_s, micro_batches, whose)
+    _, frontier = _plan(micro_batches=ENGINE_MICRO_BATCHES, held=held)
+    engine = _engine(None, pass_s, ENGINE_MICRO_BATCHES)
     plain = type(engine)
     data = iter(lambda: (torch.zeros(1, 8), torch.zeros(1, 8)), None)
     found: list[float] = []
@@ -290,7 +284,7 @@ def _timed(engine: Any, data: Any) -> tuple[float, float]:
     return time.perf_counter() - began_s, time.thread_time() - began_cpu_s
 
 
-def _engine(block: dict[str, Any] | None, pass_s: float, micro_batches: int, whose: str = "the processor") -> Any:
+def _engine(block: dict[str, Any] | None, pass_s: float, micro_batches: int) -> Any:
     import deepspeed
     import torch
     from deepspeed.pipe import LayerSpec, PipelineModule
@@ -300,8 +294,7 @@ def _engine(block: dict[str, Any] | None, pass_s: float, micro_batches: int, who
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
-    work = {"an accelerator": _waiting, "the processor": _hashing}[whose](pass_s / LAYERS)
-    layers = [LayerSpec(_working_layer(), work) for _ in range(LAYERS)]
+    layers = [LayerSpec(_working_layer(), _waiting(pass_s / LAYERS)) for _ in range(LAYERS)]
     module = PipelineModule(layers=layers, num_stages=1, loss_fn=torch.nn.MSELoss())
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -327,23 +320,6 @@ def _waiting(duration_s: float) -> Callable[[], object]:
             pass
 
     return work
-
-
-def _hashing(duration_s: float) -> Callable[[], object]:
-    """Return a function that computes for some time [s] without Python's lock, and the same each time.
-
-    It uses no memory to speak of: iterations of matrix multiplications differ by one to two percent with where their
-    tensors lie, which is more than Perseus adds.
-    """
-
-    def hashed(rounds: int) -> float:
-        began_s = time.perf_counter()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
-        return time.perf_counter() - began_s
-
-    tried = 10_000
-    rounds = int(tried * duration_s / min(hashed(tried) for _ in range(20)))
-    return partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", rounds)
 
 
 def _working_layer() -> type:
@@ -379,7 +355,7 @@ def _working_layer() -> type:
 CHILDREN: dict[str, Callable[[], list[float]]] = {
     "perseus": perseus,
     "zeus": zeus,
-    **{name: partial(engines, *size[:3], size[4]) for name, size in ENGINES.items()},
+    **{name: partial(engines, pass_s, turns) for name, (pass_s, _, turns) in ENGINES.items()},
 }
 
 
