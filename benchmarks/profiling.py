@@ -23,8 +23,8 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 
+from profiles import truth  # type: ignore[import-not-found]  # noqa: E402
 from sampling import Judge  # type: ignore[import-not-found]  # noqa: E402
-from true_profiles import truth  # type: ignore[import-not-found]  # noqa: E402
 from virtual.job import VirtualJob  # type: ignore[import-not-found]  # noqa: E402
 
 from perseus_ds.artifacts.profile import StageProfile  # noqa: E402

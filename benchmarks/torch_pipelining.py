@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 
 from frontiers import save_mixed_plan  # type: ignore[import-not-found]  # noqa: E402
 from job import run_jobs  # type: ignore[import-not-found]  # noqa: E402
-from published import stage_profile  # type: ignore[import-not-found]  # noqa: E402
+from profiles import stage_profile  # type: ignore[import-not-found]  # noqa: E402
 from run_log import iterations, records  # type: ignore[import-not-found]  # noqa: E402
 from schedule_job import STAGES_PER_RANK  # type: ignore[import-not-found]  # noqa: E402
 from schedule_job import __file__ as script  # noqa: E402

@@ -1,6 +1,8 @@
 """Fixtures for every test; in CI a skip that is not expected fails the run."""
 
+import contextlib
 import os
+import resource
 import sys
 
 import hypothesis
@@ -21,6 +23,22 @@ def pytest_configure(config):
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if os.environ.get("CI"):
         config.pluginmanager.register(FailOnSkip())
+
+
+@pytest.fixture
+def disk_with():
+    """A function with which no file of this process can grow beyond so many bytes, as on a full disk."""
+
+    @contextlib.contextmanager
+    def disk_with(free_bytes):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (free_bytes, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return disk_with
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import scale
 import torch.distributed as dist
-from cut_connections import Connected
 from forked import free_port
+from job_parts import Connected
 from run_log import wait_until
 
 from perseus_ds import ranks

@@ -3,7 +3,6 @@
 import os
 
 import pytest
-from full_disk import disk_with
 from pipelines import one_f_one_b, synthetic_profile
 
 from perseus_ds.artifacts.frontier import Frontier, export_zeus
@@ -33,7 +32,7 @@ SAVERS = {
 
 @pytest.mark.parametrize("free", ["nothing", "for all but the largest file"])
 @pytest.mark.parametrize("saver", SAVERS)
-def test_old_results_survive(tmp_path, frontier, saver, free):
+def test_old_results_survive(tmp_path, disk_with, frontier, saver, free):
     SAVERS[saver](tmp_path, frontier)
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
     for path in tmp_path.iterdir():

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from live_records import auto_job, write
 from pipelines import synthetic_profile
-from published import lowtime_frontier, stage_profile
+from profiles import lowtime_frontier, stage_profile
 
 from perseus_ds.artifacts.frontier import Frontier
 

@@ -1,7 +1,6 @@
 """Outputs that cannot be written are errors in words, and are found before anything is computed."""
 
 import pytest
-from full_disk import disk_with
 from pipelines import synthetic_profile
 
 COMMANDS = {
@@ -47,7 +46,7 @@ def test_a_folder_without_permission_to_write_is_an_error_before_planning(run, m
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_full_disk_is_an_error_that_names_the_file(run, tmp_path, command):
+def test_a_full_disk_is_an_error_that_names_the_file(run, tmp_path, disk_with, command):
     with disk_with(0):
         code, _, err = run(*COMMANDS[command], "out=out")
     assert code == 2

@@ -1,7 +1,7 @@
 """Energy of a GPU without an energy counter, on the real binding and the stub driver; in virtual time."""
 
 import pytest
-from averaging_counter import AveragingGpu
+from virtual.gpu import AveragingGpu
 from virtual.time import VirtualTime
 
 from perseus_ds.errors import GpuError

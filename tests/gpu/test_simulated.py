@@ -7,7 +7,7 @@ import tempfile
 
 import numpy as np
 import pytest
-from published import stage_profile
+from profiles import stage_profile
 from virtual.gpu import OneAtATime
 from virtual.time import VirtualTime
 

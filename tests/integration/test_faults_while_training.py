@@ -2,7 +2,6 @@
 
 import pytest
 from frontiers import save_random_plan
-from guardians import guardians_of, watched_by
 from hostile_ranks import HostileRanks
 from job import QUICK_PROFILE, run, run_while
 from run_log import events, iterations, wait_until
@@ -44,9 +43,10 @@ def test_a_guardian_that_dies_is_replaced_and_no_plan_is_interrupted(tmp_path, m
     stub = make_stub_nvml(2)
 
     def during(job):
-        (killed,) = guardians_of(stub)
+        # Each rank may have started one at first, of which one leaves.
+        (killed,) = wait_until(lambda: stub.has_guardian(2) and len(stub.guardians()) == 1 and stub.guardians(), "one")
         killed.kill()
-        wait_until(lambda: any(watched_by(guardian) == 2 for guardian in guardians_of(stub)), "another guardian")
+        wait_until(lambda: stub.has_guardian(2, besides=[killed]), "another guardian")
         job.wait_for(lambda records: len(iterations(records)) >= 10)
 
     finished = run_under_a_plan(tmp_path, stub, during)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
 
-SCRIPT = Path(__file__).parents[1] / "support" / "huggingface_job.py"
+SCRIPT = Path(__file__).with_name("huggingface_job.py")
 TIED = {"gemma2", "qwen3"}
 
 

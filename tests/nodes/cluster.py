@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from guardians import guardians_of
 from job import ENVIRONMENT
 from stub_nvml.controller import StubNvml
 
@@ -64,7 +63,7 @@ class Node:
 
     def guardians(self) -> list[psutil.Process]:
         """Return the guardians of the node."""
-        return guardians_of(self.gpus)
+        return self.gpus.guardians()
 
 
 class Cluster:

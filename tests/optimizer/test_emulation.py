@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published import lowtime_frontier, stage_profile
+from profiles import lowtime_frontier, stage_profile
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.optimizer.emulation import emulate

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import GPipe, dual_pipe_v, one_f_one_b, synthetic_profile
-from published import stage_profile
+from profiles import stage_profile
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.optimizer.network import Network

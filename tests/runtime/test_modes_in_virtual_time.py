@@ -6,8 +6,8 @@ import re
 import shlex
 
 import pytest
-from averaging_counter import AveragingGpu
 from frontiers import save_true_frontier
+from virtual.gpu import AveragingGpu
 from virtual.job import SLOWER, WorkerAtOnce, in_order
 
 from perseus_ds.artifacts.frontier import Frontier
@@ -90,9 +90,8 @@ def test_plans_are_made_steadier_where_the_policy_asks_for_it(start, monkeypatch
     assert asked == [least_swing]
 
 
-def test_waiting_is_measured_after_a_counter_that_averages_has_forgotten_the_load(start, monkeypatch):
-    monkeypatch.setattr("virtual.job.SimulatedGpu", AveragingGpu)
-    job = start(mode="profile", profile={"sampling": "stride", "clock_stride": 40})
+def test_waiting_is_measured_after_a_counter_that_averages_has_forgotten_the_load(start):
+    job = start(mode="profile", gpu_class=AveragingGpu, profile={"sampling": "stride", "clock_stride": 40})
     job.train_until("observe", most=400)
     profile = StageProfile.load(job.folder)
     waiting_w = job.gpu.model.blocking_power_w

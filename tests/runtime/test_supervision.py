@@ -5,7 +5,6 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from guardians import guardians_of
 from run_log import wait_until
 from virtual.job import LoneCommunicator
 
@@ -61,7 +60,7 @@ def test_what_was_started_is_ended_where_another_rank_could_not_start(rank, tmp_
         Supervision(job, rank, recorder=None, control=JobControl(job.config.policy, 1), restore=lambda: None)
     assert signal.getsignal(signal.SIGTERM) == handler
     assert list(left_locks()) == []
-    wait_until(lambda: not guardians_of(stub_nvml_here), "the guardian's end with its last rank")
+    wait_until(lambda: not stub_nvml_here.guardians(), "the guardian's end with its last rank")
 
 
 def test_a_clock_that_a_dead_process_left_locked_is_reset_and_named_once(stub_nvml_here, caplog):

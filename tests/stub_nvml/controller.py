@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import psutil
 
 SOURCE = Path(__file__).with_name("stub_nvml.c")
 STATE_VARIABLE = "PERSEUS_STUB_NVML"
@@ -161,6 +164,27 @@ class StubNvml:
     def locked_clocks_mhz(self) -> list[int]:
         """Return the clock each GPU is locked at, 0 where it is not."""
         return [int(gpu.locked_clock_mhz) for gpu in self.gpus]
+
+    def guardians(self) -> list[psutil.Process]:
+        """Return the guardians of these GPUs' node; several while one starts, or takes the place of another."""
+        state_file = self.environment[STATE_VARIABLE]
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_guardian = "perseus_ds.clocks.guardian_daemon" in " ".join(process.cmdline())
+                if is_guardian and process.environ().get(STATE_VARIABLE) == state_file:
+                    found.append(process)
+        return found
+
+    def has_guardian(self, ranks: int, besides: Iterable[psutil.Process] = ()) -> bool:
+        """Whether so many ranks are connected with a guardian, which is none of some others."""
+        for guardian in {*self.guardians()} - {*besides}:
+            with contextlib.suppress(OSError):
+                targets = [os.readlink(descriptor) for descriptor in Path(f"/proc/{guardian.pid}/fd").iterdir()]
+                # One more listens.
+                if sum(target.startswith("socket:") for target in targets) > ranks:
+                    return True
+        return False
 
     def run(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run Python with these arguments on the stub's GPUs and return its output."""

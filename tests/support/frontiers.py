@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from true_profiles import truth
+from profiles import truth
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import ClockTimes, FrequencyPlan

@@ -21,17 +21,17 @@ from datetime import timedelta
 from pathlib import Path
 
 import deepspeed
-import no_shared_memory  # noqa: F401
 import psutil
 import torch
-from cut_connections import Connected
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
-from job_parts import WIDTH, config, hash_of
+from job_parts import WIDTH, Connected, config, hash_of, leave_out_shared_memory
 from torch import nn
 
 import perseus_ds
+
+leave_out_shared_memory()
 
 
 class Block(nn.Module):

@@ -18,7 +18,6 @@ import job
 import psutil
 from forked import fork, free_port
 from frontiers import save_random_plan
-from guardians import guardians_of, watched_by
 from job import QUICK_PROFILE
 from stub_nvml.controller import StubGpu, StubNvml
 from trials.cgroups import new_cgroup
@@ -124,11 +123,11 @@ class Trial:
     @property
     def guardians(self) -> list[psutil.Process]:
         """The node's guardian; several while one takes the place of another."""
-        return guardians_of(self.node)
+        return self.node.guardians()
 
     def has_guardian(self, besides: Iterable[psutil.Process]) -> bool:
         """Whether a guardian, another one than some, watches all ranks."""
-        return any(watched_by(guardian) >= RANKS for guardian in {*self.guardians} - {*besides})
+        return self.node.has_guardian(RANKS, besides)
 
     def has_ended(self) -> bool:
         """Whether all processes of the job have ended, and the node's guardians."""

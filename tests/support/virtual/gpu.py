@@ -1,7 +1,10 @@
-"""Simulated GPUs in virtual time: one that records its clocks, one with a faulty driver, and CUDA on top of one."""
+"""Simulated GPUs in virtual time: with recorded clocks, a faulty driver or a slow counter; CUDA on top of one."""
 
+import math
 from collections import deque
 from contextlib import contextmanager
+
+import numpy as np
 
 from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
 from perseus_ds.gpu.device_models import COMPUTE_BOUND
@@ -111,6 +114,34 @@ class FaultyGpu(SimulatedGpu):
         with self._works:
             while self.fault == "driver hangs":
                 self._works.wait()
+
+
+class AveragingGpu(SimulatedGpu):
+    """Its counter adds up powers that are averaged over the past, as power readings are.
+
+    Attributes:
+        average_s: Over how long powers are averaged [s]; a test may change it.
+    """
+
+    average_s = 1.0
+
+    def __init__(self, model, *, timebase, counter_period_s=0.1, **settings):
+        self._clock, self._refreshed_every_s = timebase, counter_period_s
+        self._seen_s, self._seen_j = [], []
+        super().__init__(model, timebase=timebase, counter_period_s=counter_period_s, **settings)
+
+    def energy_j(self):
+        self._seen_s.append(self._clock.now_s())
+        self._seen_j.append(self.true_energy_j)
+        at_s = math.floor(self._seen_s[-1] / self._refreshed_every_s) * self._refreshed_every_s
+        return float(np.interp(np.linspace(at_s - self.average_s, at_s, 51), self._seen_s, self._seen_j).mean())
+
+    def run_for(self, seconds):
+        """Compute for some time, and look at the counter before and after."""
+        self.energy_j()
+        self.begin_work(COMPUTE_BOUND)
+        self.finish_work(seconds)
+        self.energy_j()
 
 
 class OneAtATime:

@@ -1,11 +1,14 @@
-"""What simulated GPUs truly take and use, without noise."""
+"""Profiles whose rows are known: those that simulated GPUs truly have, and those published with the Perseus paper."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
 from perseus_ds.gpu.device_models import COMPUTE_BOUND, DEVICES, MEMORY_BOUND
 from perseus_ds.pipeline.instruction import Kind
+
+_PUBLISHED = Path(__file__).resolve().parents[1] / "data" / "sosp24"  # see its README.md
 
 WORK_S = {(0, Kind.FORWARD): 0.1, (0, Kind.BACKWARD): 0.21, (1, Kind.FORWARD): 0.12, (1, Kind.BACKWARD): 0.23}
 
@@ -13,7 +16,7 @@ WORK_S = {(0, Kind.FORWARD): 0.1, (0, Kind.BACKWARD): 0.21, (1, Kind.FORWARD): 0
 def truth(
     name: str, clocks: Iterable[int], work_s: Mapping[tuple[int, Kind], float] = WORK_S, **info: Any
 ) -> StageProfile:
-    """Return the profile of a simulated GPU."""
+    """Return what a simulated GPU takes and uses, without noise."""
     model = DEVICES[name]
     rows = []
     for (stage, kind), top_s in work_s.items():
@@ -22,3 +25,13 @@ def truth(
             time_s = top_s * model.slowdown(clock, workload)
             rows.append(Measurement(stage, kind, clock, time_s, time_s * model.power_w(clock, workload)))
     return StageProfile(rows, ProfileInfo(**info))
+
+
+def stage_profile(gpu: str) -> Path:
+    """Return the profile of GPT-3 175B on ``a100-sxm`` or ``a40``."""
+    return _PUBLISHED / "stage_profile" / f"gpt3-175b_{gpu}.csv"
+
+
+def lowtime_frontier(gpu: str, micro_batches: int) -> Path:
+    """Return the frontier that lowtime planned for 12, 24, 48 or 96 micro-batches."""
+    return _PUBLISHED / "lowtime_frontier" / f"gpt3-175b_{gpu}_mb{micro_batches}.csv"
