@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 from forked import free_port
-from job import ENVIRONMENT, run_script
+from job import DEEPSPEED, ENVIRONMENT, run_script
 from run_log import GIVE_UP_S
 
 from perseus_ds.artifacts.frontier import Frontier
 
-pytestmark = pytest.mark.integration
-
+pytestmark = [pytest.mark.integration, pytest.mark.extended]
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 QUICK = ["log_every=1", "perseus.device=simulated", "perseus.simulated.longest_instruction_s=0.02"]
@@ -24,9 +23,13 @@ QUICK_PROFILE = [
 ]
 
 
+def script_of(example):
+    return str(ROOT / "examples" / example / "train.py")
+
+
 def train(example, ranks, folder, *overrides):
     """Train, and return the losses by step and the records of the iterations."""
-    finished = run_script(folder, ranks, ROOT / "examples" / example / "train.py", *QUICK, *overrides)
+    finished = run_script(folder, ranks, script_of(example), *QUICK, *overrides)
     return losses_in(finished.printed), finished.iterations()
 
 
@@ -34,7 +37,6 @@ def losses_in(output):
     return [float(loss) for loss in re.findall(r"steps: \d+ loss: ([\d.]+)", output)]
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(("example", "fall"), [("bert", 1.0), ("huggingface", 1.0), ("wide_resnet", 0.5)])
 def test_loss_falls_on_four_stages(example, fall, tmp_path):
     losses, records = train(example, 4, tmp_path / "run", "perseus.mode=observe", "steps=16", "micro_batches=4")
@@ -43,7 +45,6 @@ def test_loss_falls_on_four_stages(example, fall, tmp_path):
     assert all(record["simulated"] and record["energy_j"] > 0 for record in records)
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("example", "overrides"),
     [
@@ -68,20 +69,12 @@ def test_a_plan_from_the_examples_own_profile_changes_no_loss(example, overrides
     assert sum(r["clock_changes"] + r["clock_skips"] for r in planned) > 0
 
 
-TRAIN = str(ROOT / "examples" / "gpt3" / "train.py")
-DEEPSPEED = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--master_port"]
-PLAIN = ["model=tiny", "perseus.enabled=false", "log_every=1"]
-
-
-def losses(ranks, folder, *overrides):
-    """Train without Perseus and return the losses by step."""
-    return losses_in(run_script(folder, ranks, TRAIN, *PLAIN, *overrides).printed)
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
-def test_loss_falls_on_stages_started_by_deepspeed(ranks, tmp_path):
-    command = [*DEEPSPEED, str(free_port()), "--num_gpus", str(ranks), TRAIN, *PLAIN, "steps=12"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=GIVE_UP_S, check=False)
+def test_loss_falls_on_four_stages_started_by_deepspeed(tmp_path):
+    launcher = [sys.executable, DEEPSPEED, "--master_port", str(free_port()), "--num_gpus", "4", script_of("gpt3")]
+    plain = ["model=tiny", "perseus.enabled=false", "log_every=1", "steps=12"]
+    done = subprocess.run(
+        [*launcher, *plain], cwd=tmp_path, capture_output=True, text=True, timeout=GIVE_UP_S, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert not any(tmp_path.iterdir()), "the example left files behind"
     history = losses_in(done.stdout + done.stderr)
@@ -89,22 +82,13 @@ def test_loss_falls_on_stages_started_by_deepspeed(ranks, tmp_path):
     assert history[-1] < history[0] - 1
 
 
-@pytest.mark.extended
-def test_two_pipelines_of_two_stages_train_as_one_rank_does(tmp_path):
-    overrides = ("steps=5", "model.global_batch=16")
-    together = losses(4, tmp_path / "together", "stages=2", *overrides)
-    alone = losses(1, tmp_path / "alone", *overrides)
-    assert together == pytest.approx(alone, abs=2e-3)
-    assert len(set(alone)) == 5
-
-
 @pytest.mark.parametrize(
     ("example", "override", "message"),
     [
         ("gpt3", "perseus.policy.name=nonsense", "perseus.policy.name: expected 'slowdown', 'deadline',"),
-        pytest.param("bert", "perseus.policy=3", "perseus.policy: expected", marks=pytest.mark.extended),
+        ("bert", "perseus.policy=3", "perseus.policy: expected"),
         *(
-            pytest.param(name, "perseus.mod=run", "Could not override 'perseus.mod'.", marks=pytest.mark.extended)
+            (name, "perseus.mod=run", "Could not override 'perseus.mod'.")
             for name in ("bert", "gpt3", "huggingface", "wide_resnet")
         ),
     ],
@@ -112,7 +96,7 @@ def test_two_pipelines_of_two_stages_train_as_one_rank_does(tmp_path):
 def test_a_wrong_option_is_a_message_and_no_traceback(tmp_path, example, override, message):
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environment = {**ENVIRONMENT, **rank, "MASTER_PORT": str(free_port()), "PYTHONPATH": ":".join(sys.path)}
-    command = [sys.executable, str(ROOT / "examples" / example / "train.py"), override]
+    command = [sys.executable, script_of(example), override]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=GIVE_UP_S, check=False
     )

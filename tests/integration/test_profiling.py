@@ -78,51 +78,40 @@ def test_a_rank_killed_while_profiling_leaves_no_profile(tmp_path):
 
 
 SIMULATED = {"longest_instruction_s": 0.02}
-JOB = {"ranks": 2}
 # The phase that follows profiling.
 AFTER = {"profile": "observe", "auto": "optimizing"}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}, "zero_optimization": {"stage": 1}}
+BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+FROZEN = {"frozen_layers": 2, "checkpoint_every": 1, "deepspeed": {"gradient_clipping": 0.0}}
 
 
 def both(folder, mode, simulated=None, after=None, **job):
     """Run a job with Perseus until it has profiled, check that one without trains the same, and return the former."""
     block = {"mode": mode, "profile": QUICK_PROFILE, "simulated": {**SIMULATED, **(simulated or {})}}
-    perseus = run(folder / mode, perseus=block, steps=1000, until=[after or AFTER[mode], 2], **JOB, **job)
-    without = run(folder / "without", steps=len(perseus.ranks[0]["losses"]), **JOB, **job)
-    assert_same_training(perseus, without)
+    perseus = run(folder / mode, 2, perseus=block, steps=1000, until=[after or AFTER[mode], 2], **job)
+    assert_same_training(perseus, run(folder / "without", 2, steps=len(perseus.ranks[0]["losses"]), **job))
     return perseus
 
 
-def profile_of(finished):
-    return StageProfile.load(finished.folder / "perseus")
-
-
-def test_one_micro_batch_and_a_slow_energy_counter(tmp_path):
-    profile = profile_of(both(tmp_path, "profile", {"counter_period_s": 0.3}, micro_batches=1))
-    assert profile.info.micro_batches == 1
-    assert {kind for _, kind in profile.keys} >= {Kind.FORWARD, Kind.BACKWARD}
-
-
-def test_a_frozen_first_stage_with_activation_checkpointing(tmp_path):
-    frozen = {"frozen_layers": 2, "checkpoint_every": 1, "deepspeed": {"gradient_clipping": 0.0}}
-    assert profile_of(both(tmp_path, "auto", **frozen)).keys
-
-
-def test_a_loss_that_is_not_a_number_in_a_folder_with_an_odd_name(tmp_path):
-    perseus = both(tmp_path / "lr=0.1, {ß} 'x'", "auto", nan_step=2)
-    assert math.isnan(perseus.ranks[0]["losses"][-1])
-    assert profile_of(perseus).keys
-
-
-def test_fp16_whose_loss_scale_skips_steps_while_profiling(tmp_path):
-    fp16 = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
-    perseus = both(tmp_path, "auto", deepspeed={"fp16": fp16, "zero_optimization": {"stage": 1}})
-    assert perseus.ranks[0]["skipped_steps"] > 3
-    assert profile_of(perseus).keys
-
-
-def test_bf16_with_zero_1_as_on_gpus(tmp_path):
-    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
-    assert profile_of(both(tmp_path, "profile", deepspeed=config)).keys
+@pytest.mark.parametrize(
+    ("folder", "mode", "job"),
+    [
+        ("one micro-batch and a slow counter", "profile", {"simulated": {"counter_period_s": 0.3}, "micro_batches": 1}),
+        ("a frozen first stage with activation checkpointing", "auto", FROZEN),
+        ("a loss that is not a number: lr=0.1, {ß} 'x'", "auto", {"nan_step": 2}),
+        ("fp16 whose loss scale skips steps", "auto", {"deepspeed": FP16}),
+        ("bf16 with ZeRO-1 as on GPUs", "profile", {"deepspeed": BF16}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_odd_job_is_profiled_and_trains_the_same(tmp_path, folder, mode, job):
+    finished = both(tmp_path / folder, mode, **job)
+    kinds = {kind for _, kind in StageProfile.load(finished.folder / "perseus").keys}
+    assert kinds >= {Kind.FORWARD, Kind.BACKWARD}
+    if "nan_step" in job:
+        assert math.isnan(finished.ranks[0]["losses"][-1])
+    if "deepspeed" in job and "fp16" in job["deepspeed"]:
+        assert finished.ranks[0]["skipped_steps"] > 3
 
 
 def test_a_full_disk(tmp_path):
@@ -133,7 +122,7 @@ def test_a_full_disk(tmp_path):
 
 def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path):
     block = {"mode": "profile", "profile": QUICK_PROFILE, "simulated": SIMULATED}
-    job = {"perseus": block, "steps": 1000, "until": ["observe", 1], **JOB}
+    job = {"ranks": 2, "perseus": block, "steps": 1000, "until": ["observe", 1]}
     assert run(tmp_path / "job", **job).ranks
     folder = tmp_path / "job" / "perseus"
     first = StageProfile.load(folder / "measured.csv")

@@ -78,6 +78,7 @@ def test_losses_and_weights_are_bit_identical_after_profiling(tmp_path, plain_ru
     assert metadata["gpu"] == "simulated A100-SXM"
 
 
+@pytest.mark.extended
 def test_an_error_of_the_start_is_printed_once_and_again_in_the_launchers_summary(tmp_path):
     finished = launch(tmp_path / "job", ranks=2, perseus={"mode": "run", "frontier": "nowhere"})
     assert finished.returncode != 0
