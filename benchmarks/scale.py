@@ -1,16 +1,14 @@
 """What Perseus costs a job of many ranks.
 
     python benchmarks/scale.py                         # rank 0 and a leaf of 64, 1 024 and 10 240 ranks
-    python benchmarks/scale.py --clients 64 1024 10240 # a store with as many connections
-    python benchmarks/scale.py --real 32 64            # as many processes, here
+    python benchmarks/scale.py --clients 64 1024       # a store with as many connections
 
 Rank 0 and a leaf go through the phases of run mode, with policy, stragglers and records, and exchange their reports by
-a real store. The other ranks are one more client of it, which appends for each of them what the leaf reports, with
+a real store. The other ranks are one more client of it, which brings for each of them what the leaf reports, with
 noise, and one pipeline becomes slow. Processor time is measured by thread.
 
-With ``--clients``, each rank has a connection of its own, and one thread does the exchange of all of them, so that what
-the store and its clients take is measured whole. With ``--real``, each process is a rank that trains nothing; reports
-also go by an asynchronous gather and broadcast in two steps on gloo, for comparison. Times are of this machine.
+With ``--clients``, each rank has a connection and a thread of its own in this process, so that what the store and its
+clients take is measured whole. Times are of this machine.
 """
 
 from __future__ import annotations
@@ -19,17 +17,13 @@ import argparse
 import dataclasses
 import json
 import math
-import multiprocessing
-import pickle
 import queue
-import socket
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +44,8 @@ from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule
 from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.policy.reports import JobReport, RankReport, RankReports, ReportExchange
-from perseus_ds.ranks import (
-    Communicator,
-    Connection,
-    Pending,
-    PipelineTopology,
-    StoreChannel,
-    collected,
-    contribute,
-    send_answer,
-)
+from perseus_ds.policy.reports import JobReport, RankReport, RankReports
+from perseus_ds.ranks import Communicator, Connection, Pending, PipelineTopology, StoreChannel
 from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.iterations import IterationMeasurement
 from perseus_ds.runtime.job import Job, RankContext
@@ -71,7 +56,6 @@ SIZES = (64, 1024, 10240)
 STAGES, TENSOR, MICRO_BATCHES, PLANS = 8, 8, 32, 50
 ITERATION_S = 3.0
 UNTIL_RUN, MEASURED, LEAF = 90, 24, 1
-REAL_ITERATION_S = 0.1
 SLOW_PIPELINE, SLOWER = 1, 1.2
 DEFAULT_J, PLANNED_J = 900.0, 800.0
 FIELDS = [field.name for field in dataclasses.fields(RankReport)]
@@ -213,7 +197,7 @@ class LeafChannel(StoreChannel):
         self.exchanges = 0
         self.energy_j = DEFAULT_J
         self._store_of_others = connection.open()
-        self._brought: queue.SimpleQueue[tuple[list[float], bytes]] = queue.SimpleQueue()
+        self._brought: queue.SimpleQueue[tuple[Sequence[float], Any]] = queue.SimpleQueue()
         self._others = [rank for rank in range(self.world_size) if rank not in {0, LEAF}]
         self._slow = [
             slow if topology_of(rank, self.world_size).data_parallel_rank == SLOW_PIPELINE else 1.0
@@ -221,41 +205,37 @@ class LeafChannel(StoreChannel):
         ]
         threading.Thread(target=self._bring, args=[slow], daemon=True).start()
 
-    def exchange(
-        self, numbers: Sequence[float], content: bytes, reduce: Any, among: Sequence[int] = ()
-    ) -> Pending[Any]:
+    def exchange(self, numbers: Sequence[float], value: Any, reduce: Any, among: Sequence[int] = ()) -> Pending[Any]:
         self.exchanges += 1
-        self._brought.put((list(numbers), content))
-        return super().exchange(numbers, content, reduce, among)
+        self._brought.put((numbers, value))
+        return super().exchange(numbers, value, reduce, among)
 
     def _bring(self, slow: float) -> None:
         draw = np.random.default_rng(0)
         number = 0
         while True:
-            numbers, content = self._brought.get()
+            numbers, value = self._brought.get()
             number += 1
-            rows = np.tile(numbers, (len(self._others), 1))
+            rows = np.tile(np.array(numbers, np.float64), (len(self._others), 1))
             if len(numbers) == REPORT:
                 like = RankReport(ITERATION_S * slow, self.energy_j, 12, 0, False, 1200.0, 1200.0, 2.7, 0.05, 0.01)
                 rows[:] = like.as_numbers()
                 rows[:, FIELDS.index("energy_j")] *= draw.normal(1, 0.01, len(rows))
                 rows[:, FIELDS.index("computed_s")] *= draw.normal(1, 0.002, len(rows)) * self._slow
-                content = b""
-            group = f"perseus/0-{self.world_size - 1}"
-            for rank, row in zip(self._others, rows.tolist(), strict=True):
-                signed = content and self._connection.signed(f"{group}/{number}", rank, content)
-                ranks = range(self.world_size)
-                contribute(self._store_of_others, group, number, rank=rank, ranks=ranks, numbers=row, content=signed)
+                value = None
+            keys = [f"perseus/0-{self.world_size - 1}/{number}/{rank}" for rank in self._others]
+            sealed = [b"" if value is None else self._connection.seal(key, value) for key in keys]
+            contents = [row.tobytes() + theirs for row, theirs in zip(rows, sealed, strict=True)]
+            self._store_of_others.multi_set(keys, contents)
 
 
 def rank_0_and_a_leaf(ranks: int, until_run: int = UNTIL_RUN, measured: int = MEASURED) -> dict[str, float]:
     """Return figures of a job whose other ranks are one client of the store, of its last iterations."""
     slow = SLOWER if ranks > STAGES * TENSOR else 1.0
     schedule = read_schedule(schedule_class("1f1b"), ranks=STAGES, micro_batches=MICRO_BATCHES)
-    server = serve()
-    address = "127.0.0.1", server.port
+    address = serve(ranks)
     leaf_channel = LeafChannel(Connection(LEAF, ranks, address), slow)
-    channels = {0: StoreChannel(Connection(0, ranks, address, server)), LEAF: leaf_channel}
+    channels = {0: StoreChannel(Connection(0, ranks, address)), LEAF: leaf_channel}
     phases, exchanges, recorded = [], [], []
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as threads:
         save_frontier(Path(name), schedule)
@@ -288,7 +268,7 @@ def rank_0_and_a_leaf(ranks: int, until_run: int = UNTIL_RUN, measured: int = ME
     return {
         "rank 0: training thread [ms]": 1e3 * statistics.median(first.training_s[last]),
         "leaf: training thread [ms]": 1e3 * statistics.median(leaf.training_s[last]),
-        "leaf: numbers sent [bytes]": 8.0 * (2 + REPORT),
+        "leaf: numbers sent [bytes]": 8.0 * REPORT,
         "set-up [s]": built_s,
         "set-up: collectives that wait for all ranks": built,
         "from then until a plan is kept: collectives that wait for all ranks": exchanges[-1] - built - len(phases),
@@ -299,35 +279,41 @@ def rank_0_and_a_leaf(ranks: int, until_run: int = UNTIL_RUN, measured: int = ME
 
 def with_clients(ranks: int, exchanges: int = 5) -> dict[str, float]:
     """Return what exchanges of reports take, where each rank is a client of one store."""
-    server = serve()
+    address = serve(ranks)
+
+    def connect(rank: int) -> StoreChannel:
+        return StoreChannel(Connection(rank, ranks, address))
+
     with ThreadPoolExecutor(64) as threads:  # a client waits until the name of its host is looked up
-        stores = list(threads.map(lambda _: Connection(0, ranks, ("127.0.0.1", server.port)).open(), range(ranks)))
+        channels = list(threads.map(connect, range(ranks)))
     report = RankReport(ITERATION_S, 800.0).as_numbers()
     wall_s, cpu_s, reduced_s = [], [], []
-    for number in range(1, exchanges + 1):
+
+    def reduce(numbers: Any, values: list[Any]) -> JobReport:
+        began_s = time.thread_time()
+        answer = JobReport.of(RankReports(numbers))
+        reduced_s.append(time.thread_time() - began_s)
+        return answer
+
+    for _ in range(exchanges):
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
-        for rank, store in enumerate(stores):
-            contribute(store, "perseus", number, rank=rank, ranks=range(ranks), numbers=report, content=b"")
-        began_reducing_s = time.thread_time()
-        numbers, _ = collected(stores[0], "perseus", number, ranks)
-        answer = pickle.dumps(JobReport.of(RankReports(numbers)))
-        reduced_s.append(time.thread_time() - began_reducing_s)
-        send_answer(stores[0], "perseus", number, answer, had_contents=False)
-        for store in stores[1:]:
-            assert store.get(f"perseus/{number}/answer") == answer
+        for pending in [channel.exchange(report, None, reduce) for channel in channels]:
+            pending.result()
         wall_s.append(time.perf_counter() - began_s)
         cpu_s.append(time.process_time() - began_cpu_s)
     return {
-        "an exchange, all its ranks one after the other [s]": statistics.median(wall_s),
+        "an exchange [s]": statistics.median(wall_s),
         "processor time of it, store and clients [s]": statistics.median(cpu_s),
-        "of it on rank 0's thread of Perseus, to read and to reduce [ms]": 1e3 * statistics.median(reduced_s),
-        "the same for each rank [us]": 1e6 * statistics.median(cpu_s) / ranks,
+        "of it to reduce [ms]": 1e3 * statistics.median(reduced_s),
+        "processor time for each rank [us]": 1e6 * statistics.median(cpu_s) / ranks,
     }
 
 
-def serve() -> Any:
-    """Return a store that this process serves."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+def serve(ranks: int) -> tuple[str, int]:
+    """Return the address of a store that this process serves."""
+    server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    Connection(0, ranks, ("127.0.0.1", server.port)).serve(server)
+    return "127.0.0.1", server.port
 
 
 def json_of(control: JobControl) -> str:
@@ -335,120 +321,14 @@ def json_of(control: JobControl) -> str:
     return json.dumps(control.carry_out(parse_order({"command": "status"})))
 
 
-def real(ranks: int, by: str, iterations: int = 100) -> dict[str, float]:
-    """Return figures of so many processes, which exchange reports by the store or by groups on gloo."""
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    run = partial({"store": _by_store, "groups": _by_groups}[by], iterations=iterations)
-    processes = [context.Process(target=_one_of, args=(run, rank, ranks, address, results)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    found = dict(results.get(timeout=600) for _ in range(2))
-    for process in processes:
-        process.join()
-    assert not any(process.exitcode for process in processes)
-    return {**found[0], **found[LEAF]}
-
-
-def _one_of(run: Any, rank: int, ranks: int, address: str, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
-    figures = run(topology_of(rank, ranks, tensor=1), ranks)
-    dist.barrier()
-    who = {0: "rank 0", LEAF: "leaf"}.get(rank)
-    if who:
-        results.put((rank, {f"{who}: {name}": value for name, value in figures.items()}))
-    dist.barrier()
-
-
-def _by_store(topology: PipelineTopology, ranks: int, iterations: int) -> dict[str, float]:
-    began_s = time.perf_counter()
-    communicator = Communicator(topology)
-    setup_s = time.perf_counter() - began_s
-    exchange = ReportExchange(communicator)
-    if topology.rank in {LEAF, ranks - 1}:
-        communicator.send_event(b"an event")
-    training_s, waited_s = [], []
-    for _ in range(iterations):
-        time.sleep(REAL_ITERATION_S)
-        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
-        exchange.received()
-        waited_s.append(time.perf_counter() - began_s)
-        exchange.send(RankReport(1.0, 10.0), [1.0] * (ranks // STAGES) if topology.rank == 0 else ())
-        training_s.append(time.thread_time() - began_cpu_s)
-    told = exchange.received()
-    assert told is not None
-    assert told.energy_j == 10.0 * ranks
-    assert len(communicator.received_events()) == (2 if topology.rank == 0 else 0)
-    dist.barrier()  # rank 0 serves the store until all have their answers
-    return _figures(setup_s, training_s, waited_s)
-
-
-def _by_groups(topology: PipelineTopology, ranks: int, iterations: int) -> dict[str, float]:
-    """Gather reports along the pipelines, and then across their first ranks; broadcast the answer the same way."""
-    first = topology.pipeline[0]
-    began_s = time.perf_counter()
-    pipeline = dist.new_group(list(topology.pipeline), backend="gloo", use_local_synchronization=True)
-    firsts = list(range(ranks // STAGES))
-    across = dist.new_group(firsts, backend="gloo", use_local_synchronization=True) if topology.rank in firsts else None
-    dist.barrier()
-    setup_s = time.perf_counter() - began_s
-    report = torch.tensor(RankReport(1.0, 10.0).as_numbers(), dtype=torch.float64)
-    of_pipeline = [torch.empty_like(report) for _ in topology.pipeline]
-    of_all = [torch.empty(len(topology.pipeline), REPORT, dtype=torch.float64) for _ in firsts]
-    answer = torch.empty(REPORT, dtype=torch.float64)
-
-    def pass_on() -> None:
-        dist.gather(report, of_pipeline, dst=first, group=pipeline)
-        if across is not None and len(firsts) > 1:
-            dist.gather(torch.stack(of_pipeline), of_all if topology.rank == 0 else None, dst=0, group=across)
-            dist.broadcast(answer, src=0, group=across)
-        dist.broadcast(answer, src=first, group=pipeline)
-
-    training_s, waited_s = [], []
-    pending: list[Any] = []
-    for _ in range(iterations):
-        time.sleep(REAL_ITERATION_S)
-        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
-        for work in pending:
-            work.wait() if topology.rank != first else work.join()
-        waited_s.append(time.perf_counter() - began_s)
-        if topology.rank == first:
-            pending = [threading.Thread(target=pass_on)]
-            pending[0].start()
-        else:
-            gathered = dist.gather(report, None, dst=first, group=pipeline, async_op=True)
-            pending = [gathered, dist.broadcast(answer, src=first, group=pipeline, async_op=True)]
-        training_s.append(time.thread_time() - began_cpu_s)
-    for work in pending:
-        work.wait() if topology.rank != first else work.join()
-    return _figures(setup_s, training_s, waited_s)
-
-
-def _figures(setup_s: float, training_s: list[float], waited_s: list[float]) -> dict[str, float]:
-    return {
-        "set-up [s]": setup_s,
-        "training thread [ms]": 1e3 * statistics.median(training_s),
-        "waited [ms], median": 1e3 * statistics.median(waited_s),
-    }
-
-
 def main() -> None:
     """Print the figures, and how they grow."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=SIZES, help="ranks, most of them one client")
     parser.add_argument("--clients", type=int, nargs="+", default=[], help="clients of one store")
-    parser.add_argument("--real", type=int, nargs="+", default=[], help="processes")
     arguments = parser.parse_args()
     if arguments.clients:
         _print({ranks: with_clients(ranks) for ranks in arguments.clients})
-    elif arguments.real:
-        for by in ("store", "groups"):
-            print(f"by {by}:")
-            _print({ranks: real(ranks, by) for ranks in arguments.real})
     else:
         _print({ranks: rank_0_and_a_leaf(ranks) for ranks in arguments.ranks})
 

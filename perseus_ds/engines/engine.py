@@ -25,7 +25,7 @@ import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from perseus_ds import errors
 from perseus_ds.artifacts.plan import check_ranks
-from perseus_ds.errors import ConfigError, PerseusError, ScheduleError
+from perseus_ds.errors import ConfigError, PerseusError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.policy.control_socket import parse_order
@@ -372,15 +372,25 @@ def check_before_training(engine: Engine, config: PerseusConfig) -> None:
     """Check what is known before the schedule is; every rank must do so at once.
 
     Raises:
-        PerseusError: On all ranks, what is wrong on one.
+        PerseusError: On all ranks, what is wrong on one, or which have not come within the store's time-out.
     """
-    check = _Check()
     versions = {**own_versions(), **engine.versions()}
     own = {"enabled": True, **versions, **config.model_dump(mode="json", exclude=_MAY_DIFFER)}
-    with check.reported():
-        check.compare(own)
+    store, number = _store_of_job(), _checks_begun(1)
+    with contextlib.suppress(PerseusError), _checked_by_all(number, own):
         _check_gpu_and_frontier(engine, config)
-    check.wait()
+    try:
+        store.get(f"perseus/checked/{number}/over")
+    except dist.DistStoreError:  # the time-out
+        missing = [rank for rank in range(dist.get_world_size()) if _checks_begun(0, rank) < number]
+        raise ConfigError(
+            f"perseus: {len(missing)} ranks have not attached, of which rank {missing[0]} is the first, and the "
+            "others have waited until the time-out of the process group. Attach on all ranks at once; where "
+            "the variable PERSEUS is set, set it for all of them."
+        ) from None
+    kind, _, text = store.compare_set(f"perseus/checked/{number}/error", "", "").decode().partition(":")
+    if kind:
+        raise getattr(errors, kind)(text)
 
 
 def take_no_part() -> None:
@@ -391,68 +401,43 @@ def take_no_part() -> None:
     Raises:
         ConfigError: One of them was here before.
     """
-    if dist.is_initialized() and (store := dist.distributed_c10d._get_default_store()) not in _WITHOUT:
+    if dist.is_initialized() and (store := _store_of_job()) not in _WITHOUT:
         _WITHOUT.add(store)
-        check = _Check()
-        with check.reported(raises=True):
-            check.compare({"enabled": False})
+        with _checked_by_all(_checks_begun(1), {"enabled": False}):
+            pass
 
 
-class _Check:
-    """What ranks exchange by the store of the default group before training."""
+def _store_of_job() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
-    def __init__(self) -> None:
-        self._rank, self._store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-        self._number = self._begun_by(self._rank, 1)
-        self._key = f"perseus/checked/{self._number}"
 
-    def _begun_by(self, rank: int, more: int) -> int:
-        """Return how many checks a rank has begun."""
-        return int(self._store.add(f"perseus/checks/{rank}", more))
+def _checks_begun(more: int, rank: int | None = None) -> int:
+    """Return how many checks a rank, by default this one, has begun."""
+    return int(_store_of_job().add(f"perseus/checks/{dist.get_rank() if rank is None else rank}", more))
 
-    def compare(self, own: Mapping[str, Any]) -> None:
-        """Compare with the first rank that comes here."""
-        first = json.loads(
-            self._store.compare_set(f"{self._key}/settings", "", json.dumps({"rank": self._rank, **own}))
-        )
+
+@contextmanager
+def _checked_by_all(number: int, own: Mapping[str, Any]) -> Iterator[None]:
+    """Compare settings with those of the first rank that comes here, and surround further checks of this rank.
+
+    All ranks are notified of the first error, and once all have come.
+    """
+    rank, store, key = dist.get_rank(), _store_of_job(), f"perseus/checked/{number}"
+    try:
+        first = json.loads(store.compare_set(f"{key}/settings", "", json.dumps({"rank": rank, **own})))
         for name, value in own.items():
             if first.get(name) != value:
                 raise ConfigError(
-                    f"perseus: ranks differ: {name} is {value} on rank {self._rank}, {first.get(name)} on rank "
+                    f"perseus: ranks differ: {name} is {value} on rank {rank}, {first.get(name)} on rank "
                     f"{first['rank']}. Give all ranks the same perseus block, and install the same versions."
                 )
-
-    @contextmanager
-    def reported(self, *, raises: bool = False) -> Iterator[None]:
-        """Surround what this rank checks: an error is for :meth:`wait` of the others, and raised here if asked for."""
-        try:
-            yield
-        except PerseusError as error:
-            self._store.compare_set(f"{self._key}/error", "", f"{type(error).__name__}:{error}")
-            if raises:
-                raise
-        finally:
-            if self._store.add(f"{self._key}/ranks", 1) == dist.get_world_size():
-                self._store.set(f"{self._key}/over", "")
-
-    def wait(self) -> None:
-        """Wait for all ranks.
-
-        Raises:
-            PerseusError: What is wrong on one, or which have not come within the store's time-out.
-        """
-        try:
-            self._store.get(f"{self._key}/over")
-        except dist.DistStoreError:  # the time-out
-            missing = [rank for rank in range(dist.get_world_size()) if self._begun_by(rank, 0) < self._number]
-            raise ConfigError(
-                f"perseus: {len(missing)} ranks have not attached, of which rank {missing[0]} is the first, and the "
-                "others have waited until the time-out of the process group. Attach on all ranks at once; where "
-                "the variable PERSEUS is set, set it for all of them."
-            ) from None
-        kind, _, text = self._store.compare_set(f"{self._key}/error", "", "").decode().partition(":")
-        if kind:
-            raise getattr(errors, kind)(text)
+        yield
+    except PerseusError as error:
+        store.compare_set(f"{key}/error", "", f"{type(error).__name__}:{error}")
+        raise
+    finally:
+        if store.add(f"{key}/ranks", 1) == dist.get_world_size():
+            store.set(f"{key}/over", "")
 
 
 def _check_gpu_and_frontier(engine: Engine, config: PerseusConfig) -> None:
@@ -517,6 +502,29 @@ def _is_first_to_say(text: str) -> bool:
         return True
     time.sleep(5.0)  # a launcher, which may look once a second, ends the other ranks once the first one has failed
     return True
+
+
+def require(
+    package: str, version: str, newest: str, owners: Mapping[str, tuple[Any, Iterable[str]]], more: Sequence[str] = ()
+) -> None:
+    """Check that objects of a package have the attributes on which an engine relies.
+
+    Args:
+        package: Its name on PyPI.
+        version: That is installed.
+        newest: That was tried.
+        owners: By name, an object and the names of its attributes.
+        more: What else was found to be missing.
+
+    Raises:
+        VersionError: The message names what is missing, and what to install.
+    """
+    missing = [f"{owner}.{name}" for owner, (of, names) in owners.items() for name in names if not hasattr(of, name)]
+    if missing or more:
+        raise VersionError(
+            f"{package} {version} is not one that perseus-ds works with: there is no {', '.join([*missing, *more])}. "
+            f'Run: pip install --upgrade perseus-ds, or pip install "{package}<={newest}"'
+        )
 
 
 def fingerprint(modules: Iterable[torch.nn.Module], *settings: object) -> str:

@@ -107,7 +107,7 @@ class _Planned:
             self.phases.close()
 
 
-def _of_all(numbers: npt.NDArray[np.float64], contents: list[bytes]) -> list[int]:
+def _of_all(numbers: npt.NDArray[np.float64], _: list[None]) -> list[int]:
     """Return sums of the numbers of all ranks' shapes, and the shapes that begin alike on one of them."""
     of_ranks = numbers.astype(np.int64)
     sums: list[int] = (of_ranks[:, :2].sum(axis=0) % SHAPES).tolist()
@@ -215,7 +215,7 @@ class ShapePhases:
         words = [sum(2.0**bit * here for bit, here in enumerate(alike[begin : begin + _BITS])) for begin in (0, _BITS)]
         numbers = [(shapes_number(rank, first) + 3 * total_number) % SHAPES, total_number, *words]
         with contextlib.suppress(RuntimeError):  # the connection to a rank that is gone
-            self._told = self._channel.exchange(numbers, b"", _of_all)
+            self._told = self._channel.exchange(numbers, None, _of_all)
 
     @property
     def _known(self) -> list[Shape]:

@@ -6,7 +6,7 @@ import copy
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -15,8 +15,17 @@ import deepspeed
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from perseus_ds.engines.deepspeed.contract import check_deepspeed, check_engine
-from perseus_ds.engines.engine import Engine, Hooks, Session, attach_to, fingerprint, reported_once, take_no_part
+from perseus_ds.engines.deepspeed.contract import ENGINE, ENGINE_CLASS, GRID, NEWEST_DEEPSPEED
+from perseus_ds.engines.engine import (
+    Engine,
+    Hooks,
+    Session,
+    attach_to,
+    fingerprint,
+    reported_once,
+    require,
+    take_no_part,
+)
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.pipeline.commands import RepeatedReader, is_batched, read_stream
 from perseus_ds.pipeline.instruction import Kind
@@ -29,6 +38,24 @@ logger = logging.getLogger("perseus_ds")
 E = TypeVar("E")
 _CHECKPOINT_KEY = "perseus_ds"
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def check_deepspeed(pipeline_engine: type) -> None:
+    """Check that DeepSpeed's class of engines has what Perseus relies upon; if not, raise a ``VersionError``."""
+    _require({pipeline_engine.__name__: (pipeline_engine, ENGINE_CLASS)})
+
+
+def check_engine(engine: Any) -> None:
+    """Check the same of an engine that was made; raises the same."""
+    name = type(engine).__name__
+    _require({name: (engine, ENGINE)})
+    _require({f"{name}.grid": (engine.grid, GRID), f"{name}._config": (engine._config, ["_param_dict"])})
+
+
+def _require(owners: Mapping[str, tuple[Any, Iterable[str]]]) -> None:
+    require("deepspeed", importlib.metadata.version("deepspeed"), NEWEST_DEEPSPEED, owners)
+
+
 check_deepspeed(PipelineEngine)
 
 

@@ -25,6 +25,7 @@ from perseus_ds.engines.engine import (
     fingerprint,
     ranks_of,
     reported_once,
+    require,
     sessions,
     take_no_part,
     topology_of,
@@ -250,39 +251,21 @@ class MegatronEngine(Engine):
                 result = train()
         finally:
             self._recorder = None
-        name, micro_batches, _, group_size = order
-        found: RankSchedule | ScheduleError
         try:
-            found = RankSchedule(f"{_SCHEDULES}:{name}", micro_batches, recorder.operations())
-            self._check_against_table(found, group_size)
+            self._orders[order] = RankSchedule(f"{_SCHEDULES}:{order[0]}", order[1], recorder.operations())
         except ScheduleError as error:  # raised on all ranks at the start of the next iteration
-            found = ScheduleError(f"The order of {name} is not known: {error}.")
-        self._orders[order] = found
+            self._orders[order] = ScheduleError(f"The order of {order[0]} is not known: {error}.")
         return result
-
-    def _check_against_table(self, schedule: RankSchedule, group_size: int | None) -> None:
-        """Hold the forwards of an interleaved schedule against Megatron's own table."""
-        if len(self._model) == 1:
-            return
-        instructions = [op.instruction for op in schedule.operations if isinstance(op, Compute)]
-        ranks = self._pp_group.size()
-        kinds = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
-        forwards = [(i.micro_batch, i.stage // ranks) for i in instructions if i.kind in kinds]
-        table = self._schedules.get_schedule_table(schedule.micro_batches, len(self._model), group_size)
-        if forwards != [tuple(row) for row in table]:
-            raise ScheduleError("its forwards are not in the order of get_schedule_table")
 
     def _forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         given = _by_name(method, args, kwargs)
         forward = given("vp_stage") or 0, given("current_microbatch"), given("input_tensor")
-        run = functools.partial(method, *args, **kwargs)
-        return self._pass(run, forward, None, results=lambda found: (found[0], None))
+        return self._pass(functools.partial(method, *args, **kwargs), forward, None, lambda found: (found[0], None))
 
     def _backward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         given = _by_name(method, args, kwargs)
         backward = given("output_tensor"), given("output_tensor_grad")
-        run = functools.partial(method, *args, **kwargs)
-        return self._pass(run, None, backward, results=lambda found: (None, found))
+        return self._pass(functools.partial(method, *args, **kwargs), None, backward, lambda found: (None, found))
 
     def _forward_backward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         """Surround a step of combined 1F1B: at its ends a forward or a backward alone, in between both as one."""
@@ -292,7 +275,7 @@ class MegatronEngine(Engine):
         backward = None if given("b_model") is None else (given("b_output_tensor"), given("b_output_tensor_grad"))
         if self._recorder is not None or (receive := kwargs.get("pre_backward")) is None:
             run = functools.partial(method, *args, **kwargs)
-            return self._pass(run, forward, backward, results=lambda found: (found[0], found[2]))
+            return self._pass(run, forward, backward, lambda found: (found[0], found[2]))
         with ExitStack() as step:
             begin = functools.partial(step.enter_context, self._next(*_kind_of(forward, backward)))
             # The step begins when it has received what it is for.
@@ -399,18 +382,14 @@ OLDEST_MEGATRON = "0.14.0"
 NEWEST_MEGATRON = "0.19.2"
 """The newest that was tried."""
 
-SCHEDULES: Mapping[str, str] = {
-    "get_forward_backward_func": "gives the function that trains an iteration",
-    "forward_backward_no_pipelining": "trains an iteration of a single stage",
-    "forward_backward_pipelining_without_interleaving": "trains an iteration by 1F1B",
-    "forward_backward_pipelining_with_interleaving": "trains an iteration with virtual stages",
-    "forward_step": "runs a forward",
-    "backward_step": "runs a backward",
-    "get_schedule_table": "the order of an interleaved schedule",
-    "P2PCommunicator": "transfers between stages",
-}
-"""Names in ``megatron.core.pipeline_parallel.schedules``, and what each is used for."""
-
+SCHEDULES = (
+    *("get_forward_backward_func", _SINGLE, *_PIPELINED),
+    *("forward_step", "backward_step", "get_model_config", "P2PCommunicator"),
+)
+PARALLEL_STATE = (
+    *("model_parallel_is_initialized", "get_pipeline_model_parallel_group", "get_data_parallel_group"),
+    "get_expert_model_parallel_group",
+)
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "forward_step": ("input_tensor", "current_microbatch", "vp_stage"),
     "backward_step": ("output_tensor", "output_tensor_grad"),
@@ -422,20 +401,12 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
 }
 """Parameters that tell which instruction or transfer it is."""
 
-PARALLEL_STATE: Mapping[str, str] = {
-    "model_parallel_is_initialized": "whether there are groups",
-    "get_pipeline_model_parallel_group": "ranks of a pipeline",
-    "get_data_parallel_group": "ranks that train the same stages on other data",
-    "get_expert_model_parallel_group": "ranks that share the experts of a stage",
-}
-"""Names in ``megatron.core.parallel_state``, and what each is used for."""
-
 
 def check_megatron(core: Any, schedules: Any, parallel_state: Any) -> None:
     """Check that Megatron-Core's modules have what Perseus relies upon.
 
     Raises:
-        VersionError: The message names what is missing, what it is used for, and what to install.
+        VersionError: The message names what is missing, and what to install.
     """
     version = str(core.__version__)
     if Version(version).release < Version(OLDEST_MEGATRON).release:
@@ -443,24 +414,14 @@ def check_megatron(core: Any, schedules: Any, parallel_state: Any) -> None:
             f"Megatron-Core {version} is too old for perseus-ds, expected megatron-core>={OLDEST_MEGATRON}. "
             f'Run: pip install "megatron-core>={OLDEST_MEGATRON}"'
         )
-    missing = [f"schedules.{name} ({use})" for name, use in SCHEDULES.items() if not hasattr(schedules, name)]
-    missing += [
-        f"parallel_state.{name} ({use})" for name, use in PARALLEL_STATE.items() if not hasattr(parallel_state, name)
-    ]
     owners = {
         "_communicate": getattr(schedules, "P2PCommunicator", None),
         "combined_forward_backward_step": getattr(core.pipeline_parallel, "combined_1f1b", None),
     }
+    missing = []
     for name, parameters in PARAMETERS.items():
         function = getattr(owners.get(name, schedules), name, None)
         found = inspect.signature(function).parameters if function is not None else {}
-        missing += [
-            f"{name}(…, {parameter}) (which pass or transfer it is)"
-            for parameter in parameters
-            if parameter not in found
-        ]
-    if missing:
-        raise VersionError(
-            f"Megatron-Core {version} is not one that perseus-ds works with: there is no {', '.join(missing)}. "
-            f'Run: pip install --upgrade perseus-ds, or pip install "megatron-core<={NEWEST_MEGATRON}"'
-        )
+        missing += [f"{name}(…, {parameter})" for parameter in parameters if parameter not in found]
+    needed = {"schedules": (schedules, SCHEDULES), "parallel_state": (parallel_state, PARALLEL_STATE)}
+    require("megatron-core", version, NEWEST_MEGATRON, needed, missing)

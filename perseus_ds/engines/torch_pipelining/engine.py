@@ -23,6 +23,7 @@ from perseus_ds.engines.engine import (
     fingerprint,
     ranks_of,
     reported_once,
+    require,
     take_no_part,
     topology_of,
 )
@@ -182,43 +183,16 @@ class TorchSchedule(Engine):
 OLDEST_TORCH = "2.13"
 """The first whose schedules were tried, and the newest at that time."""
 
-SCHEDULE: Mapping[str, str] = {
-    "step": "one training iteration, but for its tail",
-    "_step_microbatches": "executes the order; run on stages that compute nothing, to read it",
-    "_maybe_compute_loss": "ends the last stage's forward",
-    "_maybe_get_loss": "left out while the order is read",
-    "_has_backward": "tells training from eval()",
-    "_n_microbatches": "micro-batches of an iteration",
-    "_internal_losses": "must be empty while the order is read",
-    "_num_stages": "stages of the pipeline",
-}
-"""Attributes of every schedule, and what each is used for."""
-
-MULTI: Mapping[str, str] = {
-    "stage_index_to_group_rank": "which rank runs a stage",
-    "pp_group_size": "pipeline ranks",
-    "_initialize_stages": "left out while the order is read",
-}
-"""Attributes of a schedule with several stages on a rank, and what each is used for."""
-
-SINGLE: Mapping[str, str] = {"_initialize_stage": "left out while the order is read"}
-"""Attributes of a schedule with one stage on a rank, and what each is used for."""
-
-STAGE: Mapping[str, str] = {
-    "forward_one_chunk": "runs a forward",
-    "backward_one_chunk": "runs a backward, or that of the activations",
-    "backward_weight_one_chunk": "runs the backward of the weights",
-    "perform_reduce_grad": "reduces and scales the gradients of a stage",
-    "stage_index": "which stage it is",
-    "is_first": "its input needs no gradient",
-    "is_last": "its forward ends with the loss",
-    "submod": "its layers",
-    "device": "where its tensors live",
-    "dw_builder": "whether the first stage computes anything before its weights' gradients",
-    "group": "the ranks of the pipeline",
-    "group_size": "how many they are",
-}
-"""Attributes of a stage, and what each is used for."""
+SCHEDULE = (
+    *("step", "_step_microbatches", "_maybe_compute_loss", "_maybe_get_loss", "_has_backward", "_n_microbatches"),
+    *("_internal_losses", "_num_stages"),
+)
+SINGLE = ("_initialize_stage",)
+MULTI = ("stage_index_to_group_rank", "pp_group_size", "_initialize_stages")
+STAGE = (
+    *("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk", "perform_reduce_grad", "stage_index"),
+    *("is_first", "is_last", "submod", "device", "dw_builder", "group", "group_size"),
+)
 
 
 def check_schedule(schedule: Any) -> None:
@@ -226,7 +200,7 @@ def check_schedule(schedule: Any) -> None:
 
     Raises:
         ConfigError: They are something else.
-        VersionError: The message names what is missing, what it is used for, and what to install.
+        VersionError: The message names what is missing, and what to install.
     """
     if not isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti):
         raise ConfigError(
@@ -238,21 +212,12 @@ def check_schedule(schedule: Any) -> None:
             f"torch {found}: perseus-ds attaches to pipeline schedules of torch>={OLDEST_TORCH}. "
             f'Run: pip install "torch>={OLDEST_TORCH}"'
         )
-    multi = isinstance(schedule, PipelineScheduleMulti)
-    _check(type(schedule).__name__, schedule, {**SCHEDULE, **(MULTI if multi else SINGLE)})
+    own = MULTI if isinstance(schedule, PipelineScheduleMulti) else SINGLE
+    require("torch", found, OLDEST_TORCH, {type(schedule).__name__: (schedule, (*SCHEDULE, *own))})
     for stage in stages_of(schedule):
         if not isinstance(stage, _PipelineStageBase):
             raise ConfigError(
                 f"perseus: {type(schedule).__name__} has a {type(stage).__name__} as a stage, expected a PipelineStage "
                 "of torch.distributed.pipelining."
             )
-        _check(type(stage).__name__, stage, STAGE)
-
-
-def _check(owner_name: str, owner: Any, needed: Mapping[str, str]) -> None:
-    missing = [f"{name} ({use})" for name, use in needed.items() if not hasattr(owner, name)]
-    if missing:
-        raise VersionError(
-            f"torch {importlib.metadata.version('torch')} is not one whose pipeline schedules perseus-ds works with: "
-            f"{owner_name} has no {', '.join(missing)}. Run: pip install --upgrade torch perseus-ds"
-        )
+        require("torch", found, OLDEST_TORCH, {type(stage).__name__: (stage, STAGE)})

@@ -5,6 +5,7 @@ they meet in :class:`Meetings`, by which they also exchange what real ranks exch
 """
 
 import itertools
+import pickle
 import statistics
 import threading
 from collections import Counter
@@ -450,11 +451,11 @@ class VirtualChannel:
         self._begun = Counter()
         self._channels = 0
 
-    def exchange(self, numbers, content, reduce, among=()):
+    def exchange(self, numbers, value, reduce, among=()):
         ranks = tuple(among) or tuple(range(self.world_size))
         self._begun[ranks] += 1
         name = ("collective", *self._name, self._begun[ranks], ranks)
-        self._meetings.bring(name, self.rank, (f"exchange of {len(numbers)}", numbers, content, reduce))
+        self._meetings.bring(name, self.rank, (f"exchange of {len(numbers)}", numbers, pickle.dumps(value), reduce))
         return _Collective(self._meetings, name, ranks)
 
     def another(self):
@@ -474,10 +475,10 @@ class _Collective:
             self._meetings.count_wait(self._name, self._size)
             brought = self._meetings.wait(self._name, self._size)
             if "result" not in brought:
-                kinds, numbers, contents, reductions = zip(*(brought[rank] for rank in self._ranks), strict=True)
+                kinds, numbers, values, reductions = zip(*(brought[rank] for rank in self._ranks), strict=True)
                 if len(set(kinds)) > 1:
                     raise OrderError(f"{self._name}, by rank: {kinds}")
-                brought["result"] = [reductions[0](np.array(numbers, float), list(contents))]
+                brought["result"] = [reductions[0](np.array(numbers, float), list(map(pickle.loads, values)))]
             self._result = brought["result"]
         return self._result[0]
 
