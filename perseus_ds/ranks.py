@@ -107,7 +107,7 @@ class PipelineTopology:
 class Communicator:
     """Collectives among the ranks of a job; every rank makes it, and calls each method, at the same time.
 
-    Once a connection is lost, all methods raise :class:`~perseus_ds.errors.ConnectionLostError`, on all ranks.
+    Once a connection is lost, all methods raise a ``ConnectionLostError``, on all ranks.
 
     Attributes:
         pipeline_of_rank: On rank 0, the data-parallel pipeline of each rank; elsewhere empty.
@@ -118,11 +118,7 @@ class Communicator:
         topology: PipelineTopology | Callable[[Communicator], PipelineTopology],
         channel: StoreChannel | None = None,
     ) -> None:
-        """Connect this rank with rank 0; its position may be found by asking all ranks.
-
-        Raises:
-            PerseusError: Ranks cannot be connected; the message says what to set.
-        """
+        """Connect this rank with rank 0; its position may be found by asking all ranks."""
         self._channel = channel or StoreChannel(Connection.of_job())
         self.rank, self.world_size = self._channel.rank, self._channel.world_size
         # When each was made, by this node's clock, and its line.
@@ -148,11 +144,7 @@ class Communicator:
         return values
 
     def computed_on_rank_0(self, compute: Callable[[], T]) -> T:
-        """Return, on all ranks, what rank 0 computes.
-
-        Raises:
-            PerseusError: What rank 0 raised, on all ranks, so that all of them continue alike.
-        """
+        """Return, on all ranks, what rank 0 computes; what it raises is raised on all, as a ``PerseusError``."""
         computed: Any = None
         if self.is_rank_0:
             try:
@@ -165,11 +157,7 @@ class Communicator:
         return computed  # type: ignore[no-any-return]
 
     def raise_on_all_ranks(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank and return its value; if it fails on one, it fails on all.
-
-        Raises:
-            PerseusError: What the first rank that failed raised.
-        """
+        """Call a function on every rank and return its value; what the first one raises is raised on all."""
         problem: PerseusError | None = None
         try:
             value = function()
@@ -276,11 +264,7 @@ class Connection:
 
     @classmethod
     def of_job(cls) -> Connection:
-        """Serve a store on rank 0 of a job whose process groups are there; every rank must do so at once.
-
-        Raises:
-            PerseusError: On all ranks: rank 0 cannot serve it.
-        """
+        """Serve a store on rank 0 of a job whose process groups are there; every rank must do so at once."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         server = None
         served: list[Any] = [None]
@@ -305,11 +289,7 @@ class Connection:
         _Thread(self, partial(_keep_until_end, server, self.open(), self))
 
     def open(self) -> Any:
-        """Return a client of the store.
-
-        Raises:
-            PerseusError: It cannot be reached; the message says what to set.
-        """
+        """Return a client of the store; where it cannot be reached, the error says what to set."""
         self.check()
         host, port = self.address
         try:
@@ -376,11 +356,7 @@ class StoreChannel:
     """
 
     def __init__(self, connection: Connection, name: str = _FIRST) -> None:
-        """Connect the client; each channel of a connection has a name of its own, the first one the default.
-
-        Raises:
-            PerseusError: The store cannot be reached.
-        """
+        """Connect the client; each channel of a connection has a name of its own, the first one the default."""
         self.rank, self.world_size = connection.rank, connection.world_size
         self._connection = connection
         self._name = name
@@ -401,9 +377,6 @@ class StoreChannel:
             value: Anything that can be pickled; None costs nothing.
             reduce: On the first of the ranks, computes the answer; it is None where that fails.
             among: Ranks that take part, this one included; all if empty.
-
-        Raises:
-            ConnectionLostError: The connection is lost.
         """
         self._connection.check()
         ranks = among or range(self.world_size)
@@ -440,7 +413,7 @@ class StoreChannel:
         self._channels += 1
         return StoreChannel(self._connection, f"{self._name}/{self._channels}")
 
-    def _reduced(self, keys: Sequence[str], row: int, reduce: Reduce[T]) -> T | None:
+    def _reduced(self, keys: Sequence[str], row: int, reduce: Reduce[T]) -> Any:
         """Wait for what all ranks bring, which begins with so many bytes of numbers; return the answer."""
         brought = self._store.multi_get(keys)
         rows = np.frombuffer(b"".join(content[:row] for content in brought)).reshape(len(keys), -1)
@@ -461,11 +434,7 @@ class Pending(Generic[T]):
         self._connection = connection
 
     def result(self) -> T:
-        """Wait until it is over.
-
-        Raises:
-            ConnectionLostError: It may never be: a rank has lost its connection, or it takes too long.
-        """
+        """Wait until it is over; it is an error where a rank has lost its connection, or it takes too long."""
         waited_s, slice_s = 0.0, min(_SLICE_S, LONGEST_WAIT_S / 2)
         while True:
             try:
