@@ -261,6 +261,7 @@ class Connection:
     address: tuple[str, int]
     secret: bytes = b""
     cause: str = ""
+    _server: Any = None
 
     @classmethod
     def of_job(cls) -> Connection:
@@ -285,8 +286,13 @@ class Connection:
         return connection
 
     def serve(self, server: Any) -> None:
-        """Keep the store, on rank 0, until a rank says that it is to end; then all connections are closed."""
-        _Thread(self, partial(_keep_until_end, server, self.open(), self))
+        """Keep the store, on rank 0, until a rank says that it is to end."""
+        self._server = server
+        _Thread(self, partial(self._keep_until_end, self.open()))
+
+    def _keep_until_end(self, store: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended, or a connection of this process is broken
+            self._end(store.get(_END).decode())
 
     def open(self) -> Any:
         """Return a client of the store; where it cannot be reached, the error says what to set."""
@@ -327,26 +333,22 @@ class Connection:
         """Give up the connection, so that all other ranks lose theirs; return the error that says so."""
         if not self.cause:
             said = f"rank {self.rank}: {_first_line(cause)}"
-            self.end(said)
-            _Thread(self, partial(self._say, said))
+            self._end(said)
+            if self.rank > 0:
+                _Thread(self, partial(self._say, said))
         return ConnectionLostError(self.cause)
 
-    def end(self, said: str) -> None:
-        """Note that a rank has given it up."""
-        self.cause = self.cause or f"a connection between ranks is lost ({said})"
+    def _end(self, said: str) -> None:
+        """End the store, on rank 0, and note why the connection is lost, unless this is the orderly end."""
+        if said:
+            self.cause = self.cause or f"a connection between ranks is lost ({said})"
+        self._server = None  # its only reference: the connections of all ranks are closed
 
     def _say(self, cause: str) -> None:
         """Have rank 0 end the store, by a new connection."""
         with contextlib.suppress(OSError, RuntimeError):  # it has, or cannot be reached any more
             socket.create_connection(self.address, _CONNECT_S).close()  # torch says much about ports that are closed
             _store(*self.address).set(_END, cause)
-
-
-def _keep_until_end(server: Any, store: Any, connection: Connection) -> None:
-    with contextlib.suppress(RuntimeError):  # a connection of this process is broken
-        if said := store.get(_END).decode():
-            connection.end(said)
-    del server
 
 
 class StoreChannel:

@@ -9,30 +9,25 @@ The objective is the masked language model of Devlin et al. (2019), without next
 
 from __future__ import annotations
 
-import os
 import sys
-import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 from torch import nn
 from torch.utils.data import TensorDataset
 
+sys.path.append(str(Path(__file__).parents[2]))
+
 import perseus_ds
-from perseus_ds.engines.engine import reported_once
+from examples.deepspeed_training import deepspeed_config, read_texts, require_batches, run, start_ranks, train
 from perseus_ds.errors import ConfigError
 
 try:
     import hydra
-    from hydra.errors import HydraException
     from transformers import AutoTokenizer, BertConfig
     from transformers.models.bert.modeling_bert import BertLayer
 except ModuleNotFoundError as error:
@@ -177,31 +172,6 @@ def read_vocabulary(path: str | None, largest: int) -> Vocabulary:
     )
 
 
-def read_texts(path: str | None) -> Iterator[str]:
-    """Yield the texts of a file, of a folder saved by ``datasets``, or of the Python standard library's modules."""
-    if path is not None and Path(path).is_dir():
-        yield from read_saved_dataset(path)
-        return
-    files = [Path(path)] if path else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    for file in files:
-        yield file.read_text(encoding="utf-8", errors="replace")
-
-
-def read_saved_dataset(path: str) -> Iterator[str]:
-    """Yield the ``text`` column of what Hugging Face's ``save_to_disk`` wrote."""
-    try:
-        from datasets import load_from_disk
-    except ImportError as error:
-        raise ConfigError(
-            f"data.path: to read the folder {path}, pip install datasets; or give a text file."
-        ) from error
-    saved = load_from_disk(path)
-    saved = saved.get("train", saved) if isinstance(saved, dict) else saved
-    if "text" not in saved.column_names:
-        raise ConfigError(f"data.path: {path} has the columns {saved.column_names}; expected one called text.")
-    yield from saved["text"]
-
-
 def read_sequences(data: DictConfig, vocabulary: Vocabulary, sequence_length: int) -> torch.Tensor:
     """Return texts as tokens of shape (sequences, sequence_length), int64."""
     tokens: list[int] = []
@@ -237,33 +207,14 @@ def training_data(cfg: DictConfig, pipelines: int) -> TensorDataset:
     """Return (masked tokens, labels) as the configuration says, enough for this many data-parallel pipelines."""
     vocabulary = read_vocabulary(cfg.data.tokenizer, largest=cfg.model.vocabulary)
     data = masked_dataset(read_sequences(cfg.data, vocabulary, cfg.model.sequence_length), vocabulary, cfg.seed)
-    least = cfg.model.micro_batch_size * pipelines
-    if len(data) < least:
-        raise ConfigError(f"data: {len(data)} sequences, less than a micro-batch for each pipeline: {least}.")
+    require_batches(len(data), "sequences", cfg, pipelines)
     return data
-
-
-def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
-    """Return the DeepSpeed configuration, ``perseus`` block included, for this many data-parallel pipelines."""
-    size = cfg.model.micro_batch_size
-    parts = [cfg.deepspeed, cfg.deepspeed_on_gpu] if torch.cuda.is_available() else [cfg.deepspeed]
-    config: dict[str, Any] = OmegaConf.to_container(OmegaConf.merge(*parts), resolve=True)  # type: ignore[assignment]
-    config["train_micro_batch_size_per_gpu"] = size
-    config["gradient_accumulation_steps"] = cfg.micro_batches or max(1, cfg.model.global_batch // (size * pipelines))
-    settings: Any = OmegaConf.to_container(cfg, resolve=True)
-    config["perseus"] = settings["perseus"]
-    return config
 
 
 @hydra.main(version_base="1.3", config_path="../../configs/bert", config_name="config")  # type: ignore[untyped-decorator]
 def main(cfg: DictConfig) -> None:
     """Train, or measure a profile."""
-    deepspeed.init_distributed()
-    ranks = torch.distributed.get_world_size()
-    if torch.cuda.is_available():
-        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    elif ranks > 1:
-        torch.set_num_threads(1)  # the ranks share the cores
+    ranks = start_ranks()
     stages = cfg.stages or ranks
 
     with torch.no_grad():  # tying the head copies weights between stages
@@ -284,18 +235,8 @@ def main(cfg: DictConfig) -> None:
         training_data=training_data(cfg, pipelines=ranks // stages),
         config=deepspeed_config(cfg, pipelines=ranks // stages),
     )
-    profiling = cfg.perseus.enabled and cfg.perseus.mode == "profile"
-    for _ in range(cfg.steps):
-        engine.train_batch()
-        if profiling and engine.perseus.profiled:
-            break
-    torch.distributed.destroy_process_group()
+    train(engine, cfg)
 
 
 if __name__ == "__main__":
-    # DeepSpeed's launcher adds --local_rank, which Hydra does not know; the environment says the same.
-    arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
-    sys.argv[1:] = ["perseus.mode=profile" if a == "--profile" else a for a in arguments]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # what is wrong comes through, and one rank prints it without a traceback
-    with reported_once(HydraException, OmegaConfBaseException):
-        main()
+    run(main)

@@ -8,31 +8,27 @@ Configuration: ``configs/huggingface``, by Hydra. ``--profile`` is short for ``p
 
 from __future__ import annotations
 
-import os
 import sys
 import sysconfig
 from collections.abc import Iterator
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 from tqdm import trange
 
+sys.path.append(str(Path(__file__).parents[2]))
+
 import perseus_ds
-from perseus_ds.engines.engine import reported_once
+from examples.deepspeed_training import deepspeed_config, run, start_ranks
 from perseus_ds.errors import ConfigError
 
 try:
     import hydra
     import transformers
     from datasets import Dataset, disable_progress_bars, load_dataset, load_from_disk
-    from hydra.errors import HydraException
     from transformers import AutoConfig, ByT5Tokenizer, PreTrainedTokenizerBase
 
     from perseus_ds.huggingface.stages import read_tokenizer
@@ -112,18 +108,6 @@ def split(cfg: DictConfig, data: Dataset, global_batch: int) -> tuple[Dataset, D
     return parts["train"], parts["test"]
 
 
-def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
-    """Return the DeepSpeed configuration, ``perseus`` block included, for this many data-parallel pipelines."""
-    size = cfg.micro_batch_size
-    parts = [cfg.deepspeed, cfg.deepspeed_on_gpu] if torch.cuda.is_available() else [cfg.deepspeed]
-    config: dict[str, Any] = OmegaConf.to_container(OmegaConf.merge(*parts), resolve=True)  # type: ignore[assignment]
-    config["train_micro_batch_size_per_gpu"] = size
-    config["gradient_accumulation_steps"] = cfg.micro_batches or max(1, cfg.global_batch // (size * pipelines))
-    settings: Any = OmegaConf.to_container(cfg, resolve=True)
-    config["perseus"] = settings["perseus"]
-    return config
-
-
 def prepare(cfg: DictConfig, ranks: int) -> tuple[PipelineEngine, PreTrainedTokenizerBase, Dataset]:
     """Return the engine, as it is in the checkpoint if there is one, the tokenizer and the sequences of tokens."""
     stages = cfg.stages or ranks
@@ -155,12 +139,8 @@ def prepare(cfg: DictConfig, ranks: int) -> tuple[PipelineEngine, PreTrainedToke
 @hydra.main(version_base="1.3", config_path="../../configs/huggingface", config_name="config")  # type: ignore[untyped-decorator]
 def main(cfg: DictConfig) -> None:
     """Train, evaluate and save; or measure a profile."""
-    deepspeed.init_distributed()
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if torch.cuda.is_available():
-        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    elif ranks > 1:
-        torch.set_num_threads(1)  # the ranks share the cores
+    ranks = start_ranks()
+    rank = torch.distributed.get_rank()
     if rank > 0:
         disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
@@ -196,9 +176,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    # DeepSpeed's launcher adds --local_rank, which Hydra does not know; the environment says the same.
-    arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
-    sys.argv[1:] = ["perseus.mode=profile" if a == "--profile" else a for a in arguments]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # what is wrong comes through, and one rank prints it without a traceback
-    with reported_once(HydraException, OmegaConfBaseException):
-        main()
+    run(main)

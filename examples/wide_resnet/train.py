@@ -9,28 +9,25 @@ The model is that of Zagoruyko and Komodakis (2016) for ImageNet: a ResNet whose
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, ListConfig
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
+sys.path.append(str(Path(__file__).parents[2]))
+
 import perseus_ds
-from perseus_ds.engines.engine import reported_once
+from examples.deepspeed_training import deepspeed_config, require_batches, run, start_ranks, train
 from perseus_ds.errors import ConfigError
 
 try:
     import hydra
-    from hydra.errors import HydraException
 except ModuleNotFoundError as error:
     sys.exit(f'{error}. Install what this example needs, in the folder of the repository: pip install ".[examples]"')
 
@@ -181,33 +178,14 @@ def training_data(cfg: DictConfig, pipelines: int) -> Subset:
     images: Any = StoredImages(stored, classes) if stored else SyntheticImages(count, size, classes, cfg.seed)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(cfg.seed))
     data = Subset(images, order.tolist())
-    least = cfg.model.micro_batch_size * pipelines
-    if len(data) < least:
-        raise ConfigError(f"data: {len(data)} images, less than a micro-batch for each pipeline: {least}.")
+    require_batches(len(data), "images", cfg, pipelines)
     return data
-
-
-def deepspeed_config(cfg: DictConfig, pipelines: int) -> dict[str, Any]:
-    """Return the DeepSpeed configuration, ``perseus`` block included, for this many data-parallel pipelines."""
-    size = cfg.model.micro_batch_size
-    parts = [cfg.deepspeed, cfg.deepspeed_on_gpu] if torch.cuda.is_available() else [cfg.deepspeed]
-    config: dict[str, Any] = OmegaConf.to_container(OmegaConf.merge(*parts), resolve=True)  # type: ignore[assignment]
-    config["train_micro_batch_size_per_gpu"] = size
-    config["gradient_accumulation_steps"] = cfg.micro_batches or max(1, cfg.model.global_batch // (size * pipelines))
-    settings: Any = OmegaConf.to_container(cfg, resolve=True)
-    config["perseus"] = settings["perseus"]
-    return config
 
 
 @hydra.main(version_base="1.3", config_path="../../configs/wide_resnet", config_name="config")  # type: ignore[untyped-decorator]
 def main(cfg: DictConfig) -> None:
     """Train, or measure a profile."""
-    deepspeed.init_distributed()
-    ranks = torch.distributed.get_world_size()
-    if torch.cuda.is_available():
-        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    elif ranks > 1:
-        torch.set_num_threads(1)  # the ranks share the cores
+    ranks = start_ranks()
     stages = cfg.stages or ranks
 
     module = Pipeline(
@@ -225,18 +203,8 @@ def main(cfg: DictConfig) -> None:
         training_data=training_data(cfg, pipelines=ranks // stages),
         config=deepspeed_config(cfg, pipelines=ranks // stages),
     )
-    profiling = cfg.perseus.enabled and cfg.perseus.mode == "profile"
-    for _ in range(cfg.steps):
-        engine.train_batch()
-        if profiling and engine.perseus.profiled:
-            break
-    torch.distributed.destroy_process_group()
+    train(engine, cfg)
 
 
 if __name__ == "__main__":
-    # DeepSpeed's launcher adds --local_rank, which Hydra does not know; the environment says the same.
-    arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
-    sys.argv[1:] = ["perseus.mode=profile" if a == "--profile" else a for a in arguments]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # what is wrong comes through, and one rank prints it without a traceback
-    with reported_once(HydraException, OmegaConfBaseException):
-        main()
+    run(main)

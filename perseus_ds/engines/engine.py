@@ -28,7 +28,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -82,18 +81,10 @@ class Engine(ABC):
 
     @abstractmethod
     def read(self) -> RankSchedule:
-        """Return what this rank executes in an iteration.
-
-        Raises:
-            ScheduleError: It is not known; the message says why.
-        """
+        """Return what this rank executes in an iteration; a ``ScheduleError`` says why it is not known."""
 
     def check(self, schedule: Schedule) -> None:  # noqa: B027  # most engines have nothing to add
-        """Check the schedule that all ranks of the pipeline have read.
-
-        Raises:
-            ScheduleError: It cannot be planned.
-        """
+        """Check the schedule that all ranks of the pipeline have read; a ``ScheduleError`` if it cannot be planned."""
 
     @abstractmethod
     def surround(self, session: Session) -> None:
@@ -169,13 +160,9 @@ class Session:
         return "start" if self.runtime is None else self.runtime.next.phase
 
     def set_policy(self, policy: Mapping[str, Any]) -> None:
-        """Run under another policy from the next iterations on; rank 0's counts.
+        """Run under another policy, such as ``{"name": "energy_optimal"}``, from the next iterations on.
 
-        Args:
-            policy: As in the ``perseus`` block, such as ``{"name": "energy_optimal"}``.
-
-        Raises:
-            ConfigError: It is no policy; the message names the key.
+        Rank 0's counts. What is no policy is a ``ConfigError`` that names the key.
         """
         parse_order({"command": "policy", "policy": policy})
         self._when_started(lambda runtime: runtime.set_policy(policy))
@@ -275,12 +262,13 @@ class Session:
         if self._closed and self.runtime is None:
             return None
         if self.runtime is None:
-            if others := [other for other in self._others() if other.runtime is not None]:
+            first = next((other for other in sessions() if other.runtime is not None), None)
+            if first is not None:
                 self._closed = True
                 if dist.get_rank() == 0:
                     logger.warning(
                         "perseus: this process trains two engines, %s and %s. Only the first is measured and planned.",
-                        others[0].engine.model,
+                        first.engine.model,
                         self.engine.model,
                     )
                 return None
@@ -301,11 +289,8 @@ class Session:
         self._order = order
         return self.runtime
 
-    def _others(self) -> list[Session]:
-        return [other for other in sessions() if other is not self]
-
     def _start(self) -> None:
-        models = (self.engine.model, *(other.engine.model for other in self._others()))
+        models = (self.engine.model, *(other.engine.model for other in sessions() if other is not self))
         facts = dataclasses.replace(self.engine.facts(), models=models, versions=self.engine.versions())
         self.runtime = PerseusRuntime.start(self.config, facts, self.engine.read, self.engine.check)
         atexit.unregister(self._end_with_process)
@@ -371,8 +356,7 @@ def attach_to(engine: Engine, config: PerseusConfig) -> Session:
 def check_before_training(engine: Engine, config: PerseusConfig) -> None:
     """Check what is known before the schedule is; every rank must do so at once.
 
-    Raises:
-        PerseusError: On all ranks, what is wrong on one, or which have not come within the store's time-out.
+    What is wrong on one rank is raised on all, and which have not come within the store's time-out.
     """
     versions = {**own_versions(), **engine.versions()}
     own = {"enabled": True, **versions, **config.model_dump(mode="json", exclude=_MAY_DIFFER)}
@@ -396,10 +380,7 @@ def check_before_training(engine: Engine, config: PerseusConfig) -> None:
 def take_no_part() -> None:
     """Notify ranks that check what is known before training that this one trains without Perseus; never waits.
 
-    Once is enough, where every step asks for it.
-
-    Raises:
-        ConfigError: One of them was here before.
+    A ``ConfigError`` where one of them was here before. Once is enough, where every step asks for it.
     """
     if dist.is_initialized() and (store := _store_of_job()) not in _WITHOUT:
         _WITHOUT.add(store)
@@ -473,11 +454,7 @@ def reported_once(*others: type[Exception]) -> Iterator[None]:
 
 
 def _print_instead_of_traceback(
-    error: Exception,
-    before: Callable[..., object],
-    kind: type[BaseException],
-    raised: BaseException,
-    traceback: TracebackType | None,
+    error: Exception, before: Callable[..., object], kind: type, raised: object, traceback: object
 ) -> None:
     """Print an error by one rank; any other, by the hook that was there before."""
     if raised is not error:
@@ -497,7 +474,7 @@ def _is_first_to_say(text: str) -> bool:
     key = f"perseus/error/{hashlib.sha256(text.encode()).hexdigest()}"
     if dist.is_initialized():
         with contextlib.suppress(Exception):  # the store may be gone, with the rank that held it
-            return bool(dist.distributed_c10d._get_default_store().add(key, 1) == 1)
+            return bool(_store_of_job().add(key, 1) == 1)
     elif os.environ.get("RANK", "0") == "0":
         return True
     time.sleep(5.0)  # a launcher, which may look once a second, ends the other ranks once the first one has failed
@@ -507,7 +484,7 @@ def _is_first_to_say(text: str) -> bool:
 def require(
     package: str, version: str, newest: str, owners: Mapping[str, tuple[Any, Iterable[str]]], more: Sequence[str] = ()
 ) -> None:
-    """Check that objects of a package have the attributes on which an engine relies.
+    """Check that objects of a package have the attributes on which an engine relies, else raise a ``VersionError``.
 
     Args:
         package: Its name on PyPI.
@@ -515,9 +492,6 @@ def require(
         newest: That was tried.
         owners: By name, an object and the names of its attributes.
         more: What else was found to be missing.
-
-    Raises:
-        VersionError: The message names what is missing, and what to install.
     """
     missing = [f"{owner}.{name}" for owner, (of, names) in owners.items() for name in names if not hasattr(of, name)]
     if missing or more:

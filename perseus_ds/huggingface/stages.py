@@ -83,9 +83,9 @@ class Stage(nn.Module):
         self.names = tuple(inputs)
         of_base = model.base_model.layers
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(of_base)
-        # In tuples, so that the model's parts are not registered twice.
-        self._before: tuple[_Absent, ...] = () if self.is_first else (of_base[layers.start - 1],)
-        self._behind: tuple[_Absent, ...] = () if self.is_last else (of_base[layers.stop],)
+        # In a list, so that the model's parts are not registered twice.
+        self._neighbours: list[Any] = [None if self.is_first else of_base[layers.start - 1]]
+        self._neighbours += [None if self.is_last else of_base[layers.stop]]
         # Whether the loss of a mixture of experts has a term for the balance of its routers.
         self._routed = bool(getattr(model.config.get_text_config(), "output_router_logits", False)) and hasattr(
             sys.modules[type(model).__module__], "load_balancing_loss_func"
@@ -107,6 +107,7 @@ class Stage(nn.Module):
             of the routers so far, of shape (layers, tokens, experts), where the model's loss needs them. Of the last
             stage, logits of shape (batch, sequence, vocabulary), and those of the routers.
         """
+        before, behind = self._neighbours
         given = dict(zip(self.names, inputs, strict=False))
         hidden = given.pop("input_ids")
         routers = list(inputs[len(self.names) :])
@@ -119,30 +120,24 @@ class Stage(nn.Module):
             # The model's forward gets embeddings only to compute masks and positions from; what its scales and norms
             # before the layers make of them is replaced by what was received.
             arguments["inputs_embeds"] = hidden.detach()
-            for layer in self._before:
-                layer.received = hidden
+            before.received = hidden
         output = self.model(**arguments) if self.is_last else self.model.base_model(**arguments)
-        for layer in self._before:
-            layer.received = None
+        if not self.is_first:
+            before.received = None
         if self._routed and output.router_logits:
             own = torch.stack([logits for logits in output.router_logits if logits is not None])
             routers = [torch.cat([*routers, own])]
         if self.is_last:
             return (output.logits, *routers) if routers else output.logits
-        for layer in self._behind:
-            assert layer.seen is not None
-            hidden, layer.seen = layer.seen, None
-        self._check(hidden)
-        carried = (*given.values(), *routers)
-        return (hidden, *carried) if carried else hidden
-
-    def _check(self, hidden: torch.Tensor) -> None:
+        hidden, behind.seen = behind.seen, None
         size = self.model.config.get_text_config().hidden_size
         if hidden.dim() != 3 or hidden.shape[-1] != size:
             raise ConfigError(
                 f"{type(self.model).__name__}: its layers pass on tensors of shape {tuple(hidden.shape)}, not hidden "
                 f"states of shape (batch, sequence, {size}), all that its pipeline plan names. It cannot be cut."
             )
+        carried = (*given.values(), *routers)
+        return (hidden, *carried) if carried else hidden
 
 
 class CausalLoss:
@@ -156,20 +151,15 @@ class CausalLoss:
         self._loss = LOSS_MAPPING["ForCausalLM"]
 
     def __call__(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss.
+        """Return the mean loss of what the last stage returned.
 
-        Args:
-            outputs: What the last stage returned.
-            labels: The input's token ids, of shape (batch, sequence); -100 where there is nothing to learn.
+        Labels are the input's token ids, of shape (batch, sequence); -100 where there is nothing to learn.
         """
         logits, *routers = outputs if isinstance(outputs, tuple | list) else (outputs,)
         loss = self._loss(logits=logits, labels=labels, vocab_size=self._config.vocab_size)
         if routers:
-            experts = next(
-                getattr(self._config, name)
-                for name in ("num_experts", "num_local_experts", "n_routed_experts")
-                if hasattr(self._config, name)
-            )
+            names = ("num_experts", "num_local_experts", "n_routed_experts")
+            experts = next(getattr(self._config, name) for name in names if hasattr(self._config, name))
             balance = self._module.load_balancing_loss_func(
                 tuple(routers[0]), experts, self._config.num_experts_per_tok, None
             )
@@ -204,11 +194,7 @@ def _read(kind: Any, what: str, name: str | Path, **options: Any) -> Any:
 
 
 def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model of the hub or of a folder.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the tokenizer of a model of the hub or of a folder; a ``ConfigError`` if there is none."""
     return _read(AutoTokenizer, "tokenizer", name)
 
 
@@ -237,11 +223,7 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def skeleton(config: PretrainedConfig) -> PreTrainedModel:
-    """Return the whole model without storage.
-
-    Raises:
-        ConfigError: The model does not have what its pipeline plan names.
-    """
+    """Return the whole model without storage; a ``ConfigError`` if it does not have what its pipeline plan names."""
     with torch.device("meta"):
         model = model_class(config)._from_config(config)
     _check_plan(model)
@@ -258,11 +240,7 @@ def _check_plan(model: PreTrainedModel) -> None:
 
 
 def stages_of(cut: Sequence[int], layers: int) -> list[range]:
-    """Return the layers of each stage.
-
-    Raises:
-        ConfigError: The numbers do not add up to the model's layers, or a stage has none.
-    """
+    """Return the layers of each stage; a ``ConfigError`` if they are not all layers, or a stage has none."""
     if sum(cut) != layers or min(cut, default=0) < 1:
         raise ConfigError(
             f"cut: the model has {layers} layers; {list(cut)} are {sum(cut)}. Give each stage one or more of them, "
@@ -273,11 +251,7 @@ def stages_of(cut: Sequence[int], layers: int) -> list[range]:
 
 
 def cut_of(config: PretrainedConfig, stages: int, cut: Sequence[int] | None) -> tuple[int, ...]:
-    """Return a cut that fits the model and the number of stages; by default stages of equally many layers.
-
-    Raises:
-        ConfigError: There are more stages than layers, or the cut does not fit.
-    """
+    """Return a cut that fits the model and the number of stages, else a ``ConfigError``; by default a uniform one."""
     layers = len(skeleton(config).base_model.layers)
     if cut is None:
         return uniform_cut(layers, stages)
@@ -474,7 +448,7 @@ def save_pretrained(trained: Any, folder: Path | str) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     stages = _stages_in(trained)
     of_ranks = _on_all_ranks(lambda: [stage.layers.start for stage in stages])
-    others = {start for starts in of_ranks[:rank] for start in starts}
+    others = set(chain(*of_ranks[:rank]))
     own = [stage for stage in stages if stage.layers.start not in others]
     written = _on_all_ranks(lambda: [(stage.layers.start, _write_stage(stage, folder)) for stage in own])
     _on_all_ranks(lambda: _finish_folder(sorted(chain(*written)), folder) if rank == 0 else None)

@@ -54,15 +54,6 @@ def test_the_model_computes_what_transformers_computes_with_the_same_weights(tra
         torch.testing.assert_close(run(functions, tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_the_blocks_go_without_biases_of_their_matrices_unless_asked_for(train):
-    counts = [
-        example.count_parameters(train.bert_layers(config("model=base", f"model.linear_biases={choice}").model))
-        for choice in ("true", "false")
-    ]
-    assert counts[0] == 109_514_298  # transformers' BertForMaskedLM
-    assert counts[0] - counts[1] == 12 * 9 * 768
-
-
 def test_of_15_percent_of_the_tokens_80_are_masked_10_random_10_kept(train):
     sequences = torch.randint(256, (400, 512), generator=torch.Generator().manual_seed(1))
     vocabulary = train.read_vocabulary(None, 257)
@@ -87,13 +78,6 @@ def test_special_tokens_stand_at_the_ends_and_are_never_masked(train, tmp_path):
     assert (inputs[:, 0] == 257).all()
     assert (inputs[:, -1] == 258).all()
     assert (labels[:, [0, -1]] == train.NO_LABEL).all()
-
-
-def test_masks_follow_the_seed(train):
-    sequences, vocabulary = torch.arange(200).view(20, 10), train.read_vocabulary(None, 257)
-    first, again, other = (train.masked_dataset(sequences, vocabulary, seed).tensors[0] for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 def test_the_loss_counts_masked_tokens_only_and_is_zero_without_any(train):

@@ -193,11 +193,8 @@ def _commands_of(pipe_schedule: Any) -> list[Any]:
     return [command for step in copy.copy(pipe_schedule).steps() for command in step]
 
 
-Surround = Callable[[Any], AbstractContextManager[None]]
-
-
 @contextmanager
-def _watched(pipe_schedule: Any, surround: Surround) -> Iterator[None]:
+def _watched(pipe_schedule: Any, surround: Callable[[Any], AbstractContextManager[None]]) -> Iterator[None]:
     """Surround every command that is taken from a schedule, from when it is taken until the next one is asked for.
 
     An engine takes a command, runs it, and asks for the next: nothing of how it runs commands is replaced.
@@ -213,7 +210,7 @@ def _watched(pipe_schedule: Any, surround: Surround) -> Iterator[None]:
 class _Step(list[Any]):
     """The commands of one step."""
 
-    def __init__(self, commands: Any, surround: Surround) -> None:
+    def __init__(self, commands: Any, surround: Callable[[Any], AbstractContextManager[None]]) -> None:
         super().__init__(commands)
         self._surround = surround
 
