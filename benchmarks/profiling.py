@@ -23,8 +23,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
 
+from pipelines import one_f_one_b  # type: ignore[import-not-found]  # noqa: E402
 from profiles import truth  # type: ignore[import-not-found]  # noqa: E402
-from sampling import Judge  # type: ignore[import-not-found]  # noqa: E402
+from sampling import Judge, work_of  # type: ignore[import-not-found]  # noqa: E402
 from virtual.job import VirtualJob  # type: ignore[import-not-found]  # noqa: E402
 
 from perseus_ds.artifacts.profile import StageProfile  # noqa: E402
@@ -86,7 +87,7 @@ def measure(name: str, job: dict[str, Any], seed: int, conditions: Sequence[str]
         raw, profile = (StageProfile.load(Path(folder) / file) for file in ("measured.csv", "profile.csv"))
     # Forwards and backwards alone: transfers and tails of the truth have no rows.
     passes = StageProfile([row for row in profile.measurements if row.kind is not Kind.TAIL])
-    true = truth(name, DEVICES[name].clocks_mhz, work_of(job))
+    true = truth(name, DEVICES[name].clocks_mhz, work_of(job["stages_s"]))
     pairs = [(row, true.at(row.stage, row.kind, row.clock_mhz)) for row in passes.measurements]
     judgement = judge.of(passes)
     return Figures(
@@ -100,15 +101,6 @@ def measure(name: str, job: dict[str, Any], seed: int, conditions: Sequence[str]
     )
 
 
-def work_of(job: dict[str, Any]) -> dict[tuple[int, Kind], float]:
-    """Return the time of each stage and kind at the top clock [s]; a backward takes twice as long as a forward."""
-    return {
-        (stage, kind): factor * forward_s
-        for stage, forward_s in enumerate(job["stages_s"])
-        for kind, factor in ((Kind.FORWARD, 1.0), (Kind.BACKWARD, 2.0))
-    }
-
-
 def mean_and_worst(errors: Sequence[float]) -> tuple[float, float]:
     """Return the mean and the largest size of errors."""
     return statistics.fmean(map(abs, errors)), max(map(abs, errors))
@@ -116,11 +108,9 @@ def mean_and_worst(errors: Sequence[float]) -> tuple[float, float]:
 
 def judge_of(name: str, job: dict[str, Any]) -> Judge:
     """Return what judges profiles of a job, by the order of its instructions and true rows."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        idle = VirtualJob(Path(folder), device=name, mode="observe", **job)
-        schedule = idle.schedule
-        idle.close()
-    return Judge(truth(name, DEVICES[name].clocks_mhz, work_of(job)), schedule, DEVICES[name].blocking_power_w)
+    model = DEVICES[name]
+    schedule = one_f_one_b(len(job["stages_s"]), job["micro_batches"])
+    return Judge(truth(name, model.clocks_mhz, work_of(job["stages_s"])), schedule, model.blocking_power_w)
 
 
 def main() -> None:

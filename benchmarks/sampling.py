@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +20,24 @@ from pathlib import Path
 import numpy as np
 from scipy.interpolate import PchipInterpolator
 
-from perseus_ds.artifacts.profile import Measurement, StageProfile
-from perseus_ds.gpu.device_models import DEVICES
-from perseus_ds.optimizer import optimize
-from perseus_ds.optimizer.problem import problem_for
-from perseus_ds.pipeline.commands import read_schedule, schedule_class
-from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Schedule
-from perseus_ds.profiler.clock_search import AdaptiveSampler
-from perseus_ds.profiler.estimates import denoise
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
+
+from profiles import truth  # type: ignore[import-not-found]  # noqa: E402
+
+from perseus_ds.artifacts.profile import Measurement, StageProfile  # noqa: E402
+from perseus_ds.gpu.device_models import DEVICES  # noqa: E402
+from perseus_ds.optimizer import optimize  # noqa: E402
+from perseus_ds.optimizer.problem import problem_for  # noqa: E402
+from perseus_ds.pipeline.commands import read_schedule, schedule_class  # noqa: E402
+from perseus_ds.pipeline.instruction import Kind  # noqa: E402
+from perseus_ds.pipeline.schedule import Schedule  # noqa: E402
+from perseus_ds.profiler.clock_search import AdaptiveSampler  # noqa: E402
+from perseus_ds.profiler.estimates import denoise  # noqa: E402
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data" / "sosp24" / "stage_profile"
 BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}
-BUDGET = {"a100-sxm": 8, "a40": 8}
+BUDGET = 8
+STAGES_S = (0.100, 0.085, 0.110, 0.120)
 SLOWDOWNS = (0.0, 0.02, 0.05, 0.10, 0.15)
 PLANS = 60
 
@@ -56,11 +62,11 @@ class Judgement:
 class Judge:
     """Evaluates profiles by their plans, with the true rows."""
 
-    def __init__(self, truth: StageProfile, schedule: Schedule, blocking_power_w: float) -> None:
+    def __init__(self, true: StageProfile, schedule: Schedule, blocking_power_w: float) -> None:
         self._schedule = schedule
         self._power_w = blocking_power_w
-        self._problem = problem_for(schedule, truth, blocking_power_w)
-        self._best = optimize(schedule, truth, blocking_power_w=blocking_power_w, plans=PLANS)
+        self._problem = problem_for(schedule, true, blocking_power_w)
+        self._best = optimize(schedule, true, blocking_power_w=blocking_power_w, plans=PLANS)
 
     def of(self, profile: StageProfile) -> Judgement:
         """Optimise a profile and look at its plans."""
@@ -122,13 +128,13 @@ def measured_profiles(micro_batches: int) -> None:
         f"GPT-3 175B, 8 stages, {micro_batches} micro-batches; energy above plans from all rows, at 0, 2, 5, 10, 15 %"
     )
     for name, blocking_power_w in BLOCKING_POWER_W.items():
-        truth = StageProfile.load(DATA / f"gpt3-175b_{name}.csv")
-        clocks = clocks_of(truth)
-        judge = Judge(truth, schedule, blocking_power_w)
-        asked = sample(truth, blocking_power_w, BUDGET[name])
-        adaptive = judge.of(denoise(only(truth, asked), clocks))
+        profile = StageProfile.load(DATA / f"gpt3-175b_{name}.csv")
+        clocks = clocks_of(profile)
+        judge = Judge(profile, schedule, blocking_power_w)
+        asked = sample(profile, blocking_power_w, BUDGET)
+        adaptive = judge.of(denoise(only(profile, asked), clocks))
         evenly = [clocks[round(i)] for i in np.linspace(0, len(clocks) - 1, len(asked))]
-        even = judge.of(interpolated(only(truth, evenly), clocks))
+        even = judge.of(interpolated(only(profile, evenly), clocks))
         print(f"  {name}: {len(asked)} of {len(clocks)} clocks: {sorted(asked)}")
         show("adaptive", adaptive)
         show("evenly spaced, interpolated", even)
@@ -140,15 +146,15 @@ def simulated_truth(seeds: int, micro_batches: int) -> None:
     schedule = read_schedule(schedule_class("1f1b"), ranks=4, micro_batches=micro_batches)
     print(f"Simulated truth, 4 unequal stages, {micro_batches} micro-batches, noise 1 % on time and 2 % on energy")
     for name, model in DEVICES.items():
-        truth = simulated_profile(name)
-        judge = Judge(truth, schedule, model.blocking_power_w)
+        true = truth(name, model.clocks_mhz[len(model.clocks_mhz) // 2 :], work_of(STAGES_S))
+        judge = Judge(true, schedule, model.blocking_power_w)
         found: dict[str, list[Judgement]] = {"raw rows": [], "denoised": [], "adaptive, denoised": []}
         for seed in range(seeds):
-            noisy = with_noise(truth, seed)
-            asked = sample(noisy, model.blocking_power_w, len(clocks_of(truth)) // 3)
+            noisy = with_noise(true, seed)
+            asked = sample(noisy, model.blocking_power_w, len(clocks_of(true)) // 3)
             found["raw rows"].append(judge.of(noisy))
-            found["denoised"].append(judge.of(denoise(noisy, clocks_of(truth))))
-            found["adaptive, denoised"].append(judge.of(denoise(only(noisy, asked), clocks_of(truth))))
+            found["denoised"].append(judge.of(denoise(noisy, clocks_of(true))))
+            found["adaptive, denoised"].append(judge.of(denoise(only(noisy, asked), clocks_of(true))))
         print(f"  {name}, {seeds} draws (mean excess, mean of the worst lateness)")
         for what, results in found.items():
             show(what, Judgement(statistics.mean(r.excess for r in results), statistics.mean(r.late for r in results)))
@@ -156,19 +162,16 @@ def simulated_truth(seeds: int, micro_batches: int) -> None:
         print(f"    ratio of excess energy, denoised to raw: {excess['denoised'] / excess['raw rows']:.2f}")
 
 
-def simulated_profile(name: str) -> StageProfile:
-    """Return what a simulated device truly takes and uses, for four unequal stages."""
-    model = DEVICES[name]
-    rows = []
-    for stage, forward_s in enumerate((0.100, 0.085, 0.110, 0.120)):
-        for kind, factor in ((Kind.FORWARD, 1.0), (Kind.BACKWARD, 2.0)):
-            for clock in model.clocks_mhz[len(model.clocks_mhz) // 2 :]:
-                time_s = factor * forward_s * model.slowdown(clock)
-                rows.append(Measurement(stage, kind, clock, time_s, time_s * model.power_w(clock)))
-    return StageProfile(rows)
+def work_of(stages_s: Sequence[float]) -> dict[tuple[int, Kind], float]:
+    """Return the time of each stage and kind at the top clock [s]; a backward takes twice as long as a forward."""
+    return {
+        (stage, kind): factor * forward_s
+        for stage, forward_s in enumerate(stages_s)
+        for kind, factor in ((Kind.FORWARD, 1.0), (Kind.BACKWARD, 2.0))
+    }
 
 
-def with_noise(truth: StageProfile, seed: int) -> StageProfile:
+def with_noise(true: StageProfile, seed: int) -> StageProfile:
     """Return the rows with 1 % noise on time and 2 % on energy."""
     rng = np.random.default_rng(seed)
     return StageProfile(
@@ -179,7 +182,7 @@ def with_noise(truth: StageProfile, seed: int) -> StageProfile:
             m.time_s * float(1 + 0.01 * rng.standard_normal()),
             m.energy_j * float(1 + 0.02 * rng.standard_normal()),
         )
-        for m in truth.measurements
+        for m in true.measurements
     )
 
 
