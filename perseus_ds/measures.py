@@ -26,6 +26,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
 from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, ProfileWritten, Record, Started, trains
 
@@ -126,16 +127,10 @@ def _power_error(known: Sequence[tuple[float, float]], power_w: float, counter_p
     return max(by_refresh, math.sqrt(max(0.0, spread**2 - _PARTS * by_refresh**2)))
 
 
-@dataclass(frozen=True)
-class PowerFigures:
-    """Power of all GPUs over a second; see the top of this module.
+class PowerFigures(NamedTuple):
+    """Power of all GPUs over a second; see the top of this module. The change is from one second to the next.
 
-    Attributes:
-        mean_w: Of all seconds [W].
-        highest_w: Of the second with the highest power [W].
-        lowest_w: Of the one with the lowest [W].
-        change_w: The largest difference between one second and the next [W].
-        window_s: What such a second really took, on average [s].
+    ``window_s`` is what such a second really took, on average.
     """
 
     mean_w: float
@@ -177,18 +172,12 @@ class PowerBySecond:
         """The figures of the seconds that are kept; None where there are fewer than two."""
         if len(self._seconds) < 2:
             return None
-        powers_w = [energy_j / time_s for time_s, energy_j, _ in self._seconds]
-        follows = [follows for _, _, follows in self._seconds][1:]
-        changes_w = [abs(b - a) for (a, b), joined in zip(itertools.pairwise(powers_w), follows, strict=True) if joined]
-        time_s = sum(time_s for time_s, _, _ in self._seconds)
-        energy_j = sum(energy_j for _, energy_j, _ in self._seconds)
-        return PowerFigures(
-            mean_w=energy_j / time_s,
-            highest_w=max(powers_w),
-            lowest_w=min(powers_w),
-            change_w=max(changes_w, default=0.0),
-            window_s=time_s / len(self._seconds),
-        )
+        times_s, energies_j, follow = zip(*self._seconds, strict=True)
+        powers_w = [energy_j / time_s for time_s, energy_j in zip(times_s, energies_j, strict=True)]
+        pairs = zip(itertools.pairwise(powers_w), follow[1:], strict=True)
+        change_w = max((abs(b - a) for (a, b), follows in pairs if follows), default=0.0)
+        mean_w, window_s = sum(energies_j) / sum(times_s), sum(times_s) / len(times_s)
+        return PowerFigures(mean_w, max(powers_w), min(powers_w), change_w, window_s)
 
 
 @dataclass(frozen=True)

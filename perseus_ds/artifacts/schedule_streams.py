@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -90,6 +91,11 @@ class ScheduleStreams(FileModel):
         return schedule
 
 
+_CLASSES: dict[str, Callable[..., Operation]] = {
+    "load": Load, "other": Other, "exchange": Exchange, "launch": Launch, "wait": Wait,
+}  # fmt: skip
+
+
 def _written(operation: Operation) -> _Operation:
     match operation:
         case Compute(instruction=i):
@@ -110,18 +116,8 @@ def _transfers(transfers: tuple[Transfer, ...]) -> _Transfers:
     return tuple((t.payload, t.source, t.target, t.micro_batch) for t in transfers)
 
 
-def _read(operation: _Operation) -> Operation:
-    match operation:
-        case ("compute", stage, kind, micro_batch):
-            return Compute(Instruction(stage, kind, micro_batch))
-        case ("load", stage, micro_batch):
-            return Load(stage, micro_batch)
-        case ("other", command, stage, number):
-            return Other(command, stage, number)
-        case ("exchange", sends, receives):
-            return Exchange(tuple(Transfer(*t) for t in sends), tuple(Transfer(*t) for t in receives))
-        case ("launch", sends, receives):
-            return Launch(tuple(Transfer(*t) for t in sends), tuple(Transfer(*t) for t in receives))
-        case ("wait", transfers):
-            return Wait(tuple(Transfer(*t) for t in transfers))
-    raise AssertionError(f"unknown operation {operation!r}")
+def _read(written: _Operation) -> Operation:
+    name, *fields = written
+    if written[0] == "compute":
+        return Compute(Instruction(*written[1:]))
+    return _CLASSES[name](*(tuple(Transfer(*t) for t in f) if isinstance(f, tuple) else f for f in fields))

@@ -19,8 +19,24 @@ from perseus_ds.artifacts.validation import (
     Text,
 )
 from perseus_ds.errors import ConfigError
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Load, Other, Transfer
 
 RelativeTime = Annotated[float, Field(ge=-MOST_SECONDS, le=MOST_SECONDS)]
+Work = Instruction | Load | Other | Transfer
+
+
+def described(work: Work) -> tuple[str, int, int | None, int]:
+    """Return kind, stage (the sending one of a transfer), receiving stage (None if it is none) and micro-batch."""
+    match work:
+        case Transfer():
+            return work.payload, work.source, work.target, work.micro_batch
+        case Load():
+            return "load", work.stage, None, work.micro_batch
+        case Other():
+            return "other", work.stage, None, work.number
+        case Instruction():
+            return work.kind.value, work.stage, None, work.micro_batch
 
 
 class MeasuredOperation(FileModel):
@@ -28,11 +44,8 @@ class MeasuredOperation(FileModel):
 
     Attributes:
         kind: An instruction's kind, ``load``, what is transferred, or ``other`` for a command that is not known.
-        stage: Stage of an instruction or load; the sending stage of a transfer.
         start_s: Time since the start of the pipeline's first rank [s].
         end_s: Likewise. A transfer includes waiting for the other rank.
-        command: Class name of a command that is not known.
-        target: The receiving stage of a transfer.
         clock_mhz: The plan's clock; None at default clocks and for operations without a clock.
     """
 
@@ -56,6 +69,29 @@ class MeasuredOperation(FileModel):
     target: Stage | None = None
     command: Text | None = None
     clock_mhz: Clock | None = None
+
+    @classmethod
+    def of(cls, work: Work, start_s: float, end_s: float, clock_mhz: int | None = None) -> MeasuredOperation:
+        """Return what a rank did, and when."""
+        kind, stage, target, micro_batch = described(work)
+        fields = {"kind": kind, "stage": stage, "target": target, "micro_batch": micro_batch}
+        command = work.command if isinstance(work, Other) else None
+        return cls.model_validate(
+            {**fields, "command": command, "start_s": start_s, "end_s": end_s, "clock_mhz": clock_mhz}
+        )
+
+    @property
+    def work(self) -> Work:
+        """What the rank did."""
+        match self.kind:
+            case "activation" | "grad" as payload:
+                return Transfer(payload, self.stage, self.target or 0, self.micro_batch)
+            case "load":
+                return Load(self.stage, self.micro_batch)
+            case "other":
+                return Other(self.command or "command", self.stage, self.micro_batch)
+            case kind:
+                return Instruction(self.stage, Kind(kind), self.micro_batch)
 
 
 class MeasuredIteration(FileModel):

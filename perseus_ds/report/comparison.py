@@ -92,7 +92,7 @@ def compare(runs: Sequence[Sources], baseline: str | None = None) -> Comparison:
     _name(histories)
     rows, notes = [], []
     for history, samples in found:
-        points = measured_points([history], others=histories)
+        points = measured_points([history])
         rows += [Row(history, point, samples) for point in points]
         if not points and history.last_start.mode != "profile":
             notes.append(f"{history.name}: no iterations at default clocks or under a plan whose energy is known.")

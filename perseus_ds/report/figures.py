@@ -381,13 +381,12 @@ def _line(x: float, dash: str) -> Figure:
 
 
 def _layout(x_title: str, y_title: str) -> Figure:
-    return {**_common(), "showlegend": True, "xaxis": _axis(x_title), "yaxis": _axis(y_title)}
+    return {"showlegend": True, "xaxis": _axis(x_title), "yaxis": _axis(y_title)}
 
 
 def _two_rows(x_title: str, x_range: list[float] | None, *, unit: str | None = None) -> Figure:
     both = {"range": x_range} if x_range else {}
     return {
-        **_common(),
         "xaxis": _axis("") | both | {"anchor": "y", "showticklabels": False},
         "xaxis2": _axis(x_title) | both | {"anchor": "y2", "matches": "x"},
         "yaxis": _axis(f"energy [{unit or 'J'}]") | {"domain": [0.54, 1], "rangemode": "tozero", "anchor": "x"},
@@ -396,24 +395,4 @@ def _two_rows(x_title: str, x_range: list[float] | None, *, unit: str | None = N
 
 
 def _axis(title: str) -> Figure:
-    return {
-        "title": {"text": title, "standoff": 8},
-        "gridcolor": variable("grid"),
-        "zeroline": False,
-        "automargin": True,
-    }
-
-
-def _common() -> Figure:
-    surface, ink = variable("surface"), variable("ink")
-    return {
-        "font": {"family": "system-ui, sans-serif", "size": 13, "color": ink},
-        "paper_bgcolor": surface,
-        "plot_bgcolor": surface,
-        "margin": {"l": 64, "r": 16, "t": 24, "b": 48},
-        "legend": {"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0, "xanchor": "left"},
-        "hoverlabel": {"bgcolor": surface, "bordercolor": variable("line"), "font": {"color": ink}},
-        "hovermode": "closest",
-        "dragmode": False,
-        "autosize": True,
-    }
+    return {"title": {"text": title}}

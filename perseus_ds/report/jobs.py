@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+
+import numpy as np
 
 from perseus_ds.artifacts.run_records import ProfileWritten
 from perseus_ds.measures import Baseline, JobMeasures, Measured, Saving, Typical
@@ -61,21 +62,21 @@ class MeasuredPoint:
     iterations: int
 
 
-def measured_points(
-    histories: Sequence[History], *, pipelines: int = 1, others: Sequence[History] = ()
-) -> list[MeasuredPoint]:
+def measured_points(histories: Sequence[History], *, pipelines: int = 1) -> list[MeasuredPoint]:
     """Return for each run a point at default clocks and one for each plan, as far as there are such iterations.
 
     Args:
         histories: The runs; where there are several, labels say which one a point is from.
         pipelines: GPUs per pipeline rank: the energies of the job are so many times those of one pipeline.
-        others: Other runs, whose iterations at default clocks may be more.
     """
     points = []
     for history in histories:
         run = f", run '{history.name}'" if len(histories) > 1 else ""
-        default = default_clocks_of(history, [*histories, *others])
-        found: list[tuple[int | None, Typical]] = [] if default is None else [(None, default.typical)]
+        default = history.measures.baseline()
+        found: list[tuple[int | None, Typical]] = []
+        # A run that only profiles has nothing at default clocks but its warm-up.
+        if default is not None and default.is_measured and history.last_start.mode != "profile":
+            found.append((None, default.typical))
         plans = sorted(history.measures.typical_of_plans().items(), key=lambda item: -item[1].iterations)
         for plan, typical in [*found, *sorted(plans[:_MOST_PLANS_DRAWN])]:
             if typical.energy_j is not None:
@@ -83,19 +84,6 @@ def measured_points(
                 energy_j = typical.energy_j / pipelines
                 points.append(MeasuredPoint(label, plan, typical.time_s, energy_j, typical.iterations))
     return points
-
-
-def default_clocks_of(history: History, histories: Sequence[History]) -> Baseline | None:
-    """Return the iterations of a run at default clocks that are worth showing beside those of other runs.
-
-    Those of a run that only profiles are its warm-up; a few are none where another run of the job has more.
-    """
-    found = history.measures.verdict or history.measures.longest_at_default_clocks()
-    if found is None or history.last_start.mode == "profile":
-        return None
-    best = history.measures.baseline(others=_runs_of_the_same_job(history, histories))
-    is_best = best is None or (best.run is None and best.is_measured)
-    return found if found.is_enough or is_best else None
 
 
 def _runs_of_the_same_job(history: History, histories: Sequence[History]) -> dict[str, JobMeasures]:
@@ -127,8 +115,7 @@ def trend_of(history: History, baseline: Baseline) -> Trend | None:
     default_s, default_j = baseline.typical.time_s, baseline.typical.energy_j
     if count < _LEAST_PARTS or not default_j:
         return None
-    edges = [round(part * len(steps) / count) for part in range(count + 1)]
-    parts = [steps[first:last] for first, last in pairwise(edges)]
+    parts = [[steps[place] for place in part] for part in np.array_split(np.arange(len(steps)), count)]
     timed = all(step.ended is not None for step in steps) and history.started > 0
     typical = [Typical.of([one.time_s for one in part], [one.energy_j for one in part]) for part in parts]
     known = [(one.time_s, one.energy_j) for one in typical if one is not None and one.energy_j is not None]

@@ -9,10 +9,9 @@ import json
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -78,16 +77,11 @@ def report_page(found: Sources, jobs: Sequence[ReportedJob], tiles: Sequence[Til
 
 
 def _facts(found: Sources) -> list[str]:
-    if found.frontier is not None:
-        origin = found.frontier.provenance
-        schedule = origin.schedule.rpartition(":")[2]
-        return [
-            origin.gpu or "GPU unknown",
-            f"{origin.stages} stages",
-            f"{origin.micro_batches} micro-batches",
-            schedule,
-        ]
-    return [found.histories[-1].last_start.gpu or "GPU unknown"] if found.histories else []
+    if found.frontier is None:
+        return [found.histories[-1].last_start.gpu or "GPU unknown"] if found.histories else []
+    origin = found.frontier.provenance
+    sizes = [f"{origin.stages} stages", f"{origin.micro_batches} micro-batches"]
+    return [origin.gpu or "GPU unknown", *sizes, origin.schedule.rpartition(":")[2]]
 
 
 def _data(found: Sources, job: ReportedJob | None, in_use: int) -> dict[str, Any]:
@@ -121,13 +115,8 @@ def _measured_data(history: History, iteration: MeasuredIteration, found: Source
     return {"label": label(history, iteration), "plan": iteration.plan, **drawn}
 
 
-@dataclass(frozen=True)
-class Tile:
-    """One figure.
-
-    Attributes:
-        note: What it is compared with or made of.
-    """
+class Tile(NamedTuple):
+    """One figure, with what it is compared with or made of."""
 
     title: str
     value: str
@@ -136,9 +125,7 @@ class Tile:
 
 def tiles(found: Sources, job: ReportedJob | None, factors: Factors) -> list[Tile]:
     """Return the figures that answer what a run saved."""
-    shown: list[Tile] = []
-    if job is not None:
-        shown += _saved(job, found, factors)
+    shown = [] if job is None else [*_saved(job, found, factors)]
     if found.frontier is not None:
         shown.append(_plan(found.frontier, found.plan_used, job))
     if job is not None:
@@ -159,16 +146,12 @@ def by_the_hour(events: Sequence[Event]) -> Iterator[Tile]:
 
 def as_text(shown: Sequence[Tile], *, simulated: bool) -> str:
     """Return tiles as lines of a terminal."""
-    width = max((len(tile.title) for tile in shown), default=0)
+    width = max((len(title) for title, _, _ in shown), default=0)
+    wrapper = textwrap.TextWrapper(110, subsequent_indent=" " * (width + 4))
     lines = []
-    for tile in shown:
-        indent = " " * (width + 4)
-        note = f"({tile.note})" if tile.note else ""
-        lines.append(
-            textwrap.fill(
-                f"{tile.value}  {note}", 110, initial_indent=f"  {tile.title:{width}}  ", subsequent_indent=indent
-            )
-        )
+    for title, value, note in shown:
+        wrapper.initial_indent = f"  {title:{width}}  "
+        lines.append(wrapper.fill(f"{value}  ({note})"))
     if simulated:
         lines.append("  All of it is SIMULATED: no energy was really used or saved.")
     return "\n".join(lines)
@@ -251,16 +234,10 @@ def _run(total: Tally, found: Sources, factors: Factors) -> Iterator[Tile]:
         yield Tile("Energy of a sample", joules(per_sample_j), note + per_token)
 
 
-@dataclass(frozen=True)
-class OtherPlan:
-    """A plan, compared with the one in use; by the profile.
+class OtherPlan(NamedTuple):
+    """A plan by its number, compared by the profile: time and energy with those of the plan in use, as fractions.
 
-    Attributes:
-        plan: Its place on the frontier.
-        time: Iteration time against the plan in use, as a fraction: 0.01 is 1 % longer.
-        energy: Energy against the plan in use, likewise.
-        saved: Energy saved against everything at the highest clock, as a fraction.
-        power: Of one pipeline over a second; None where it is not known.
+    ``saved`` is against everything at the highest clock; ``power`` of one pipeline over a second, None if not known.
     """
 
     plan: int
@@ -285,13 +262,8 @@ def one_percent_slower(frontier: Frontier, in_use: int) -> OtherPlan | None:
 
 def _compared(frontier: Frontier, plan: int, in_use: int) -> OtherPlan:
     ours, theirs = frontier.plans[plan], frontier.plans[in_use]
-    return OtherPlan(
-        plan=plan,
-        time=ours.time_s / theirs.time_s - 1,
-        energy=ours.energy_j / theirs.energy_j - 1,
-        saved=1 - ours.energy_j / frontier.baseline.energy_j,
-        power=ours.power,
-    )
+    time, energy = ours.time_s / theirs.time_s - 1, ours.energy_j / theirs.energy_j - 1
+    return OtherPlan(plan, time, energy, 1 - ours.energy_j / frontier.baseline.energy_j, ours.power)
 
 
 def _artefacts(found: Sources) -> Iterator[tuple[Path, str, str, str]]:

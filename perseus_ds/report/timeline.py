@@ -20,7 +20,7 @@ import numpy as np
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation
+from perseus_ds.artifacts.timeline import MeasuredIteration, Work, described
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.dag import Dag, Seconds
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -28,7 +28,6 @@ from perseus_ds.pipeline.schedule import Load, Other, Transfer
 
 _US = 1e6
 Event = dict[str, Any]
-Work = Instruction | Load | Other | Transfer
 # As in papers on schedules that split the backward.
 _LETTERS = {Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
 # Sums of the same times in another order differ by less [s].
@@ -147,14 +146,14 @@ def measured_timeline(iteration: MeasuredIteration, *, energy_j: float) -> Timel
     begun_s: dict[Transfer, float] = defaultdict(float)
     for operations in iteration.ranks:
         for operation in operations:
-            work = _work(operation)
+            work = operation.work
             if isinstance(work, Transfer):
                 begun_s[work] = max(begun_s[work], operation.start_s)
     first_s = min((o.start_s for operations in iteration.ranks for o in operations), default=0.0)
     bars, waits = [], []
     for rank, operations in enumerate(iteration.ranks):
         for operation in operations:
-            work, start_s, end_s = _work(operation), operation.start_s, operation.end_s
+            work, start_s, end_s = operation.work, operation.start_s, operation.end_s
             if isinstance(work, Transfer):
                 both_s = min(max(start_s, begun_s[work]), end_s)
                 if both_s > start_s:
@@ -164,19 +163,6 @@ def measured_timeline(iteration: MeasuredIteration, *, energy_j: float) -> Timel
                 bars.append(Bar(rank, work, start_s - first_s, end_s - first_s, operation.clock_mhz, critical=False))
     time_s = max((bar.end_s for bar in bars), default=0.0)
     return Timeline(tuple(bars), tuple(waits), len(iteration.ranks), time_s, energy_j)
-
-
-def _work(operation: MeasuredOperation) -> Work:
-    match operation.kind:
-        case "activation" | "grad" as payload:
-            assert operation.target is not None
-            return Transfer(payload, operation.stage, operation.target, operation.micro_batch)
-        case "load":
-            return Load(operation.stage, operation.micro_batch)
-        case "other":
-            return Other(operation.command or "command", operation.stage, operation.micro_batch)
-        case kind:
-            return Instruction(operation.stage, Kind(kind), operation.micro_batch)
 
 
 KINDS = (*(kind.value for kind in Kind), "load", "other", "activation", "grad")
@@ -219,13 +205,7 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
         "time_s": timeline.time_s,
         "energy_j": None if np.isnan(timeline.energy_j) else timeline.energy_j,
         "bars": [
-            [
-                bar.rank,
-                round(bar.start_s, 6),
-                round(bar.end_s, 6),
-                *_described(bar.work),
-                bar.clock_mhz,
-            ]
+            [bar.rank, round(bar.start_s, 6), round(bar.end_s, 6), *_described(bar.work), bar.clock_mhz]
             for bar in timeline.bars
         ],
     }
@@ -233,15 +213,8 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
 
 def _described(work: Work) -> tuple[int, int, int, int]:
     """Return kind, stage, receiving stage (-1 if it is no transfer) and micro-batch."""
-    match work:
-        case Transfer(payload=payload, source=source, target=target, micro_batch=micro_batch):
-            return KINDS.index(payload), source, target, micro_batch
-        case Load(stage=stage, micro_batch=micro_batch):
-            return KINDS.index("load"), stage, -1, micro_batch
-        case Other(stage=stage, number=number):
-            return KINDS.index("other"), stage, -1, number
-        case Instruction(stage=stage, kind=kind, micro_batch=micro_batch):
-            return KINDS.index(kind.value), stage, -1, micro_batch
+    kind, stage, target, micro_batch = described(work)
+    return KINDS.index(kind), stage, -1 if target is None else target, micro_batch
 
 
 def _rows(profile: StageProfile) -> dict[str, dict[int, Sequence[float]]]:
@@ -258,30 +231,32 @@ def chrome_trace(
 ) -> dict[str, Any]:
     """Return the content of a trace file."""
     events: list[Event] = []
-    for process, (name, timeline) in enumerate(timelines.items(), start=1):
-        events += _process(process, name, timeline, profile)
+    for process, (name, shown) in enumerate(timelines.items(), start=1):
+        events += _named("process", name, process, {"pid": process})
+        for rank in range(shown.ranks):
+            bars = [bar for bar in shown.bars if bar.rank == rank]
+            own: list[Bar | Waiting] = [bar for bar in bars if not isinstance(bar.work, Transfer)]
+            own += [wait for wait in shown.waits if wait.rank == rank]
+            for lane, slices in enumerate([own, *_lanes([bar for bar in bars if isinstance(bar.work, Transfer)])]):
+                # Perfetto confuses threads of different processes that have the same number.
+                thread = {"pid": process, "tid": 10_000 * process + 10 * rank + lane}
+                label = f"rank {rank}" + (f" transfers{' (more)' if lane > 1 else ''}" if lane else "")
+                events += _named("thread", label, thread["tid"], thread)
+                events += [thread | _slice(item, profile) for item in sorted(slices, key=lambda item: item.start_s)]
+            timed = sorted((bar for bar in bars if bar.clock_mhz is not None), key=lambda bar: bar.start_s)
+            changes = (next(run) for _, run in groupby(timed, key=lambda bar: bar.clock_mhz))
+            counter = {"ph": "C", "pid": process, "name": f"clock of rank {rank}"}
+            events += [counter | {"ts": round(bar.start_s * _US, 3), "args": {"MHz": bar.clock_mhz}} for bar in changes]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
 
 
-def _process(process: int, name: str, timeline: Timeline, profile: StageProfile | None) -> list[Event]:
-    events = [_metadata("process_name", process, name=name)]
-    events.append(_metadata("process_sort_index", process, sort_index=process))
-    for rank in range(timeline.ranks):
-        bars = [bar for bar in timeline.bars if bar.rank == rank]
-        own: list[Bar | Waiting] = [bar for bar in bars if not isinstance(bar.work, Transfer)]
-        own += [wait for wait in timeline.waits if wait.rank == rank]
-        lanes = [own, *_lanes([bar for bar in bars if isinstance(bar.work, Transfer)])]
-        for lane, slices in enumerate(lanes):
-            # Perfetto confuses threads of different processes that have the same number.
-            thread = 10_000 * process + 10 * rank + lane
-            label = f"rank {rank}" + (f" transfers{' (more)' if lane > 1 else ''}" if lane else "")
-            events.append(_metadata("thread_name", process, name=label) | {"tid": thread})
-            events.append(_metadata("thread_sort_index", process, sort_index=thread) | {"tid": thread})
-            events += [
-                _slice((process, thread), item, profile) for item in sorted(slices, key=lambda item: item.start_s)
-            ]
-        events += _counter(process, rank, bars)
-    return events
+def _named(what: str, name: str, place: int, ids: Mapping[str, int]) -> list[Event]:
+    """Return a name, and a place among the others, of a process or thread."""
+    common = {"ph": "M", "ts": 0, **ids}
+    return [
+        common | {"name": f"{what}_name", "args": {"name": name}},
+        common | {"name": f"{what}_sort_index", "args": {"sort_index": place}},
+    ]
 
 
 def _lanes(bars: list[Bar]) -> list[list[Bar | Waiting]]:
@@ -297,16 +272,20 @@ def _lanes(bars: list[Bar]) -> list[list[Bar | Waiting]]:
     return lanes
 
 
-def _slice(place: tuple[int, int], item: Bar | Waiting, profile: StageProfile | None) -> Event:
-    process, thread = place
+def _slice(item: Bar | Waiting, profile: StageProfile | None) -> Event:
     # Rounded at both ends, so that adjacent slices stay adjacent.
     start_us, end_us = round(item.start_s * _US, 3), round(item.end_s * _US, 3)
-    event: Event = {"ph": "X", "pid": process, "tid": thread, "ts": start_us, "dur": round(end_us - start_us, 3)}
+    event: Event = {"ph": "X", "ts": start_us, "dur": round(end_us - start_us, 3)}
     if isinstance(item, Waiting):
         return event | {"name": "wait", "cat": "wait", "args": {"for": str(item.awaited or "the end of the iteration")}}
     arguments: dict[str, Any] = {"what": str(item.work), "critical": item.critical}
-    if item.clock_mhz is not None:
-        arguments |= {"clock_mhz": item.clock_mhz, **_by_profile(item, profile)}
+    if item.clock_mhz is not None and isinstance(item.work, Instruction):
+        arguments["clock_mhz"] = item.clock_mhz
+    if profile is not None and item.clock_mhz is not None and isinstance(item.work, Instruction):
+        with contextlib.suppress(ProfileError):  # a clock that is not in it
+            row = profile.at(item.work.stage, item.work.kind, item.clock_mhz)
+            arguments["profile_power_w"] = round(row.energy_j / row.time_s, 1)
+            arguments["profile_energy_j"] = round(row.energy_j, 4)
     kind = item.work.kind.value if isinstance(item.work, Instruction) else type(item.work).__name__.lower()
     return event | {"name": short_name(item.work), "cat": kind, "args": arguments}
 
@@ -324,27 +303,3 @@ def short_name(work: Work) -> str:
             return command
         case Transfer(payload=payload, micro_batch=micro_batch):
             return f"{payload} {micro_batch}"
-
-
-def _by_profile(bar: Bar, profile: StageProfile | None) -> dict[str, float]:
-    """Return power and energy as far as the profile knows this clock."""
-    if profile is not None and bar.clock_mhz is not None and isinstance(bar.work, Instruction):
-        with contextlib.suppress(ProfileError):
-            row = profile.at(bar.work.stage, bar.work.kind, bar.clock_mhz)
-            return {"profile_power_w": round(row.energy_j / row.time_s, 1), "profile_energy_j": round(row.energy_j, 4)}
-    return {}
-
-
-def _counter(process: int, rank: int, bars: list[Bar]) -> list[Event]:
-    """Return the clock that the plan asks for, whenever it changes."""
-    timed = sorted((bar for bar in bars if bar.clock_mhz is not None), key=lambda bar: bar.start_s)
-    changes = (next(run) for _, run in groupby(timed, key=lambda bar: bar.clock_mhz))
-    return [
-        {"ph": "C", "pid": process, "ts": round(bar.start_s * _US, 3), "name": f"clock of rank {rank}",
-         "args": {"MHz": bar.clock_mhz}}
-        for bar in changes
-    ]  # fmt: skip
-
-
-def _metadata(what: str, process: int, **arguments: Any) -> Event:
-    return {"ph": "M", "pid": process, "ts": 0, "name": what, "args": arguments}

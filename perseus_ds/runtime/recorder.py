@@ -53,6 +53,8 @@ _MONITOR_TAGS = {
     "clock_skips": "clock_skips",
 }
 _UNDER_PLANS = ("run", "pause")
+# A job with so many ranks at most has them in every record; a larger one as rarely as keeps records about as short.
+_RANKS = 64
 
 
 class Monitor(Protocol):
@@ -108,7 +110,9 @@ class Recorder:
         self._has_started = False
         self._summarised = 0
         self._drift: float | None = None
-        self._by_rank = RankFigures()
+        # The energies of the ranks since a record had them, and the number of iterations.
+        self._energies_j: npt.NDArray[np.float64] | None = None
+        self._iterations = 0
         self._limits: tuple[GpuLimit, ...] = ()
 
     def start(self, event: Started) -> None:
@@ -248,9 +252,24 @@ class Recorder:
             more_failed_ranks=max(0, len(failed) - MOST_FAILED_RANKS),
             next_phase=following and following.phase,
             next_in_s=None if following is None or following.in_s is None else round(following.in_s, 3),
-            **self._by_rank.of(reports),
+            **self._by_rank(reports),
         )
         return self._last
+
+    def _by_rank(self, reports: RankReports) -> dict[str, Any]:
+        """Return fields of an iteration's record; none where it has no figures by rank."""
+        energies_j = reports.column("energy_j")
+        if np.isfinite(energies_j).all():
+            self._energies_j = energies_j.copy() if self._energies_j is None else self._energies_j + energies_j
+        self._iterations += 1
+        if self._iterations % math.ceil(len(energies_j) / _RANKS):
+            return {}
+        known_j, self._energies_j = self._energies_j, None
+        return {
+            "energy_by_rank_j": None if known_j is None else tuple(np.round(known_j, 6).tolist()),
+            "clocks_asked_mhz": _clocks(reports.column("asked_mhz")),
+            "clocks_reached_mhz": _clocks(reports.column("reached_mhz")),
+        }
 
     def _tell_monitor(self, record: IterationRecord, samples: int) -> None:
         if self._monitor is None or not self._communicator.is_connected:  # DeepSpeed's asks for its rank
@@ -279,34 +298,6 @@ def _finite(value: float) -> float | None:
 def _rounded(value: float) -> float:
     """Return a figure without digits that no counter has measured: microseconds and microjoules."""
     return round(float(value), 6)
-
-
-# A job with so many ranks at most has them in every record; a larger one as rarely as keeps records about as short.
-_RANKS = 64
-
-
-class RankFigures:
-    """Adds up the energies of the ranks until a record has them."""
-
-    def __init__(self) -> None:
-        self._energies_j: npt.NDArray[np.float64] | None = None
-        self._iterations = 0
-
-    def of(self, reports: RankReports) -> dict[str, Any]:
-        """Take in an iteration; return fields of its record, none where it has no figures by rank."""
-        energies_j = reports.column("energy_j")
-        every = math.ceil(len(energies_j) / _RANKS)
-        if np.isfinite(energies_j).all():
-            self._energies_j = energies_j.copy() if self._energies_j is None else self._energies_j + energies_j
-        self._iterations += 1
-        if self._iterations % every:
-            return {}
-        known_j, self._energies_j = self._energies_j, None
-        return {
-            "energy_by_rank_j": None if known_j is None else tuple(np.round(known_j, 6).tolist()),
-            "clocks_asked_mhz": _clocks(reports.column("asked_mhz")),
-            "clocks_reached_mhz": _clocks(reports.column("reached_mhz")),
-        }
 
 
 def _clocks(clocks_mhz: npt.NDArray[np.float64]) -> tuple[int | None, ...] | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from perseus_ds.artifacts.io import write_atomically
-from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
+from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile, Work
 from perseus_ds.artifacts.validation import MOST_OPERATIONS
 from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction
@@ -72,37 +72,24 @@ class TimelineLog:
         # What could not be read again is not written: iterations of large jobs are fewer.
         if self._file.operations + iteration.operations <= MOST_OPERATIONS:
             self._file.iterations.append(iteration)
-            self._write()
-
-    def _write(self) -> None:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, self._file.model_dump_json(exclude_none=True) + "\n")
-        except OSError as error:
-            self._works = False
-            logger.warning("perseus: %s cannot be written (%s); training goes on without it.", self._path, error)
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(self._path, self._file.model_dump_json(exclude_none=True) + "\n")
+            except OSError as error:
+                self._works = False
+                logger.warning("perseus: %s cannot be written (%s); training goes on without it.", self._path, error)
 
 
 def _entries(span: Span, late_s: float, clock_mhz: Mapping[Instruction, int]) -> list[MeasuredOperation]:
-    when = {"start_s": round(span.start_s + late_s, 6), "end_s": round(span.end_s + late_s, 6)}
-    operation = span.operation
-    if isinstance(operation, Compute):
-        work = operation.instruction
-        return [
-            MeasuredOperation(
-                kind=work.kind.value,
-                stage=work.stage,
-                micro_batch=work.micro_batch,
-                clock_mhz=clock_mhz.get(work),
-                **when,
-            )
-        ]
-    if isinstance(operation, Load):
-        return [MeasuredOperation(kind="load", stage=operation.stage, micro_batch=operation.micro_batch, **when)]
-    if isinstance(operation, Other):
-        other = {"command": operation.command, "stage": operation.stage, "micro_batch": operation.number}
-        return [MeasuredOperation(kind="other", **other, **when)]
+    match span.operation:
+        case Compute(instruction=instruction):
+            parts: Sequence[Work] = (instruction,)
+        case Load() | Other() as operation:
+            parts = (operation,)
+        case operation:
+            parts = operation.transfers
+    start_s, end_s = round(span.start_s + late_s, 6), round(span.end_s + late_s, 6)
     return [
-        MeasuredOperation(kind=t.payload, stage=t.source, target=t.target, micro_batch=t.micro_batch, **when)
-        for t in operation.transfers
+        MeasuredOperation.of(part, start_s, end_s, clock_mhz.get(part) if isinstance(part, Instruction) else None)
+        for part in parts
     ]

@@ -18,7 +18,7 @@ from perseus_ds.artifacts.run_records import Ended, Failed, PlanChosen, PolicyCh
 from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import PowerCapPolicy, SlowdownPolicy
-from perseus_ds.report.live import JobScreen, Keys, jobs_table, policy_of, strip
+from perseus_ds.report.live import JobScreen, Keys, jobs_table, strip
 from perseus_ds.runtime.progress import JobLog
 
 ENDED = [*auto_job(), Ended(time=BEGIN + 30)]
@@ -59,12 +59,6 @@ def test_it_fits_80_columns_and_24_lines(records):
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
     assert lines[-1] == "[q] leave"
-
-
-def test_a_long_answer_takes_the_place_of_events():
-    lines = rendered(JobScreen(facts_of(many_ranks(8)), height=24, footer="word " * 30))
-    assert len(lines) <= 24
-    assert lines[-1].startswith("word")
 
 
 def test_all_facts_are_words_without_colour():
@@ -193,14 +187,6 @@ def test_without_a_control_socket_keys_only_leave():
     keys = Keys(None)
     assert keys.footer == "[q] leave"
     assert [keys.press(key) for key in "porq"] == [True, True, True, False]
-
-
-def test_settings_of_a_typed_policy_are_numbers_where_they_look_so():
-    assert policy_of("deadline total_steps=100 finish_by=2026-11-22T08:00:00+00:00") == {
-        "name": "deadline",
-        "total_steps": 100.0,
-        "finish_by": "2026-11-22T08:00:00+00:00",
-    }
 
 
 @pytest.mark.parametrize("colour", [{}, pytest.param({"NO_COLOR": "1"}, marks=pytest.mark.extended)])

@@ -128,13 +128,6 @@ def test_points_are_typical_iterations_per_pipeline_at_default_clocks_and_of_eac
     ]
 
 
-def test_iterations_shorter_than_the_counters_refresh_are_not_taken_for_free(tmp_path):
-    read = [0.0, 0.0, 300.0, 0.0, 0.0, 300.0, 0.0, 0.0, 300.0]
-    write_log(tmp_path, [start("observe"), *(record(n, "observe", 0.04, e) for n, e in enumerate([300.0, *read]))])
-    (point,) = measured_points([read_history(tmp_path)])
-    assert (point.time_s, point.energy_j, point.iterations) == (0.04, pytest.approx(100.0), 9)
-
-
 def test_of_several_runs_each_point_says_which_it_is_from(tmp_path):
     write_log(tmp_path / "a", [start("observe"), *(record(n, "observe", 1.0, 10.0) for n in (1, 2))])
     write_log(tmp_path / "b", [start("run"), *(record(n, "run", 1.0, 9.0, plan=0) for n in (1, 2))])

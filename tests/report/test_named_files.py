@@ -24,13 +24,6 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["report", "trace"])
-def test_a_profile_whose_name_is_too_long_is_missing(folder, capsys, command):
-    (folder / "profile.csv").unlink()
-    assert main([command, "run"]) == 0
-    assert "The profile, and the timelines that follow from it: there is no profile.csv" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", ["report", "trace"])
 def test_a_frontier_whose_name_is_too_long_is_missing(folder, capsys, command):
     (folder / "frontier.json").unlink()
     start = {"event": "start", "time": 1.0, "mode": "run", "frontier": LONG}

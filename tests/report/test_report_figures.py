@@ -59,13 +59,6 @@ def test_power_over_a_second_is_that_of_the_iterations_under_plans(tmp_path):
     assert "2.000 s" in tile.note
 
 
-def test_one_plan_is_named_in_its_figures(tmp_path, job):
-    write_auto_run(tmp_path, job)
-    found = find_sources(tmp_path)
-    titles = [tile.title for tile in tiles(found, main_job(jobs_of(found)), FACTORS)]
-    assert titles[:2] == ["Energy under plan 2", "Iteration time under plan 2"]
-
-
 def test_the_bill_counts_every_iteration_and_the_data_centre(tmp_path):
     records = [START, *(record(n, "observe", 2.0, 100.0) for n in (1, 2)), record(3, "observe", 2.0, None)]
     write_log(tmp_path, records)

@@ -173,27 +173,6 @@ def test_the_pointer_is_told_what_is_below_it_and_zooming_shows_less_time(opened
     assert opened.js("return view.geometry.to - view.geometry.from") == pytest.approx(whole)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("gone", "drawn"),
-    [
-        (["profile.csv", "profile.json"], ["frontier", "history"]),
-        (["frontier.json"], ["history", "profile-time", "profile-energy", "profile-power"]),
-        (["timeline.json", "run.jsonl", "profile.csv", "profile.json"], ["frontier"]),
-    ],
-)
-def test_what_there_is_is_drawn(browser, tmp_path, job, gone, drawn):
-    write_auto_run(tmp_path, job)
-    for name in gone:
-        (tmp_path / name).unlink()
-    assert main(["report", str(tmp_path)]) == 0
-    browser.open((tmp_path / "report.html").as_uri(), ready=DRAWN)
-    assert browser.js("return [...document.querySelectorAll('.plot')].map(plot => plot.id)") == drawn
-    if "timeline.json" not in gone:
-        assert titles(browser)[0].startswith("Measured: ")
-    assert browser.complaints() == []
-
-
 HEIGHTS = """
     const drawn = plot => plot.querySelector(".main-svg").getBoundingClientRect().height;
     return Object.fromEntries([...document.querySelectorAll(".plot")].map(p => [p.id, [p.clientHeight, drawn(p)]]));
@@ -263,20 +242,6 @@ def test_a_change_of_scheme_is_followed_and_paper_is_light(opened):
     assert opened.js(background) == PALETTE["surface"][1]
     opened.prefer("light")
     assert opened.js(background) == PALETTE["surface"][0]
-
-
-def test_a_step_of_the_slider_draws_few_elements_and_only_the_timeline_that_changes(opened, job):
-    """Thousands of bars are a few paths: what a step costs hardly depends on how many bars there are."""
-    passes = sum(len(stream) for stream in job.frontier.instructions)
-    paths = "return [...document.querySelectorAll('.panel')].map(p => p.querySelectorAll('.bar').length)"
-    for number in range(len(job.frontier.plans)):
-        choose(opened, number)
-        clocks = {clock for stream in job.frontier.plans[number].clocks_mhz for clock in stream}
-        assert opened.js(paths)[1] <= 2 * len(clocks) + 1 < passes
-    choose(opened, 0)
-    opened.js("window.kept = document.querySelector('.panel').firstChild")
-    choose(opened, 1)
-    assert opened.js("return document.querySelector('.panel').firstChild === window.kept")
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.extended), "dark"])

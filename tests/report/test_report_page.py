@@ -11,7 +11,7 @@ from run_folders import record, write_auto_run, write_log
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
-from perseus_ds.artifacts.run_records import ClockRefused, Event, PlanChosen, PlanJudged, to_line
+from perseus_ds.artifacts.run_records import Event, PlanChosen, PlanJudged, to_line
 from perseus_ds.cli.main import main
 from perseus_ds.engines.torch_pipelining.order import read_class
 from perseus_ds.optimizer import optimize
@@ -236,11 +236,6 @@ def test_every_event_is_told_in_words(tmp_path):
     assert all(texts)
     assert "plan 3, pipeline 1 is 1.2 times as slow, pipelines run 3, 7" in texts
     assert "kept, since it is in time: " in texts[-1]
-
-
-def test_default_clocks_below_the_highest_without_a_limit_may_be_a_lock():
-    event = ClockRefused(rank=0, clock_mhz=None, reached_mhz=1200, reasons=())
-    assert "the driver names no limit: somebody may have locked its clock" in event.in_words()
 
 
 def test_a_long_run_makes_no_larger_page(tmp_path):

@@ -8,12 +8,10 @@ from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.report.figures import (
     PALETTE,
     SERIES,
-    css,
     frontier_figure,
     frontier_traces,
     profile_curves,
     stage_groups,
-    stages_in_words,
 )
 from perseus_ds.report.jobs import MeasuredPoint
 from perseus_ds.report.pictures import frontier_picture
@@ -50,11 +48,6 @@ def test_stages_that_take_the_same_are_one_curve():
     assert len({(curve.colour, curve.kind) for curve in curves}) == len(curves) == 8
 
 
-def test_stages_are_named_in_ranges():
-    assert stages_in_words([0]) == "stage 0"
-    assert stages_in_words([0, 1, 2, 5, 7, 8]) == "stages 0\N{EN DASH}2, 5, 7\N{EN DASH}8"
-
-
 TEXT = [("ink", "ground"), ("ink", "surface"), ("soft", "ground"), ("soft", "surface"), ("blue", "ground")]
 TEXT += [("warning", "warning-ground"), ("ink", "busy"), ("ink", "idle"), ("soft", "waiting")]
 
@@ -77,10 +70,3 @@ def test_text_is_readable_and_lines_are_visible_by_wcag(scheme):
     assert {pair: ratio for pair, ratio in poor.items() if ratio < 4.5} == {}
     lines = {name: contrast(colour[name], colour["surface"]) for name in (*SERIES, "fixed")}
     assert {name: ratio for name, ratio in lines.items() if ratio < (2.5 if name == "fixed" else 3)} == {}
-
-
-def test_paper_is_light_whatever_the_reader_prefers():
-    light, dark = css().split("\n")[:2]
-    assert f"--ink:{PALETTE['ink'][0]};" in light
-    assert dark.startswith("@media screen and (prefers-color-scheme:dark)")
-    assert f"--ink:{PALETTE['ink'][1]};" in dark

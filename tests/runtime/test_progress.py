@@ -10,23 +10,16 @@ from rich.console import Console
 from perseus_ds.artifacts.run_records import (
     CostsSoFar,
     Ended,
-    Halted,
     OrderGiven,
     PlanChosen,
     PolicyChanged,
     PowerCapChanged,
-    Predicted,
-    ShapePlanned,
     TimetableMade,
-    from_line,
-    policy_in_words,
-    to_line,
 )
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.live import JobFollower, Jobs, JobScreen
 from perseus_ds.report.page import by_the_hour
 from perseus_ds.runtime.progress import JobFacts, JobLog
-from perseus_ds.units import watts
 
 
 def facts_of(records, after_s=1.0):
@@ -60,11 +53,6 @@ def test_the_saving_of_a_pipeline_is_by_its_share_at_default_clocks():
     assert second.saved_j == pytest.approx(20 * (40 - 30))
 
 
-def test_without_iterations_at_default_clocks_pipelines_share_alike():
-    first, second = facts_of([started(), *(planned_iteration(n) for n in (1, 2))]).pipelines
-    assert (first.saved_j, second.saved_j) == (0.0, 40.0)
-
-
 def test_the_plan_is_judged_by_typical_iterations():
     held_up = planned_iteration(27, time_s=60.0, energy_j=80.0)
     plan = facts_of([*auto_job(), held_up]).plan
@@ -73,11 +61,6 @@ def test_the_plan_is_judged_by_typical_iterations():
     steady = facts_of(auto_job()).plan
     assert steady.saving == pytest.approx(0.2)
     assert steady.iterations == 19  # the first one begins at the clocks before
-
-
-def test_a_counter_that_is_refreshed_rarely_makes_no_saving():
-    refreshes = [planned_iteration(n, energy_j=160.0 if n % 2 else 0.0) for n in range(7, 48)]
-    assert facts_of([*auto_job(0), *refreshes]).plan.saving == pytest.approx(0.2)
 
 
 def test_a_resumed_job_goes_on_counting_and_another_job_does_not():
@@ -144,13 +127,6 @@ def test_energy_that_cannot_be_read_is_said_and_saves_nothing():
     assert facts.plan.slowdown == pytest.approx(0.02)
     assert facts.plan.saving is None
     assert "energy of 5 could not be read" in told(facts)
-
-
-def test_less_for_profiling_is_not_called_a_negative_amount():
-    facts = facts_of(auto_job()).model_copy(update={"profiling_s": 3.0, "profiling_j": -3386.0})
-    assert "profiling 3.000 s more and 3.386 kJ less than" in told(facts)
-    lost = facts.model_copy(update={"saved_j": -100.0, "saved": -0.05, "gained_s": -1.0})
-    assert "100.0 J more used (+5.0 %), 1.000 s lost, in 20 iterations" in told(lost)
 
 
 @pytest.mark.parametrize("records", [[], [started()], auto_job(), [*auto_job(), Ended(time=BEGIN + 99)]])
@@ -222,16 +198,6 @@ def test_an_order_that_was_in_force_is_pending_no_more_when_another_policy_takes
     assert facts_of(records).pending is None
 
 
-def test_power_over_the_last_seconds_stands_below_it():
-    powers_j = [90.0] * 6 + [120.0] * 6
-    records = [*auto_job(), *(planned_iteration(27 + n, time_s=1.0, energy_j=j) for n, j in enumerate(powers_j))]
-    facts = facts_of(records)
-    assert facts.highest_power_w == pytest.approx(120.0)
-    assert facts.power_change_w <= facts.highest_power_w - facts.lowest_power_w
-    assert "to 120.0 W" in told(facts)
-    assert f"{watts(facts.power_change_w)} at most from one to the next" in told(facts)
-
-
 def test_present_power_stands_beside_the_mean_and_the_cap_with_its_source():
     cap = PowerCapChanged(time=BEGIN, watts=90.0, source="/caps/now")
     records = [*auto_job(), cap, planned_iteration(27, energy_j=91.8)]
@@ -239,34 +205,6 @@ def test_present_power_stands_beside_the_mean_and_the_cap_with_its_source():
     assert (facts.present_power_w, facts.cap_w, facts.cap_source) == (pytest.approx(90.0), 90.0, "/caps/now")
     assert "now 90.00 W, cap 90.00 W by /caps/now" in told(facts)
     assert facts_of([*records, PowerCapChanged(time=BEGIN)]).cap_w is None
-
-
-def test_events_say_what_the_hours_are_worth():
-    timetable = TimetableMade(cost=80.0, bound=79.0, fastest_cost=100.0)
-    events = [timetable, CostsSoFar(iterations=50, cost=90.0, fastest_cost=100.0, done=True), Halted(time_s=7200.0)]
-    minus = "\N{MINUS SIGN}"
-    texts = [from_line(to_line(event)).in_words().replace(minus, "-") for event in events]
-    assert texts[0].startswith("timetable: -20")
-    assert "above the bound" in texts[0]
-    assert texts[1].startswith("50 iterations by the hour, -10")
-    assert texts[2].startswith("training stood still for 2")
-    assert PlanChosen(plan=3, halts=True).in_words() == "standing still, then plan 3"
-    assert CostsSoFar(iterations=5).in_words() == "5 iterations by the hour, not done yet"
-
-
-def test_settings_that_a_policy_leaves_out_are_not_named():
-    policy = {"name": "power_cap", "watts": None, "signal": "/caps/now", "max_slowdown": 0.0, "may_pause": False}
-    assert policy_in_words(policy) == "policy power_cap: signal /caps/now, max_slowdown 0.0"
-
-
-def test_a_profile_that_differs_from_iterations_is_told_with_what_follows():
-    event = Predicted(time_s=1.1, predicted_time_s=1.0, energy_j=90.0, predicted_energy_j=100.0, corrected=True)
-    text = event.in_words().replace("\N{MINUS SIGN}", "-")
-    assert "+10.0\u202f% time and -10.0\u202f% energy" in text
-    assert "the profile is corrected" in text
-    assert ShapePlanned(shape=2).in_words().endswith("it has plans of its own, as shape 2")
-    given_up = ShapePlanned(shape=2, given_up="it comes rarely").in_words()
-    assert given_up == "shape 2 is no longer planned (it comes rarely): it runs at default clocks"
 
 
 def test_the_report_says_what_a_job_that_is_done_cost_by_its_signal():

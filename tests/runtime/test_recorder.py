@@ -25,7 +25,6 @@ from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Transfer
 from perseus_ds.policy.selector import Forecast
 from perseus_ds.ranks import PipelineTopology
 from perseus_ds.report.sources import read_history
-from perseus_ds.runtime import recorder as record_writer
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration
 from perseus_ds.runtime.progress import JobLog
 from perseus_ds.runtime.recorder import IterationContext, Recorder, RecordWriter
@@ -146,14 +145,6 @@ def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, capsys)
     assert "not counting 1 iterations" in capsys.readouterr().out
 
 
-def test_plans_that_use_more_than_the_profile_says_are_not_called_a_saving(recorder, tmp_path, capsys):
-    for number in (1, 2):
-        recorder.add(under_plan(number), reports(energy_j=110.0))
-    _, end = records_of(recorder, tmp_path)
-    assert "10.0 % more energy and 10.0 % more time than at default clocks, by the profile" in capsys.readouterr().out
-    assert end.saved == pytest.approx(-0.1)
-
-
 def test_drift_is_that_of_the_last_look_until_the_job_profiles_again(recorder, tmp_path):
     recorder.add(under_plan(1), reports(drift=0.03))
     recorder.add(under_plan(2), reports())
@@ -229,20 +220,6 @@ def test_a_record_that_cannot_be_written_is_left_out_and_those_after_it_are_not(
     (record,) = read_records(tmp_path)
     assert record.error == "/data/?: no such file"
     assert caplog.text.count("cannot be made") == 2
-
-
-def test_records_of_earlier_starts_that_cannot_be_read_do_not_keep_new_ones_from_being_written(
-    tmp_path, monkeypatch, caplog
-):
-    def fail(follower):
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(record_writer.RecordFollower, "read", fail)
-    writer = RecordWriter(tmp_path, JobLog("job"))
-    writer.write(Failed(error="new"))
-    writer.flush()
-    assert [record.error for record in read_records(tmp_path)] == ["new"]
-    assert caplog.text.count("earlier starts cannot be read") == 1
 
 
 def test_what_could_not_be_written_is_written_once_that_is_possible(tmp_path, caplog):

@@ -12,8 +12,7 @@ from perseus_ds.artifacts.profile import StageProfile, TransferDuration
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.dag import Dag
-from perseus_ds.pipeline.instruction import Instruction
-from perseus_ds.pipeline.schedule import Load, Transfer
+from perseus_ds.pipeline.schedule import Transfer
 from perseus_ds.report.timeline import timeline
 
 RANKS, MICRO_BATCHES, PLANS = 3, 4, 12
@@ -89,18 +88,10 @@ def measured(job: Job, plan, iteration: int, number: int | None) -> MeasuredIter
     for bar in predicted.bars:
         start_s = waits.get((bar.rank, bar.work), bar.start_s) if isinstance(bar.work, Transfer) else bar.start_s
         clock = None if number is None else bar.clock_mhz
-        ranks[bar.rank].append(operation(bar.work, start_s + LATE_S, bar.end_s + LATE_S, clock))
+        ranks[bar.rank].append(MeasuredOperation.of(bar.work, start_s + LATE_S, bar.end_s + LATE_S, clock))
     return MeasuredIteration(
         iteration=iteration, phase="warm-up" if number is None else "run", plan=number, ranks=ranks
     )
-
-
-def operation(work: Instruction | Load | Transfer, start_s: float, end_s: float, clock: int | None):
-    when = {"start_s": start_s, "end_s": end_s, "micro_batch": work.micro_batch}
-    if isinstance(work, Transfer):
-        return MeasuredOperation(kind=work.payload, stage=work.source, target=work.target, **when)
-    kind = "load" if isinstance(work, Load) else work.kind.value
-    return MeasuredOperation(kind=kind, stage=work.stage, clock_mhz=clock, **when)
 
 
 def make_evidence():

@@ -8,6 +8,14 @@ const config = { responsive: true, displaylogo: false, displayModeBar: false };
 // On A4: the width less its margins, that of one of three charts side by side, and the most height of a chart [px].
 const PAPER = 700, THIRD_OF_PAPER = 230, PAPER_HEIGHT = 340;
 let printing = false;
+// What all charts have in common.
+const AXIS = { title: { standoff: 8 }, gridcolor: "var(--grid)", zeroline: false, automargin: true };
+const LOOK = {
+  font: { family: "system-ui, sans-serif", size: 13, color: "var(--ink)" },
+  paper_bgcolor: "var(--surface)", plot_bgcolor: "var(--surface)", xaxis: AXIS, yaxis: AXIS,
+  legend: { orientation: "h", yanchor: "bottom", y: 1.02, x: 0, xanchor: "left" },
+  hoverlabel: { bgcolor: "var(--surface)", bordercolor: "var(--line)", font: { color: "var(--ink)" } },
+};
 
 const colour = (name) => data.palette[name][dark.matches && !printing ? 1 : 0];
 
@@ -23,8 +31,9 @@ function painted(value) {
 
 function drawCharts() {
   for (const [id, figure] of Object.entries(data.figures)) {
-    const plot = byId(id), layout = painted(figure.layout);
-    if (narrow.matches && !printing) layout.margin = { ...layout.margin, l: 52, r: 6 };
+    const plot = byId(id), layout = { ...painted(figure.layout), hovermode: "closest", dragmode: false, autosize: true };
+    layout.template = { layout: painted(LOOK) };
+    layout.margin = { l: 64, r: 16, t: 24, b: 48, ...(narrow.matches && !printing ? { l: 52, r: 6 } : {}) };
     if (printing) {
       layout.autosize = false;
       layout.width = plot.closest(".three") ? THIRD_OF_PAPER : PAPER;
