@@ -23,7 +23,7 @@ import itertools
 import math
 import operator
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
@@ -94,8 +94,10 @@ class Typical:
         return math.hypot(self.time_error, self.power_error)
 
 
-def sums_by_part(sums: Sequence[float], parts: Iterable[float]) -> list[float]:
-    """Return sums to which parts were added, of which there may be more than before."""
+def sums_by_part(sums: Sequence[float], parts: Sequence[float]) -> list[float]:
+    """Return sums to which parts were added, of which there may be more or fewer than before."""
+    if len(sums) == len(parts):
+        return list(map(operator.add, sums, parts))
     return [total + part for total, part in itertools.zip_longest(sums, parts, fillvalue=0.0)]
 
 
@@ -336,7 +338,7 @@ class JobMeasures:
 
     def __init__(self) -> None:
         self._default: dict[str, _Series] = {phase: _Series() for phase in AT_DEFAULT_CLOCKS}
-        self._plans: dict[int | None, _Series] = {}
+        self._plans: defaultdict[int | None, _Series] = defaultdict(_Series)
         self._verdicts: dict[int | None, Baseline] = {}
         self._compared = _Series()
         self._predicted: Baseline | None = None
@@ -390,12 +392,12 @@ class JobMeasures:
             self._predicted = self._shapes = None
         default_s, default_j = record.default_time_s, record.default_energy_j
         if record.shape or record.limited:
-            series = self._plans.setdefault(None, _Series())
+            series = self._plans[None]
             if counts and default_s and default_j:
                 series.add(record.time_s / default_s, None if record.energy_j is None else record.energy_j / default_j)
                 self._add_shape(default_s, default_j)
         else:
-            series = self._plans.setdefault(record.plan, _Series())
+            series = self._plans[record.plan]
             if counts:
                 series.add(record.time_s, record.energy_j)
             if default_s and default_j:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perseus_ds.artifacts.run_records import ProfileWritten
 from perseus_ds.measures import Baseline, JobMeasures, Measured, Saving, Typical
 from perseus_ds.report.sources import History, Sources, Step
 from perseus_ds.units import J_PER_KWH
@@ -163,11 +162,10 @@ class ReportedJob:
         """All iterations, so that the cost of finding the plans counts."""
         if self.saving is None or self.baseline is None or self.baseline.typical.energy_j is None:
             return None
-        profiles = [found.event for found in self.history.occurrences if isinstance(found.event, ProfileWritten)]
-        count = self.history.total.iterations
+        count, saving, history = self.history.total.iterations, self.saving, self.history
         default_s, default_j = count * self.baseline.typical.time_s, count * self.baseline.typical.energy_j
-        lost_s, lost_j = (sum(getattr(event, name) or 0.0 for event in profiles) for name in ("lost_s", "lost_j"))
-        time_s, energy_j = default_s - self.saving.gained_s + lost_s, default_j - self.saving.saved_j + lost_j
+        time_s = default_s - saving.gained_s + history.profiling_s
+        energy_j = default_j - saving.saved_j + history.profiling_j
         return Saving(count, time_s, energy_j, default_s, default_j)
 
     @property

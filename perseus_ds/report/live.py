@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.layout import Layout
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -102,35 +103,30 @@ _LABEL = 10
 
 @dataclass(frozen=True)
 class JobScreen:
-    """All facts of a job, a row each.
-
-    Attributes:
-        height: The number of rows there is room for; None for as many as it takes, with long rows folded.
-        footer: The last row, such as the keys.
-    """
+    """All facts of a job, a row each, and its last events, the newest first; long rows are folded or cut."""
 
     facts: JobFacts
-    height: int | None = None
-    footer: str = ""
+    is_cut: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         blocks = _BLOCKS if options.encoding.lower().startswith("utf") else _ASCII_BLOCKS
-        rows = [*_rows(self.facts, blocks, max(8, options.max_width - _LABEL - 2))]
-        events = [(time.strftime("%H:%M:%S  ", time.localtime(e.time)) if e.time else "") + e.text
-                  for e in self.facts.events]  # fmt: skip
-        height, is_cut = self.height, self.height is not None
-        if height is not None:
-            height -= math.ceil(len(self.footer) / options.max_width)
-            events = events[-max(1, height - len(rows)) :]
-        rows += [("" if place else "events", Text(plain(text))) for place, text in enumerate(events)]
         table = Table.grid(padding=(0, 1))
         table.add_column(style="bold", no_wrap=True, min_width=_LABEL)
-        table.add_column(no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
-        for label, text in rows[:height]:
+        table.add_column(no_wrap=self.is_cut, overflow="ellipsis" if self.is_cut else "fold")
+        for label, text in _rows(self.facts, blocks, max(8, options.max_width - _LABEL - 2)):
             table.add_row(label, text)
+        for place, event in enumerate(reversed(self.facts.events)):
+            when = time.strftime("%H:%M:%S  ", time.localtime(event.time)) if event.time else ""
+            table.add_row("" if place else "events", Text(when + plain(event.text)))
         yield table
-        if self.footer:
-            yield Text(self.footer, style="dim", overflow="fold")
+
+
+def with_footer(view: JobScreen | Table, footer: str, width: int) -> Layout:
+    """Return a screen of a terminal with a last row, which may be longer than the terminal is wide."""
+    screen = Layout()
+    keys = Text(footer, style="dim", overflow="fold")
+    screen.split_column(Layout(view), Layout(keys, size=math.ceil(len(footer) / width)))
+    return screen
 
 
 def strip(values: Sequence[float | None], others: Sequence[float | None], *, blocks: str, width: int) -> str:
@@ -289,19 +285,14 @@ def _good_or_bad(saving: float | None) -> str:
     return "" if saving is None else "green" if saving >= 0 else "red"
 
 
-_COLUMNS = ("job", "step", "iter.", "power", "time", "energy", "saved", "end in", "phase")
-
-
-def jobs_table(jobs: Sequence[JobFacts], height: int | None = None) -> Table:
-    """Return a line for each job; where there is room for so many lines, the last jobs."""
-    is_simulated = any(facts.simulated for facts in jobs)
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", caption_justify="left",
-                  caption="* GPUs are SIMULATED" if is_simulated else None, caption_style="")  # fmt: skip
-    table.add_column(_COLUMNS[0], overflow="ellipsis", min_width=8)
-    for column in _COLUMNS[1:-1]:
+def jobs_table(jobs: Sequence[JobFacts]) -> Table:
+    """Return a line for each job."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("job", overflow="ellipsis", min_width=8)
+    for column in ("step", "iter.", "power", "time", "energy", "saved", "end in"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column(_COLUMNS[-1], no_wrap=True)
-    for facts in jobs if height is None else jobs[-max(1, height - 1 - is_simulated) :]:
+    table.add_column("phase, *SIMULATED" if any(facts.simulated for facts in jobs) else "phase", no_wrap=True)
+    for facts in jobs:
         plan = facts.plan
         phase = "ended" if facts.ended else "silent" if facts.is_silent else facts.phase or "starting"
         if phase == "run" and plan is not None:
@@ -371,13 +362,13 @@ def watch(jobs: Jobs, console: Console) -> None:
                     continue
                 return
             facts = [follower.facts(time.time()) for follower in followers]
-            first, height = followers[0].folder, live.console.size.height
+            first, width = followers[0].folder, live.console.size.width
             takes_orders = len(facts) == 1 and not facts[0].ended and (first / ADDRESS_FILE).is_file()
             keys.folder = first if takes_orders else None
             footer = "; ".join([*_troubles(followers), keys.footer])
             live.start()
-            view = jobs_table(facts, height) if len(facts) > 1 else JobScreen(facts[0], height, footer)
-            live.update(view, refresh=True)
+            view = jobs_table(facts) if len(facts) > 1 else JobScreen(facts[0], is_cut=True)
+            live.update(with_footer(view, footer, width), refresh=True)
             if all(each.ended for each in facts) or not _goes_on(keys):
                 break
     print_once(jobs, console)

@@ -17,10 +17,10 @@ from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
 from perseus_ds.artifacts.run_records import FILE_NAME, Event, IterationRecord, Record, Started, iterate_records, trains
 from perseus_ds.artifacts.timeline import MeasuredIteration, TimelineFile
 from perseus_ds.errors import ConfigError, PerseusError
-from perseus_ds.measures import JobMeasures, sums_by_part
+from perseus_ds.measures import sums_by_part
 from perseus_ds.optimizer import with_alternatives
 from perseus_ds.pipeline.dag import Dag
-from perseus_ds.runtime.progress import Tally
+from perseus_ds.runtime.progress import JobProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +53,23 @@ class Occurrence:
     event: Event
 
 
-class History:
+class History(JobProgress):
     """All that a job did.
 
     Attributes:
         folder: Where its ``run.jsonl`` lies.
         starts: Its starts, the first one first.
-        steps: All iterations but those that calibrate a simulated GPU; ``total`` is all of them together.
+        steps: All iterations but those that calibrate a simulated GPU.
         left_out: Number of iterations of other jobs in the same file.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
+        super().__init__()
         self.folder = folder
         self.name = name
         self.starts: list[Started] = []
         self.steps: list[Step] = []
         self.occurrences: list[Occurrence] = []
-        self.measures = JobMeasures()
-        self.total = Tally()
-        self.simulated = False
         self.left_out = 0
         # The first step under the frontier last in use, for which alone numbers of plans are valid.
         self._first_planned = 0
@@ -81,26 +79,24 @@ class History:
         self._by_rank_s = self._since_s = 0.0
         self._sizes: set[int] = set()
 
-    def add(self, record: Record) -> None:
-        """Add a record of this job."""
-        self.simulated |= record.simulated
-        counts = self.measures.add(record)
+    def add(self, record: Record) -> bool:
+        counts = super().add(record)
         if isinstance(record, Event):
             (record.model_extra or {}).clear()  # keys of later versions, of any size
             self.occurrences.append(Occurrence(len(self.steps), record))
             if isinstance(record, Started):
                 self.starts.append(record)
         elif trains(record):
-            self._add_iteration(record, counts=counts)
+            self._add_step(record, counts=counts)
+        return counts
 
-    def _add_iteration(self, record: IterationRecord, *, counts: bool) -> None:
+    def _add_step(self, record: IterationRecord, *, counts: bool) -> None:
         plan = None if record.shape or record.limited else record.plan
         if plan is not None and record.phase == "run" and self._frontier != self.measures.frontier:
             self._first_planned, self._frontier = len(self.steps), self.measures.frontier
         self.steps.append(
             Step(record.iteration, record.ended, record.phase, plan, counts, record.time_s, record.energy_j)
         )
-        self.total.add(record)
         if record.energy_j is not None:
             self._since_s += record.time_s
         if record.energy_by_rank_j is not None:

@@ -190,11 +190,14 @@ class JobProgress:
     Attributes:
         total: All iterations but those that calibrate a simulated GPU.
         since_start: The same since the job started last.
+        measures: What they take.
+        profiling_s: How much more time than at default clocks profiling took [s].
+        profiling_j: How much more energy [J].
     """
 
     def __init__(self) -> None:
         self.total, self.since_start = Tally(), Tally()
-        self._measures = JobMeasures()
+        self.measures = JobMeasures()
         # Energy by pipeline [J]: of all iterations, of those at default clocks, and of those under plans.
         self._all_j: list[float] = []
         self._default_j: list[float] = []
@@ -208,19 +211,18 @@ class JobProgress:
         self._policy: dict[str, Any] | None = None
         self._ordered_policy: dict[str, Any] | None = None
         self._ordered_pause: bool | None = None
-        self._profiling_s = self._profiling_j = 0.0
+        self.profiling_s = self.profiling_j = 0.0
         self._last: IterationRecord | None = None
         self._last_time = 0.0
         # By rank, what GPUs were asked for and what they reached; large jobs do not record that with every iteration.
         self._clocks: tuple[tuple[int | None, ...], tuple[int | None, ...]] = (), ()
-        self._ended = self._simulated = False
+        self._ended = self.simulated = False
         # The last iteration before a plan ran, or the profile was done.
         self._on_the_way: IterationRecord | None = None
 
-    def add(self, record: Record) -> None:
-        """Add a record."""
-        self._simulated |= record.simulated
-        self._measures.add(record)
+    def add(self, record: Record) -> bool:
+        """Add a record; return whether it is of an iteration that counts."""
+        self.simulated |= record.simulated
         if isinstance(record, Event):
             self._last_time = record.time or self._last_time
             self._add_event(record)
@@ -229,6 +231,7 @@ class JobProgress:
             self._add_iteration(record)
         else:
             self._last = record
+        return self.measures.add(record)
 
     def _add_event(self, event: Event) -> None:
         self._ended = isinstance(event, Ended)
@@ -239,8 +242,8 @@ class JobProgress:
             self._policy = event.policy
             self._last = self._ordered_policy = self._ordered_pause = self._on_the_way = None
         elif isinstance(event, ProfileWritten):
-            self._profiling_s += event.lost_s or 0.0
-            self._profiling_j += event.lost_j or 0.0
+            self.profiling_s += event.lost_s or 0.0
+            self.profiling_j += event.lost_j or 0.0
         elif isinstance(event, OrderGiven):
             self._ordered_policy = event.policy or self._ordered_policy
             self._ordered_pause = self._ordered_pause if event.paused is None else event.paused
@@ -281,7 +284,7 @@ class JobProgress:
         typical = Typical.of([one.time_s for one in recent], [one.energy_j for one in recent])
         return JobFacts(
             name=name,
-            simulated=self._simulated,
+            simulated=self.simulated,
             mode=start.mode,
             gpu=start.gpu,
             policy=self._policy,
@@ -294,8 +297,8 @@ class JobProgress:
             remaining_s=self._remaining_s(total_steps, now, silent_s or 0.0),
             **asdict(self.total),
             **self.savings(),
-            profiling_s=self._profiling_s,
-            profiling_j=self._profiling_j,
+            profiling_s=self.profiling_s,
+            profiling_j=self.profiling_j,
             iteration_s=typical and typical.time_s,
             power_w=typical and typical.power_w,
             present_power_w=last.power_w if last else None,
@@ -354,7 +357,7 @@ class JobProgress:
     def _unfinished(self, mode: str | None) -> str | None:
         """Return what the job was at, and what was missing, if it ended before a plan ran or its profile was done."""
         last = self._on_the_way
-        is_done = {"auto": self._measures.planned > 0, "profile": ProfileWritten in self._latest}
+        is_done = {"auto": self.measures.planned > 0, "profile": ProfileWritten in self._latest}
         if last is None or is_done.get(mode or "", True):
             return None
         steps = _STEPS_TO_A_PLAN if mode == "auto" else _STEPS_TO_A_PLAN[:2]
@@ -380,9 +383,9 @@ class JobProgress:
 
     def savings(self) -> dict[str, Any]:
         """Return what the plans saved so far, by the names that it has in facts and in the record of a job's end."""
-        saving, plans = self._measures.saving(), self._measures.plans()
+        saving, plans = self.measures.saving(), self.measures.plans()
         return {
-            "planned": self._measures.planned,
+            "planned": self.measures.planned,
             "saved_j": saving.saved_j if saving else 0.0,
             "gained_s": saving.gained_s if saving else 0.0,
             "saved": saving.saved if saving else None,
@@ -400,7 +403,7 @@ class JobProgress:
         if last is None or last.plan is None or last.phase != "run":
             return None
         plan = None if last.shape or last.limited else last.plan
-        measured, baseline = self._measures.plan(plan), self._measures.baseline(plan)
+        measured, baseline = self.measures.plan(plan), self.measures.baseline(plan)
         return PlanFacts(
             plan=last.plan,
             plans=chosen.plans,
@@ -416,7 +419,7 @@ class JobProgress:
 
     def _pipelines(self) -> tuple[PipelineFacts, ...]:
         """Return the energy of each, and its part of the saving: by the energies at default clocks and under plans."""
-        saving, pipelines = self._measures.saving(), len(self._all_j)
+        saving, pipelines = self.measures.saving(), len(self._all_j)
         saved_j = [0.0] * pipelines
         if saving is not None and any(self._planned_j):
             default_j = self._default_j if any(self._default_j) else [1.0] * pipelines
