@@ -23,9 +23,8 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
-from perseus_ds.policy.cost_account import CostAccount
 from perseus_ds.policy.decisions import Decision, Situation, decide, options_of
-from perseus_ds.policy.hourly_programme import Option, cheapest
+from perseus_ds.policy.hourly_programme import CostAccount, Option, cheapest
 from perseus_ds.policy.policies import CheapestPolicy
 from perseus_ds.policy.signals import MOST_SIGNAL_VALUES, Numbers, Signal
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from perseus_ds.artifacts.io import read_json, write_atomically
 from perseus_ds.artifacts.validation import explain
@@ -77,11 +77,9 @@ class Reduce(_Order):
     """Draw less power for a while, then run as before."""
 
     command: Literal["reduce"]
-    power_fraction: float = Field(gt=0, le=1)
+    power_fraction: Annotated[float, BeforeValidator(fraction_not_percentage)] = Field(gt=0, le=1)
     duration_s: float = Field(gt=0, le=1e9, allow_inf_nan=False)
     within_s: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
-
-    _no_percentage = field_validator("power_fraction", mode="before")(fraction_not_percentage)
 
 
 AnyOrder = Status | SetPolicy | SetStraggler | Reduce | Pause | Resume

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.plan import NEARLY
+from perseus_ds.artifacts.io import FileModel
+from perseus_ds.artifacts.plan import NEARLY, FrequencyPlan
 from perseus_ds.policy.hourly_programme import HALT, Option, Timetable, cheapest
 from perseus_ds.policy.policies import (
     CheapestPolicy,
@@ -29,7 +31,9 @@ from perseus_ds.units import J_PER_KWH
 MARGIN = 0.005
 _REMEMBERED = 10
 _LEAST_POWERS = 4
-_LARGEST = 1e18
+_LARGEST = 10**18
+_Positive = Annotated[float, Field(gt=0, le=_LARGEST)]
+NO_OTHERS: Mapping[int, Frontier] = {}
 
 
 @dataclass(frozen=True)
@@ -100,71 +104,157 @@ class Situation:
     before: Decision | None = None
 
 
-class RunStatistics:
-    """Measured over predicted values of the last iterations.
+class RunStatistics(FileModel):
+    """Measured over predicted values of the last iterations; a checkpoint keeps it.
 
     Attributes:
-        stopped_s: What an iteration's end and the next one's beginning have between them, such as
-            evaluations and checkpoints, on the average of all iterations so far [s].
+        stopped_s: What an iteration's end and the next one's beginning have between them, such as evaluations and
+            checkpoints, on the average of all iterations so far [s].
+        stops: Of how many iterations.
+        times: Iteration times over those of the plans that the policy asked for.
+        powers: Power as measured and by these plans [W].
     """
 
-    def __init__(self) -> None:
-        self.stopped_s = 0.0
-        self._stops = 0
-        self._times: deque[float] = deque(maxlen=_REMEMBERED)
-        self._powers: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
+    stopped_s: float = Field(0.0, ge=0, le=_LARGEST)
+    stops: int = Field(0, ge=0, le=_LARGEST)
+    times: tuple[_Positive, ...] = ()
+    powers: tuple[tuple[Annotated[float, Field(ge=0, le=_LARGEST)], _Positive], ...] = ()
 
     def add_stop(self, time_s: float) -> None:
         """Take in the time between two iterations [s]."""
-        self._stops += 1
-        self.stopped_s += (max(0.0, time_s) - self.stopped_s) / self._stops
+        self.stops += 1
+        self.stopped_s += (max(0.0, time_s) - self.stopped_s) / self.stops
 
     def add_iteration(
         self, *, time_s: float, energy_j: float, promised_time_s: float, promised_energy_j: float
     ) -> None:
         """Take in an iteration: of the job [s, J], and of the plan that the policy asked for."""
-        self._times.append(time_s / promised_time_s)
+        self.times = (*self.times[1 - _REMEMBERED :], time_s / promised_time_s)
         if math.isfinite(energy_j):  # NaN: a GPU's counter cannot be read
-            self._powers.append((energy_j / time_s, promised_energy_j / promised_time_s))
+            power_w = energy_j / time_s, promised_energy_j / promised_time_s
+            self.powers = (*self.powers[1 - _REMEMBERED :], power_w)
 
     @property
     def time_ratio(self) -> float:
         """Iteration time, 1 where it is not known; a median, since single iterations may be held up."""
-        times = [*self._times]  # a copy: other threads ask, too
-        return statistics.median(times) if times else 1.0
+        return statistics.median(self.times or [1.0])
 
     @property
     def power_ratio(self) -> float:
         """Power, 1 where few are known; of sums, since counters are refreshed more rarely than iterations end."""
-        powers = [*self._powers]
+        powers = self.powers
         if len(powers) < _LEAST_POWERS:
             return 1.0
         return sum(measured_w for measured_w, _ in powers) / sum(promised_w for _, promised_w in powers)
 
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as plain values."""
-        powers = [list(power) for power in self._powers]
-        return {"stopped_s": self.stopped_s, "stops": self._stops, "times": [*self._times], "powers": powers}
 
-    def state_of_stops(self) -> dict[str, Any]:
-        """Return the same without the ratios, which belong to the plans of one profile."""
-        return {**self.state(), "times": [], "powers": []}
+@dataclass(frozen=True)
+class Forecast:
+    """Time and energy of one iteration of the whole job.
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what a checkpoint kept; later measurements gradually replace it.
+    Attributes:
+        time_s: Iteration time that the plans promise [s].
+        energy_j: Energy of all GPUs that they promise [J].
+        default_time_s: Iteration time at default clocks [s].
+        default_energy_j: Energy of all GPUs at default clocks [J].
+        default_measured: Whether time and energy at default clocks were measured in this job.
+    """
 
-        Raises:
-            Exception: It is damaged; nothing has changed.
+    time_s: float
+    energy_j: float
+    default_time_s: float
+    default_energy_j: float
+    default_measured: bool = False
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the pipelines run, as rank 0 has decided.
+
+    Attributes:
+        plan: What the policy asks for, as a place on the frontier.
+        paused: Whether to run at default clocks.
+        halts: Whether all ranks wait before that iteration.
+        capped: Whether default clocks would draw more than the power cap in force: then all iterations run under plans.
+        stretch_factors: Of each pipeline: how many times as long as the policy's plan its plan may take.
+        plans: Of each pipeline.
+        promised_slowdown: Of the whole job against default clocks, by the profile.
+        promised_power: Relative to default clocks, with which plans keep both of their promises.
+        number: Another one whenever anything else is another.
+    """
+
+    plan: int = 0
+    paused: bool = False
+    halts: bool = False
+    capped: bool = False
+    stretch_factors: tuple[float, ...] = ()
+    plans: tuple[int, ...] = ()
+    promised_slowdown: float = 0.0
+    promised_power: float = 1.0
+    number: int = field(default=0, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        frontier: Frontier,
+        plan: int,
+        stretch_factors: Sequence[float],
+        *,
+        others: Mapping[int, Frontier] = NO_OTHERS,
+        lateness: float = 0.0,
+        **decided: bool,
+    ) -> Assignment:
+        """Give every pipeline its plan: as slow as it may be without making the others wait.
+
+        Args:
+            frontier: The plans.
+            plan: The policy's.
+            stretch_factors: Of every pipeline.
+            others: The plans of pipelines that have others.
+            lateness: How much longer than promised plans take in this job, as a fraction: plans are faster by that, to
+                keep what the policy's plan promises.
+            decided: Whether it is ``paused``, ``halts`` and ``capped``.
         """
-        stopped_s, stops = float(state["stopped_s"]), int(state["stops"])
-        times = [float(time) for time in state["times"]]
-        powers = [(float(measured_w), float(promised_w)) for measured_w, promised_w in state["powers"]]
-        divisors = [*times, *(promised_w for _, promised_w in powers)]
-        figures = [stopped_s, stops, *divisors, *(measured_w for measured_w, _ in powers)]
-        if not all(0 <= figure <= _LARGEST for figure in figures) or 0 in divisors:
-            raise ValueError(f"statistics {state}")
-        self.stopped_s, self._stops = stopped_s, stops
-        self._times, self._powers = deque(times, maxlen=_REMEMBERED), deque(powers, maxlen=_REMEMBERED)
+
+        def with_factors(factors: tuple[float, ...]) -> Assignment:
+            plans = tuple(
+                stretched_plan(frontier, plan, factor, others.get(pipeline)) for pipeline, factor in enumerate(factors)
+            )
+            return cls(plan=plan, stretch_factors=factors, plans=plans, **decided)
+
+        assignment = with_factors(tuple(stretch_factors))
+        promised = forecast = assignment.forecast(frontier, 1, others)
+        if lateness > 0:
+            assignment = with_factors(tuple(factor / (1 + lateness) for factor in stretch_factors))
+            forecast = assignment.forecast(frontier, 1, others)
+        time_ratio = promised.time_s / promised.default_time_s
+        power = forecast.energy_j / forecast.default_energy_j / time_ratio
+        return replace(assignment, promised_slowdown=time_ratio - 1, promised_power=power)
+
+    def forecast(self, frontier: Frontier, gpus_per_stage: int, others: Mapping[int, Frontier] = NO_OTHERS) -> Forecast:
+        """Return time and energy of the job's iteration, under these plans and at default clocks.
+
+        A pipeline that takes ``s`` times as long is charged ``s`` times its plan's energy, and the
+        others wait for the slowest at blocking power: the accounting of the paper's emulation.
+
+        Args:
+            frontier: The plans.
+            gpus_per_stage: GPUs of one pipeline that share a stage.
+            others: The plans of pipelines that have others.
+        """
+        own = [others.get(pipeline, frontier) for pipeline in range(len(self.plans))]
+        plans = [its.plans[number] for its, number in zip(own, self.plans, strict=True)]
+        time_s, energy_j = self._of_job(plans, frontier)
+        default_time_s, default_energy_j = self._of_job([its.baseline for its in own], frontier)
+        return Forecast(time_s, gpus_per_stage * energy_j, default_time_s, gpus_per_stage * default_energy_j)
+
+    def _of_job(self, plans: Sequence[FrequencyPlan], frontier: Frontier) -> tuple[float, float]:
+        """Return time [s] and energy [J], one GPU a stage, of pipelines as slow as they are under these plans."""
+        slowness = [max(self.stretch_factors) / factor for factor in self.stretch_factors]
+        times_s = [plan.time_s * slow for plan, slow in zip(plans, slowness, strict=True)]
+        energies_j = [plan.energy_j * slow for plan, slow in zip(plans, slowness, strict=True)]
+        waiting_s = sum(max(times_s) - time_s for time_s in times_s) * len(frontier.instructions)
+        return max(times_s), sum(energies_j) + frontier.provenance.blocking_power_w * waiting_s
 
 
 def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> Decision:

@@ -1,32 +1,33 @@
-"""The cheapest assignment of plans to the hours of a signal, exactly, with its bound.
+"""The cheapest assignment of plans to the hours of a signal, exactly, with its bound; and what a job's energy has cost.
 
 A job runs from now until its steps are done, which must be before a deadline. In every hour it divides its time among
 plans, each with a rate [steps/s] and a power [W], and a price is paid for the energy. For a given hour in which the job
-ends, that is a linear programme over (hour, plan). An hour's cost is a convex function of its steps: the price times
-the lower hull of power over rate (the upper hull where the price is negative). So the programme is solved exactly by
-filling the segments of the hulls of all hours in the order of their cost for a step, up to one marginal cost, at which
-as many steps are done as are needed. That takes milliseconds for a week of hours, where a general solver takes nearly a
-second (``benchmarks/price_signal.py``).
+ends, that is a linear programme over (hour, plan) with one condition that joins the hours: the steps to be done. If
+every step is worth so much, its *marginal cost*, each hour runs the one plan for which cost less worth is lowest. The
+higher it is, the more steps are done. At the marginal cost at which as many are done as are needed, the cost is least;
+hours in which two plans are equally good there are divided between them (Lagrange). It takes milliseconds for a week of
+hours, where a general solver takes nearly a second (``benchmarks/price_signal.py``).
 
-The hour in which the job ends is chosen by branch and bound: for any marginal cost, the Lagrangian gives a lower bound
-of the cost for all hours at once. The hour of the lowest bound is solved, and its marginal cost improves the bounds,
-until none is below the best cost found.
+The hour in which the job ends is chosen by branch and bound: any marginal cost gives a lower bound of the cost for all
+hours at once. The hour of the lowest bound is solved, and its marginal cost improves the bounds, until none is below
+the best cost found.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
+from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.profile import lower_hull
+from perseus_ds.artifacts.run_records import CostsSoFar
 from perseus_ds.policy.policies import CheapestPolicy
 from perseus_ds.policy.signals import Numbers, Signal
+from perseus_ds.units import J_PER_KWH
 
 Places = npt.NDArray[np.int64]
 HALT = -1
@@ -35,6 +36,7 @@ _DONE = -2
 # Rates, times and steps are sums of many numbers.
 _TOLERANCE = 1e-9
 _ROUNDING = 1e-12
+_MOST_ROUNDS = 200
 
 
 @dataclass(frozen=True)
@@ -111,69 +113,51 @@ def cheapest(
         near: Of nearly the same hours and steps, if known: then it takes less time.
     """
     programme = _Programme(options, edges_s, prices, steps)
-    possible = programme.possible()
-    if not possible.any():
+    bounds = programme.least_costs()
+    possible = np.flatnonzero(bounds < np.inf)
+    if not possible.size:
         return None
-    bounds = np.where(possible, -np.inf, np.inf)
-    latest = int(np.flatnonzero(possible)[-1])
-    guess = (latest, 0.0) if near is None else (min(near.last, latest), near.marginal)
-    best = found = programme.solve(*guess)
+    last, marginal = (int(possible[-1]), 0.0) if near is None else (min(near.last, int(possible[-1])), near.marginal)
+    best = found = programme.solve(last, marginal)
     while True:
         bounds = np.maximum(bounds, programme.lower_bounds(found.marginal))
         bounds[found.last] = np.inf
         last = int(bounds.argmin())
-        rounding = _ROUNDING * (abs(best.cost) + abs(found.marginal) * steps)
-        if not bounds[last] < best.cost - rounding:  # also where it is no number
+        if not bounds[last] < best.cost - _ROUNDING * (abs(best.cost) + abs(found.marginal) * steps):
             return best
         found = programme.solve(last, found.marginal)
         best = min(best, found, key=lambda ending: ending.cost)
 
 
 class _Hull:
-    """The options that are worth their cost at some price of a sign, by ascending rate.
-
-    Attributes:
-        plans: Of each corner.
-        rates: Of each corner.
-        powers_w: Of each corner.
-        slopes: What a step costs in each segment, at a price of plus or minus one; ascending.
-    """
+    """The options that are worth their cost at some price of a sign, by ascending rate."""
 
     def __init__(self, options: Sequence[Option], sign: int) -> None:
-        ordered = sorted(options, key=lambda option: (option.rate, sign * option.power_w))
-        cheapest_of_rate = [next(same) for _, same in groupby(ordered, key=lambda option: option.rate)]
-        rates = np.array([option.rate for option in cheapest_of_rate])
-        costs = sign * np.array([option.power_w for option in cheapest_of_rate])
-        corners = lower_hull(rates, costs)
-        self.plans: Places = np.array([cheapest_of_rate[corner].plan for corner in corners])
-        self.rates, self.powers_w = rates[corners], sign * costs[corners]
-        # Convex but for rounding.
-        self.slopes = np.maximum.accumulate(np.diff(costs[corners]) / np.diff(self.rates))
+        by_rate: dict[float, Option] = {}  # of each rate, the one that costs least
+        for option in sorted(options, key=lambda option: (option.rate, -sign * option.power_w)):
+            by_rate[option.rate] = option
+        rates, powers_w, plans = np.array([(o.rate, o.power_w, o.plan) for o in by_rate.values()]).T
+        corners = lower_hull(rates, sign * powers_w)
+        # Of each corner.
+        self._rates, self._powers_w, self._plans = rates[corners], powers_w[corners], plans[corners].astype(np.int64)
+        # What a step costs from one corner to the next, at a price of 1 or -1: ascending, but for rounding.
+        self._slopes = np.maximum.accumulate(sign * np.diff(self._powers_w) / np.diff(self._rates))
+
+    def at(self, worth: Numbers) -> tuple[Numbers, Numbers, Places]:
+        """Return rate, power and plan where a step is worth so much, at a price of 1 or -1."""
+        corners = np.searchsorted(self._slopes, worth, "right")
+        return self._rates[corners], self._powers_w[corners], self._plans[corners]
 
 
 @dataclass(frozen=True, eq=False)
 class _Filled:
-    """All segments that cost at most so much for a step.
+    """What runs in each hour if a step is worth so much: rate, plan, and cost of each hour; steps and cost of all."""
 
-    Attributes:
-        marginal: So much.
-        rates: Of each hour.
-        plans: Of each hour.
-        costs: Of each hour.
-        steps: Of all.
-        cost: Of all.
-    """
-
-    marginal: float
     rates: Numbers
     plans: Places
     costs: Numbers
     steps: float
     cost: float
-
-    def reduced_cost(self, marginal: float, steps: float) -> float:
-        """Return the cost if steps that are missing, or too many, cost so much."""
-        return self.cost + marginal * (steps - self.steps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,8 +168,8 @@ class Solution:
         last: The hour.
         cost: Sum over time of price times energy [price x J].
         marginal: What a step costs in the hours that are divided between plans.
-        low: Too few segments.
-        high: Enough segments; each of those that are not in ``low`` costs as much for a step.
+        low: Too few steps, at that marginal cost.
+        high: Enough steps, at that marginal cost.
         edges_s: Edges of the hours [Unix seconds].
         steps: How many are to be done.
     """
@@ -233,13 +217,12 @@ class _Programme:
         ending = [*options, Option(_DONE, 0.0, 0.0)]
         self._ending = _Hull(ending, 1), _Hull(ending, -1)
 
-    def possible(self) -> npt.NDArray[np.bool_]:
-        """Return whether the job can end in each hour."""
+    def least_costs(self) -> Numbers:
+        """Return minus infinity for each hour in which the job can end, infinity for the others."""
         after_s, slack = self._edges_s - self._edges_s[0], _TOLERANCE * self._steps
         is_long_enough = max(self._rates) * after_s[1:] >= self._steps - slack
         is_short_enough = min(self._rates) * after_s[:-1] <= self._steps + slack
-        possible: npt.NDArray[np.bool_] = is_long_enough & is_short_enough
-        return possible
+        return np.where(is_long_enough & is_short_enough, -np.inf, np.inf)
 
     def lower_bounds(self, marginal: float) -> Numbers:
         """Return, for each hour, a cost below which a job that ends in it cannot stay."""
@@ -249,44 +232,102 @@ class _Programme:
         return before + np.minimum(reduced, 0) + marginal * self._steps
 
     def solve(self, last: int, guess: float) -> Solution:
-        """Return the least cost of a job that ends in an hour, which must be possible; ``guess`` is a marginal cost."""
-        low, high = self._filled(-math.inf, last), self._filled(math.inf, last)
+        """Return the least cost of a job that ends in an hour, which must be possible; ``guess`` is a marginal cost.
+
+        The least cost is convex in the steps, so it is nowhere below its tangents. Two of them, one with too few steps
+        and one with too many, meet at the next marginal cost to try.
+        """
+        low, high = self._filled(-np.inf, last), self._filled(np.inf, last)
         steps = min(max(self._steps, low.steps), high.steps)
         found = self._filled(guess, last)
-        while True:
+        for _ in range(_MOST_ROUNDS):
             if low.steps < found.steps < high.steps:
                 low, high = (found, high) if found.steps < steps else (low, found)
-            # Steps hardly bend between two marginal costs that are near each other.
-            if math.isfinite(high.marginal - low.marginal):
-                share = (steps - low.steps) / (high.steps - low.steps)
-                found = self._filled(low.marginal + share * (high.marginal - low.marginal), last)
-                if low.steps < found.steps < high.steps:
-                    low, high = (found, high) if found.steps < steps else (low, found)
-            # If nothing costs less than what is on the line between the two, nothing costs less at all.
             marginal = (high.cost - low.cost) / (high.steps - low.steps)
-            cost = low.reduced_cost(marginal, steps)
+            cost = low.cost + marginal * (steps - low.steps)
             found = self._filled(marginal, last)
-            below = cost - found.reduced_cost(marginal, steps)
+            below = cost - (found.cost + marginal * (steps - found.steps))
             if below <= _ROUNDING * (abs(cost) + abs(marginal) * steps) or found.steps in (low.steps, high.steps):
-                return Solution(last, cost, marginal, low, high, self._edges_s, self._steps)
+                break
+        return Solution(last, cost, marginal, low, high, self._edges_s, self._steps)
 
     def _filled(self, marginal: float, last: int | None = None) -> _Filled:
         """Fill the hours at a marginal cost: those up to the last one, which the job may leave early, or all."""
         count = len(self._prices) if last is None else last + 1
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             worth = marginal / self._sizes[:count]
-        rates, powers_w, plans = _corners(self._hulls[0], worth)
+        rates, powers_w, plans = self._hulls[0].at(worth)
         negative = self._negative[: np.searchsorted(self._negative, count)]
-        if negative.size:
-            rates[negative], powers_w[negative], plans[negative] = _corners(self._hulls[1], worth[negative])
+        rates[negative], powers_w[negative], plans[negative] = self._hulls[1].at(worth[negative])
         if last is not None:
-            rates[last], powers_w[last], plans[last] = _corners(self._ending[int(self._prices[last] < 0)], worth[last])
+            rates[last], powers_w[last], plans[last] = self._ending[int(self._prices[last] < 0)].at(worth[last])
         costs = self._lengths_s[:count] * self._prices[:count] * powers_w
-        steps = float(self._lengths_s[:count] @ rates)
-        return _Filled(marginal, rates, plans, costs, steps, float(costs.sum()))
+        return _Filled(rates, plans, costs, float(self._lengths_s[:count] @ rates), float(costs.sum()))
 
 
-def _corners(hull: _Hull, worth: Numbers) -> tuple[Numbers, Numbers, Places]:
-    """Return rate, power and plan of the corners up to which a step costs at most so much, at a price of one."""
-    corners = np.searchsorted(hull.slopes, worth, "right")
-    return hull.rates[corners], hull.powers_w[corners], hull.plans[corners]
+class CostAccount(FileModel):
+    """Costs since a cheapest policy began, in values of its signal times kWh; checkpoints keep it.
+
+    The fastest plan throughout is charged with its own hours: it would have been at the same step earlier.
+
+    Attributes:
+        iterations: How many are counted.
+        cost: Of their energy, and of the energy while training stood still.
+        fastest_cost: Of as many iterations under the plan of ``slowdown: 0``.
+        halted_s: How long training stood still [s].
+        bound: What no assignment of plans to hours would have stayed below, as computed at the beginning; None before.
+        fastest_at_s: When the fastest plan would have been here [Unix seconds]; None before.
+    """
+
+    iterations: int = 0
+    cost: float = 0.0
+    fastest_cost: float = 0.0
+    halted_s: float = 0.0
+    bound: float | None = None
+    fastest_at_s: float | None = None
+
+    @property
+    def saved(self) -> float | None:
+        """How much less it cost than under the fastest plan, as a fraction; None where that cannot be told."""
+        return 1 - self.cost / self.fastest_cost if self.fastest_cost > 0 else None
+
+    def add_iteration(
+        self,
+        signal: Signal,
+        *,
+        ended_s: float,
+        time_s: float,
+        energy_j: float,
+        fastest_time_s: float,
+        fastest_energy_j: float,
+    ) -> None:
+        """Add an iteration.
+
+        Args:
+            signal: Values over time.
+            ended_s: When it ended [Unix seconds].
+            time_s: How long it took [s].
+            energy_j: Of all GPUs [J].
+            fastest_time_s: How long it takes under the fastest plan, with the time until the next one [s].
+            fastest_energy_j: Its energy then [J].
+        """
+        begin_s = ended_s - time_s if self.fastest_at_s is None else self.fastest_at_s
+        self.iterations += 1
+        self.cost += _cost(signal, ended_s - time_s, ended_s, energy_j)
+        self.fastest_at_s = begin_s + fastest_time_s
+        self.fastest_cost += _cost(signal, begin_s, self.fastest_at_s, fastest_energy_j)
+
+    def add_halt(self, signal: Signal, *, begin_s: float, end_s: float, energy_j: float) -> None:
+        """Add a time in which training stood still [Unix seconds, J]."""
+        self.halted_s += end_s - begin_s
+        self.cost += _cost(signal, begin_s, end_s, energy_j)
+
+    def so_far(self, *, done: bool = False) -> CostsSoFar:
+        """Return the record of what is counted; ``done`` if these are all."""
+        counted = self.model_dump(exclude={"fastest_at_s"})
+        return CostsSoFar(**{**counted, "halted_s": round(self.halted_s, 3)}, done=done)
+
+
+def _cost(signal: Signal, begin_s: float, end_s: float, energy_j: float) -> float:
+    """Return the cost of energy that was used evenly over a span of time."""
+    return signal.mean_between(begin_s, end_s) * energy_j / J_PER_KWH

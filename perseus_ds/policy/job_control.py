@@ -8,22 +8,30 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
+from pydantic import ConfigDict, Field
+
+from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.run_records import Event, OrderGiven, PolicyChanged
 from perseus_ds.policy.control_socket import AnyOrder, Pause, Reduce, Resume, SetPolicy, SetStraggler, Status
-from perseus_ds.policy.cost_account import CostAccount
-from perseus_ds.policy.pace import Straggler
-from perseus_ds.policy.policies import POLICY, PolicyConfig, check_deadline, reduced
+from perseus_ds.policy.hourly_programme import CostAccount
+from perseus_ds.policy.policies import PolicyConfig, check_deadline, reduced
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.timebase import REAL_TIME, Timebase
 from perseus_ds.units import duration, percent, watts
 
 logger = logging.getLogger("perseus_ds")
-_MOST_STEPS = 10**12
 # Iterations that end under the old plan after an order: the one under way, and the one after it.
 _FOLLOWED_AFTER = 2
 _HOUR_S = 3600.0
+
+
+class Straggler(NamedTuple):
+    """A pipeline that all others wait for, and how many times as long as it would it takes."""
+
+    pipeline: int
+    slowdown: float
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,7 @@ class JobControl:
         self.steps = self.own_steps = 0
         self.progress: Mapping[str, Any] = {}
         self.signals: SignalWatch | None = None
-        self.costs = CostAccount(timebase)
+        self.costs = CostAccount()
         self.on_order: Callable[[OrderGiven], None] = lambda order: None
         self.effect_of: Callable[[PolicyConfig], Effect | None] = _not_known
         self._pipelines = pipelines
@@ -211,15 +219,16 @@ class JobControl:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as plain values."""
         with self._lock:
-            reported = {str(p): [step, slowdown] for p, (step, slowdown) in self._reported.items()}
-        return {
-            "policy": self.policy.model_dump(mode="json"),
-            "configured": self._configured.model_dump(mode="json"),
-            "paused": self.paused,
-            "steps": self.steps,
-            "stragglers": reported,
-            **({"costs": self.costs.state()} if self.costs.iterations else {}),
-        }
+            reported = dict(self._reported)
+        return _Kept(
+            policy=self.policy,
+            configured=self._configured,
+            paused=self.paused,
+            steps=self.steps,
+            stragglers=reported,
+            costs=self.costs,
+            saved_at=self._timebase.date().timestamp(),
+        ).model_dump(mode="json")
 
     def restore(self, state: Mapping[str, Any], steps: int | None = None) -> bool:
         """Restore what a checkpoint kept, if anything; a policy that the config has changed since is the config's.
@@ -234,31 +243,39 @@ class JobControl:
         same_policy = False
         if state:
             try:
-                same_policy = self._take_up(state)
-            except Exception as error:  # saved by another version, or damaged
+                same_policy = self._take_up(_Kept.model_validate(state))
+            except ValueError as error:  # saved by another version, or damaged
                 logger.warning(
                     "perseus: what the checkpoint holds of Perseus cannot be read (%r); it is ignored.", error
                 )
         self.steps = self.steps if steps is None else steps
         return same_policy
 
-    def _take_up(self, state: Mapping[str, Any]) -> bool:
-        policy, configured = (POLICY.validate_python(state[key]) for key in ("policy", "configured"))
-        reported = {int(p): (int(step), float(s)) for p, (step, s) in state["stragglers"].items()}
-        paused, steps = bool(state["paused"]), int(state["steps"])
-        if not 0 <= steps <= _MOST_STEPS or not all(1 <= slowdown < math.inf for _, slowdown in reported.values()):
-            raise ValueError(f"steps {steps}, stragglers {reported}")
-        if configured == self._configured and "costs" in state:
-            self.costs.restore(state["costs"])
+    def _take_up(self, kept: _Kept) -> bool:
         with self._lock:
-            self._reported = {p: entry for p, entry in reported.items() if p < self._pipelines}
-            self.paused, self.steps = paused, steps
-            if configured != self._configured:
+            self._reported = {p: entry for p, entry in kept.stragglers.items() if p < self._pipelines}
+            self.paused, self.steps = kept.paused, kept.steps
+            if kept.configured != self._configured:
                 return False
-            self.policy = policy
+            self.policy, self.costs = kept.policy, kept.costs
+        if self.costs.fastest_at_s is not None:  # the time in which the job did not run is lost under any plan
+            self.costs.fastest_at_s += self._timebase.date().timestamp() - kept.saved_at
         if self.signals is not None:
-            self.signals.follow_if_possible(policy)
+            self.signals.follow_if_possible(self.policy)
         return True
+
+
+class _Kept(FileModel):
+    """What a checkpoint keeps, beside the progress of the mode; a straggler counts from a step on."""
+
+    model_config = ConfigDict(extra="ignore")
+    policy: PolicyConfig
+    configured: PolicyConfig
+    paused: bool
+    steps: int = Field(ge=0, le=10**12)
+    stragglers: dict[int, tuple[int, Annotated[float, Field(ge=1)]]]
+    costs: CostAccount
+    saved_at: float
 
 
 def _not_known(policy: PolicyConfig) -> Effect | None:

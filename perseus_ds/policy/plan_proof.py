@@ -79,12 +79,13 @@ class IterationSample:
     @classmethod
     def joined(cls, blocks: Sequence[IterationSample]) -> IterationSample:
         """Return the iterations of several blocks."""
-        joined = cls(blocks[0].counter_period_s)
-        for block in blocks:
-            joined.shapes.update(block.shapes)
-            for time_s, energy_j in zip(block.times_s, block.energies_j, strict=True):
-                joined.add(time_s, energy_j)
-        return joined
+        return cls(
+            blocks[0].counter_period_s,
+            times_s=[time_s for block in blocks for time_s in block.times_s],
+            energies_j=[energy_j for block in blocks for energy_j in block.energies_j],
+            shapes=sum((block.shapes for block in blocks), Counter()),
+            _total_s=sum(block._total_s for block in blocks),
+        )
 
     def add(self, time_s: float, energy_j: float) -> None:
         """Add an iteration."""
@@ -247,13 +248,11 @@ class PlanComparison:
         Those under plans may be under several, as policies ask for them: each is held to its own promise, and the
         result is the mean of them.
         """
-        promised_times = np.log1p([block.promised_slowdown for block in blocks])
-        promised_powers = np.log([block.promised_power for block in blocks])
-        times = np.log([block.time_s for block in blocks]) - promised_times
-        powers = np.log([block.power_w for block in blocks]) - promised_powers
-        late, time_error = under_plan_minus_default(times, np.array([block.time_error for block in blocks]))
-        power, power_error = under_plan_minus_default(powers, np.array([block.refresh_error for block in blocks]))
-        promised_time, promised_power = float(promised_times[1::2].mean()), float(promised_powers[1::2].mean())
+        promised = np.array([(math.log1p(b.promised_slowdown), math.log(b.promised_power)) for b in blocks]).T
+        levels = np.log([(block.time_s, block.power_w) for block in blocks]).T - promised
+        errors = np.array([(block.time_error, block.refresh_error) for block in blocks]).T
+        (late, power), (time_error, power_error) = under_plan_minus_default(levels, errors)
+        promised_time, promised_power = map(float, promised[:, 1::2].mean(axis=1))
         return cls.of_logarithms(
             float(late) + promised_time,
             float(time_error),
@@ -354,19 +353,22 @@ class Verdict:
             is_last: Whether no more blocks follow.
         """
         uses = comparison.uses(sure)
+        kept = is_late = False
         if comparison.is_late(sure):
-            return cls(comparison, kept=False, is_late=True, reason="it takes longer than promised")
-        if uses > 0:
-            return cls(comparison, kept=False, is_late=False, reason="it uses more energy")
-        if comparison.is_in_time(sure) and uses < 0:
-            return cls(comparison, kept=True, is_late=False, reason="it is in time and saves energy")
-        if not (is_last or comparison.is_known):
+            is_late, reason = True, "it takes longer than promised"
+        elif uses > 0:
+            reason = "it uses more energy"
+        elif comparison.is_in_time(sure) and uses < 0:
+            kept, reason = True, "it is in time and saves energy"
+        elif not (is_last or comparison.is_known):
             return None
-        if comparison.slowdown > comparison.promised_slowdown + TOLERANCE:
-            return cls(comparison, kept=False, is_late=True, reason="it seems to take longer than promised")
-        if uses == 0:
-            return cls(comparison, kept=False, is_late=False, reason="it saves no energy that could be measured")
-        return cls(comparison, kept=True, is_late=False, reason="it seems to be in time, and saves energy")
+        elif comparison.slowdown > comparison.promised_slowdown + TOLERANCE:
+            is_late, reason = True, "it seems to take longer than promised"
+        elif uses == 0:
+            reason = "it saves no energy that could be measured"
+        else:
+            kept, reason = True, "it seems to be in time, and saves energy"
+        return cls(comparison, kept, is_late, reason)
 
 
 # Lateness below this fraction of an iteration, or below so many standard errors, is not worth other plans.

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from datetime import datetime, time
-from functools import cached_property, partial
-from typing import Annotated, Literal, TypeVar
+from functools import cached_property
+from typing import Annotated, Literal
 from zoneinfo import ZoneInfo
 
 from pydantic import (
     AfterValidator,
     AwareDatetime,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     TypeAdapter,
-    field_validator,
     model_validator,
 )
 from typing_extensions import Self
 
 from perseus_ds.errors import ConfigError
-
-T = TypeVar("T")
 
 
 class _Policy(BaseModel):
@@ -36,7 +34,19 @@ class _SteadyPolicy(_Policy):
     )
 
 
-def _fraction(value: float) -> float:
+def fraction_not_percentage(value: object) -> object:
+    """Return a value that is to be a fraction, for the check of its limits.
+
+    Raises:
+        ValueError: It is above 1; the text asks whether a percentage was meant.
+    """
+    if isinstance(value, (int, float)) and value > 1:
+        question = f"; was {value / 100:.4g} meant?" if 2 <= value <= 100 else ""
+        raise ValueError(f"expected a fraction, at most 1, got {value:g}{question}")
+    return value
+
+
+def _slowdown(value: float) -> float:
     if value >= 1:
         meant = value - 1 if 1 < value < 2 else value / 100
         question = f"; was {meant:.4g} meant, {100 * meant:.4g} % slower?" if meant < 1 else ""
@@ -48,19 +58,23 @@ class SlowdownPolicy(_SteadyPolicy):
     """At most so much slower than the fastest iteration."""
 
     name: Literal["slowdown"] = "slowdown"
-    max_slowdown: Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_fraction)] = Field(
+    max_slowdown: Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_slowdown)] = Field(
         0.0, description="As a fraction of T_min, below 1."
     )
 
 
-class DeadlinePolicy(_Policy):
-    """Finish by a time, with the least energy that allows it."""
-
-    name: Literal["deadline"]
+class _TimelyPolicy(_Policy):
+    name: str
     finish_by: AwareDatetime = Field(description="When the last step must be done, such as 2030-01-31T08:00:00+00:00.")
     total_steps: int = Field(
         gt=0, le=10**12, description="Steps of the whole training, those before a checkpoint included."
     )
+
+
+class DeadlinePolicy(_TimelyPolicy):
+    """Finish by a time, with the least energy that allows it."""
+
+    name: Literal["deadline"]
 
 
 class PowerCapPolicy(_Policy):
@@ -93,12 +107,6 @@ Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 _DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 
-def _not_empty(value: tuple[T, ...], what: str) -> tuple[T, ...]:
-    if not value:
-        raise ValueError(f"expected at least one {what}")
-    return value
-
-
 def _local(value: time) -> time:
     if value.tzinfo is not None:
         raise ValueError('expected a time without zone, such as 17:00; the zone is that of "timezone"')
@@ -121,9 +129,7 @@ class Window(_Policy):
         description="Local time. One that is not after begin is of the next day: 22:00 to 06:00; 00:00 to 00:00 is a "
         "whole day."
     )
-    days: Annotated[tuple[Day, ...], AfterValidator(partial(_not_empty, what="day"))] = Field(
-        _DAYS, description="The days on which it begins."
-    )
+    days: tuple[Day, ...] = Field(_DAYS, min_length=1, description="The days on which it begins.")
     policy: SimplePolicy = Field(description="As above: slowdown, deadline, power_cap or energy_optimal.")
 
     def contains(self, local: datetime) -> bool:
@@ -142,9 +148,7 @@ class SchedulePolicy(_Policy):
     timezone: Annotated[str, AfterValidator(_name_of_a_zone)] = Field(
         description="Time zone of the windows, such as Europe/Berlin; daylight saving is followed."
     )
-    windows: Annotated[tuple[Window, ...], AfterValidator(partial(_not_empty, what="window"))] = Field(
-        description="Times with a policy of their own."
-    )
+    windows: tuple[Window, ...] = Field(min_length=1, description="Times with a policy of their own.")
     default: SimplePolicy = Field(default_factory=SlowdownPolicy, description="Outside of all windows.")
 
     @cached_property
@@ -157,14 +161,10 @@ class SchedulePolicy(_Policy):
         return next((window.policy for window in self.windows if window.contains(local)), self.default)
 
 
-class CheapestPolicy(_Policy):
+class CheapestPolicy(_TimelyPolicy):
     """Finish by a time at the least cost or carbon, by the hours of a price or a carbon intensity."""
 
     name: Literal["cheapest"]
-    finish_by: AwareDatetime = Field(description="When the last step must be done, such as 2030-01-31T08:00:00+00:00.")
-    total_steps: int = Field(
-        gt=0, le=10**12, description="Steps of the whole training, those before a checkpoint included."
-    )
     signal: str = Field(
         description="File with the price or carbon intensity over time, CSV or JSON; read again when it changes."
     )
@@ -174,18 +174,6 @@ class CheapestPolicy(_Policy):
 _Lasting = _Simple | SchedulePolicy | CheapestPolicy
 
 
-def fraction_not_percentage(value: object) -> object:
-    """Return a value that is to be a fraction, for the check of its limits.
-
-    Raises:
-        ValueError: It is above 1; the text asks whether a percentage was meant.
-    """
-    if isinstance(value, (int, float)) and value > 1:
-        question = f"; was {value / 100:.4g} meant?" if 2 <= value <= 100 else ""
-        raise ValueError(f"expected a fraction, at most 1, got {value:g}{question}")
-    return value
-
-
 LastingPolicy = Annotated[_Lasting, Field(discriminator="name")]
 
 
@@ -193,7 +181,7 @@ class ReducePolicy(_Policy):
     """Less power for a while: another policy and a power cap beside it, until a time or by a file."""
 
     name: Literal["reduce"]
-    power_fraction: float | None = Field(
+    power_fraction: Annotated[float | None, BeforeValidator(fraction_not_percentage)] = Field(
         None,
         gt=0,
         le=1,
@@ -206,8 +194,6 @@ class ReducePolicy(_Policy):
         "Where both ask for one, the smaller counts.",
     )
     policy: LastingPolicy = Field(default_factory=SlowdownPolicy, description="Any other policy.")
-
-    _no_percentage = field_validator("power_fraction", mode="before")(fraction_not_percentage)
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> Self:
@@ -269,7 +255,7 @@ def check_deadline(policy: PolicyConfig, now: datetime) -> None:
         ConfigError: It has passed.
     """
     for part in parts_of(policy):
-        if isinstance(part, DeadlinePolicy | CheapestPolicy) and part.finish_by <= now:
+        if isinstance(part, _TimelyPolicy) and part.finish_by <= now:
             raise ConfigError(
                 f"policy.finish_by: {part.finish_by.isoformat()} has passed; it is "
                 f"{now.isoformat(timespec='seconds')}. Give a time to come."

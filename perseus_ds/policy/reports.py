@@ -4,48 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 import struct
-import typing
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from perseus_ds.artifacts.plan import ClockTimes
+from perseus_ds.clocks.timers import Span
 from perseus_ds.errors import ConnectionLostError
+from perseus_ds.measures import error_of_median
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.policy.decisions import Assignment
 from perseus_ds.ranks import Communicator, Pending
 
 
-@dataclass(frozen=True, kw_only=True)
-class Assigned:
-    """What rank 0 assigns to all ranks for the next iteration; it counts in its own report, and all ranks get it back.
-
-    Attributes:
-        plan: What the policy asks for, as a place on the frontier.
-        paused: Whether to run at default clocks.
-        halts: Whether all ranks wait before that iteration.
-        capped: Whether default clocks would draw more than the power cap in force: then all iterations run under plans.
-        number: Another one whenever the plan of any pipeline is another.
-        promised_slowdown: Of the whole job against default clocks, by the profile.
-    """
-
-    plan: int = 0
-    paused: bool = False
-    halts: bool = False
-    capped: bool = False
-    number: int = 0
-    promised_slowdown: float = 0.0
-
-    def assigned(self) -> dict[str, Any]:
-        """Return these fields alone."""
-        return {field.name: getattr(self, field.name) for field in fields(Assigned)}
-
-
 @dataclass(frozen=True)
-class RankReport(Assigned):
-    """One rank's report of an iteration to rank 0, as numbers, with rank 0's assignment.
+class RankReport:
+    """One rank's report of an iteration to rank 0: as numbers, 0 and 1 for truths.
 
     Attributes:
         time_s: Iteration time [s].
@@ -92,12 +75,7 @@ class RankReport(Assigned):
 
     def as_numbers(self) -> list[float]:
         """Return the fields in their order."""
-        return [float(getattr(self, name)) for name in _PLACES]
-
-    @classmethod
-    def from_numbers(cls, numbers: Sequence[float]) -> RankReport:
-        """Return what :meth:`as_numbers` was made of."""
-        return cls(**{name: kind(number) for (name, kind), number in zip(_KINDS.items(), numbers, strict=True)})
+        return [*map(float, vars(self).values())]
 
 
 class GpuLimit(NamedTuple):
@@ -114,7 +92,7 @@ class GpuLimit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class JobReport(Assigned):
+class JobReport:
     """Rank 0's answer to the reports of an iteration, with its decision.
 
     Attributes:
@@ -133,8 +111,7 @@ class JobReport(Assigned):
         drift_beside_pace: As ``drift``, where a factor that all instructions have in common is not counted.
         drift_beside_pace_most: The same of the pipeline that is farthest from it.
         limits: Of each GPU that may do less than when the profile was measured.
-        stretch_factor: How many times as long as the policy's plan the plan of this rank's pipeline may take, by rank
-            0's decision.
+        decided: What rank 0 has decided on a later iteration; None in phases without plans.
     """
 
     time_s: float
@@ -150,15 +127,15 @@ class JobReport(Assigned):
     drift_beside_pace: float = 0.0
     drift_beside_pace_most: float = 0.0
     limits: tuple[GpuLimit, ...] = ()
-    stretch_factor: float = 1.0
+    decided: Assignment | None = None
 
     @classmethod
-    def of(cls, ranks: RankReports) -> JobReport:
-        """Return the answer to the reports of all ranks; stretch factors are still to be filled in."""
-        rank_0, energies_j = ranks.of_rank_0, ranks.column("energy_j")
+    def of(cls, ranks: RankReports, decided: Assignment | None = None) -> JobReport:
+        """Return the answer to the reports of all ranks, with what rank 0 has decided."""
+        energies_j = ranks.column("energy_j")
         drift = drift_most = pace = math.nan
         beside = beside_most = 0.0
-        if not math.isnan(rank_0.drift):
+        if not math.isnan(ranks.column("drift")[0]):
             drift, drift_most = _typical_and_most(ranks.by_pipeline(ranks.column("drift")))
             pace, beside, beside_most = _pace_and_drift_beside_it(ranks)
         return cls(
@@ -167,7 +144,7 @@ class JobReport(Assigned):
             least_energy_j=float(energies_j.min()),
             failed=bool(ranks.column("failed").any()),
             closed=bool(ranks.column("closed").any()),
-            stops=rank_0.stops,
+            stops=bool(ranks.column("stops")[0]),
             shapes=float(int(ranks.column("shapes").astype(np.int64).sum()) % SHAPES),
             drift=drift,
             drift_most=drift_most,
@@ -175,7 +152,7 @@ class JobReport(Assigned):
             drift_beside_pace=beside,
             drift_beside_pace_most=beside_most,
             limits=ranks.limits,
-            **rank_0.assigned(),
+            decided=decided,
         )
 
 
@@ -208,11 +185,6 @@ class RankReports:
         ranks = np.flatnonzero(np.isfinite(np.minimum(power_w, clock_mhz))).tolist()
         return tuple(GpuLimit(rank, float(power_w[rank]), float(clock_mhz[rank])) for rank in ranks)
 
-    @property
-    def of_rank_0(self) -> RankReport:
-        """The report of rank 0, whose decisions count."""
-        return RankReport.from_numbers(self._numbers[0].tolist())
-
 
 class ReportExchange:
     """Sends this rank's report of one iteration after the other; every rank does so at the same boundaries.
@@ -224,18 +196,17 @@ class ReportExchange:
     def __init__(self, communicator: Communicator) -> None:
         self.ranks: RankReports | None = None
         self._communicator = communicator
-        self._pending: Pending[tuple[JobReport, Sequence[float]] | None] | None = None
+        self._pending: Pending[JobReport | None] | None = None
         self._arrived: RankReports | None = None
 
-    def send(self, report: RankReport, stretch_factors: Sequence[float] = ()) -> None:
+    def send(self, report: RankReport, decided: Assignment | None = None) -> None:
         """Begin to send this rank's report, and its events; returns at once.
 
         Args:
             report: Of this rank.
-            stretch_factors: Rank 0's decision: of each pipeline; none for 1 throughout.
+            decided: On rank 0, what all ranks are to run later.
         """
-        answer = partial(self._answer, tuple(stretch_factors))
-        self._pending = self._communicator.start_exchange(report.as_numbers(), answer)
+        self._pending = self._communicator.start_exchange(report.as_numbers(), partial(self._answer, decided))
 
     def received(self) -> JobReport | None:
         """Return rank 0's answer to the reports sent last; None if there is none, or it was returned already.
@@ -254,27 +225,22 @@ class ReportExchange:
         except ConnectionLostError:
             return None
 
-    def _answered(self, pending: Pending[tuple[JobReport, Sequence[float]] | None]) -> JobReport | None:
+    def _answered(self, pending: Pending[JobReport | None]) -> JobReport | None:
         answer = pending.result()
         self.ranks = self._arrived
-        if answer is None:
-            return None
-        report, factors = answer
-        return replace(
-            report, stretch_factor=factors[self._communicator.topology.data_parallel_rank] if factors else 1.0
-        )
+        return answer
 
-    def _answer(
-        self, stretch_factors: Sequence[float], numbers: npt.NDArray[np.float64]
-    ) -> tuple[JobReport, Sequence[float]]:
+    def _answer(self, decided: Assignment | None, numbers: npt.NDArray[np.float64]) -> JobReport:
         self._arrived = RankReports(numbers, self._communicator.pipeline_of_rank)
-        return JobReport.of(self._arrived), stretch_factors
+        return JobReport.of(self._arrived, decided)
 
 
-_KINDS: dict[str, Callable[[float], Any]] = typing.get_type_hints(RankReport)
-_PLACES = {name: place for place, name in enumerate(_KINDS)}
+_PLACES = {field.name: place for place, field in enumerate(fields(RankReport))}
 # Of the number that a rank reports of its shapes.
 SHAPES = 2**48
+# A drift counts where it exceeds so many of its standard errors, and by how much it does.
+_SURE = 3.0
+_DRIFTS_IN_A_ROW = 2
 
 
 def shapes_number(rank: int, shapes: float) -> int:
@@ -297,3 +263,74 @@ def _pace_and_drift_beside_it(ranks: RankReports) -> tuple[float, float, float]:
     pace = float(np.median(np.sqrt(low[known] * high[known])))
     beside = ranks.by_pipeline(np.where(known, np.maximum(high / pace - 1, 1 - low / pace), 0.0))
     return pace, *_typical_and_most(beside)
+
+
+def computed_and_tail_s(spans: Iterable[Span]) -> dict[str, float]:
+    """Return the times of a rank that tell stragglers, as fields of its report; 0 where they are not known.
+
+    Returns:
+        When the rank had computed its last, and how long its tail was, waiting included [s].
+    """
+    work = [(span.operation.instruction.kind, span.end_s) for span in spans if isinstance(span.operation, Compute)]
+    last_s = max((end_s for kind, end_s in work if kind is not Kind.TAIL), default=0.0)
+    tail_s = max((end_s for kind, end_s in work if kind is Kind.TAIL), default=last_s) - last_s
+    return {"computed_s": last_s, "tail_s": max(0.0, tail_s)}
+
+
+def reported_drift(
+    spans: Sequence[Span], clocks_mhz: Mapping[Instruction, int], expected: ClockTimes
+) -> dict[str, float]:
+    """Return the fields of a rank's report that say how far it is from the profile; without clocks, that it is not.
+
+    Times of one stage and kind vary about their median; by this, the medians are uncertain.
+
+    Args:
+        spans: One iteration.
+        clocks_mhz: Clock of each instruction; empty where they were not a plan's.
+        expected: The times that the profile says.
+    """
+    if not clocks_mhz:
+        return {"drift": 0.0}
+    ratios: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for span in spans:
+        if isinstance(span.operation, Compute):
+            instruction = span.operation.instruction
+            key = instruction.stage, instruction.kind
+            expected_s = expected.get((*key, clocks_mhz.get(instruction, 0)))
+            if expected_s is not None:
+                ratios[key].append(span.time_s / expected_s)
+    if not ratios:
+        return {"drift": 0.0, "pace_low": math.nan, "pace_high": math.nan}
+    medians = {key: statistics.median(of_kind) for key, of_kind in ratios.items()}
+    deviations = [ratio - medians[key] for key, of_kind in ratios.items() for ratio in of_kind if len(of_kind) > 1]
+
+    def unsure(samples: int) -> float:
+        return _SURE * error_of_median(deviations or [0.0], samples)
+
+    every = [*chain.from_iterable(ratios.values())]
+    drift = abs(statistics.median(every) - 1) - unsure(len(every))
+    paces = [(medians[key], unsure(len(of_kind))) for key, of_kind in ratios.items() if key[1] is not Kind.TAIL]
+    low = min((pace + error for pace, error in paces), default=math.nan)
+    high = max((pace - error for pace, error in paces), default=math.nan)
+    return {"drift": max(0.0, drift), "pace_low": low, "pace_high": high}
+
+
+class DriftWatch:
+    """Counts how often in a row the pipelines were found too far from the profile.
+
+    Args:
+        max_drift: How far instructions may be from it, as a fraction.
+    """
+
+    def __init__(self, max_drift: float) -> None:
+        self._max_drift = max_drift
+        self._in_a_row = 0
+
+    def has_drifted(self, drift: float) -> bool:
+        """Return whether the profile has turned out to be out of date.
+
+        Args:
+            drift: How far the pipelines are from it, by their lower median.
+        """
+        self._in_a_row = self._in_a_row + 1 if drift > self._max_drift else 0
+        return self._in_a_row >= _DRIFTS_IN_A_ROW

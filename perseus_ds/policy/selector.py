@@ -14,26 +14,30 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.plan import FrequencyPlan
+from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.run_records import Event, Halted, PlanChosen, PolicyChanged, PowerCapChanged, TimetableMade
 from perseus_ds.policy.decisions import (
     MARGIN,
+    NO_OTHERS,
+    Assignment,
     Decision,
     PowerCap,
     RunStatistics,
     Situation,
     decide,
     reduction_of,
-    stretched_plan,
 )
 from perseus_ds.policy.hourly_programme import Timetable
-from perseus_ds.policy.job_control import Effect, JobControl, cost_in_words
-from perseus_ds.policy.pace import Straggler, StragglerWatch, straggler_of, with_reported
+from perseus_ds.policy.job_control import Effect, JobControl, Straggler, cost_in_words
 from perseus_ds.policy.policies import (
     CheapestPolicy,
     PolicyConfig,
@@ -44,126 +48,92 @@ from perseus_ds.policy.policies import (
     in_force,
     lasting,
 )
-from perseus_ds.policy.reports import Assigned, JobReport, RankReports
+from perseus_ds.policy.reports import JobReport, RankReports
 from perseus_ds.policy.signals import Signal
 from perseus_ds.ranks import Communicator
 from perseus_ds.timebase import Timebase
 
 logger = logging.getLogger("perseus_ds")
-_NO_OTHERS: Mapping[int, Frontier] = {}
 # A timetable is recorded at each value of the signal, and later ones replace what is far ahead.
 _MOST_ENTRIES = 200
+_APART = 1.06
+_TOGETHER = 1.03
+_IN_A_ROW = 2
+# A stretch factor is cut as soon as a pipeline would make the others wait, and raised only where it is sure and worth
+# a change of plan.
+_CUT = 0.99
+_RAISE = 1.03
+_SURE_AFTER = 5
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """Time and energy of one iteration of the whole job.
+class StragglerWatch:
+    """Compares the time each pipeline takes by itself with its plan's.
 
-    Attributes:
-        time_s: Iteration time that the plans promise [s].
-        energy_j: Energy of all GPUs that they promise [J].
-        default_time_s: Iteration time at default clocks [s].
-        default_energy_j: Energy of all GPUs at default clocks [J].
-        default_measured: Whether time and energy at default clocks were measured in this job.
-    """
-
-    time_s: float
-    energy_j: float
-    default_time_s: float
-    default_energy_j: float
-    default_measured: bool = False
-
-
-@dataclass(frozen=True)
-class Assignment(Assigned):
-    """What the pipelines run, as rank 0 has decided.
+    Its own time is without the wait for others. ``docs/policies.md`` says when stretch factors begin, change and end.
 
     Attributes:
-        stretch_factor: How many times as long as the policy's plan the plan of this rank's pipeline may take.
-        stretch_factors: The same of every pipeline, on rank 0; empty elsewhere.
-        plans: Each pipeline's plan, on rank 0; empty elsewhere.
+        stretch_factors: For each pipeline, how many times as long as the policy's plan its plan may take until it
+            finishes together with the slowest one (T' of the paper, section 3.2), >= 1; all 1 while none straggles.
     """
 
-    stretch_factor: float = 1.0
-    stretch_factors: tuple[float, ...] = ()
-    plans: tuple[int, ...] = ()
+    def __init__(self, pipelines: int) -> None:
+        self.stretch_factors = (1.0,) * pipelines
+        self._seen: deque[tuple[float, ...]] = deque(maxlen=_SURE_AFTER)
 
-    @classmethod
-    def of(
-        cls,
-        frontier: Frontier,
-        plan: int,
-        stretch_factors: Sequence[float],
-        *,
-        others: Mapping[int, Frontier] = _NO_OTHERS,
-        lateness: float = 0.0,
-        **decided: bool,
-    ) -> Assignment:
-        """Give every pipeline its plan: as slow as it may be without making the others wait.
+    def update(self, ratios: Sequence[float]) -> tuple[float, ...]:
+        """Add an iteration and return the stretch factors.
 
         Args:
-            frontier: The plans.
-            plan: The policy's.
-            stretch_factors: Of every pipeline.
-            others: The plans of pipelines that have others.
-            lateness: How much longer than promised plans take in this job, as a fraction: plans are faster by that, to
-                keep what the policy's plan promises.
-            decided: Whether it is ``paused``, ``halts`` and ``capped``.
+            ratios: For each pipeline, its own time over that of the plan it ran, > 0.
         """
+        slowest = max(ratios)
+        self._seen.append(tuple(slowest / ratio for ratio in ratios))
+        if len(self._seen) >= _IN_A_ROW:
+            self.stretch_factors = self._next_factors([*self._seen][-_IN_A_ROW:])
+        return self.stretch_factors
 
-        def with_factors(factors: tuple[float, ...]) -> Assignment:
-            plans = tuple(
-                stretched_plan(frontier, plan, factor, others.get(pipeline)) for pipeline, factor in enumerate(factors)
-            )
-            return cls(plan=plan, stretch_factor=factors[0], stretch_factors=factors, plans=plans, **decided)
+    def _next_factors(self, last: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+        given = self.stretch_factors
+        least, most = _each(min, last), _each(max, last)
+        if max(given) == 1:
+            # Two iterations with another straggler each are noise: no pipeline could be stretched in both.
+            return least if max(least) > _APART else given
+        if max(most) < _TOGETHER:
+            return (1.0,) * len(least)
+        if any(possible < _CUT * factor for possible, factor in zip(most, given, strict=True)):
+            return least
+        sure = _each(min, self._seen)
+        worth_it = any(possible > _RAISE * factor for possible, factor in zip(sure, given, strict=True))
+        return sure if worth_it and len(self._seen) == _SURE_AFTER else given
 
-        assignment = with_factors(tuple(stretch_factors))
-        promised = assignment.forecast(frontier, 1, others)
-        if lateness > 0:
-            assignment = with_factors(tuple(factor / (1 + lateness) for factor in stretch_factors))
-        return replace(assignment, promised_slowdown=promised.time_s / promised.default_time_s - 1)
 
-    @classmethod
-    def of_report(cls, report: JobReport, decided: Assignment) -> Assignment:
-        """Return what rank 0 has sent with its report.
+def _each(choose: Callable[..., float], seen: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+    """Return the least or most of each pipeline."""
+    return tuple(choose(factors) for factors in zip(*seen, strict=True))
 
-        Args:
-            report: As all ranks receive it.
-            decided: What this rank has decided last; on rank 0 that is what was sent.
-        """
-        return cls(
-            **report.assigned(),
-            stretch_factor=report.stretch_factor,
-            stretch_factors=decided.stretch_factors,
-            plans=decided.plans,
-        )
 
-    def forecast(
-        self, frontier: Frontier, gpus_per_stage: int, others: Mapping[int, Frontier] = _NO_OTHERS
-    ) -> Forecast:
-        """Return time and energy of the job's iteration, under these plans and at default clocks; on rank 0.
+def with_reported(stretch_factors: Sequence[float], reported: Straggler | None) -> tuple[float, ...]:
+    """Return the stretch factors when a user has reported that one pipeline takes longer than its peers usually do."""
+    if reported is None:
+        return tuple(stretch_factors)
+    slowness = [max(stretch_factors) / factor for factor in stretch_factors]
+    others = [slow for pipeline, slow in enumerate(slowness) if pipeline != reported.pipeline]
+    slowness[reported.pipeline] = reported.slowdown * (statistics.median_low(others) if others else 1.0)
+    return tuple(max(slowness) / slow for slow in slowness)
 
-        A pipeline that takes ``s`` times as long is charged ``s`` times its plan's energy, and the
-        others wait for the slowest at blocking power: the accounting of the paper's emulation.
 
-        Args:
-            frontier: The plans.
-            gpus_per_stage: GPUs of one pipeline that share a stage.
-            others: The plans of pipelines that have others.
-        """
-        own = [others.get(pipeline, frontier) for pipeline in range(len(self.plans))]
-        plans = [its.plans[number] for its, number in zip(own, self.plans, strict=True)]
-        time_s, energy_j = self._of_job(plans, frontier)
-        default_time_s, default_energy_j = self._of_job([its.baseline for its in own], frontier)
-        return Forecast(time_s, gpus_per_stage * energy_j, default_time_s, gpus_per_stage * default_energy_j)
+def straggler_of(stretch_factors: Sequence[float]) -> Straggler | None:
+    """Return the pipeline that all others wait for, if they do."""
+    largest = max(stretch_factors)
+    return None if largest == min(stretch_factors) else Straggler(stretch_factors.index(min(stretch_factors)), largest)
 
-    def _of_job(self, plans: Sequence[FrequencyPlan], frontier: Frontier) -> tuple[float, float]:
-        """Return time [s] and energy [J], one GPU a stage, of pipelines as slow as they are under these plans."""
-        slowness = [max(self.stretch_factors) / factor for factor in self.stretch_factors]
-        times_s = [plan.time_s * slow for plan, slow in zip(plans, slowness, strict=True)]
-        energies_j = [plan.energy_j * slow for plan, slow in zip(plans, slowness, strict=True)]
-        waiting_s = sum(max(times_s) - time_s for time_s in times_s) * len(frontier.instructions)
-        return max(times_s), sum(energies_j) + frontier.provenance.blocking_power_w * waiting_s
+
+class _Progress(FileModel):
+    """What a checkpoint keeps; the plan is None where it is not one of these plans."""
+
+    plan: Annotated[int, Field(ge=0)] | None
+    stretch_factors: tuple[Annotated[float, Field(ge=1)], ...]
+    statistics: RunStatistics
 
 
 class PlanSelector:
@@ -184,7 +154,7 @@ class PlanSelector:
         frontier: Frontier,
         control: JobControl,
         *,
-        others: Mapping[int, Frontier] = _NO_OTHERS,
+        others: Mapping[int, Frontier] = NO_OTHERS,
         timebase: Timebase,
         record: Callable[[Event], None],
         say: Callable[[str], None],
@@ -244,12 +214,7 @@ class PlanSelector:
             capped = self.would_be_capped()
             return self._numbered(self._assign(plan, paused=self._control.paused, capped=capped))
 
-        decided = self._communicator.computed_on_rank_0(decide_first)
-        factor = decided.stretch_factors[self._communicator.topology.data_parallel_rank]
-        decided = replace(decided, stretch_factor=factor)
-        if not self._communicator.is_rank_0:
-            decided = replace(decided, stretch_factors=(), plans=())
-        self.in_force = self.decided = decided
+        self.in_force = self.decided = self._communicator.computed_on_rank_0(decide_first)
         return self._announce(before)
 
     def advance(self, reports: JobReport | None, ranks: RankReports | None, ran: Assignment | None) -> bool:
@@ -267,7 +232,7 @@ class PlanSelector:
         if reports is not None:
             if ran is not None and not ran.paused:
                 self._learn(reports, ranks, ran)
-            self.in_force = Assignment.of_report(reports, self.decided)
+            self.in_force = reports.decided or self.in_force
         if self._communicator.is_rank_0:
             self._add_cost(reports, ran)
             self.decided = self._numbered(self._choose())
@@ -297,24 +262,9 @@ class PlanSelector:
             "halts": now.halts,
         }
 
-    @property
-    def sent_factors(self) -> Sequence[float]:
-        """The stretch factors that rank 0 sends with its report; none for 1 throughout, and on other ranks."""
-        factors = self.decided.stretch_factors
-        return () if all(factor == 1 for factor in factors) else factors
-
-    @property
-    def promised_power(self) -> float:
-        """Power relative to default clocks with which plans keep both of their promises; 1 but on rank 0."""
-        if not self.in_force.plans:
-            return 1.0
-        forecast = self.in_force.forecast(self._frontier, 1, self._others)
-        return forecast.energy_j / forecast.default_energy_j / (1 + self.in_force.promised_slowdown)
-
     def plan_of_this_rank(self) -> int:
-        """Return the plan in force of this rank's pipeline, as a place on the frontier."""
-        own = self._others.get(self._communicator.topology.data_parallel_rank)
-        return stretched_plan(self._frontier, self.in_force.plan, self.in_force.stretch_factor, own)
+        """Return the plan in force of this rank's pipeline, as a place on its frontier."""
+        return self.in_force.plans[self._communicator.topology.data_parallel_rank]
 
     def may_go_on(self) -> bool:
         """Whether training that stands still goes on; on rank 0."""
@@ -431,7 +381,7 @@ class PlanSelector:
     def _numbered(self, chosen: Assignment) -> Assignment:
         """Give a decision its number: that of the one in force or of the last one, if it is the same."""
         for known in (self.in_force, self.decided):
-            if replace(chosen, number=known.number, stretch_factor=known.stretch_factor) == known:
+            if chosen == known:
                 return known
         self._numbers += 1
         return replace(chosen, number=self._numbers)
@@ -525,15 +475,14 @@ class PlanSelector:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as plain values."""
-        return {
-            "plan": self.in_force.plan,
-            "stretch_factors": list(self._stragglers.stretch_factors),
-            "statistics": self.statistics.state(),
-        }
+        return _Progress(
+            plan=self.in_force.plan, stretch_factors=self._stragglers.stretch_factors, statistics=self.statistics
+        ).model_dump(mode="json")
 
     def state_for_other_plans(self) -> dict[str, Any]:
         """Return the part of :meth:`state` that is as true of the plans of another profile."""
-        return {**self.state(), "plan": None, "statistics": self.statistics.state_of_stops()}
+        stops = RunStatistics(stopped_s=self.statistics.stopped_s, stops=self.statistics.stops)
+        return {**self.state(), "plan": None, "statistics": stops.model_dump(mode="json")}
 
     def _restore(self) -> int | None:
         """Take up what :meth:`state` returned; return the plan that the policy asked for then, if it is known."""
@@ -542,15 +491,15 @@ class PlanSelector:
         if not state:
             return None
         try:
-            plan = None if state["plan"] is None else min(max(0, int(state["plan"])), len(self._frontier.plans) - 1)
-            factors = tuple(float(factor) for factor in state["stretch_factors"])
-            if not all(1 <= factor < math.inf for factor in factors):
-                raise ValueError(f"stretch factors {factors}")
-            self.statistics.restore(state["statistics"])
-        except Exception as error:  # saved by another version, or damaged
+            progress = _Progress.model_validate(state)
+        except ValueError as error:  # saved by another version, or damaged
             logger.warning("perseus: the checkpoint's progress under plans cannot be read (%r); it is ignored.", error)
             return None
-        if len(factors) == len(self._stragglers.stretch_factors):
-            self._stragglers.stretch_factors = factors
-        self._decision = None if plan is None else replace(self._decision or Decision(plan), plan=plan)
+        self.statistics = progress.statistics
+        if len(progress.stretch_factors) == len(self._stragglers.stretch_factors):
+            self._stragglers.stretch_factors = progress.stretch_factors
+        if progress.plan is None:
+            return None
+        plan = min(progress.plan, len(self._frontier.plans) - 1)
+        self._decision = replace(self._decision or Decision(plan), plan=plan)
         return plan

@@ -151,7 +151,7 @@ class SharingJob:
         self._is_under_way = False
         self._last_s = 0.0
         self._last: IterationRecord | None = None
-        self._default_w = 0.0
+        self._default_w = 0.0  # as its records say
         self._at_default: deque[IterationRecord] = deque(maxlen=_REMEMBERED)
         # Under plans; and those of them that are on its frontier, which plans under limits of GPUs are not.
         self._planned: deque[IterationRecord] = deque(maxlen=_REMEMBERED)
@@ -159,10 +159,10 @@ class SharingJob:
         self._forget_caps()
 
     def _forget_caps(self) -> None:
-        # The cap that it has recorded and the iterations since then; the highest of those before that may still count;
-        # and one that is not by the cap file, such as that of a reduction.
-        self._recorded_w = self._before_w = self._other_cap_w = math.inf
-        self._since = 0
+        # The cap that it has recorded last; and one that is not by the cap file, such as that of a reduction.
+        self._recorded_w = self._other_cap_w = math.inf
+        # What was recorded when the last iterations were: what is no longer among them, no plan follows any more.
+        self._lately_w = deque([math.inf] * _FOLLOWED_AFTER, maxlen=_FOLLOWED_AFTER)
 
     def follow(self) -> None:
         """Read what is new."""
@@ -196,12 +196,8 @@ class SharingJob:
         if not trains(record):
             return
         self._last, self._last_s, self._is_under_way = record, record.ended or self._last_s, True
-        if record.phase in _UNDER_CAP:
-            self._since += 1
-            if self._since >= _FOLLOWED_AFTER:
-                self._before_w = self._recorded_w
-        else:
-            self._since, self._before_w = 0, math.inf
+        self._lately_w.append(self._recorded_w if record.phase in _UNDER_CAP else math.inf)
+        if record.phase not in _UNDER_CAP:
             self._planned.clear()
             if not record.limited:
                 self._on_frontier.clear()
@@ -227,12 +223,9 @@ class SharingJob:
         elif isinstance(event, PolicyChanged) and event.policy and not event.by_schedule:
             self._policy = event.policy
         elif isinstance(event, PowerCapChanged):
-            waits = self._since < _FOLLOWED_AFTER
-            self._before_w = max(self._before_w, self._recorded_w) if waits else self._recorded_w
             cap_w = math.inf if event.watts is None else event.watts
             is_ours = self._is_cap_file(event.source)
             self._recorded_w, self._other_cap_w = (cap_w, math.inf) if is_ours else (math.inf, cap_w)
-            self._since = 0
 
     def _read_frontier(self) -> None:
         """Read its plans where they are others than before."""
@@ -309,8 +302,11 @@ class SharingJob:
     @property
     def held_w(self) -> float:
         """What it may draw while it is capped [W]."""
-        before_w = self._before_w if math.isfinite(self._before_w) else self.default_w or 0.0
-        return max(before_w, self._recorded_w, self.given_w or 0.0)
+        known_w = [
+            self._recorded_w,
+            *(cap_w if math.isfinite(cap_w) else self.default_w or 0.0 for cap_w in self._lately_w),
+        ]
+        return max(*known_w, self.given_w or 0.0)
 
     @property
     def _scale(self) -> float | None:
@@ -318,17 +314,13 @@ class SharingJob:
         frontier = self._frontier
         if frontier is None:
             return None
-        planned = [
-            (record, frontier.plans[record.plan].mean_power_w)
+        measured = [
+            (record.energy_j, record.time_s * frontier.plans[record.plan].mean_power_w)
             for record in self._on_frontier
-            if record.plan is not None and 0 <= record.plan < len(frontier.plans)
+            if record.energy_j is not None and record.plan is not None and 0 <= record.plan < len(frontier.plans)
         ]
-        measured = [(r.energy_j, r.time_s * power_w) for r, power_w in planned if r.energy_j is not None]
         if len(measured) >= _LEAST_POWERS:
             return sum(energy_j for energy_j, _ in measured) / sum(by_plan_j for _, by_plan_j in measured)
-        for record, power_w in reversed(planned):
-            if record.predicted_energy_j and record.predicted_time_s:
-                return record.predicted_energy_j / record.predicted_time_s / power_w
         return self.default_w / frontier.baseline.mean_power_w if self.default_w else None
 
     def give(self, cap_w: float) -> None:

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import statistics
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone, tzinfo
@@ -53,21 +54,15 @@ _VALUES = [
 ]
 # A file with values of several of these is not one signal.
 _ONE_EACH = ("area", "sequence", "zone id")
-# Characters of a time or of names that a message repeats.
-_LONGEST = 200
 _FIRST_YEAR, _LAST_YEAR = 1970, 2200
 _FIRST_S, _END_S = (datetime(year, 1, 1, tzinfo=timezone.utc).timestamp() for year in (_FIRST_YEAR, _LAST_YEAR + 1))
 _MOST_COLUMNS = 1000
+_LONGEST_UNIT, _LONGEST_MESSAGE = 200, 600
 _MISSING = ("", "-", "n/e", "n/a")
 _DAY_FIRST = re.compile(r"(\d\d)[./](\d\d)[./](\d{4}) (\d\d):(\d\d)(?::(\d\d))?(?: \((CES?T)\))?")
 _CENTRAL_EUROPE = ZoneInfo("Europe/Brussels")
 _LISTS = ("forecast", "history", "data")
-_JSON_VALUES = ("value", "carbonIntensity")
-
 _LOOK_EVERY_S = 1.0
-_PATIENCE_S = 10.0
-_Signature = tuple[int, int, int]
-_NEVER: _Signature = (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -99,9 +94,7 @@ class Signal:
 
     def at(self, time_s: float) -> float:
         """Return the value at a time [Unix seconds]; the mean where the signal has ended or not begun."""
-        if not self.begins_s[0] <= time_s < self.end_s:
-            return self.mean
-        return self.values[bisect.bisect_right(self.begins_s, time_s) - 1]
+        return self.held_at(time_s) if self.begins_s[0] <= time_s < self.end_s else self.mean
 
     def held_at(self, time_s: float) -> float:
         """Return the value at a time [Unix seconds]; the last one where the signal has ended."""
@@ -201,12 +194,13 @@ def parse_signal(text: str) -> Signal:
     """
     if not text:
         raise SignalError("the file is empty.")
-    if text[0] in "[{":
-        return _from_json(text)
     constant = _number(text)
     if constant is not None:
         return Signal((-math.inf,), (constant,), math.inf)
-    return _from_csv(text)
+    try:
+        return _from_json(text) if text[0] in "[{" else _from_csv(text)
+    except SignalError as error:  # which repeats what the file holds
+        raise SignalError(str(error)[:_LONGEST_MESSAGE]) from None
 
 
 def _from_csv(text: str) -> Signal:
@@ -220,23 +214,22 @@ def _from_csv(text: str) -> Signal:
     time = next((column for column, name in enumerate(header) if _TIME.fullmatch(name)), None)
     found = [(column, match) for p in _VALUES for column, name in enumerate(header) if (match := p.fullmatch(name))]
     if time is None or not found:
-        raise SignalError(f"{_EXPECTED}, found the columns {', '.join(map(repr, header))[:_LONGEST]}.")
+        raise SignalError(f"{_EXPECTED}, found the columns {', '.join(map(repr, header))}.")
     value, match = found[0]
     for column, name in enumerate(header):
         if name.lower() in _ONE_EACH and len(kinds := {row[column] for row in rows if len(row) > column}) > 1:
             raise SignalError(
-                f'"{name}" differs: {", ".join(map(repr, sorted(kinds)[:4]))[:_LONGEST]}. '
-                "One signal is of one of them; remove the others."
+                f'"{name}" differs, and one signal is of one of them; remove the others: '
+                f"{', '.join(map(repr, sorted(kinds)[:4]))}."
             )
     cells = [
-        (f"row {number}", row[time].strip()[:_LONGEST], row[value].strip())
+        (f"row {number}", row[time].strip(), row[value].strip())
         for number, row in enumerate(rows, start=2)
         if len(row) > max(time, value)
     ]
-    stamps, unit = header[time].lower(), match.group(1) or ""
-    if stamps.startswith("mtu"):
-        return _signal(cells, unit, timezone.utc if "utc" in stamps else _CENTRAL_EUROPE, intervals=True)
-    return _signal(cells, unit, timezone.utc if "utc" in stamps else None)
+    stamps = header[time].lower()
+    zone = timezone.utc if "utc" in stamps else _CENTRAL_EUROPE if stamps.startswith("mtu") else None
+    return _signal(cells, match.group(1) or "", zone, intervals=stamps.startswith("mtu"))
 
 
 def _from_json(text: str) -> Signal:
@@ -256,13 +249,11 @@ def _from_json(text: str) -> Signal:
     rows = []
     for number, entry in enumerate(entries, start=1):
         time = entry.get("time", entry.get("datetime"))
-        key = next((key for key in _JSON_VALUES if key in entry), None)
+        key = next((key for key in ("value", "carbonIntensity") if key in entry), None)
         if time is None or key is None:
-            raise SignalError(
-                f'entry {number}: expected "time" and "value", found {", ".join(map(repr, entry))[:_LONGEST]}.'
-            )
+            raise SignalError(f'entry {number}: expected "time" and "value", found {", ".join(map(repr, entry))}.')
         unit = unit or ("gCO2eq/kWh" if key == "carbonIntensity" else str(entry.get("unit", "")))
-        rows.append((f"entry {number}", str(time)[:_LONGEST], entry[key]))
+        rows.append((f"entry {number}", str(time), entry[key]))
     return _signal(rows, unit)
 
 
@@ -286,18 +277,17 @@ def _signal(
     for where, time, value in rows:
         if value is None or str(value).lower() in _MISSING:
             continue
-        number = _number(value)
-        if number is None:
-            raise SignalError(f"{where}: expected a number of at most {_MOST_VALUE:g}, got {str(value)!r:.200}.")
         above_s = begins_s[-1] if begins_s else -math.inf
         try:
+            if (number := _number(value)) is None:
+                raise SignalError(f"expected a number of at most {_MOST_VALUE:g}, got {str(value)!r}.")
             begin_s, end_s = _interval(time, zone, above_s) if intervals else (_instant(time, zone), None)
+            if not _FIRST_S <= begin_s < _END_S:
+                raise SignalError(f"expected a year from {_FIRST_YEAR} to {_LAST_YEAR}, got {time!r}.")
+            if begin_s <= above_s:
+                raise SignalError(f"{time!r} is not after the time of the row above. Sort the rows.")
         except SignalError as error:
             raise SignalError(f"{where}: {error}") from None
-        if not _FIRST_S <= begin_s < _END_S:
-            raise SignalError(f"{where}: expected a year from {_FIRST_YEAR} to {_LAST_YEAR}, got {time!r}.")
-        if begin_s <= above_s:
-            raise SignalError(f"{where}: {time!r} is not after the time of the row above. Sort the rows.")
         begins_s.append(begin_s)
         values.append(number)
     if not begins_s:
@@ -305,7 +295,7 @@ def _signal(
     if len(begins_s) == 1 and end_s is None:
         raise SignalError("it has one value only, so that it is not known how long it holds: give at least two.")
     end_s = begins_s[-1] + _usual_step_s(begins_s) if end_s is None else end_s
-    return Signal(tuple(begins_s), tuple(values), end_s, unit[:_LONGEST])
+    return Signal(tuple(begins_s), tuple(values), end_s, unit[:_LONGEST_UNIT])
 
 
 def _usual_step_s(begins_s: Sequence[float]) -> float:
@@ -380,13 +370,12 @@ class SignalWatch:
         self.signals: Mapping[str, Signal] = {}
         self._timebase = timebase
         self._on_problem = on_problem
-        self._changed = timebase.condition()
-        self._is_closed = False
-        self._is_watching = False
-        # The contents that are in use, or that a problem was reported of; and those found to be wrong once.
-        self._known: dict[str, _Signature | None] = {}
+        self._closed = Flag(timebase)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
         self._uses: Mapping[str, SignalUse] = {}
-        self._suspects: dict[str, _Signature | None] = {}
+        # Of the contents that were read last.
+        self._signatures: dict[str, tuple[int, ...]] = {}
 
     def follow(self, policy: PolicyConfig) -> None:
         """Read the signals of a policy, and watch their files from now on.
@@ -395,17 +384,14 @@ class SignalWatch:
             SignalError: A file cannot be used; the signals are those from before.
         """
         uses = signal_files(policy)
-        found = {file: self._read_beside(file, use) for file, use in uses.items()}
-        with self._changed:
-            self._known = {file: signature for file, (signature, _) in found.items()}
-            # The policy from before may decide once more.
-            self._uses = uses
-            read = {file: self._after_earlier(file, signal) for file, (_, signal) in found.items()}
-            self.signals = {**self.signals, **read}
-            begins = bool(uses) and not self._is_watching and not self._is_closed
-            self._is_watching = self._is_watching or begins
-        if begins:
-            self._timebase.thread(self._watch, "perseus-signals").start()
+        with self._lock:
+            signatures = {file: _signature(file) for file in uses}
+            found = {file: self._read(file, use) for file, use in uses.items()}
+            self._uses, self._signatures = uses, signatures
+            self.signals = {**self.signals, **found}  # the policy from before may decide once more
+            if uses and self._thread is None:
+                self._thread = self._timebase.thread(self._watch, "perseus-signals")
+                self._thread.start()
 
     def follow_if_possible(self, policy: PolicyConfig) -> None:
         """Do the same, but only report a file that cannot be used."""
@@ -416,76 +402,43 @@ class SignalWatch:
 
     def close(self) -> None:
         """Stop; harmless when called again."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-
-    def _after_earlier(self, file: str, signal: Signal) -> Signal:
-        """Return a file's signal after that of the file as it was before; a request that was replaced is over."""
-        return signal if self._uses[file] == "fraction" else signal.continuing(self.signals.get(file))
-
-    def _read_beside(self, file: str, use: SignalUse) -> tuple[_Signature | None, Signal]:
-        """Read a file on another thread, since a file system may hang."""
-        done = Flag(self._timebase)
-        found: list[tuple[_Signature | None, Signal] | SignalError] = []
-
-        def read() -> None:
-            try:
-                found.append((_signature(file), self._read(file, use)))
-            except SignalError as error:
-                found.append(error)
-            finally:
-                done.set()
-
-        self._timebase.thread(read, "perseus-signal").start()
-        done.wait(_PATIENCE_S)
-        if not found:
-            raise SignalError(f"{file}: the signal cannot be read: no answer for {_PATIENCE_S:.0f} s.")
-        if isinstance(found[0], SignalError):
-            raise found[0]
-        return found[0]
+        self._closed.set()
 
     def _read(self, file: str, use: SignalUse) -> Signal:
+        """Read a file; its time before now is that of the file as it was, but a request that was replaced is over."""
         try:
-            return read_signal(Path(file), use, self._timebase.date())
+            signal = read_signal(Path(file), use, self._timebase.date())
         except SignalError:
             raise
         except Exception as error:  # whatever a file holds, the thread goes on
             raise SignalError(f"{file}: the signal cannot be read ({error!r}).") from error
+        return signal if use == "fraction" else signal.continuing(self.signals.get(file))
 
     def _watch(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait(_LOOK_EVERY_S)
-                if self._is_closed:
-                    return
-                known, uses = self._known, self._uses
-            for path, use in uses.items():
-                self._look(path, use, known)
+        while not self._closed.wait(_LOOK_EVERY_S):
+            with self._lock:
+                for file, use in self._uses.items():
+                    self._look(file, use)
 
-    def _look(self, path: str, use: SignalUse, known: dict[str, _Signature | None]) -> None:
-        """Read a file that has changed; one that is wrong may be half written, and is reported if it stays so."""
-        signature = _signature(path)
-        if signature == known[path]:
+    def _look(self, file: str, use: SignalUse) -> None:
+        """Read a file that has changed."""
+        signature = _signature(file)
+        if signature == self._signatures[file]:
             return
+        self._signatures[file] = signature
         try:
-            signal = self._read(path, use)
+            signal = self._read(file, use)
         except SignalError as error:
-            if signature == self._suspects.get(path, _NEVER):
-                known[path] = signature
-                self._on_problem(f"{error} The last good values stay in use")
-            self._suspects[path] = signature
+            self._on_problem(f"{error} The last good values stay in use")
             return
-        known[path] = signature
-        with self._changed:
-            if known is self._known and signal != self.signals[path]:
-                self.signals = {**self.signals, path: self._after_earlier(path, signal)}
+        if signal != self.signals.get(file):
+            self.signals = {**self.signals, file: signal}
 
 
-def _signature(path: str) -> _Signature | None:
-    """Return what differs when a file has changed; None if it is not there."""
+def _signature(path: str) -> tuple[int, ...]:
+    """Return what differs when a file has changed, or is not there."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):  # a name may hold characters that no name has
-        return None
+        return ()
     return status.st_mtime_ns, status.st_size, status.st_ino

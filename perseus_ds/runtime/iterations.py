@@ -8,7 +8,7 @@ reports of the iteration before, or rank 0's decision.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -20,8 +20,8 @@ from perseus_ds.clocks.timers import FinishedIteration, Span
 from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.pipeline.instruction import Instruction
+from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.reports import JobReport, RankReports
-from perseus_ds.policy.selector import Forecast
 from perseus_ds.runtime.job import RankContext
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class NextIteration:
         next_phase: The phase that follows; None where the job trains on like this.
         reported: Fields of this rank's report of the iteration that has just ended.
         reported_later: Returns more of them, once the device has done that iteration.
-        stretch_factors: Rank 0's decision, which it sends with that report: of each pipeline; none for 1 throughout.
+        decided: Rank 0's decision, which it sends with that report; None in phases without plans.
         status: What the next iteration runs, for ``perseus-ds control status``.
         progress: Returns what a checkpoint keeps of the phase, as plain values.
         halt: What all ranks wait for before the iteration; None for nothing.
@@ -95,7 +95,7 @@ class NextIteration:
     next_phase: NextPhase | None = None
     reported: Mapping[str, Any] = field(default_factory=dict)
     reported_later: Callable[[], Mapping[str, Any]] = dict
-    stretch_factors: Sequence[float] = ()
+    decided: Assignment | None = None
     status: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[], dict[str, Any]] = dict
     halt: Halt | None = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from perseus_ds.artifacts.run_records import FILE_NAME, Failed
 from perseus_ds.errors import ConfigError, ConnectionLostError
+from perseus_ds.policy.decisions import Assignment
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import CheapestPolicy, check_deadline, lasting
 from perseus_ds.policy.reports import JobReport, RankReport, ReportExchange, shapes_number
@@ -80,7 +81,7 @@ class ModeDriver:
         self._ended: IterationContext | None = None
         self._ended_s: float | None = None
         self._halted_s = 0.0
-        self.unsent: Callable[[], tuple[RankReport, Sequence[float]]] | None = None
+        self.unsent: Callable[[], tuple[RankReport, Assignment | None]] | None = None
         self._is_known: Callable[[], bool] = bool
         self._keep: Callable[[], None] | None = None
         self._keeps_timeline = False
@@ -178,7 +179,7 @@ class ModeDriver:
 
     def _report(
         self, seen: IterationMeasurement, own: RankReport, following: NextIteration
-    ) -> tuple[RankReport, Sequence[float]]:
+    ) -> tuple[RankReport, Assignment | None]:
         try:
             later = following.reported_later()
         except Exception as error:  # the other ranks wait for this report
@@ -189,7 +190,7 @@ class ModeDriver:
         limited = {"limit_w": limits.power_w, "limit_mhz": limits.clock_mhz}
         shapes = shapes_number(self._rank.communicator.topology.rank, seen.shapes[1])
         known = {**measured, **limited, "shapes": shapes, "closed": self._is_closed, **following.reported, **later}
-        return replace(own, **known), following.stretch_factors
+        return replace(own, **known), following.decided
 
     def _received(self, timeout_s: float | None = None) -> JobReport | None:
         """Return what all ranks have reported of the iteration before; with a timeout, where they may be gone [s].

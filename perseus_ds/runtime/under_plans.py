@@ -14,10 +14,10 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.run_records import Drifted, PlanJudged, changes
 from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.pipeline.dag import Dag
-from perseus_ds.policy.pace import DriftWatch, computed_and_tail_s, reported_drift
+from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.plan_proof import ANALYSES, IterationSample, PlanComparison, Verdict, certainty
-from perseus_ds.policy.reports import GpuLimit, JobReport
-from perseus_ds.policy.selector import Assignment, Forecast, PlanSelector
+from perseus_ds.policy.reports import DriftWatch, GpuLimit, JobReport, computed_and_tail_s, reported_drift
+from perseus_ds.policy.selector import PlanSelector
 from perseus_ds.runtime.iterations import Halt, IterationMeasurement, NextIteration, NextPhase, Phase
 from perseus_ds.runtime.mode_context import ModeContext
 from perseus_ds.units import plain
@@ -441,7 +441,9 @@ class PlanRunner:
     def _sample_of_plans(self) -> IterationSample:
         """Return a sample for iterations under the assignment in force, with what it promises."""
         period_s = self._default.counter_period_s if self._default is not None else 0.0
-        return IterationSample(period_s, self.selector.in_force.promised_slowdown, self.selector.promised_power)
+        return IterationSample(
+            period_s, self.selector.in_force.promised_slowdown, self.selector.in_force.promised_power
+        )
 
     def _run_assignment(self) -> None:
         """Have the next iteration run by the assignment in force, which has changed between two iterations."""
@@ -481,7 +483,7 @@ class PlanRunner:
         time_s = default_s * (1 + assignment.promised_slowdown)
         return Forecast(
             time_s=time_s,
-            energy_j=time_s * self.selector.promised_power * default_j / default_s,
+            energy_j=time_s * assignment.promised_power * default_j / default_s,
             default_time_s=default_s,
             default_energy_j=default_j,
             default_measured=self._default is not None and self._scale == 1.0,
@@ -496,9 +498,8 @@ class PlanRunner:
         return replace(
             self._planned,
             times="passes" if will_look or self._topology.data_parallel > 1 else "none",
-            reported=self.selector.decided.assigned(),
             reported_later=later,
-            stretch_factors=self.selector.sent_factors,
+            decided=self.selector.decided,
         )
 
     def _own_times(

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from perseus_ds.policy import hourly_programme
 from perseus_ds.policy.hourly_programme import HALT, Option, cheapest
 
 FRONTIER = [Option(0, 1.0, 1000.0), Option(1, 0.9, 800.0), Option(2, 0.8, 690.0), Option(3, 0.7, 600.0)]
@@ -107,18 +106,6 @@ def test_at_one_price_plans_are_divided_in_time_the_fast_one_first():
     solution = cheapest(FRONTIER, hours(2), np.ones(2), 0.85 * 7200)
     assert solution.parts()[1].tolist() == [1, 2]
     assert solution.parts()[0][-1] == pytest.approx(7200)
-
-
-@pytest.mark.parametrize("options", [FRONTIER, [*FRONTIER, IDLE]], ids=["always on", "may halt"])
-def test_a_year_of_quarter_hours_takes_no_more_work_than_a_day(options, monkeypatch):
-    solved = []
-    solve = hourly_programme._Programme.solve
-    monkeypatch.setattr(hourly_programme._Programme, "solve", lambda *about: solved.append(about) or solve(*about))
-    prices = 75 + 35 * np.sin(np.arange(35_040) * np.pi / 48) + np.random.default_rng(0).normal(0, 8, 35_040)
-    edges_s = np.arange(len(prices) + 1) * 900.0
-    solution = cheapest(options, edges_s, prices, 0.7 * edges_s[-1])
-    assert len(solved) <= 20
-    assert cheapest(options, edges_s, prices, 0.7 * edges_s[-1], near=solution).cost == pytest.approx(solution.cost)
 
 
 def test_prices_whose_costs_are_no_numbers_do_not_keep_the_decision_from_ending():

@@ -145,8 +145,9 @@ class FollowingJob:
             self._write(PowerCapChanged(watts=decided, source=str(self.cap_file), time=self._now_s))
         if self._step:
             plan = self._plan(before)
-            fields = {"plan": self.frontier.plans.index(plan), "predicted_time_s": plan.time_s} if before else {}
-            fields |= {"predicted_energy_j": self.SCALE * plan.energy_j} if before else {}
+            default = self.frontier.baseline
+            fields = {"plan": self.frontier.plans.index(plan), "default_time_s": default.time_s} if before else {}
+            fields |= {"default_energy_j": self.SCALE * default.energy_j} if before else {}
             if self.limited:  # under other plans, whose numbers mean nothing on its frontier
                 fields |= {"plan": len(self.frontier.plans) - 1 - fields["plan"], "limited": True}
             self._write(
@@ -314,35 +315,6 @@ def test_a_cap_is_raised_only_once_another_has_been_lowered_and_followed(tmp_pat
     world.share.step()
     assert world.caps_w[0] > before_w[0]
     assert world.caps_w[1:] == lowered_w[1:]
-
-
-def test_a_job_holds_the_highest_cap_that_it_may_run_under(tmp_path):
-    world = capped_world(tmp_path, jobs=1, limit_w=900.0)
-    [job], [shared] = world.jobs, world.share.jobs
-
-    def held_w(cap_w=None, iterations=0):
-        if cap_w is not None:
-            job.cap_file.write_text(str(cap_w))
-        for _ in range(iterations):
-            job.iterate()
-        shared.follow()
-        return shared.held_w
-
-    assert held_w() == 900
-    assert held_w(950) == 950  # it may read that at any moment
-    assert held_w(900, iterations=3) == 900
-    assert held_w(700) == 900
-    assert held_w(iterations=1) == 900  # it has read 700, and the next iteration runs by 900
-    assert held_w(600, iterations=1) == 900
-    assert held_w(iterations=1) == 600
-
-
-def test_a_new_process_continues_where_the_last_one_ended(tmp_path):
-    world = capped_world(tmp_path)
-    before_w = world.caps_w
-    world.restart()
-    world.steps()
-    assert world.caps_w == before_w
 
 
 def test_a_job_without_plans_has_its_power_at_default_clocks_reserved(tmp_path):

@@ -290,7 +290,7 @@ def test_a_counter_that_fails_while_profiling_ends_it_with_its_reason(start, cap
     assert caplog.text.count("the counter is gone") == 1
 
 
-@pytest.mark.parametrize("of", ["policy.selector.Assignment.of_report", "runtime.under_plans.reported_drift"])
+@pytest.mark.parametrize("of", ["policy.selector.PlanSelector.advance", "runtime.under_plans.reported_drift"])
 def test_an_unexpected_error_in_a_decision_or_a_report_never_ends_training(start, monkeypatch, caplog, of):
     """This rank trains on at default clocks; of a report, the other ranks get the rest."""
     job = start(mode="auto", **SLOWER)

@@ -22,7 +22,7 @@ from perseus_ds.clocks.events import PassedEvent
 from perseus_ds.clocks.timers import FinishedIteration, Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Load, Transfer
-from perseus_ds.policy.selector import Forecast
+from perseus_ds.policy.decisions import Forecast
 from perseus_ds.ranks import PipelineTopology
 from perseus_ds.report.sources import read_history
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration

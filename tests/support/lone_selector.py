@@ -1,5 +1,7 @@
 """A frontier of thirty plans, and a selector of plans on the only rank of a job."""
 
+from dataclasses import replace
+
 from virtual.job import LoneCommunicator, job_report
 from virtual.time import VirtualTime
 
@@ -42,6 +44,7 @@ class Job:
         power_w = power_ratio * plan.energy_j / plan.time_s
         before, self._ran = self._ran, ran
         self.control.count_step()
-        self.selector.advance(None if self._sent is None else job_report(self._sent), None, before)
-        self._sent = {"time_s": time_s, "energy_j": power_w * time_s, **self.selector.decided.assigned()}
+        self.selector.advance(self._sent, None, before)
+        report = job_report({"time_s": time_s, "energy_j": power_w * time_s})
+        self._sent = replace(report, decided=self.selector.decided)
         return None if ran.paused else ran.plan

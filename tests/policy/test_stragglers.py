@@ -1,4 +1,4 @@
-"""Stragglers and drift are recognised and followed, and what a clock change costs is learnt from late plans."""
+"""Stragglers are recognised and followed: what pipelines are assigned to, and what the job then takes."""
 
 import itertools
 import random
@@ -7,17 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual.job import job_report, reports_of
 
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.clocks.timers import Span
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute
-from perseus_ds.policy.pace import DriftWatch, Straggler, StragglerWatch, reported_drift, straggler_of, with_reported
-from perseus_ds.policy.plan_proof import PlanComparison, SwitchCost
-from perseus_ds.policy.reports import JobReport
-from perseus_ds.policy.selector import Assignment
+from perseus_ds.policy.decisions import Assignment
+from perseus_ds.policy.job_control import Straggler
+from perseus_ds.policy.selector import StragglerWatch, straggler_of, with_reported
 
 INSTRUCTIONS = ((Instruction(0, Kind.FORWARD, 0),), (Instruction(1, Kind.FORWARD, 0),))
 PLANS = tuple(FrequencyPlan(INSTRUCTIONS, ((1400 - i,),) * 2, 1.0 + 0.005 * i, 100.0 - 0.5 * i) for i in range(61))
@@ -94,15 +90,6 @@ def test_who_is_told_of_a_straggler_believes_it_and_counts_nothing_twice():
     assert with_reported((1.0,), Straggler(0, 1.3)) == (1.0,), "nobody waits for a single pipeline"
 
 
-@given(st.integers(0, 60), st.lists(st.booleans(), min_size=3, max_size=3), st.integers(0, 10**9), st.floats(0, 3))
-def test_decisions_travel_with_the_report_of_rank_0(plan, flags, number, promised):
-    paused, halts, capped = flags
-    fields = {"plan": plan, "paused": paused, "halts": halts, "capped": capped}
-    decided = Assignment(**fields, promised_slowdown=promised, number=number)
-    received = job_report(decided.assigned(), {"plan": 7})
-    assert Assignment.of_report(received, Assignment()) == decided
-
-
 def test_the_forecast_accounts_as_the_papers_emulation_does():
     assignment = Assignment.of(FRONTIER, 0, (1.2, 1.0))
     plan = PLANS[assignment.plans[0]]
@@ -126,74 +113,3 @@ def test_pipelines_with_other_plans_are_as_slow_as_the_slowest_lets_them_be():
     waiting_s = slower[0].time_s - PLANS[others].time_s
     assert forecast.energy_j == pytest.approx(slower[0].energy_j + PLANS[others].energy_j + 10 * 2 * waiting_s)
     assert forecast.default_time_s == pytest.approx(slower[0].time_s)
-
-
-def test_a_profile_is_out_of_date_when_half_of_the_pipelines_say_so_twice():
-    forward = INSTRUCTIONS[0][0]
-    watch, expected = DriftWatch(max_drift=0.05), {(0, Kind.FORWARD, 1400): 0.1}
-
-    def told(pipelines):
-        reports = reports_of(*({"drift": drift} for drift in pipelines), pipelines=range(len(pipelines)))
-        return JobReport.of(reports).drift
-
-    spans = [Span(Compute(forward), 0.0, s) for s in (0.11, 0.11, 0.11, 0.9)]
-    assert reported_drift(spans, {forward: 1400}, expected)["drift"] == pytest.approx(0.1)
-    assert reported_drift(spans, {}, expected) == {"drift": 0.0}
-    seen = [[0.0, 0.2], [0.0, 0.2], [0.2, 0.2], [0.1, 0.1], [0.1, 0.1], [0.0, 0.0], [0.1, 0.1], [0.1, 0.1]]
-    assert [watch.has_drifted(told(pipelines)) for pipelines in seen] == [n in (3, 4, 7) for n in range(8)]
-
-
-@pytest.mark.parametrize(("spread", "tells"), [(0.0, True), (0.02, True), (0.3, False)])
-def test_a_deviation_that_instructions_vary_by_is_no_drift(spread, tells):
-    """Forwards take 10 % longer than profiled, half as many backwards as long as profiled."""
-    draw, kinds = random.Random(1), {Kind.FORWARD: (20, 1.1), Kind.BACKWARD: (10, 1.0)}
-    drawn = [
-        Span(Compute(Instruction(0, kind, i)), 0.0, 0.005 * pace * draw.gauss(1, spread))
-        for kind, (samples, pace) in kinds.items()
-        for i in range(samples)
-    ]
-    clocks_mhz = {span.operation.instruction: 1400 for span in drawn}
-    reported = reported_drift(drawn, clocks_mhz, {(0, kind, 1400): 0.005 for kind in kinds})
-    report = JobReport.of(reports_of(reported))
-    assert (report.drift > 0.05) == tells
-    assert (report.drift_beside_pace > 0.02) == tells
-    assert report.pace == pytest.approx(1.05, abs=0.01 + spread / 2)
-
-
-def plan(changes):
-    """A plan in which the busier of two ranks changes its clock so often."""
-    return FrequencyPlan(((), ()), ((1200, 1410) * (changes // 2), (1410, 1410)), 1.0, 100.0)
-
-
-def late_by(slowdown, promised=0.0, error=0.0005):
-    return PlanComparison(slowdown, error, 0.1, 0.005, promised)
-
-
-@pytest.mark.parametrize(
-    ("late", "cost_s"),
-    [
-        (late_by(0.02), 0.004),
-        (late_by(0.001), 0.0),
-        (late_by(0.02, error=0.01), 0.0),
-        (late_by(0.22), 0.0),  # which changes of the clock cannot explain
-    ],
-)
-def test_a_plan_that_is_surely_late_sets_the_switch_cost_by_its_changes(late, cost_s):
-    cost = SwitchCost()
-    assert cost.learn(plan(10), late, default_s=2.0) == (cost_s > 0)
-    assert cost.time_s == pytest.approx(cost_s)
-
-
-def test_lateness_that_a_plan_allows_for_counts_in_the_fit_only():
-    cost = SwitchCost()
-    cost.learn(plan(10), late_by(0.02), 2.0)
-    assert not cost.learn(plan(6), late_by(0.012, promised=0.012), 2.0)
-    assert cost.time_s == pytest.approx(0.004)
-
-
-def test_a_switch_cost_that_was_too_low_rises_and_is_tried_twice_at_most():
-    cost = SwitchCost()
-    assert cost.learn(plan(20), late_by(0.01), 2.0)
-    assert cost.learn(plan(6), late_by(0.06), 2.0)
-    assert cost.time_s > 0.0014
-    assert not cost.learn(plan(6), late_by(0.06), 2.0)

@@ -1,0 +1,43 @@
+"""What ranks report of drift, and what rank 0 makes of it."""
+
+import random
+
+import pytest
+from virtual.job import reports_of
+
+from perseus_ds.clocks.timers import Span
+from perseus_ds.pipeline.instruction import Instruction, Kind
+from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.policy.reports import DriftWatch, JobReport, reported_drift
+
+
+def test_a_profile_is_out_of_date_when_half_of_the_pipelines_say_so_twice():
+    forward = Instruction(0, Kind.FORWARD, 0)
+    watch, expected = DriftWatch(max_drift=0.05), {(0, Kind.FORWARD, 1400): 0.1}
+
+    def told(pipelines):
+        reports = reports_of(*({"drift": drift} for drift in pipelines), pipelines=range(len(pipelines)))
+        return JobReport.of(reports).drift
+
+    spans = [Span(Compute(forward), 0.0, s) for s in (0.11, 0.11, 0.11, 0.9)]
+    assert reported_drift(spans, {forward: 1400}, expected)["drift"] == pytest.approx(0.1)
+    assert reported_drift(spans, {}, expected) == {"drift": 0.0}
+    seen = [[0.0, 0.2], [0.0, 0.2], [0.2, 0.2], [0.1, 0.1], [0.1, 0.1], [0.0, 0.0], [0.1, 0.1], [0.1, 0.1]]
+    assert [watch.has_drifted(told(pipelines)) for pipelines in seen] == [n in (3, 4, 7) for n in range(8)]
+
+
+@pytest.mark.parametrize(("spread", "tells"), [(0.0, True), (0.02, True), (0.3, False)])
+def test_a_deviation_that_instructions_vary_by_is_no_drift(spread, tells):
+    """Forwards take 10 % longer than profiled, half as many backwards as long as profiled."""
+    draw, kinds = random.Random(1), {Kind.FORWARD: (20, 1.1), Kind.BACKWARD: (10, 1.0)}
+    drawn = [
+        Span(Compute(Instruction(0, kind, i)), 0.0, 0.005 * pace * draw.gauss(1, spread))
+        for kind, (samples, pace) in kinds.items()
+        for i in range(samples)
+    ]
+    clocks_mhz = {span.operation.instruction: 1400 for span in drawn}
+    reported = reported_drift(drawn, clocks_mhz, {(0, kind, 1400): 0.005 for kind in kinds})
+    report = JobReport.of(reports_of(reported))
+    assert (report.drift > 0.05) == tells
+    assert (report.drift_beside_pace > 0.02) == tells
+    assert report.pace == pytest.approx(1.05, abs=0.01 + spread / 2)
