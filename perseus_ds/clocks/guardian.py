@@ -1,17 +1,17 @@
 """The ranks' side of the guardian: a small process on each node that restores default clocks when ranks are gone.
 
-A locked clock survives the process that locked it, ``kill -9`` included, so another process must notice its end. The
-first rank of a node starts the guardian, which listens at an abstract Unix socket that only one process can have, and
-every rank registers its GPUs there. Where the guardian dies, the ranks start another one.
+A locked clock survives the process that locked it, ``kill -9`` included, so another process must notice its end. Every
+rank keeps a record of the GPU that it may lock (:mod:`perseus_ds.clocks.lock_records`), which the kernel marks when the
+rank ends, however that happens. The guardian, started by the first rank of a job on a node, looks at these records. It
+resets the GPUs of dead ranks that no living process holds, and ends with the last rank. Where it dies, the ranks start
+another one.
 
 The guardian is no descendant of the rank and has a session of its own, and a systemd scope of its own where the user
-can have one, so a signal to the job's process tree, group or cgroup does not reach it. It sees a rank's end by the
-socket, which the kernel closes, and by the process itself (a forked data-loading worker may hold the socket open for
-longer). It then restores the GPUs that no other rank has registered, and ends with the last rank.
+can have one, so a signal to the job's process tree, group or cgroup does not reach it.
 
 Where there is no scope to have, a scheduler that kills by cgroup kills the guardian too, and so does the end of a
 container: run ``perseus-ds reset`` in the scheduler's prologue and epilogue there. The next job of this user on the
-node resets what is left as well (:mod:`perseus_ds.clocks.lock_records`), and in any case the clocks of its own GPUs.
+node resets what the records name as well, and in any case the clocks of its own GPUs.
 
 The guardian itself is :mod:`perseus_ds.clocks.guardian_daemon`.
 """
@@ -22,21 +22,20 @@ import contextlib
 import hashlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from perseus_ds.clocks import local_socket
+from perseus_ds.clocks.lock_records import HeldLock, guardian_path, holder
 from perseus_ds.errors import GpuError
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _ANSWER_TIMEOUT_S = 30.0
 SCOPE_TIMEOUT_S = 10.0
-"""A user's systemd that is stuck must not use up the time that ranks wait for an answer."""
-_AGAIN_S = 0.05
+"""A user's systemd that is stuck must not use up the time that ranks wait for a guardian."""
+_AGAIN_S = 0.02
 _LOOK_S = 0.2
 _REPLACED_WITHIN_S = 5.0
 # This package, whichever others there are. What it imports is looked for elsewhere first: beside it there may be an old
@@ -48,7 +47,7 @@ _CODE = (
 
 
 class Guardian:
-    """A rank's connection to the guardian of its node."""
+    """A rank's part: its records of locked clocks, and a thread that starts a guardian where there is none."""
 
     def __init__(self, addresses: Sequence[str], job: str | None = None, timebase: Timebase = REAL_TIME) -> None:
         """Have the node's guardian watch GPUs until this process ends; start it if there is none.
@@ -57,149 +56,114 @@ class Guardian:
             addresses: The ``address`` of each GPU whose clock this process may lock.
             job: Ranks with the same text share a guardian. By default the job's ``MASTER_ADDR`` and ``MASTER_PORT``,
                 or this process alone.
-            timebase: The time in which to try again.
+            timebase: The time in which to wait for it.
 
         Raises:
             GpuError: It cannot be started, or it cannot open one of the GPUs.
         """
-        self._name = socket_name(job)
+        self._job = job_key(job)
         self._addresses = list(addresses)
+        self._time = timebase
+        self._process = os.getpid()
+        self._held: dict[str, HeldLock] = {}
         self._closing = threading.Lock()
         self._closed = threading.Event()
-        self._time = timebase
-        self._connection: socket.socket | None = None
-        deadline_s = timebase.now_s() + _ANSWER_TIMEOUT_S
-        while (registered := self._register()) is None:
-            if timebase.now_s() >= deadline_s:
-                raise GpuError(
-                    f"No guardian answered within {_ANSWER_TIMEOUT_S:.0f} s. "
-                    f"Clocks may stay locked after a kill -9; `perseus-ds reset` restores them."
-                )
-            timebase.sleep(_AGAIN_S)  # It was just ending with its last rank, or does not listen yet.
-        self._connection, self.pid = registered
+        try:
+            self._record()
+            self._wait_for_a_guardian()
+        except (GpuError, OSError) as error:
+            for held in self._held.values():
+                held.path.unlink(missing_ok=True)
+                held.end()
+            if isinstance(error, GpuError):
+                raise
+            raise GpuError(f"It cannot be recorded which clocks are locked: {error}.") from error
         self._seen_s = timebase.now_s()
-        threading.Thread(target=self._register_again, name="perseus-guardian", daemon=True).start()
+        threading.Thread(target=self._watch, name="perseus-guardian", daemon=True).start()
+
+    @property
+    def pid(self) -> int | None:
+        """The guardian's process id; None while there is none."""
+        with contextlib.suppress(OSError):
+            return holder(guardian_path(self._job))
+        return None
 
     @property
     def alive(self) -> bool:
-        """Whether the guardian watches, or has died just now, so that another one is being started."""
-        return self._is_connected() or self._time.now_s() - self._seen_s < _REPLACED_WITHIN_S
+        """Whether there is a guardian, or it has died just now, so that another one is being started."""
+        return self._time.now_s() - self._seen_s < _REPLACED_WITHIN_S
 
     def close(self, timeout_s: float = 3.0) -> bool:
         """Have the guardian restore the default clocks now and stop watching; harmless when called again.
 
         Returns:
-            Whether it did. If not, it is dead, or the driver refused or hangs: reset the clocks from this process.
+            Whether it did. If not, it is dead, or the driver refuses or hangs, and the records stay.
         """
+        if os.getpid() != self._process:
+            return False
         with self._closing:
-            self._closed.set()
-            connection, self._connection = self._connection, None
-        if connection is None:
-            return False
-        with contextlib.closing(connection):
-            connection.settimeout(timeout_s)
-            try:
-                return local_socket.exchange(connection, {"close": True})["error"] is None
-            except OSError:
-                return False
-            finally:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)  # Also for forked children that hold the socket.
+            if not self._closed.is_set():
+                self._closed.set()
+                for held in self._held.values():
+                    held.end()
+        end_s = self._time.now_s() + timeout_s
+        while left := any(held.path.exists() for held in self._held.values()):
+            if self.pid is None or self._time.now_s() >= end_s:
+                break
+            self._time.sleep(_AGAIN_S)
+        return not left
 
-    def _is_connected(self) -> bool:
-        connection = self._connection  # another thread may close it
-        if connection is None:
-            return False
-        try:
-            return connection.recv(1, socket.MSG_PEEK) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-
-    def _register_again(self) -> None:
-        """Register with another guardian when this one has died, as long as this rank is registered."""
+    def _watch(self) -> None:
+        """Have records and a guardian again where they are gone, as long as this rank is watched."""
         while not self._closed.wait(_LOOK_S):
-            if self._is_connected():
-                self._seen_s = self._time.now_s()
-                continue
             with contextlib.suppress(GpuError, OSError):  # such as no memory for another process: tried again
-                registered = self._register()
-                if registered is not None:
-                    self._replace(*registered)
+                self._record()
+                if self.pid is None:
+                    _start(self._job, self._addresses)
+                if self.pid is not None:
+                    self._seen_s = self._time.now_s()
 
-    def _replace(self, connection: socket.socket, pid: int) -> None:
+    def _record(self) -> None:
+        """Record each GPU that has no record; the end of a login session removes this user's files in memory."""
         with self._closing:
-            if self._closed.is_set():
-                connection.close()
-                return
-            dead, self._connection, self.pid = self._connection, connection, pid
-        if dead is not None:
-            dead.close()
+            for address in self._addresses if not self._closed.is_set() else ():
+                before = self._held.get(address)
+                if before is None or not before.path.exists():
+                    self._held[address] = HeldLock(address, self._job)
+                    if before is not None:
+                        before.end()
 
-    def _register(self) -> tuple[socket.socket, int] | None:
-        """Register with the guardian, which is started if there is none; None if it ends just then, or is silent.
-
-        Returns:
-            The connection, and the guardian's process id.
-
-        Raises:
-            GpuError: It cannot be started, or it cannot open one of the GPUs, or another user listens there.
-        """
-        connection = _connect(self._name)
-        if connection is None:
-            _start(self._name)
-            connection = _connect(self._name)
-        if connection is None:
-            return None
-        try:
-            answer = local_socket.exchange(connection, {"gpus": self._addresses})
-        except OSError:
-            connection.close()
-            return None
-        if answer["error"] is not None:
-            connection.close()
-            raise GpuError(f"The guardian cannot watch {', '.join(self._addresses)}: {answer['error']}")
-        connection.setblocking(False)  # whoever asks whether it lives does not wait
-        return connection, answer["pid"]
+    def _wait_for_a_guardian(self) -> None:
+        end_s = self._time.now_s() + _ANSWER_TIMEOUT_S
+        while self.pid is None:
+            if self._time.now_s() >= end_s:
+                raise GpuError(
+                    f"No guardian came within {_ANSWER_TIMEOUT_S:.0f} s. "
+                    f"Clocks may stay locked after a kill -9; `perseus-ds reset` restores them."
+                )
+            _start(self._job, self._addresses)
+            self._time.sleep(_AGAIN_S)  # it has just begun, or was just ending with its last rank
 
 
-def socket_name(job: str | None) -> str:
-    """Return the abstract name of a job's socket, which needs no file and vanishes with the guardian."""
+def job_key(job: str | None) -> str:
+    """Return the name of a job in files: ranks of one node with the same one share a guardian."""
     if job is None:
         port = os.environ.get("MASTER_PORT")
         job = f"{os.environ.get('MASTER_ADDR')}:{port}" if port else f"process {os.getpid()}"
-    # Sockets are per network namespace, process ids per pid namespace: containers may share one and not the other.
+    # Containers may share the folder and see different processes and GPUs.
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    return f"\0perseus-ds-guardian/{os.getuid()}/{namespace}/{hashlib.sha256(job.encode()).hexdigest()[:16]}"
+    return hashlib.sha256(f"{namespace}/{job}".encode()).hexdigest()[:16]
 
 
-def _connect(name: str) -> socket.socket | None:
-    """Return a connection to the guardian of a name; None if there is none.
-
-    Raises:
-        GpuError: Another user listens there.
-    """
-    try:
-        connection = local_socket.connect(name, _ANSWER_TIMEOUT_S)
-    except OSError:
-        return None
-    _, uid = local_socket.peer(connection)
-    if uid != os.getuid():
-        connection.close()
-        raise GpuError(f"The guardian's socket {name[1:]} belongs to user {uid}. Ask them to end that process.")
-    return connection
-
-
-def _start(name: str) -> None:
-    """Start a guardian; returns once it listens, or another one does.
+def _start(job: str, addresses: Sequence[str]) -> None:
+    """Start a guardian; returns once it is about to serve, or another one does.
 
     It gets a session of its own, and a cgroup where the user's systemd gives it a scope.
 
     Raises:
         GpuError: It cannot be started.
     """
-    guardian = [sys.executable, "-c", _CODE, name[1:]]
+    guardian = [sys.executable, "-c", _CODE, job, *addresses]
     runtime, systemd_run = os.environ.get("XDG_RUNTIME_DIR"), shutil.which("systemd-run")
     if systemd_run and runtime and Path(runtime, "systemd", "private").exists():
         scope = [systemd_run, "--user", "--scope", "--quiet", "--collect", "--"]
@@ -210,7 +174,7 @@ def _start(name: str) -> None:
 
 
 def _run(command: Sequence[str], timeout_s: float) -> str | None:
-    """Run a guardian until it serves; return why it does not, None if it does."""
+    """Run a guardian until it has become a process of its own; return why it does not, None if it does."""
     try:
         process = subprocess.Popen(
             command,

@@ -6,35 +6,23 @@ It imports neither torch nor DeepSpeed, so that it starts quickly and stays smal
 from __future__ import annotations
 
 import contextlib
-import errno
+import math
 import os
-import select
 import signal
-import socket
-import socketserver
 import sys
 import syslog
-import threading
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
-import psutil
-
-from perseus_ds.clocks import local_socket
-from perseus_ds.clocks.lock_records import is_held, left_locks
+from perseus_ds.clocks.lock_records import LockRecord, all_records, guardian_path, lock
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 _FIRST_RANK_TIMEOUT_S = 10.0
-_REGISTRATION_TIMEOUT_S = 30.0
-_POLL_S = 0.2
+_POLL_S = 0.1
 _HUNG_S = 10.0
-_RESTORE_ATTEMPTS = 3
-_RETRY_S = 0.5
-# After the last of these attempts, for about two minutes; pauses are shorter than a driver takes to count as hung.
-_INSIST_AFTER_S = (1.0, 2.0, 4.0, *[8.0] * 14)
+_RETRY_S, _INSIST_S = 0.5, 120.0
+"""How often a driver that refuses to reset a clock is asked again, and for how long."""
 
 
 def open_gpu(address: str) -> Gpu:
@@ -55,189 +43,76 @@ def open_gpu(address: str) -> Gpu:
     raise GpuError(f"Unknown GPU address {address!r}: expected nvml:… or zeus:….")
 
 
-class GuardianServer(local_socket.LocalServer):
-    """Watches ranks, each on a thread of its own, because a driver call may hang."""
+class ClockRestorer:
+    """Resets the clocks that processes of a job have left locked, each GPU's on a thread, because a driver may hang."""
 
-    timeout = _POLL_S
-
-    def __init__(self, name: str, timebase: Timebase = REAL_TIME) -> None:
-        """Listen.
-
-        Raises:
-            OSError: Another process listens there.
-        """
-        super().__init__(name, _Rank)
-        self.time = timebase
-        self._first_by_s: float | None = timebase.now_s() + _FIRST_RANK_TIMEOUT_S
-        self._lock = threading.Lock()
-        self._living: dict[object, tuple[str, ...]] = {}
-        self._resetting_s: dict[object, float] = {}
+    def __init__(self, job: str, timebase: Timebase = REAL_TIME) -> None:
+        self._job = job
+        self._time = timebase
+        # By address: the records of dead processes, while there is no living one; and until when they are waited for.
+        self._left: dict[str, list[LockRecord]] = {}
+        self._until_s: dict[str, float] = {}
+        self._watched: set[str] = set()
 
     def serve(self) -> None:
-        """Serve ranks until the last one is gone, or none came."""
-        while self._is_needed():
-            self.handle_request()
+        """Serve until the last process of the job is gone, or none came."""
+        first_by_s = self._time.now_s() + _FIRST_RANK_TIMEOUT_S
+        while True:
+            with contextlib.suppress(OSError, RuntimeError):  # too many files or threads; tried again
+                if not self._look() and (self._watched or self._time.now_s() >= first_by_s):
+                    break
+            self._time.sleep(_POLL_S)
+        if self._left:
+            gpus = ", ".join(self._left)
+            syslog.syslog(syslog.LOG_ERR, f"perseus-ds: clocks of {gpus} may stay locked: run `perseus-ds reset`")
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """Return the next connection."""
-        try:
-            return super().get_request()
-        except OSError:  # too many files are open; what waits to be accepted still does later
-            self.time.sleep(_POLL_S)
-            raise
+    def _look(self) -> bool:
+        """See which clocks are left; returns whether this process is still needed."""
+        records = all_records()
+        held = {record.address for record, lives in records if lives}
+        left: dict[str, list[LockRecord]] = {}
+        for record in (record for record, lives in records if record.job == self._job and not lives):
+            if record.address in held:
+                record.forget()  # by the record of the living process the clock is reset later
+            else:
+                left.setdefault(record.address, []).append(record)
+        self._left = left
+        living = {record.address for record, lives in records if record.job == self._job and lives}
+        for address in (living | left.keys()) - self._watched:
+            self._time.thread(partial(self._keep, address), f"perseus-{address}").start()
+            self._watched.add(address)
+        now_s = self._time.now_s()
+        return bool(living) or any(now_s < self._until_s.get(address, now_s + 1) for address in left)
 
-    @contextlib.contextmanager
-    def living(self, rank: object, gpus: tuple[str, ...]) -> Iterator[None]:
-        """Count a rank as living, until :meth:`end`, and then as left, until all is done for it."""
-        with self._lock:
-            self._living[rank] = gpus
-            self._first_by_s = None
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._living.pop(rank, None)
-                self._resetting_s.pop(rank, None)
-
-    def end(self, rank: object) -> list[str]:
-        """Count a rank as ended; returns its GPUs that no other rank has registered: their clocks must be reset."""
-        with self._lock:
-            gpus = self._living.pop(rank)
-            self._resetting_s[rank] = self.time.now_s()
-            return [gpu for gpu in gpus if not any(gpu in others for others in self._living.values())]
-
-    def still_resetting(self, rank: object) -> None:
-        """Count an ended rank as left for a while longer: the driver answers, and its clocks may not be reset yet."""
-        with self._lock:
-            self._resetting_s[rank] = self.time.now_s()
-
-    def is_registered(self, gpu: str) -> bool:
-        """Return whether a living rank may lock the GPU of an address."""
-        with self._lock:
-            return any(gpu in gpus for gpus in self._living.values())
-
-    def _is_needed(self) -> bool:
-        """Whether there is a living rank, or one whose clocks are being reset by a driver that does not hang."""
-        now_s = self.time.now_s()
-        with self._lock:
-            if self._first_by_s is not None:
-                return now_s < self._first_by_s
-            return bool(self._living) or any(now_s - at_s <= _HUNG_S for at_s in self._resetting_s.values())
-
-
-class _Rank(socketserver.BaseRequestHandler):
-    """Watches a rank until it ends, then resets its clocks."""
-
-    server: GuardianServer
-    request: socket.socket
-
-    def handle(self) -> None:
-        self.request.settimeout(_REGISTRATION_TIMEOUT_S)
-        try:
-            addresses = tuple(map(str, local_socket.receive(self.request)["gpus"]))
-            gpus = {address: open_gpu(address) for address in addresses}
-        except Exception as error:
-            self._answer(str(error))
-            return
-        with self.server.living(self, addresses):
-            self._answer(None)
-            wait_for_end(self.request)
-            tried = partial(self.server.still_resetting, self)
-            errors = {address: restore(gpus[address], self.server.time, tried) for address in self.server.end(self)}
-            for address in [address for address, error in errors.items() if error is None]:
-                _forget(address)
-            # Read by a rank that closes, not by a dead one.
-            self._answer("; ".join(filter(None, errors.values())) or None)
-            self._insist({address: gpus[address] for address, error in errors.items() if error})
-
-    def _insist(self, refused: dict[str, Gpu]) -> None:
-        """Go on trying to reset clocks that a driver has refused to reset.
-
-        Not while a living process of this user has registered the GPU, or has a record of it: the clock is its own.
-        """
-        for pause_s in _INSIST_AFTER_S:
-            if not refused:
-                break
-            self.server.time.sleep(pause_s)
-            self.server.still_resetting(self)
-            for address, gpu in tuple(refused.items()):
-                if self.server.is_registered(address) or is_held(address):
-                    continue
-                if _refusal(gpu) is None:
-                    _forget(address)
-                    del refused[address]
-                self.server.still_resetting(self)
-
-    def _answer(self, error: str | None) -> None:
-        with contextlib.suppress(OSError):
-            local_socket.send(self.request, {"error": error, "pid": os.getpid()})
-
-
-def wait_for_end(connection: socket.socket) -> None:
-    """Return when the process at the other end of a connection has ended, or sends something.
-
-    It counts as ended only when its last thread has: after ``kill -9`` its first thread may be a zombie while another
-    one is still inside the driver, about to lock a clock. A zombie without threads, which nobody has waited for yet,
-    has ended. A process in another pid namespace is seen by the connection alone.
-    """
-    pid, _ = local_socket.peer(connection)
-    process: psutil.Process | None = None
-    if pid:
-        try:
-            process = psutil.Process(pid)
-        except psutil.NoSuchProcess:
-            return
-    while not select.select([connection], [], [], None if process is None else _POLL_S)[0]:
-        if process is not None and _has_ended(process):
-            return
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        is_zombie = process.status() == psutil.STATUS_ZOMBIE
-        return not process.is_running() or (is_zombie and process.num_threads() <= 1)
-    return True
-
-
-def _forget(address: str) -> None:
-    """Remove the records of dead processes that held a GPU, whose clock is reset."""
-    for left in left_locks():
-        if left.address == address:
-            left.forget()
-
-
-def _refusal(gpu: Gpu) -> str | None:
-    """Reset a clock; return why the driver refused, None if it did not."""
-    try:
-        gpu.reset_clock()
-    except GpuError as error:
-        return str(error)
-    return None
-
-
-def restore(gpu: Gpu, timebase: Timebase, tried: Callable[[], None] = lambda: None) -> str | None:
-    """Return a GPU to its default clock, in a few attempts, each of which is reported; return the last error."""
-    refusal: str | None = None
-    for attempt in range(_RESTORE_ATTEMPTS):
-        timebase.sleep(_RETRY_S if attempt else 0)
-        refusal = _refusal(gpu)
-        tried()
-        if refusal is None:
-            return None
-    syslog.syslog(syslog.LOG_ERR, f"perseus-ds guardian: clocks may stay locked, run `perseus-ds reset`: {refusal}")
-    return refusal
+    def _keep(self, address: str) -> None:
+        """Reset the clock of a GPU whenever it is left."""
+        gpu: Gpu | None = None
+        end_s = math.inf
+        while True:
+            pause_s = _POLL_S
+            left = [record for record in self._left.get(address, ()) if record.path.exists()]
+            now_s = self._time.now_s()
+            end_s = min(end_s, now_s + _INSIST_S) if left else math.inf
+            if (left or gpu is None) and now_s < end_s:
+                self._until_s[address] = now_s + _HUNG_S
+                try:
+                    gpu = gpu or open_gpu(address)
+                    if left:
+                        gpu.reset_clock()
+                    for record in left:
+                        record.forget()
+                except GpuError:
+                    pause_s = _RETRY_S
+            self._time.sleep(pause_s)
 
 
 def main() -> None:
-    """Become the guardian of a name, unless another process is."""
-    try:
-        server = GuardianServer("\0" + sys.argv[1])
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return  # Another rank has started it already.
-        raise
+    """Become the guardian of a job, unless another process is; some GPUs are opened first to see whether that works."""
+    job, *addresses = sys.argv[1:]
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         os.environ.pop(variable, None)  # Each rank may see another part of the node's GPUs.
+    for address in addresses:
+        open_gpu(address).close()
     if os.fork():
         return  # The guardian is the child, an orphan: it is not in the job's process tree.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -245,4 +120,8 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
-    server.serve()
+    path = guardian_path(job)
+    with contextlib.suppress(OSError):  # another rank has started it already
+        lock(path)
+        ClockRestorer(job).serve()
+        path.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
-"""Which GPUs of this node processes hold locked: one small file for each, which tells when its process has died.
+"""Which GPUs of this node processes hold locked: one empty file for each, which tells when its process has died.
 
-A process keeps a lock of the kernel on its file, which ends with the process, however it ends; a file without that lock
-is of a dead one. The folder is on a file system in memory, so it is gone after a reboot, as locked clocks are.
+A process keeps a lock of the kernel on its file, which ends with its last thread, however that ends, and which forked
+processes do not inherit; a file without that lock is of a dead one. The name of the file says all that is known. The
+folder is on a file system in memory, so it is gone after a reboot, as locked clocks are.
 """
 
 from __future__ import annotations
@@ -11,20 +12,27 @@ import fcntl
 import os
 import secrets
 import stat
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_LONGEST = 4096
 IN_MEMORY = Path("/dev/shm")
+_FLOCK = "hhqqi0q"
+"""The C structure ``flock``."""
 
 
 @dataclass(frozen=True)
-class LeftLock:
-    """A GPU that a dead process held locked."""
+class LockRecord:
+    """A GPU that a process may hold locked, or held locked when it died.
+
+    Attributes:
+        job: The job of the process; see :func:`perseus_ds.clocks.guardian.job_key`.
+    """
 
     address: str
     pid: int
+    job: str
     path: Path
 
     def forget(self) -> None:
@@ -35,75 +43,108 @@ class LeftLock:
 class HeldLock:
     """The file that says that this process may hold a GPU locked, until it is released or the process ends."""
 
-    def __init__(self, address: str) -> None:
-        """Write the file.
+    def __init__(self, address: str, job: str) -> None:
+        """Make the file.
 
         Raises:
             OSError: There is no folder for it that is this user's alone.
         """
         folder = _folder()
-        self._path = folder / f"{_own_prefix()}{secrets.token_hex(8)}"
+        self.path = folder / f"{_own_prefix()}{job}.{secrets.token_hex(8)}.{address}"
         # Nobody may see the file before it is locked.
-        hidden = folder / f".{self._path.name}"
-        self._file = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(self._file, f"{address}\n".encode())
-        os.rename(hidden, self._path)
-        self._pid = os.getpid()
+        hidden = folder / f".{self.path.name}"
+        self._file = lock(hidden)
+        os.rename(hidden, self.path)
 
-    def release(self) -> None:
-        """Remove the file; harmless when called again, or in a forked process."""
-        if self._file >= 0 and os.getpid() == self._pid:
-            self._path.unlink(missing_ok=True)
-            os.close(self._file)
-            self._file = -1
+    def end(self) -> None:
+        """Leave the file as that of a dead process, whose clock is to be reset; once, and in this process."""
+        os.close(self._file)
 
 
-def left_locks() -> Iterator[LeftLock]:
+def left_locks() -> Iterator[LockRecord]:
     """Yield the GPUs that this user's processes of this node held locked when they died, and that no living one holds.
 
-    Meanwhile nobody else is told of them.
+    Meanwhile no other caller gets them.
     """
+    left: list[LockRecord] = []
+    held: set[str] = set()
     with contextlib.ExitStack() as files, contextlib.suppress(OSError):
-        found = list(_records(files))
-        held = {record.address for record, is_free in found if not is_free}
-        for left, is_free in found:
-            if is_free and left.address not in held and left.path.exists():
-                yield left
+        for record in _records():
+            with contextlib.suppress(OSError):
+                files.callback(os.close, lock(record.path, create=False))
+                left.append(record)
+                continue
+            held.add(record.address)  # its process lives
+        for record in left:
+            if record.address not in held and record.path.exists():
+                yield record
 
 
-def is_held(address: str) -> bool:
-    """Return whether another living process of this user may hold the GPU of an address locked."""
-    with contextlib.ExitStack() as files, contextlib.suppress(OSError):
-        return any(record.address == address and not is_free for record, is_free in _records(files))
-    return False
+def all_records() -> list[tuple[LockRecord, bool]]:
+    """Return the records of other processes of this user, each with whether its process lives.
+
+    Raises:
+        OSError: They cannot be read.
+    """
+    found = []
+    for record in _records():
+        with contextlib.suppress(FileNotFoundError):
+            found.append((record, holder(record.path) is not None))
+    return found
 
 
-def _records(files: contextlib.ExitStack) -> Iterator[tuple[LeftLock, bool]]:
-    """Yield the files of other processes, each with whether it is a dead one's; the dead ones' are kept locked."""
-    for path in sorted(_folder().glob("[0-9]*.*")):
-        pid = path.name.partition(".")[0]
-        # A process that opens its own file and closes it would lose its lock.
-        if not pid.isdecimal() or path.name.startswith(_own_prefix()):
-            continue
-        with contextlib.suppress(OSError):
-            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            files.callback(os.close, file)
-            address = os.read(file, _LONGEST).decode(errors="replace").strip()
-            yield LeftLock(address, int(pid), path), _is_free(file)
+def lock(path: Path, *, create: bool = True) -> int:
+    """Open a file and lock it for as long as this process lives, or until the file is closed.
+
+    A process that opens its own file a second time, and closes it, loses the lock.
+
+    Raises:
+        OSError: Another process has locked it.
+    """
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def holder(path: Path) -> int | None:
+    """Return the process that has locked a file, 0 if it cannot be seen from here; None if there is none.
+
+    Raises:
+        OSError: There is no such file.
+    """
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query))
+    finally:
+        os.close(file)
+    return None if kind == fcntl.F_UNLCK else pid
+
+
+def guardian_path(job: str) -> Path:
+    """Return the file that the guardian of a job keeps locked.
+
+    Raises:
+        OSError: There is no folder for it that is this user's alone.
+    """
+    return _folder() / f"guardian.{job}"
+
+
+def _records() -> Iterator[LockRecord]:
+    """Yield the records of other processes."""
+    for path in sorted(_folder().glob("[0-9]*.*.*.*.*")):
+        pid, _, job, _, address = path.name.split(".", 4)
+        if pid.isdecimal() and not path.name.startswith(_own_prefix()) and not path.is_symlink() and path.is_file():
+            yield LockRecord(address, int(pid), job, path)
 
 
 def _own_prefix() -> str:
     """Return how the names of this process's files begin; containers may share the folder, and not process ids."""
     return f"{os.getpid()}.{os.stat('/proc/self/ns/pid').st_ino}."
-
-
-def _is_free(file: int) -> bool:
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _folder() -> Path:

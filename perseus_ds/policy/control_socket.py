@@ -24,8 +24,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 
 from perseus_ds.artifacts.io import read_json, write_atomically
 from perseus_ds.artifacts.validation import explain
-from perseus_ds.clocks import local_socket
 from perseus_ds.errors import ConfigError, PerseusError
+from perseus_ds.policy import local_socket
 from perseus_ds.policy.policies import PolicyConfig, fraction_not_percentage
 
 ADDRESS_FILE = "control.json"

@@ -11,17 +11,18 @@ from perseus_ds.artifacts.run_records import Failed
 from perseus_ds.clocks.controller import short_switch_interval
 from perseus_ds.clocks.exit_guard import ExitGuard
 from perseus_ds.clocks.guardian import Guardian
-from perseus_ds.clocks.guardian_daemon import open_gpu, restore
-from perseus_ds.clocks.lock_records import HeldLock, left_locks
+from perseus_ds.clocks.guardian_daemon import open_gpu
+from perseus_ds.clocks.lock_records import left_locks
 from perseus_ds.errors import GpuError
 from perseus_ds.policy.control_socket import ControlServer
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.metrics import MetricsReporter
 from perseus_ds.runtime.recorder import Recorder
-from perseus_ds.timebase import REAL_TIME
+from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
+_RESET_ATTEMPTS, _RETRY_S = 3, 0.5
 
 
 class Supervision:
@@ -43,7 +44,7 @@ class Supervision:
             if job.config.mode != "observe" and rank.gpu.address is not None:  # otherwise no clock can stay locked
                 reset_left_clocks()
                 self._guardian = Guardian([rank.gpu.address])
-                self._parts.callback(_end_watch, self._guardian, _hold(rank.gpu.address))
+                self._parts.callback(self._guardian.close)
             if (server := _listen(job, rank, recorder, control)) is not None:
                 self._parts.callback(server.close)
             if (metrics := _report_metrics(job, rank, recorder)) is not None:
@@ -80,33 +81,20 @@ class Supervision:
         self._parts.close()
 
 
-def _end_watch(guardian: Guardian, held: HeldLock | None) -> None:
-    """Have the guardian restore the clock; the record that it is locked stays where it could not."""
-    if guardian.close() and held is not None:
-        held.release()
-
-
-def reset_left_clocks() -> None:
+def reset_left_clocks(timebase: Timebase = REAL_TIME) -> None:
     """Reset the clocks of GPUs of this node that processes of this user held locked when they died."""
     for left in left_locks():
-        problem = None
-        try:
-            problem = restore(open_gpu(left.address), REAL_TIME)
-        except GpuError as error:
-            problem = str(error)
-        if problem is None:
-            left.forget()
-        said = "it is reset" if problem is None else f"it cannot be reset ({problem})"
+        said = ""
+        for attempt in range(_RESET_ATTEMPTS):
+            timebase.sleep(_RETRY_S if attempt else 0)
+            try:
+                open_gpu(left.address).reset_clock()
+                left.forget()
+                said = "it is reset"
+                break
+            except GpuError as error:
+                said = f"it cannot be reset ({error})"
         logger.warning("perseus: process %d died and left the clock of %s locked: %s.", left.pid, left.address, said)
-
-
-def _hold(address: str) -> HeldLock | None:
-    """Keep a record, on this node, that this process may lock the clock of a GPU."""
-    try:
-        return HeldLock(address)
-    except OSError as error:
-        logger.debug("perseus: no record of the locked clock: %s", error)
-        return None
 
 
 def _listen(job: Job, rank: RankContext, recorder: Recorder, control: JobControl) -> ControlServer | None:

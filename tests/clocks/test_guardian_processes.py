@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from stub_nvml.controller import StubNvml
 
 from perseus_ds.clocks import guardian
 from perseus_ds.clocks.guardian import Guardian
+from perseus_ds.gpu.nvml import NvmlGpu
 
 RANK = """
 import signal, sys, time
@@ -31,7 +33,7 @@ if end == "close":
     print(guardian.close(), guardian.close(), flush=True)
 if end == "register again":
     before = guardian.pid
-    while guardian.pid == before:
+    while guardian.pid in (before, None):
         time.sleep(0.01)
     print(guardian.pid, guardian.alive, flush=True)
     print(guardian.close(), flush=True)
@@ -138,7 +140,7 @@ def test_close_restores_before_it_returns(node: Node) -> None:
     rank = node.rank("close", 2)
     node.guardian_of(rank)
     assert rank.stdout is not None
-    assert rank.stdout.readline() == "True False\n"
+    assert rank.stdout.readline() == "True True\n"
     assert node.stub.locked_clocks_mhz() == [0, 0, 0, 0]
     assert rank.poll() is None
 
@@ -155,6 +157,16 @@ def test_ranks_start_another_guardian_when_theirs_has_died(node: Node) -> None:
         assert is_alive == "True"
         assert rank.stdout.readline() == "True\n", "it restores the clock at the end"
     assert node.stub.locked_clocks_mhz() == [0, 0, 0, 0]
+
+
+def test_records_that_are_removed_while_ranks_live_are_made_again(node: Node, tmp_path: Path) -> None:
+    """As the end of a login session does with files of its user in memory."""
+    rank = node.rank("wait", 0)
+    node.guardian_of(rank)
+    shutil.rmtree(next((tmp_path / "runtime").iterdir()))
+    wait_until(lambda: node.stub.has_guardian(1), "a record and a guardian")
+    rank.kill()
+    wait_until_clocks_are(node.stub, [0, 0, 0, 0])
 
 
 def test_a_rank_whose_guardian_cannot_be_replaced_notices_it_and_nothing_else_happens(node: Node) -> None:
@@ -182,7 +194,16 @@ def test_a_guardian_that_cannot_open_the_gpu_says_why(stub_nvml: StubNvml, tmp_p
     start = "from perseus_ds.clocks.guardian import Guardian; Guardian(['nvml:GPU-dead'], 'lost')"
     done = stub_nvml.run("-c", start)
     assert done.returncode == 1
-    assert "GpuError: The guardian cannot watch nvml:GPU-dead: GPU UUID 'GPU-dead' fits 0 of the GPUs" in done.stderr
+    assert "GpuError: The guardian process failed to start: " in done.stderr
+    assert "GPU UUID 'GPU-dead' fits 0 of the GPUs" in done.stderr
+
+
+@pytest.fixture
+def address(stub_nvml_here: StubNvml, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A GPU that guardians of this process see, too."""
+    for name, value in stub_nvml_here.environment.items():
+        monkeypatch.setenv(name, value)
+    return NvmlGpu(0).address
 
 
 @pytest.mark.parametrize(
@@ -196,7 +217,7 @@ def test_a_guardian_that_cannot_open_the_gpu_says_why(stub_nvml: StubNvml, tmp_p
     ids=["works", "refuses", "is stuck", "cannot be run"],
 )
 def test_the_guardian_gets_a_scope_of_systemd_where_the_user_may_have_one_and_else_does_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str
 ) -> None:
     """The stand-in for ``systemd-run`` only notes that it was asked."""
     command, asked = tmp_path / "systemd-run", tmp_path / "asked"
@@ -209,18 +230,20 @@ def test_the_guardian_gets_a_scope_of_systemd_where_the_user_may_have_one_and_el
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     is_stuck = "sleep 600" in others
     monkeypatch.setattr(guardian, "SCOPE_TIMEOUT_S", 0.5 if is_stuck else GIVE_UP_S)
-    started = Guardian([], str(tmp_path))
+    started = Guardian([address], str(tmp_path))
     assert started.close()
-    wait_until(lambda: not is_running(started.pid), "the end of the guardian")
+    wait_until(lambda: started.pid is None, "the end of the guardian")
     if not is_stuck:  # one that is may be killed before it has noted anything
         assert asked.read_text().startswith("--user --scope ") if others else not asked.exists()
 
 
-def test_a_guardian_is_of_the_package_that_starts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guardian_is_of_the_package_that_starts_it(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "perseus_ds").mkdir()
     (tmp_path / "perseus_ds" / "__init__.py").write_text("raise ImportError('another version')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert Guardian([], str(tmp_path)).close()
+    assert Guardian([address], str(tmp_path)).close()
 
 
 def test_jobs_do_not_share_a_guardian(node: Node, stub_nvml: StubNvml, tmp_path: Path) -> None:

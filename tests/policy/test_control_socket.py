@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from virtual.time import VirtualTime
 
-from perseus_ds.clocks import local_socket
 from perseus_ds.errors import ConfigError
+from perseus_ds.policy import local_socket
 from perseus_ds.policy.control_socket import ControlServer, send_order
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import POLICY, EnergyOptimalPolicy, SlowdownPolicy

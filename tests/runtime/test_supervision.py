@@ -69,7 +69,7 @@ def test_a_clock_that_a_dead_process_left_locked_is_reset_and_named_once(stub_nv
         "from perseus_ds.gpu.nvml import NvmlGpu\n"
         "from perseus_ds.clocks.lock_records import HeldLock\n"
         "gpu = NvmlGpu(2)\n"
-        "HeldLock(gpu.address)\n"
+        "held = HeldLock(gpu.address, 'job')\n"
         "gpu.lock_clock(1200)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -177,12 +177,12 @@ class StubNvml:
         return found
 
     def has_guardian(self, ranks: int, besides: Iterable[psutil.Process] = ()) -> bool:
-        """Whether so many ranks are connected with a guardian, which is none of some others."""
+        """Whether a guardian, which is none of some others, serves, and so many ranks have records for it."""
         for guardian in {*self.guardians()} - {*besides}:
             with contextlib.suppress(OSError):
-                targets = [os.readlink(descriptor) for descriptor in Path(f"/proc/{guardian.pid}/fd").iterdir()]
-                # One more listens.
-                if sum(target.startswith("socket:") for target in targets) > ranks:
+                targets = [Path(os.readlink(descriptor)) for descriptor in Path(f"/proc/{guardian.pid}/fd").iterdir()]
+                own = [path for path in targets if path.name.startswith("guardian.")]
+                if own and len([*own[0].parent.glob(f"[0-9]*.{own[0].suffix[1:]}.*")]) >= ranks:
                     return True
         return False
 

@@ -36,8 +36,7 @@ class LocalServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     """Serves clients of this user, and of root, each on a thread of its own.
 
     Args:
-        address: A path, whose file only this user may then use; or an abstract name, which begins with a zero byte,
-            has no file and vanishes with the server.
+        address: A path, whose file only this user may then use.
         handler: Serves a client.
     """
 
@@ -49,11 +48,10 @@ class LocalServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         """Listen.
 
         Raises:
-            OSError: The socket cannot be made; ``EADDRINUSE`` if another process listens there.
+            OSError: The socket cannot be made.
         """
         super().__init__(address, handler)
-        if not address.startswith("\0"):
-            os.chmod(address, 0o600)
+        os.chmod(address, 0o600)
 
     def verify_request(self, request: Any, client_address: object) -> bool:
         """Return whether a client may be served."""
