@@ -15,8 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from perseus_ds.clocks.events import DeviceEvent
-from perseus_ds.clocks.limits import LimitWatch
-from perseus_ds.clocks.readback import ClockReadback, LatencyTable, Refusal
+from perseus_ds.clocks.readback import ClockReadback, LatencyTable, LimitWatch, Refusal
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase

@@ -153,11 +153,8 @@ class NvmlGpu:
         return call(f"{what} of {self}", function, self._handle, *arguments)
 
     def _refuse_mig(self) -> None:
-        try:
-            enabled, _ = self._ask("Reading the MIG mode", "nvmlDeviceGetMigMode")
-        except GpuError:
-            return  # A GPU or driver without MIG has no slices.
-        if enabled:
+        mode = self._optional("nvmlDeviceGetMigMode")  # a GPU or driver without MIG has no slices
+        if mode is not None and mode[0]:
             raise GpuError(
                 f"{self} is split into MIG devices: a clock would change for all of them. "
                 f'Switch MIG off (`nvidia-smi -i {self.index} -mig 0`) or set "device": "simulated".'
@@ -225,25 +222,22 @@ class NvmlGpu:
         return power_mw / 1e3
 
     def throttle_reasons(self) -> tuple[str, ...]:
-        what = "Reading the throttle reasons"
-        try:
-            mask = self._ask(what, "nvmlDeviceGetCurrentClocksEventReasons")
-        except GpuError:  # Drivers before 535 have it under its old name.
-            mask = self._ask(what, "nvmlDeviceGetCurrentClocksThrottleReasons")
+        mask = self._optional("nvmlDeviceGetCurrentClocksEventReasons")
+        if mask is None:  # drivers before 535 have it under its old name
+            mask = self._ask("Reading the throttle reasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
         return tuple(name for bit, name in _THROTTLE_REASONS.items() if mask & bit)
 
     def power_limit_w(self) -> float | None:
-        limit_mw = self._optional("Reading the enforced power limit", "nvmlDeviceGetEnforcedPowerLimit")
+        limit_mw = self._optional("nvmlDeviceGetEnforcedPowerLimit")
         if limit_mw is None:
-            limit_mw = self._optional("Reading the power limit", "nvmlDeviceGetPowerManagementLimit")
+            limit_mw = self._optional("nvmlDeviceGetPowerManagementLimit")
         return None if limit_mw is None else limit_mw / 1e3
 
     @property
     def state(self) -> GpuState:
         """Temperature and performance state now, as far as the driver tells."""
-        sensor = pynvml.NVML_TEMPERATURE_GPU
-        temperature_c = self._optional("Reading the temperature", "nvmlDeviceGetTemperature", sensor)
-        state = self._optional("Reading the performance state", "nvmlDeviceGetPerformanceState")
+        temperature_c = self._optional("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU)
+        state = self._optional("nvmlDeviceGetPerformanceState")
         return GpuState(
             temperature_c=None if temperature_c is None else float(temperature_c),
             power_state=None if state is None else f"P{state}",
@@ -261,9 +255,7 @@ class NvmlGpu:
         from perseus_ds.artifacts.profile import GpuSettings
 
         limit_w = self.power_limit_w()
-        clock_mhz = self._optional(
-            "Reading the application clock", "nvmlDeviceGetApplicationsClock", pynvml.NVML_CLOCK_SM
-        )
+        clock_mhz = self._optional("nvmlDeviceGetApplicationsClock", pynvml.NVML_CLOCK_SM)
         return GpuSettings(
             power_limit_w=None if limit_w is None else round(limit_w),
             application_clock_mhz=clock_mhz or None,
@@ -284,16 +276,14 @@ class NvmlGpu:
         with suppress(GpuError):  # a GPU whose clocks are not listed can be observed
             top_mhz = self._clocks_mhz[-1]
         application_mhz = settings.application_clock_mhz
-        usual_mhz = self._optional(
-            "Reading the default application clock", "nvmlDeviceGetDefaultApplicationsClock", pynvml.NVML_CLOCK_SM
-        )
+        usual_mhz = self._optional("nvmlDeviceGetDefaultApplicationsClock", pynvml.NVML_CLOCK_SM)
         # Some GPUs have a default application clock below the highest, and exceed it as long as nobody sets another.
         if application_mhz is not None and application_mhz < top_mhz and application_mhz != usual_mhz:
             found.append(
                 f"its application clock is {application_mhz} MHz of {top_mhz}: default clocks stay below that, and a "
                 f"lock by Perseus does not. `nvidia-smi -i {self.index} -rac` resets it."
             )
-        default_mw = self._optional("Reading the default power limit", "nvmlDeviceGetPowerManagementDefaultLimit")
+        default_mw = self._optional("nvmlDeviceGetPowerManagementDefaultLimit")
         limit_w, default_w = settings.power_limit_w, None if default_mw is None else round(default_mw / 1e3)
         if limit_w is not None and default_w is not None and limit_w < default_w:
             found.append(
@@ -321,11 +311,7 @@ class NvmlGpu:
         if kind is None:  # an older binding
             return []
         current = kind()
-        try:
-            get = "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles"
-            self._ask("Reading the power profiles", get, ctypes.byref(current))
-        except GpuError:
-            return []
+        self._optional("nvmlDeviceWorkloadPowerProfileGetCurrentProfiles", ctypes.byref(current))
         words = enumerate(current.enforcedProfilesMask.mask)
         numbers = [32 * place + bit for place, word in words for bit in range(32) if word >> bit & 1]
         return [_POWER_PROFILES.get(number, f"number {number}") for number in numbers]
@@ -357,18 +343,15 @@ class NvmlGpu:
     def _field(self, name: str, scope: int = 0) -> int | None:
         """Return a value that NVML keeps by number; None where the GPU, its driver or the binding does not have it."""
         number = getattr(pynvml, name, None)
-        if number is None:
+        values = None if number is None else self._optional("nvmlDeviceGetFieldValues", [(number, scope)])
+        if values is None or values[0].nvmlReturn:
             return None
-        try:
-            (value,) = self._ask(f"Reading {name}", "nvmlDeviceGetFieldValues", [(number, scope)])
-        except GpuError:
-            return None
-        return None if value.nvmlReturn else int(getattr(value.value, _VALUE_TYPES[value.valueType]))
+        return int(getattr(values[0].value, _VALUE_TYPES[values[0].valueType]))
 
-    def _optional(self, what: str, function: str, *arguments: int) -> int | None:
-        """Return a setting; None where the GPU or its driver does not have it."""
+    def _optional(self, function: str, *arguments: Any) -> Any:
+        """Return what a function says; None where the GPU or its driver does not have it."""
         try:
-            return int(self._ask(what, function, *arguments))
+            return self._ask("Reading", function, *arguments)
         except GpuError:
             return None
 
@@ -379,12 +362,7 @@ class NvmlGpu:
 
 
 def call(what: str, function: str, *arguments: Any) -> Any:
-    """Call one of pynvml's functions.
-
-    Args:
-        what: The beginning of the message if the call fails, such as ``Opening GPU 0``.
-        function: Name of pynvml's function.
-        arguments: The function's arguments.
+    """Call one of pynvml's functions; ``what`` begins the message if it fails, such as ``Opening GPU 0``.
 
     Raises:
         GpuPermissionError: This process may not.
@@ -430,7 +408,7 @@ def gpu_count() -> int:
         GpuError: NVML or the driver is missing.
     """
     with _nvml():
-        return _count()
+        return int(call("Counting the GPUs", "nvmlDeviceGetCount"))
 
 
 def index_of_uuid(uuid: str) -> int:
@@ -477,13 +455,10 @@ def index_of_cuda_device(cuda_index: int, uuid: str | None = None) -> int:
     return index
 
 
-def _count() -> int:
-    return int(call("Counting the GPUs", "nvmlDeviceGetCount"))
-
-
 def _of_every_gpu(what: str, function: str) -> list[str]:
     with _nvml():
-        handles = [call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in range(_count())]
+        indices = range(gpu_count())
+        handles = [call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in indices]
         return [str(call(f"Reading the {what} of GPU {i}", function, handle)) for i, handle in enumerate(handles)]
 
 
@@ -528,22 +503,16 @@ def pick(cuda_index: int, value: str | None, uuids: Sequence[str]) -> int:
         GpuError: There is no such GPU, or its abbreviated UUID matches several.
     """
     ids = visible_ids(value)
-    chosen: int | str = cuda_index
-    if ids is not None:
-        if not 0 <= cuda_index < len(ids):
-            raise GpuError(
-                f"CUDA device {cuda_index} does not exist: CUDA_VISIBLE_DEVICES={value!r} shows {len(ids)} GPUs "
-                f"(read as {ids}). Show the process a GPU, or start fewer ranks on this node."
-            )
-        chosen = ids[cuda_index]
-    if isinstance(chosen, int):
-        if not 0 <= chosen < len(uuids):
-            raise GpuError(
-                f"CUDA device {cuda_index} does not exist: it would be GPU {chosen} "
-                f"(CUDA_VISIBLE_DEVICES={value!r}), but NVML sees {len(uuids)} GPUs. Check the variable and nvidia-smi."
-            )
-        return chosen
-    return match_uuid(chosen, uuids)
+    visible: Sequence[int | str] = range(len(uuids)) if ids is None else ids
+    chosen = visible[cuda_index] if 0 <= cuda_index < len(visible) else None
+    if isinstance(chosen, str):
+        return match_uuid(chosen, uuids)
+    if chosen is None or chosen >= len(uuids):
+        raise GpuError(
+            f"CUDA device {cuda_index} does not exist: CUDA_VISIBLE_DEVICES={value!r} shows {len(visible)} GPUs (read "
+            f"as {[*visible]}), and NVML sees {len(uuids)}. Show the process a GPU, or start fewer ranks on this node."
+        )
+    return chosen
 
 
 def match_uuid(uuid: str, uuids: Sequence[str]) -> int:
