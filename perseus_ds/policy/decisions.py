@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
@@ -128,7 +128,7 @@ class RunStatistics(FileModel):
     def add_iteration(
         self, *, time_s: float, energy_j: float, promised_time_s: float, promised_energy_j: float
     ) -> None:
-        """Take in an iteration: of the job [s, J], and of the plan that the policy asked for."""
+        """Take in an iteration: of the job, and of the plan that the policy asked for [s, J]."""
         self.times = (*self.times[1 - _REMEMBERED :], time_s / promised_time_s)
         if math.isfinite(energy_j):  # NaN: a GPU's counter cannot be read
             power_w = energy_j / time_s, promised_energy_j / promised_time_s
@@ -210,7 +210,7 @@ class Assignment:
             frontier: The plans.
             plan: The policy's.
             stretch_factors: Of every pipeline.
-            others: The plans of pipelines that have others.
+            others: The frontiers of pipelines that have others.
             lateness: How much longer than promised plans take in this job, as a fraction: plans are faster by that, to
                 keep what the policy's plan promises.
             decided: Whether it is ``paused``, ``halts`` and ``capped``.
@@ -235,12 +235,8 @@ class Assignment:
         """Return time and energy of the job's iteration, under these plans and at default clocks.
 
         A pipeline that takes ``s`` times as long is charged ``s`` times its plan's energy, and the
-        others wait for the slowest at blocking power: the accounting of the paper's emulation.
-
-        Args:
-            frontier: The plans.
-            gpus_per_stage: GPUs of one pipeline that share a stage.
-            others: The plans of pipelines that have others.
+        others wait for the slowest at blocking power: the accounting of the paper's emulation. ``gpus_per_stage`` GPUs
+        of one pipeline share a stage; ``others`` are the frontiers of pipelines that have others.
         """
         own = [others.get(pipeline, frontier) for pipeline in range(len(self.plans))]
         plans = [its.plans[number] for its, number in zip(own, self.plans, strict=True)]
@@ -279,8 +275,7 @@ def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> De
     return Decision(len(frontier.plans) - 1, problem)
 
 
-@dataclass(frozen=True)
-class Reduction:
+class Reduction(NamedTuple):
     """Less power, as it is asked for now.
 
     Attributes:

@@ -301,15 +301,9 @@ class CostAccount(FileModel):
         fastest_time_s: float,
         fastest_energy_j: float,
     ) -> None:
-        """Add an iteration.
+        """Add an iteration that ended at a time [Unix seconds], with the energy of all GPUs [s, J].
 
-        Args:
-            signal: Values over time.
-            ended_s: When it ended [Unix seconds].
-            time_s: How long it took [s].
-            energy_j: Of all GPUs [J].
-            fastest_time_s: How long it takes under the fastest plan, with the time until the next one [s].
-            fastest_energy_j: Its energy then [J].
+        ``fastest_time_s`` and ``fastest_energy_j`` are those of the fastest plan, with the time until the next one.
         """
         begin_s = ended_s - time_s if self.fastest_at_s is None else self.fastest_at_s
         self.iterations += 1

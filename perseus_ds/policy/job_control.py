@@ -111,7 +111,7 @@ class JobControl:
             policy: The configured one.
             pipelines: Number of data-parallel pipelines.
             job_status: Returns the job's ``phase``, its ``next`` iteration and its ``last`` one; from any thread.
-            timebase: The time that the job lives in.
+            timebase: Of the job.
         """
         self.policy = policy
         self._configured = self._recorded = policy
@@ -177,14 +177,14 @@ class JobControl:
         if isinstance(order, Status):
             asked = {"paused": self.paused, "policy": self.policy.model_dump(mode="json")}
             return {"status": {**asked, **job}}
-        done = self._done(order)
+        done = self._done(order, job)
         if isinstance(order, SetPolicy | Reduce):
             self.on_order(OrderGiven(policy=self.policy.model_dump(mode="json")))
         elif isinstance(order, Pause | Resume):
             self.on_order(OrderGiven(paused=self.paused))
         return {"done": done + ("; but this job runs no plans now" if _runs_no_plans(job) else "")}
 
-    def _done(self, order: SetPolicy | SetStraggler | Reduce | Pause | Resume) -> str:
+    def _done(self, order: SetPolicy | SetStraggler | Reduce | Pause | Resume, job: Mapping[str, Any]) -> str:
         if isinstance(order, Reduce):
             return self._reduced(order)
         if isinstance(order, SetPolicy):
@@ -203,7 +203,6 @@ class JobControl:
         self.paused = isinstance(order, Pause)
         if not self.paused:
             return "under plans again"
-        job = self._job_status()
         at_once = bool(job.get("next")) or _runs_no_plans(job)
         return "at default clocks" if at_once else "at default clocks, once the job has profiled itself"
 

@@ -197,15 +197,9 @@ class ReportExchange:
         self.ranks: RankReports | None = None
         self._communicator = communicator
         self._pending: Pending[JobReport | None] | None = None
-        self._arrived: RankReports | None = None
 
     def send(self, report: RankReport, decided: Assignment | None = None) -> None:
-        """Begin to send this rank's report, and its events; returns at once.
-
-        Args:
-            report: Of this rank.
-            decided: On rank 0, what all ranks are to run later.
-        """
+        """Begin to send this rank's report, its events and, from rank 0, what is decided; returns at once."""
         self._pending = self._communicator.start_exchange(report.as_numbers(), partial(self._answer, decided))
 
     def received(self) -> JobReport | None:
@@ -214,25 +208,20 @@ class ReportExchange:
         All ranks sent them an iteration ago, so this hardly waits.
         """
         pending, self._pending = self._pending, None
-        return None if pending is None else self._answered(pending)
+        return None if pending is None else pending.result()
 
     def received_within(self, timeout_s: float) -> JobReport | None:
         """Return the same without taking it; None too where a rank is gone before it has sent its own."""
         try:
             if self._pending is None or not self._pending.is_over_within(timeout_s):
                 return None
-            return self._answered(self._pending)
+            return self._pending.result()
         except ConnectionLostError:
             return None
 
-    def _answered(self, pending: Pending[JobReport | None]) -> JobReport | None:
-        answer = pending.result()
-        self.ranks = self._arrived
-        return answer
-
     def _answer(self, decided: Assignment | None, numbers: npt.NDArray[np.float64]) -> JobReport:
-        self._arrived = RankReports(numbers, self._communicator.pipeline_of_rank)
-        return JobReport.of(self._arrived, decided)
+        self.ranks = RankReports(numbers, self._communicator.pipeline_of_rank)
+        return JobReport.of(self.ranks, decided)
 
 
 _PLACES = {field.name: place for place, field in enumerate(fields(RankReport))}
@@ -316,21 +305,13 @@ def reported_drift(
 
 
 class DriftWatch:
-    """Counts how often in a row the pipelines were found too far from the profile.
-
-    Args:
-        max_drift: How far instructions may be from it, as a fraction.
-    """
+    """Counts how often in a row the pipelines were found farther from the profile than this fraction."""
 
     def __init__(self, max_drift: float) -> None:
         self._max_drift = max_drift
         self._in_a_row = 0
 
     def has_drifted(self, drift: float) -> bool:
-        """Return whether the profile has turned out to be out of date.
-
-        Args:
-            drift: How far the pipelines are from it, by their lower median.
-        """
+        """Return whether the profile is out of date, by the lower median of the pipelines' drift."""
         self._in_a_row = self._in_a_row + 1 if drift > self._max_drift else 0
         return self._in_a_row >= _DRIFTS_IN_A_ROW

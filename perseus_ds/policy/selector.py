@@ -164,9 +164,9 @@ class PlanSelector:
         Args:
             communicator: All ranks.
             frontier: The plans; where pipelines have different ones, those of the slowest, on which the policy decides.
-            others: The plans of pipelines that have others: they are as slow as the slowest lets them be.
+            others: The frontiers of pipelines that have others: they are as slow as the slowest lets them be.
             control: What the user asks for; the progress that a checkpoint kept is taken from it.
-            timebase: The time that the rank lives in.
+            timebase: Of the rank.
             record: Records an event of the job, on rank 0.
             say: Prints a line for the whole job, on rank 0.
         """
@@ -359,14 +359,7 @@ class PlanSelector:
         return Assignment.of(self._frontier, plan, factors, others=self._others, lateness=self._lateness, **decided)
 
     def hurry(self, late: float) -> bool:
-        """Run faster plans from a later iteration on, since they take longer than promised; on rank 0.
-
-        Args:
-            late: How much longer than promised the present ones take, as a fraction.
-
-        Returns:
-            Whether there are any.
-        """
+        """Run plans that are faster by the fraction by which the present ones are late, if there are any; on rank 0."""
         now = self.in_force
         hurried = Assignment.of(self._frontier, now.plan, now.stretch_factors, others=self._others, lateness=late)
         if hurried.plans == now.plans:
@@ -443,12 +436,7 @@ class PlanSelector:
         )
 
     def add_halt(self, time_s: float, energy_j: float) -> None:
-        """Record and add the cost of a time in which training stood still; on rank 0.
-
-        Args:
-            time_s: How long [s].
-            energy_j: Of all GPUs meanwhile [J]; NaN where it cannot be read.
-        """
+        """Record and add the cost of a time in which training stood still [s, J], NaN if not known; on rank 0."""
         end_s = self._timebase.date().timestamp()
         self._record(Halted(time_s=round(time_s, 3), energy_j=round(energy_j, 3)))
         signal = self._prices()

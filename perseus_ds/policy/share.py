@@ -76,13 +76,7 @@ class SpeedOfCap:
 
     @classmethod
     def of(cls, frontier: Frontier, scale: float, weight: float = 1.0) -> SpeedOfCap:
-        """Return that of a job.
-
-        Args:
-            frontier: Its plans.
-            scale: Power of all its GPUs, as measured, over that of one pipeline with one GPU per rank.
-            weight: What its speed at default clocks counts.
-        """
+        """Return that of a job whose GPUs draw ``scale`` times what one pipeline with one GPU per rank draws."""
         values: dict[float, float] = {}
         for plan in reversed(frontier.plans):  # of those that need the same cap, the fastest one counts
             cap_w = math.ceil(scale * plan.mean_power_w / (1 - MARGIN) * _PER_WATT) / _PER_WATT

@@ -361,12 +361,7 @@ class SignalWatch:
     """
 
     def __init__(self, timebase: Timebase, on_problem: Callable[[str], None]) -> None:
-        """Watch nothing yet.
-
-        Args:
-            timebase: The rank's time.
-            on_problem: Called with what is wrong with a file that has changed; on another thread.
-        """
+        """Watch nothing yet; ``on_problem`` is called on another thread, with what is wrong with a changed file."""
         self.signals: Mapping[str, Signal] = {}
         self._timebase = timebase
         self._on_problem = on_problem

