@@ -219,20 +219,6 @@ def test_a_busy_driver_is_no_longer_failing_once_default_clocks_are_requested(cl
     assert clocks.failing_s == 0.0
 
 
-def test_a_reset_that_a_busy_driver_refused_is_made_when_it_is_asked_for_again(clocks, gpu, now):
-    set_clock(clocks, 1200)
-    gpu.refusal_to_reset = GpuBusyError("the driver did not answer in time")
-    clocks.reset_when_idle(0.01)
-    now.sleep(0.1)
-    clocks.request(None)
-    now.sleep(0.1)
-    assert clocks.failing_s > 0
-    gpu.refusal_to_reset = None
-    now.sleep(A_WHILE_S)
-    assert gpu.clocks_set == [1200, None]
-    assert clocks.failing_s == 0
-
-
 def test_a_reset_that_a_busy_driver_refused_is_made_at_the_end(clocks, gpu, now):
     set_clock(clocks, 1200)
     gpu.refusal_to_reset = GpuBusyError("the driver did not answer in time")

@@ -26,7 +26,7 @@ class LeftGpu:
     def reset_clock(self):
         self.time.sleep(self.hangs_s)
         if self.time.seconds < self.works_from_s:
-            raise GpuError("the driver is busy")
+            raise (GpuError if self.time.seconds < 30.0 else RuntimeError)("the driver is not well")
         self.reset_at_s = self.time.seconds
 
 

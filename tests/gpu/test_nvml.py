@@ -29,7 +29,7 @@ def test_name_uuid_and_driver_are_read(gpu: NvmlGpu, stub_nvml_here: StubNvml) -
     assert gpu_count() == 4
 
 
-@pytest.mark.parametrize(("visible", "cuda_index", "index"), [(None, 2, 2), ("3,1", 1, 1), ("GPU-2b6", 0, 2)])
+@pytest.mark.parametrize(("visible", "cuda_index", "index"), [(None, 2, 2), ("3,1", 1, 1), ("GPU-1,GPU-2b6", 1, 2)])
 def test_a_cuda_device_is_found(
     stub_nvml_here: StubNvml, monkeypatch: pytest.MonkeyPatch, visible: str | None, cuda_index: int, index: int
 ) -> None:
@@ -235,14 +235,6 @@ def test_the_variable_is_read_as_cuda_reads_it(value: str | None, expected: list
 def test_a_mig_device_is_refused(value: str) -> None:
     with pytest.raises(GpuError, match=r"MIG device.*whole GPU"):
         visible_ids(value)
-
-
-@pytest.mark.parametrize(
-    ("cuda_index", "value", "expected"),
-    [(1, None, 1), (0, "2,0", 2), (1, "2,0", 0), (0, "GPU-1", 2), (1, "GPU-1caf,GPU-8e7", 1)],
-)
-def test_a_cuda_ordinal_finds_its_gpu(cuda_index: int, value: str | None, expected: int) -> None:
-    assert pick(cuda_index, value, UUIDS) == expected
 
 
 @pytest.mark.parametrize(
