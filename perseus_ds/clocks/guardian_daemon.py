@@ -76,13 +76,14 @@ class ClockRestorer:
                 record.forget()  # by the record of the living process the clock is reset later
             else:
                 left.setdefault(record.address, []).append(record)
+        now_s = self._time.now_s()
+        self._until_s.update(dict.fromkeys(left.keys() - self._left.keys(), now_s + _HUNG_S))
         self._left = left
         living = {record.address for record, lives in records if record.job == self._job and lives}
         for address in (living | left.keys()) - self._watched:
             self._time.thread(partial(self._keep, address), f"perseus-{address}").start()
             self._watched.add(address)
-        now_s = self._time.now_s()
-        return bool(living) or any(now_s < self._until_s.get(address, now_s + 1) for address in left)
+        return bool(living) or any(now_s < self._until_s[address] for address in left)
 
     def _keep(self, address: str) -> None:
         """Reset the clock of a GPU whenever it is left."""

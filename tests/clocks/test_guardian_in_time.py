@@ -61,6 +61,15 @@ def test_a_guardian_that_no_rank_reaches_ends(records, time):
     assert 10.0 <= time.seconds < 11.0
 
 
+def test_the_clock_of_a_process_that_dies_after_a_minute_is_reset(leave, time, monkeypatch):
+    gpu, look = LeftGpu(time), guardian_daemon.all_records
+    leave(a=gpu)
+    monkeypatch.setattr(guardian_daemon, "all_records", lambda: [(each, time.seconds < 60.0) for each, _ in look()])
+    ClockRestorer("job", time).serve()
+    assert gpu.reset_at_s == pytest.approx(60.1, abs=0.2)
+    assert all_records() == []
+
+
 @pytest.mark.parametrize(
     ("works_from_s", "at_s", "until_s"), [(0.0, 0.1, 1.0), (60.0, 60.5, 62.0), (math.inf, None, 132.0)]
 )
