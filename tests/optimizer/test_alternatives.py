@@ -63,16 +63,13 @@ def test_a_clock_for_each_stage_is_never_above_one_for_all(frontier):
         assert each.within(point.time_s).energy_j <= point.energy_j
 
 
-def test_a_cap_that_no_instruction_reaches_changes_nothing():
-    assert capped(OPTIONS, 400.0) == (1.0, 400.0)
-
-
-def test_a_throttled_instruction_costs_more_than_at_the_locked_clock_of_its_time():
-    assert capped(OPTIONS, 399.0) == pytest.approx((1.2, 300.0 * (1 + THROTTLED)))
-
-
-def test_below_all_powers_a_cap_leaves_the_lowest_clock():
-    assert capped(OPTIONS, 100.0) == pytest.approx((1.5, 300.0 * (1 + THROTTLED)))
+@pytest.mark.parametrize(
+    ("cap_w", "expected"),
+    [(400.0, (1.0, 400.0)), (399.0, (1.2, 300.0 * (1 + THROTTLED))), (100.0, (1.5, 300.0 * (1 + THROTTLED)))],
+    ids=["no instruction reaches it", "throttled", "below all powers"],
+)
+def test_a_throttled_instruction_costs_more_than_at_the_locked_clock_of_its_time(cap_w, expected):
+    assert capped(OPTIONS, cap_w) == pytest.approx(expected)
 
 
 def test_envpipes_rule_takes_no_more_time_than_the_fastest_clocks(frontier):
