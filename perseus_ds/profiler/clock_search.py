@@ -15,7 +15,6 @@ from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.estimates import estimate_all
 from perseus_ds.profiler.online import MeasuredRow, combine_rows
-from perseus_ds.profiler.profile_config import ProfileConfig
 from perseus_ds.ranks import Communicator
 
 # Distance between the clocks of the descent, relative to the clock.
@@ -52,10 +51,9 @@ class AdaptiveSampler:
     Above the clock that the GPU reaches under load there is nothing to measure but the highest clock, which stands for
     all of them.
 
-    Plans use, of every (stage, kind), the clocks on the lower convex hull of effective energy over
-    time. After the descent, the next clock is the one that may lie farthest below the hull of the
-    measured ones, within the error bars of the fitted profile. Where rows deviate from the physical
-    model, error bars are larger, so more clocks are measured there.
+    Plans use, of every (stage, kind), the clocks on the lower convex hull of effective energy over time. After the
+    descent, the next clock is the one that may lie farthest below the hull of the measured ones, within the error bars
+    of the fitted profile.
 
     Args:
         clocks_mhz: The clocks that may be measured, ascending.
@@ -165,7 +163,7 @@ class ClockSearch:
     profile was finished after them, the search continues the interrupted one.
 
     Args:
-        clocks_mhz: The clocks that may be measured, ascending.
+        sampler: Chooses the clocks, from the rows measured so far.
         info: The device and job; ``info.job`` identifies the job. Complete on rank 0.
         directory: Where the profile will be written.
 
@@ -174,21 +172,12 @@ class ClockSearch:
     """
 
     def __init__(
-        self, ranks: Communicator, clocks_mhz: Sequence[int], config: ProfileConfig, info: ProfileInfo, directory: Path
+        self, ranks: Communicator, sampler: AdaptiveSampler | Sweep, info: ProfileInfo, directory: Path
     ) -> None:
         self._ranks = ranks
         self._info = info
         self._directory = directory
-        self._sampler: AdaptiveSampler | Sweep
-        if config.sampling == "adaptive":
-            self._sampler = AdaptiveSampler(
-                clocks_mhz,
-                blocking_power_w=info.blocking_power_w or 0.0,
-                budget=config.most_clocks(len(clocks_mhz)),
-                default_mhz=info.default_clock_mhz,
-            )
-        else:
-            self._sampler = Sweep(clocks_mhz[::-1][:: config.clock_stride if config.sampling == "stride" else 1])
+        self._sampler = sampler
         self._rows: dict[tuple[int, Kind, int], MeasuredRow] = {}
         self._earlier = self._rows_of_an_interrupted_search() if ranks.is_rank_0 else {}
         self.resumed = 0

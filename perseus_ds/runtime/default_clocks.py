@@ -11,7 +11,7 @@ from perseus_ds.clocks.timers import SimulatedExecution, Span
 from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
 from perseus_ds.profiler.fixed_durations import without_gaps
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase, one_iteration
-from perseus_ds.runtime.mode_context import ModeContext
+from perseus_ds.runtime.job import ModeContext
 
 SETTLED = 2
 """Iterations after a change of clocks that do not count; the first one begins at the clocks before."""
@@ -67,10 +67,8 @@ def measure_default(
 ) -> Phase[None]:
     """Run iterations at default clocks until time and energy are known well enough to compare plans with.
 
-    Args:
-        default: The iterations are added to it.
-        say: Prints how many they are about to be, as soon as the time of one is known.
-        stops: Whether to stop before that; rank 0's answer counts.
+    They are added to ``default``; how many they are about to be is said as soon as the time of one is known. Rank 0 may
+    stop before that.
     """
     is_announced = False
 
@@ -103,7 +101,7 @@ def run_at_default_clocks(
         default: The iterations are added to it.
         goes_on: Returns whether to run one more, from what was seen of the last one, if any; the same on all ranks.
         next_phase: Returns what follows.
-        stops: Returns whether to stop; rank 0's answer counts.
+        stops: Returns whether to stop before that; rank 0's answer counts.
     """
     seen: IterationMeasurement | None = None
     while goes_on(seen) and not _is_stopped(seen):
@@ -172,26 +170,17 @@ class BackOff:
 
 def back_off_for(
     iterations: int,
-    following: str,
     stops: Callable[[], bool],
     goes_on: Callable[[IterationMeasurement], bool] = lambda seen: True,
 ) -> Phase[int]:
-    """Train at default clocks for so many iterations, before another phase; return how many are left.
-
-    Args:
-        iterations: How many.
-        following: The phase that follows.
-        stops: Returns whether to stop before that; rank 0's answer counts.
-        goes_on: Returns whether to run one more, from what was seen of the last one; the same on all ranks.
-    """
-    left = iterations
-    while left:
-        wanted = NextIteration("observe", times="none", next_phase=NextPhase(following), reported={"stops": stops()})
+    """Train at default clocks for so many iterations, unless these stop as above; return how many are left."""
+    while iterations:
+        wanted = NextIteration("observe", times="none", next_phase=NextPhase("default"), reported={"stops": stops()})
         seen = yield from one_iteration(wanted)
-        left -= 1
+        iterations -= 1
         if not goes_on(seen) or _is_stopped(seen):
             break
-    return left
+    return iterations
 
 
 def after_a_fault(start: Callable[[], Phase[None]], iterations: int) -> Phase[None]:

@@ -21,7 +21,7 @@ from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
 from perseus_ds.policy.policies import asks_for_least_swing
 from perseus_ds.runtime.default_clocks import DefaultIterations, run_at_default_clocks
 from perseus_ds.runtime.iterations import IterationMeasurement, NextPhase, Phase
-from perseus_ds.runtime.mode_context import ModeContext
+from perseus_ds.runtime.job import ModeContext
 
 # A clock changes about 15 ms after its request; until then instructions run at another clock than planned.
 _SWITCH_COST_J = 0.5
@@ -141,7 +141,7 @@ def forget_for_later_runs(context: ModeContext) -> None:
     cache = Cache(context.job.profile_key(context.rank.communicator))
     if context.rank.communicator.is_rank_0 and context.job.config.cache:
         with contextlib.suppress(OSError):
-            shutil.rmtree(cache.directory, ignore_errors=True)
+            shutil.rmtree(cache.directory)
 
 
 def keep_for_later_runs(context: ModeContext) -> None:
@@ -166,11 +166,8 @@ def optimise(
         context: Of the mode.
         default: The iterations meanwhile are added, which run at default clocks.
         switch_cost_s: By how much a change of clock delays what follows it [s].
-        is_wanted: Whether the frontier still is, the same on all ranks; asked with what was seen of an iteration, and
-            at any time without that.
-
-    Returns:
-        The frontier; None if it is no longer wanted.
+        is_wanted: Whether the frontier still is, the same on all ranks; None is returned once it is not. Asked with
+            what was seen of an iteration, and at any time without that.
 
     Raises:
         PerseusError: On all ranks: it cannot be made, or does not fit this job.

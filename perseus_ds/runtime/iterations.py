@@ -12,9 +12,6 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from perseus_ds.clocks.controller import DriverCall
 from perseus_ds.clocks.timers import FinishedIteration, Span
 from perseus_ds.clocks.transitions import ClockPlan
@@ -22,12 +19,9 @@ from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.reports import JobReport, RankReports
-from perseus_ds.runtime.job import RankContext
 
 T = TypeVar("T")
 Times: TypeAlias = Literal["all", "passes", "none"]
-# Short, since a rank that is told to end must be able to tell the others so within the time that a scheduler gives.
-_LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,7 @@ class NextIteration:
 UNPLANNED = NextIteration("observe", times="none", status={"plan": None})
 
 
-@dataclass(frozen=True)
+@dataclass
 class IterationMeasurement:
     """This rank's measurement of an iteration, which the device may still be at: asking for a time waits for it.
 
@@ -185,60 +179,10 @@ def one_iteration(wanted: NextIteration) -> Phase[IterationMeasurement]:
             return received
 
 
-def wait_for(halt: Halt, rank: RankContext, is_closed: Callable[[], bool]) -> float | None:
-    """Wait until rank 0 says that it is over, or a rank is closed; every rank must do so at the same boundary.
-
-    No collective of the job is under way meanwhile, and none of Perseus for longer than the ranks are apart. The thread
-    sleeps, so that handlers of signals run. GPUs are idle, soon at default clocks.
-
-    Args:
-        halt: What is waited for.
-        rank: This rank.
-        is_closed: Whether this rank has been closed.
-
-    Returns:
-        How long [s], 0 if they went on at once; None where a rank has been closed, so that all leave the mode.
-    """
-    begin_s, begin_j = rank.timebase.now_s(), _energy_j(rank)
-    has_waited = False
-    while True:
-        is_over_here = rank.communicator.is_rank_0 and halt.is_over()
-        spent_j = _energy_j(rank) - begin_j
-        numbers = [float(is_over_here), float(is_closed()), spent_j]
-        answer = rank.communicator.start_exchange(numbers, _of_job).result()
-        is_over, closed, energy_j = answer or (1.0, 1.0, math.nan)
-        if is_over or closed:
-            break
-        has_waited = True
-        rank.timebase.sleep(_LOOK_EVERY_S)
-    if closed or not has_waited:
-        return None if closed else 0.0
-    time_s = rank.timebase.now_s() - begin_s
-    if rank.communicator.is_rank_0:
-        halt.add(time_s, energy_j)
-    return time_s
-
-
-def _of_job(numbers: npt.NDArray[np.float64]) -> tuple[float, float, float]:
-    """Return for all ranks whether it is over, whether one is closed, and the energy of all."""
-    is_over, is_closed = numbers[:, :2].max(axis=0).tolist()
-    return is_over, is_closed, float(numbers[:, 2].sum())
-
-
-def _energy_j(rank: RankContext) -> float:
-    try:
-        return rank.clocks.call(rank.gpu.energy_j).value()
-    except GpuError:
-        return math.nan
-
-
 class EnergyUse:
     """Energy of this rank's GPU in one iteration: two readings of its counter, made beside the training thread.
 
-    Args:
-        begun: The counter when the iteration began; None where it is not read.
-        ended: The counter when it ended.
-        on_error: Called when the driver refuses to read it.
+    A reading is None where the counter is not read; a driver's refusal is passed on.
     """
 
     def __init__(
@@ -255,18 +199,13 @@ class EnergyUse:
 
     def used_j(self) -> float:
         """Wait for the driver and return the energy [J]; NaN where it cannot be read."""
-        if self._used_j is None:
-            self._used_j = self._read_j()
-        return self._used_j
-
-    def _read_j(self) -> float:
-        if self._begun is None or self._ended is None:
-            return math.nan
-        try:
-            begun_j = self._begun.value()
-            return self._ended.value() - begun_j
-        except GpuBusyError:  # for how long that is accepted, the supervision decides
-            return math.nan
-        except GpuError as error:
-            self._on_error(error)
-            return math.nan
+        if self._used_j is None and self._begun is not None and self._ended is not None:
+            self._used_j = math.nan
+            try:
+                begun_j = self._begun.value()
+                self._used_j = self._ended.value() - begun_j
+            except GpuBusyError:  # for how long that is accepted, the supervision decides
+                pass
+            except GpuError as error:
+                self._on_error(error)
+        return math.nan if self._used_j is None else self._used_j

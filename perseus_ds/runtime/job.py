@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,9 +18,11 @@ from perseus_ds.clocks.controller import ClockController
 from perseus_ds.clocks.timers import Execution
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.pipeline.schedule import Schedule
+from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import asks_for_least_swing
 from perseus_ds.ranks import Communicator
 from perseus_ds.runtime.config import PerseusConfig
+from perseus_ds.runtime.recorder import Recorder
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 
@@ -108,3 +112,22 @@ class RankContext:
     device: torch.device
     timebase: Timebase = REAL_TIME
     beside_training: ExitStack = field(default_factory=ExitStack)
+
+
+@dataclass(frozen=True)
+class ModeContext:
+    """The job as its mode sees it on one rank.
+
+    Attributes:
+        job: The training job, or its iterations with inputs of one shape.
+        rank: This rank.
+        recorder: Of the job.
+        control: The user's policy, reported stragglers and pause.
+        comparisons: Counts the comparisons of plans with default clocks, which share what errors may be spent.
+    """
+
+    job: Job
+    rank: RankContext
+    recorder: Recorder
+    control: JobControl
+    comparisons: Iterator[int] = field(default_factory=itertools.count)

@@ -14,13 +14,16 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+
+import numpy as np
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.errors import PerseusError
 from perseus_ds.pipeline.dag import Dag
@@ -28,8 +31,7 @@ from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.decisions import MARGIN
 from perseus_ds.policy.plan_proof import Verdict
 from perseus_ds.policy.reports import GpuLimit
-from perseus_ds.profiler.fixed_durations import PartTimes
-from perseus_ds.profiler.limited import StageLimit, felt, limited
+from perseus_ds.profiler.fixed_durations import Iterations
 from perseus_ds.runtime.default_clocks import (
     DROPPED_FOR,
     BackOff,
@@ -39,29 +41,91 @@ from perseus_ds.runtime.default_clocks import (
 )
 from perseus_ds.runtime.frontiers import optimise
 from perseus_ds.runtime.iterations import IterationMeasurement, NextPhase, Phase
-from perseus_ds.runtime.mode_context import ModeContext
+from perseus_ds.runtime.job import ModeContext
+from perseus_ds.runtime.prediction import PartTimes
 from perseus_ds.runtime.under_plans import Outcome, PlanRunner
 
 T = TypeVar("T")
-Limits: TypeAlias = tuple[tuple[StageLimit, ...], ...]
-"""What is in the way of plans, by pipeline."""
 # So many limits are remembered; the first of them are forgotten.
 _REMEMBERED = 16
+# The end of heat is seen by a higher clock only. So what needs about the clock that heat allows asks for the highest.
+_SLOWED = 0.97
+
+
+class StageLimit(NamedTuple):
+    """What a stage's GPUs may do; infinite where that is not limited.
+
+    Attributes:
+        power_w: The lowest of their power limits [W].
+        clock_mhz: The lowest of the highest clocks that they reach [MHz].
+    """
+
+    stage: int
+    power_w: float
+    clock_mhz: float
+
+    def allows(self, row: Measurement) -> bool:
+        """Return whether a row keeps within this limit."""
+        return row.energy_j <= self.power_w * row.time_s and row.clock_mhz <= _SLOWED * self.clock_mhz
+
+
+Limits: TypeAlias = tuple[tuple[StageLimit, ...], ...]
+"""What is in the way of plans, by pipeline."""
+
+
+def felt(profile: StageProfile, limits: Sequence[StageLimit]) -> tuple[StageLimit, ...]:
+    """Return the limits that some row of a profile exceeds."""
+    rows = profile.measurements
+    return tuple(limit for limit in limits if any(row.stage == limit.stage and not limit.allows(row) for row in rows))
+
+
+def limited(
+    profile: StageProfile, limits: Sequence[StageLimit], default_s: Mapping[tuple[int, Kind], float]
+) -> StageProfile:
+    """Return the profile under limits.
+
+    Args:
+        profile: As it was measured.
+        limits: Of stages.
+        default_s: What instructions take at default clocks under these limits, as far as it was measured [s].
+    """
+    limit_of = {limit.stage: limit for limit in limits}
+    waiting_w = profile.info.blocking_power_w or 0.0
+    kept: list[Measurement] = []
+    for (stage, kind), group in groupby(profile.measurements, lambda row: (row.stage, row.kind)):
+        rows = list(group)
+        limit = limit_of.get(stage)
+        if limit is not None and not all(map(limit.allows, rows)):
+            within = [row for row in rows[:-1] if limit.allows(row)] or rows[:1]
+            fastest_s = max(default_s.get((stage, kind), within[-1].time_s), rows[-1].time_s)
+            by_time = sorted(rows, key=lambda row: row.time_s)
+            energy_j = np.interp(fastest_s, [row.time_s for row in by_time], [row.energy_j for row in by_time])
+            last_s = min(fastest_s, by_time[-1].time_s)
+            highest = replace(rows[-1], time_s=last_s, energy_j=float(energy_j))
+            rows = [_no_faster(row, fastest_s, waiting_w) for row in (*within, highest)]
+        kept += rows
+    known = {(row.stage, row.kind, row.clock_mhz) for row in kept}
+    quality = [row for row in profile.info.rows if (row.stage, row.kind, row.clock_mhz) in known]
+    return StageProfile(kept, profile.info.model_copy(update={"rows": quality}))
+
+
+def _no_faster(row: Measurement, time_s: float, waiting_w: float) -> Measurement:
+    """Return a row that takes at least so long [s]; what it takes more costs as much as waiting."""
+    more_s = max(0.0, time_s - row.time_s)
+    return replace(row, time_s=row.time_s + more_s, energy_j=row.energy_j + waiting_w * more_s)
 
 
 @dataclass
 class _Planned:
-    """What is known of some limits.
+    """The plans for some limits.
 
     Attributes:
-        runner: Of the plans for them.
-        back_off: For how long they are dropped.
         dropped: For how many more iterations they are.
         has_run: Whether other plans may have run since.
     """
 
     runner: PlanRunner
-    back_off: BackOff
+    back_off: BackOff = field(default_factory=lambda: BackOff(DROPPED_FOR))
     dropped: int = 0
     has_run: bool = False
 
@@ -162,13 +226,14 @@ class LimitedPlans:
         )
         if not (still(None) and default.sample.is_enough):
             return None
-        default_s = self._measured(default)
+        topology = self._rank.communicator.topology
+        spans = self._rank.communicator.gather((topology.data_parallel_rank, default.spans()))
         meanwhile = self._meanwhile(limits, default.sample.time_s)
         frontiers: list[Frontier] = []
         for pipeline, own in enumerate(limits):
             frontier = self._frontiers.get(own) if own else self._frontier
             if frontier is None:
-                making = self._frontier_for(own, default_s, pipeline, still)
+                making = self._frontier_for(own, [found for place, found in spans if place == pipeline], still)
                 frontier = yield from (making if meanwhile is None else _with(making, clocks=meanwhile))
             if frontier is None:
                 return None
@@ -182,12 +247,11 @@ class LimitedPlans:
             limits=self._seen,
             unlimited_power_w=unlimited.selector.default_power_w,
         )
-        while len(self._planned) >= _REMEMBERED:
-            del self._planned[next(iter(self._planned))]
-        planned = self._planned[limits] = _Planned(runner, BackOff(DROPPED_FOR))
-        used = {own for known in self._planned for own in known}
-        self._frontiers = {own: frontier for own, frontier in self._frontiers.items() if own in used}
-        return planned
+        for remembered in (self._planned, self._frontiers):
+            if len(remembered) > _REMEMBERED:
+                del remembered[next(iter(remembered))]
+        self._planned[limits] = _Planned(runner)
+        return self._planned[limits]
 
     def _meanwhile(self, limits: Limits, deadline_s: float) -> ClockPlan | None:
         """Return this rank's clocks while plans are made: without limits, it waits for those that have some anyway.
@@ -198,28 +262,18 @@ class LimitedPlans:
         allowed_s = deadline_s * (1 - MARGIN)
         if limits[topology.data_parallel_rank] or frontier.plans[0].time_s > allowed_s:
             return None
-        plan = frontier.lookup(allowed_s)
-        return ClockPlan.of_rank(
-            plan, topology.pipeline_rank, frontier.instruction_times_s, Dag.build(self._job.schedule)
-        )
-
-    def _measured(self, default: DefaultIterations) -> Sequence[Mapping[tuple[int, Kind], float]]:
-        """Return what instructions take at default clocks, by pipeline; on rank 0 [s]."""
-        topology = self._rank.communicator.topology
-        found = self._rank.communicator.gather((topology.data_parallel_rank, default.spans()))
-        pipelines = sorted({pipeline for pipeline, _ in found})
-        return [PartTimes.of([spans for own, spans in found if own == each]).instructions for each in pipelines]
+        times_s, dag = frontier.instruction_times_s, Dag.build(self._job.schedule)
+        return ClockPlan.of_rank(frontier.lookup(allowed_s), topology.pipeline_rank, times_s, dag)
 
     def _frontier_for(
         self,
         limits: tuple[StageLimit, ...],
-        default_s: Sequence[Mapping[tuple[int, Kind], float]],
-        pipeline: int,
+        default: Sequence[Iterations],
         still: Callable[[IterationMeasurement | None], bool],
     ) -> Phase[Frontier | None]:
-        """Make plans for a pipeline under limits; None if these have changed meanwhile.
+        """Make plans for a pipeline under limits, given its ranks' iterations at default clocks, on rank 0.
 
-        Where that is not possible, those without limits stay.
+        None if the limits have changed meanwhile. Where plans cannot be made, those without limits stay.
         """
         directory = self._job.output_dir / "limits" / str(next(self._folders))
         config = self._job.config.model_copy(update={"output_dir": str(directory)})
@@ -227,7 +281,7 @@ class LimitedPlans:
         def write() -> bool:
             if self._profile is None:
                 return False
-            limited(self._profile, limits, default_s[pipeline]).save(directory / "profile.csv")
+            limited(self._profile, limits, PartTimes.of(default).instructions).save(directory / "profile.csv")
             return True
 
         found: Frontier | None = self._frontier
@@ -246,8 +300,8 @@ class LimitedPlans:
         """Train under plans for some limits, or at default clocks where these were dropped, until limits change."""
         runner = planned.runner
         if planned.dropped:
-            still, stops = partial(self._are_still, self._seen), runner.would_be_capped
-            planned.dropped = yield from back_off_for(planned.dropped, "default", stops, still)
+            still = partial(self._are_still, self._seen)
+            planned.dropped = yield from back_off_for(planned.dropped, runner.would_be_capped, still)
             return
         if planned.has_run:
             runner.take_over(self._seen)

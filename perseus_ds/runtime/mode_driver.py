@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from perseus_ds.artifacts.run_records import FILE_NAME, Failed
-from perseus_ds.errors import ConfigError, ConnectionLostError
+from perseus_ds.errors import ConfigError, ConnectionLostError, GpuError
 from perseus_ds.policy.decisions import Assignment
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import CheapestPolicy, check_deadline, lasting
 from perseus_ds.policy.reports import JobReport, RankReport, ReportExchange, shapes_number
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.runtime.default_clocks import BackOff, after_a_fault, observe
-from perseus_ds.runtime.fallback import may_pass
 from perseus_ds.runtime.iterations import (
     UNPLANNED,
+    Halt,
     IterationMeasurement,
     NextIteration,
     NextPhase,
     Resumed,
     Times,
-    wait_for,
 )
-from perseus_ds.runtime.job import Job, RankContext
-from perseus_ds.runtime.mode_context import ModeContext
+from perseus_ds.runtime.job import Job, ModeContext, RankContext
 from perseus_ds.runtime.modes import mode_of
 from perseus_ds.runtime.recorder import IterationContext, Recorder
+from perseus_ds.runtime.supervision import may_pass
 from perseus_ds.runtime.timeline_log import TimelineLog
 from perseus_ds.units import less_or_more, plain
 
@@ -38,6 +41,8 @@ logger = logging.getLogger("perseus_ds")
 _LAST_REPORTS_S = 2.0
 _POLL_S = 0.002
 _BACK_OFF = 10
+# Short, since a rank that is told to end must be able to tell the others so within the time that a scheduler gives.
+_LOOK_EVERY_S = 1.0
 
 
 class ModeDriver:
@@ -65,7 +70,7 @@ class ModeDriver:
             rank: This rank.
             recorder: Of the job.
             control: The user's policy, reported stragglers and pause.
-            on_error: Called when the mode fails; the job then trains at default clocks until it ends.
+            on_error: Called when the mode fails; the job then trains at default clocks.
 
         Raises:
             PerseusError: On all ranks, what is wrong on one.
@@ -96,7 +101,7 @@ class ModeDriver:
         self.next: NextIteration = next(self._mode)
 
     def times(self) -> Times:
-        """Return which operations of the next iteration are to be timed; asked for once, when it begins."""
+        """Which operations of the next iteration are to be timed; asked for once, when it begins."""
         self._keeps_timeline = not (self.next.by_shape or self.next.limited) and self._timelines.wants(
             self.next.phase, self.next.plan
         )
@@ -109,7 +114,7 @@ class ModeDriver:
             return
         self.send_report()
         try:
-            waited_s = wait_for(self.next.halt, self._rank, lambda: self._is_closed)
+            waited_s = _wait_for(self.next.halt, self._rank, lambda: self._is_closed)
             if waited_s is None:
                 self.observe()
             self._halted_s = waited_s or 0.0
@@ -118,7 +123,7 @@ class ModeDriver:
             self._leave(error)
 
     def end_iteration(
-        self, seen: IterationMeasurement, own: RankReport, samples: int, *, is_last: bool = False
+        self, seen: IterationMeasurement, own: Mapping[str, Any], samples: int, *, is_last: bool = False
     ) -> None:
         """Record the iteration before, of which all have reported; ask for the next one.
 
@@ -126,7 +131,7 @@ class ModeDriver:
 
         Args:
             seen: This rank's measurement of the iteration that has just ended; its reports are filled in here.
-            own: This rank's report of it but for time and energy; the mode adds to it.
+            own: What this rank reports of it beside time, energy and what the mode adds.
             samples: Samples the job has seen after it.
             is_last: Whether the process ends: other ranks are hardly waited for, and nothing is decided any more.
         """
@@ -137,13 +142,8 @@ class ModeDriver:
         begun_s, ended_s = seen.host_s
         stopped_s = 0.0 if self._ended_s is None else begun_s - self._ended_s - self._halted_s
         self._ended_s = ended_s
-        seen = replace(
-            seen,
-            number=self._control.steps,
-            stopped_s=stopped_s,
-            reports=reports,
-            ranks=self._exchange.ranks if reports is not None else None,
-        )
+        seen.number, seen.stopped_s, seen.reports = self._control.steps, stopped_s, reports
+        seen.ranks = self._exchange.ranks if reports is not None else None
         if seen.failed:
             ran = replace(ran, plan=None, forecast=None)
         if self._keeps_timeline:
@@ -178,19 +178,24 @@ class ModeDriver:
             self._leave(error)
 
     def _report(
-        self, seen: IterationMeasurement, own: RankReport, following: NextIteration
+        self, seen: IterationMeasurement, own: Mapping[str, Any], following: NextIteration
     ) -> tuple[RankReport, Assignment | None]:
         try:
             later = following.reported_later()
         except Exception as error:  # the other ranks wait for this report
             self._on_error(error)
             later = {}
-        measured = {"time_s": seen.time_s, "energy_j": seen.energy_j}
         limits = self._rank.clocks.limits
-        limited = {"limit_w": limits.power_w, "limit_mhz": limits.clock_mhz}
-        shapes = shapes_number(self._rank.communicator.topology.rank, seen.shapes[1])
-        known = {**measured, **limited, "shapes": shapes, "closed": self._is_closed, **following.reported, **later}
-        return replace(own, **known), following.decided
+        report = {
+            **own,
+            "time_s": seen.time_s,
+            "energy_j": seen.energy_j,
+            "limit_w": limits.power_w,
+            "limit_mhz": limits.clock_mhz,
+            "shapes": shapes_number(self._rank.communicator.topology.rank, seen.shapes[1]),
+            "closed": self._is_closed,
+        }
+        return RankReport(**{**report, **following.reported, **later}), following.decided
 
     def _received(self, timeout_s: float | None = None) -> JobReport | None:
         """Return what all ranks have reported of the iteration before; with a timeout, where they may be gone [s].
@@ -270,6 +275,47 @@ class ModeDriver:
             if may_pass(error):
                 self._mode = after_a_fault(self._start, self._back_off.next(self._control.steps))
                 self.next = next(self._mode)
+
+
+def _wait_for(halt: Halt, rank: RankContext, is_closed: Callable[[], bool]) -> float | None:
+    """Wait until rank 0 says that it is over, or a rank is closed; every rank must do so at the same boundary.
+
+    No collective of the job is under way meanwhile, and none of Perseus for longer than the ranks are apart. The thread
+    sleeps, so that handlers of signals run. GPUs are idle, soon at default clocks.
+
+    Returns how long [s], 0 if they went on at once; None where a rank has been closed, so that all leave the mode.
+    """
+    begin_s, begin_j = rank.timebase.now_s(), _energy_j(rank)
+    has_waited = False
+    while True:
+        is_over_here = rank.communicator.is_rank_0 and halt.is_over()
+        spent_j = _energy_j(rank) - begin_j
+        numbers = [float(is_over_here), float(is_closed()), spent_j]
+        answer = rank.communicator.start_exchange(numbers, _of_job).result()
+        is_over, closed, energy_j = answer or (1.0, 1.0, math.nan)
+        if is_over or closed:
+            break
+        has_waited = True
+        rank.timebase.sleep(_LOOK_EVERY_S)
+    if closed or not has_waited:
+        return None if closed else 0.0
+    time_s = rank.timebase.now_s() - begin_s
+    if rank.communicator.is_rank_0:
+        halt.add(time_s, energy_j)
+    return time_s
+
+
+def _of_job(numbers: npt.NDArray[np.float64]) -> tuple[float, float, float]:
+    """Return for all ranks whether it is over, whether one is closed, and the energy of all."""
+    is_over, is_closed = numbers[:, :2].max(axis=0).tolist()
+    return is_over, is_closed, float(numbers[:, 2].sum())
+
+
+def _energy_j(rank: RankContext) -> float:
+    try:
+        return rank.clocks.call(rank.gpu.energy_j).value()
+    except GpuError:
+        return math.nan
 
 
 def _check_deadline(context: ModeContext) -> None:

@@ -25,13 +25,12 @@ from perseus_ds.runtime.frontiers import (
     optimise,
 )
 from perseus_ds.runtime.iterations import Phase
+from perseus_ds.runtime.job import ModeContext
 from perseus_ds.runtime.limited_plans import LimitedPlans
-from perseus_ds.runtime.mode_context import ModeContext
 from perseus_ds.runtime.prediction import correct_profile, is_predicted
-from perseus_ds.runtime.profiling import profile_online
+from perseus_ds.runtime.profiling import Baseline, counter_period_s, profile_online, warm_up
 from perseus_ds.runtime.shapes import Shape, ShapePhases
 from perseus_ds.runtime.under_plans import Outcome, PlanRunner
-from perseus_ds.runtime.warm_up import Baseline, counter_period_s, warm_up
 
 # Times that keep changing, as with sequences of different lengths, fit no profile, so measuring again has no use; at
 # most so many profiles, and one more for every so many iterations.
@@ -122,12 +121,9 @@ def _auto(context: ModeContext) -> Phase[None]:
 def _profile_and_run(
     context: ModeContext, frontier: Frontier | None, *, tails_of: StageProfile | None = None
 ) -> Phase[float | None]:
-    """Train under plans, and measure a profile for them where there is none.
+    """Train under plans of an earlier run, or of a profile that is measured first.
 
-    Args:
-        context: Of the mode, or of one shape of inputs.
-        frontier: Of an earlier run; None to measure a profile first.
-        tails_of: The profile whose tails are used, where these cannot be measured.
+    The tails of iterations of one shape cannot be measured: they are those of another profile.
 
     Returns:
         Where shapes of inputs need plans of their own: what tells the shape that was profiled, None for several.
@@ -221,7 +217,7 @@ def _back_off(runner: PlanRunner, verdict: Verdict, iterations: int) -> Phase[No
     then = f"tried again in {iterations} iterations" if iterations else "profiling again"
     runner.say_compared(verdict, f"training goes on at default clocks, {then}")
     runner.selector.do_not_hurry()
-    yield from back_off_for(iterations, "default", runner.would_be_capped)
+    yield from back_off_for(iterations, runner.would_be_capped)
 
 
 def _check_clocks(context: ModeContext) -> None:

@@ -1,32 +1,196 @@
-"""Measures a profile while training goes on, in ordinary iterations at one clock each, and writes it."""
+"""A profile, measured while training goes on: ordinary iterations until times are steady, then some at each clock."""
 
 from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
 import numpy as np
 
-from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
 from perseus_ds.artifacts.run_records import ProfileWritten
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.clocks.timers import Span
 from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.errors import GpuError, ProfileError
+from perseus_ds.gpu.energy_counter import CounterAnswer, answer_to_a_step
+from perseus_ds.gpu.energy_counter import counter_period_s as measured_period_s
+from perseus_ds.pipeline.dag import Boundary, FixedDurations
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.policy.plan_proof import IterationSample
-from perseus_ds.profiler.clock_search import ClockSearch
-from perseus_ds.profiler.counter_log import CounterLog
+from perseus_ds.profiler.clock_search import AdaptiveSampler, ClockSearch, Sweep
+from perseus_ds.profiler.counter_log import CounterLog, measure_blocking_power_w
 from perseus_ds.profiler.estimates import denoise
+from perseus_ds.profiler.fixed_durations import (
+    launched_transfer_durations_s,
+    launches_transfers,
+    load_durations_s,
+    medians,
+    other_durations_s,
+    passes_of,
+    tail_durations_s,
+    transfer_durations_s,
+    without_gaps,
+)
 from perseus_ds.profiler.online import MeasuredRow, OnlineProfiler
+from perseus_ds.runtime.config import ProfileConfig
 from perseus_ds.runtime.default_clocks import SETTLED
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase, one_iteration
-from perseus_ds.runtime.job import Job, RankContext
-from perseus_ds.runtime.mode_context import ModeContext
-from perseus_ds.runtime.warm_up import Baseline
+from perseus_ds.runtime.job import Job, ModeContext, RankContext
+
+_STEADY = 0.02
+# Blocking power is measured over so many refreshes of the counter, at most for so long [s], but over the fewest.
+_WAITED_REFRESHES, _BLOCKING_WINDOW_S, _FEWEST_REFRESHES = 20, 2.0, 4.5
+_SHORT_WINDOW_S = 0.35
+_WINDOW_S = 1.0
+_MOST_TIMES_AS_LONG = 3
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Iterations before any clock was changed, as this rank measured them.
+
+    Attributes:
+        energy_j: Of this rank's GPU in a typical iteration [J].
+        counter_period_s: How often the slowest energy counter of all ranks is refreshed [s].
+        counter_settle_s: How long, on any rank, the counter still tells what was drawn before a step of power [s].
+        info: The job, and the durations of what has no clock to choose; complete on rank 0.
+        tails_of: On rank 0, the profile whose tails are used, since these were not measured; None where they were.
+    """
+
+    spans: list[list[Span]]
+    time_s: float
+    energy_j: float
+    counter_period_s: float
+    counter_settle_s: float
+    info: ProfileInfo
+    tails_of: StageProfile | None = None
+
+    def with_tails_of(self, profile: StageProfile | None) -> Baseline:
+        """Return it with the tails of a profile, which are the same for inputs of other shapes."""
+        if profile is None:
+            return self
+        info = self.info.model_copy(update={"tail_s": profile.info.tail_s})
+        return replace(self, info=info, tails_of=profile)
+
+
+def warm_up(context: ModeContext) -> Phase[Baseline]:
+    """Run ordinary iterations until times are steady on all ranks.
+
+    Raises:
+        PerseusError: On all ranks, if the GPU of one cannot be measured.
+    """
+    job, rank = context.job, context.rank
+    rank.clocks.watch_default_clocks()
+    rank.clocks.limits.profiled_w = None  # those of now are the profile's
+    taken: list[IterationMeasurement] = []
+    least = job.config.profile.warm_up
+    while len(taken) < _MOST_TIMES_AS_LONG * least:
+        left_s = taken[-1].time_s * max(1, least - len(taken)) if taken else None
+        wanted = NextIteration("warm-up", aligns_tail=True, next_phase=NextPhase("profile", left_s))
+        taken.append((yield from one_iteration(wanted)))
+        if len(taken) >= least:
+            drift = abs(taken[-1].time_s / taken[-2].time_s - 1)
+            if rank.communicator.all_max(drift) <= _STEADY:
+                break
+    # The first iteration allocates memory and exchanges shapes.
+    spans = [without_gaps(seen.spans(), seen.time_s) for seen in taken[1:]]
+    time_s = statistics.median(seen.time_s for seen in taken[1:])
+    energy_j = statistics.mean(seen.energy_j for seen in taken[1:])
+    period_s, settle_s, power_w = _counter_and_blocking_power(rank, taken[-1].energy_j / taken[-1].time_s)
+    info = _info(job, rank, spans, [seen.start_s for seen in taken[1:]], power_w)
+    return Baseline(spans, time_s, energy_j, period_s, settle_s, info)
+
+
+def _info(job: Job, rank: RankContext, spans: list[list[Span]], begins_s: list[float], power_w: float) -> ProfileInfo:
+    """Return the job and what was measured of it; on rank 0, with the durations of what has no clock to choose."""
+    communicator = rank.communicator
+    profile_key = job.profile_key(communicator)
+    # Spans are many: those of one pipeline go to rank 0, and of all other ranks only the mean power and the tails.
+    ours = []
+    if communicator.topology.is_shown:
+        ahead_s = communicator.ahead_s(rank.timebase) if launches_transfers(job.schedule) else 0.0
+        ours = communicator.pipeline_gather((spans, [begin_s - ahead_s for begin_s in begins_s]))
+    pipeline = [spans for spans, _ in ours]
+    reports = communicator.gather((tail_durations_s(spans), power_w, rank.clocks.readback.default_mhz))
+    default_mhz = [clock_mhz for *_, clock_mhz in reports if clock_mhz is not None]
+    if not reports:
+        return job.info.model_copy(update={"blocking_power_w": power_w})
+    fixed = FixedDurations(
+        load_s=load_durations_s(pipeline),
+        transfer_s=_transfers_s(job.schedule, ours),
+        tail_s=medians(tail for tails, *_ in reports for tail in tails.items()),
+        other_s=other_durations_s(pipeline),
+    )
+    rest = {
+        "blocking_power_w": statistics.mean(power_w for _, power_w, _ in reports),
+        "default_clock_mhz": statistics.median_low(default_mhz) if default_mhz else None,
+        "job": profile_key,
+        "streams": ScheduleStreams.of(job.schedule),
+    }
+    return job.info.model_copy(update={**rest, "rows": []}).with_fixed_durations(fixed)
+
+
+def _transfers_s(schedule: Schedule, ranks: list[tuple[list[list[Span]], list[float]]]) -> dict[Boundary, float]:
+    """Return the durations of transfers, given of each rank its spans by iteration and when each of them began [s]."""
+    if not launches_transfers(schedule):
+        return transfer_durations_s([spans for spans, _ in ranks])
+    iterations = zip(*(zip(spans, begins_s, strict=True) for spans, begins_s in ranks), strict=True)
+    return launched_transfer_durations_s(schedule, map(passes_of, iterations))
+
+
+def counter_period_s(rank: RankContext) -> float:
+    """Return how often the slowest energy counter of all ranks is refreshed [s]; every rank must ask at once.
+
+    Raises:
+        GpuError: On all ranks, if it cannot be measured on one.
+    """
+
+    def measured() -> float:
+        for window_s in (_SHORT_WINDOW_S, _WINDOW_S):
+            found = rank.clocks.call(partial(measured_period_s, rank.gpu, window_s, rank.timebase))
+            if period_s := found.value():
+                return period_s
+        return _WINDOW_S
+
+    return rank.communicator.all_max(rank.communicator.raise_on_all_ranks(measured))
+
+
+def _counter_and_blocking_power(rank: RankContext, before_w: float) -> tuple[float, float, float]:
+    """Return period and settling time of the slowest counter [s], and what this rank's GPU draws while it waits [W].
+
+    In the last iteration it has drawn ``before_w``.
+    """
+    communicator, answer = rank.communicator, CounterAnswer(None, 0.0)
+
+    def ask() -> None:
+        nonlocal answer
+        answer = answer_to_a_step(rank.gpu, before_w, rank.timebase)
+
+    rank.timers.wait()
+    communicator.raise_on_all_ranks(lambda: rank.clocks.call(ask).value())
+    period_s = communicator.all_max(answer.period_s or _WINDOW_S)
+    settle_s = communicator.all_max(answer.settle_s)
+    window_s = max(min(_WAITED_REFRESHES * period_s, _BLOCKING_WINDOW_S), _FEWEST_REFRESHES * period_s)
+    power_w = communicator.raise_on_all_ranks(
+        lambda: measure_blocking_power_w(
+            rank.gpu,
+            communicator.topology,
+            rank.device,
+            settle_s=settle_s + period_s,
+            window_s=window_s,
+            timebase=rank.timebase,
+        )
+    )
+    return period_s, settle_s, power_w
+
 
 logger = logging.getLogger("perseus_ds")
 
@@ -52,14 +216,14 @@ def profile_online(context: ModeContext, baseline: Baseline) -> Phase[None]:
     job, rank, recorder = context.job, context.rank, context.recorder
     settings = job.config.profile
     clocks = settings.clocks_of(rank.gpu)
-    search = ClockSearch(rank.communicator, clocks, settings, baseline.info, job.output_dir)
+    search = ClockSearch(rank.communicator, _sampler(settings, clocks, baseline.info), baseline.info, job.output_dir)
     most = settings.most_clocks(len(clocks))
     measurement = _Measurement(rank, baseline)
     window_s = _SETTLE_S + baseline.counter_settle_s + (_REFRESHES + 1) * baseline.counter_period_s
     at_highest = rank.communicator.all_max(window_s / baseline.time_s)
 
     def iterations(clock_mhz: int) -> int:
-        """Return in how many iterations at a clock the energy counter is refreshed often enough."""
+        """In how many iterations at a clock the energy counter is refreshed often enough."""
         return max(1, math.ceil(at_highest * clock_mhz / clocks[-1]))
 
     expected = most * iterations(clocks[len(clocks) // 2])
@@ -91,7 +255,9 @@ def profile_online(context: ModeContext, baseline: Baseline) -> Phase[None]:
         save_profile(job, baseline, raw, denoise(raw, clocks))
 
     rank.communicator.computed_on_rank_0(save)
-    lost_s, lost_j = measurement.cost()
+    # Against default clocks: the time that the rank lost that lost most, and the energy of all GPUs.
+    lost_s = rank.communicator.all_max(measurement.lost_s)
+    lost_j = rank.communicator.all_sum(measurement.lost_j)
     recorder.announce(
         ProfileWritten(
             path=str(job.profile_path),
@@ -103,11 +269,24 @@ def profile_online(context: ModeContext, baseline: Baseline) -> Phase[None]:
     )
 
 
+def _sampler(settings: ProfileConfig, clocks_mhz: list[int], info: ProfileInfo) -> AdaptiveSampler | Sweep:
+    if settings.sampling == "adaptive":
+        return AdaptiveSampler(
+            clocks_mhz,
+            blocking_power_w=info.blocking_power_w or 0.0,
+            budget=settings.most_clocks(len(clocks_mhz)),
+            default_mhz=info.default_clock_mhz,
+        )
+    return Sweep(clocks_mhz[::-1][:: settings.clock_stride if settings.sampling == "stride" else 1])
+
+
 class _Measurement:
     """Iterations at one clock each, of this rank.
 
     Attributes:
         iterations: How many were measured.
+        lost_s: How much longer they took than at default clocks [s].
+        lost_j: How much more energy they used [J].
     """
 
     def __init__(self, rank: RankContext, baseline: Baseline) -> None:
@@ -117,8 +296,8 @@ class _Measurement:
         self._profiler = OnlineProfiler(baseline.info.blocking_power_w or 0.0)
         self._refreshes: Counter[int] = Counter()
         self.iterations = 0
-        self._lost_s = 0.0
-        self._lost_j = 0.0
+        self.lost_s = 0.0
+        self.lost_j = 0.0
 
     def measure(self, clock_mhz: int, iterations: int, next_phase: Callable[[], NextPhase]) -> Phase[None]:
         """Run so many iterations at a clock, and as many again until each rank knows what its GPU draws.
@@ -140,7 +319,9 @@ class _Measurement:
         """Take in iterations at a clock."""
         if visit[-1].failed:
             raise GpuError("the clock could not be set")
-        for run in _one_after_the_other(visit):
+        # In runs without a gap: iterations of other shapes may lie between.
+        for _, placed in groupby(enumerate(visit), lambda placed: placed[1].number - placed[0]):
+            run = [seen for _, seen in placed]
             first, last = run[0], run[-1]
             start_s, end_s = first.start_s + _SETTLE_S, last.start_s + last.time_s
             reached_s = self.log.reached_s(clock_mhz, start_s, end_s)
@@ -154,8 +335,8 @@ class _Measurement:
             self._refreshes[clock_mhz] += len(readings)
         self.log.forget()
         self.iterations += len(visit)
-        self._lost_s += sum(seen.time_s - self._baseline.time_s for seen in visit)
-        self._lost_j += sum(seen.energy_j - self._baseline.energy_j for seen in visit)
+        self.lost_s += sum(seen.time_s - self._baseline.time_s for seen in visit)
+        self.lost_j += sum(seen.energy_j - self._baseline.energy_j for seen in visit)
 
     def rows(self, clocks: Sequence[int]) -> list[MeasuredRow]:
         """Return all rows measured so far, by what is known now.
@@ -174,21 +355,8 @@ class _Measurement:
 
     def remaining_s(self, iterations: int) -> float:
         """Return about how long it takes until so many iterations are measured, one more at least [s]."""
-        lost_s = self._lost_s / self.iterations if self.iterations else 0.0
+        lost_s = self.lost_s / self.iterations if self.iterations else 0.0
         return max(1, iterations - self.iterations) * (self._baseline.time_s + lost_s)
-
-    def cost(self) -> tuple[float, float]:
-        """Return how much more time [s], on the rank that lost most, and energy [J], of all GPUs, the iterations took.
-
-        Against iterations at default clocks. Every rank must ask at the same time.
-        """
-        return self._communicator.all_max(self._lost_s), self._communicator.all_sum(self._lost_j)
-
-
-def _one_after_the_other(visit: Sequence[IterationMeasurement]) -> list[list[IterationMeasurement]]:
-    """Return iterations in runs without a gap: those of other shapes may lie between."""
-    runs = groupby(enumerate(visit), lambda placed: placed[1].number - placed[0])
-    return [[seen for _, seen in run] for _, run in runs]
 
 
 def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: StageProfile) -> None:
@@ -198,30 +366,26 @@ def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: Sta
         ProfileError: No forward or backward was measured.
         OSError: The files cannot be written.
     """
+    waiting_w = baseline.info.blocking_power_w or 0.0
     if baseline.tails_of is None:
-        profile = _without_idle_tails(estimated, baseline)
+        # Where a tail is short, or its GPU draws no more than waiting, any clock will do.
+        idle = {
+            (stage, kind)
+            for stage, kind in estimated.keys
+            if kind is Kind.TAIL
+            and (
+                estimated.at_highest_clock(stage, kind).time_s < _TAIL_MATTERS * baseline.time_s
+                or min(estimated.options(stage, kind).effective_energy_j(waiting_w)) <= 0
+            )
+        }
+        profile = estimated.where(lambda *row: row[:2] not in idle)
     else:
         profile = _with_tails_of(baseline.tails_of, estimated)
-    profile = _above_waiting(profile, baseline.info.blocking_power_w or 0.0)
+    profile = _above_waiting(profile, waiting_w)
     if not profile.keys:
         raise ProfileError("no forward or backward was measured")
     raw.save(job.profile_path.with_name("measured.csv"))
     profile.save(job.profile_path)
-
-
-def _without_idle_tails(profile: StageProfile, baseline: Baseline) -> StageProfile:
-    """Leave out the rows of tails that are short, or in which the GPU draws no more than waiting: any clock will do."""
-    blocking_power_w = baseline.info.blocking_power_w or 0.0
-    idle = {
-        stage
-        for stage, kind in profile.keys
-        if kind is Kind.TAIL
-        and (
-            profile.at_highest_clock(stage, kind).time_s < _TAIL_MATTERS * baseline.time_s
-            or min(profile.options(stage, kind).effective_energy_j(blocking_power_w)) <= 0
-        )
-    }
-    return profile.where(lambda stage, kind, _: kind is not Kind.TAIL or stage not in idle)
 
 
 def _with_tails_of(other: StageProfile, profile: StageProfile) -> StageProfile:

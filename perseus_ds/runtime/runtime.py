@@ -29,17 +29,15 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.policy.control_socket import parse_order
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.policy.reports import RankReport
 from perseus_ds.ranks import Communicator, PipelineTopology
 from perseus_ds.runtime.config import PerseusConfig, parse_block
 from perseus_ds.runtime.devices import execution_on, open_gpu, with_permission
-from perseus_ds.runtime.fallback import Fallback
 from perseus_ds.runtime.iterations import EnergyUse, IterationMeasurement, NextIteration, Times
 from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.mode_driver import ModeDriver
 from perseus_ds.runtime.recorder import Monitor, Recorder
 from perseus_ds.runtime.shapes import InputShapes
-from perseus_ds.runtime.supervision import Supervision
+from perseus_ds.runtime.supervision import Fallback, Supervision
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
@@ -283,11 +281,15 @@ class PerseusRuntime:
             not self._has_clocks or self._fallback.is_in_force or self._closed,
             shapes=(self._shapes.first, self._shapes.total),
         )
-        skips = clocks.overtaken - overtaken
-        failed = seen.failed and not self._closed
-        counts = (clocks.changes - changes, skips, failed, *clocks.readback.reading)
-        report = RankReport(math.nan, math.nan, *counts)
-        self._driver.end_iteration(seen, report, samples, is_last=self._process_ends)
+        asked_mhz, reached_mhz = clocks.readback.reading
+        own = {
+            "clock_changes": clocks.changes - changes,
+            "clock_skips": clocks.overtaken - overtaken,
+            "failed": seen.failed and not self._closed,
+            "asked_mhz": asked_mhz,
+            "reached_mhz": reached_mhz,
+        }
+        self._driver.end_iteration(seen, own, samples, is_last=self._process_ends)
         clocks.reset_when_idle(_IDLE_S)
 
     @property
@@ -310,14 +312,12 @@ class PerseusRuntime:
         if self._simulated is not None:
             self._simulated.input_shapes = inputs
         if inputs and isinstance(operation, Compute) and operation.instruction.kind is Kind.FORWARD:
-            self._take_in(float((hash(inputs) & 0xFFFFFFFF) + 1))
+            shapes = float((hash(inputs) & 0xFFFFFFFF) + 1)
+            # The first ones tell what iterations that begin so run.
+            if self._shapes.add(shapes) and self._driver.choose(shapes) and self._has_clocks:
+                self._hooks.change_plan(ClockPlan() if self._fallback.is_in_force else self.next.clocks)
         self._hooks.operation = operation
         return self._hooks
-
-    def _take_in(self, shapes: float) -> None:
-        """Note the shapes of a forward's inputs; if they are the first, run what iterations that begin so run."""
-        if self._shapes.add(shapes) and self._driver.choose(shapes) and self._has_clocks:
-            self._hooks.change_plan(ClockPlan() if self._fallback.is_in_force else self.next.clocks)
 
     def instruction(self, instruction: Instruction, inputs: Hashable = None) -> AbstractContextManager[None]:
         """Surround one instruction of an iteration, as :meth:`operation` does."""
@@ -423,7 +423,7 @@ class PerseusRuntime:
         self._recorder.own_event(ClockRefused(rank=self.rank.communicator.topology.rank, **asdict(refusal)))
 
     def _energy_at(self, event: DeviceEvent, *, with_limits: bool = False) -> DriverCall | None:
-        """Have the energy counter read when the device passes an event, and then limits; None once this is closed."""
+        """Have the energy counter read when the device passes an event, and limits; None once this is closed."""
         read = self._read_energy_and_limits if with_limits else self.rank.gpu.energy_j
         return None if self._closed else self.rank.clocks.call(read, event)
 
@@ -472,9 +472,7 @@ def own_versions() -> dict[str, str]:
 
 
 class OperationHooks:
-    """Surround the operations of one iteration after the other, on the training thread.
-
-    They are one context manager for all operations, which do not overlap: making one for each would take time.
+    """One context manager for all operations, which do not overlap: making one for each would take time.
 
     Attributes:
         operation: The operation to surround.
@@ -496,11 +494,7 @@ class OperationHooks:
         self._begun: DeviceEvent | None = None
 
     def start_iteration(self, times: Times = "all") -> DeviceEvent:
-        """Begin an iteration; returns when the device begins it. Its clocks are to be chosen next.
-
-        Args:
-            times: The operations that are to be timed.
-        """
+        """Begin an iteration whose clocks are chosen next; returns when the device begins it."""
         self._position = 0
         self._times_passes = times != "none" or self._timers.needs_all
         self.times_all = times == "all" or self._timers.needs_all
@@ -510,9 +504,7 @@ class OperationHooks:
     def change_plan(self, plan: ClockPlan, *, aligns_tail: bool = False) -> None:
         """Request the first clock of an iteration of which no operation was issued yet, and plan the others.
 
-        Args:
-            plan: The clocks.
-            aligns_tail: Whether all ranks begin their tails at the same time, so that waiting is not counted as work.
+        Where tails are aligned all ranks begin them at the same time, so that waiting is not counted as work.
         """
         self._aligns_tail = aligns_tail
         latencies = self._clocks.latencies

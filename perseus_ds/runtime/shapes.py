@@ -22,7 +22,7 @@ from perseus_ds.errors import PerseusError
 from perseus_ds.policy.reports import SHAPES, JobReport, shapes_number
 from perseus_ds.ranks import Pending
 from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextIteration, Phase, Resumed
-from perseus_ds.runtime.mode_context import ModeContext
+from perseus_ds.runtime.job import ModeContext
 
 _MOST = 6
 # A shape gets a profile, which costs some twenty slower iterations, when so many of the last iterations had it.
@@ -36,10 +36,7 @@ _BITS = 32
 
 
 class InputShapes:
-    """Numbers for the shapes of the inputs of one iteration.
-
-    Args:
-        tell: Called with ``first`` and ``total`` once they are known; None for nothing.
+    """Numbers for the shapes of the inputs of one iteration, told once they are known.
 
     Attributes:
         first: Of the first forward; 0 before it, and where shapes are not told.
@@ -122,13 +119,7 @@ class ShapePhases:
     """
 
     def __init__(self, context: ModeContext, start: Callable[[int, Shape], Phase[Any]], first: float | None) -> None:
-        """Begin without shapes.
-
-        Args:
-            context: Of the mode.
-            start: Begins the phases of a shape, given its number.
-            first: The total of the shape that has number 0, if there is one: it begins when it comes.
-        """
+        """Begin without shapes; ``start`` begins the phases of one, ``first`` is the total of that with number 0."""
         self._recorder = context.recorder
         self._topology = context.rank.communicator.topology
         self._channel = context.rank.communicator.open_channel()

@@ -19,7 +19,7 @@ from perseus_ds.policy.plan_proof import ANALYSES, IterationSample, PlanComparis
 from perseus_ds.policy.reports import DriftWatch, GpuLimit, JobReport, computed_and_tail_s, reported_drift
 from perseus_ds.policy.selector import PlanSelector
 from perseus_ds.runtime.iterations import Halt, IterationMeasurement, NextIteration, NextPhase, Phase
-from perseus_ds.runtime.mode_context import ModeContext
+from perseus_ds.runtime.job import ModeContext
 from perseus_ds.units import plain
 
 _DRIFT_EVERY = 10
@@ -137,7 +137,7 @@ class PlanRunner:
         if default is not None:
             self.selector.default_power_w = default.power_w
         self._planned = self._under_assignment()
-        self._wanted = self._with_report()
+        self._reported = self._report()
         beginning = f"running under plan {self.selector.in_force.plan} of the frontier's {len(frontier.plans)}"
         if (forecast := self._planned.forecast) is not None:
             slower, saved = forecast.time_s / forecast.default_time_s, 1 - forecast.energy_j / forecast.default_energy_j
@@ -147,7 +147,7 @@ class PlanRunner:
     @property
     def plan(self) -> FrequencyPlan | None:
         """The plan of this rank's pipeline; None while it is paused."""
-        return self._wanted.clocks.plan
+        return self._planned.clocks.plan
 
     @property
     def default(self) -> IterationSample:
@@ -158,8 +158,7 @@ class PlanRunner:
     def take_over(self, limits: tuple[GpuLimit, ...]) -> None:
         """Go on under these plans after others; every rank must do so at once.
 
-        Args:
-            limits: GPUs that may do less than when the profile was measured, as far as these plans allow for that.
+        The limits are those that these plans allow for.
         """
         self.limits_seen = self._limits = limits
         self._ran, self._incomparable = _Ran(), 0
@@ -223,7 +222,8 @@ class PlanRunner:
             result: Verdict | Outcome | None
             if self.becomes_capped():
                 when_kept()
-                result = (yield from self._run_under_cap()) or Outcome.DEFAULT_OUTDATED
+                self._is_fresh = False
+                result = (yield from self._run(math.inf, capped=True)) or Outcome.DEFAULT_OUTDATED
             elif self._is_kept:
                 result = yield from self._run(self._again_in)
                 if result is not Outcome.LIMITS_CHANGED:
@@ -241,16 +241,6 @@ class PlanRunner:
                 if result is not Outcome.LIMITS_CHANGED:
                     self._again_in = _COMPARED_AGAIN_AFTER
                 return result
-
-    def _run_under_cap(self) -> Phase[Outcome | None]:
-        """Train under plans for as long as default clocks would draw more than the power cap: nothing is compared."""
-        self._is_fresh = False
-        while self._is_capped:
-            seen = yield from self._one_iteration()
-            if outdated := self._outdated(seen):
-                return outdated
-            self._advance(seen)
-        return None
 
     def _compare(self) -> Phase[Verdict | Outcome | None]:
         """Train by turns at default clocks and under the policy's plan until it is known whether it keeps its promise.
@@ -316,10 +306,13 @@ class PlanRunner:
                 return Outcome.DEFAULT_OUTDATED
         return None
 
-    def _run(self, iterations: int) -> Phase[Outcome | None]:
-        """Train under the plan that the policy asks for, for so many iterations or until it breaks its promise."""
+    def _run(self, iterations: float, *, capped: bool = False) -> Phase[Outcome | None]:
+        """Train under the plan that the policy asks for, for so many iterations or until it breaks its promise.
+
+        Under a power cap that default clocks would exceed nothing is compared; it ends when such a cap begins or ends.
+        """
         watched, number = self._sample_of_plans(), -1
-        while iterations > 0 and not self._is_capped:
+        while iterations > 0 and self._is_capped is capped:
             seen = yield from self._one_iteration()
             if outdated := self._outdated(seen):
                 return outdated
@@ -329,7 +322,7 @@ class PlanRunner:
                 watched = self._sample_of_plans()
             self._advance(seen, watched if is_settled and not assignment.paused else None)
             iterations -= not assignment.paused
-            if watched.is_as_long_as(_WATCHED_BLOCKS):
+            if not capped and watched.is_as_long_as(_WATCHED_BLOCKS):
                 comparison = PlanComparison.of_samples(self.default, watched)
                 if comparison.is_in_doubt:
                     return None
@@ -339,9 +332,7 @@ class PlanRunner:
     def hurry(self, verdict: Verdict, turns: int) -> bool:
         """Give a faster plan its turn after one that takes longer than promised; return whether there is one.
 
-        Args:
-            verdict: That drops the plan.
-            turns: How many plans have had theirs, one after the other.
+        So many have had theirs before, one after the other.
         """
         if not verdict.is_late or turns >= _MOST_TURNS:
             return False
@@ -354,24 +345,24 @@ class PlanRunner:
         """Say and record how the plan compares with default clocks, and what follows."""
         figures = {name: round(value, 5) for name, value in asdict(verdict.comparison).items()}
         decided = {"kept": verdict.kept, "reason": verdict.reason, "then": then}
-        self._recorder.announce(PlanJudged.model_validate({"plan": self._wanted.plan, **decided, **figures}))
+        self._recorder.announce(PlanJudged.model_validate({"plan": self._planned.plan, **decided, **figures}))
 
     def _one_iteration(
         self, next_phase: NextPhase | None = None, *, at_default: bool = False
     ) -> Phase[IterationMeasurement]:
         """Run one iteration as it is wanted; a checkpoint that is resumed before it may change what is wanted."""
         while True:
-            wanted = replace(self._wanted, next_phase=next_phase)
+            wanted = {**self._reported, "next_phase": next_phase}
             if at_default and not self.selector.in_force.paused:
-                wanted = replace(wanted, phase="default", clocks=ClockPlan(), plan=None, forecast=None)
-            received = yield wanted
+                wanted |= {"phase": "default", "clocks": ClockPlan(), "plan": None, "forecast": None}
+            received = yield replace(self._planned, **wanted)
             if isinstance(received, IterationMeasurement):
                 return received
             self._control.progress = received.progress
             self._ran = _Ran()
             if self.selector.resume():
                 self._planned = self._under_assignment()
-            self._wanted = self._with_report()
+            self._reported = self._report()
 
     def _advance(
         self, seen: IterationMeasurement, block: IterationSample | None = None, *, at_default: bool = False
@@ -388,7 +379,7 @@ class PlanRunner:
             self._incomparable = self._incomparable + 1 if has_other_shapes else 0
             if ran.block is not None and not has_other_shapes:
                 ran.block.add_reports(seen.reports)
-        self._wanted = self._with_report(seen)
+        self._reported = self._report(seen)
 
     def _outdated(self, seen: IterationMeasurement) -> Outcome | None:
         """Return why these plans are of no more use, if they are not; say once that instructions have drifted.
@@ -446,9 +437,9 @@ class PlanRunner:
         )
 
     def _run_assignment(self) -> None:
-        """Have the next iteration run by the assignment in force, which has changed between two iterations."""
+        """Have the next iteration run by the assignment in force."""
         self._planned = self._under_assignment()
-        self._wanted = self._with_report()
+        self._reported = self._report()
 
     def _under_assignment(self) -> NextIteration:
         """Return an iteration by the assignment in force."""
@@ -489,18 +480,17 @@ class PlanRunner:
             default_measured=self._default is not None and self._scale == 1.0,
         )
 
-    def _with_report(self, seen: IterationMeasurement | None = None) -> NextIteration:
-        """Return the next iteration, with what this rank reports of the last one and rank 0 of its decision."""
+    def _report(self, seen: IterationMeasurement | None = None) -> dict[str, Any]:
+        """Return what this rank reports of the last iteration and rank 0 of its decision, for the next one to carry."""
         knows_times = bool(self._frontier.instruction_times_s)
         looks = knows_times and self._iterations % _DRIFT_EVERY == 0
         will_look = knows_times and (self._iterations + 1) % _DRIFT_EVERY == 0
         later = partial(self._own_times, seen, self._ran.assignment, looks) if seen is not None else dict
-        return replace(
-            self._planned,
-            times="passes" if will_look or self._topology.data_parallel > 1 else "none",
-            reported_later=later,
-            decided=self.selector.decided,
-        )
+        return {
+            "times": "passes" if will_look or self._topology.data_parallel > 1 else "none",
+            "reported_later": later,
+            "decided": self.selector.decided,
+        }
 
     def _own_times(
         self, seen: IterationMeasurement, ran: Assignment | None, looks_for_drift: bool

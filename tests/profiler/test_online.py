@@ -87,22 +87,6 @@ def used_j(pieces, moment, power_w=POWER_W):
     return sum(power_w[kind] * max(0.0, min(moment, end) - begin) for begin, end, kind in pieces)
 
 
-@pytest.mark.parametrize("jitter_s", [0.0, 0.002])
-def test_time_and_energy_are_estimated_by_kind(jitter_s):
-    rng = np.random.default_rng(5)
-    profiler = OnlineProfiler(blocking_power_w=80.0)
-    for start_s in (10.0, 20.0, 30.0):
-        spans, pieces, end_s = iteration(rng, start_s)
-        moments = np.arange(start_s + 0.05, end_s, 0.05)
-        readings = [(moment + rng.uniform(0, jitter_s), 1000 + used_j(pieces, moment)) for moment in moments]
-        profiler.add(1200, [spans], readings)
-    backward, forward = (row.measurement for row in profiler.rows())
-    tolerance = 0.04 if jitter_s else 0.01
-    assert forward.time_s == pytest.approx(0.03)
-    assert forward.energy_j == pytest.approx(9.0, rel=tolerance)
-    assert backward.energy_j == pytest.approx(28.0, rel=tolerance)
-
-
 def test_iterations_without_two_refreshes_yield_no_row():
     spans, _, _ = iteration(np.random.default_rng(1), 0.0)
     profiler = OnlineProfiler(blocking_power_w=80.0)

@@ -23,7 +23,7 @@ from perseus_ds.artifacts.run_records import (
     Predicted,
     ProfileWritten,
 )
-from perseus_ds.errors import ConfigError, GpuError
+from perseus_ds.errors import ConfigError
 from perseus_ds.gpu.device_models import COMPUTE_BOUND
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.instruction import Kind
@@ -275,19 +275,6 @@ def test_an_optimiser_that_fails_leaves_the_job_at_default_clocks(start, monkeyp
     assert [record.plan for record in job.close()][-3:] == [None] * 3
     assert caplog.text.count("optimising failed: no such profile. Training goes on at default clocks") == 1
     assert [event.error for event in job.events(Failed)] == ["optimising failed: no such profile"]
-
-
-def test_a_counter_that_fails_while_profiling_ends_it_with_its_reason(start, caplog):
-    job = start(mode="auto")
-    job.train_until("profile")
-
-    def fail():
-        raise GpuError("the counter is gone")
-
-    job.gpu.energy_j = fail
-    job.train_until("observe")
-    job.train(2)
-    assert caplog.text.count("the counter is gone") == 1
 
 
 @pytest.mark.parametrize("of", ["policy.selector.PlanSelector.advance", "runtime.under_plans.reported_drift"])
@@ -547,17 +534,6 @@ def test_a_closed_rank_leaves_the_mode_with_the_others_once_they_have_been_told(
     phases = job.train(4)
     assert phases[0] == "profile"
     assert phases[-1] == "observe"
-
-
-def test_a_checkpoint_is_taken_up_by_a_job_that_measures_default_clocks_first(start, first):
-    first.train(40)
-    state = json.loads(json.dumps(first.runtime.state()))
-    assert state["progress"]["statistics"]["stops"] > 0
-    first.close()
-    second = start("second", **CACHED)
-    second.runtime.restore(state)
-    second.train_until("run")
-    assert second.runtime.state()["progress"]["statistics"]["stops"] == state["progress"]["statistics"]["stops"]
 
 
 def test_what_a_job_knows_of_its_stops_outlives_its_profile(start):

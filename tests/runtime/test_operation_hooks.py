@@ -5,10 +5,10 @@ from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.clocks.readback import LatencyTable
-from perseus_ds.clocks.transitions import ClockPlan, IterationClocks
+from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute, Load
+from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.runtime.runtime import OperationHooks
 
 SCHEDULE = one_f_one_b(ranks=1, micro_batches=2)
@@ -105,14 +105,6 @@ def test_a_higher_clock_is_asked_for_one_latency_early(hooks, calls):
     assert ("early", 1410, ("begun", second), 0.08) in calls.made
 
 
-def test_what_has_no_clock_to_choose_is_only_timed(hooks, calls):
-    begin(hooks, ClockPlan.of_rank(PLAN, 0))
-    calls.made.clear()
-    load = Load(stage=0, micro_batch=0)
-    surround(hooks, load)
-    assert calls.made == [("begin", load), ("end", load)]
-
-
 def test_the_first_command_of_the_tail_waits_for_the_device_and_for_all_ranks(hooks, calls):
     begin(hooks, ClockPlan(), aligns_tail=True)
     calls.made.clear()
@@ -120,12 +112,3 @@ def test_the_first_command_of_the_tail_waits_for_the_device_and_for_all_ranks(ho
         surround(hooks, Compute(TAIL))
     assert calls.made[:3] == ["wait", "barrier", ("begin", Compute(TAIL))]
     assert calls.made.count("barrier") == 1
-
-
-def test_a_dropped_plan_asks_for_nothing_but_default_clocks(hooks, calls):
-    begin(hooks, ClockPlan.of_rank(PLAN, 0))
-    surround(hooks, Compute(STREAM[0]), during=hooks.drop_plan)
-    surround(hooks, Compute(STREAM[1]))
-    requests = [call[1] for call in calls.made if call[0] == "request"]
-    assert requests == [1410, 1410, None]
-    assert hooks.requested == IterationClocks()

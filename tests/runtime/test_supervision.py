@@ -9,7 +9,7 @@ from run_log import wait_until
 from virtual.job import LoneCommunicator
 
 from perseus_ds.clocks.lock_records import left_locks
-from perseus_ds.errors import GpuBusyError, GpuError
+from perseus_ds.errors import GpuError
 from perseus_ds.gpu.nvml import NvmlGpu
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.runtime.config import parse_block
@@ -22,25 +22,6 @@ def rank():
         clocks=SimpleNamespace(problem=None, close=lambda: None, is_closed=False),
         communicator=LoneCommunicator(),
     )
-
-
-@pytest.fixture
-def supervision(rank, tmp_path):
-    job = SimpleNamespace(config=parse_block({"mode": "observe", "output_dir": str(tmp_path)}))
-    made = Supervision(job, rank, recorder=None, control=None, restore=lambda: None)
-    yield made
-    made.release()
-
-
-def test_a_driver_that_does_not_answer_is_a_problem(supervision, rank):
-    assert supervision.problem() is None
-    rank.clocks.problem = GpuBusyError("the driver has not answered for 3 s")
-    assert supervision.problem() is rank.clocks.problem
-
-
-def test_a_clock_that_was_restored_for_good_is_a_problem(supervision, rank):
-    rank.clocks.is_closed = True
-    assert "was told to end" in str(supervision.problem())
 
 
 def test_what_was_started_is_ended_where_another_rank_could_not_start(rank, tmp_path, stub_nvml_here, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.profiler.limited import StageLimit, felt, limited
+from perseus_ds.runtime.limited_plans import StageLimit, limited
 
 FORWARD = Kind.FORWARD
 POWERS_W = {900: 200.0, 1200: 300.0, 1400: 400.0}
@@ -44,11 +44,6 @@ def test_no_row_is_faster_than_default_clocks_under_the_limit():
     assert found.options(0, FORWARD).time_s.tolist() == pytest.approx([1200 / 900, 1.05, 1.05])
 
 
-def test_of_an_instruction_that_was_not_measured_the_highest_clock_is_as_fast_as_the_next_one():
-    found = limited(PROFILE, [StageLimit(0, 310.0, math.inf)], {})
-    assert found.options(0, FORWARD).time_s.tolist() == pytest.approx([1200 / 900, 1.0, 1.0])
-
-
 def test_below_all_rows_the_lowest_clock_is_left():
     found = limited(PROFILE, [StageLimit(0, 100.0, math.inf)], {(0, FORWARD): 2.0})
     assert clocks(found, 0) == [900, 1400]
@@ -56,10 +51,3 @@ def test_below_all_rows_the_lowest_clock_is_left():
     more_s = 2.0 - 1200 / 900
     expected_j = 200.0 * 1200 / 900 + 50.0 * more_s
     assert found.options(0, FORWARD).energy_j.tolist() == pytest.approx([expected_j] * 2), "as waiting, beyond its time"
-
-
-@pytest.mark.parametrize(
-    ("limit", "is_felt"), [(StageLimit(0, 400.1, math.inf), False), (StageLimit(0, 399.0, math.inf), True)]
-)
-def test_a_limit_counts_that_a_row_exceeds(limit, is_felt):
-    assert felt(PROFILE, [limit]) == ((limit,) if is_felt else ())
