@@ -247,7 +247,8 @@ class LimitedPlans:
             limits=self._seen,
             unlimited_power_w=unlimited.selector.default_power_w,
         )
-        for remembered in (self._planned, self._frontiers):
+        memory: list[dict[Any, Any]] = [self._planned, self._frontiers]
+        for remembered in memory:
             if len(remembered) > _REMEMBERED:
                 del remembered[next(iter(remembered))]
         self._planned[limits] = _Planned(runner)

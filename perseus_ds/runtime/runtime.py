@@ -316,8 +316,7 @@ class PerseusRuntime:
             # The first ones tell what iterations that begin so run.
             if self._shapes.add(shapes) and self._driver.choose(shapes) and self._has_clocks:
                 self._hooks.change_plan(ClockPlan() if self._fallback.is_in_force else self.next.clocks)
-        self._hooks.operation = operation
-        return self._hooks
+        return self._hooks.around(operation)
 
     def instruction(self, instruction: Instruction, inputs: Hashable = None) -> AbstractContextManager[None]:
         """Surround one instruction of an iteration, as :meth:`operation` does."""
@@ -475,7 +474,6 @@ class OperationHooks:
     """One context manager for all operations, which do not overlap: making one for each would take time.
 
     Attributes:
-        operation: The operation to surround.
         times_all: Whether all operations of this iteration are timed, transfers included.
         requested: The clocks that are requested for this iteration.
     """
@@ -486,9 +484,10 @@ class OperationHooks:
         self._communicator = communicator
         self.requested = IterationClocks()
         self._requested_for: tuple[ClockPlan, LatencyTable | None] = ClockPlan(), None
-        self.operation: Operation | None = None
         self._position = 0
+        self._operation: Operation | None = None
         self._transition: ClockTransition | None = None
+        self._clock_mhz: int | None = None
         self._aligns_tail = False
         self._times_passes = self.times_all = True
         self._begun: DeviceEvent | None = None
@@ -513,26 +512,22 @@ class OperationHooks:
         if plan is not planned or latencies is not planned_latencies:
             self.requested = plan.transitions(latencies)
             self._requested_for = plan, latencies
+        self._clock_mhz = self.requested.first_mhz
         # The device may still be at the iteration before, which keeps its clocks.
-        self._clocks.request(self.requested.first_mhz, self._begun)
+        self._clocks.request(self._clock_mhz, self._begun)
 
     def drop_plan(self) -> None:
         """Continue at default clocks; may be called from any thread."""
         self.requested, self._transition = IterationClocks(), None
         self._clocks.request(None)
 
-    def __enter__(self) -> None:
-        """An operation is about to be issued: its clock is due, and the next one's may have to be asked for early."""
-        operation = self.operation
+    def around(self, operation: Operation) -> AbstractContextManager[None]:
+        """Return what surrounds an operation: this, or nothing where it is not timed and its clock stays."""
         if type(operation) is not Compute:
-            if self.times_all and operation is not None:
-                self._timers.begin(operation)
-            return
-        if self._aligns_tail and operation.instruction.kind is Kind.TAIL:
-            self._aligns_tail = False
-            self._timers.wait()
-            with contextlib.suppress(ConnectionLostError):  # the next report says so
-                self._communicator.barrier()
+            if not self.times_all:
+                return _NOTHING
+            self._operation, self._transition = operation, None
+            return self
         requested, transition = self.requested, None
         if requested.by_instruction:
             position, ran, instruction = self._position, requested.ran, operation.instruction
@@ -542,7 +537,27 @@ class OperationHooks:
             else:
                 transition = requested.by_instruction.get(instruction)
                 ran[position:] = [(instruction, transition)]
-        self._transition = transition
+        if transition is not None:
+            stays = transition.clock_mhz == transition.next_clock_mhz == self._clock_mhz and transition.early_s is None
+            self._clock_mhz = transition.next_clock_mhz
+            transition = None if stays else transition
+        if transition is None and not (self._times_passes or self._aligns_tail):
+            return _NOTHING
+        self._operation, self._transition = operation, transition
+        return self
+
+    def __enter__(self) -> None:
+        """An operation is about to be issued: its clock is due, and the next one's may have to be asked for early."""
+        operation, transition = self._operation, self._transition
+        assert operation is not None, "it is known around what"
+        if type(operation) is not Compute:
+            self._timers.begin(operation)
+            return
+        if self._aligns_tail and operation.instruction.kind is Kind.TAIL:
+            self._aligns_tail = False
+            self._timers.wait()
+            with contextlib.suppress(ConnectionLostError):  # the next report says so
+                self._communicator.barrier()
         if transition is not None:
             self._clocks.request(transition.clock_mhz)
         begun = self._timers.begin(operation) if self._times_passes else None
@@ -554,11 +569,9 @@ class OperationHooks:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """An operation was issued: as soon as it is over, the next instruction's clock is due."""
-        operation, transition = self.operation, self._transition  # another thread may drop it
-        if type(operation) is not Compute:
-            if self.times_all and operation is not None:
-                self._timers.end(operation)
-            return
-        ended = self._timers.end(operation) if self._times_passes else None
+        operation, transition = self._operation, self._transition  # another thread may drop it
+        assert operation is not None, "it is known around what"
+        is_timed = self._times_passes if type(operation) is Compute else self.times_all
+        ended = self._timers.end(operation) if is_timed else None
         if transition is not None and transition.next_clock_mhz != transition.clock_mhz:
             self._clocks.request(transition.next_clock_mhz, self._timers.event() if ended is None else ended)

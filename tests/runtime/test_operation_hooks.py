@@ -8,7 +8,7 @@ from perseus_ds.clocks.readback import LatencyTable
 from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.pipeline.schedule import Compute, Load
 from perseus_ds.runtime.runtime import OperationHooks
 
 SCHEDULE = one_f_one_b(ranks=1, micro_batches=2)
@@ -71,8 +71,7 @@ def begin(hooks, plan, **settings):
 
 
 def surround(hooks, operation, during=lambda: None):
-    hooks.operation = operation
-    with hooks:
+    with hooks.around(operation):
         during()
 
 
@@ -112,3 +111,13 @@ def test_the_first_command_of_the_tail_waits_for_the_device_and_for_all_ranks(ho
         surround(hooks, Compute(TAIL))
     assert calls.made[:3] == ["wait", "barrier", ("begin", Compute(TAIL))]
     assert calls.made.count("barrier") == 1
+
+
+def test_where_nothing_is_timed_only_a_change_of_clock_is_asked_for(hooks, calls):
+    plan = FrequencyPlan((STREAM,), ((1410, 1410, 1200, 1200),), 1.0, 100.0)
+    hooks.start_iteration("none")
+    hooks.change_plan(ClockPlan.of_rank(plan, 0))
+    for instruction in STREAM:
+        surround(hooks, Load(stage=0, micro_batch=0))
+        surround(hooks, Compute(instruction))
+    assert [call[1] for call in calls.made] == [1410, 1410, 1200, 1200, 1410]

@@ -35,7 +35,8 @@ def test_what_was_started_is_ended_where_another_rank_could_not_start(rank, tmp_
 
     rank.communicator = Broken()
     rank.gpu = NvmlGpu(0)
-    job = SimpleNamespace(config=parse_block({"mode": "run", "frontier": "f", "output_dir": str(tmp_path)}))
+    config = parse_block({"mode": "run", "frontier": "f", "output_dir": str(tmp_path)})
+    job = SimpleNamespace(config=config, output_dir=tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(GpuError, match="of rank 1"):
         Supervision(job, rank, recorder=None, control=JobControl(job.config.policy, 1), restore=lambda: None)
