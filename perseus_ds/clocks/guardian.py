@@ -91,7 +91,8 @@ class Guardian:
     @property
     def alive(self) -> bool:
         """Whether there is a guardian, or it has died just now, so that another one is being started."""
-        return self._time.now_s() - self._seen_s < _REPLACED_WITHIN_S
+        # Where this process stood still, its thread could not look.
+        return self._time.now_s() - self._seen_s < _REPLACED_WITHIN_S or self.pid is not None
 
     def close(self, timeout_s: float = 3.0) -> bool:
         """Have the guardian restore the default clocks now and stop watching; harmless when called again.
