@@ -19,6 +19,7 @@ import atexit
 import contextlib
 import hmac
 import logging
+import math
 import os
 import pickle
 import queue
@@ -40,7 +41,9 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from perseus_ds.errors import ConnectionLostError, PerseusError
 from perseus_ds.timebase import Timebase
@@ -56,7 +59,6 @@ _NO_TIMEOUT = timedelta(days=365)
 _CONNECT_S = 10.0
 _SLICE_S = 1.0
 LONGEST_WAIT_S = 90.0
-"""After which a training thread that waits for other ranks gives the connection up [s]."""
 # How long a process that ends waits: rank 0 for others that need its store, others for what is under way.
 _RANK_0_ENDS_S, _RANK_ENDS_S = 5.0, 1.0
 # The first channel, and the key that has why rank 0 ends the store, empty at an orderly end.
@@ -144,13 +146,13 @@ class Communicator:
         return values
 
     def computed_on_rank_0(self, compute: Callable[[], T]) -> T:
-        """Return, on all ranks, what rank 0 computes; what it raises is raised on all, as a ``PerseusError``."""
+        """Return, on all ranks, what rank 0 computes; what it raises is raised on all: an ``OSError`` as it is."""
         computed: Any = None
         if self.is_rank_0:
             try:
                 computed = compute()
             except Exception as error:
-                computed = _known(error)
+                computed = error if isinstance(error, OSError) else _known(error)  # a full disk may pass
         computed = self._all(None, lambda _: computed)
         if isinstance(computed, Exception):
             raise computed
@@ -254,6 +256,7 @@ class Connection:
         address: Host and port of the store.
         secret: The same on all ranks: signs what they send.
         cause: Why it is lost; empty while it is there.
+        longest_wait_s: After which a training thread that waits for other ranks gives it up [s].
     """
 
     rank: int
@@ -261,6 +264,7 @@ class Connection:
     address: tuple[str, int]
     secret: bytes = b""
     cause: str = ""
+    longest_wait_s: float = LONGEST_WAIT_S
     _server: Any = None
 
     @classmethod
@@ -280,7 +284,9 @@ class Connection:
         dist.broadcast_object_list(served)
         if isinstance(served[0], PerseusError):
             raise served[0]
-        connection = cls(rank, world_size, *served[0])
+        # Before the job's own collectives, which wait for ranks that wait here, end the job.
+        longest_wait_s = min(LONGEST_WAIT_S, _timeout_s() / 2)
+        connection = cls(rank, world_size, *served[0], longest_wait_s=longest_wait_s)
         if server is not None:
             connection.serve(server)
         return connection
@@ -343,6 +349,18 @@ class Connection:
         if said:
             self.cause = self.cause or f"a connection between ranks is lost ({said})"
         self._server = None  # its only reference: the connections of all ranks are closed
+
+    def cut(self) -> None:
+        """End all calls to the store that are under way, by breaking this process's connections with it."""
+        self._end("this process ends")
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # no socket, or one without a peer
+                found = socket.socket(fileno=int(name))
+                try:
+                    if found.family != socket.AF_UNIX and found.getpeername()[1] == self.address[1]:
+                        found.shutdown(socket.SHUT_RDWR)
+                finally:
+                    found.detach()
 
     def _say(self, cause: str) -> None:
         """Have rank 0 end the store, by a new connection."""
@@ -437,13 +455,14 @@ class Pending(Generic[T]):
 
     def result(self) -> T:
         """Wait until it is over; it is an error where a rank has lost its connection, or it takes too long."""
-        waited_s, slice_s = 0.0, min(_SLICE_S, LONGEST_WAIT_S / 2)
+        longest_wait_s = self._connection.longest_wait_s
+        waited_s, slice_s = 0.0, min(_SLICE_S, longest_wait_s / 2)
         while True:
             try:
                 return self._future.result(slice_s)
             except futures.TimeoutError:
                 waited_s += slice_s  # not by the clock: a scheduler may stop all ranks for hours
-            if waited_s > LONGEST_WAIT_S:
+            if waited_s > longest_wait_s:
                 raise self._connection.lose(f"nothing has arrived for {waited_s:.0f} s")
 
     def is_over_within(self, timeout_s: float) -> bool:
@@ -483,7 +502,7 @@ def _end_threads() -> None:
         end_s = now_s + (_RANK_ENDS_S if thread.connection.rank else _RANK_0_ENDS_S)
         thread.join(max(0.0, end_s - time.monotonic()))
         if thread.is_alive():
-            thread.connection.lose("this process ends")
+            thread.connection.cut()
             thread.join(_RANK_ENDS_S)
 
 
@@ -498,6 +517,16 @@ def _allow_files(count: int) -> None:
 def _store(host: str, port: int, *, is_master: bool = False) -> Any:
     store: Any = dist.TCPStore  # type: ignore[attr-defined]
     return store(host, port, is_master=is_master, wait_for_workers=False, timeout=_SETUP_TIMEOUT)
+
+
+def _timeout_s() -> float:
+    """Return how long the job's own collectives may take."""
+    try:
+        device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
+        backend = c10d._get_default_group()._get_backend(device)
+        return float(backend.options._timeout.total_seconds())
+    except (AttributeError, RuntimeError, ValueError):
+        return math.inf
 
 
 def _first_line(error: object) -> str:

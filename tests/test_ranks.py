@@ -1,8 +1,10 @@
+
 """Collectives by rank 0's key-value store, and what happens where a connection breaks.
 
 Ranks are threads of this process, each with a client of a real store.
 """
 
+import datetime
 import os
 import pickle
 import socket
@@ -107,6 +109,15 @@ def test_collectives_give_each_rank_what_their_names_say(job):
     assert job.all(use) == [[0, 1, 0, 1], [], [], []]
 
 
+def test_what_rank_0_raises_is_raised_on_all_and_a_full_disk_stays_one(job):
+    def fail(rank, error):
+        with pytest.raises(type(error) if isinstance(error, OSError) else PerseusError, match="no room"):
+            job.ranks[rank].computed_on_rank_0(lambda: (_ for _ in ()).throw(error))
+
+    for error in (OSError(28, "no room"), ValueError("no room")):
+        job.all(lambda rank, error=error: fail(rank, error))
+
+
 class Unpickled:
     """Notes that it was unpickled."""
 
@@ -195,9 +206,10 @@ def test_all_ranks_leave_when_one_loses_its_connection(job, use, broken):
     assert all(error.startswith("a connection between ranks is lost (") for error in errors), errors
 
 
-def test_a_rank_that_waits_too_long_ends_the_exchanges_of_all(job, monkeypatch):
+def test_a_rank_that_waits_too_long_ends_the_exchanges_of_all(job):
     """As where a cable is pulled: nothing arrives, and no connection is closed."""
-    monkeypatch.setattr(ranks, "LONGEST_WAIT_S", 0.2)
+    for connection in job.connections:
+        connection.longest_wait_s = 0.2
 
     def wait(rank):
         if rank == 3:
@@ -279,6 +291,17 @@ def test_processes_end_without_an_error_while_an_exchange_is_under_way_and_after
     addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
     done = subprocess.run([sys.executable, "-c", ENDING, *addresses], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("job_s", "longest_s"), [(20, 10), (1800, 90)])
+def test_ranks_wait_half_as_long_as_collectives_of_the_job_may_take_and_90_s_at_most(job_s, longest_s):
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=job_s)
+    )
+    try:
+        assert Connection.of_job().longest_wait_s == longest_s
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_rank_that_cannot_reach_rank_0_says_what_to_set(monkeypatch):

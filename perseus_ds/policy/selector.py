@@ -323,7 +323,7 @@ class PlanSelector:
         if decision.cap is None:
             return False
         ratio = 1.0 if self.default_power_w else self.statistics.power_ratio
-        return ratio * self._power_at_default_clocks_w > decision.cap.watts * (1 - MARGIN)
+        return bool(ratio * self._power_at_default_clocks_w > decision.cap.watts * (1 - MARGIN))
 
     @property
     def _power_at_default_clocks_w(self) -> float:
@@ -487,6 +487,7 @@ class PlanSelector:
         if len(progress.stretch_factors) == len(self._stragglers.stretch_factors):
             self._stragglers.stretch_factors = progress.stretch_factors
         if progress.plan is None:
+            self._decision = None
             return None
         plan = min(progress.plan, len(self._frontier.plans) - 1)
         self._decision = replace(self._decision or Decision(plan), plan=plan)

@@ -13,7 +13,6 @@ import math
 import os
 import re
 import statistics
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone, tzinfo
@@ -63,6 +62,9 @@ _DAY_FIRST = re.compile(r"(\d\d)[./](\d\d)[./](\d{4}) (\d\d):(\d\d)(?::(\d\d))?(
 _CENTRAL_EUROPE = ZoneInfo("Europe/Brussels")
 _LISTS = ("forecast", "history", "data")
 _LOOK_EVERY_S = 1.0
+_PATIENCE_S = 10.0
+_Signature = tuple[int, int, int]
+_NEVER: _Signature = (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -361,16 +363,22 @@ class SignalWatch:
     """
 
     def __init__(self, timebase: Timebase, on_problem: Callable[[str], None]) -> None:
-        """Watch nothing yet; ``on_problem`` is called on another thread, with what is wrong with a changed file."""
+        """Watch nothing yet.
+
+        Args:
+            timebase: The rank's time.
+            on_problem: Called with what is wrong with a file that has changed; on another thread.
+        """
         self.signals: Mapping[str, Signal] = {}
         self._timebase = timebase
         self._on_problem = on_problem
-        self._closed = Flag(timebase)
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._changed = timebase.condition()
+        self._is_closed = False
+        self._is_watching = False
+        # The contents that are in use, or that a problem was reported of; and those found to be wrong once.
+        self._known: dict[str, _Signature | None] = {}
         self._uses: Mapping[str, SignalUse] = {}
-        # Of the contents that were read last.
-        self._signatures: dict[str, tuple[int, ...]] = {}
+        self._suspects: dict[str, _Signature | None] = {}
 
     def follow(self, policy: PolicyConfig) -> None:
         """Read the signals of a policy, and watch their files from now on.
@@ -379,14 +387,17 @@ class SignalWatch:
             SignalError: A file cannot be used; the signals are those from before.
         """
         uses = signal_files(policy)
-        with self._lock:
-            signatures = {file: _signature(file) for file in uses}
-            found = {file: self._read(file, use) for file, use in uses.items()}
-            self._uses, self._signatures = uses, signatures
-            self.signals = {**self.signals, **found}  # the policy from before may decide once more
-            if uses and self._thread is None:
-                self._thread = self._timebase.thread(self._watch, "perseus-signals")
-                self._thread.start()
+        found = {file: self._read_beside(file, use) for file, use in uses.items()}
+        with self._changed:
+            self._known = {file: signature for file, (signature, _) in found.items()}
+            # The policy from before may decide once more.
+            self._uses = uses
+            read = {file: self._after_earlier(file, signal) for file, (_, signal) in found.items()}
+            self.signals = {**self.signals, **read}
+            begins = bool(uses) and not self._is_watching and not self._is_closed
+            self._is_watching = self._is_watching or begins
+        if begins:
+            self._timebase.thread(self._watch, "perseus-signals").start()
 
     def follow_if_possible(self, policy: PolicyConfig) -> None:
         """Do the same, but only report a file that cannot be used."""
@@ -397,43 +408,76 @@ class SignalWatch:
 
     def close(self) -> None:
         """Stop; harmless when called again."""
-        self._closed.set()
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _after_earlier(self, file: str, signal: Signal) -> Signal:
+        """Return a file's signal after that of the file as it was before; a request that was replaced is over."""
+        return signal if self._uses[file] == "fraction" else signal.continuing(self.signals.get(file))
+
+    def _read_beside(self, file: str, use: SignalUse) -> tuple[_Signature | None, Signal]:
+        """Read a file on another thread, since a file system may hang."""
+        done = Flag(self._timebase)
+        found: list[tuple[_Signature | None, Signal] | SignalError] = []
+
+        def read() -> None:
+            try:
+                found.append((_signature(file), self._read(file, use)))
+            except SignalError as error:
+                found.append(error)
+            finally:
+                done.set()
+
+        self._timebase.thread(read, "perseus-signal").start()
+        done.wait(_PATIENCE_S)
+        if not found:
+            raise SignalError(f"{file}: the signal cannot be read: no answer for {_PATIENCE_S:.0f} s.")
+        if isinstance(found[0], SignalError):
+            raise found[0]
+        return found[0]
 
     def _read(self, file: str, use: SignalUse) -> Signal:
-        """Read a file; its time before now is that of the file as it was, but a request that was replaced is over."""
         try:
-            signal = read_signal(Path(file), use, self._timebase.date())
+            return read_signal(Path(file), use, self._timebase.date())
         except SignalError:
             raise
         except Exception as error:  # whatever a file holds, the thread goes on
             raise SignalError(f"{file}: the signal cannot be read ({error!r}).") from error
-        return signal if use == "fraction" else signal.continuing(self.signals.get(file))
 
     def _watch(self) -> None:
-        while not self._closed.wait(_LOOK_EVERY_S):
-            with self._lock:
-                for file, use in self._uses.items():
-                    self._look(file, use)
+        while True:
+            with self._changed:
+                self._changed.wait(_LOOK_EVERY_S)
+                if self._is_closed:
+                    return
+                known, uses = self._known, self._uses
+            for path, use in uses.items():
+                self._look(path, use, known)
 
-    def _look(self, file: str, use: SignalUse) -> None:
-        """Read a file that has changed."""
-        signature = _signature(file)
-        if signature == self._signatures[file]:
+    def _look(self, path: str, use: SignalUse, known: dict[str, _Signature | None]) -> None:
+        """Read a file that has changed; one that is wrong may be half written, and is reported if it stays so."""
+        signature = _signature(path)
+        if signature == known[path]:
             return
-        self._signatures[file] = signature
         try:
-            signal = self._read(file, use)
+            signal = self._read(path, use)
         except SignalError as error:
-            self._on_problem(f"{error} The last good values stay in use")
+            if signature == self._suspects.get(path, _NEVER):
+                known[path] = signature
+                self._on_problem(f"{error} The last good values stay in use")
+            self._suspects[path] = signature
             return
-        if signal != self.signals.get(file):
-            self.signals = {**self.signals, file: signal}
+        known[path] = signature
+        with self._changed:
+            if known is self._known and signal != self.signals[path]:
+                self.signals = {**self.signals, path: self._after_earlier(path, signal)}
 
 
-def _signature(path: str) -> tuple[int, ...]:
-    """Return what differs when a file has changed, or is not there."""
+def _signature(path: str) -> _Signature | None:
+    """Return what differs when a file has changed; None if it is not there."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):  # a name may hold characters that no name has
-        return ()
+        return None
     return status.st_mtime_ns, status.st_size, status.st_ino

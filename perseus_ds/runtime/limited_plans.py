@@ -249,7 +249,7 @@ class LimitedPlans:
         )
         memory: list[dict[Any, Any]] = [self._planned, self._frontiers]
         for remembered in memory:
-            if len(remembered) > _REMEMBERED:
+            while len(remembered) > _REMEMBERED:
                 del remembered[next(iter(remembered))]
         self._planned[limits] = _Planned(runner)
         return self._planned[limits]

@@ -320,9 +320,10 @@ class PlanRunner:
             is_settled, number = assignment.number == number, assignment.number
             if not is_settled:
                 watched = self._sample_of_plans()
-            self._advance(seen, watched if is_settled and not assignment.paused else None)
+            is_watched = is_settled and not capped and not assignment.paused
+            self._advance(seen, watched if is_watched else None)
             iterations -= not assignment.paused
-            if not capped and watched.is_as_long_as(_WATCHED_BLOCKS):
+            if watched.is_as_long_as(_WATCHED_BLOCKS):
                 comparison = PlanComparison.of_samples(self.default, watched)
                 if comparison.is_in_doubt:
                     return None
