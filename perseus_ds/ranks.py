@@ -284,9 +284,10 @@ class Connection:
         dist.broadcast_object_list(served)
         if isinstance(served[0], PerseusError):
             raise served[0]
+        address, secret = served[0]
         # Before the job's own collectives, which wait for ranks that wait here, end the job.
         longest_wait_s = min(LONGEST_WAIT_S, _timeout_s() / 2)
-        connection = cls(rank, world_size, *served[0], longest_wait_s=longest_wait_s)
+        connection = cls(rank, world_size, address, secret, longest_wait_s=longest_wait_s)
         if server is not None:
             connection.serve(server)
         return connection

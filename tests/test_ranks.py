@@ -1,4 +1,3 @@
-
 """Collectives by rank 0's key-value store, and what happens where a connection breaks.
 
 Ranks are threads of this process, each with a client of a real store.

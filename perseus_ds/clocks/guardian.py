@@ -136,13 +136,17 @@ class Guardian:
 
     def _wait_for_a_guardian(self) -> None:
         end_s = self._time.now_s() + _ANSWER_TIMEOUT_S
-        while self.pid is None:
+        while (pid := self.pid) is None or not all(held.is_watched for held in self._held.values()):
             if self._time.now_s() >= end_s:
                 raise GpuError(
                     f"No guardian came within {_ANSWER_TIMEOUT_S:.0f} s. "
                     f"Clocks may stay locked after a kill -9; `perseus-ds reset` restores them."
+                    if pid is None
+                    else f"The guardian of this node cannot open {', '.join(self._held)}. Start all ranks of a node "
+                    "where they see the GPUs of all of them, such as in one cgroup."
                 )
-            _start(self._job, self._addresses)
+            if pid is None:
+                _start(self._job, self._addresses)
             self._time.sleep(_AGAIN_S)  # it has just begun, or was just ending with its last rank
 
 

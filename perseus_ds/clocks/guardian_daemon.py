@@ -51,17 +51,21 @@ class ClockRestorer:
         self._time = timebase
         # By address: the records of dead processes, while there is no living one; and until when they are waited for.
         self._left: dict[str, list[LockRecord]] = {}
+        self._living: dict[str, list[LockRecord]] = {}
         self._until_s: dict[str, float] = {}
         self._watched: set[str] = set()
 
     def serve(self) -> None:
         """Serve until the last process of the job is gone, or none came."""
-        first_by_s = self._time.now_s() + _FIRST_RANK_TIMEOUT_S
-        while True:
-            with contextlib.suppress(OSError, RuntimeError):  # too many files or threads; tried again
-                if not self._look() and (self._watched or self._time.now_s() >= first_by_s):
-                    break
+        now_s = self._time.now_s()
+        first_by_s, is_needed = now_s + _FIRST_RANK_TIMEOUT_S, True
+        while is_needed:
             self._time.sleep(_POLL_S)
+            try:
+                is_needed = self._look() or not (self._watched or self._time.now_s() >= first_by_s)
+                now_s = self._time.now_s()
+            except (OSError, RuntimeError):  # too many files or threads, or no folder: tried again
+                is_needed = self._time.now_s() < now_s + _INSIST_S
         if self._left:
             gpus = ", ".join(self._left)
             syslog.syslog(syslog.LOG_ERR, f"perseus-ds: clocks of {gpus} may stay locked: run `perseus-ds reset`")
@@ -79,25 +83,33 @@ class ClockRestorer:
         now_s = self._time.now_s()
         self._until_s.update(dict.fromkeys(left.keys() - self._left.keys(), now_s + _HUNG_S))
         self._left = left
-        living = {record.address for record, lives in records if record.job == self._job and lives}
-        for address in (living | left.keys()) - self._watched:
+        living: dict[str, list[LockRecord]] = {}
+        for record in (record for record, lives in records if record.job == self._job and lives):
+            living.setdefault(record.address, []).append(record)
+        self._living = living
+        for address in (living.keys() | left.keys()) - self._watched:
             self._time.thread(partial(self._keep, address), f"perseus-{address}").start()
             self._watched.add(address)
         return bool(living) or any(now_s < self._until_s[address] for address in left)
 
     def _keep(self, address: str) -> None:
-        """Reset the clock of a GPU whenever it is left."""
+        """Reset the clock of a GPU whenever it is left, and tell its processes that this can be done."""
         gpu: Gpu | None = None
         end_s = math.inf
+        told: set[LockRecord] = set()
         while True:
             pause_s = _POLL_S
+            new = [record for record in self._living.get(address, ()) if record not in told]
             left = [record for record in self._left.get(address, ()) if record.path.exists()]
             now_s = self._time.now_s()
             end_s = min(end_s, now_s + _INSIST_S) if left else math.inf
-            if (left or gpu is None) and now_s < end_s:
+            if (left or new or gpu is None) and now_s < end_s:
                 self._until_s[address] = now_s + _HUNG_S
                 try:
                     gpu = gpu or open_gpu(address)
+                    for record in new:
+                        record.tell_watched()
+                        told.add(record)
                     if left:
                         gpu.reset_clock()
                     for record in left:

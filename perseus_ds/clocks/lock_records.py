@@ -1,7 +1,8 @@
-"""Which GPUs of this node processes hold locked: one empty file for each, which tells when its process has died.
+"""Which GPUs of this node processes hold locked: one file for each, which tells when its process has died.
 
 A process keeps a lock of the kernel on its file, which ends with its last thread, however that ends, and which forked
-processes do not inherit; a file without that lock is of a dead one. The name of the file says all that is known. The
+processes do not inherit; a file without that lock is of a dead one. The name of the file says all that is known of it;
+it is empty until a guardian has opened the GPU. The
 folder is on a file system in memory, so it is gone after a reboot, as locked clocks are.
 """
 
@@ -35,6 +36,15 @@ class LockRecord:
     job: str
     path: Path
 
+    def tell_watched(self) -> None:
+        """Tell its process that a guardian has opened the GPU."""
+        with contextlib.suppress(FileNotFoundError):
+            file = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.write(file, b"watched")
+            finally:
+                os.close(file)
+
     def forget(self) -> None:
         """Remove the file: the clock is the default one again."""
         self.path.unlink(missing_ok=True)
@@ -55,6 +65,11 @@ class HeldLock:
         hidden = folder / f".{self.path.name}"
         self._file = lock(hidden)
         os.rename(hidden, self.path)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a guardian has opened the GPU."""
+        return os.fstat(self._file).st_size > 0
 
     def end(self) -> None:
         """Leave the file as that of a dead process, whose clock is to be reset; once, and in this process."""
@@ -156,9 +171,12 @@ def _folder() -> Path:
     # Schedulers hand on the variable of the node where the job was submitted; the folder need not be on this one.
     named = Path(os.environ.get("XDG_RUNTIME_DIR") or IN_MEMORY)
     parent = next((parent for parent in (named, IN_MEMORY) if parent.is_dir()), Path("/tmp"))
-    folder = parent / f"perseus-ds-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise OSError(f"{folder} is not a folder of this user alone")
-    return folder
+    own = f"perseus-ds-{os.getuid()}"
+    # Users of several containers, which may share the folder, can have the same number.
+    for name in (own, f"{own}-{os.stat('/proc/self/ns/user').st_ino}"):
+        folder = parent / name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return folder
+    raise OSError(f"{folder} is not a folder of this user alone")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Predicted
+from perseus_ds.errors import PerseusError
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
@@ -122,7 +123,10 @@ def _predicted_s(frontier: Frontier) -> dict[Key, float]:
 def _by_power(job: Job, profile: StageProfile, sample: IterationSample, gpus_per_rank: int) -> StageProfile | None:
     """Return a profile whose times are right with the power that was measured; None where that does not differ."""
     power_w, ranks = profile.info.blocking_power_w or 0.0, len(job.schedule.ranks)
-    predicted = problem_for(job.schedule, profile, None).baseline()
+    try:
+        predicted = problem_for(job.schedule, profile, None).baseline()
+    except PerseusError:  # corrected times leave no plan to make
+        return None
     waiting_j = power_w * ranks * sample.time_s
     beyond_j = predicted.energy_j - power_w * ranks * predicted.time_s
     measured_j = sample.energy_j / gpus_per_rank

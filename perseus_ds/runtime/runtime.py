@@ -329,7 +329,7 @@ class PerseusRuntime:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Surround work outside of training iterations: it runs at default clocks."""
-        self.rank.clocks.request(None)
+        self._hooks.pause()
         yield
 
     def schedule_changed(self) -> None:
@@ -515,6 +515,11 @@ class OperationHooks:
         self._clock_mhz = self.requested.first_mhz
         # The device may still be at the iteration before, which keeps its clocks.
         self._clocks.request(self._clock_mhz, self._begun)
+
+    def pause(self) -> None:
+        """Run what follows at default clocks, until the next instruction."""
+        self._clock_mhz = None
+        self._clocks.request(None)
 
     def drop_plan(self) -> None:
         """Continue at default clocks; may be called from any thread."""

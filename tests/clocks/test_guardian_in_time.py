@@ -127,3 +127,11 @@ def test_ranks_give_up_when_no_guardian_comes(records, time, monkeypatch):
         Guardian(["nvml:GPU-0"], "job", time)
     assert 30.0 <= time.seconds < 32.0
     assert not list(records.iterdir()), "nothing was locked"
+
+
+def test_a_rank_whose_gpu_the_guardian_cannot_open_is_an_error(records, time, monkeypatch):
+    """As where each rank of a node has a cgroup of its own, with its own GPU."""
+    monkeypatch.setattr(guardian, "holder", lambda path: 1)
+    with pytest.raises(GpuError, match=r"The guardian of this node cannot open nvml:GPU-0\. Start all ranks"):
+        Guardian(["nvml:GPU-0"], "job", time)
+    assert not list(records.iterdir()), "nothing was locked"

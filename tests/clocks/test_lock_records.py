@@ -106,17 +106,20 @@ def test_a_lock_of_another_container_is_left_though_its_process_had_the_same_num
     assert addresses() == [("nvml:GPU-1", os.getpid())]
 
 
-def test_a_folder_that_others_can_write_is_not_used(hold, tmp_path):
-    folder = tmp_path / f"perseus-ds-{os.getuid()}"
-    folder.mkdir(mode=0o777)
-    folder.chmod(0o777)
+def test_a_folder_that_others_can_write_or_that_is_a_link_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    own = tmp_path / f"perseus-ds-{os.getuid()}"
+    own.mkdir()
+    own.chmod(0o777)
+    held = HeldLock("nvml:GPU-1", "job")
+    (other,) = (folder for folder in tmp_path.iterdir() if folder != own)
+    assert (held.path.parent, list(own.iterdir())) == (other, [])
+    held.path.unlink()
+    held.end()
+    other.rmdir()
+    other.symlink_to(tmp_path)
     with pytest.raises(OSError, match="not a folder of this user alone"):
         HeldLock("nvml:GPU-1", "job")
-    folder.rmdir()
-    folder.symlink_to(tmp_path)
-    with pytest.raises(OSError, match="not a folder of this user alone"):
-        HeldLock("nvml:GPU-1", "job")
-    assert addresses() == []
 
 
 def test_a_runtime_folder_that_is_not_on_this_node_is_not_used(tmp_path, monkeypatch):
