@@ -19,7 +19,7 @@ test-unit: $(READY)  ## Unit tests only.
 	$(BIN)/pytest -m "not integration and not extended" -n 2 --dist worksteal
 
 test-busy: $(READY)  ## `make test` three times in a row while two processes keep two cores busy.
-	@for core in 1 2; do sh -c 'while :; do :; done' & busy="$$busy $$!"; done; trap "kill $$busy" EXIT; \
+	@for core in 1 2; do sh -c 'while :; do :; done' & busy="$$busy $$!"; done; trap "kill $$busy" EXIT; trap "exit 1" INT TERM HUP; \
 	for run in 1 2 3; do $(MAKE) test || failed="$$failed $$run"; done; \
 	test -z "$$failed" || { echo "Failed beside busy cores: run$$failed of 3"; exit 1; }
 

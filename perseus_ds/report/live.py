@@ -143,7 +143,7 @@ def strip(values: Sequence[float | None], others: Sequence[float | None], *, blo
         return ""
     low, high = min(known), max(known)
     is_flat = high - low <= _FLAT * abs(high)
-    group = math.ceil(len(values) / width)
+    group = max(1, math.ceil(len(values) / width))
     drawn = []
     for begin in range(0, len(values), group):
         part = [value for value in values[begin : begin + group] if value is not None]
@@ -367,7 +367,11 @@ def watch(jobs: Jobs, console: Console) -> None:
             keys.folder = first if takes_orders else None
             footer = "; ".join([*_troubles(followers), keys.footer])
             live.start()
-            view = jobs_table(facts) if len(facts) > 1 else JobScreen(facts[0], is_cut=True)
+            view = (
+                jobs_table(facts[-max(1, live.console.size.height - 2) :])
+                if len(facts) > 1
+                else JobScreen(facts[0], is_cut=True)
+            )
             live.update(with_footer(view, footer, width), refresh=True)
             if all(each.ended for each in facts) or not _goes_on(keys):
                 break
@@ -475,5 +479,5 @@ def _pressed(timeout_s: float) -> str:
         return ""
     if not select.select([sys.stdin], [], [], timeout_s)[0]:
         return ""
-    # Not by sys.stdin, which would keep further keys where select cannot see them.
-    return os.read(sys.stdin.fileno(), 1024).decode(errors="replace") or "q"
+    # Not by sys.stdin, which would keep further keys where select cannot see them. One, since a line may follow.
+    return os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q"

@@ -425,7 +425,7 @@ class JobProgress:
             default_j = self._default_j if any(self._default_j) else [1.0] * pipelines
             saved_j = [
                 saving.default_j * theirs_j / sum(default_j) - saving.energy_j * ours_j / sum(self._planned_j)
-                for theirs_j, ours_j in zip(default_j, self._planned_j, strict=False)
+                for theirs_j, ours_j in itertools.zip_longest(default_j, self._planned_j, fillvalue=0.0)
             ]
         return tuple(
             PipelineFacts(pipeline=number, energy_j=energy_j, saved_j=part_j)

@@ -121,6 +121,16 @@ def test_promtool_finds_nothing_to_complain_of(tmp_path):
         assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
+def test_a_file_is_replaced_whole_and_is_the_only_one_that_node_exporter_sees(tmp_path):
+    path = tmp_path / "textfiles" / "perseus.prom"
+    with reporter(auto_job(), textfile=str(path)):
+        wait_until(path.exists, "the file")
+        first = path.open()
+    with first:  # which keeps its number from being given to another file
+        assert not os.path.samestat(os.fstat(first.fileno()), path.stat()), "written anew at the end"
+    assert [found.name for found in path.parent.iterdir()] == ["perseus.prom"]
+
+
 def test_a_file_that_cannot_be_written_is_one_warning_and_is_tried_again(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(metrics, "_PERIOD_S", 0.01)
     (tmp_path / "file").write_text("")
