@@ -34,7 +34,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -58,7 +58,7 @@ _SETUP_TIMEOUT = timedelta(minutes=3)
 _NO_TIMEOUT = timedelta(days=365)
 _CONNECT_S = 10.0
 _SLICE_S = 1.0
-LONGEST_WAIT_S = 90.0
+_LONGEST_WAIT_S = 90.0
 # How long a process that ends waits: rank 0 for others that need its store, others for what is under way.
 _RANK_0_ENDS_S, _RANK_ENDS_S = 5.0, 1.0
 # The first channel, and the key that has why rank 0 ends the store, empty at an orderly end.
@@ -262,9 +262,9 @@ class Connection:
     rank: int
     world_size: int
     address: tuple[str, int]
-    secret: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
     cause: str = ""
-    longest_wait_s: float = LONGEST_WAIT_S
+    longest_wait_s: float = _LONGEST_WAIT_S
     _server: Any = None
 
     @classmethod
@@ -286,7 +286,7 @@ class Connection:
             raise served[0]
         address, secret = served[0]
         # Before the job's own collectives, which wait for ranks that wait here, end the job.
-        longest_wait_s = min(LONGEST_WAIT_S, _timeout_s() / 2)
+        longest_wait_s = min(_LONGEST_WAIT_S, _timeout_s() / 2)
         connection = cls(rank, world_size, address, secret, longest_wait_s=longest_wait_s)
         if server is not None:
             connection.serve(server)

@@ -137,13 +137,16 @@ class Guardian:
     def _wait_for_a_guardian(self) -> None:
         end_s = self._time.now_s() + _ANSWER_TIMEOUT_S
         while (pid := self.pid) is None or not all(held.is_watched for held in self._held.values()):
-            if self._time.now_s() >= end_s:
+            is_late = self._time.now_s() >= end_s
+            if pid is None and is_late:
                 raise GpuError(
                     f"No guardian came within {_ANSWER_TIMEOUT_S:.0f} s. "
                     f"Clocks may stay locked after a kill -9; `perseus-ds reset` restores them."
-                    if pid is None
-                    else f"The guardian of this node cannot open {', '.join(self._held)}. Start all ranks of a node "
-                    "where they see the GPUs of all of them, such as in one cgroup."
+                )
+            if is_late:
+                raise GpuError(
+                    f"The guardian of this node cannot open {', '.join(self._held)}. Start all ranks of a node where "
+                    "they see the GPUs of all of them, such as in one cgroup."
                 )
             if pid is None:
                 _start(self._job, self._addresses)

@@ -75,17 +75,19 @@ class ClockRestorer:
         records = all_records()
         held = {record.address for record, lives in records if lives}
         left: dict[str, list[LockRecord]] = {}
-        for record in (record for record, lives in records if record.job == self._job and not lives):
-            if record.address in held:
+        living: dict[str, list[LockRecord]] = {}
+        for record, lives in records:
+            if record.job != self._job:
+                continue
+            if lives:
+                living.setdefault(record.address, []).append(record)
+            elif record.address in held:
                 record.forget()  # by the record of the living process the clock is reset later
             else:
                 left.setdefault(record.address, []).append(record)
         now_s = self._time.now_s()
         self._until_s.update(dict.fromkeys(left.keys() - self._left.keys(), now_s + _HUNG_S))
         self._left = left
-        living: dict[str, list[LockRecord]] = {}
-        for record in (record for record, lives in records if record.job == self._job and lives):
-            living.setdefault(record.address, []).append(record)
         self._living = living
         for address in (living.keys() | left.keys()) - self._watched:
             self._time.thread(partial(self._keep, address), f"perseus-{address}").start()
