@@ -130,7 +130,8 @@ def test_a_handler_of_theirs_is_called_when_such_a_call_is_over():
 
 
 def test_whoever_listened_to_signals_before_still_hears_them():
-    heard = "print(signal.Signals(reader.recv(1)[0]).name, flush=True); signal.pause()"
+    # Each thread writes its line whole: with PYTHONUNBUFFERED, print writes the end of a line by itself.
+    heard = "os.write(1, signal.Signals(reader.recv(1)[0]).name.encode() + b'\\n'); signal.pause()"
     theirs = "signal.signal(signal.SIGTERM, lambda *_: None)"
     lines = lines_of(LISTEN + theirs, heard, signalled_at="ready")
     assert sorted(next(lines) for _ in range(4)) == ["SIGTERM", "ready", "reset", "restored"]
