@@ -26,7 +26,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,13 @@ from perseus_ds.ranks import Communicator, PipelineTopology
 from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.devices import driver_of
 from perseus_ds.runtime.frontiers import read_frontier
-from perseus_ds.runtime.runtime import PerseusRuntime, RankFacts, RankSchedule, local_rank, own_versions
+from perseus_ds.runtime.runtime import NOTHING, PerseusRuntime, RankFacts, RankSchedule, local_rank, own_versions
 
 logger = logging.getLogger("perseus_ds")
 # A batch size that changes all the time fits no profile, and to go on measuring would only cost: after so many
 # schedules one after the other that were left before their profile was done, one is measured once it has lasted.
 _MOST_LEFT = 8
 _LASTS_AFTER = 50
-_NOTHING: AbstractContextManager[None] = nullcontext()
 # Stores of jobs in which this rank trains without Perseus, and has said so.
 _WITHOUT: weakref.WeakSet[Any] = weakref.WeakSet()
 # Where files are may differ among ranks, and what GPUs are simulated.
@@ -330,7 +329,7 @@ class Session:
 
 
 def _surround_nothing(operation: Operation, inputs: Hashable = None) -> AbstractContextManager[None]:
-    return _NOTHING
+    return NOTHING
 
 
 def sessions() -> list[Session]:

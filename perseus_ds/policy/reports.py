@@ -151,7 +151,7 @@ class JobReport:
             pace=pace,
             drift_beside_pace=beside,
             drift_beside_pace_most=beside_most,
-            limits=ranks.limits,
+            limits=ranks.limits(),
             decided=decided,
         )
 
@@ -178,9 +178,8 @@ class RankReports:
         np.fmax.at(largest, self.pipeline_of_rank, of_ranks)
         return largest
 
-    @property
     def limits(self) -> tuple[GpuLimit, ...]:
-        """Each GPU that may do less than when the profile was measured."""
+        """Return each GPU that may do less than when the profile was measured."""
         power_w, clock_mhz = self.column("limit_w"), self.column("limit_mhz")
         ranks = np.flatnonzero(np.isfinite(np.minimum(power_w, clock_mhz))).tolist()
         return tuple(GpuLimit(rank, float(power_w[rank]), float(clock_mhz[rank])) for rank in ranks)

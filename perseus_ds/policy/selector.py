@@ -173,6 +173,8 @@ class PlanSelector:
         self._communicator = communicator
         self._frontier = frontier
         self._others = others
+        self._asked: tuple[Any, ...] = ()
+        self._assigned = Assignment()
         self._control = control
         self._timebase = timebase
         self._record = record
@@ -356,7 +358,13 @@ class PlanSelector:
 
     def _assign(self, plan: int, **decided: bool) -> Assignment:
         factors = with_reported(self._stragglers.stretch_factors, self._control.straggler())
-        return Assignment.of(self._frontier, plan, factors, others=self._others, lateness=self._lateness, **decided)
+        asked = plan, factors, self._lateness, decided
+        if asked != self._asked:  # most iterations decide as the one before
+            self._asked = asked
+            self._assigned = Assignment.of(
+                self._frontier, plan, factors, others=self._others, lateness=self._lateness, **decided
+            )
+        return self._assigned
 
     def hurry(self, late: float) -> bool:
         """Run plans that are faster by the fraction by which the present ones are late, if there are any; on rank 0."""

@@ -155,7 +155,9 @@ class ModeDriver:
         is_over = self.next.phase != ran.phase
         next_phase = NextPhase(self.next.phase, 0.0) if is_over else self.next.next_phase
         # Records wait to be written together: until then none may keep the events of its iteration from the pool.
-        self._ended = IterationContext(seen.number, samples, replace(ran, reported_later=dict), ended, next_phase)
+        self._ended = IterationContext(
+            seen.number, samples, ran.phase, ran.plan, ran.forecast, ran.shape, ran.limited, ended, next_phase
+        )
         self.unsent = partial(self._report, seen, own, self.next)
         self._is_known = seen.is_known
         # With tails aligned, ranks exchange something else within the next iteration, all at the same place in it.
@@ -261,7 +263,7 @@ class ModeDriver:
         ended, self._ended = self._ended, None
         ranks = self._exchange.ranks
         if reports is not None and ended is not None and ranks is not None:
-            self._recorder.add(ended, ranks)
+            self._recorder.add(ended, ranks, reports.limits)
 
     def _advance(self, received: IterationMeasurement | Resumed) -> None:
         """Have the mode decide on the next iteration; errors in it never end training."""

@@ -12,10 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +32,10 @@ from perseus_ds.artifacts.run_records import (
     from_line,
     to_line,
 )
+from perseus_ds.policy.decisions import Forecast
 from perseus_ds.policy.reports import GpuLimit, RankReports
 from perseus_ds.ranks import Communicator
-from perseus_ds.runtime.iterations import NextIteration, NextPhase
+from perseus_ds.runtime.iterations import NextPhase
 from perseus_ds.runtime.progress import JobFacts, JobLog
 from perseus_ds.units import joules, log_printable, plain, printable
 
@@ -63,21 +63,28 @@ class Monitor(Protocol):
     def write_events(self, event_list: list[tuple[str, float, int]]) -> None: ...
 
 
-@dataclass(frozen=True)
-class IterationContext:
+class IterationContext(NamedTuple):
     """An iteration as rank 0 knows it before the reports of all ranks are there.
 
     Attributes:
         number: Training step, 1 first.
         samples: Samples seen by the job so far, the monitor's x-axis.
-        ran: What it ran.
+        phase: As in ``run.jsonl``.
+        plan: Its plan; None without one.
+        forecast: What the plan promised; None without one.
+        shape: Number of the shape of its inputs, where shapes have plans of their own.
+        limited: Whether its plan, or its default clocks, are those of GPUs under limits.
         ended: When it ended [Unix seconds].
         next_phase: What follows its phase.
     """
 
     number: int
     samples: int
-    ran: NextIteration
+    phase: str
+    plan: int | None = None
+    forecast: Forecast | None = None
+    shape: int | None = None
+    limited: bool = False
     ended: float = 0.0
     next_phase: NextPhase | None = None
 
@@ -145,11 +152,11 @@ class Recorder:
         self.event(event)
         self.say(plain(event.in_words()))
 
-    def add(self, iteration: IterationContext, reports: RankReports) -> None:
-        """Record an iteration that all ranks have reported; on rank 0 only."""
+    def add(self, iteration: IterationContext, reports: RankReports, limits: tuple[GpuLimit, ...] = ()) -> None:
+        """Record an iteration that all ranks have reported, and the GPUs that may do less; on rank 0 only."""
         if self._writer is None:
             return
-        self._compare_limits(reports.limits)
+        self._compare_limits(limits)
         if self._monitor is not None:
             record = self._of_job(iteration, reports)
             self._writer.write_soon(lambda: record)
@@ -217,24 +224,24 @@ class Recorder:
             print(printable(f"perseus: {text}") + (", simulated GPUs" if self._simulated else ""), flush=True)
 
     def _of_job(self, iteration: IterationContext, reports: RankReports) -> IterationRecord:
-        ran, energies_j = iteration.ran, reports.column("energy_j")
+        energies_j = reports.column("energy_j")
         energy_j = float(energies_j.sum())
         has_energy = math.isfinite(energy_j)
         drift = reports.column("drift")
-        if ran.phase not in _UNDER_PLANS:
+        if iteration.phase not in _UNDER_PLANS:
             self._drift = None
         elif np.isfinite(drift).any():
             self._drift = float(np.nanmax(drift))
         failed = np.flatnonzero(reports.column("failed")).tolist()
-        forecast, following = ran.forecast, iteration.next_phase
+        forecast, following = iteration.forecast, iteration.next_phase
         self._last = IterationRecord(
             simulated=self._simulated,
             iteration=iteration.number,
             ended=round(iteration.ended, 3),
-            phase=ran.phase,
-            plan=ran.plan,
-            shape=ran.shape,
-            limited=ran.limited,
+            phase=iteration.phase,
+            plan=iteration.plan,
+            shape=iteration.shape,
+            limited=iteration.limited,
             time_s=_rounded(reports.column("time_s").max()),
             energy_j=_rounded(energy_j) if has_energy else None,
             energy_by_pipeline_j=tuple(map(_rounded, np.bincount(reports.pipeline_of_rank, energies_j)))

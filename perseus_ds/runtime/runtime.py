@@ -44,7 +44,8 @@ logger = logging.getLogger("perseus_ds")
 _IDLE_S = 2.0
 # An iteration that begins so soon after the one before begins at the reading of the energy counter that ended that one.
 _TOGETHER_S = 0.001
-_NOTHING: AbstractContextManager[None] = nullcontext()
+NOTHING: AbstractContextManager[None] = nullcontext()
+"""Surrounds what nobody measures and where no clock changes."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +307,7 @@ class PerseusRuntime:
                 known, and of other operations.
         """
         if not self._in_iteration:
-            return _NOTHING
+            return NOTHING
         if self._driver.unsent is not None:
             self._driver.send_report_if_known()
         if self._simulated is not None:
@@ -530,7 +531,7 @@ class OperationHooks:
         """Return what surrounds an operation: this, or nothing where it is not timed and its clock stays."""
         if type(operation) is not Compute:
             if not self.times_all:
-                return _NOTHING
+                return NOTHING
             self._operation, self._transition = operation, None
             return self
         requested, transition = self.requested, None
@@ -547,7 +548,7 @@ class OperationHooks:
             self._clock_mhz = transition.next_clock_mhz
             transition = None if stays else transition
         if transition is None and not (self._times_passes or self._aligns_tail):
-            return _NOTHING
+            return NOTHING
         self._operation, self._transition = operation, transition
         return self
 

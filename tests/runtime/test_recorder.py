@@ -53,7 +53,7 @@ class Full:
 
 def under_plan(number):
     forecast = Forecast(time_s=1.0, energy_j=75.0, default_time_s=1.0, default_energy_j=100.0)
-    return IterationContext(number, number * 8, NextIteration("run", plan=4, forecast=forecast))
+    return IterationContext(number, number * 8, "run", plan=4, forecast=forecast)
 
 
 def reports(energy_j=80.0, **fields):
@@ -84,7 +84,7 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ca
     monitor = Told()
     recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True, monitor=monitor, steps_per_print=2)
     recorder.start(Started())
-    recorder.add(IterationContext(1, 8, NextIteration("observe")), reports_of({}))
+    recorder.add(IterationContext(1, 8, "observe"), reports_of({}))
     recorder.add(under_plan(2), reports(drift=0.02))
     recorder.add(under_plan(3), reports())
     recorder.close()
@@ -112,7 +112,7 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, ca
 
 def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(recorder, tmp_path):
     ranks = [{"time_s": 1.0 + n, "energy_j": 10.0 * (n + 1), "failed": n == 2, "clock_changes": n} for n in range(4)]
-    recorder.add(IterationContext(1, 8, NextIteration("observe")), reports_of(*ranks, pipelines=(0, 0, 1, 1)))
+    recorder.add(IterationContext(1, 8, "observe"), reports_of(*ranks, pipelines=(0, 0, 1, 1)))
     (record,), _ = records_of(recorder, tmp_path)
     assert (record.time_s, record.energy_j, record.energy_by_pipeline_j) == (4.0, 100.0, (30.0, 70.0))
     assert record.energy_by_rank_j == (10.0, 20.0, 30.0, 40.0)
@@ -122,7 +122,7 @@ def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(recorder, t
 def test_many_ranks_have_figures_by_rank_in_some_records_that_lose_no_energy(recorder, tmp_path):
     for number in range(1, 9):
         ranks = [{"energy_j": math.nan if number == 3 else float(number), "asked_mhz": 1400.0} for _ in range(200)]
-        recorder.add(IterationContext(number, 8, NextIteration("run")), reports_of(*ranks))
+        recorder.add(IterationContext(number, 8, "run"), reports_of(*ranks))
     records, _ = records_of(recorder, tmp_path)
     assert [record.iteration for record in records if record.energy_by_rank_j is not None] == [4, 8]
     assert (records[3].energy_by_rank_j, records[7].energy_by_rank_j) == ((7.0,) * 200, (26.0,) * 200)
@@ -148,7 +148,7 @@ def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, capsys)
 def test_drift_is_that_of_the_last_look_until_the_job_profiles_again(recorder, tmp_path):
     recorder.add(under_plan(1), reports(drift=0.03))
     recorder.add(under_plan(2), reports())
-    recorder.add(IterationContext(3, 24, NextIteration("warm-up")), reports())
+    recorder.add(IterationContext(3, 24, "warm-up"), reports())
     recorder.add(under_plan(4), reports())
     records, _ = records_of(recorder, tmp_path)
     assert [record.drift for record in records] == [0.03, 0.03, None, None]
@@ -163,7 +163,7 @@ def test_a_rank_sends_its_events_and_writes_nothing(tmp_path):
     recorder.start(Started())
     recorder.event(Drifted(drift=0.1))
     recorder.own_event(ClockRefused(rank=1, clock_mhz=1400, reached_mhz=1200))
-    recorder.add(IterationContext(1, 8, NextIteration("run")), reports_of({}))
+    recorder.add(IterationContext(1, 8, "run"), reports_of({}))
     recorder.add_events_of_others()
     communicator.start_exchange([1.0], lambda numbers: None).result()
     ((age_s, line),) = communicator.received_events()
@@ -190,10 +190,8 @@ def test_events_of_other_ranks_are_dated_by_the_clock_of_rank_0s_node(tmp_path, 
 
 
 def test_a_record_names_sixteen_failed_ranks_and_counts_the_others(recorder, tmp_path):
-    recorder.add(
-        IterationContext(1, 8, NextIteration("run")), reports_of(*({"failed": rank > 1} for rank in range(22)))
-    )
-    recorder.add(IterationContext(2, 16, NextIteration("run")), reports_of({}, {"failed": True}))
+    recorder.add(IterationContext(1, 8, "run"), reports_of(*({"failed": rank > 1} for rank in range(22))))
+    recorder.add(IterationContext(2, 16, "run"), reports_of({}, {"failed": True}))
     (many, few), _ = records_of(recorder, tmp_path)
     assert (many.failed_ranks, many.more_failed_ranks) == (tuple(range(2, 18)), 4)
     assert (few.failed_ranks, few.more_failed_ranks) == ((1,), 0)

@@ -7,7 +7,7 @@ import functools
 import importlib.metadata
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -32,12 +32,11 @@ from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Other, Schedule
 from perseus_ds.ranks import PipelineTopology
 from perseus_ds.runtime.config import PerseusConfig, parse_block, settings_of
-from perseus_ds.runtime.runtime import RankFacts, RankSchedule
+from perseus_ds.runtime.runtime import NOTHING, RankFacts, RankSchedule
 
 logger = logging.getLogger("perseus_ds")
 E = TypeVar("E")
 _CHECKPOINT_KEY = "perseus_ds"
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def check_deepspeed(pipeline_engine: type) -> None:
@@ -172,7 +171,7 @@ class DeepSpeedEngine(Engine):
         """Return what surrounds one command that the engine is about to execute; no generator, for its speed."""
         operations = self._reader.read(command)
         if not operations:
-            return _NOTHING
+            return NOTHING
         operation = operations[0]
         if type(operation) is Compute and operation.instruction.kind is Kind.FORWARD:
             return self._session.operation(operation, self._input_shapes(command.kwargs))
@@ -216,8 +215,12 @@ class _Step(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for command in super().__iter__():
-            with self._surround(command):
+            around = self._surround(command)
+            if around is NOTHING:  # most are surrounded by nothing, which takes two calls as well
                 yield command
+            else:
+                with around:
+                    yield command
 
 
 class _PerseusEngine:
