@@ -1,16 +1,31 @@
 """Time as a parameter: code that waits, polls or measures gets the timebase to use.
 
 A training job uses :data:`REAL_TIME`. Tests and simulations pass a virtual one, in which minutes pass at once. Two
-threads that wait for each other must do so through conditions and threads of the same timebase.
+threads that wait for each other must do so through bells, conditions and threads of the same timebase.
 """
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Protocol
+
+
+class Bell(Protocol):
+    """Wakes a thread that waits for it, from any thread or signal handler.
+
+    Half as expensive for the thread that rings as to notify a condition, whose lock the other thread wants as it wakes.
+    """
+
+    def ring(self) -> None:
+        """Wake one thread that waits, or else the next that does, at once."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it rings, at most for some time [s]."""
 
 
 class Timebase(Protocol):
@@ -23,6 +38,9 @@ class Timebase(Protocol):
         """Return date and time, which may be set while a job runs."""
 
     def sleep(self, seconds: float) -> None: ...
+
+    def bell(self) -> Bell:
+        """Return a new bell whose time-outs pass in this time."""
 
     def condition(self) -> threading.Condition:
         """Return a new condition whose time-outs pass in this time; its lock is reentrant."""
@@ -42,6 +60,9 @@ class RealTime:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def bell(self) -> Bell:
+        return _RealBell()
+
     def condition(self) -> threading.Condition:
         return threading.Condition()
 
@@ -52,29 +73,38 @@ class RealTime:
 REAL_TIME = RealTime()
 
 
-class Flag:
-    """A flag that threads wait for, in a timebase.
+class _RealBell:
+    def __init__(self) -> None:
+        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    Unlike ``threading.Event`` it may be set by a signal handler that has interrupted the same thread setting it.
-    """
+    def ring(self) -> None:
+        self._rings.put(None)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._rings.get(timeout=None if timeout_s is None else max(0.0, timeout_s))
+
+
+class Flag:
+    """A flag that threads wait for, in a timebase; a signal handler may set it."""
 
     def __init__(self, timebase: Timebase) -> None:
         self._timebase = timebase
-        self._changed = timebase.condition()
+        self._bell = timebase.bell()
         self._is_set = False
 
     def is_set(self) -> bool:
         return self._is_set
 
     def set(self) -> None:
-        with self._changed:
-            self._is_set = True
-            self._changed.notify_all()
+        self._is_set = True
+        self._bell.ring()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the flag is set, at most for some time [s]; returns whether it is."""
         end_s = self._timebase.now_s() + timeout_s
-        with self._changed:
-            while not self._is_set and (rest_s := end_s - self._timebase.now_s()) > 0:
-                self._changed.wait(rest_s)
+        while not self._is_set and (rest_s := end_s - self._timebase.now_s()) > 0:
+            self._bell.wait(rest_s)
+            if self._is_set:
+                self._bell.ring()  # another thread may wait as well
         return self._is_set

@@ -143,8 +143,8 @@ class ClockController:
         self._requested_mhz: int | None = None
         self._is_idle = False
         self._idle_at_s = 0.0
-        # Notified when there is something to do while the thread waits, when it ends a call after the end, and when
-        # the default clock is restored.
+        self._bell = timebase.bell()
+        # Notified when the thread ends a call after the end, and when the default clock is restored.
         self._changed = timebase.condition()
         self._is_waiting = False
         self._called_s: float | None = None
@@ -257,7 +257,7 @@ class ClockController:
                     self._wait_until(lambda: self._is_restored, timeout_s)
                 return
             self._closing = threading.current_thread()
-            self._changed.notify_all()
+            self._bell.ring()
             self._wait_until(lambda: self._called_s is None, timeout_s)
         try:
             if self._called_s is None and self._clock_mhz is not None:
@@ -282,9 +282,8 @@ class ClockController:
 
     def _wake(self) -> None:
         if self._is_waiting:  # otherwise the thread looks before it waits
-            with self._changed:
-                self._is_waiting = False  # once is enough, however late the thread goes on
-                self._changed.notify_all()
+            self._is_waiting = False  # once is enough, however late the thread goes on
+            self._bell.ring()
 
     # From here on, the clocks' thread.
 
@@ -328,11 +327,10 @@ class ClockController:
 
     def _wait_for_more_than(self, count: int, timeout_s: float | None) -> None:
         """Wait until there are more items, or something else has changed; at most for some time [s]."""
-        with self._changed:
-            self._is_waiting = True
-            if len(self._items) <= count and not self.is_closed:
-                self._changed.wait(timeout_s)
-            self._is_waiting = False
+        self._is_waiting = True
+        if len(self._items) <= count and not self.is_closed:
+            self._bell.wait(timeout_s)
+        self._is_waiting = False
 
     def _due_in_s(self) -> float | None:
         """Return how long until the clock is to be read back, or set again after a refusal [s]; None for neither."""

@@ -368,28 +368,32 @@ def test_reading_back_delays_a_request_by_one_reading_at_most(clocks, gpu, now):
     assert readings
 
 
-class InterruptedCondition(threading.Condition):
-    """Runs a handler while its lock is held, as a signal's that arrives then."""
+class InterruptedBell:
+    """Runs a handler while it rings, as a signal's that arrives then."""
 
     handler = None
 
-    def notify_all(self):
-        handler, InterruptedCondition.handler = InterruptedCondition.handler, None
+    def __init__(self, bell):
+        self.wait, self._ring = bell.wait, bell.ring
+
+    def ring(self):
+        handler, InterruptedBell.handler = InterruptedBell.handler, None
         if handler is not None:
             handler()
-        super().notify_all()
+        self._ring()
 
 
 def test_a_signal_that_interrupts_a_request_restores_the_default_clock(monkeypatch):
     gpu = RecordingGpu.named("a100-sxm", timebase=RealTime())
-    monkeypatch.setattr(RealTime, "condition", lambda self: InterruptedCondition())
+    bell = RealTime.bell
+    monkeypatch.setattr(RealTime, "bell", lambda self: InterruptedBell(bell(self)))
     clocks = ClockController(gpu, pytest.fail)
     set_clock(clocks, 1200)
-    InterruptedCondition.handler = clocks.close
+    InterruptedBell.handler = clocks.close
     for clock_mhz in itertools.cycle((1215, 1110)):
         if clocks.is_closed:
             break
-        clocks.request(clock_mhz)  # it notifies the clocks' thread only where that waits
+        clocks.request(clock_mhz)  # it wakes the clocks' thread only where that waits
     assert gpu.clocks_set[-1] is None
 
 

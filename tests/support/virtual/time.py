@@ -43,6 +43,9 @@ class VirtualTime:
         self._wake_at(self.seconds + seconds, turn)
         self._wait_for(turn)
 
+    def bell(self):
+        return _Bell(self)
+
     def condition(self):
         return _Condition(self)
 
@@ -139,6 +142,23 @@ class _Condition:
 
     def notify_all(self):
         self.notify(len(self._waiting))
+
+
+class _Bell:
+    def __init__(self, time):
+        self._condition = _Condition(time)
+        self._rings = 0
+
+    def ring(self):
+        with self._condition:
+            self._rings += 1
+            self._condition.notify()
+
+    def wait(self, timeout_s=None):
+        with self._condition:
+            if not self._rings:
+                self._condition.wait(timeout_s)
+            self._rings = max(0, self._rings - 1)
 
 
 class _Thread(threading.Thread):
