@@ -7,11 +7,12 @@ client path is ``PipelineFrequencyOptimizer.on_instruction_begin`` with its ``Fr
 without the ``torch.cuda.synchronize()`` it does at every instruction: there is no GPU here to wait for. For the same
 reason ours is without the CUDA events that it records there.
 
-Per instruction, the clock changes every time, early requests among them. In iterations of DeepSpeed it changes as often
-as plans change it, which hold a clock for at least twice the driver's latency. A pass takes its time whatever the host
-does, as with an accelerator: the host computes in Python for half of it, as one that launches kernels, and waits for
-the rest. Each process measures both modes, in turns with iterations of the same engine without Perseus; figures are
-means over processes with their standard errors, printed as soon as a process has them.
+Per instruction, the clock changes every time, early requests among them. What counts is the processor time of the
+training thread: iterations of instructions without passes are nothing but waiting for the clocks' thread. In iterations
+of DeepSpeed it changes as often as plans change it, which hold a clock for at least twice the driver's latency. A pass
+takes its time whatever the host does, as with an accelerator: the host computes in Python for half of it, as one that
+launches kernels, and waits for the rest. Each process measures both modes, in turns with iterations of the same engine
+without Perseus; figures are means over processes with their standard errors, printed as soon as a process has them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ ENGINE_MICRO_BATCHES = 10
 # Time of a pass [s], processes, and turns in each of them. Passes of large models take 20 to 300 ms.
 ENGINES = {"0.2 s": (0.01, 5, 12), "2 s": (0.1, 2, 3)}
 _ITERATIONS_OF_TURN = 3
+# Until then a job has measured, once, how often its energy counter is refreshed, which holds training for some 0.4 s.
+_WARM_UP = 15
 MODES = ("observe", "run")
 CLOCKS_MHZ = (1410, 1200)
 INSTRUCTION_S = 0.05
@@ -77,7 +80,7 @@ def say(text: str) -> None:
 
 def report_instruction(child: Callable[[str], Any]) -> None:
     """Measure and print seconds per instruction."""
-    say("Training thread, per instruction (begin and end, the clock changes every time):")
+    say("Processor time of the training thread per instruction (begin and end, the clock changes every time):")
     (ours_s,), zeus = child("perseus"), child("zeus")
     say(f"  perseus-ds  {ours_s * 1e6:6.1f} µs, without the CUDA events it records on a GPU")
     if zeus is None:
@@ -122,16 +125,16 @@ def run(name: str, folder: Path, environment: dict[str, str]) -> list[float] | N
 
 
 def perseus() -> list[float]:
-    """Return seconds per instruction on the training thread."""
+    """Return processor time per instruction of the training thread [s]."""
     runtime, instructions = _runtime()
 
     def iteration() -> None:
         with runtime.iteration():
-            began_s = time.perf_counter()
+            began_s = time.thread_time()
             for instruction in instructions:
                 with runtime.instruction(instruction):
                     pass
-            times_s.append((time.perf_counter() - began_s) / len(instructions))
+            times_s.append((time.thread_time() - began_s) / len(instructions))
 
     times_s: list[float] = []
     _repeat(iteration)
@@ -187,7 +190,7 @@ def _plan(instruction_s: float | None = None, micro_batches: int = MICRO_BATCHES
 
 
 def zeus() -> list[float]:
-    """Return seconds per instruction of Zeus's client path, without its synchronisation."""
+    """Return processor time per instruction of Zeus's client path, without its synchronisation [s]."""
     from zeus.optimizer.pipeline_frequency import optimizer as module
     from zeus.optimizer.pipeline_frequency.frequency_controller import FrequencyController
 
@@ -202,11 +205,11 @@ def zeus() -> list[float]:
 
     def iteration() -> None:
         client.on_step_begin()
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         for name in names:
             client.on_instruction_begin(name)
             client.on_instruction_end(name)
-        times_s.append((time.perf_counter() - began_s) / len(names))
+        times_s.append((time.thread_time() - began_s) / len(names))
         client.on_step_end()
 
     _repeat(iteration)
@@ -250,7 +253,9 @@ def engines(pass_s: float, turns: int) -> list[float]:
 
 def _compared(engine: Any, with_perseus: type, plain: type, data: Any, turns: int) -> list[float]:
     """Return the five figures of a mode."""
-    _turn(engine, with_perseus, data)
+    engine.__class__ = with_perseus
+    for _ in range(_WARM_UP):
+        engine.train_batch(data)
     before = first = _turn(engine, plain, data)
     added, again = [], []
     for _ in range(turns):
