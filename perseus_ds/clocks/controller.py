@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NamedTuple
 
 from perseus_ds.clocks.events import DeviceEvent
@@ -344,8 +345,7 @@ class ClockController:
         if self._again_at_s is not None and self._again_at_s <= self._time.now_s():
             self._set(self._wanted_mhz)
         else:
-            with self._calling():
-                self.readback.read()
+            self._in_call(self.readback.read)
 
     def _wait_for(self, event: DeviceEvent) -> None:
         """Wait until the GPU has passed an event; meanwhile do what is due."""
@@ -370,8 +370,7 @@ class ClockController:
         except Exception as error:
             call.refuse(error)
             raise
-        with self._calling():
-            call.make()
+        self._in_call(call.make)
 
     def _handle(self, request: ClockRequest) -> None:
         if self._has_failed:
@@ -449,19 +448,21 @@ class ClockController:
         Raises:
             GpuError: The driver refused.
         """
-        with self._calling():
-            if self.is_closed:
-                return
-            self._clock_mhz = _UNKNOWN_MHZ  # if the call fails half-way, the clock may have changed or not
-            begin_s = self._time.now_s()
-            if clock_mhz is None:
-                self._gpu.reset_clock()
-            else:
-                self._gpu.lock_clock(clock_mhz)
-            if self.is_closed and clock_mhz is not None:  # the call was late, and close() has not waited for it
-                self._gpu.reset_clock()
-                clock_mhz = None
-            self._clock_mhz = clock_mhz
+        self._in_call(partial(self._ask_driver, clock_mhz))
+
+    def _ask_driver(self, clock_mhz: int | None) -> None:
+        if self.is_closed:
+            return
+        self._clock_mhz = _UNKNOWN_MHZ  # if the call fails half-way, the clock may have changed or not
+        begin_s = self._time.now_s()
+        if clock_mhz is None:
+            self._gpu.reset_clock()
+        else:
+            self._gpu.lock_clock(clock_mhz)
+        if self.is_closed and clock_mhz is not None:  # the call was late, and close() has not waited for it
+            self._gpu.reset_clock()
+            clock_mhz = None
+        self._clock_mhz = clock_mhz
         self.changes += 1
         self.readback.changed(clock_mhz, self._time.now_s() - begin_s)
 
@@ -475,17 +476,15 @@ class ClockController:
             raise
         self._has_failed, self._refusals, self._busy_since_s, self._again_at_s = False, 0, None, None
 
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
-        """Surround a call of the driver, which :meth:`close` waits for and :attr:`failing_s` counts from."""
-        with self._changed:
-            self._called_s = self._time.now_s()
+    def _in_call(self, function: Callable[[], None]) -> None:
+        """Make a call of the driver, which :meth:`close` waits for and :attr:`failing_s` counts from."""
+        self._called_s = self._time.now_s()
         try:
-            yield
+            function()
         finally:
-            with self._changed:
-                self._called_s = None
-                if self.is_closed:  # nobody else waits
+            self._called_s = None
+            if self.is_closed:  # nobody else waits
+                with self._changed:
                     self._changed.notify_all()
 
 

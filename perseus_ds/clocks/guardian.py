@@ -36,7 +36,7 @@ _ANSWER_TIMEOUT_S = 30.0
 SCOPE_TIMEOUT_S = 10.0
 """A user's systemd that is stuck must not use up the time that ranks wait for a guardian."""
 _AGAIN_S = 0.02
-_LOOK_S = 0.2
+_LOOK_S = 0.5
 _REPLACED_WITHIN_S = 5.0
 # This package, whichever others there are. What it imports is looked for elsewhere first: beside it there may be an old
 # copy of a part of the standard library.
@@ -121,7 +121,7 @@ class Guardian:
                 self._record()
                 if self.pid is None:
                     _start(self._job, self._addresses)
-                if self.pid is not None:
+                else:
                     self._seen_s = self._time.now_s()
 
     def _record(self) -> None:
