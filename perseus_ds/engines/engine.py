@@ -44,7 +44,7 @@ from perseus_ds.ranks import Communicator, PipelineTopology
 from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.devices import driver_of
 from perseus_ds.runtime.frontiers import read_frontier
-from perseus_ds.runtime.runtime import NOTHING, PerseusRuntime, RankFacts, RankSchedule, local_rank, own_versions
+from perseus_ds.runtime.runtime import NOTHING, PerseusRuntime, RankFacts, local_rank, own_versions
 
 logger = logging.getLogger("perseus_ds")
 # A batch size that changes all the time fits no profile, and to go on measuring would only cost: after so many
@@ -79,8 +79,8 @@ class Engine(ABC):
         """Return what trains on this rank, and where; asked for when the engine is about to train."""
 
     @abstractmethod
-    def read(self) -> RankSchedule:
-        """Return what this rank executes in an iteration; a ``ScheduleError`` says why it is not known."""
+    def read(self) -> Schedule:
+        """Return what this rank executes in an iteration, as a schedule of one rank; else raise a ``ScheduleError``."""
 
     def check(self, schedule: Schedule) -> None:  # noqa: B027  # most engines have nothing to add
         """Check the schedule that all ranks of the pipeline have read; a ``ScheduleError`` if it cannot be planned."""

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 
 from perseus_ds.clocks.timers import SimulatedExecution, Span
 from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
@@ -105,7 +106,8 @@ def run_at_default_clocks(
     """
     seen: IterationMeasurement | None = None
     while goes_on(seen) and not _is_stopped(seen):
-        seen = yield from one_iteration(NextIteration(phase, next_phase=next_phase(), reported={"stops": stops()}))
+        reported = partial(dict, stops=stops())
+        seen = yield from one_iteration(NextIteration(phase, next_phase=next_phase(), reported=reported))
         default.add(seen)
 
 
@@ -175,7 +177,8 @@ def back_off_for(
 ) -> Phase[int]:
     """Train at default clocks for so many iterations, unless these stop as above; return how many are left."""
     while iterations:
-        wanted = NextIteration("observe", times="none", next_phase=NextPhase("default"), reported={"stops": stops()})
+        reported = partial(dict, stops=stops())
+        wanted = NextIteration("observe", times="none", next_phase=NextPhase("default"), reported=reported)
         seen = yield from one_iteration(wanted)
         iterations -= 1
         if not goes_on(seen) or _is_stopped(seen):

@@ -68,61 +68,46 @@ def load_frontier(context: ModeContext, path: Path) -> Frontier:
     return frontier
 
 
-class Cache:
-    """One entry of the user's cache, ``$XDG_CACHE_HOME/perseus-ds`` or ``~/.cache/perseus-ds``."""
+def cached(key: str) -> Path:
+    """Return a folder of the user's cache, ``$XDG_CACHE_HOME/perseus-ds`` or ``~/.cache/perseus-ds``.
 
-    def __init__(self, key: str) -> None:
-        self._key = key
+    Raises:
+        OSError: This user has no home folder, as in some containers.
+    """
+    try:
+        return user_cache_path("perseus-ds") / key
+    except RuntimeError as error:
+        raise OSError(f"no folder for the cache: {error}. Set XDG_CACHE_HOME") from error
 
-    @property
-    def directory(self) -> Path:
-        """Where it is.
 
-        Raises:
-            OSError: This user has no home folder, as in some containers.
-        """
-        try:
-            return user_cache_path("perseus-ds") / self._key
-        except RuntimeError as error:
-            raise OSError(f"no folder for the cache: {error}. Set XDG_CACHE_HOME") from error
+def store(source: Path, cache: Path) -> None:
+    """Keep the files of a run's output folder in a folder of the cache.
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all files are there."""
-        return all((self.directory / name).is_file() for name in _FILES)
-
-    def store(self, source: Path) -> None:
-        """Keep the files of a run's output folder.
-
-        Raises:
-            OSError: The disk is full, or the folder cannot be written; no entry is left half-made.
-        """
-        staging = self.directory.with_name(f"{self.directory.name}.{os.getpid()}")
-        staging.mkdir(parents=True)
-        try:
-            for name in _FILES:
-                shutil.copyfile(source / name, staging / name)
-            shutil.rmtree(self.directory, ignore_errors=True)
-            staging.rename(self.directory)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-
-    def restore(self, target: Path) -> None:
-        """Copy the files into a run's output folder."""
-        target.mkdir(parents=True, exist_ok=True)
-        write_together((target / name, (self.directory / name).read_bytes()) for name in _FILES)
+    Raises:
+        OSError: The disk is full, or the folder cannot be written; nothing is left half-made.
+    """
+    staging = cache.with_name(f"{cache.name}.{os.getpid()}")
+    staging.mkdir(parents=True)
+    try:
+        for name in _FILES:
+            shutil.copyfile(source / name, staging / name)
+        shutil.rmtree(cache, ignore_errors=True)
+        staging.rename(cache)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:
     """Return the frontier that an earlier run of this job left, if it still fits; every rank must ask at once."""
     job, communicator = context.job, context.rank.communicator
-    cache = Cache(job.profile_key(communicator))
+    key = job.profile_key(communicator)
 
-    def restore() -> str | None:
-        if not job.config.cache or not cache.is_complete:
+    def restore() -> Path | None:
+        if not job.config.cache or not all((cached(key) / name).is_file() for name in _FILES):
             return None
-        cache.restore(job.output_dir)
-        return str(cache.directory)
+        job.output_dir.mkdir(parents=True, exist_ok=True)
+        write_together((job.output_dir / name, (cached(key) / name).read_bytes()) for name in _FILES)
+        return cached(key)
 
     try:
         source = communicator.computed_on_rank_0(restore)
@@ -138,18 +123,18 @@ def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:
 
 def forget_for_later_runs(context: ModeContext) -> None:
     """Leave nothing of this job for later runs; every rank must do so at once."""
-    cache = Cache(context.job.profile_key(context.rank.communicator))
+    key = context.job.profile_key(context.rank.communicator)
     if context.rank.communicator.is_rank_0 and context.job.config.cache:
         with contextlib.suppress(OSError):
-            shutil.rmtree(cache.directory)
+            shutil.rmtree(cached(key))
 
 
 def keep_for_later_runs(context: ModeContext) -> None:
     """Store profile and frontier for the next run of this job; every rank must call this together."""
-    cache = Cache(context.job.profile_key(context.rank.communicator))
+    key = context.job.profile_key(context.rank.communicator)
     if context.rank.communicator.is_rank_0 and context.job.config.cache:
         try:
-            cache.store(context.job.output_dir)
+            store(context.job.output_dir, cached(key))
         except OSError as error:
             context.recorder.event(Failed(event="cache", error=str(error)))
 

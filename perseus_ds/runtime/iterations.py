@@ -1,6 +1,7 @@
 """One iteration of a job: what a phase of a mode asks for, and what this rank measures of it.
 
-A phase is a generator: it yields a description of the next iteration, and receives what this rank measured of it. All
+A phase is a generator: it yields a description of the next iteration, and receives what this rank measured of it; or
+where the job goes on from a checkpoint, on all ranks at once, what its progress was, empty if that does not fit. All
 ranks go through the same phases at the same iterations: what a phase decides by is the same on all ranks, that is, the
 reports of the iteration before, or rank 0's decision.
 """
@@ -19,6 +20,7 @@ from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.reports import JobReport, RankReports
+from perseus_ds.policy.selector import PlanSelector
 
 T = TypeVar("T")
 Times: TypeAlias = Literal["all", "passes", "none"]
@@ -38,20 +40,6 @@ class NextPhase:
 
 
 @dataclass(frozen=True)
-class Halt:
-    """What all ranks wait for before an iteration.
-
-    Attributes:
-        is_over: Whether they go on; asked on rank 0.
-        add: Called on rank 0 with how long they have waited [s], and the energy of all GPUs meanwhile, NaN where it
-            cannot be read [J]; unless they went on at once.
-    """
-
-    is_over: Callable[[], bool]
-    add: Callable[[float, float], None]
-
-
-@dataclass(frozen=True)
 class NextIteration:
     """A phase's request for the next iteration.
 
@@ -68,12 +56,11 @@ class NextIteration:
             default clocks. Empty where all shapes run alike.
         tell_shapes: Told the numbers of the shapes of its inputs as soon as they are known; None where nobody asks.
         next_phase: The phase that follows; None where the job trains on like this.
-        reported: Fields of this rank's report of the iteration that has just ended.
-        reported_later: Returns more of them, once the device has done that iteration.
+        reported: Returns fields of this rank's report of the iteration that has just ended; called once that is done.
         decided: Rank 0's decision, which it sends with that report; None in phases without plans.
         status: What the next iteration runs, for ``perseus-ds control status``.
         progress: Returns what a checkpoint keeps of the phase, as plain values.
-        halt: What all ranks wait for before the iteration; None for nothing.
+        halts: Whose halt all ranks wait for before the iteration; None where there is none.
     """
 
     phase: str
@@ -87,12 +74,11 @@ class NextIteration:
     by_shape: Mapping[float, NextIteration] = field(default_factory=dict)
     tell_shapes: Callable[[float, float], None] | None = None
     next_phase: NextPhase | None = None
-    reported: Mapping[str, Any] = field(default_factory=dict)
-    reported_later: Callable[[], Mapping[str, Any]] = dict
+    reported: Callable[[], Mapping[str, Any]] = dict
     decided: Assignment | None = None
     status: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[], dict[str, Any]] = dict
-    halt: Halt | None = None
+    halts: PlanSelector | None = None
 
     @property
     def follows_operations(self) -> bool:
@@ -157,18 +143,7 @@ class IterationMeasurement:
         return self.finished.spans()
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """The job goes on from a checkpoint; sent to a phase between two iterations, on all ranks at once.
-
-    Attributes:
-        progress: What :attr:`NextIteration.progress` returned when it was saved; empty if it does not fit the config.
-    """
-
-    progress: Mapping[str, Any]
-
-
-Phase: TypeAlias = Generator[NextIteration, "IterationMeasurement | Resumed", T]
+Phase: TypeAlias = Generator[NextIteration, "IterationMeasurement | Mapping[str, Any]", T]
 
 
 def one_iteration(wanted: NextIteration) -> Phase[IterationMeasurement]:

@@ -58,24 +58,20 @@ class Job:
         config = self.config.model_copy(update={"output_dir": str(self.output_dir / "shapes" / str(number))})
         return replace(self, config=config, fingerprint=f"{self.fingerprint}, inputs {shape}")
 
-    def key(self, communicator: Communicator) -> str:
-        """Return a text that tells this job from jobs whose iterations differ; every rank must ask at the same time."""
-        return self._key(communicator, {})
-
     def started(self, communicator: Communicator, gpu: str) -> Started:
         """Return the event of the job's start; every rank must ask at the same time."""
         return Started(
             mode=self.config.mode,
             gpu=gpu,
             frontier=self.config.frontier,
-            job=self.key(communicator),
+            job=self._key(communicator, {}),
             policy=self.config.policy.model_dump(mode="json"),
             engines=list(self.engines) or None,
             settings=self.info.settings,
         )
 
     def profile_key(self, communicator: Communicator) -> str:
-        """Return the same of its profile: how it is measured, and under which settings of the GPUs, included.
+        """Return a text that tells its profile from those of jobs whose iterations, settings or measurement differ.
 
         Every rank must ask at the same time.
         """
@@ -120,9 +116,6 @@ class ModeContext:
 
     Attributes:
         job: The training job, or its iterations with inputs of one shape.
-        rank: This rank.
-        recorder: Of the job.
-        control: The user's policy, reported stragglers and pause.
         comparisons: Counts the comparisons of plans with default clocks, which share what errors may be spent.
     """
 

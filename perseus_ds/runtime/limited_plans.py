@@ -147,12 +147,8 @@ class LimitedPlans:
     ) -> None:
         """Begin with no plans; every rank must do so at once.
 
-        Args:
-            context: Of the mode.
-            frontier: The plans without limits.
-            profile: That they were made of; without one, or where it cannot be read, they stay in use under limits.
-            counter_period_s: How often energy counters are refreshed [s].
-            switch_cost_s: By how much a change of clock delays what follows it [s].
+        Where the profile of the frontier, the plans without limits, cannot be read, these stay in use under limits. A
+        change of clock delays what follows it by the switch cost.
         """
         self._context = context
         self._job, self._rank = context.job, context.rank
@@ -308,16 +304,14 @@ class LimitedPlans:
             runner.take_over(self._seen)
         planned.has_run = True
         result = yield from runner.run_while_kept()
-        turns = itertools.count(1)
-        while isinstance(result, Verdict) and runner.hurry(result, next(turns)):
+        while isinstance(result, Verdict) and runner.hurry(result):
             result = yield from runner.run_while_kept()
         if result is Outcome.LIMITS_CHANGED:
             self._seen = runner.limits_seen
         elif isinstance(result, Verdict):
             planned.dropped = planned.back_off.next(self._context.control.steps)
             then = f"under these limits training goes on at default clocks, tried again in {planned.dropped} iterations"
-            runner.say_compared(result, then)
-            runner.selector.do_not_hurry()
+            runner.drop(result, then)
         else:  # inputs have other shapes than those with which default clocks were measured
             del self._planned[limits]
 

@@ -19,22 +19,14 @@ from perseus_ds.policy.decisions import Assignment
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import CheapestPolicy, check_deadline, lasting
 from perseus_ds.policy.reports import JobReport, RankReport, ReportExchange, shapes_number
+from perseus_ds.policy.selector import PlanSelector
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.runtime.default_clocks import BackOff, after_a_fault, observe
-from perseus_ds.runtime.iterations import (
-    UNPLANNED,
-    Halt,
-    IterationMeasurement,
-    NextIteration,
-    NextPhase,
-    Resumed,
-    Times,
-)
+from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextIteration, NextPhase, Times
 from perseus_ds.runtime.job import Job, ModeContext, RankContext
 from perseus_ds.runtime.modes import mode_of
-from perseus_ds.runtime.recorder import IterationContext, Recorder
+from perseus_ds.runtime.recorder import IterationContext, Recorder, TimelineLog
 from perseus_ds.runtime.supervision import may_pass
-from perseus_ds.runtime.timeline_log import TimelineLog
 from perseus_ds.units import less_or_more, plain
 
 logger = logging.getLogger("perseus_ds")
@@ -65,12 +57,7 @@ class ModeDriver:
     ) -> None:
         """Begin the job's mode; every rank must do so at once.
 
-        Args:
-            job: The job.
-            rank: This rank.
-            recorder: Of the job.
-            control: The user's policy, reported stragglers and pause.
-            on_error: Called when the mode fails; the job then trains at default clocks.
+        When the mode fails, ``on_error`` is called, and the job trains at default clocks.
 
         Raises:
             PerseusError: On all ranks, what is wrong on one.
@@ -110,11 +97,11 @@ class ModeDriver:
     def halt(self) -> None:
         """Wait with all ranks before an iteration, for as long as the mode asks; errors never end training."""
         self._halted_s = 0.0
-        if self.next.halt is None:
+        if self.next.halts is None:
             return
         self.send_report()
         try:
-            waited_s = _wait_for(self.next.halt, self._rank, lambda: self._is_closed)
+            waited_s = _wait_for(self.next.halts, self._rank, lambda: self._is_closed)
             if waited_s is None:
                 self.observe()
             self._halted_s = waited_s or 0.0
@@ -183,10 +170,10 @@ class ModeDriver:
         self, seen: IterationMeasurement, own: Mapping[str, Any], following: NextIteration
     ) -> tuple[RankReport, Assignment | None]:
         try:
-            later = following.reported_later()
+            reported = following.reported()
         except Exception as error:  # the other ranks wait for this report
             self._on_error(error)
-            later = {}
+            reported = {}
         limits = self._rank.clocks.limits
         report = {
             **own,
@@ -197,7 +184,7 @@ class ModeDriver:
             "shapes": shapes_number(self._rank.communicator.topology.rank, seen.shapes[1]),
             "closed": self._is_closed,
         }
-        return RankReport(**{**report, **following.reported, **later}), following.decided
+        return RankReport(**{**report, **reported}), following.decided
 
     def _received(self, timeout_s: float | None = None) -> JobReport | None:
         """Return what all ranks have reported of the iteration before; with a timeout, where they may be gone [s].
@@ -227,14 +214,10 @@ class ModeDriver:
         return bool(choices)
 
     def resume(self, progress: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; every rank must do so at once.
-
-        Args:
-            progress: What the mode's :attr:`NextIteration.progress` returned when it was saved.
-        """
+        """Go on from a checkpoint that kept the mode's :attr:`NextIteration.progress`; all ranks must do so at once."""
         self._record(self._received())
         self._control.progress = progress
-        self._advance(Resumed(progress))
+        self._advance(progress)
 
     def observe(self) -> None:
         """End the mode and the processes it has started; return to default clocks."""
@@ -265,7 +248,7 @@ class ModeDriver:
         if reports is not None and ended is not None and ranks is not None:
             self._recorder.add(ended, ranks, reports.limits)
 
-    def _advance(self, received: IterationMeasurement | Resumed) -> None:
+    def _advance(self, received: IterationMeasurement | Mapping[str, Any]) -> None:
         """Have the mode decide on the next iteration; errors in it never end training."""
         try:
             self.next = self._mode.send(received)
@@ -279,7 +262,7 @@ class ModeDriver:
                 self.next = next(self._mode)
 
 
-def _wait_for(halt: Halt, rank: RankContext, is_closed: Callable[[], bool]) -> float | None:
+def _wait_for(selector: PlanSelector, rank: RankContext, is_closed: Callable[[], bool]) -> float | None:
     """Wait until rank 0 says that it is over, or a rank is closed; every rank must do so at the same boundary.
 
     No collective of the job is under way meanwhile, and none of Perseus for longer than the ranks are apart. The thread
@@ -290,7 +273,7 @@ def _wait_for(halt: Halt, rank: RankContext, is_closed: Callable[[], bool]) -> f
     begin_s, begin_j = rank.timebase.now_s(), _energy_j(rank)
     has_waited = False
     while True:
-        is_over_here = rank.communicator.is_rank_0 and halt.is_over()
+        is_over_here = rank.communicator.is_rank_0 and selector.may_go_on()
         spent_j = _energy_j(rank) - begin_j
         numbers = [float(is_over_here), float(is_closed()), spent_j]
         answer = rank.communicator.start_exchange(numbers, _of_job).result()
@@ -303,7 +286,7 @@ def _wait_for(halt: Halt, rank: RankContext, is_closed: Callable[[], bool]) -> f
         return None if closed else 0.0
     time_s = rank.timebase.now_s() - begin_s
     if rank.communicator.is_rank_0:
-        halt.add(time_s, energy_j)
+        selector.add_halt(time_s, energy_j)
     return time_s
 
 

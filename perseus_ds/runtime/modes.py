@@ -74,7 +74,6 @@ def _run(context: ModeContext) -> Phase[None]:
     limited = LimitedPlans(context, frontier, Path(profile) if profile else None, period_s)
     compared = False
     back_off = BackOff(DROPPED_FOR)
-    turns = 0
     while True:
         default = DefaultIterations(period_s)
         yield from _measure_again(context, runner, default)
@@ -82,11 +81,10 @@ def _run(context: ModeContext) -> Phase[None]:
             correct_profile(context, frontier, default)
             compared = True
         result = yield from limited.run_while_kept(runner)
-        if isinstance(result, Verdict):
-            turns += 1
-            if not runner.hurry(result, turns):
-                yield from _back_off(runner, result, back_off.next(context.control.steps))
-                turns = 0
+        if isinstance(result, Verdict) and not runner.hurry(result):
+            iterations = back_off.next(context.control.steps)
+            runner.drop(result, f"training goes on at default clocks, tried again in {iterations} iterations")
+            yield from back_off_for(iterations, runner.would_be_capped)
 
 
 def _profile(context: ModeContext) -> Phase[None]:
@@ -132,13 +130,13 @@ def _profile_and_run(
     runner: PlanRunner | None = None
     limited: LimitedPlans
     baseline: Baseline | None = None
-    period_s, profiles, turns = 0.0, 0, 0
+    period_s, profiles = 0.0, 0
     begun = control.own_steps
     back_off = BackOff(DROPPED_FOR)
     switch_cost = SwitchCost()
     while True:
         if frontier is None:
-            baseline = (yield from warm_up(context)).with_tails_of(tails_of)
+            baseline = yield from warm_up(context, tails_of=tails_of)
             yield from profile_online(context, baseline)
             period_s = baseline.counter_period_s
         default = DefaultIterations(period_s := period_s or counter_period_s(rank))
@@ -159,19 +157,19 @@ def _profile_and_run(
         limited.has_run = False
         result = yield from limited.run_while_kept(runner, lambda: keep_for_later_runs(context))
         if isinstance(result, Verdict):
-            turns += 1
             if profiles and _has_other_switch_cost(context, runner, result, switch_cost):
                 frontier = yield from optimise(context, default, switch_cost.time_s)
                 runner = None
                 continue
-            if runner.hurry(result, turns):
+            if runner.hurry(result):
                 continue
             measured = default.sample if default.sample.is_enough and not limited.has_run else runner.default
             is_stale = _is_stale(context, frontier, measured)
             explains = is_stale and (not profiles or runner.has_drifted)  # another profile is worth its iterations
             iterations = 0 if explains and may_profile else back_off.next(control.steps)
-            yield from _back_off(runner, result, iterations)
-            turns = 0
+            then = f"tried again in {iterations} iterations" if iterations else "profiling again"
+            runner.drop(result, f"training goes on at default clocks, {then}")
+            yield from back_off_for(iterations, runner.would_be_capped)
             result = Outcome.PROFILE_OUTDATED if is_stale and may_profile else Outcome.DEFAULT_OUTDATED
         if result is Outcome.PROFILE_OUTDATED:
             control.plans_are_dropped(runner.selector.state_for_other_plans())
@@ -210,14 +208,6 @@ def _has_other_switch_cost(context: ModeContext, runner: PlanRunner, verdict: Ve
     delay = f"a clock change delays this job by {1e3 * cost_s:.2g} ms"
     runner.say_compared(verdict, f"{delay}: plans that allow for it are computed")
     return True
-
-
-def _back_off(runner: PlanRunner, verdict: Verdict, iterations: int) -> Phase[None]:
-    """Train at default clocks for a while after a plan was dropped: it may save energy later, or another policy's."""
-    then = f"tried again in {iterations} iterations" if iterations else "profiling again"
-    runner.say_compared(verdict, f"training goes on at default clocks, {then}")
-    runner.selector.do_not_hurry()
-    yield from back_off_for(iterations, runner.would_be_capped)
 
 
 def _check_clocks(context: ModeContext) -> None:

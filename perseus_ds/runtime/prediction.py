@@ -61,12 +61,8 @@ def correct_profile(
 
     Where they differ, say so, and correct the profile if factors of its parts explain it.
 
-    Args:
-        context: Of the mode.
-        frontier: The plans; its baseline is the prediction.
-        default: The iterations that were measured.
-        before: Iterations before the profile was measured; None where that was not in this job, whose profile is then
-            not corrected.
+    The baseline of the frontier is the prediction. A profile that was not measured in this job, so that no iterations
+    ``before`` it are known, is not corrected.
 
     Returns:
         Whether the job's profile has been corrected, so that plans have to be made again.

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
@@ -73,16 +73,11 @@ class Baseline:
     info: ProfileInfo
     tails_of: StageProfile | None = None
 
-    def with_tails_of(self, profile: StageProfile | None) -> Baseline:
-        """Return it with the tails of a profile, which are the same for inputs of other shapes."""
-        if profile is None:
-            return self
-        info = self.info.model_copy(update={"tail_s": profile.info.tail_s})
-        return replace(self, info=info, tails_of=profile)
 
-
-def warm_up(context: ModeContext) -> Phase[Baseline]:
+def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None) -> Phase[Baseline]:
     """Run ordinary iterations until times are steady on all ranks.
+
+    Their tails are those of a profile, if there is one: they are the same for inputs of other shapes.
 
     Raises:
         PerseusError: On all ranks, if the GPU of one cannot be measured.
@@ -106,7 +101,9 @@ def warm_up(context: ModeContext) -> Phase[Baseline]:
     energy_j = statistics.mean(seen.energy_j for seen in taken[1:])
     period_s, settle_s, power_w = _counter_and_blocking_power(rank, taken[-1].energy_j / taken[-1].time_s)
     info = _info(job, rank, spans, [seen.start_s for seen in taken[1:]], power_w)
-    return Baseline(spans, time_s, energy_j, period_s, settle_s, info)
+    if tails_of is not None:
+        info = info.model_copy(update={"tail_s": tails_of.info.tail_s})
+    return Baseline(spans, time_s, energy_j, period_s, settle_s, info, tails_of)
 
 
 def _info(job: Job, rank: RankContext, spans: list[list[Span]], begins_s: list[float], power_w: float) -> ProfileInfo:

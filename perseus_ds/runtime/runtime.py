@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -48,21 +48,6 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 """Surrounds what nobody measures and where no clock changes."""
 
 
-@dataclass(frozen=True)
-class RankSchedule:
-    """What one rank executes in an iteration.
-
-    Attributes:
-        name: Class of the schedule, as ``package.module:Class``.
-        micro_batches: Micro-batches per iteration.
-        operations: Of this rank, in program order.
-    """
-
-    name: str
-    micro_batches: int
-    operations: tuple[Operation, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
     """What the runtime needs to know of the code that trains on this rank.
@@ -70,7 +55,6 @@ class RankFacts:
     Attributes:
         place: Of this rank in the job; or what finds it, by asking all ranks.
         device: Where the rank's tensors live.
-        local_rank: Rank on this node; names the GPU where the device does not.
         fingerprint: Changes with whatever the times of this rank's instructions depend on.
         models: Classes of the models that this process holds, first the one that trains; empty for a loop of the
             user's own.
@@ -82,7 +66,6 @@ class RankFacts:
 
     place: PipelineTopology | Callable[[Communicator], PipelineTopology]
     device: torch.device
-    local_rank: int
     fingerprint: str = ""
     models: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -155,7 +138,7 @@ class PerseusRuntime:
         cls,
         config: PerseusConfig,
         facts: RankFacts,
-        read: Callable[[], RankSchedule],
+        read: Callable[[], Schedule],
         check: Callable[[Schedule], object] = lambda schedule: None,
     ) -> PerseusRuntime:
         """Make the runtime of a rank that is about to train; every rank must do so at once.
@@ -163,7 +146,7 @@ class PerseusRuntime:
         Args:
             config: The ``perseus`` block.
             facts: What trains on this rank.
-            read: Returns what this rank executes in an iteration.
+            read: Returns what this rank executes in an iteration, as a schedule of one rank.
             check: Called on every rank with the schedule of all ranks of its pipeline; raises if that is no schedule
                 to plan.
 
@@ -173,12 +156,26 @@ class PerseusRuntime:
         communicator = Communicator(facts.place)
         topology = communicator.topology
         own = communicator.raise_on_all_ranks(read)
-        schedule = Schedule(own.name, own.micro_batches, tuple(communicator.pipeline_gather(own.operations)))
+        schedule = replace(own, ranks=tuple(communicator.pipeline_gather(own.ranks[0])))
 
         def open_all() -> tuple[Gpu, Execution, Job]:
             check(schedule)
-            gpu = open_gpu(config, facts.device, rank=topology.rank, local_rank=facts.local_rank)
-            info = _profile_info(facts, schedule, gpu, topology)
+            gpu = open_gpu(config, facts.device, rank=topology.rank, local_rank=local_rank())
+            info = ProfileInfo(
+                simulated=gpu.simulated,
+                gpu=gpu.name,
+                driver=gpu.driver,
+                settings=gpu.settings,
+                schedule=schedule.name,
+                stages=schedule.num_stages,
+                pipeline_ranks=topology.pipeline_ranks,
+                data_parallel=topology.data_parallel,
+                tensor_parallel=topology.tensor_parallel,
+                micro_batches=schedule.micro_batches,
+                micro_batch_size=facts.micro_batch_size,
+                model=facts.models[0] if facts.models else None,
+                versions={**facts.versions, **own_versions()},
+            )
             job = Job(config, schedule, info, facts.fingerprint, facts.models)
             return gpu, execution_on(gpu, facts.device, config), job
 
@@ -224,9 +221,8 @@ class PerseusRuntime:
         """
         config = parse_block(block)
         place = PipelineTopology(dist.get_rank(), tuple(pipeline), data_parallel_rank, data_parallel)
-        facts = RankFacts(place=place, device=torch.device(device), local_rank=local_rank())
-        stream = schedule.ranks[place.pipeline_rank]
-        return cls.start(config, facts, lambda: RankSchedule(schedule.name, schedule.micro_batches, stream))
+        facts = RankFacts(place=place, device=torch.device(device))
+        return cls.start(config, facts, lambda: replace(schedule, ranks=(schedule.ranks[place.pipeline_rank],)))
 
     @property
     def next(self) -> NextIteration:
@@ -441,25 +437,6 @@ class PerseusRuntime:
     def _tell(self, message: str, event: Event) -> None:
         logger.warning(message)
         self._recorder.own_event(event)
-
-
-def _profile_info(facts: RankFacts, schedule: Schedule, gpu: Gpu, topology: PipelineTopology) -> ProfileInfo:
-    """Return what a profile of the job says of it."""
-    return ProfileInfo(
-        simulated=gpu.simulated,
-        gpu=gpu.name,
-        driver=gpu.driver,
-        settings=gpu.settings,
-        schedule=schedule.name,
-        stages=schedule.num_stages,
-        pipeline_ranks=topology.pipeline_ranks,
-        data_parallel=topology.data_parallel,
-        tensor_parallel=topology.tensor_parallel,
-        micro_batches=schedule.micro_batches,
-        micro_batch_size=facts.micro_batch_size,
-        model=facts.models[0] if facts.models else None,
-        versions={**facts.versions, **own_versions()},
-    )
 
 
 def own_versions() -> dict[str, str]:

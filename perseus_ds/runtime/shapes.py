@@ -21,7 +21,7 @@ from perseus_ds.artifacts.run_records import ShapePlanned
 from perseus_ds.errors import PerseusError
 from perseus_ds.policy.reports import SHAPES, JobReport, shapes_number
 from perseus_ds.ranks import Pending
-from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextIteration, Phase, Resumed
+from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextIteration, Phase
 from perseus_ds.runtime.job import ModeContext
 
 _MOST = 6
@@ -135,12 +135,10 @@ class ShapePhases:
     def run(self) -> Phase[None]:
         """Train for the rest of the job."""
         ran: _Planned | None = None
-        reported: Mapping[str, Any] = {}
         try:
             while True:
-                received = yield self._next_iteration(ran, reported)
-                reported = {}
-                if isinstance(received, Resumed):
+                received = yield self._next_iteration(ran)
+                if not isinstance(received, IterationMeasurement):  # a checkpoint
                     ran = None
                     for planned in self._planned.values():
                         planned.reports = None
@@ -153,18 +151,15 @@ class ShapePhases:
                 if ran is not None:
                     reports, ran.reports = ran.reports, None
                     self._advance(ran, replace(received, reports=reports))
-                    reported = ran.wanted.reported
         finally:
             for planned in self._planned.values():
                 planned.close()
 
-    def _next_iteration(self, last: _Planned | None, reported: Mapping[str, Any]) -> NextIteration:
+    def _next_iteration(self, last: _Planned | None) -> NextIteration:
         """Return what to run: until its shape is known, what the last shape asks for."""
         by_shape = {shape.first: planned.wanted for shape, planned in self._planned.items() if planned.phases}
         begin = last.wanted if last is not None else UNPLANNED
-        return replace(
-            begin, by_shape=by_shape, tell_shapes=self._tell, reported=reported, progress=lambda: self._progress
-        )
+        return replace(begin, by_shape=by_shape, tell_shapes=self._tell, progress=lambda: self._progress)
 
     def _of(self, seen: IterationMeasurement) -> _Planned | None:
         """Return the shape of an iteration, if it is planned; one that has come often becomes so."""
@@ -213,7 +208,7 @@ class ShapePhases:
         """The shapes that an iteration may be like; no more of them than two words have bits."""
         return [*dict.fromkeys([*self._planned, *self._seen])]
 
-    def _advance(self, planned: _Planned, received: IterationMeasurement | Resumed | None) -> None:
+    def _advance(self, planned: _Planned, received: IterationMeasurement | Mapping[str, Any] | None) -> None:
         """Have the phases of a shape decide on its next iteration; None lets them begin."""
         assert planned.phases is not None
         try:

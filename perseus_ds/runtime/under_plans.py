@@ -18,7 +18,7 @@ from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.plan_proof import ANALYSES, IterationSample, PlanComparison, Verdict, certainty
 from perseus_ds.policy.reports import DriftWatch, GpuLimit, JobReport, computed_and_tail_s, reported_drift
 from perseus_ds.policy.selector import PlanSelector
-from perseus_ds.runtime.iterations import Halt, IterationMeasurement, NextIteration, NextPhase, Phase
+from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase
 from perseus_ds.runtime.job import ModeContext
 from perseus_ds.units import plain
 
@@ -119,6 +119,7 @@ class PlanRunner:
         # Whether default clocks have just been measured.
         self._is_fresh = default is not None
         self._incomparable = 0
+        self._turns = 0
         # How many times as long iterations take as profiled, since their inputs have other shapes.
         self._scale = 1.0
         # Of the last iteration, whose reports are on their way.
@@ -330,17 +331,21 @@ class PlanRunner:
                 watched = self._sample_of_plans()
         return None
 
-    def hurry(self, verdict: Verdict, turns: int) -> bool:
-        """Give a faster plan its turn after one that takes longer than promised; return whether there is one.
-
-        So many have had theirs before, one after the other.
-        """
-        if not verdict.is_late or turns >= _MOST_TURNS:
+    def hurry(self, verdict: Verdict) -> bool:
+        """Give a faster plan its turn after one that takes longer than promised; return whether there is one."""
+        self._turns += 1
+        if not verdict.is_late or self._turns >= _MOST_TURNS:
             return False
         if not self._communicator.computed_on_rank_0(lambda: self.selector.hurry(verdict.comparison.late)):
             return False
         self.say_compared(verdict, "a faster plan has its turn")
         return True
+
+    def drop(self, verdict: Verdict, then: str) -> None:
+        """Drop a plan for a while: it may save energy later, or another policy's may."""
+        self.say_compared(verdict, then)
+        self.selector.do_not_hurry()
+        self._turns = 0
 
     def say_compared(self, verdict: Verdict, then: str) -> None:
         """Say and record how the plan compares with default clocks, and what follows."""
@@ -359,7 +364,7 @@ class PlanRunner:
             received = yield replace(self._planned, **wanted)
             if isinstance(received, IterationMeasurement):
                 return received
-            self._control.progress = received.progress
+            self._control.progress = received
             self._ran = _Ran()
             if self.selector.resume():
                 self._planned = self._under_assignment()
@@ -460,7 +465,7 @@ class PlanRunner:
             forecast=self._forecast(assignment) if self._is_first else None,
             status=status,
             progress=selector.state,
-            halt=Halt(selector.may_go_on, selector.add_halt) if assignment.halts else None,
+            halts=selector if assignment.halts else None,
         )
 
     def _forecast(self, assignment: Assignment) -> Forecast:
@@ -489,7 +494,7 @@ class PlanRunner:
         later = partial(self._own_times, seen, self._ran.assignment, looks) if seen is not None else dict
         return {
             "times": "passes" if will_look or self._topology.data_parallel > 1 else "none",
-            "reported_later": later,
+            "reported": later,
             "decided": self.selector.decided,
         }
 

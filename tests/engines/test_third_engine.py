@@ -14,10 +14,10 @@ import torch.distributed as dist
 from perseus_ds.engines.engine import Engine, attach_to, sessions
 from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute
+from perseus_ds.pipeline.schedule import Compute, Schedule
 from perseus_ds.ranks import PipelineTopology
 from perseus_ds.runtime.config import parse_block
-from perseus_ds.runtime.runtime import RankFacts, RankSchedule
+from perseus_ds.runtime.runtime import RankFacts
 
 WIDTH = 8
 
@@ -57,13 +57,13 @@ class TrainerEngine(Engine):
         self.trainer = trainer
 
     def facts(self):
-        return RankFacts(place=PipelineTopology(0, (0,)), device=torch.device("cpu"), local_rank=0)
+        return RankFacts(place=PipelineTopology(0, (0,)), device=torch.device("cpu"))
 
     def read(self):
         passes = [(kind, number) for number in range(self.trainer.micro_batches) for kind in ("forward", "backward")]
         stream = (*passes, ("tail", 0))
         operations = tuple(Compute(Instruction(0, Kind(kind), number)) for kind, number in stream)
-        return RankSchedule("tests:Trainer", self.trainer.micro_batches, operations)
+        return Schedule("tests:Trainer", self.trainer.micro_batches, (operations,))
 
     def surround(self, session):
         self.session = session

@@ -9,7 +9,7 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.cli.main import main
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.report.sources import find_sources
-from perseus_ds.runtime.frontiers import Cache
+from perseus_ds.runtime.frontiers import cached, store
 
 pytestmark = pytest.mark.integration
 BLOCK = {"simulated": {"counter_period_s": 0.02}}
@@ -40,7 +40,7 @@ def test_a_job_profiles_plans_and_runs_with_the_same_losses_and_the_next_one_use
 
     # Whether the plan is measured to save energy, and so is kept, depends on what else the machine does.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
-    Cache(profile.info.job).store(folder)
+    store(folder, cached(profile.info.job))
     earlier = {"XDG_CACHE_HOME": str(tmp_path / "kept")}
     again = run(tmp_path / "again", environment=earlier, perseus=BLOCK, **JOB, steps=3)
     assert phases(again.records()) == ["calibrate", "default"]

@@ -42,7 +42,7 @@ def test_plans_are_kept_for_the_settings_of_all_gpus_and_jobs_are_told_apart_wit
                 return [own] if not isinstance(own, dict) else [info.settings.model_dump() for info in infos]
 
         job = Job(parse_block({}), one_f_one_b(ranks=1, micro_batches=1), infos[0])
-        return job.profile_key(TwoRanks()), job.key(TwoRanks())
+        return job.profile_key(TwoRanks()), job.started(TwoRanks(), "A100").job
 
     assert keys(400, 400) == keys(400, 400)
     profile_key, job_key = keys(400, 300)

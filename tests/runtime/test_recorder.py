@@ -27,8 +27,7 @@ from perseus_ds.ranks import PipelineTopology
 from perseus_ds.report.sources import read_history
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration
 from perseus_ds.runtime.progress import JobLog
-from perseus_ds.runtime.recorder import IterationContext, Recorder, RecordWriter
-from perseus_ds.runtime.timeline_log import TimelineLog
+from perseus_ds.runtime.recorder import IterationContext, Recorder, RecordWriter, TimelineLog
 
 
 class Told:
@@ -325,7 +324,7 @@ def test_operations_of_all_ranks_lie_on_the_first_ones_axis(log, tmp_path):
 
 
 def test_what_could_not_be_read_again_is_not_written(log, tmp_path, monkeypatch):
-    monkeypatch.setattr("perseus_ds.runtime.timeline_log.MOST_OPERATIONS", 9)
+    monkeypatch.setattr("perseus_ds.runtime.recorder.MOST_OPERATIONS", 9)
     for number in range(3):
         log.keep(ran(number), seen(number))
     log.keep(ran(plan=3), seen(3, spans=SPANS[:1]))

@@ -7,7 +7,7 @@ import pytest
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.runtime.frontiers import Cache
+from perseus_ds.runtime.frontiers import cached
 from perseus_ds.runtime.profiling import save_profile
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD)
@@ -60,4 +60,4 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     with pytest.raises(OSError, match="Set XDG_CACHE_HOME"):
-        assert Cache("key").directory
+        cached("key")

@@ -20,7 +20,7 @@ ENGINE_CLASS = (
 )
 ENGINE = (
     *("module", "grid", "micro_batches", "micro_batch_size", "num_stages", "stage_id", "device", "global_rank"),
-    *("local_rank", "global_samples", "global_steps", "monitor", "pipe_buffers", "_config"),
+    *("global_samples", "global_steps", "monitor", "pipe_buffers", "_config"),
 )
 GRID = (
     *("get_global_rank", "get_data_parallel_id", "data_parallel_size", "slice_parallel_size", "slice_group"),

@@ -32,7 +32,7 @@ from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Other, Schedule
 from perseus_ds.ranks import PipelineTopology
 from perseus_ds.runtime.config import PerseusConfig, parse_block, settings_of
-from perseus_ds.runtime.runtime import NOTHING, RankFacts, RankSchedule
+from perseus_ds.runtime.runtime import NOTHING, RankFacts
 
 logger = logging.getLogger("perseus_ds")
 E = TypeVar("E")
@@ -86,20 +86,19 @@ class DeepSpeedEngine(Engine):
         return RankFacts(
             place=place,
             device=torch.device(engine.device),
-            local_rank=engine.local_rank,
             fingerprint=fingerprint([engine.module], engine.module.activation_checkpoint_interval),
             micro_batch_size=engine.micro_batch_size,
             monitor=engine.monitor,
             steps_per_print=engine.steps_per_print(),
         )
 
-    def read(self) -> RankSchedule:
+    def read(self) -> Schedule:
         name = f"{type(self._schedule).__module__}:{type(self._schedule).__qualname__}"
         try:
             stream = read_stream(_commands_of(self._schedule), self._engine.stage_id, self._engine.num_stages)
         except PerseusError as error:
             raise type(error)(f"{name}: {error}") from None
-        return RankSchedule(name, self._engine.micro_batches, stream)
+        return Schedule(name, self._engine.micro_batches, (stream,))
 
     def check(self, schedule: Schedule) -> None:
         unknown = sorted({op.command for stream in schedule.ranks for op in stream if isinstance(op, Other)})

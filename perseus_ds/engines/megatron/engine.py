@@ -33,9 +33,9 @@ from perseus_ds.engines.engine import (
 from perseus_ds.engines.megatron.order import Backward, Forward, OrderRecorder
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange
+from perseus_ds.pipeline.schedule import Compute, Exchange, Schedule
 from perseus_ds.runtime.config import PerseusConfig, settings_of
-from perseus_ds.runtime.runtime import RankFacts, RankSchedule, local_rank
+from perseus_ds.runtime.runtime import RankFacts
 
 logger = logging.getLogger("perseus_ds")
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class MegatronEngine(Engine):
         self._hooks = Hooks()
         self._optimizers: set[type] = set()
         self._steps_under_way = 0
-        self._orders: dict[Hashable, RankSchedule | ScheduleError] = {}
+        self._orders: dict[Hashable, Schedule | ScheduleError] = {}
         # Passes and exchanges of the iteration under way, by its order, and the next of them.
         self._expected: Sequence[Compute | Exchange] = ()
         self._position = 0
@@ -130,7 +130,6 @@ class MegatronEngine(Engine):
         return RankFacts(
             place=functools.partial(topology_of, ranks_of(self._pp_group), self._copies()),
             device=parameter.device,
-            local_rank=local_rank(),
             fingerprint=fingerprint(self._model, recomputation, self._inputs),
             micro_batch_size=self._micro_batch_size,
         )
@@ -145,7 +144,7 @@ class MegatronEngine(Engine):
         in_step = len(set(copies) & set(experts))  # Megatron numbers expert parallel ranks first
         return copies[copies.index(dist.get_rank()) % in_step :: in_step]
 
-    def read(self) -> RankSchedule:
+    def read(self) -> Schedule:
         found = self._orders[self._order]
         if isinstance(found, ScheduleError):
             raise found
@@ -199,8 +198,8 @@ class MegatronEngine(Engine):
             return self._first_iteration(order, lambda: method(*args, **kwargs))
         self._order = order
         with self._session.iteration(order):
-            if isinstance(found := self._orders[order], RankSchedule):
-                self._expected = [op for op in found.operations[:-1] if isinstance(op, Compute | Exchange)]
+            if isinstance(found := self._orders[order], Schedule):
+                self._expected = [op for op in found.ranks[0][:-1] if isinstance(op, Compute | Exchange)]
             self._position = 0
             try:
                 return method(*args, **kwargs)
@@ -252,7 +251,7 @@ class MegatronEngine(Engine):
         finally:
             self._recorder = None
         try:
-            self._orders[order] = RankSchedule(f"{_SCHEDULES}:{order[0]}", order[1], recorder.operations())
+            self._orders[order] = Schedule(f"{_SCHEDULES}:{order[0]}", order[1], (recorder.operations(),))
         except ScheduleError as error:  # raised on all ranks at the start of the next iteration
             self._orders[order] = ScheduleError(f"The order of {order[0]} is not known: {error}.")
         return result

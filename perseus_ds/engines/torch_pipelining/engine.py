@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,9 +31,9 @@ from perseus_ds.engines.engine import (
 from perseus_ds.engines.torch_pipelining.order import REDUCE_GRAD, computes_input_gradients, read_order, stages_of
 from perseus_ds.errors import ConfigError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
-from perseus_ds.pipeline.schedule import Compute, Operation, Other
+from perseus_ds.pipeline.schedule import Compute, Operation, Other, Schedule
 from perseus_ds.runtime.config import PerseusConfig, settings_of
-from perseus_ds.runtime.runtime import RankFacts, RankSchedule, local_rank
+from perseus_ds.runtime.runtime import RankFacts
 
 S = TypeVar("S")
 Method = Callable[..., Any]
@@ -100,13 +101,12 @@ class TorchSchedule(Engine):
         return RankFacts(
             place=partial(topology_of, self._pipeline, self._data_parallel),
             device=torch.device(stages[0].device),
-            local_rank=local_rank(),
             fingerprint=fingerprint([stage.submod for stage in stages], [stage.stage_index for stage in stages]),
         )
 
-    def read(self) -> RankSchedule:
+    def read(self) -> Schedule:
         order = read_order(self._schedule)
-        return RankSchedule(order.name, order.micro_batches, order.ranks[self._pipeline.index(dist.get_rank())])
+        return replace(order, ranks=(order.ranks[self._pipeline.index(dist.get_rank())],))
 
     def surround(self, session: Session) -> None:
         self._session = session
