@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 
 from perseus_ds.clocks.timers import SimulatedExecution, Span
 from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
@@ -106,9 +106,13 @@ def run_at_default_clocks(
     """
     seen: IterationMeasurement | None = None
     while goes_on(seen) and not _is_stopped(seen):
-        reported = partial(dict, stops=stops())
-        seen = yield from one_iteration(NextIteration(phase, next_phase=next_phase(), reported=reported))
+        seen = yield from _one_iteration(NextIteration(phase, next_phase=next_phase()), stops=stops())
         default.add(seen)
+
+
+def _one_iteration(wanted: NextIteration, *, stops: bool) -> Phase[IterationMeasurement]:
+    """Run one iteration, with whose report rank 0 may stop the phase."""
+    return one_iteration(replace(wanted, reported=lambda: {"stops": stops}))
 
 
 def _is_stopped(seen: IterationMeasurement | None) -> bool:
@@ -177,9 +181,8 @@ def back_off_for(
 ) -> Phase[int]:
     """Train at default clocks for so many iterations, unless these stop as above; return how many are left."""
     while iterations:
-        reported = partial(dict, stops=stops())
-        wanted = NextIteration("observe", times="none", next_phase=NextPhase("default"), reported=reported)
-        seen = yield from one_iteration(wanted)
+        wanted = NextIteration("observe", times="none", next_phase=NextPhase("default"))
+        seen = yield from _one_iteration(wanted, stops=stops())
         iterations -= 1
         if not goes_on(seen) or _is_stopped(seen):
             break

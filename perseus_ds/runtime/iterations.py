@@ -60,7 +60,7 @@ class NextIteration:
         decided: Rank 0's decision, which it sends with that report; None in phases without plans.
         status: What the next iteration runs, for ``perseus-ds control status``.
         progress: Returns what a checkpoint keeps of the phase, as plain values.
-        halts: Whose halt all ranks wait for before the iteration; None where there is none.
+        halted_by: Decides for how long all ranks wait before the iteration; None where they do not.
     """
 
     phase: str
@@ -78,7 +78,7 @@ class NextIteration:
     decided: Assignment | None = None
     status: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[], dict[str, Any]] = dict
-    halts: PlanSelector | None = None
+    halted_by: PlanSelector | None = None
 
     @property
     def follows_operations(self) -> bool:

@@ -97,11 +97,11 @@ class ModeDriver:
     def halt(self) -> None:
         """Wait with all ranks before an iteration, for as long as the mode asks; errors never end training."""
         self._halted_s = 0.0
-        if self.next.halts is None:
+        if self.next.halted_by is None:
             return
         self.send_report()
         try:
-            waited_s = _wait_for(self.next.halts, self._rank, lambda: self._is_closed)
+            waited_s = _wait_for(self.next.halted_by, self._rank, lambda: self._is_closed)
             if waited_s is None:
                 self.observe()
             self._halted_s = waited_s or 0.0

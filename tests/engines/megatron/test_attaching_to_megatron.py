@@ -136,7 +136,7 @@ def order_of(alone, ranks, micro_batches, chunks=1, overlap=True):
     for rank in range(ranks):
         perseus_ds.attach(megatron.core, alone)
         train(rank, ranks, micro_batches, chunks, overlap)
-        streams.append(megatron.core.perseus.engine.read().operations)
+        streams.extend(megatron.core.perseus.engine.read().ranks)
         perseus_ds.detach(megatron.core)
     return Schedule("megatron", micro_batches, tuple(streams))
 
