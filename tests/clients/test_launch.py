@@ -173,9 +173,8 @@ def script_of(make):
     return before + make + after
 
 
-@pytest.mark.parametrize(
-    "make", [pytest.param(make, marks=() if "class" in make else pytest.mark.extended) for make in MAKES]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("make", MAKES)
 def test_engines_of_an_untouched_script_get_perseus(tmp_path, make):
     script = write(tmp_path, "train.py", script_of(MAKES[make]))
     block = {"mode": "observe", "device": "simulated", "simulated": {"longest_instruction_s": 0.001}}

@@ -26,21 +26,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 ONE_F_ONE_B = {"stages": 2, "evaluate_every": 20}
 
 
-def train_in(folder, job, modes, ranks):
-    """Train in each mode and last without Perseus, which all train the same."""
-    for of_rank in run_jobs(folder, ranks, script, in_modes(folder, modes, folder / "auto", **job)):
-        assert_untouched(of_rank)
-        assert of_rank["auto"]["phases"][-1] == of_rank["run"]["phases"][-1] == "run"
-
-
-def test_plans_leave_losses_gradients_and_parameters_as_they_are(tmp_path):
-    train_in(tmp_path, ONE_F_ONE_B, ["observe", "auto", "run"], ranks=2)
-    observed = iterations(records(tmp_path / "observe"))
-    # The first iteration shows the order, and evaluations are no iterations.
-    assert [record["iteration"] for record in observed] == [1, 2, 3, 4, 5]
-    assert sum(record["clock_changes"] for record in iterations(records(tmp_path / "run"), "run")) > 0
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("job", "ranks", "in_step"),
@@ -60,12 +45,20 @@ def test_plans_leave_losses_gradients_and_parameters_as_they_are(tmp_path):
     ],
 )
 def test_every_mode_leaves_losses_gradients_and_parameters_as_they_are(tmp_path, job, ranks, in_step):
-    train_in(tmp_path, job, ["observe", "profile", "auto", "run"], ranks)
+    modes = in_modes(tmp_path, ["observe", "profile", "auto", "run"], tmp_path / "auto", **job)
+    for of_rank in run_jobs(tmp_path, ranks, script, modes):  # in each mode, and last without Perseus
+        assert_untouched(of_rank)
+        assert of_rank["auto"]["phases"][-1] == of_rank["run"]["phases"][-1] == "run"
+    # The first iteration shows the order, and evaluations are no iterations.
+    observed = iterations(records(tmp_path / "observe"))
+    assert [record["iteration"] for record in observed] == [1, 2, 3, 4, 5]
     profile = StageProfile.load(tmp_path / "profile")
     assert (profile.info.tensor_parallel, profile.info.data_parallel) == (in_step, ranks // job["stages"] // in_step)
     combined = {(stage, Kind.FORWARD_BACKWARD) for stage in range(4)} if "combined" in job else set()
     assert {key for key in profile.keys if key[1] is Kind.FORWARD_BACKWARD} == combined
-    promised = iterations(records(tmp_path / "run"), "run")[0]
+    planned = iterations(records(tmp_path / "run"), "run")
+    assert sum(record["clock_changes"] for record in planned) > 0
+    promised = planned[0]
     plan = Frontier.load(tmp_path / "auto").plans[promised["plan"]]
     assert promised["predicted_energy_j"] == pytest.approx(ranks / job["stages"] * plan.energy_j)
     if combined:  # what such an order takes, on GPUs that live in virtual time
