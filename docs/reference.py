@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from perseus_ds.cli.arguments import Argument, arguments_of
-from perseus_ds.cli.main import COMMANDS, description_of, module_of, usage
+from perseus_ds.cli.main import COMMANDS, command_of, description_of, usage
 from perseus_ds.runtime.config import PerseusConfig
 
 FOLDER = Path(__file__).parent
@@ -53,7 +53,7 @@ def commands() -> str:
         "commands answer a question, `doctor`, `verify` and `profile validate`: they return 1 where the answer is no.",
     ]
     for command in COMMANDS:
-        declaration = module_of(command).Arguments
+        declaration = command_of(command)
         declared = arguments_of(declaration).values()
         lines += [f"\n## `perseus-ds {command}`\n", f"{description_of(command)}\n"]
         lines += ["```bash", usage(command), "", *declaration.examples, "```\n"]

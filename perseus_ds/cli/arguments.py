@@ -1,7 +1,7 @@
 """The arguments of a command, declared once.
 
-Each command has a dataclass. The words of the command line become its values; the checks, the help, the documentation
-and the shell completion are made from the same fields.
+Each command is a dataclass. The words of the command line become its values; the checks, the help, the documentation
+and the shell completion are made from its fields.
 """
 
 from __future__ import annotations
@@ -11,14 +11,24 @@ import json
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from perseus_ds.errors import ConfigError
 
-Declared = TypeVar("Declared")
+
+class Command(Protocol):
+    """A command: a dataclass of its arguments, whose docstring is its help."""
+
+    examples: ClassVar[tuple[str, ...]]
+
+    def execute(self) -> int:
+        """Do it, and return the exit code."""
+
+
+Declared = TypeVar("Declared", bound=Command)
 
 # Beyond it, products of numbers could overflow.
 _LARGEST = 1e18
@@ -73,13 +83,12 @@ class Argument:
 
     @property
     def required(self) -> bool:
-        """Whether it must be given."""
         return self.default is dataclasses.MISSING
 
     @property
     def is_switch(self) -> bool:
         """Whether it is true or false, and false where it is left out: ``--name`` makes it true."""
-        return self.type is bool and self.default is False
+        return self.default is False
 
     @property
     def choices(self) -> dict[str, str]:
@@ -101,7 +110,7 @@ class Argument:
     @property
     def default_text(self) -> str:
         """The default as a user writes it; empty where there is none to write."""
-        if self.required or self.default is None or self.default in ([], {}):
+        if self.required or self.default in (None, [], {}):
             return ""
         if isinstance(self.default, Enum):
             return self.default.name
@@ -109,44 +118,49 @@ class Argument:
             return f"[{', '.join(map(str, self.default))}]"
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
-    def value(self, given: Any) -> Any:
-        """Return the value that a text means, or the texts of a list, or an object.
+    def read(self, text: str, key: str = "") -> Any:
+        """Return the value that a text means, or with a key the object in which the text is the value of that key.
 
         Raises:
             ConfigError: There is none, or it is beyond the limits.
         """
         try:
-            value = [self._value(text) for text in given] if self.is_list else self._value(given)
+            if self.type is dict:
+                found = _with_numbers({key: _in_yaml(text)} if key else _in_yaml(text))
+                if isinstance(found, dict):
+                    return found
+                raise ValueError(found)
+            if not self.is_list:
+                return self.read_one(text)
+            found = _in_yaml(text if text.startswith("[") else f"[{text}]")
+            values = [self.read_one(str(each)) for each in (found if isinstance(found, list) else [text])]
+            if self.required and not values:
+                raise ValueError(values)
+            return values
         except (KeyError, ValueError):
-            raise self.refusal(given) from None
-        if value == [] and self.required:
-            raise self.refusal(given)
-        return value
+            from perseus_ds.artifacts.validation import did_you_mean, expectation
 
-    def refusal(self, given: Any) -> ConfigError:
-        """Return the error that says what was expected instead."""
-        from perseus_ds.artifacts.validation import did_you_mean, expectation
+            expected = self.kind if self.choices else f"a {self.kind}"
+            raise ConfigError(expectation(self.name, expected, text, did_you_mean(text, self.choices))) from None
 
-        expected = self.kind if self.choices else f"a {self.kind}"
-        return ConfigError(expectation(self.name, expected, given, did_you_mean(given, self.choices)))
-
-    def _value(self, given: Any) -> Any:
+    def read_one(self, text: str) -> Any:
+        """Return the value, or one of a list, that a text means."""
         if issubclass(self.type, Enum):
-            return self.type[given]
+            return self.type[text]
         if self.type is bool:
-            return {"true": True, "false": False}[given]
-        value = self.type(given)
+            return {"true": True, "false": False}[text]
+        value = self.type(text)
         least = -_LARGEST if self.at_least is None else self.at_least
         if isinstance(value, (int, float)) and not least <= value <= _LARGEST:
             raise ValueError(value)
         return value
 
 
-def arguments_of(declaration: type) -> dict[str, Argument]:
-    """Return the arguments that a command's dataclass declares, by name and in its order."""
-    hints = typing.get_type_hints(declaration)
+def arguments_of(command: type[Any]) -> dict[str, Argument]:
+    """Return the arguments of a command, by name and in its order."""
+    hints = typing.get_type_hints(command)
     found = {}
-    for field in dataclasses.fields(declaration):
+    for field in dataclasses.fields(command):
         hint = hints[field.name]
         if isinstance(hint, types.UnionType):  # with None
             hint = typing.get_args(hint)[0]
@@ -176,80 +190,67 @@ class RunArguments:
     runs: list[Path] = argument("output folders of training runs, instead of those in the folder of the run", [])
 
 
-def require(command: str, arguments: object, *names: str) -> None:
-    """Check that arguments are there which only some uses of a command need.
+def require(command: str, values: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Check that a command has the arguments that it needs.
 
     Raises:
-        ConfigError: Some are not; the message names all of them.
+        ConfigError: Some are missing; the message names all of them.
     """
-    missing = [name for name in names if getattr(arguments, name) in (None, [], {})]
-    if missing:
-        raise missing_error(command, missing)
+    if missing := [name for name in names if values.get(name) in (None, [], {})]:
+        verb, written = "is" if len(missing) == 1 else "are", " ".join(f"{name}=…" for name in missing)
+        see = f'(see "perseus-ds {command} --help")'
+        raise ConfigError(f"{' and '.join(missing)} {verb} missing: write {written} {see}.")
 
 
-def missing_error(command: str, names: Sequence[str]) -> ConfigError:
-    """Return the error that names all arguments that are missing."""
-    verb = "is" if len(names) == 1 else "are"
-    written = " ".join(f"{name}=…" for name in names)
-    see = f'(see "perseus-ds {command} --help")'
-    return ConfigError(f"{' and '.join(names)} {verb} missing: write {written} {see}.")
+def read_amount(name: str, text: str, expected: str, sizes: Mapping[str, float]) -> float:
+    """Return an amount that is written with its unit, or as several such parts, like ``1h30m``.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    part = rf"(\d{{1,12}}(?:\.\d{{1,9}})?) ?({'|'.join(sizes)})"
+    if re.fullmatch(f"(?:{part})+", text) is None:
+        raise ConfigError(f"{name}={text}: expected {expected}.")
+    return sum(float(number) * sizes[unit] for number, unit in re.findall(part, text))
 
 
-def parse(command: str, declaration: type[Declared], words: Sequence[str]) -> Declared:
-    """Return a command's arguments from words, ``key=value``; lists and objects are written as in YAML.
+def parse(name: str, command: type[Declared], words: Sequence[str]) -> Declared:
+    """Return a command with the arguments in words, ``key=value``; lists and objects are written as in YAML.
 
     Raises:
         ConfigError: An argument is unknown, of the wrong type or beyond its limits, or some are missing.
     """
-    known = arguments_of(declaration)
-    values = {name: known[name].value(given) for name, given in _given(command, known, words).items()}
-    if missing := [name for name, each in known.items() if each.required and name not in values]:
-        raise missing_error(command, missing)
-    return declaration(**values)
-
-
-def _given(command: str, known: dict[str, Argument], words: Sequence[str]) -> dict[str, Any]:
-    """Return by name what is given of each argument: a text, the texts of a list, or an object."""
     from perseus_ds.artifacts.validation import did_you_mean
 
-    given: dict[str, Any] = {}
+    known = arguments_of(command)
+    values: dict[str, Any] = {}
     loose = []
     for word in words:
         if match := _ASSIGNMENT.fullmatch(word):
-            name, key, text = match.groups()
-            if name not in known or (key and known[name].type is not dict):
-                hint = did_you_mean(name, known) or f"arguments are {', '.join(known)}."
+            key, part, text = match.groups()
+            if key not in known or (part and known[key].type is not dict):
+                hint = did_you_mean(key, known) or f"arguments are {', '.join(known)}."
                 raise ConfigError(f"{word.partition('=')[0]}: there is no such argument; {hint}")
-            if known[name].type is dict:
-                written = _with_numbers({key: _in_yaml(text)} if key else _in_yaml(text))
-                if not isinstance(written, dict):
-                    raise known[name].refusal(text)
-                given[name] = given.get(name, {}) | written
-            else:
-                given[name] = _texts(text) if known[name].is_list else text
+            value = known[key].read(text, part or "")
+            values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
         elif word.startswith("--") and word[2:] in known and known[word[2:]].is_switch:
-            given[word[2:]] = "true"
+            values[word[2:]] = True
         else:
             loose.append(word)
-    free = [argument for argument in known.values() if argument.word and argument.name not in given]
+    free = [argument for argument in known.values() if argument.word and argument.name not in values]
     # A choice may stand anywhere; the other words are for the other arguments, in their order.
     for word in sorted(loose, key=lambda word: not any(word in argument.choices for argument in free)):
         argument = next((each for each in free if word in each.choices), free[0] if free else None)
         if argument is None or word.startswith("-"):
-            hint = did_you_mean(word.lstrip("-").partition("=")[0], known) or f'see "perseus-ds {command} --help".'
+            hint = did_you_mean(word.lstrip("-").partition("=")[0], known) or f'see "perseus-ds {name} --help".'
             raise ConfigError(f"{word!r}: expected key=value; {hint}")
         if argument.is_list:  # all words that are left
-            given.setdefault(argument.name, []).append(word)
+            values.setdefault(argument.name, []).append(argument.read_one(word))
         else:
             free.remove(argument)
-            given[argument.name] = word
-    return given
-
-
-def _texts(text: str) -> list[str]:
-    """Return the texts of a list, which needs no brackets."""
-    found = _in_yaml(text if text.startswith("[") else f"[{text}]")
-    return [str(each) for each in found] if isinstance(found, list) else [text]
+            values[argument.name] = argument.read(word)
+    require(name, values, [key for key, argument in known.items() if argument.required])
+    return command(**values)
 
 
 def _in_yaml(text: str) -> Any:

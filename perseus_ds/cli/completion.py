@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from perseus_ds.cli.arguments import argument, arguments_of
-from perseus_ds.cli.main import COMMANDS, module_of
+from perseus_ds.cli.main import COMMANDS, command_of
 
 
 class Shell(Enum):
@@ -15,18 +15,6 @@ class Shell(Enum):
 
     bash = "for ~/.bashrc"
     zsh = "for ~/.zshrc"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """Print a script that completes commands, arguments and their values in a shell."""
-
-    examples = (
-        'eval "$(perseus-ds completion bash)"   # in ~/.bashrc',
-        'eval "$(perseus-ds completion zsh)"    # in ~/.zshrc',
-    )
-
-    shell: Shell = argument("which shell reads the script", word=True)
 
 
 # zsh can run a completion function of bash. They differ in that = ends a word in bash, which replaces only what comes
@@ -71,20 +59,30 @@ _perseus_ds() {{
 complete -F _perseus_ds perseus-ds"""
 
 
-def run(arguments: Arguments) -> int:
-    """Print the script."""
-    words, choices, free = [], [], []
-    for command in COMMANDS:
-        declared = arguments_of(module_of(command).Arguments).values()
-        follow = [choice for each in declared if each.word for choice in each.choices]
-        follow += [f"--{each.name}" if each.is_switch else f"{each.name}=" for each in declared]
-        words.append(f'        {command}) words="{" ".join(follow)} --help" ;;')
-        for each in declared:
-            if each.choices:
-                choices.append(f'        {command}.{each.name}) choices="{" ".join(each.choices)}" ;;')
-            elif each.type is not Path:  # values that cannot be completed
-                free.append(f"{command}.{each.name}")
-    choices.append(f"        {'|'.join(free)}) return ;;")
-    script = _SCRIPT.format(commands=" ".join(COMMANDS), arguments="\n".join(words), choices="\n".join(choices))
-    print(f"{_ZSH if arguments.shell is Shell.zsh else ''}{script}")
-    return 0
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """Print a script that completes commands, arguments and their values in a shell."""
+
+    examples = (
+        'eval "$(perseus-ds completion bash)"   # in ~/.bashrc',
+        'eval "$(perseus-ds completion zsh)"    # in ~/.zshrc',
+    )
+
+    shell: Shell = argument("which shell reads the script", word=True)
+
+    def execute(self) -> int:
+        words, choices, free = [], [], []
+        for command in COMMANDS:
+            declared = arguments_of(command_of(command)).values()
+            follow = [choice for each in declared if each.word for choice in each.choices]
+            follow += [f"--{each.name}" if each.is_switch else f"{each.name}=" for each in declared]
+            words.append(f'        {command}) words="{" ".join(follow)} --help" ;;')
+            for each in declared:
+                if each.choices:
+                    choices.append(f'        {command}.{each.name}) choices="{" ".join(each.choices)}" ;;')
+                elif each.type is not Path:  # values that cannot be completed
+                    free.append(f"{command}.{each.name}")
+        choices.append(f"        {'|'.join(free)}) return ;;")
+        script = _SCRIPT.format(commands=" ".join(COMMANDS), arguments="\n".join(words), choices="\n".join(choices))
+        print(f"{_ZSH if self.shell is Shell.zsh else ''}{script}")
+        return 0

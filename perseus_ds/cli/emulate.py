@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Emulate:
     """Compute what a frontier saves for a job of many pipelines with a straggler.
 
     The computation is that of the emulation in the Perseus paper.
@@ -42,33 +42,31 @@ class Arguments:
         "power of a GPU that waits [W], needed with a CSV; otherwise what frontier.json says", None, at_least=0
     )
 
+    def execute(self) -> int:
+        from perseus_ds.artifacts.profile import StageProfile
 
-def run(arguments: Arguments) -> int:
-    """Print one column of savings for each frontier."""
-    from perseus_ds.artifacts.profile import StageProfile
-
-    profile = StageProfile.load(arguments.profile)
-    results = [_emulate(path, profile, arguments) for path in arguments.frontier]
-    columns = [f"({number})" for number in range(1, len(results) + 1)]
-    for column, path in zip(columns, arguments.frontier, strict=True):
-        print(column, path)
-    print(f"{arguments.pipelines} pipelines, {arguments.gpus_per_stage} GPUs per stage; against the highest clock")
-    rows = {
-        "": columns,
-        "shortest iteration [s]": [f"{each.shortest_s:.3f}" for each in results],
-        "T* [s]": [f"{each.t_star_s:.3f}" for each in results],
-        "saved without a straggler": [f"{each.intrinsic:.2%}" for each in results],
-    }
-    for slowdown in results[0].with_straggler:
-        rows[f"saved with a straggler {slowdown:g}x"] = [f"{each.with_straggler[slowdown]:.2%}" for each in results]
-    for what, values in rows.items():
-        print(f"{what:32}{''.join(f'{value:>12}' for value in values)}")
-    if profile.info.simulated:
-        print("The profile is SIMULATED: no GPU was measured.")
-    return 0
+        profile = StageProfile.load(self.profile)
+        results = [_emulate(path, profile, self) for path in self.frontier]
+        columns = [f"({number})" for number in range(1, len(results) + 1)]
+        for column, path in zip(columns, self.frontier, strict=True):
+            print(column, path)
+        print(f"{self.pipelines} pipelines, {self.gpus_per_stage} GPUs per stage; against the highest clock")
+        rows = {
+            "": columns,
+            "shortest iteration [s]": [f"{each.shortest_s:.3f}" for each in results],
+            "T* [s]": [f"{each.t_star_s:.3f}" for each in results],
+            "saved without a straggler": [f"{each.intrinsic:.2%}" for each in results],
+        }
+        for slowdown in results[0].with_straggler:
+            rows[f"saved with a straggler {slowdown:g}x"] = [f"{each.with_straggler[slowdown]:.2%}" for each in results]
+        for what, values in rows.items():
+            print(f"{what:32}{''.join(f'{value:>12}' for value in values)}")
+        if profile.info.simulated:
+            print("The profile is SIMULATED: no GPU was measured.")
+        return 0
 
 
-def _emulate(path: Path, profile: StageProfile, arguments: Arguments) -> Emulation:
+def _emulate(path: Path, profile: StageProfile, arguments: Emulate) -> Emulation:
     import numpy as np
 
     from perseus_ds.artifacts.frontier import Frontier
@@ -76,7 +74,7 @@ def _emulate(path: Path, profile: StageProfile, arguments: Arguments) -> Emulati
     from perseus_ds.optimizer.emulation import emulate
 
     if path.suffix == ".csv":
-        require("emulate", arguments, "micro_batches", "blocking_power_w")
+        require("emulate", vars(arguments), ("micro_batches", "blocking_power_w"))
         assert arguments.micro_batches is not None
         assert arguments.blocking_power_w is not None
         streams, plans = _streams_1f1b(profile, arguments.micro_batches), read_curve(path)

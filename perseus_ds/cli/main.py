@@ -1,7 +1,4 @@
-"""The entry point of ``perseus-ds``: finds the command, imports it and turns errors into messages; and the help.
-
-Each command is a module with ``Arguments``, a dataclass, and ``run(arguments) -> exit code``.
-"""
+"""The entry point of ``perseus-ds``: finds the command, imports it and turns errors into messages; and the help."""
 
 from __future__ import annotations
 
@@ -13,34 +10,33 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from types import ModuleType
 
-from perseus_ds.cli.arguments import Argument, arguments_of, parse
+from perseus_ds.cli.arguments import Command, arguments_of, parse
 from perseus_ds.cli.output import PrintableText
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.units import printable
 
-COMMANDS = (
-    "optimize",
-    "verify",
-    "profile",
-    "report",
-    "compare",
-    "trace",
-    "plot",
-    "emulate",
-    "schedules",
-    "partition",
-    "export",
-    "import",
-    "watch",
-    "control",
-    "share",
-    "reset",
-    "doctor",
-    "completion",
-)
-_INDENT = 25
+# The module of each command; its class has its name.
+COMMANDS = {
+    "optimize": "frontiers",
+    "verify": "frontiers",
+    "profile": "profile",
+    "report": "pages",
+    "compare": "pages",
+    "trace": "pages",
+    "plot": "pages",
+    "emulate": "emulate",
+    "schedules": "schedules",
+    "partition": "partition",
+    "export": "frontiers",
+    "import": "frontiers",
+    "watch": "jobs",
+    "control": "jobs",
+    "share": "jobs",
+    "reset": "gpus",
+    "doctor": "gpus",
+    "completion": "completion",
+}
 _HELP = ("-h", "--help")
 
 
@@ -98,18 +94,18 @@ def _run(words: list[str]) -> int:
     if any(word in _HELP for word in rest):
         print(command_help(command))
         return 0
-    module = module_of(command)
-    return int(module.run(parse(command, module.Arguments, rest)))
+    return parse(command, command_of(command), rest).execute()
 
 
-def module_of(command: str) -> ModuleType:
-    """Return the module of a command; importing it is cheap, running it imports what it needs."""
-    return importlib.import_module(f"perseus_ds.cli.{'import_' if command == 'import' else command}")
+def command_of(name: str) -> type[Command]:
+    """Return the class of a command; importing it is cheap, executing it imports what it needs."""
+    found: type[Command] = getattr(importlib.import_module(f"perseus_ds.cli.{COMMANDS[name]}"), name.capitalize())
+    return found
 
 
 def description_of(command: str) -> str:
     """Return what a command does; the first line says it in short."""
-    return inspect.getdoc(module_of(command).Arguments) or ""
+    return inspect.getdoc(command_of(command)) or ""
 
 
 def overview() -> str:
@@ -118,9 +114,8 @@ def overview() -> str:
         "usage: perseus-ds COMMAND [key=value ...]",
         "       perseus-ds help COMMAND",
         "       perseus-ds --version",
-        "",
-        "commands:",
     ]
+    lines += ["", "commands:"]
     for command in COMMANDS:
         lines += _entry(command, description_of(command).splitlines()[0], indent=14)
     return "\n".join(lines)
@@ -128,8 +123,7 @@ def overview() -> str:
 
 def command_help(command: str) -> str:
     """Return what a command does, its actions, its arguments with types and defaults, and examples."""
-    declaration = module_of(command).Arguments
-    declared = arguments_of(declaration).values()
+    declared = arguments_of(command_of(command)).values()
     lines = [f"usage: {usage(command)}", "", description_of(command)]
     for each in declared:
         if any(each.choices.values()):
@@ -138,27 +132,21 @@ def command_help(command: str) -> str:
                 lines += _entry(choice, meaning)
     lines += ["", "arguments:"]
     for each in declared:
-        lines += _entry(each.name, f"{each.description} ({details(each)})")
-    return "\n".join([*lines, "", "examples:", *(f"  {example}" for example in declaration.examples)])
+        kind = f"{each.kind}, or --{each.name}" if each.is_switch else each.kind
+        default = "; required" if each.required else f"; default: {each.default_text}" if each.default_text else ""
+        lines += _entry(each.name, f"{each.description} ({kind}{default})")
+    return "\n".join([*lines, "", "examples:", *(f"  {example}" for example in command_of(command).examples)])
 
 
 def usage(command: str) -> str:
     """Return how a command is written."""
-    declared = arguments_of(module_of(command).Arguments).values()
+    declared = arguments_of(command_of(command)).values()
     words = [each.name.upper() for each in declared if each.word]
     given = [f"{each.name}=…" for each in declared if each.required and not each.word]
     return " ".join(["perseus-ds", command, *words, *given, "[key=value ...]"])
 
 
-def details(argument: Argument) -> str:
-    """Return the values that an argument may have, and its default or that it is required."""
-    if argument.required:
-        return f"{argument.kind}; required"
-    kind = f"{argument.kind}, or --{argument.name}" if argument.is_switch else argument.kind
-    return f"{kind}; default: {argument.default_text}" if argument.default_text else kind
-
-
-def _entry(name: str, text: str, *, indent: int = _INDENT) -> list[str]:
+def _entry(name: str, text: str, *, indent: int = 25) -> list[str]:
     width = max(60, min(shutil.get_terminal_size().columns, 120))
     lines = textwrap.wrap(text, width - indent, break_long_words=False, break_on_hyphens=False)
     return [f"  {name:{indent - 2}}{lines[0]}", *(" " * indent + line for line in lines[1:])]

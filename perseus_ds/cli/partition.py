@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from perseus_ds.cli.arguments import argument
 
 if TYPE_CHECKING:
-    from perseus_ds.optimizer.partition import Partition
+    from perseus_ds.optimizer.partition import Partition as Cuts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Partition:
     """Find where to cut a Hugging Face model into stages: the fastest cut, and the most frugal of those as fast.
 
     Each layer is measured alone on this machine's GPU, the embedding and the head included. Without a GPU, or with
@@ -40,22 +40,20 @@ class Arguments:
     )
     gpu: str | None = argument("GPU to simulate: a100-sxm, a40, h100-sxm or h200", None)
 
+    def execute(self) -> int:
+        from perseus_ds.cli.inputs import check_size, find_schedule
+        from perseus_ds.huggingface.partition import partition
 
-def run(arguments: Arguments) -> int:
-    """Print the cuts."""
-    from perseus_ds.cli.inputs import check_size, find_schedule
-    from perseus_ds.huggingface.partition import partition
-
-    check_size(arguments.stages, arguments.micro_batches)
-    find_schedule(None, arguments.schedule)  # what DeepSpeed says on import is not shown
-    options = asdict(arguments)
-    found = partition(options.pop("model"), **options)
-    where = f"{arguments.stages} stages, {arguments.micro_batches} micro-batches, {found.costs.gpu}"
-    print(f"{arguments.model}, {where}\n{table_of(found)}")
-    return 0
+        check_size(self.stages, self.micro_batches)
+        find_schedule(None, self.schedule)  # what DeepSpeed says on import is not shown
+        options = asdict(self)
+        found = partition(options.pop("model"), **options)
+        where = f"{self.stages} stages, {self.micro_batches} micro-batches, {found.costs.gpu}"
+        print(f"{self.model}, {where}\n{table_of(found)}")
+        return 0
 
 
-def table_of(found: Partition) -> str:
+def table_of(found: Cuts) -> str:
     """Return the cuts side by side, what is proven of them, and the cut to train with."""
     from perseus_ds.units import joules, number, percent, plain
 

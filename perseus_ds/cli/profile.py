@@ -29,7 +29,7 @@ class Action(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Profile:
     """Show, compare, validate, merge or convert a profile.
 
     This command measures nothing. A training job measures a profile: write "mode": "profile" in the perseus
@@ -49,32 +49,30 @@ class Arguments:
     )
     blocking_power_w: float | None = blocking_power_argument()
 
+    def execute(self) -> int:
+        from perseus_ds.artifacts.profile import StageProfile
 
-def run(arguments: Arguments) -> int:
-    """Do what the action says."""
-    from perseus_ds.artifacts.profile import StageProfile
-
-    needed = {Action.compare: ("other",), Action.merge: ("other", "out"), Action.convert: ("out",)}
-    require("profile", arguments, *needed.get(arguments.action, ()))
-    path, out = arguments.profile, arguments.out or Path()
-    profile = StageProfile.load(path)
-    power_w = profile.info.blocking_power_w if arguments.blocking_power_w is None else arguments.blocking_power_w
-    match arguments.action:
-        case Action.show:
-            _show(profile, power_w, arguments.out)
-        case Action.compare:
-            if len(arguments.other) > 1:
-                raise ConfigError(f"other: compare takes one other profile, got {len(arguments.other)}.")
-            _compare(path, profile, arguments.other[0])
-        case Action.validate:
-            return _validate(path, profile, power_w)
-        case Action.merge:
-            _merge([path, *arguments.other], out)
-        case Action.convert:
-            # The CSV of another program says neither.
-            update = {"blocking_power_w": power_w, "stages": profile.info.stages or profile.num_stages}
-            _write(StageProfile(profile.measurements, profile.info.model_copy(update=update)), out)
-    return 0
+        needed = {Action.compare: ("other",), Action.merge: ("other", "out"), Action.convert: ("out",)}
+        require("profile", vars(self), needed.get(self.action, ()))
+        path, out = self.profile, self.out or Path()
+        profile = StageProfile.load(path)
+        power_w = profile.info.blocking_power_w if self.blocking_power_w is None else self.blocking_power_w
+        match self.action:
+            case Action.show:
+                _show(profile, power_w, self.out)
+            case Action.compare:
+                if len(self.other) > 1:
+                    raise ConfigError(f"other: compare takes one other profile, got {len(self.other)}.")
+                _compare(path, profile, self.other[0])
+            case Action.validate:
+                return _validate(path, profile, power_w)
+            case Action.merge:
+                _merge([path, *self.other], out)
+            case Action.convert:
+                # The CSV of another program says neither.
+                update = {"blocking_power_w": power_w, "stages": profile.info.stages or profile.num_stages}
+                _write(StageProfile(profile.measurements, profile.info.model_copy(update=update)), out)
+        return 0
 
 
 def _show(profile: StageProfile, power_w: float | None, picture: Path | None) -> None:

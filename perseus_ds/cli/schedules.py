@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from perseus_ds.artifacts.schedule_table import ComparedSchedule, ScheduleTable
     from perseus_ds.pipeline.schedule import Schedule
 
+
 # Name -> torch's class, and its stages on each rank; None: as many as are asked for.
 _OF_TORCH: dict[str, tuple[str, int | None]] = {
     "gpipe": ("GPipe", 1),
@@ -30,7 +31,7 @@ _OF_DEEPSPEED = {"deepspeed_1f1b": "1f1b", "deepspeed_dualpipev": "dualpipev"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Schedules:
     """Compute from one profile the frontiers of several schedules, and show them side by side.
 
     Nothing is run. A profile cannot know what a part of a stage or of a backward takes; what is assumed of them is
@@ -64,43 +65,41 @@ class Arguments:
     plans: int = argument("number of deadlines, from T_min to T*, for which a plan is computed", 40, at_least=2)
     out: Path | None = argument("folder for schedules.json and schedules.png; by default that of the profile", None)
 
+    def execute(self) -> int:
+        from perseus_ds.artifacts.profile import StageProfile
+        from perseus_ds.artifacts.schedule_table import ScheduleTable
+        from perseus_ds.cli.inputs import folder_of, micro_batches_of, naming
+        from perseus_ds.cli.output import check_folder, progress_bar
+        from perseus_ds.optimizer.schedule_comparison import compare_schedules
+        from perseus_ds.report.pictures import schedules_picture
 
-def run(arguments: Arguments) -> int:
-    """Print the table; write ``schedules.json`` and ``schedules.png``."""
-    from perseus_ds.artifacts.profile import StageProfile
-    from perseus_ds.artifacts.schedule_table import ScheduleTable
-    from perseus_ds.cli.inputs import folder_of, micro_batches_of, naming
-    from perseus_ds.cli.output import check_folder, progress_bar
-    from perseus_ds.optimizer.schedule_comparison import compare_schedules
-    from perseus_ds.report.pictures import schedules_picture
-
-    if not 0 < arguments.weight_share < 1:
-        raise ConfigError(f"weight_share={arguments.weight_share}: expected a number above 0 and below 1, such as 0.5.")
-    profile = StageProfile.load(arguments.profile)
-    chosen = choose_schedules(
-        arguments.schedules,
-        micro_batches=arguments.micro_batches or [micro_batches_of(profile)],
-        ranks=arguments.ranks or profile.info.pipeline_ranks or profile.num_stages,
-        chunks=arguments.stages_per_rank,
-    )
-    out = check_folder(arguments.out or folder_of(arguments.profile))
-    with naming(arguments.profile), progress_bar() as progress:
-        compared = compare_schedules(
-            profile,
-            chosen,
-            weight_share=arguments.weight_share,
-            blocking_power_w=arguments.blocking_power_w,
-            plans=arguments.plans,
-            progress=progress,
+        if not 0 < self.weight_share < 1:
+            raise ConfigError(f"weight_share={self.weight_share}: expected a number above 0 and below 1, such as 0.5.")
+        profile = StageProfile.load(self.profile)
+        chosen = choose_schedules(
+            self.schedules,
+            micro_batches=self.micro_batches or [micro_batches_of(profile)],
+            ranks=self.ranks or profile.info.pipeline_ranks or profile.num_stages,
+            chunks=self.stages_per_rank,
         )
-    table = ScheduleTable(
-        profile=str(arguments.profile), simulated=profile.info.simulated, gpu=profile.info.gpu, schedules=compared
-    )
-    out.mkdir(parents=True, exist_ok=True)
-    table.save(out / "schedules.json")
-    schedules_picture(table, out / "schedules.png")
-    print(f"{schedules_text(table)}\nWritten: {out / 'schedules.json'} and schedules.png")
-    return 0
+        out = check_folder(self.out or folder_of(self.profile))
+        with naming(self.profile), progress_bar() as progress:
+            compared = compare_schedules(
+                profile,
+                chosen,
+                weight_share=self.weight_share,
+                blocking_power_w=self.blocking_power_w,
+                plans=self.plans,
+                progress=progress,
+            )
+        table = ScheduleTable(
+            profile=str(self.profile), simulated=profile.info.simulated, gpu=profile.info.gpu, schedules=compared
+        )
+        out.mkdir(parents=True, exist_ok=True)
+        table.save(out / "schedules.json")
+        schedules_picture(table, out / "schedules.png")
+        print(f"{schedules_text(table)}\nWritten: {out / 'schedules.json'} and schedules.png")
+        return 0
 
 
 def choose_schedules(

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus_ds.cli.arguments import arguments_of, parse
-from perseus_ds.cli.main import COMMANDS, description_of, module_of
+from perseus_ds.cli.main import COMMANDS, command_of, description_of
 
 
 def composed(command, *words):
-    return parse(command, module_of(command).Arguments, words)
+    return parse(command, command_of(command), words)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"]])
@@ -31,18 +31,18 @@ def test_help_of_a_command_tells_its_actions_arguments_and_examples(run, command
     assert code == 0
     assert f"usage: perseus-ds {command}" in out
     text = " ".join(out.split())
-    for argument in arguments_of(module_of(command).Arguments).values():
+    for argument in arguments_of(command_of(command)).values():
         assert f"  {argument.name} " in out
         assert argument.description in text
         assert argument.kind in text
         assert not argument.default_text or f"default: {argument.default_text}" in text
         assert all(f"  {choice} " in out for choice, meaning in argument.choices.items() if meaning)
     assert "\nexamples:\n" in out
-    assert all(f"\n  {example}" in out for example in module_of(command).Arguments.examples)
+    assert all(f"\n  {example}" in out for example in command_of(command).examples)
 
 
 @pytest.mark.parametrize(
-    ("command", "example"), [(command, e) for command in COMMANDS for e in module_of(command).Arguments.examples]
+    ("command", "example"), [(command, e) for command in COMMANDS for e in command_of(command).examples]
 )
 def test_examples_of_the_help_are_right(command, example):
     words = shlex.split(example.removeprefix('eval "$(').replace(')"', ""), comments=True)

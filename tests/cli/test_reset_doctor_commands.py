@@ -6,7 +6,7 @@ import socket
 import pynvml
 import pytest
 
-from perseus_ds.cli.doctor import examine_gpus
+from perseus_ds.cli.gpus import examine_gpus
 
 
 @pytest.fixture

@@ -22,7 +22,9 @@ from perseus_ds.artifacts.frontier import Frontier, read_zeus
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.cli.emulate import read_curve
-from perseus_ds.cli.main import module_of
+from perseus_ds.cli.jobs import Order
+from perseus_ds.cli.main import command_of
+from perseus_ds.cli.profile import Action
 from perseus_ds.errors import PerseusError
 from perseus_ds.policy.signals import read_signal
 from perseus_ds.report.sources import read_history
@@ -55,10 +57,10 @@ _CURVE = {
     "blocking_power_w": 80.0,
 }
 _PROFILE = [
-    ("profile", {"action": module_of("profile").Action[name], "profile": PROFILE, "other": [PROFILE], "out": out})
+    ("profile", {"action": Action[name], "profile": PROFILE, "other": [PROFILE], "out": out})
     for name, out in (("show", None), ("compare", None), ("validate", None), ("merge", OUT), ("convert", OUT))
 ]
-_STATUS = ("control", {"command": module_of("control").Command.status, "run": RUN})
+_STATUS = ("control", {"command": Order.status, "run": RUN})
 _WATCH = [("watch", {"run": RUN, "once": True, "json": as_json}) for as_json in (False, True)]
 COMMANDS = {
     "run/profile.csv": [_OPTIMIZE, *_PROFILE, _VERIFY, _EMULATE, _IMPORT, _REPORT],
@@ -89,7 +91,7 @@ READERS = {
 PICTURES = [
     ("plot", {"run": RUN, "out": OUT}),
     ("schedules", {"profile": PROFILE, "schedules": ["deepspeed_1f1b"], "plans": 4, "out": OUT}),
-    ("profile", {"action": module_of("profile").Action.show, "profile": PROFILE, "out": OUT / "profile.png"}),
+    ("profile", {"action": Action.show, "profile": PROFILE, "out": OUT / "profile.png"}),
 ]
 
 
@@ -134,13 +136,11 @@ def bounded():
 
 def run(command, arguments):
     """Run a command as the command line does after reading its words; return what it printed, or its error."""
-    module, printed = module_of(command), io.StringIO()
-    words = {
-        argument: value for argument, value in arguments.items() if argument in module.Arguments.__dataclass_fields__
-    }
+    declared, printed = command_of(command), io.StringIO()
+    words = {argument: value for argument, value in arguments.items() if argument in declared.__dataclass_fields__}
     try:
         with bounded(), contextlib.redirect_stdout(printed):
-            module.run(module.Arguments(**words))
+            declared(**words).execute()
     except PerseusError as error:
         return str(error)
     return printed.getvalue()
@@ -150,8 +150,7 @@ def test_the_corpus_is_right(folder):
     for commands in [*COMMANDS.values(), PICTURES]:
         for command, arguments in commands:
             if command != "control":
-                module = module_of(command)
-                assert module.run(module.Arguments(**arguments)) == 0
+                assert command_of(command)(**arguments).execute() == 0
 
 
 @pytest.mark.parametrize("name", [name for name in corpus.FILES if name in COMMANDS])

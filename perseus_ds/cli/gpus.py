@@ -1,4 +1,4 @@
-"""``perseus-ds doctor``: one page that says whether this machine will work."""
+"""``perseus-ds doctor`` and ``reset``: whether this machine will work, and its GPUs at default clocks again."""
 
 from __future__ import annotations
 
@@ -18,12 +18,71 @@ from pathlib import Path
 from typing import Literal
 
 from perseus_ds.cli.arguments import argument
+from perseus_ds.clocks.lock_records import left_locks
 from perseus_ds.clocks.readback import LatencyTable
 from perseus_ds.engines.deepspeed.contract import REMEDY, deepspeed_problem
-from perseus_ds.errors import GpuError
+from perseus_ds.errors import ConfigError, GpuError
 from perseus_ds.gpu.energy_counter import counter_period_s
-from perseus_ds.gpu.nvml import NvmlGpu, gpu_count
+from perseus_ds.gpu.nvml import NvmlGpu, gpu_count, gpu_uuids, match_uuid
 from perseus_ds.timebase import REAL_TIME, Timebase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reset:
+    """Return GPUs to their default clocks.
+
+    It is needed where a node's guardian was killed together with its job.
+    """
+
+    examples = ("perseus-ds reset", "perseus-ds reset gpus=[0,1]")
+
+    gpus: list[str] | None = argument(
+        "index of nvidia-smi, UUID, or the beginning of a UUID; by default all GPUs of this node", None
+    )
+
+    def execute(self) -> int:
+        results = [_reset(index) for index in _indices(self.gpus)]
+        return 0 if all(results) else 2
+
+
+def _indices(chosen: list[str] | None) -> list[int]:
+    """Return the indices of the chosen GPUs.
+
+    Raises:
+        ConfigError: One of them is not on this node.
+        GpuError: NVML or the driver is missing.
+    """
+    if chosen == []:
+        raise ConfigError("gpus=[]: name at least one GPU, or leave gpus out for all of them.")
+    count = gpu_count()
+    if chosen is None:
+        return [*range(count)]
+    try:
+        indices = [int(gpu) if gpu.isdecimal() else match_uuid(gpu, gpu_uuids()) for gpu in chosen]
+    except GpuError as error:
+        raise ConfigError(f"gpus: {error}") from None
+    for index in indices:
+        if not 0 <= index < count:
+            raise ConfigError(f"gpus: there is no GPU {index} on this node, which has {count}; see `nvidia-smi -L`.")
+    return indices
+
+
+def _reset(index: int) -> bool:
+    try:
+        gpu = NvmlGpu(index)
+        try:
+            gpu.reset_clock()
+            for left in left_locks():
+                if left.address == gpu.address:
+                    left.forget()
+            print(f"{gpu}: clock reset to the driver's default; {gpu.clock_mhz()} MHz now.")
+        finally:
+            gpu.close()
+    except GpuError as error:
+        print(f"GPU {index}: NOT reset. {error}", file=sys.stderr)
+        return False
+    return True
+
 
 _PACKAGES = ("perseus-ds", "torch", "nvidia-ml-py")
 _CAP_SYS_ADMIN = 21
@@ -50,7 +109,7 @@ _ONLY_FOR = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Doctor:
     """Say on one page whether this machine will work, and what to do where it will not."""
 
     examples = (
@@ -64,24 +123,22 @@ class Arguments:
         "true: also lock clocks for a moment, to try the permission and measure how long it takes", False
     )
 
-
-def run(arguments: Arguments) -> int:
-    """Print the page; returns 1 if the machine is not ready for the device."""
-    software = examine_software()
-    gpus = [] if arguments.device is Device.simulated else examine_gpus(lock=arguments.lock)
-    print(f"perseus-ds on {platform.node() or 'this node'} ({platform.system()} {platform.release()})")
-    for findings in [software, *gpus]:
-        print()
-        for finding in findings:
-            _print(finding)
-    to_solve = _failures(chain(software, *gpus), arguments.device)
-    if not to_solve:
-        print(f"\nThis machine is ready{'' if gpus else ' for simulated GPUs'}.")
-    elif _failures(software, Device.simulated):
-        print(f"\nTo solve: {to_solve}.")
-    else:
-        print(f"\nThis machine is ready for simulated GPUs; for real ones solve: {to_solve}.")
-    return 1 if to_solve else 0
+    def execute(self) -> int:
+        software = examine_software()
+        gpus = [] if self.device is Device.simulated else examine_gpus(lock=self.lock)
+        print(f"perseus-ds on {platform.node() or 'this node'} ({platform.system()} {platform.release()})")
+        for findings in [software, *gpus]:
+            print()
+            for finding in findings:
+                _print(finding)
+        to_solve = _failures(chain(software, *gpus), self.device)
+        if not to_solve:
+            print(f"\nThis machine is ready{'' if gpus else ' for simulated GPUs'}.")
+        elif _failures(software, Device.simulated):
+            print(f"\nTo solve: {to_solve}.")
+        else:
+            print(f"\nThis machine is ready for simulated GPUs; for real ones solve: {to_solve}.")
+        return 1 if to_solve else 0
 
 
 def _failures(findings: Iterable[Finding], device: Device) -> str:

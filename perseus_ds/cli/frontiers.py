@@ -1,0 +1,190 @@
+"""``perseus-ds optimize``, ``verify``, ``export`` and ``import``: frontiers of frequency plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from perseus_ds.cli.arguments import argument, blocking_power_argument, schedule_argument
+from perseus_ds.errors import ConfigError, FrontierError
+
+if TYPE_CHECKING:
+    from perseus_ds.optimizer import Solver
+
+
+class SolverChoice(Enum):
+    """Which solver computes the plans."""
+
+    exact = "with a lower bound for each plan (default)"
+    lowtime = "the published one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimize:
+    """Compute the frontier of frequency plans from a profile."""
+
+    examples = ("perseus-ds optimize perseus out=perseus/frontier",)
+
+    profile: Path = argument("profile.csv, or the folder it is in; profile.json is read beside it", word=True)
+    out: Path = argument("folder for frontier.json and frontier.csv")
+    micro_batches: int | None = argument(
+        "micro-batches per iteration; by default what profile.json says", None, at_least=1
+    )
+    stages: int | None = argument("stages of the model; by default as many as the profile has", None, at_least=1)
+    blocking_power_w: float | None = blocking_power_argument()
+    schedule: str | None = schedule_argument()
+    solver: SolverChoice = argument("which solver computes the plans", SolverChoice.exact)
+    plans: int = argument("number of deadlines, from T_min to T*, for which exact computes a plan", 120, at_least=2)
+    switch_cost_j: float = argument(
+        "energy that exact assumes for a change of clock when it chooses clocks [J]", 0.0, at_least=0
+    )
+    switch_cost_s: float = argument("delay that exact assumes for what follows a change of clock [s]", 0.0, at_least=0)
+    least_dwell_s: float = argument("shortest time at one clock in plans of exact [s]", 0.0, at_least=0)
+    least_swing: bool = argument(
+        "true: plans may use 0.1 % more energy to change their power less from one second to the next", False
+    )
+    certificates: bool = argument(
+        "true: write certificates.npz too, the proofs of the lower bounds, for perseus-ds verify", False
+    )
+
+    def execute(self) -> int:
+        from perseus_ds.artifacts.profile import StageProfile
+        from perseus_ds.cli.inputs import naming, schedule_for
+        from perseus_ds.cli.output import check_folder, progress_bar, save_and_summarise
+        from perseus_ds.optimizer import optimize, with_alternatives
+
+        if self.certificates and self.solver is not SolverChoice.exact:
+            raise ConfigError(
+                "certificates=true: only solver=exact proves bounds. Leave solver out, or certificates=true."
+            )
+        profile = StageProfile.load(self.profile)
+        schedule = schedule_for(profile, schedule=self.schedule, stages=self.stages, micro_batches=self.micro_batches)
+        out = check_folder(self.out)
+        with naming(self.profile), progress_bar() as progress:
+            frontier = optimize(
+                schedule,
+                profile,
+                blocking_power_w=self.blocking_power_w,
+                plans=self.plans,
+                switch_cost_j=self.switch_cost_j,
+                switch_cost_s=self.switch_cost_s,
+                least_dwell_s=self.least_dwell_s,
+                least_swing=self.least_swing,
+                progress=progress,
+                solver=cast("Solver", self.solver.name),
+            )
+            frontier = with_alternatives(frontier, schedule, profile)
+        print(save_and_summarise(frontier, self.profile, out, certificates=self.certificates))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Recompute time, energy and lower bound of every plan of a frontier, without the solver.
+
+    It needs the certificates that "perseus-ds optimize" writes with certificates=true.
+    """
+
+    examples = ("perseus-ds verify perseus/frontier",)
+
+    frontier: Path = argument("frontier.json, or the folder it is in", word=True)
+    profile: Path | None = argument(
+        "profile.csv or its folder; by default beside the frontier, or where the frontier says it came from", None
+    )
+    certificates: Path | None = argument("certificates.npz; by default the one beside frontier.json", None)
+    schedule: str | None = argument(
+        "1f1b, dualpipev or package.module:Class, to compare with the schedule in the certificates", None
+    )
+
+    def execute(self) -> int:
+        from perseus_ds.artifacts.certificates import FILE_NAME, Certificates
+        from perseus_ds.cli.inputs import folder_of, naming, schedule_for
+        from perseus_ds.cli.output import answer_no
+        from perseus_ds.optimizer.bounds import verify
+        from perseus_ds.report.sources import find_sources
+
+        folder = folder_of(self.frontier)
+        path = self.certificates or folder / FILE_NAME
+        certificates = Certificates.load(path)
+        found = find_sources(folder, frontier=self.frontier, profile=self.profile)
+        frontier, profile = found.frontier, found.profile
+        if frontier is None or profile is None:
+            raise ConfigError(f"{folder}: {' '.join(found.missing)}")
+        if self.schedule is not None:
+            made = frontier.provenance
+            expected = schedule_for(
+                profile, schedule=self.schedule, stages=made.stages, micro_batches=made.micro_batches
+            )
+            if expected.ranks != certificates.schedule.ranks:
+                return answer_no("verify", f"{path}: its schedule is not that of schedule={self.schedule}.")
+        with naming(self.profile or folder):
+            try:
+                worst_gap = verify(frontier, certificates, profile)
+            except FrontierError as error:
+                return answer_no("verify", f"{self.frontier}: {error}")
+        print(
+            f"{len(frontier.plans)} plans verified: time and energy of each follow from the profile's rows, and each "
+            f"lower bound is proven by its certificate; the worst plan is {worst_gap:.3%} above its bound."
+        )
+        if self.schedule is None:
+            print(
+                f"The schedule is the one in {path.name} ({certificates.schedule.name}); give schedule=… to compare it."
+            )
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write the plans of a frontier for the server of Zeus's pipeline frequency optimizer."""
+
+    examples = ("perseus-ds export perseus/frontier out=plans",)
+
+    frontier: Path = argument("frontier.json, or the folder it is in", word=True)
+    out: Path = argument("folder for freqs_pipeline_00000.py (the fastest plan), freqs_pipeline_00001.py, …")
+
+    def execute(self) -> int:
+        from perseus_ds.artifacts.frontier import Frontier, export_zeus
+        from perseus_ds.cli.output import check_folder
+
+        frontier = Frontier.load(self.frontier)
+        paths = export_zeus(frontier, check_folder(self.out))
+        print(f"Written: {len(paths)} plans, {paths[0]} (fastest) to {paths[-1].name} (least energy)")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """Read plans of lowtime or Zeus, compute their time and energy from a profile, and write them as a frontier.
+
+    The files of plans are parsed and never executed.
+    """
+
+    examples = ("perseus-ds import plans profile=perseus out=perseus/frontier",)
+
+    plans: Path = argument("folder of freqs_pipeline_*.py", word=True)
+    profile: Path = argument("profile.csv, or the folder it is in; profile.json is read beside it")
+    out: Path = argument("folder for frontier.json and frontier.csv")
+    blocking_power_w: float | None = blocking_power_argument()
+    schedule: str | None = schedule_argument()
+
+    def execute(self) -> int:
+        from perseus_ds.artifacts.frontier import read_plans
+        from perseus_ds.artifacts.profile import StageProfile
+        from perseus_ds.cli.inputs import naming, schedule_of_plans
+        from perseus_ds.cli.output import check_folder, save_and_summarise
+        from perseus_ds.optimizer import frontier_of_imported, with_alternatives
+        from perseus_ds.optimizer.problem import problem_for
+
+        profile = StageProfile.load(self.profile)
+        plans = read_plans(self.plans)
+        first = next(plans)
+        schedule = schedule_of_plans(first[1], profile, self.schedule)
+        out = check_folder(self.out)
+        with naming(self.profile):
+            problem = problem_for(schedule, profile, self.blocking_power_w)
+            frontier = with_alternatives(frontier_of_imported(chain([first], plans), problem), schedule, profile)
+        print(save_and_summarise(frontier, self.profile, out))
+        return 0

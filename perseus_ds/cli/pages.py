@@ -1,0 +1,183 @@
+"""``perseus-ds report``, ``compare``, ``trace`` and ``plot``: what runs did, to look at."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perseus_ds.cli.arguments import RunArguments, argument
+from perseus_ds.errors import ConfigError
+
+if TYPE_CHECKING:
+    from perseus_ds.report.sources import Sources
+    from perseus_ds.report.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(RunArguments):
+    """Show what a run saved, and write one HTML file about it: frontier, timelines, savings (report.html)."""
+
+    examples = (
+        "perseus-ds report perseus",
+        "perseus-ds report perseus price_per_kwh=0.25 currency=EUR",
+    )
+
+    carbon_g_per_kwh: float = argument(
+        "emissions of electricity [g CO2 equivalent per kWh]; the default is the world's mean in 2022 (Ember, 2023)",
+        436.0,
+        at_least=0,
+    )
+    price_per_kwh: float = argument("price of electricity; the default is an example", 0.10, at_least=0)
+    currency: str = argument("currency of the price", "USD")
+    pue: float = argument(
+        "energy of the data centre per energy of its GPUs (PUE); 1 counts the GPUs alone", 1.0, at_least=1
+    )
+    tokens_per_sample: int | None = argument("sequence length, for the energy of a token", None, at_least=1)
+
+    def execute(self) -> int:
+        from perseus_ds.artifacts.evidence import FILE_NAME
+        from perseus_ds.cli.inputs import sources_for
+        from perseus_ds.report.jobs import Factors, jobs_of, main_job
+        from perseus_ds.report.page import as_text, report_page, tiles, write_output
+
+        if (self.run / FILE_NAME).is_file():
+            return _report_evidence(self.run, self.out)
+        found = sources_for(self)
+        factors = Factors(**{field.name: getattr(self, field.name) for field in fields(Factors)})
+        jobs = jobs_of(found)
+        shown = tiles(found, main_job(jobs), factors)
+        out = write_output(report_page(found, jobs, shown, factors), self.out, self.run, "report.html")
+        print(as_text(shown, simulated=found.simulated))
+        for text in found.missing:
+            print(f"Not in the report: {text}")
+        print(f"Written: {out}")
+        return 0
+
+
+def _report_evidence(folder: Path, out: Path | None) -> int:
+    """Write the page about checks on a GPU."""
+    from perseus_ds.artifacts.evidence import FILE_NAME, Evidence
+    from perseus_ds.report.page import evidence_page, evidence_text, write_output
+
+    evidence = Evidence.load(folder / FILE_NAME)
+    written = write_output(evidence_page(evidence), out, folder, "evidence.html")
+    print(evidence_text(evidence))
+    print(f"Written: {written}")
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Show runs side by side: default clocks, power limits, plans; also as one HTML file (comparison.html)."""
+
+    examples = (
+        "perseus-ds compare runs/default runs/plan",
+        "perseus-ds compare a b baseline=b out=ab.html",
+    )
+
+    runs: list[Path] = argument("output folders of training runs", word=True)
+    baseline: str | None = argument(
+        "name of the run to compare with; by default the one with the most iterations at default clocks", None
+    )
+    out: Path | None = argument("file to write, or an existing folder for it; by default in this folder", None)
+
+    def execute(self) -> int:
+        from perseus_ds.report.comparison import compare, comparison_page, comparison_text
+        from perseus_ds.report.page import write_output
+        from perseus_ds.report.sources import find_sources
+
+        comparison = compare([find_sources(folder) for folder in self.runs], self.baseline)
+        out = write_output(comparison_page(comparison), self.out, Path(), "comparison.html")
+        print(comparison_text(comparison))
+        print(f"Written: {out}")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace(RunArguments):
+    """Write predicted and measured timelines for Perfetto (trace.json; open it at ui.perfetto.dev)."""
+
+    examples = ("perseus-ds trace perseus",)
+
+    plan: int | None = argument(
+        "which plan of the frontier, 0 is the fastest; by default the one in use", None, at_least=0
+    )
+
+    def execute(self) -> int:
+        from perseus_ds.cli.inputs import sources_for
+        from perseus_ds.report.page import write_output
+        from perseus_ds.report.sources import label
+        from perseus_ds.report.timeline import chrome_trace, measured_timeline
+
+        found = sources_for(self)
+        suffix = ", simulated" if found.simulated else ""
+        timelines = {f"predicted: {name}{suffix}": each for name, each in _predicted(found, self.plan).items()}
+        for history, iteration in found.measured:
+            name = f"measured: {label(history, iteration)}{suffix}"
+            timelines[name] = measured_timeline(iteration, energy_j=math.nan)
+        if not timelines:
+            raise ConfigError(f"{self.run}: there is no timeline to write. {' '.join(found.missing)}")
+        about = {"simulated": found.simulated, "written_by": "perseus-ds"}
+        text = json.dumps(chrome_trace(timelines, about, found.profile)) + "\n"
+        out = write_output(text, self.out, self.run, "trace.json")
+        for missing in found.missing:
+            print(f"Not in the trace: {missing}")
+        print(f"Written: {out}, with {len(timelines)} timelines; open it at https://ui.perfetto.dev")
+        return 0
+
+
+def _predicted(found: Sources, number: int | None) -> dict[str, Timeline]:
+    from perseus_ds.report.timeline import timeline
+
+    if found.dag is None or found.profile is None or found.frontier is None:
+        return {}
+    plans = found.frontier.plans
+    number = (found.plan_used or 0) if number is None else number
+    if number >= len(plans):
+        raise ConfigError(f"plan={number}: the frontier has plans 0 to {len(plans) - 1}.")
+    return {
+        "highest clock": timeline(found.dag, found.profile, found.frontier.baseline),
+        f"plan {number}": timeline(found.dag, found.profile, plans[number]),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot(RunArguments):
+    """Draw the frontier, and the pipeline's timeline at the highest clock and under a plan."""
+
+    examples = (
+        "perseus-ds plot perseus",
+        "perseus-ds plot perseus/frontier profile=perseus out=pictures max_slowdown=0.05",
+    )
+
+    out: Path | None = argument("folder for frontier.png and timeline.png; by default that of the run", None)
+    max_slowdown: float = argument(
+        "draw the plan that a job with this setting runs, or the fastest if none is that fast", 0.0, at_least=0
+    )
+
+    def execute(self) -> int:
+        from perseus_ds.cli.inputs import sources_for
+        from perseus_ds.cli.output import check_folder
+        from perseus_ds.report.jobs import measured_points
+        from perseus_ds.report.pictures import frontier_picture, timeline_picture
+        from perseus_ds.report.timeline import timeline
+
+        found = sources_for(self)
+        if found.frontier is None or found.profile is None or found.dag is None:
+            raise ConfigError(f"{self.run}: there is not all that is to be drawn. {' '.join(found.missing)}")
+        measured = measured_points(found.histories, pipelines=found.pipelines)
+        if self.runs and not measured:
+            raise ConfigError(
+                "runs: no iterations at default clocks or under a plan in any. Train for some steps more."
+            )
+        plan = found.frontier.within(self.max_slowdown)
+        before, after = (timeline(found.dag, found.profile, each) for each in (found.frontier.baseline, plan))
+        out = check_folder(self.out or self.run)
+        out.mkdir(parents=True, exist_ok=True)
+        frontier_picture(found.frontier, out / "frontier.png", in_use=plan, measured=measured)
+        timeline_picture(before, after, found.frontier.provenance, out / "timeline.png")
+        print(f"Written: {out / 'frontier.png'} and timeline.png")
+        return 0
