@@ -89,7 +89,6 @@ _CAP_SYS_ADMIN = 21
 _SETTLE_TIMEOUT_S = 1.0
 _CLOCKS_TRIED = 5
 _POLL_S = 5e-4
-_COLOURS = {"ok": "32", "info": "0", "warn": "33", "fail": "31"}
 
 
 class Device(Enum):
@@ -130,7 +129,9 @@ class Doctor:
         for findings in [software, *gpus]:
             print()
             for finding in findings:
-                _print(finding)
+                print(f"{finding.level:4}  {finding.what:13} {finding.text}")
+                if finding.remedy:
+                    print(f"{'':20} -> {finding.remedy}")
         to_solve = _failures(chain(software, *gpus), self.device)
         if not to_solve:
             print(f"\nThis machine is ready{'' if gpus else ' for simulated GPUs'}.")
@@ -145,15 +146,6 @@ def _failures(findings: Iterable[Finding], device: Device) -> str:
     """Return the names of the failures that matter to a device, each once."""
     failed = [each.what for each in findings if each.level == "fail" and device in _ONLY_FOR.get(each.what, {device})]
     return ", ".join(dict.fromkeys(failed))
-
-
-def _print(finding: Finding) -> None:
-    mark = f"{finding.level:4}"
-    if sys.stdout.isatty():
-        mark = f"\033[{_COLOURS[finding.level]}m{mark}\033[0m"
-    print(f"{mark}  {finding.what:13} {finding.text}")
-    if finding.remedy:
-        print(f"{'':20} -> {finding.remedy}")
 
 
 @dataclass(frozen=True)

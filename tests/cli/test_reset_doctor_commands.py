@@ -159,6 +159,12 @@ def test_doctor_for_simulated_gpus_looks_at_no_real_one(run, stub_nvml_here):
     assert page.endswith("\nThis machine is ready for simulated GPUs.\n")
 
 
+def test_doctor_prints_the_same_page_on_a_terminal(run, stub_nvml_here, monkeypatch):
+    page = run("doctor", "device=simulated")[1]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run("doctor", "device=simulated")[1] == page
+
+
 def test_doctor_for_zeusd_needs_zeusd_but_not_the_permission_to_lock(run, stub_nvml_here, monkeypatch, tmp_path):
     for gpu in stub_nvml_here.gpus:
         gpu.fail("set_locked", "no_permission")
