@@ -18,7 +18,7 @@ from typing import Protocol
 class Bell(Protocol):
     """Wakes a thread that waits for it, from any thread or signal handler.
 
-    Half as expensive for the thread that rings as to notify a condition, whose lock the other thread wants as it wakes.
+    Cheaper for the thread that rings than to notify a condition, whose lock the other thread wants as it wakes.
     """
 
     def ring(self) -> None:
