@@ -4,14 +4,17 @@ import contextlib
 import json
 import math
 import os
+import socket
 import stat
+import threading
 from pathlib import Path
 
 import pytest
+from run_log import GIVE_UP_S
 from virtual.time import VirtualTime
 
 from perseus_ds.errors import ConfigError
-from perseus_ds.policy import local_socket
+from perseus_ds.policy import control_socket
 from perseus_ds.policy.control_socket import ControlServer, send_order
 from perseus_ds.policy.job_control import JobControl
 from perseus_ds.policy.policies import POLICY, EnergyOptimalPolicy, SlowdownPolicy
@@ -87,7 +90,7 @@ def test_the_status_of_a_job_of_thousands_of_ranks_arrives(tmp_path):
 
 def test_no_order_is_given_to_a_process_of_another_user(folder, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    monkeypatch.setattr(local_socket, "peer", lambda connection: (1, 1001))
+    monkeypatch.setattr(control_socket, "user_of", lambda connection: 1001)
     with pytest.raises(ConfigError, match="belongs to another user"):
         send_order(folder, {"command": "status"})
 
@@ -173,29 +176,81 @@ def test_a_line_that_is_no_order_changes_nothing_and_the_server_lives_on(folder,
 
 def said(folder, line):
     """Send a line; return the answer."""
-    with local_socket.connect(address(folder), 60.0) as connection:
+    with connected(folder) as connection:
         connection.sendall(line)
-        return local_socket.receive(connection)
+        return json.loads(connection.makefile().readline())
 
 
-def address(folder):
-    return json.loads((folder / "control.json").read_text())["socket"]
+def connected(folder):
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(json.loads((folder / "control.json").read_text())["socket"])
+    connection.settimeout(GIVE_UP_S)
+    return connection
 
 
 def test_clients_that_say_nothing_do_not_keep_others_from_being_answered(folder):
     with contextlib.ExitStack() as silent:
         for _ in range(150):
-            connection = silent.enter_context(local_socket.connect(address(folder), 60.0))
-            connection.sendall(b'{"command":')
+            silent.enter_context(connected(folder)).sendall(b'{"command":')
         assert send_order(folder, {"command": "status"})["ok"]
 
 
 def test_a_line_without_end_closes_the_connection(folder):
-    with local_socket.connect(address(folder), 60.0) as connection:
+    with connected(folder) as connection:
         connection.sendall(b"x" * 70_000)
         with pytest.raises(OSError, match=r"Broken pipe|reset"):
             connection.sendall(b"x" * 10_000_000)
     assert send_order(folder, {"command": "status"})["ok"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"{\n", "expected a JSON object, got b'{"),
+        (b"\xff\n", "expected a JSON object"),
+        (b"[]\n", "expected a JSON object"),
+        (b'{"ok": true}', "got 12 bytes without its end"),
+        (b"", "got 0 bytes without its end"),
+        (b"x" * 5_000_000, "bytes without its end"),
+    ],
+)
+def test_a_process_that_answers_something_else_is_named(tmp_path, answer, message):
+    address = tmp_path / "here.sock"
+    (tmp_path / "control.json").write_text(json.dumps({"socket": str(address), "pid": 7}))
+    with socket.create_server(str(address), family=socket.AF_UNIX) as server:
+        thread = threading.Thread(target=answers_once, args=(server, answer))
+        thread.start()
+        with pytest.raises(ConfigError, match=rf"process 7 does not answer \(.*{message}"):
+            send_order(tmp_path, {"command": "status"})
+        thread.join(GIVE_UP_S)
+
+
+def answers_once(server, answer):
+    with server.accept()[0] as connection:
+        connection.recv(4096)
+        with contextlib.suppress(OSError):  # one that is too long is refused before its end
+            connection.sendall(answer)
+
+
+class Dripping:
+    """A connection over which one byte comes each second."""
+
+    now_s = 0.0
+
+    def settimeout(self, timeout_s):
+        assert timeout_s > 0
+
+    def recv(self, size):
+        self.now_s += 1.0
+        return b" "
+
+
+def test_the_time_out_is_of_the_whole_line(monkeypatch):
+    connection = Dripping()
+    monkeypatch.setattr(control_socket.time, "monotonic", lambda: connection.now_s)
+    with pytest.raises(TimeoutError):
+        control_socket.receive_line(connection, 100, timeout_s=5.0)
+    assert connection.now_s == 5.0
 
 
 def test_an_order_that_fails_is_answered_and_the_server_lives_on(tmp_path):
