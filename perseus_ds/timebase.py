@@ -6,7 +6,6 @@ threads that wait for each other must do so through bells, conditions and thread
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -81,8 +80,10 @@ class _RealBell:
         self._rings.put(None)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        with contextlib.suppress(queue.Empty):
+        try:
             self._rings.get(timeout=None if timeout_s is None else max(0.0, timeout_s))
+        except queue.Empty:
+            pass
 
 
 class Flag:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 from perseus_ds.clocks.events import DeviceEvent
-from perseus_ds.clocks.readback import ClockReadback, LatencyTable, LimitWatch, Refusal
+from perseus_ds.clocks.readback import ClockReadback, Refusal
 from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase
@@ -112,7 +112,8 @@ class ClockController:
     Attributes:
         changes: Clock changes made.
         overtaken: Requests skipped because a later one was already due.
-        readback: What was read of the clock.
+        readback: What was read of the clock, how late clocks are, and what limits them.
+        is_closed: Whether the default clock is restored for good.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class ClockController:
         self._called_s: float | None = None
         self._busy_since_s: float | None = None
         self._closing: threading.Thread | None = None
+        self.is_closed = False
         self._is_restored = self._has_ended = False
         # Of the clocks' thread: what the driver was last asked for, and what it has accepted.
         self._wanted_mhz: int | None = None
@@ -205,16 +207,6 @@ class ClockController:
         self._wake()
 
     @property
-    def latencies(self) -> LatencyTable:
-        """How late clocks follow their requests; another object once that has changed."""
-        return self.readback.latencies
-
-    @property
-    def limits(self) -> LimitWatch:
-        """What the GPU may draw, and how fast it may run, where that is less than profiled."""
-        return self.readback.limits
-
-    @property
     def thread_late_s(self) -> float:
         """How much later than the GPU has passed an event its thread goes on, nine times of ten at most [s].
 
@@ -239,11 +231,6 @@ class ClockController:
             return GpuBusyError(f"the driver has not answered for {self.failing_s:.0f} s")
         return None
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the default clock was restored for good."""
-        return self._closing is not None
-
     def close(self, timeout_s: float = 5.0) -> None:
         """Restore the default clock for good; from any thread, a signal's handler included.
 
@@ -257,7 +244,7 @@ class ClockController:
                 if self._closing is not threading.current_thread():
                     self._wait_until(lambda: self._is_restored, timeout_s)
                 return
-            self._closing = threading.current_thread()
+            self._closing, self.is_closed = threading.current_thread(), True
             self._bell.ring()
             self._wait_until(lambda: self._called_s is None, timeout_s)
         try:
@@ -313,6 +300,7 @@ class ClockController:
         while not self._items:
             if self.is_closed:
                 return None
+            self._is_waiting = True  # from here on, who changes what follows rings
             due_in_s = self._due_in_s()
             if self._is_idle and self._wanted_mhz is not None:
                 idle_in_s = self._idle_at_s - self._time.now_s()
@@ -349,8 +337,8 @@ class ClockController:
 
     def _wait_for(self, event: DeviceEvent) -> None:
         """Wait until the GPU has passed an event; meanwhile do what is due."""
-        had_passed = event.query()
-        while not event.query():
+        had_passed = has_passed = event.query()
+        while not has_passed:
             due_in_s = self._due_in_s()
             if due_in_s is None or due_in_s > 50 * _POLL_S:
                 event.synchronize()
@@ -358,6 +346,7 @@ class ClockController:
                 self._time.sleep(min(due_in_s, _POLL_S))
             else:
                 self._do_what_is_due()
+            has_passed = event.query()
         # The sooner it is asked, the better the events after it are known.
         late_s = self._time.now_s() - event.passed_s()
         if not had_passed:

@@ -121,6 +121,7 @@ class Session:
         runtime: Perseus on this rank; None before the engine has trained.
         operation: Surrounds one operation of an iteration, as :meth:`PerseusRuntime.operation` does; outside of the
             passes of an iteration, and where nobody asks for its operations, it does nothing.
+        follows_transfers: Whether that does anything for what is no instruction in the iteration that has begun.
     """
 
     checked = False
@@ -139,6 +140,7 @@ class Session:
         self._left = 0
         self._measured_in: int | None = None
         self.operation: Callable[..., AbstractContextManager[None]] = _surround_nothing
+        self.follows_transfers = False
         self._open: ExitStack | None = None  # the iteration
         self._closed = False
         _SESSIONS.add(self)
@@ -199,6 +201,7 @@ class Session:
             self._open = iteration
             if runtime.follows_operations:
                 self.operation = runtime.operation
+            self.follows_transfers = runtime.follows_transfers
             yield
             self._open = iteration.pop_all()
 

@@ -159,7 +159,7 @@ def optimise(
     """
     job, rank = context.job, context.rank
     worker: OptimizeWorker | None = None
-    latencies = rank.communicator.gather(rank.clocks.latencies)
+    latencies = rank.communicator.gather(rank.clocks.readback.latencies)
 
     # A request that comes late delays the instruction after it, whatever was learnt from plans that ran.
     price_s = max(switch_cost_s, rank.communicator.all_max(rank.clocks.thread_late_s))

@@ -174,7 +174,7 @@ class ModeDriver:
         except Exception as error:  # the other ranks wait for this report
             self._on_error(error)
             reported = {}
-        limits = self._rank.clocks.limits
+        limits = self._rank.clocks.readback.limits
         report = {
             **own,
             "time_s": seen.time_s,

@@ -67,7 +67,7 @@ def _run(context: ModeContext) -> Phase[None]:
         )
     yield from calibrate(context)
     if made is not None:
-        rank.clocks.limits.profiled_w = made.power_limit_w
+        rank.clocks.readback.limits.profiled_w = made.power_limit_w
     runner = PlanRunner(context, frontier)
     yield from runner.try_out()
     period_s, profile = counter_period_s(rank), frontier.provenance.profile

@@ -84,7 +84,7 @@ def warm_up(context: ModeContext, *, tails_of: StageProfile | None = None) -> Ph
     """
     job, rank = context.job, context.rank
     rank.clocks.watch_default_clocks()
-    rank.clocks.limits.profiled_w = None  # those of now are the profile's
+    rank.clocks.readback.limits.profiled_w = None  # those of now are the profile's
     taken: list[IterationMeasurement] = []
     least = job.config.profile.warm_up
     while len(taken) < _MOST_TIMES_AS_LONG * least:

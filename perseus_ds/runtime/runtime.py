@@ -294,6 +294,11 @@ class PerseusRuntime:
         """Whether :meth:`operation` has to surround the operations of the iteration that has begun."""
         return self._hooks.times_all or self.next.follows_operations or self._driver.unsent is not None
 
+    @property
+    def follows_transfers(self) -> bool:
+        """Whether these include what is no instruction."""
+        return self._hooks.times_all
+
     def operation(self, operation: Operation, inputs: Hashable = None) -> AbstractContextManager[None]:
         """Surround one operation of an iteration.
 
@@ -425,7 +430,7 @@ class PerseusRuntime:
 
     def _read_energy_and_limits(self) -> float:
         energy_j = self.rank.gpu.energy_j()
-        self.rank.clocks.limits.read()
+        self.rank.clocks.readback.limits.read()
         return energy_j
 
     def _fail(self, error: Exception) -> None:
@@ -484,7 +489,7 @@ class OperationHooks:
         Where tails are aligned all ranks begin them at the same time, so that waiting is not counted as work.
         """
         self._aligns_tail = aligns_tail
-        latencies = self._clocks.latencies
+        latencies = self._clocks.readback.latencies
         planned, planned_latencies = self._requested_for
         # Those of the iteration before are kept unless the plan or a latency has changed.
         if plan is not planned or latencies is not planned_latencies:

@@ -281,6 +281,23 @@ def test_an_idle_clock_returns_to_the_default_and_is_requested_anew(clocks, gpu,
     assert gpu.clocks_set == [1200, None, 1200]
 
 
+def test_what_changes_while_the_thread_decides_how_long_to_wait_is_seen(clocks, gpu, now, monkeypatch):
+    decide, read = clocks.readback.due_in_s, []
+
+    def changes_meanwhile():
+        due_in_s = decide()
+        if due_in_s is None:
+            clocks.watch_default_clocks()
+        return due_in_s
+
+    set_clock(clocks, 1200)
+    monkeypatch.setattr(clocks.readback, "due_in_s", changes_meanwhile)
+    monkeypatch.setattr(gpu, "throttle_reasons", lambda: read.append(now.now_s()) or ())
+    clocks.request(None)
+    now.sleep(A_WHILE_S)
+    assert read
+
+
 def test_a_clock_is_not_idle_while_the_device_is_at_the_iteration_before_the_next_one(clocks, gpu, now):
     """The host has launched an iteration of more than two seconds, and waits for it in the next one."""
     set_clock(clocks, 1200)
@@ -348,7 +365,7 @@ def test_a_clock_is_read_back_while_an_early_request_waits_for_its_time(clocks, 
         clocks.request(clock)
         clocks.request_early(2520 - clock, PassedEvent(now.now_s()), 0.08)
         now.sleep(0.08 + 2 * LATENCY_S)
-    assert clocks.latencies.latest_s(1410, rises=True) == pytest.approx(LATENCY_S)
+    assert clocks.readback.latencies.latest_s(1410, rises=True) == pytest.approx(LATENCY_S)
 
 
 def test_reading_back_delays_a_request_by_one_reading_at_most(clocks, gpu, now):

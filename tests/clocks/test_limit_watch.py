@@ -21,8 +21,8 @@ def node(stub_nvml_here: StubNvml, stub_time: StubTime):
     stub.enforced_power_limit_w = 400.0
     gpu = NvmlGpu(0)
     clocks = ClockController(gpu, lambda error: None, timebase=stub_time)
-    clocks.limits.read()
-    yield SimpleNamespace(stub=stub, time=stub_time, clocks=clocks, limits=clocks.limits)
+    clocks.readback.limits.read()
+    yield SimpleNamespace(stub=stub, time=stub_time, clocks=clocks, limits=clocks.readback.limits)
     clocks.close()
     gpu.close()
 

@@ -89,7 +89,7 @@ def test_the_latency_includes_what_the_clock_takes_after_the_call(node, settle_s
         node.time.sleep(2 * settle_s + 0.02)
     for clock, rises in ((1410, True), (1200, False)):
         # The clock is read every millisecond, later at longer intervals.
-        found_s = node.clocks.latencies.latest_s(clock, rises=rises)
+        found_s = node.clocks.readback.latencies.latest_s(clock, rises=rises)
         assert found_s == pytest.approx(0.010 + settle_s, rel=0.06, abs=0.0011)
     assert node.refusals == []
 
@@ -101,7 +101,7 @@ def test_each_clock_has_its_own_latency(node):
             node.stub.settle_s = settle_s
             node.clocks.request(clock)
             node.time.sleep(1.0)
-    latencies = node.clocks.latencies
+    latencies = node.clocks.readback.latencies
     assert latencies.latest_s(1410, rises=True) == pytest.approx(0.02, abs=0.0011)
     assert latencies.latest_s(1200, rises=False) == pytest.approx(0.3, rel=0.06)
     assert latencies.latest_s(1395, rises=True) == latencies.latest_s(1410, rises=True)
@@ -113,7 +113,7 @@ def test_a_clock_that_has_not_come_after_a_second_is_later_than_that(node):
     for clock in (1200, 1410, 1200, 1410):
         node.clocks.request(clock)
         node.time.sleep(5.0)
-    assert 1.0 <= node.clocks.latencies.latest_s(1200, rises=False) < 1.1
+    assert 1.0 <= node.clocks.readback.latencies.latest_s(1200, rises=False) < 1.1
 
 
 def test_a_clock_that_the_next_request_overtakes_is_at_least_so_late(node):
@@ -121,7 +121,7 @@ def test_a_clock_that_the_next_request_overtakes_is_at_least_so_late(node):
     for clock in (1410, 1200, 1410, 1200, 1410):
         node.clocks.request(clock)
         node.time.sleep(0.1)
-    assert node.clocks.latencies.latest_s(1200, rises=False) == pytest.approx(0.1, rel=0.1)
+    assert node.clocks.readback.latencies.latest_s(1200, rises=False) == pytest.approx(0.1, rel=0.1)
 
 
 def test_a_clock_that_a_limit_keeps_the_gpu_from_has_no_latency(node):
@@ -129,7 +129,7 @@ def test_a_clock_that_a_limit_keeps_the_gpu_from_has_no_latency(node):
     for clock in (1200, 1410) * 4:
         node.clocks.request(clock)
         node.time.sleep(2.0)
-    assert node.clocks.latencies.latest_s(1410, rises=True) < 0.1
+    assert node.clocks.readback.latencies.latest_s(1410, rises=True) < 0.1
 
 
 def test_a_clock_that_cannot_be_read_does_no_harm(node):

@@ -172,7 +172,9 @@ class DeepSpeedEngine(Engine):
         if not operations:
             return NOTHING
         operation = operations[0]
-        if type(operation) is Compute and operation.instruction.kind is Kind.FORWARD:
+        if type(operation) is not Compute:
+            return self._session.operation(operation) if self._session.follows_transfers else NOTHING
+        if operation.instruction.kind is Kind.FORWARD:
             return self._session.operation(operation, self._input_shapes(command.kwargs))
         return self._session.operation(operation)
 
