@@ -26,7 +26,7 @@ OUT = ROOT / "runs" / "demo"
 BIN = Path(sys.executable).parent
 TRAIN = [
     str(BIN / "deepspeed"), "--num_gpus", "4", str(Path(__file__).parent / "train.py"),
-    "model=tiny", "perseus.device=simulated", "log_every=5",
+    "model=tiny", "perseus.device=simulated", "perseus.simulated.longest_instruction_s=0.2", "log_every=5",
 ]  # fmt: skip
 PROMISED_SAVING, ALLOWED_SLOWDOWN, ALLOWED_ERROR = 0.08, 0.01, 0.05
 
@@ -111,12 +111,12 @@ def main() -> None:
     )
     run(
         "3. Train at default clocks",
-        [*TRAIN, "steps=16", "perseus.mode=observe", f"perseus.output_dir={OUT}/default"],
+        [*TRAIN, "steps=14", "perseus.mode=observe", f"perseus.output_dir={OUT}/default"],
         OUT / "default.log",
     )
     run(
         "4. Train under the fastest plan",
-        [*TRAIN, "steps=16", "perseus.mode=run", f"perseus.frontier={frontier_dir}", f"perseus.output_dir={OUT}/plan"],
+        [*TRAIN, "steps=14", "perseus.mode=run", f"perseus.frontier={frontier_dir}", f"perseus.output_dir={OUT}/plan"],
         OUT / "plan.log",
     )
     run("5. Draw", [perseus_ds, "plot", str(OUT)], OUT / "plot.log")
