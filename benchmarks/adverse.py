@@ -137,7 +137,7 @@ def without_countermeasures() -> Any:
     transitions = ClockPlan.transitions
     with (
         patch.object(ClockPlan, "transitions", lambda plan, latencies: transitions(plan, LatencyTable())),
-        patch.object(online.OnlineProfiler, "_variation", lambda *_: 2e-5),
+        patch.object(online._Refreshes, "variation_s", 2e-5),
         patch.object(profiling, "_KNOWN", math.inf),
         patch.object(modes, "_has_other_switch_cost", lambda *_, **__: False),
     ):

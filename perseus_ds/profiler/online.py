@@ -12,6 +12,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -55,26 +56,6 @@ class MeasuredRow:
 
 
 @dataclass(frozen=True)
-class _System:
-    """Linear equations from the counter's refreshes at one clock, weighted to errors of about 1 times the power.
-
-    Attributes:
-        spent_s: Shape (refreshes, kinds + 1): seconds spent in each kind and, last, outside of them.
-        beyond_j: Shape (refreshes,): energy beyond blocking power times the time passed.
-    """
-
-    spent_s: Floats
-    beyond_j: Floats
-
-    def common_w(self, ratio: Floats, waiting_spread_w: float) -> float:
-        """Return the power beyond blocking power of a kind whose ratio is 1 [W]."""
-        seconds = self.spent_s[:, :-1] @ ratio
-        scale = abs(float(seconds @ self.beyond_j / (seconds @ seconds))) + 1e-9
-        matrix = np.vstack([np.column_stack([seconds, self.spent_s[:, -1]]) / scale, [[0.0, 1 / waiting_spread_w]]])
-        return float(np.linalg.lstsq(matrix, np.append(self.beyond_j / scale, 0.0), rcond=None)[0][0])
-
-
-@dataclass(frozen=True)
 class _Part:
     """Iterations at one clock, one right after the other.
 
@@ -105,6 +86,71 @@ class _Part:
         return spent_s
 
 
+class _Refreshes:
+    """What the refreshes of the energy counter at one clock say, given in which share of its period it looks at power.
+
+    Attributes:
+        spent_s: Seconds spent in each kind and, last, outside of them, from refresh to refresh; of each part.
+        residuals_s: By how much the energies from refresh to refresh differ from those if all kinds had the same power,
+            as the time that such energy takes at that power [s].
+    """
+
+    def __init__(self, parts: Sequence[_Part], keys: Sequence[Key], share: float, blocking_power_w: float) -> None:
+        self._parts = parts
+        self._blocking_power_w = blocking_power_w
+        self.spent_s = [part.spent_s(keys, share) for part in parts]
+        spent_s = np.vstack(self.spent_s)
+        used_j = np.concatenate([np.diff(part.energy_j - blocking_power_w * part.moments_s) for part in parts])
+        columns = np.column_stack([spent_s[:, :-1].sum(axis=1), spent_s[:, -1]])
+        power_w = np.linalg.lstsq(columns, used_j, rcond=None)[0]
+        self.residuals_s: Floats = (used_j - columns @ power_w) / max(power_w[0], 1e-9)
+        self._computed_s, self._power_w = columns[:, 0], float(power_w[0])
+
+    @cached_property
+    def variation_s(self) -> float:
+        """The variance that the energy counted gains in a second, relative to the power beyond blocking [s].
+
+        It is that of the residuals from refresh to refresh, if all kinds had the same power, and at least that of
+        powers that vary from instruction to instruction.
+        """
+        least = _POWER_VARIATION**2 * statistics.mean(span.time_s for part in self._parts for span, _ in part.computed)
+        if self._power_w <= 0:
+            return least
+        excess = np.mean(self.residuals_s**2) - 2 * _DELAY_S**2 - _KIND_VARIATION * np.mean(self._computed_s**2)
+        passed_s = np.concatenate([np.diff(part.moments_s) for part in self._parts])
+        return max(least, float(excess / np.mean(passed_s)))
+
+    @property
+    def power_error(self) -> float:
+        """Relative error of the mean power beyond blocking power."""
+        spent_s = np.vstack(self.spent_s)
+        computed_s = float(spent_s[:, :-1].sum())
+        return math.sqrt(self.variation_s * spent_s.sum()) / computed_s if computed_s > 0 else math.inf
+
+    @cached_property
+    def equations(self) -> tuple[Floats, Floats]:
+        """Linear equations, weighted to errors of about 1 times the power.
+
+        The first array is of shape (refreshes, kinds + 1), seconds spent in each kind and, last, outside of them; the
+        second of shape (refreshes,), the energy beyond blocking power times the time passed [J].
+        """
+        spent, beyond = [], []
+        for part, spent_s in zip(self._parts, self.spent_s, strict=True):
+            seconds = np.cumsum(np.vstack([np.zeros(spent_s.shape[1]), spent_s]), axis=0)
+            weight = _weights(part.moments_s, self.variation_s)
+            spent.append(weight @ seconds)
+            beyond.append(weight @ (part.energy_j - self._blocking_power_w * part.moments_s))
+        return np.concatenate(spent), np.concatenate(beyond)
+
+    def common_w(self, ratio: Floats, waiting_spread_w: float) -> float:
+        """Return the power beyond blocking power of a kind whose ratio is 1 [W]."""
+        spent_s, beyond_j = self.equations
+        seconds = spent_s[:, :-1] @ ratio
+        scale = abs(float(seconds @ beyond_j / (seconds @ seconds))) + 1e-9
+        matrix = np.vstack([np.column_stack([seconds, spent_s[:, -1]]) / scale, [[0.0, 1 / waiting_spread_w]]])
+        return float(np.linalg.lstsq(matrix, np.append(beyond_j / scale, 0.0), rcond=None)[0][0])
+
+
 class OnlineProfiler:
     """Collects iterations of one rank and computes rows from them, given what its GPU draws while it waits."""
 
@@ -114,6 +160,8 @@ class OnlineProfiler:
         self._state: dict[int, GpuState] = {}
         self._times_s: dict[tuple[int, Key], list[float]] = defaultdict(list)
         self._seen: dict[int, list[_Part]] = defaultdict(list)
+        # By clock and share; what a clock's refreshes say does not change until it is visited again.
+        self._known: dict[tuple[int, float], _Refreshes] = {}
 
     def add(
         self,
@@ -137,7 +185,11 @@ class OnlineProfiler:
             for span in spans
             if isinstance(span.operation, Compute)
         ]
-        self._keys = sorted({*self._keys, *(key for _, key in computed)})
+        keys = sorted({*self._keys, *(key for _, key in computed)})
+        outdated = [known for known in self._known if known[0] == clock_mhz or keys != self._keys]
+        for known in outdated:
+            del self._known[known]
+        self._keys = keys
         for span, key in computed:
             if key[1] is not Kind.TAIL:
                 self._times_s[clock_mhz, key].append(span.time_s)
@@ -150,28 +202,24 @@ class OnlineProfiler:
 
     def power_error(self, clock_mhz: int) -> float:
         """Return the relative error of the mean power beyond blocking power at a clock, by the counter's residuals."""
-        if clock_mhz not in self._seen:
-            return math.inf
-        share = self._share()
-        spent_s = np.vstack([part.spent_s(self._keys, share) for part in self._seen[clock_mhz]])
-        computed_s = float(spent_s[:, :-1].sum())
-        return math.sqrt(self._variation(clock_mhz, share) * spent_s.sum()) / computed_s if computed_s > 0 else math.inf
+        return self._refreshes(clock_mhz, self._share()).power_error if clock_mhz in self._seen else math.inf
 
     def rows(self) -> list[MeasuredRow]:
         """Return one row for every kind and clock whose power could be estimated, by clock."""
         powers_w = self._powers_w()
+        errors = {clock_mhz: self.power_error(clock_mhz) for clock_mhz in powers_w}
         return [
-            self._row(clock_mhz, key, float(power_w[number]))
+            self._row(clock_mhz, key, float(power_w[number]), errors[clock_mhz])
             for clock_mhz, power_w in sorted(powers_w.items())
             for number, key in enumerate(self._keys)
             if self._times_s[clock_mhz, key] and power_w[number] > 0
         ]
 
-    def _row(self, clock_mhz: int, key: Key, power_w: float) -> MeasuredRow:
+    def _row(self, clock_mhz: int, key: Key, power_w: float, power_error: float) -> MeasuredRow:
         times_s = self._times_s[clock_mhz, key]
         time_s, error = _typical(times_s)
         beyond = 1 - min(1.0, self._blocking_power_w / power_w)
-        energy_error = math.hypot(error or 0.0, _LEAST_ERROR, beyond * self.power_error(clock_mhz))
+        energy_error = math.hypot(error or 0.0, _LEAST_ERROR, beyond * power_error)
         quality = RowQuality(
             stage=key[0],
             kind=key[1],
@@ -192,7 +240,7 @@ class OnlineProfiler:
         clock deviates from its ratio only as far as the refreshes at that clock require.
         """
         share = self._share()
-        systems = {clock: self._system(clock, share) for clock in self._seen}
+        systems = {clock: self._refreshes(clock, share) for clock in self._seen}
         ratio = np.ones(len(self._keys))
         common_w: dict[int, float] = {}
         for _ in range(3):
@@ -200,80 +248,50 @@ class OnlineProfiler:
             if not common_w:
                 return {}
             ratio = self._ratio({c: systems[c] for c in common_w}, common_w)
-        return {c: self._at_clock(systems[c], ratio, w, self._waiting_spread_w(c)) for c, w in common_w.items()}
+        return {
+            c: self._at_clock(*systems[c].equations, ratio, w, self._waiting_spread_w(c)) for c, w in common_w.items()
+        }
 
     def _waiting_spread_w(self, clock_mhz: int) -> float:
         """Return how far power while waiting may be from blocking power, which was measured at default clocks [W]."""
         below_top = 1 - clock_mhz / max(self._seen)
         return max(1.0, self._blocking_power_w) * (_WAITING_SPREAD + _WAITING_SPREAD_AT_LOW_CLOCKS * below_top)
 
-    def _ratio(self, systems: dict[int, _System], common_w: dict[int, float]) -> Floats:
+    def _ratio(self, systems: dict[int, _Refreshes], common_w: dict[int, float]) -> Floats:
         """Return the power beyond blocking power of each kind relative to the others, common to all clocks."""
         spread = np.array([_KIND_SPREAD[kind] for _, kind in self._keys])
-        matrix = [system.spent_s[:, :-1] for system in systems.values()]
-        values = [system.beyond_j / common_w[clock] for clock, system in systems.items()]
+        matrix = [system.equations[0][:, :-1] for system in systems.values()]
+        values = [system.equations[1] / common_w[clock] for clock, system in systems.items()]
         return np.asarray(nnls(np.vstack([*matrix, np.diag(1 / spread)]), np.concatenate([*values, 1 / spread]))[0])
 
-    def _at_clock(self, system: _System, ratio: Floats, common_w: float, waiting_spread_w: float) -> Floats:
+    def _at_clock(
+        self, spent_s: Floats, beyond_j: Floats, ratio: Floats, common_w: float, waiting_spread_w: float
+    ) -> Floats:
         expected_w = ratio * common_w
         spread = np.array([_KIND_SPREAD_AT_A_CLOCK[kind] for _, kind in self._keys])
         # Regularised towards the power expected in each kind, and blocking power outside of them.
         prior_w = np.append(expected_w, 0.0)
         spread_w = np.append(spread * np.maximum(expected_w, 1.0), waiting_spread_w)
         scale = float(expected_w.max())
-        matrix = np.vstack([system.spent_s / scale, np.diag(1 / spread_w)])
-        values = np.concatenate([system.beyond_j / scale, prior_w / spread_w])
+        matrix = np.vstack([spent_s / scale, np.diag(1 / spread_w)])
+        values = np.concatenate([beyond_j / scale, prior_w / spread_w])
         power_w = np.linalg.lstsq(matrix, values, rcond=None)[0]
         return np.asarray(self._blocking_power_w + np.maximum(power_w[:-1], 0.0))
 
-    def _system(self, clock_mhz: int, share: float) -> _System:
-        """Return the equations of a clock."""
-        spent, beyond = [], []
-        for part in self._seen[clock_mhz]:
-            seconds = np.cumsum(np.vstack([np.zeros(len(self._keys) + 1), part.spent_s(self._keys, share)]), axis=0)
-            weight = _weights(part.moments_s, self._variation(clock_mhz, share))
-            spent.append(weight @ seconds)
-            beyond.append(weight @ (part.energy_j - self._blocking_power_w * part.moments_s))
-        return _System(np.concatenate(spent), np.concatenate(beyond))
+    def _refreshes(self, clock_mhz: int, share: float) -> _Refreshes:
+        if (clock_mhz, share) not in self._known:
+            refreshes = _Refreshes(self._seen[clock_mhz], self._keys, share, self._blocking_power_w)
+            self._known[clock_mhz, share] = refreshes
+        return self._known[clock_mhz, share]
 
     def _share(self) -> float:
         """Return in which share of its period the counter looks at power, which its residuals show."""
         squares = {
-            share: sum(float(np.sum(self._residuals_s(clock_mhz, share)[0] ** 2)) for clock_mhz in self._seen)
+            share: sum(float(np.sum(self._refreshes(clock, share).residuals_s ** 2)) for clock in self._seen)
             for share in _SHARES
         }
         best = min(_SHARES, key=lambda share: squares[share])
         return best if squares[best] < _CLEARLY * squares[_ALWAYS] else _ALWAYS
-
-    def _residuals_s(self, clock_mhz: int, share: float) -> tuple[Floats, Floats, float]:
-        """Compare the energies from refresh to refresh with those if all kinds had the same power.
-
-        Returns:
-            The residuals, as the time that their energy takes at that power [s]; the times computed [s]; the power
-            beyond blocking power [W].
-        """
-        spent_s = np.vstack([part.spent_s(self._keys, share) for part in self._seen[clock_mhz]])
-        used_j = np.concatenate(
-            [np.diff(part.energy_j - self._blocking_power_w * part.moments_s) for part in self._seen[clock_mhz]]
-        )
-        columns = np.column_stack([spent_s[:, :-1].sum(axis=1), spent_s[:, -1]])
-        power_w = np.linalg.lstsq(columns, used_j, rcond=None)[0]
-        return (used_j - columns @ power_w) / max(power_w[0], 1e-9), columns[:, 0], float(power_w[0])
-
-    def _variation(self, clock_mhz: int, share: float) -> float:
-        """Return the variance that the energy counted gains in a second, relative to the power beyond blocking [s].
-
-        It is that of the residuals from refresh to refresh, if all kinds had the same power, and at least that of
-        powers that vary from instruction to instruction.
-        """
-        parts = self._seen[clock_mhz]
-        least = _POWER_VARIATION**2 * statistics.mean(span.time_s for part in parts for span, _ in part.computed)
-        residuals_s, computed_s, power_w = self._residuals_s(clock_mhz, share)
-        if power_w <= 0:
-            return least
-        excess = np.mean(residuals_s**2) - 2 * _DELAY_S**2 - _KIND_VARIATION * np.mean(computed_s**2)
-        passed_s = np.concatenate([np.diff(part.moments_s) for part in parts])
-        return max(least, float(excess / np.mean(passed_s)))
 
 
 def _weights(moments_s: Floats, variation_s: float) -> Floats:

@@ -27,6 +27,7 @@ class Calls:
 
     def __init__(self):
         self.made = []
+        self.readback = self
 
     def request(self, clock_mhz, after=None):
         self.made.append(("request", clock_mhz, after))

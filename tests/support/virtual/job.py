@@ -5,10 +5,11 @@ they meet in :class:`Meetings`, by which they also exchange what real ranks exch
 """
 
 import itertools
+import math
 import pickle
 import statistics
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -370,7 +371,9 @@ class Meetings:
 
     def __init__(self, time):
         self._time = time
-        self._changed = time.condition()
+        # By name: who waits is woken once all have come, not by each that comes to any meeting.
+        self._waiting = defaultdict(time.condition)
+        self._size = {}
         self._brought = {}
         self._taken = Counter()
         self._is_left = False
@@ -378,42 +381,47 @@ class Meetings:
 
     def bring(self, name, who, value):
         """Come to a meeting without waiting for the others."""
-        with self._changed:
-            self._brought.setdefault(name, {})[who] = value
-            self._changed.notify_all()
+        brought = self._brought.setdefault(name, {})
+        brought[who] = value
+        if len(brought) >= self._size.get(name, math.inf):
+            self._wake(name)
 
     def leave(self):
         """Tell all who wait that a rank does not come any more."""
-        with self._changed:
-            self._is_left = True
-            self._changed.notify_all()
+        self._is_left = True
+        for name in self._size:
+            self._wake(name)
 
     def wait(self, name, size):
         """Wait until so many have come, each of whom waits once; return what they brought, by name."""
-        with self._changed:
-            while not self._are_there(name, size):
-                self._changed.wait()
-            self._taken[name] += 1
-            if self._taken[name] < size:
-                return self._brought[name]
-            del self._taken[name]
-            return self._brought.pop(name)
+        self.wait_within(name, size, math.inf)
+        self._taken[name] += 1
+        if self._taken[name] < size:
+            return self._brought[name]
+        del self._taken[name]
+        return self._brought.pop(name)
 
     def count_wait(self, name, size):
         """Count a rank that begins to wait for what is not there."""
-        with self._changed:
-            self.waits += not self._are_there(name, size)
+        self.waits += not self._are_there(name, size)
 
     def wait_within(self, name, size, timeout_s):
         """Wait for them for some time; return whether they have come."""
         end_s = self._time.now_s() + timeout_s
-        with self._changed:
-            while not self._are_there(name, size) and (rest_s := end_s - self._time.now_s()) > 0:
-                self._changed.wait(rest_s)
-            return self._are_there(name, size)
+        while not (are_there := self._are_there(name, size)) and (rest_s := end_s - self._time.now_s()) > 0:
+            self._size[name] = size
+            with self._waiting[name] as condition:
+                condition.wait(None if math.isinf(rest_s) else rest_s)
+        return are_there
+
+    def _wake(self, name):
+        if condition := self._waiting.pop(name, None):
+            with condition:
+                condition.notify_all()
 
     def _are_there(self, name, size):
         if len(self._brought.get(name, ())) >= size:
+            self._size.pop(name, None)
             return True
         if self._is_left:
             raise RankLeftError

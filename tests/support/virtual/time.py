@@ -93,7 +93,8 @@ class _Turn:
     """What one thread waits for; it comes once."""
 
     def __init__(self):
-        self.go = threading.Semaphore(0)
+        self.go = threading.Lock()
+        self.go.acquire()
         self.has_come = False
         self.is_deadlocked = False
 
@@ -146,19 +147,27 @@ class _Condition:
 
 class _Bell:
     def __init__(self, time):
-        self._condition = _Condition(time)
+        self._time = time
+        self._waiting = deque()
         self._rings = 0
 
     def ring(self):
-        with self._condition:
+        if self._waiting:
+            self._time._make_ready(self._waiting.popleft())
+        else:
             self._rings += 1
-            self._condition.notify()
 
     def wait(self, timeout_s=None):
-        with self._condition:
-            if not self._rings:
-                self._condition.wait(timeout_s)
-            self._rings = max(0, self._rings - 1)
+        if self._rings:
+            self._rings -= 1
+            return
+        turn = _Turn()
+        self._waiting.append(turn)
+        if timeout_s is not None:
+            self._time._wake_at(self._time.seconds + timeout_s, turn)
+        self._time._wait_for(turn)
+        if turn in self._waiting:
+            self._waiting.remove(turn)
 
 
 class _Thread(threading.Thread):
