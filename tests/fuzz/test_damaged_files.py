@@ -32,7 +32,7 @@ from perseus_ds.report.sources import read_history
 # `make test` tries a little, and always the same.
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 SETTINGS = settings(
-    max_examples=EXAMPLES or 100,
+    max_examples=EXAMPLES or 40,
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,

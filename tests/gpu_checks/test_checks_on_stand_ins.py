@@ -309,6 +309,7 @@ print(json.dumps(sorted({found[name][0] for name in modules if name in found})))
 """
 
 
+@pytest.mark.extended
 def test_wheels_are_those_of_what_the_checks_import_beside_torch(tmp_path):
     def closure(name):
         if name not in of_torch:

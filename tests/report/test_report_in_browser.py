@@ -206,6 +206,7 @@ def rgb(colour):
     return "rgb({}, {}, {})".format(*(int(colour[at : at + 2], 16) for at in (1, 3, 5)))
 
 
+@pytest.mark.extended
 def test_plots_keep_their_height_when_the_window_is_resized_turned_and_printed(opened):
     opened.resize(1280)
     before = opened.js(HEIGHTS)
