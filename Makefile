@@ -12,11 +12,14 @@ DOCS := .venv-docs
 demo: $(READY)  ## Profile, optimise and train GPT-3 (tiny) on four pipeline stages with simulated GPUs.
 	$(BIN)/python examples/gpt3/demo.py
 
+# Some tests wait for processes, so more of them run at once than there are cores; a second thread of BLAS only competes.
+test test-unit test-extended: export OMP_NUM_THREADS ?= 1
+
 test: $(READY)  ## Unit tests, and integration tests that launch real DeepSpeed ranks.
-	$(BIN)/pytest -m "not extended" -n 2 --dist worksteal
+	$(BIN)/pytest -m "not extended" -n 3 --dist worksteal
 
 test-unit: $(READY)  ## Unit tests only.
-	$(BIN)/pytest -m "not integration and not extended" -n 2 --dist worksteal
+	$(BIN)/pytest -m "not integration and not extended" -n 3 --dist worksteal
 
 test-busy: $(READY)  ## `make test` three times in a row while two processes keep two cores busy.
 	@for core in 1 2; do sh -c 'while :; do :; done' & busy="$$busy $$!"; done; trap "kill $$busy" EXIT; trap "exit 1" INT TERM HUP; \

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from scipy.linalg import cho_factor, cho_solve
+from scipy.linalg.lapack import dpotrf, dpotrs
 
 from perseus_ds.artifacts.profile import Measurement, RowQuality, StageProfile
 from perseus_ds.pipeline.instruction import Kind
@@ -386,17 +387,19 @@ class _ResidualModel:
         residual = np.concatenate([np.log(s.value / physical.values(n, s.clock_mhz)) for n, s in enumerate(stages)])
         known = np.concatenate([s.error for s in stages])
         noises = _NOISES if np.isnan(known).any() else (1.0,)
-        best: tuple[float, _ResidualModel] | None = None
-        for noise, length_scale, amplitude in product(noises, _LENGTH_SCALES_MHZ, _AMPLITUDES):
-            error = np.where(np.isnan(known), noise, np.maximum(known, _NOISES[0]))
-            kernel = _Kernel(amplitude, length_scale)
-            factor = cho_factor(kernel(stage, clock, stage, clock) + np.diag(error**2), lower=True)
-            solved = cho_solve(factor, residual)
-            likelihood = -0.5 * float(residual @ solved) - float(np.log(np.diag(factor[0])).sum())
-            if best is None or likelihood > best[0]:
-                best = likelihood, cls(stage, clock, kernel, factor, solved)
+        errors = [np.where(np.isnan(known), noise, np.maximum(known, _NOISES[0])) for noise in noises]
+        best: tuple[float, _Kernel, Floats] | None = None
+        for length_scale in _LENGTH_SCALES_MHZ:
+            unit = _Kernel(1.0, length_scale)(stage, clock, stage, clock)
+            for error, amplitude in product(errors, _AMPLITUDES):
+                likelihood = _likelihood(amplitude**2 * unit + np.diag(error**2), residual)
+                if best is None or likelihood > best[0]:
+                    best = likelihood, _Kernel(amplitude, length_scale), error
         assert best is not None
-        return replace(best[1], calibration=best[1]._calibrated(residual))
+        _, kernel, error = best
+        factor = cho_factor(kernel(stage, clock, stage, clock) + np.diag(error**2), lower=True)
+        model = cls(stage, clock, kernel, factor, cho_solve(factor, residual))
+        return replace(model, calibration=model._calibrated(residual))
 
     def _calibrated(self, residual: Floats) -> float:
         """Return the factor by which error bars must grow to be right in leave-one-out predictions of each clock.
@@ -420,3 +423,10 @@ class _ResidualModel:
             "ij,ji->i", cross, cho_solve(self.factor, cross.T)
         )
         return cross @ self.solved, self.calibration * np.sqrt(np.maximum(variance, 0.0))
+
+
+def _likelihood(covariance: Floats, residual: Floats) -> float:
+    """Return the logarithm of a likelihood, but for a constant; by LAPACK itself, since it is computed often."""
+    factor, _ = dpotrf(covariance, lower=1, overwrite_a=1)
+    solved, _ = dpotrs(factor, residual, lower=1)
+    return -0.5 * float(residual @ solved) - float(np.log(np.diag(factor)).sum())

@@ -21,6 +21,7 @@ from scipy.optimize import nnls
 from perseus_ds.artifacts.profile import Measurement, RowQuality, combine_ranks
 from perseus_ds.clocks.timers import Span
 from perseus_ds.gpu.base import GpuState
+from perseus_ds.measures import error_of_median
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.fixed_durations import tails_s
@@ -308,11 +309,10 @@ def _weights(moments_s: Floats, variation_s: float) -> Floats:
 
 
 def _typical(times_s: Sequence[float]) -> tuple[float, float | None]:
-    """Return the median and its relative standard error from the median deviation, which outliers do not change."""
+    """Return the median and its relative standard error, which outliers do not change; None from one or two times."""
     median_s = statistics.median(times_s)
-    deviation_s = statistics.median(abs(time_s - median_s) for time_s in times_s)
-    # A standard deviation is 1.48 median deviations; the standard error of a median is 1.25 times that of a mean.
-    return median_s, 1.48 * 1.25 * deviation_s / math.sqrt(len(times_s)) / median_s if len(times_s) > 2 else None
+    deviations_s = [time_s - median_s for time_s in times_s]
+    return median_s, error_of_median(deviations_s, len(times_s)) / median_s if len(times_s) > 2 else None
 
 
 def combine_rows(rows: Iterable[MeasuredRow], blocking_power_w: float) -> list[MeasuredRow]:

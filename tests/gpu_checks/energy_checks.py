@@ -22,7 +22,7 @@ _PASS_S = 0.02
 def counter(machine: Any, results: Results) -> None:
     """Square waves of matrix products and rest: energy by the counter against steady powers and the times measured."""
     with CounterLog(machine.gpu, machine.timebase) as log:
-        busy_w, reasons = _steady_load(machine, log)
+        busy_w, reasons = steady_load(machine, log)
         is_capped = "sw_power_cap" in reasons
         rest_w = _mean_power_w(machine, log, settle_s=0.5)
         results.add("power at full load", busy_w, "W")
@@ -45,7 +45,7 @@ def step(machine: Any, results: Results) -> None:
     results.add("settled after the end of the load", answer.settle_s * 1e3, "ms")
 
 
-def _steady_load(machine: Any, log: CounterLog) -> tuple[float, list[str]]:
+def steady_load(machine: Any, log: CounterLog) -> tuple[float, list[str]]:
     """Return the power of a steady light load [W], and what limits its clock: at the power limit, waves draw more."""
     with full_load(machine, machine.compute_lightly):
         return _mean_power_w(machine, log, settle_s=1.5), machine.gpu.throttle_reasons()

@@ -13,7 +13,7 @@ from perseus_ds.errors import GpuError
 from perseus_ds.gpu.nvml import NvmlGpu
 from perseus_ds.timebase import REAL_TIME, Timebase
 
-_CHANGES = re.compile(
+CHANGES = re.compile(
     r"nvml(?!EventSet|SystemEventSet)(?!\w*Get)\w*?(Set|Reset|Clear|Modify|Create|Destroy|Freeze|Activate|Update)[A-Z_]?"
 )
 
@@ -32,7 +32,7 @@ def guard_nvml() -> None:
         return
 
     def guarded(name: str) -> Any:
-        if _CHANGES.match(name):
+        if CHANGES.match(name):
             raise GuardError(f"{name} would change the GPU")
         return look_up(name)
 

@@ -65,14 +65,14 @@ def test_every_function_that_changes_a_gpu_raises_and_reading_goes_on(stub_nvml_
 
 
 def test_no_function_that_reads_is_taken_for_one_that_changes():
-    from gpu_checks.recording import _CHANGES
+    from gpu_checks.recording import CHANGES
 
     names = [name for name in dir(pynvml) if name.startswith("nvml") and callable(getattr(pynvml, name))]
     setters = [name for name in names if name.startswith(("nvmlDeviceSet", "nvmlDeviceReset"))]
     assert len(setters) > 20
-    assert all(_CHANGES.match(name) for name in setters)
-    assert not [name for name in names if "Get" in name and _CHANGES.match(name)]
-    assert not _CHANGES.match("nvmlInit_v2")
+    assert all(CHANGES.match(name) for name in setters)
+    assert not [name for name in names if "Get" in name and CHANGES.match(name)]
+    assert not CHANGES.match("nvmlInit_v2")
 
 
 def test_a_recording_gpu_records_what_it_was_asked_for_and_reads_for_real(stub_nvml_here, stub_time, guarded):
@@ -132,7 +132,7 @@ def test_every_wave_of_the_load_is_counted():
 
 
 def test_waves_are_not_judged_where_the_steady_load_reaches_the_power_limit(monkeypatch):
-    monkeypatch.setattr("gpu_checks.energy_checks._steady_load", lambda machine, log: (100.0, ["sw_power_cap"]))
+    monkeypatch.setattr("gpu_checks.energy_checks.steady_load", lambda machine, log: (100.0, ["sw_power_cap"]))
     result = made("counter")
     assert result.outcome == "passed"
     assert any("reaches the power limit" in note for note in result.notes)
@@ -145,7 +145,7 @@ def test_a_counter_that_misses_energy_of_short_waves_is_found(monkeypatch):
         return [(at_s, 0.9 * energy_j) for at_s, energy_j in readings(log, begin_s, end_s)]
 
     monkeypatch.setattr(
-        "gpu_checks.energy_checks._steady_load",
+        "gpu_checks.energy_checks.steady_load",
         lambda machine, log: (machine.simulated_gpu.model.power_w(1410, MEMORY_BOUND), []),
     )
     monkeypatch.setattr(CounterLog, "readings", without_a_tenth)
@@ -155,16 +155,15 @@ def test_a_counter_that_misses_energy_of_short_waves_is_found(monkeypatch):
 
 
 def test_a_request_that_comes_late_is_found(monkeypatch):
-    from perseus_ds.clocks.controller import ClockController
+    from gpu_checks.recording import RecordsChanges
 
-    wait_for = ClockController._wait_for
+    lock_clock = RecordsChanges.lock_clock
 
-    def late(clocks, moment):
-        passed = wait_for(clocks, moment)
-        clocks._time.sleep(0.004)
-        return passed
+    def late(gpu, clock_mhz):
+        gpu.timebase.sleep(0.004)
+        lock_clock(gpu, clock_mhz)
 
-    monkeypatch.setattr(ClockController, "_wait_for", late)
+    monkeypatch.setattr(RecordsChanges, "lock_clock", late)
     result = made("requests")
     assert result.outcome == "failed"
     assert "from event to request, main thread launching, 99th percentile" in result.reason

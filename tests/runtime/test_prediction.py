@@ -71,7 +71,7 @@ def test_energies_that_were_measured_wrong_are_corrected_where_times_are_right(s
     measured = OnlineProfiler.rows
 
     def too_high(profiler):
-        power_w = profiler._blocking_power_w
+        power_w = job.gpu.model.blocking_power_w
         return [
             replace(r, measurement=replace(m, energy_j=m.energy_j + 0.2 * (m.energy_j - power_w * m.time_s)))
             for r in measured(profiler)
