@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGE = str(ROOT / "perseus_ds") + os.sep
 _DRIVER = "nvmlDeviceSetGpuLockedClocks"
-_WAITS = ("threading.py", "queue.py", "selectors.py")
+_WAITS = ("threading.py", "timebase.py", "queue.py", "selectors.py")
 _MICRO_BATCHES, _PASS_S, _WARM_UP = 4, 0.05, 6
 _COUNTED_MICRO_BATCHES, _COUNTED = (8, 24), 4
 
