@@ -188,6 +188,21 @@ def connected(folder):
     return connection
 
 
+def test_another_user_is_not_served(folder, monkeypatch):
+    monkeypatch.setattr(control_socket, "user_of", lambda connection: os.getuid() + 1)
+    with connected(folder) as connection, contextlib.suppress(ConnectionError):  # it may be closed before it is used
+        connection.sendall(b'{"command": "status"}\n')
+        assert connection.recv(1) == b""
+
+
+def test_an_order_may_arrive_in_parts_and_what_comes_after_its_line_is_dropped(folder, orders):
+    with connected(folder) as connection:
+        connection.sendall(b'{"command": ')
+        connection.sendall(b'"pause"}\n{"command": "resume"}\n')
+        assert json.loads(connection.makefile().readline())["ok"]
+    assert orders.paused
+
+
 def test_clients_that_say_nothing_do_not_keep_others_from_being_answered(folder):
     with contextlib.ExitStack() as silent:
         for _ in range(150):
