@@ -121,7 +121,7 @@ class _Refreshes:
         passed_s = np.concatenate([np.diff(part.moments_s) for part in self._parts])
         return max(least, float(excess / np.mean(passed_s)))
 
-    @property
+    @cached_property
     def power_error(self) -> float:
         """Relative error of the mean power beyond blocking power."""
         spent_s = np.vstack(self.spent_s)
@@ -207,10 +207,11 @@ class OnlineProfiler:
 
     def rows(self) -> list[MeasuredRow]:
         """Return one row for every kind and clock whose power could be estimated, by clock."""
-        powers_w = self._powers_w()
-        errors = {clock_mhz: self.power_error(clock_mhz) for clock_mhz in powers_w}
+        share = self._share()
+        refreshes = {clock_mhz: self._refreshes(clock_mhz, share) for clock_mhz in self._seen}
+        powers_w = self._powers_w(refreshes)
         return [
-            self._row(clock_mhz, key, float(power_w[number]), errors[clock_mhz])
+            self._row(clock_mhz, key, float(power_w[number]), refreshes[clock_mhz].power_error)
             for clock_mhz, power_w in sorted(powers_w.items())
             for number, key in enumerate(self._keys)
             if self._times_s[clock_mhz, key] and power_w[number] > 0
@@ -233,24 +234,22 @@ class OnlineProfiler:
         )
         return MeasuredRow(Measurement(*key, clock_mhz, time_s, power_w * time_s), quality)
 
-    def _powers_w(self) -> dict[int, Floats]:
+    def _powers_w(self, refreshes: dict[int, _Refreshes]) -> dict[int, Floats]:
         """Return, by clock, the power in each kind [W].
 
         A few refreshes determine the common power of all kinds well; their differences need many. So
         the ratios between kinds are estimated from all clocks at once, and the power of a kind at one
         clock deviates from its ratio only as far as the refreshes at that clock require.
         """
-        share = self._share()
-        systems = {clock: self._refreshes(clock, share) for clock in self._seen}
         ratio = np.ones(len(self._keys))
         common_w: dict[int, float] = {}
         for _ in range(3):
-            common_w = {c: w for c, s in systems.items() if (w := s.common_w(ratio, self._waiting_spread_w(c))) > 0}
+            common_w = {c: w for c, r in refreshes.items() if (w := r.common_w(ratio, self._waiting_spread_w(c))) > 0}
             if not common_w:
                 return {}
-            ratio = self._ratio({c: systems[c] for c in common_w}, common_w)
+            ratio = self._ratio({c: refreshes[c] for c in common_w}, common_w)
         return {
-            c: self._at_clock(*systems[c].equations, ratio, w, self._waiting_spread_w(c)) for c, w in common_w.items()
+            c: self._at_clock(*refreshes[c].equations, ratio, w, self._waiting_spread_w(c)) for c, w in common_w.items()
         }
 
     def _waiting_spread_w(self, clock_mhz: int) -> float:
@@ -258,11 +257,11 @@ class OnlineProfiler:
         below_top = 1 - clock_mhz / max(self._seen)
         return max(1.0, self._blocking_power_w) * (_WAITING_SPREAD + _WAITING_SPREAD_AT_LOW_CLOCKS * below_top)
 
-    def _ratio(self, systems: dict[int, _Refreshes], common_w: dict[int, float]) -> Floats:
+    def _ratio(self, refreshes: dict[int, _Refreshes], common_w: dict[int, float]) -> Floats:
         """Return the power beyond blocking power of each kind relative to the others, common to all clocks."""
         spread = np.array([_KIND_SPREAD[kind] for _, kind in self._keys])
-        matrix = [system.equations[0][:, :-1] for system in systems.values()]
-        values = [system.equations[1] / common_w[clock] for clock, system in systems.items()]
+        matrix = [found.equations[0][:, :-1] for found in refreshes.values()]
+        values = [found.equations[1] / common_w[clock] for clock, found in refreshes.items()]
         return np.asarray(nnls(np.vstack([*matrix, np.diag(1 / spread)]), np.concatenate([*values, 1 / spread]))[0])
 
     def _at_clock(
