@@ -67,8 +67,8 @@ def attach(target: T, config: Mapping[str, Any] | None = None, *, pipeline: Any 
         target: An engine of any class derived from DeepSpeed's ``PipelineEngine``, a schedule of
             ``torch.distributed.pipelining``, or the module ``megatron.core`` or what its
             ``get_forward_backward_func()`` returns, for all that trains by Megatron-Core in this process.
-        config: A ``perseus`` block. By default that of the engine's config and of the variable ``PERSEUS``, and
-            without these the default settings.
+        config: A ``perseus`` block; by default that of the engine's config, and without one the default settings. A key
+            of the variable ``PERSEUS`` replaces the same key of it.
         pipeline: For a schedule, process group or one-dimensional ``DeviceMesh`` of this rank's pipeline; by default
             its stages' own.
         data_parallel: For a schedule, the same of the ranks that train the same stages on other data; by default,

@@ -172,7 +172,8 @@ class Share:
         from perseus_ds.policy.share import Share as Sharing
         from perseus_ds.policy.share import SharingJob
 
-        limit_w = read_amount("limit", f"{self.limit}W" if self.limit[-1:].isdigit() else self.limit, *_POWERS)
+        is_number = self.limit.replace(".", "", 1).isdigit()
+        limit_w = read_amount("limit", f"{self.limit}W" if is_number else self.limit, *_POWERS)
         if not limit_w:
             raise ConfigError(f"limit={self.limit}: expected a power above 0.")
         weights = self.weights or [1.0] * len(self.jobs)

@@ -10,6 +10,7 @@ import pytest
     [
         ([], "limit and jobs are missing"),
         (["limit=40kWh", "jobs=[a]"], "limit=40kWh: expected a power such as 40kW, 40000W or 40000."),
+        (["limit=abc1", "jobs=[a]"], "limit=abc1: expected a power"),
         (["limit=0W", "jobs=[a]"], "limit=0W: expected a power"),
         (["limit=-4kW", "jobs=[a]"], "limit=-4kW: expected a power"),
         (["limit=4kW", "jobs=[]"], "jobs: expected"),

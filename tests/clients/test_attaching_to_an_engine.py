@@ -167,9 +167,12 @@ def test_the_block_is_read_wherever_deepspeed_reads_its_config(block, form, tmp_
     assert engine.perseus.phase == "start"
 
 
-def test_the_variable_wins_over_the_block_key_by_key(make, block, monkeypatch):
+@pytest.mark.parametrize("given", ["in the config", "to attach"])
+def test_the_variable_wins_over_the_block_key_by_key(make, block, monkeypatch, given):
+    own = {**block, "mode": "auto"}
+    engine = make() if given == "to attach" else None
     monkeypatch.setenv("PERSEUS", json.dumps({"max_drift": 0.5, "mode": "observe"}))
-    engine = make(perseus={**block, "mode": "auto"})
+    engine = perseus_ds.attach(engine, own) if engine else make(perseus=own)
     assert engine.perseus.config.mode == "observe"
     assert engine.perseus.config.max_drift == 0.5
     assert engine.perseus.config.output_dir == block["output_dir"]

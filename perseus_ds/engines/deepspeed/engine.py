@@ -31,7 +31,7 @@ from perseus_ds.pipeline.commands import RepeatedReader, is_batched, read_stream
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Other, Schedule
 from perseus_ds.ranks import PipelineTopology
-from perseus_ds.runtime.config import PerseusConfig, parse_block, settings_of
+from perseus_ds.runtime.config import PerseusConfig, settings_of
 from perseus_ds.runtime.runtime import NOTHING, RankFacts
 
 logger = logging.getLogger("perseus_ds")
@@ -279,7 +279,7 @@ def attach(engine: E, block: Mapping[str, Any] | None = None) -> E:
     """
     if not isinstance(engine, _PerseusEngine):
         with reported_once():
-            settings = settings_of(_block_of(engine)) if block is None else parse_block(block)
+            settings = settings_of(_block_of(engine) if block is None else block)
             _attach(engine, settings or PerseusConfig.model_validate({}))
     return engine
 
