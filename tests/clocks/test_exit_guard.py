@@ -112,13 +112,7 @@ def lines_of(before="", end="", signalled_at=None):
             process.kill()
 
 
-def test_the_clock_is_reset_at_once_while_the_main_thread_is_in_a_call_that_does_not_return():
-    lines = lines_of(end=STUCK, signalled_at="stuck")
-    assert [next(lines) for _ in range(3)] == ["ready", "stuck", "reset"]
-    lines.close()
-
-
-def test_a_signal_ends_a_process_whose_main_thread_is_in_such_a_call():
+def test_a_signal_resets_the_clock_at_once_and_ends_a_process_whose_main_thread_is_in_a_call_that_does_not_return():
     """As without the guard: a rank that waits for one that is gone must not need the scheduler's SIGKILL."""
     assert list(lines_of(end=STUCK, signalled_at="stuck")) == ["ready", "stuck", "reset", "SIGTERM"]
 
