@@ -267,8 +267,9 @@ def _wait_for_the_moment(scenario: Scenario, trial: Trial) -> None:
     """Let the job come to where it is ended."""
     if scenario.launcher is None and scenario.when != "starting":
         trial.wait_until((trial.folder / scenario.when).exists, scenario.when)
-    if "end_by" not in scenario.settings:
-        time.sleep(trial.draw.uniform(0.0, _WITHIN_S[scenario.when]))
+    if "end_by" in scenario.settings:
+        return  # it ends itself, maybe before anybody has seen all clocks locked at once
+    time.sleep(trial.draw.uniform(0.0, _WITHIN_S[scenario.when]))
     if scenario.when in ("profile", "run"):
         trial.wait_until(lambda: all(trial.node.locked_clocks_mhz()), "locked clocks on all GPUs")
 
