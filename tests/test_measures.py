@@ -155,12 +155,6 @@ def test_plans_of_an_earlier_frontier_are_forgotten_with_the_first_iteration_und
     assert [one.plan for one in found.plans()] == [5]
 
 
-def test_energy_that_cannot_be_read_saves_nothing_but_times_are_known():
-    found = measures(*at_default("observe", [1.0] * 8), *planned(energy_j=None))
-    assert found.plan(3).slowdown == pytest.approx(0.02)
-    assert (found.plan(3).saved, found.saving()) == (None, None)
-
-
 def test_iterations_under_limits_are_compared_with_default_clocks_under_them_and_judge_no_other_plan():
     limited = {"limited": True, "plan": 0}
     slow = {"time_s": 2.0, "energy_j": 160.0, "default_time_s": 2.0, "default_energy_j": 200.0}

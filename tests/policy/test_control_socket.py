@@ -222,10 +222,7 @@ def test_a_line_without_end_closes_the_connection(folder):
     ("answer", "message"),
     [
         (b"{\n", "expected a JSON object, got b'{"),
-        (b"\xff\n", "expected a JSON object"),
-        (b"[]\n", "expected a JSON object"),
         (b'{"ok": true}', "got 12 bytes without its end"),
-        (b"", "got 0 bytes without its end"),
         (b"x" * 5_000_000, "bytes without its end"),
     ],
 )

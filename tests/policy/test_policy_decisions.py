@@ -204,12 +204,6 @@ def test_what_is_wrong_with_a_schedule_is_said(wrong, message):
         POLICY.validate_python({"name": "schedule", "timezone": "UTC", "windows": windows, **wrong})
 
 
-def test_a_power_cap_has_either_watts_or_a_signal():
-    for wrong in ({}, {"watts": 1, "signal": "cap.csv"}):
-        with pytest.raises(ValidationError, match='either "watts" or "signal"'):
-            POLICY.validate_python({"name": "power_cap", **wrong})
-
-
 def test_the_signals_of_all_windows_are_known():
     cap = {"name": "power_cap", "signal": "cap.csv"}
     policy = schedule({"begin": "08:00", "end": "20:00", "policy": cap}, default={**cap, "signal": "night.csv"})

@@ -42,12 +42,22 @@ def run_iteration(gpu, now, rng, work_s, micro_batches):
     return spans, readings
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("forward_s", [0.02, 0.05, 0.2])
-def test_rows_agree_with_the_simulated_gpu(forward_s, seed):
-    model = DEVICES["a100-sxm"]
+def gpu_in(now, seed, **settings):
+    return SimulatedGpu(DEVICES["a100-sxm"], lock_latency_s=0.015, timebase=now, seed=seed, **settings)
+
+
+@pytest.mark.parametrize(
+    ("forward_s", "seed", "conditions"),
+    [
+        *[(forward_s, seed, ()) for forward_s in (0.02, 0.05, 0.2) for seed in range(4)],
+        (0.05, 0, ("sampled-counter",)),
+        (0.05, 0, ("low-clock-waiting",)),
+    ],
+)
+def test_rows_agree_with_the_simulated_gpu(forward_s, seed, conditions):
     now, rng = VirtualTime(), np.random.default_rng(seed)
-    gpu = SimulatedGpu(model, lock_latency_s=0.015, power_noise=0.02, timebase=now, seed=seed)
+    gpu = gpu_in(now, seed, power_noise=0.02, conditions=conditions)
+    model = gpu.model
     work_s = {Kind.FORWARD: forward_s, Kind.BACKWARD: 2 * forward_s, Kind.TAIL: 2 * forward_s}
     profiler = OnlineProfiler(model.blocking_power_w)
     clocks = model.clocks_mhz[::-8][:6]
@@ -67,78 +77,20 @@ def test_rows_agree_with_the_simulated_gpu(forward_s, seed):
         assert row.energy_j == pytest.approx(time_s * power_w, rel=0.15 if is_tail else 0.04)
 
 
-POWER_W = {Kind.FORWARD: 300.0, Kind.BACKWARD: 400.0, None: 80.0}
-
-
-def iteration(rng, start_s, micro_batches=8):
-    """Return spans, pieces of constant power and the end of an iteration with waits of up to 40 ms."""
-    spans, pieces, now_s = [], [], start_s
-    for micro_batch in range(micro_batches):
-        for kind, time_s in ((Kind.FORWARD, 0.03), (Kind.BACKWARD, 0.07)):
-            wait_s = rng.uniform(0, 0.04)
-            pieces += [(now_s, now_s + wait_s, None), (now_s + wait_s, now_s + wait_s + time_s, kind)]
-            now_s += wait_s + time_s
-            spans.append(Span(Compute(Instruction(0, kind, micro_batch)), now_s - time_s, now_s))
-    return spans, pieces, now_s
-
-
-def used_j(pieces, moment, power_w=POWER_W):
-    """Return the energy that was used until a moment [J]."""
-    return sum(power_w[kind] * max(0.0, min(moment, end) - begin) for begin, end, kind in pieces)
-
-
 def test_iterations_without_two_refreshes_yield_no_row():
-    spans, _, _ = iteration(np.random.default_rng(1), 0.0)
     profiler = OnlineProfiler(blocking_power_w=80.0)
-    profiler.add(1200, [spans], [(0.1, 5.0)])
+    profiler.add(1200, [[Span(Compute(Instruction(0, Kind.FORWARD, 0)), 0.0, 0.2)]], [(0.1, 5.0)])
     assert profiler.rows() == []
 
 
-def test_power_while_waiting_may_be_lower_at_low_clocks():
-    rng = np.random.default_rng(7)
-    profiler = OnlineProfiler(blocking_power_w=80.0)
-    for clock_mhz, waiting_w, computing_w in ((1410, 80.0, 400.0), (600, 50.0, 180.0)):
-        for start_s in (10.0, 20.0, 30.0, 40.0):
-            spans, pieces, end_s = iteration(rng, start_s)
-            moments = np.arange(start_s + 0.05, end_s, 0.1)
-            power_w = {Kind.FORWARD: computing_w, Kind.BACKWARD: computing_w, None: waiting_w}
-            profiler.add(clock_mhz, [spans], [(moment, used_j(pieces, moment, power_w)) for moment in moments])
-    for row in profiler.rows():
-        watts = row.measurement.energy_j / row.measurement.time_s
-        assert watts == pytest.approx(400.0 if row.measurement.clock_mhz == 1410 else 180.0, rel=0.045)
-
-
-def sampled(pieces, moment, period_s=0.1, share=0.25):
-    """Energy by a counter that looks at power in the last quarter of each period [J]."""
-    begins = np.arange(round(pieces[0][0] / period_s), round(moment / period_s)) * period_s + (1 - share) * period_s
-    return sum(
-        POWER_W[kind] / share * max(0.0, min(begin + share * period_s, b) - max(begin, a))
-        for begin in begins
-        for a, b, kind in pieces
-    )
-
-
-def test_a_counter_that_looks_at_power_a_quarter_of_the_time_tells_the_energy_of_each_kind_as_well():
-    profiler, rng = OnlineProfiler(blocking_power_w=80.0), np.random.default_rng(3)
-    for number in range(12):
-        spans, pieces, end_s = iteration(rng, 10.0 * number)
-        moments = np.arange(10.0 * number + 0.1, end_s, 0.1)
-        late = rng.uniform(-0.001, 0.001, len(moments))
-        profiler.add(1200, [spans], [(m + d, sampled(pieces, m)) for m, d in zip(moments, late, strict=True)])
-    backward, forward = (row.measurement.energy_j for row in profiler.rows())
-    assert forward == pytest.approx(0.03 * 300.0, rel=0.05)
-    assert backward == pytest.approx(0.07 * 400.0, rel=0.03)
-
-
 def test_power_that_varies_from_refresh_to_refresh_is_known_less_well():
+    now, rng = VirtualTime(), np.random.default_rng(3)
+    work_s = {Kind.FORWARD: 0.03, Kind.BACKWARD: 0.07, Kind.TAIL: 0.07}
+    spans, readings = run_iteration(gpu_in(now, seed=0), now, rng, work_s, micro_batches=8)
     steady, varying = OnlineProfiler(blocking_power_w=80.0), OnlineProfiler(blocking_power_w=80.0)
-    rng = np.random.default_rng(3)
-    spans, pieces, end_s = iteration(rng, 10.0)
-    moments = np.arange(10.1, end_s, 0.1)
-    energy_j = np.array([used_j(pieces, moment) for moment in moments])
-    steady.add(1200, [spans], list(zip(moments, energy_j, strict=True)))
-    noise_j = np.cumsum(rng.normal(0, 10.0, len(moments)))
-    varying.add(1200, [spans], list(zip(moments, energy_j + noise_j, strict=True)))
+    steady.add(1200, [spans], readings)
+    noise_j = np.cumsum(rng.normal(0, 10.0, len(readings)))
+    varying.add(1200, [spans], [(moment, j + noise) for (moment, j), noise in zip(readings, noise_j, strict=True)])
     assert steady.power_error(1200) < 0.05 < varying.power_error(1200)
     errors = [min(r.quality.energy_relative_error for r in found.rows()) for found in (steady, varying)]
     assert errors[1] > 2 * errors[0]

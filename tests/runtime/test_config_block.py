@@ -30,6 +30,7 @@ def test_enabled_alone_is_a_complete_block():
             "perseus.policy.windows.0.begin: expected a time of day such as 17:00, got '17'.",
         ),
         ({"policy": {"name": "power_cap"}}, 'perseus.policy: expected either "watts" or "signal"'),
+        ({"policy": {"name": "power_cap", "watts": 1, "signal": "cap"}}, 'expected either "watts" or "signal"'),
         ({"policy": {"max_slowdown": 0.1}}, "perseus.policy.name: missing."),
         ({"policy": {"name": "slowdown", "max_slowdown": 5}}, "below 1, got 5; was 0.05 meant, 5 % slower?"),
         ({"policy": {"name": "slowdown", "max_slowdown": 1.05}}, "below 1, got 1.05; was 0.05 meant, 5 % slower?"),

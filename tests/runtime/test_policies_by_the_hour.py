@@ -297,7 +297,7 @@ def test_costs_go_on_from_a_checkpoint(start, tmp_path):
     resumed.time.seconds = job.time.seconds + 5
     resumed.runtime.restore(state, 60)
     resumed.train(10)
-    resumed.close()
+    assert [record.iteration for record in resumed.close()] == list(range(61, 71))
     before, after = job.events(CostsSoFar)[-1], resumed.events(CostsSoFar)[-1]
     assert after.iterations > before.iterations + 5
     assert before.cost < after.cost < 1.4 * before.cost

@@ -53,16 +53,6 @@ def test_the_saving_of_a_pipeline_is_by_its_share_at_default_clocks():
     assert second.saved_j == pytest.approx(20 * (40 - 30))
 
 
-def test_the_plan_is_judged_by_typical_iterations():
-    held_up = planned_iteration(27, time_s=60.0, energy_j=80.0)
-    plan = facts_of([*auto_job(), held_up]).plan
-    assert plan.slowdown == pytest.approx(0.02)
-    assert (plan.promised_slowdown, plan.promised_saving) == (pytest.approx(0.0), pytest.approx(0.25))
-    steady = facts_of(auto_job()).plan
-    assert steady.saving == pytest.approx(0.2)
-    assert steady.iterations == 19  # the first one begins at the clocks before
-
-
 def test_a_resumed_job_goes_on_counting_and_another_job_does_not():
     first = facts_of(auto_job())
     resumed = facts_of([*auto_job(), Ended(time=BEGIN + 30), started(), planned_iteration(27)])

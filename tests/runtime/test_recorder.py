@@ -1,8 +1,6 @@
 """What is written, sent and printed of iterations, operation by operation for some; nothing of it can end training."""
 
-import errno
 import math
-import os
 
 import pytest
 from virtual.job import LoneCommunicator, reports_of
@@ -30,24 +28,16 @@ from perseus_ds.runtime.progress import JobLog
 from perseus_ds.runtime.recorder import IterationContext, Recorder, RecordWriter, TimelineLog
 
 
-class Told:
-    """A monitor that keeps what it is told."""
+class Monitor:
+    """Keeps what it is told, and then fails if it has an error."""
 
-    def __init__(self):
-        self.events = []
+    def __init__(self, error=None):
+        self.events, self._error = [], error
 
     def write_events(self, event_list):
         self.events += event_list
-
-
-class Full:
-    """A monitor whose disk is full."""
-
-    calls = 0
-
-    def write_events(self, event_list):
-        self.calls += 1
-        raise OSError("No space left on device")
+        if self._error is not None:
+            raise self._error
 
 
 def under_plan(number):
@@ -74,13 +64,17 @@ def records_of(recorder, tmp_path):
     return iterations, end
 
 
-def test_what_is_said_holds_no_control_characters(recorder, capsys):
+def test_what_is_said_holds_no_control_characters_and_a_closed_standard_output_is_no_error(
+    recorder, capsys, monkeypatch
+):
     recorder.say("\x1b]0;PWNED\x07")
     assert capsys.readouterr().out == "perseus: \\x1b]0;PWNED\\x07\n"
+    monkeypatch.setattr("builtins.print", lambda *_, **__: 1 / 0)
+    recorder.say("nobody reads this")
 
 
 def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, capsys):
-    monitor = Told()
+    monitor = Monitor()
     recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True, monitor=monitor, steps_per_print=2)
     recorder.start(Started())
     recorder.add(IterationContext(1, 8, "observe"), reports_of({}))
@@ -131,7 +125,7 @@ def test_many_ranks_have_figures_by_rank_in_some_records_that_lose_no_energy(rec
 
 
 def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, capsys):
-    monitor = Told()
+    monitor = Monitor()
     recorder = Recorder(LoneCommunicator(), tmp_path, simulated=False, monitor=monitor)
     recorder.start(Started())
     recorder.add(under_plan(1), reports(energy_j=math.nan))
@@ -197,13 +191,13 @@ def test_a_record_names_sixteen_failed_ranks_and_counts_the_others(recorder, tmp
 
 
 def test_a_monitor_that_fails_is_told_no_more(tmp_path, caplog):
-    monitor = Full()
+    monitor = Monitor(OSError("No space left on device"))
     recorder = Recorder(LoneCommunicator(), tmp_path, simulated=True, monitor=monitor)
     recorder.start(Started())
     for number in (1, 2):
         recorder.add(under_plan(number), reports())
     recorder.close()
-    assert monitor.calls == 1
+    assert {samples for _, _, samples in monitor.events} == {8}
     assert caplog.text.count("monitor failed (No space left on device)") == 1
     assert len(read_records(tmp_path)) == 4
 
@@ -234,21 +228,11 @@ def test_what_could_not_be_written_is_written_once_that_is_possible(tmp_path, ca
     assert caplog.text.count("can be written again") == 1
 
 
-def test_a_line_of_which_only_a_part_could_be_written_is_taken_back(recorder, tmp_path, monkeypatch):
+def test_a_line_of_which_only_a_part_could_be_written_is_taken_back(recorder, tmp_path, disk_with):
     assert recorder.last is None
-    write, is_full = os.write, [True]
-
-    def write_half(handle, data):
-        if not is_full:
-            return write(handle, data)
-        if len(data) < 20:
-            is_full.clear()
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(handle, data[: len(data) // 2])
-
-    monkeypatch.setattr("perseus_ds.runtime.recorder.os.write", write_half)
-    recorder.add(under_plan(1), reports())
-    assert recorder.last.iteration == 1
+    with disk_with((tmp_path / "run.jsonl").stat().st_size + 20):
+        recorder.add(under_plan(1), reports())
+        assert recorder.last.iteration == 1
     assert len(read_records(tmp_path)) == 1
     recorder.add(under_plan(2), reports())
     records, _ = records_of(recorder, tmp_path)
