@@ -5,9 +5,8 @@ import os
 import pytest
 from pipelines import one_f_one_b, synthetic_profile
 
-from perseus_ds.artifacts.frontier import Frontier, export_zeus
+from perseus_ds.artifacts.frontier import export_zeus
 from perseus_ds.artifacts.io import write_together
-from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.optimizer import optimize
 
 PROFILE = synthetic_profile(2, blocking_power_w=80.0, micro_batches=3)
@@ -79,13 +78,3 @@ def test_new_and_old_files_are_never_read_together(tmp_path, frontier, monkeypat
     PROFILE.save(tmp_path / "profile.csv")
     frontier.save(tmp_path, certificates=True)
     assert seen == [False] * 5
-
-
-def test_what_was_saved_together_is_read_together(tmp_path, frontier):
-    frontier.save(tmp_path, certificates=True)
-    PROFILE.save(tmp_path / "profile.csv")
-    assert Frontier.load(tmp_path) == frontier
-    assert StageProfile.load(tmp_path).measurements == PROFILE.measurements
-    assert (tmp_path / "certificates.npz").is_file()
-    frontier.save(tmp_path)
-    assert not (tmp_path / "certificates.npz").exists()

@@ -126,14 +126,6 @@ def test_scaled_times_and_energies_scale_the_frontier(time, energy):
         assert second.plans[ends].lower_bound_j == pytest.approx(first.plans[ends].lower_bound_j * energy, rel=2e-3)
 
 
-def test_the_order_of_rows_changes_nothing():
-    schedule, profile = one_f_one_b(2, 4), noisy_profile(2, 8, 1)
-    rows = list(profile.measurements)
-    np.random.default_rng(0).shuffle(rows)
-    first = optimize(schedule, profile, blocking_power_w=POWER_W, plans=10)
-    assert optimize(schedule, StageProfile(rows), blocking_power_w=POWER_W, plans=10).plans == first.plans
-
-
 def test_recomputation_and_a_profiled_tail_are_decided_too():
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE, Kind.TAIL)
     schedule = read_schedule(EarlyRecomputation, ranks=3, micro_batches=4)

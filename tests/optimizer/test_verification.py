@@ -49,15 +49,6 @@ def test_two_stages_a_rank_are_verified(tmp_path):
     assert check(tmp_path, profile) == max(plan.gap for plan in frontier.plans)
 
 
-def test_certificates_survive_the_file_bit_by_bit(written, tmp_path):
-    certificates = Certificates.load(written)
-    (tmp_path / "again.npz").write_bytes(certificates.to_bytes())
-    again = Certificates.load(tmp_path / "again.npz")
-    assert again.schedule == certificates.schedule == one_f_one_b(2, 4)
-    for name in ("edge_flow_w", "source_flow_w", "mixed", "share"):
-        assert (getattr(again, name) == getattr(certificates, name)).all()
-
-
 def test_a_new_frontier_removes_the_certificates_of_the_old_one(written, tmp_path):
     shutil.copytree(written, tmp_path / "copy")
     Frontier.load(written).save(tmp_path / "copy")
