@@ -76,7 +76,7 @@ class Network:
         """
         result = np.zeros((self.events, *duration_s.shape[1:]))
         for level in self.forward:
-            finish = result[self.tail[level.edges]] + duration_s[level.edges]
+            finish = result[level.others] + duration_s[level.edges]
             result[level.nodes] = np.maximum.reduceat(finish, level.first, axis=0)
         return result
 
@@ -90,7 +90,7 @@ class Network:
         result = np.zeros((self.events, *np.broadcast(duration_s[0], deadline_s).shape))
         result[-1] = deadline_s
         for level in self.backward:
-            start = result[self.head[level.edges]] - duration_s[level.edges]
+            start = result[level.others] - duration_s[level.edges]
             result[level.nodes] = np.minimum.reduceat(start, level.first, axis=0)
         return result
 

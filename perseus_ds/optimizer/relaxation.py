@@ -296,7 +296,7 @@ def _spread(network: Network) -> Floats:
     for level in reversed(network.forward):
         count = np.diff(np.r_[level.first, len(level.edges)])
         flow[level.edges] = np.repeat(through[level.nodes] / count, count)
-        through += np.bincount(network.tail[level.edges], flow[level.edges], network.events)
+        through += np.bincount(level.others, flow[level.edges], network.events)
     return flow
 
 

@@ -46,7 +46,7 @@ _VALUES, _FARTHEST = 121, 0.03
 """So many values of d are tried, from 3 % below the period to 3 % above it."""
 _MOST_FORWARDS = 12
 """So many options of a forward are tried, evenly over those on the lower hull: each pair of them takes time."""
-_MOST_STEPS = 512
+_MOST_STEPS = 128
 """Rhythms of two micro-batches are searched for so many periods times ranks that differ."""
 _FEWEST_PAIRS = 4
 """A rank that seldom runs a forward and a backward in turns has no rhythm."""
@@ -198,13 +198,16 @@ class _Passage:
         self._kept = hull[evenly(len(hull), _MOST_FORWARDS)]
         self._backward_j = np.array([backward.least_j(value_s - time_s) for time_s in forward.time_s[self._kept]])
         self.cost_j = np.full((len(value_s), len(value_s)), np.inf)
+        cost_j, second_j = np.empty((2, *self.cost_j.shape))
         own_j = forward.cost_j[self._kept]
         # The values are symmetrical: two periods less the first one are the last one.
         for even, even_j in enumerate(self._backward_j[:, ::-1]):
             for odd, odd_j in enumerate(self._backward_j[: even + 1]):
                 # Energies fall with time, so the smaller of two windows is that of more energy.
-                cost_j = np.maximum(even_j[:, None], odd_j) + np.maximum(odd_j[:, None], even_j)
-                np.minimum(self.cost_j, cost_j + (own_j[even] + own_j[odd]), out=self.cost_j)
+                forwards_j = own_j[even] + own_j[odd]
+                np.maximum((even_j + forwards_j)[:, None], odd_j + forwards_j, out=cost_j)
+                cost_j += np.maximum(odd_j[:, None], even_j, out=second_j)
+                np.minimum(self.cost_j, cost_j, out=self.cost_j)
         # With even and odd exchanged, each d is two periods less d.
         self.cost_j = np.minimum(self.cost_j, self.cost_j[::-1, ::-1])
 

@@ -123,7 +123,7 @@ class Dag:
         """Return when each node finishes at the earliest, from 0 [s]."""
         finish = np.array(durations_s, dtype=np.float64)
         for level in self._levels:
-            finish[level.nodes] += np.maximum.reduceat(finish[self.edge_tail[level.edges]], level.first)
+            finish[level.nodes] += np.maximum.reduceat(finish[level.others], level.first)
         return finish
 
     def makespan_s(self, durations_s: Seconds) -> float:
@@ -135,8 +135,7 @@ class Dag:
         durations_s = np.asarray(durations_s, dtype=np.float64)
         latest = np.full(len(self.nodes), deadline_s)
         for level in self._reverse_levels:
-            after = self.edge_head[level.edges]
-            latest[level.nodes] = np.minimum.reduceat(latest[after] - durations_s[after], level.first)
+            latest[level.nodes] = np.minimum.reduceat(latest[level.others] - durations_s[level.others], level.first)
         return latest
 
     def critical_path(self, durations_s: Seconds) -> list[int]:
@@ -181,11 +180,13 @@ class Level:
     Attributes:
         nodes: Shape (n,).
         edges: Their edges on that side, grouped by node.
+        others: The nodes on the other side of these edges.
         first: Shape (n,): where each node's group of edges starts.
     """
 
     nodes: Indices
     edges: Indices
+    others: Indices
     first: Indices
 
 
@@ -206,7 +207,7 @@ def levels(tail: Indices, head: Indices, order: Indices) -> list[Level]:
     result = []
     for group in np.split(edges, np.flatnonzero(np.diff(depths[edges])) + 1):
         nodes, first = np.unique(head[group], return_index=True)
-        result.append(Level(nodes, group, first))
+        result.append(Level(nodes, group, tail[group], first))
     return result
 
 

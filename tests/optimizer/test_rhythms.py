@@ -1,6 +1,7 @@
 """Rhythms keep their period in the DAG and are the best of their kind; plans made of them meet their deadlines."""
 
 import itertools
+from functools import cache
 
 import numpy as np
 import pytest
@@ -31,9 +32,14 @@ def pipelines(most_ranks, most_options):
     return st.lists(st.tuples(works(most_options), works(most_options)), min_size=1, max_size=most_ranks)
 
 
+@cache
+def dag_of(ranks, micro_batches):
+    return Dag.build(one_f_one_b(ranks, micro_batches))
+
+
 def makespan_s(ranks, found, micro_batches):
     """How long an iteration takes whose middle has the clocks of an alternation, by its DAG."""
-    dag = Dag.build(one_f_one_b(len(ranks), micro_batches))
+    dag = dag_of(len(ranks), micro_batches)
     time_s = np.zeros(len(dag.nodes))
     for rank, nodes in enumerate(dag.compute_nodes):
         (forward, backward), parity = ranks[rank], 0
