@@ -225,7 +225,7 @@ class Problem:
         """
         delays_s = np.zeros(len(self.dag.nodes))
         for decisions, clocks in zip(self.rank_decisions, clocks_mhz, strict=True):
-            delays_s[self.node[decisions]] = self.switch_cost_s * (np.asarray(clocks) != np.roll(clocks, 1))
+            delays_s[self.node[decisions]] = self.switch_cost_s * begins_run(np.asarray(clocks))
         return delays_s
 
     def baseline(self) -> FrequencyPlan:
@@ -236,6 +236,14 @@ class Problem:
                 for stream in self.instructions
             )
         )
+
+
+def begins_run(clocks: Indices) -> npt.NDArray[np.bool_]:
+    """Return where clocks differ from those before them along the last axis; the first one comes after the last one."""
+    result = np.empty(clocks.shape, dtype=np.bool_)
+    np.not_equal(clocks[..., 1:], clocks[..., :-1], out=result[..., 1:])
+    np.not_equal(clocks[..., :1], clocks[..., -1:], out=result[..., :1])
+    return result
 
 
 def _shared_fastest_mhz(profile: StageProfile) -> int | None:

@@ -36,7 +36,7 @@ from scipy.optimize import linprog
 
 from perseus_ds.errors import ProfileError
 from perseus_ds.optimizer.network import Network
-from perseus_ds.optimizer.problem import DwellTimes, Floats, Indices
+from perseus_ds.optimizer.problem import DwellTimes, Floats, Indices, begins_run
 from perseus_ds.optimizer.search import evenly
 from perseus_ds.pipeline.instruction import Kind
 
@@ -139,7 +139,7 @@ class _Rank:
         """Return the times of instructions, with the delays of changes before them, by sequence [s]."""
         duration_s: Floats = self.time_s[np.arange(len(self.decisions)), clocks]
         if change_s:
-            duration_s += change_s * (clocks != np.roll(clocks, 1, axis=-1))
+            duration_s += change_s * begins_run(clocks)
         return duration_s
 
     def energy_j(self, clocks: Indices) -> Floats:
@@ -269,7 +269,7 @@ class RunSearch:
         begins_s, length_s = self._changes_s(self._durations_s(clocks))
         result = []
         for rank, own, times_s in zip(self.ranks, clocks, begins_s, strict=True):
-            first = np.flatnonzero(own != np.roll(own, 1))
+            first = np.flatnonzero(begins_run(own))
             ends_s = np.append(times_s[first[1:]], times_s[first[:1]] + length_s)
             result.append(ends_s - times_s[first] - rank.dwell_s[own[first]])
         return result
@@ -451,7 +451,7 @@ class RunSearch:
         """
         given = self._checked(clocks, time_s)
         for _ in range(_REPAIRS):
-            runs = sum(max(1, int((own != np.roll(own, 1)).sum())) for own in clocks)
+            runs = sum(max(1, int(begins_run(own).sum())) for own in clocks)
             found = self._polished(clocks, time_s, price_w, exchange) if runs <= _MOST_SEARCHED else clocks
             if found is None:
                 return given
@@ -519,11 +519,11 @@ class _ClockSearch:
 
     def __init__(self, ranks: Sequence[_Rank], clocks: Sequences, change_s: float) -> None:
         self._ranks = ranks
-        self._changed_s = [change_s * (own != np.roll(own, 1)) for own in clocks]
+        self._changed_s = [change_s * begins_run(own) for own in clocks]
         self._labels: list[Indices] = []
         self.count = 0
         for own in clocks:
-            begins = own != np.roll(own, 1)
+            begins = begins_run(own)
             runs = max(int(begins.sum()), 1)
             self._labels.append((np.cumsum(begins) - 1) % runs + self.count)
             self.count += runs
@@ -683,7 +683,7 @@ def best_runs(
     chosen[:, 0] = blocks_j.sum(axis=1).argmin(axis=1)[:, None]
     total_j = np.take_along_axis(blocks_j[:, None], chosen[..., None], axis=3)[..., 0].sum(axis=2)
     # The first run of a sequence and its last one may be at one clock.
-    total_j += (change_j[:, None, places] * (chosen != np.roll(chosen, 1, axis=2))).sum(axis=2)
+    total_j += (change_j[:, None, places] * begins_run(chosen)).sum(axis=2)
     whole: Indices = chosen[np.arange(prices), total_j.argmin(axis=1)][:, block_of]
     return whole
 
@@ -731,7 +731,7 @@ def _best_runs_from(cost_j: Floats, at_s: Floats, length_s: Floats, dwell_s: Flo
 
 def _extend(clocks: Indices, run: int) -> None:
     """Lengthen a run that is too short by the slower instruction beside it, or raise it if both sides are faster."""
-    first = np.flatnonzero(clocks != np.roll(clocks, 1))
+    first = np.flatnonzero(begins_run(clocks))
     count = len(clocks)
     begin, end = int(first[run]), int(first[(run + 1) % len(first)])
     own, before, after = int(clocks[begin]), int(clocks[begin - 1]), int(clocks[end])

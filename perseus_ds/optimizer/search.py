@@ -64,7 +64,7 @@ def round_late(network: Network, table: OptionTable, target_s: Floats, deadline_
     for level in network.backward:
         arcs = level.edges
         least_s = network.least_s[arcs][:, None]
-        begin_s = result[network.head[arcs]] - least_s
+        begin_s = result[level.others] - least_s
         chosen = arcs < n
         decisions = arcs[chosen]
         if len(decisions):

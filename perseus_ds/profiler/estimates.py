@@ -18,7 +18,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product, starmap
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +39,9 @@ _KNEES_MHZ, _KNEE_MHZ, _KNEE_SPREAD_MHZ = (
     120.0,
 )
 _RISES, _RISE, _RISE_SPREAD = 0.24 * 1.4 ** np.arange(-6, 4), 0.24, 0.5
-_POWERS = (1, 2)
+# The voltages that are tried. Each has a knee, up to which it is constant; by how much it is higher 300 MHz beyond it,
+# relative; and 1 where it rises linearly, 2 where quadratically.
+_VOLTAGES = np.array(list(product(_KNEES_MHZ, _RISES, (1, 2))))
 # Relative deviations of rows from these formulas that are to be expected, at least.
 _MODEL_ERROR = 0.015
 _IMPROBABLE = 0.01
@@ -51,6 +53,7 @@ _OUTLIER = 3.0
 _FEWEST_BELOW_LIMIT = 2
 # By how much a limit must make the rows more likely (twice the logarithm): a fit without one assumes less.
 _LIMIT_EVIDENCE = 3.0
+_SINGULAR = 1e-12
 
 
 @dataclass(frozen=True)
@@ -141,16 +144,15 @@ class PowerModel:
         is_flat = all(np.ptp(values) < _FLAT * values.mean() for values in above if len(values))
         self._limit_mhz = time.limit_mhz if is_flat else np.inf
         self._at_limit = [float(np.median(values)) if is_flat and len(values) else np.inf for values in above]
-        voltages = list(starmap(_Voltage, product(_KNEES_MHZ, _RISES, _POWERS)))
-        fits = [_power_fit(s, voltages, self._limit_mhz, mhz) for s, mhz in zip(stages, time.reached_mhz, strict=True)]
+        fits = [_power_fit(s, self._limit_mhz, mhz) for s, mhz in zip(stages, time.reached_mhz, strict=True)]
         misfit = sum(off for _, off in fits)
         rows = sum(len(s.clock_mhz) for s in stages)
         variance = _MODEL_ERROR**2 + np.min(misfit) / rows
-        distance = misfit / variance + np.array([voltage.unlikeliness for voltage in voltages])
+        distance = misfit / variance + _unlikeliness(_VOLTAGES)
         probable = np.exp(-0.5 * (distance - distance.min()))
         kept = np.flatnonzero(probable > _IMPROBABLE)
         self._weights = probable[kept] / probable[kept].sum()
-        self._voltages = [voltages[number] for number in kept]
+        self._voltages = _VOLTAGES[kept]
         self._parts = [parts[kept] for parts, _ in fits]
 
     def values(self, stage: int, clock_mhz: Floats) -> Floats:
@@ -164,41 +166,28 @@ class PowerModel:
 
     def _by_voltage(self, stage: int, clock_mhz: Floats) -> Floats:
         """Return the powers by each of the voltages, shape (voltages, clocks) [W]."""
-        terms = np.array([voltage.terms(clock_mhz) for voltage in self._voltages])
-        powers_w = np.einsum("knc,kc->kn", terms, self._parts[stage])
+        powers_w = np.einsum("knc,kc->kn", _power_terms(self._voltages, clock_mhz), self._parts[stage])
         at_limit = self._at_limit[stage]
         return np.where(clock_mhz < self._limit_mhz, np.minimum(powers_w, at_limit), at_limit)
 
 
-class _Voltage(NamedTuple):
-    """The voltage as a function of the clock.
-
-    Attributes:
-        knee_mhz: Up to this clock it is constant.
-        rise: By how much it is higher 300 MHz beyond the knee, relative.
-        power: 1 where it rises linearly, 2 where quadratically.
-    """
-
-    knee_mhz: float
-    rise: float
-    power: int
-
-    @property
-    def unlikeliness(self) -> float:
-        knee = (self.knee_mhz - _KNEE_MHZ) / _KNEE_SPREAD_MHZ
-        return knee**2 + (math.log(self.rise / _RISE) / _RISE_SPREAD) ** 2
-
-    def terms(self, clock_mhz: Floats) -> Floats:
-        voltage = 1 + self.rise * (np.maximum(0.0, clock_mhz - self.knee_mhz) / 300) ** self.power
-        return np.column_stack([np.ones_like(clock_mhz), clock_mhz * voltage**2])
+def _unlikeliness(voltages: Floats) -> Floats:
+    knee_mhz, rise, _ = voltages.T
+    result: Floats = ((knee_mhz - _KNEE_MHZ) / _KNEE_SPREAD_MHZ) ** 2 + (np.log(rise / _RISE) / _RISE_SPREAD) ** 2
+    return result
 
 
-def _power_fit(
-    series: Samples, voltages: Sequence[_Voltage], limit_mhz: float, reached_mhz: float
-) -> tuple[Floats, Floats]:
+def _power_terms(voltages: Floats, clock_mhz: Floats) -> Floats:
+    """Return what static and dynamic power are proportional to, shape (voltages, clocks, 2)."""
+    knee_mhz, rise, power = voltages.T[..., None]
+    beyond = np.maximum(0.0, clock_mhz - knee_mhz) / 300
+    voltage = 1 + rise * np.where(power == 1, beyond, beyond**2)
+    return np.stack([np.ones_like(voltage), clock_mhz * voltage**2], axis=-1)
+
+
+def _power_fit(series: Samples, limit_mhz: float, reached_mhz: float) -> tuple[Floats, Floats]:
     is_below = series.clock_mhz < limit_mhz
-    clock_mhz = np.where(is_below, series.clock_mhz, reached_mhz)
-    terms = np.array([voltage.terms(clock_mhz) for voltage in voltages])
+    terms = _power_terms(_VOLTAGES, np.where(is_below, series.clock_mhz, reached_mhz))
     return _fit(terms, series.value, np.where(is_below, 1.0, _AT_LIMIT_WEIGHT))
 
 
@@ -220,13 +209,18 @@ def _fit(columns: Floats, value: Floats, trust: Floats | float = 1.0) -> tuple[F
 
 def _non_negative(columns: Floats, value: Floats) -> Floats:
     """Return the least-squares coefficients of two columns each, or of the better one where one would be negative."""
-    square = np.einsum("knc,knd->kcd", columns, columns)
+    square = np.einsum("knc,knc->kc", columns, columns)
+    mixed = np.einsum("kn,kn->k", columns[..., 0], columns[..., 1])
     both = np.einsum("knc,kn->kc", columns, value)
-    alone = both / np.maximum(np.einsum("kcc->kc", square), 1e-300)
+    alone = both / np.maximum(square, 1e-300)
     better = np.argmax(alone * both, axis=1)
     single = np.where(np.arange(2) == better[:, None], alone, 0.0)
-    found = np.einsum("kcd,kd->kc", np.linalg.pinv(square, hermitian=True), both)
-    return np.where((found >= 0).all(axis=1, keepdims=True), found, single)
+    # The normal equations; a single row, or several at one clock, do not tell two coefficients.
+    product_of_squares = square.prod(axis=1)
+    determinant = product_of_squares - mixed**2
+    found = square[:, ::-1] * both - mixed[:, None] * both[:, ::-1]
+    is_sum = (determinant > _SINGULAR * product_of_squares) & (found >= 0).all(axis=1)
+    return np.where(is_sum[:, None], found / np.where(is_sum, determinant, 1.0)[:, None], single)
 
 
 Stages = npt.NDArray[np.intp]
