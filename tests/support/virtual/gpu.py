@@ -1,5 +1,6 @@
 """Simulated GPUs in virtual time: with recorded clocks, a faulty driver or a slow counter; CUDA on top of one."""
 
+import bisect
 import math
 from collections import deque
 from contextlib import contextmanager
@@ -134,7 +135,9 @@ class AveragingGpu(SimulatedGpu):
         self._seen_s.append(self._clock.now_s())
         self._seen_j.append(self.true_energy_j)
         at_s = math.floor(self._seen_s[-1] / self._refreshed_every_s) * self._refreshed_every_s
-        return float(np.interp(np.linspace(at_s - self.average_s, at_s, 51), self._seen_s, self._seen_j).mean())
+        first = max(0, bisect.bisect(self._seen_s, at_s - self.average_s) - 1)
+        asked_s = np.linspace(at_s - self.average_s, at_s, 51)
+        return float(np.interp(asked_s, self._seen_s[first:], self._seen_j[first:]).mean())
 
     def run_for(self, seconds):
         """Compute for some time, and look at the counter before and after."""
