@@ -144,9 +144,11 @@ class _Refreshes:
         return np.concatenate(spent), np.concatenate(beyond)
 
     def common_w(self, ratio: Floats, waiting_spread_w: float) -> float:
-        """Return the power beyond blocking power of a kind whose ratio is 1 [W]."""
+        """Return the power beyond blocking power of a kind whose ratio is 1 [W]; 0 where nothing ran meanwhile."""
         spent_s, beyond_j = self.equations
         seconds = spent_s[:, :-1] @ ratio
+        if not seconds.any():
+            return 0.0
         scale = abs(float(seconds @ beyond_j / (seconds @ seconds))) + 1e-9
         matrix = np.vstack([np.column_stack([seconds, spent_s[:, -1]]) / scale, [[0.0, 1 / waiting_spread_w]]])
         return float(np.linalg.lstsq(matrix, np.append(beyond_j / scale, 0.0), rcond=None)[0][0])
@@ -245,9 +247,10 @@ class OnlineProfiler:
         common_w: dict[int, float] = {}
         for _ in range(3):
             common_w = {c: w for c, r in refreshes.items() if (w := r.common_w(ratio, self._waiting_spread_w(c))) > 0}
-            if not common_w:
+            if common_w:
+                ratio = self._ratio({c: refreshes[c] for c in common_w}, common_w)
+            if not (common_w and ratio.any()):
                 return {}
-            ratio = self._ratio({c: refreshes[c] for c in common_w}, common_w)
         return {
             c: self._at_clock(*refreshes[c].equations, ratio, w, self._waiting_spread_w(c)) for c, w in common_w.items()
         }

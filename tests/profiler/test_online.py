@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.profile import Measurement, RowQuality
@@ -81,6 +83,30 @@ def test_iterations_without_two_refreshes_yield_no_row():
     profiler = OnlineProfiler(blocking_power_w=80.0)
     profiler.add(1200, [[Span(Compute(Instruction(0, Kind.FORWARD, 0)), 0.0, 0.2)]], [(0.1, 5.0)])
     assert profiler.rows() == []
+
+
+def passes_and_readings(draw):
+    """Passes with waits between, and any readings of the counter, during them or not; of any energies."""
+    seconds = st.floats(1e-5, 0.02)
+    now_s, spans = 0.0, []
+    for micro_batch in range(2):
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            begin_s = now_s + draw(seconds)
+            now_s = begin_s + draw(seconds)
+            spans.append(Span(Compute(Instruction(0, kind, micro_batch)), begin_s, now_s))
+    moments_s = sorted(draw(st.sets(st.floats(0, 2 * now_s), min_size=2, max_size=8)))
+    used_j = draw(st.lists(st.sampled_from([0.0, 0.001, 1.0]), min_size=8, max_size=8))
+    return spans, list(zip(moments_s, np.cumsum(used_j).tolist(), strict=False))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_whatever_the_counter_says_there_is_a_row_of_finite_energy_or_none(data):
+    profiler = OnlineProfiler(data.draw(st.sampled_from([0.0, 80.0])))
+    for clock_mhz in (1410, 1290):
+        spans, readings = passes_and_readings(data.draw)
+        profiler.add(clock_mhz, [spans], readings)
+    assert all(np.isfinite(row.measurement.energy_j) for row in profiler.rows())
 
 
 def test_power_that_varies_from_refresh_to_refresh_is_known_less_well():
