@@ -519,11 +519,11 @@ class _ClockSearch:
 
     def __init__(self, ranks: Sequence[_Rank], clocks: Sequences, change_s: float) -> None:
         self._ranks = ranks
-        self._changed_s = [change_s * begins_run(own) for own in clocks]
+        begins_of = [begins_run(own) for own in clocks]
+        self._changed_s = [change_s * begins for begins in begins_of]
         self._labels: list[Indices] = []
         self.count = 0
-        for own in clocks:
-            begins = begins_run(own)
+        for begins in begins_of:
             runs = max(int(begins.sum()), 1)
             self._labels.append((np.cumsum(begins) - 1) % runs + self.count)
             self.count += runs

@@ -64,13 +64,14 @@ def round_late(network: Network, table: OptionTable, target_s: Floats, deadline_
     for level in network.backward:
         arcs = level.edges
         least_s = network.least_s[arcs][:, None]
-        begin_s = result[level.others] - least_s
+        end_s = result[level.others]
+        begin_s = end_s - least_s
         chosen = arcs < n
         decisions = arcs[chosen]
         if len(decisions):
-            window_s = result[network.head[decisions]] - target_s[network.tail[decisions]]
+            window_s = end_s[chosen] - target_s[network.tail[decisions]]
             options = table.longest_within(group[decisions], window_s)
-            begin_s[chosen] = result[network.head[decisions]] - table.time_s[options]
+            begin_s[chosen] = end_s[chosen] - table.time_s[options]
         result[level.nodes] = np.minimum.reduceat(begin_s, level.first, axis=0)
     result[0] = 0.0
     return result

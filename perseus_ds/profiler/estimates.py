@@ -215,12 +215,13 @@ def _non_negative(columns: Floats, value: Floats) -> Floats:
     alone = both / np.maximum(square, 1e-300)
     better = np.argmax(alone * both, axis=1)
     single = np.where(np.arange(2) == better[:, None], alone, 0.0)
-    # The normal equations; a single row, or several at one clock, do not tell two coefficients.
-    product_of_squares = square.prod(axis=1)
-    determinant = product_of_squares - mixed**2
-    found = square[:, ::-1] * both - mixed[:, None] * both[:, ::-1]
-    is_sum = (determinant > _SINGULAR * product_of_squares) & (found >= 0).all(axis=1)
-    return np.where(is_sum[:, None], found / np.where(is_sum, determinant, 1.0)[:, None], single)
+    determinant = (square.prod(axis=1) - mixed**2)[:, None]
+    is_regular = determinant > _SINGULAR * square.prod(axis=1, keepdims=True)
+    numerator = square[:, ::-1] * both - mixed[:, None] * both[:, ::-1]
+    # Of a single row, or of several at one clock, the least coefficients are taken.
+    trace = np.maximum(square.sum(axis=1, keepdims=True), 1e-300)
+    found = np.where(is_regular, numerator, both) / np.where(is_regular, determinant, trace)
+    return np.where((found >= 0).all(axis=1, keepdims=True), found, single)
 
 
 Stages = npt.NDArray[np.intp]

@@ -247,9 +247,10 @@ class OnlineProfiler:
         common_w: dict[int, float] = {}
         for _ in range(3):
             common_w = {c: w for c, r in refreshes.items() if (w := r.common_w(ratio, self._waiting_spread_w(c))) > 0}
-            if common_w:
-                ratio = self._ratio({c: refreshes[c] for c in common_w}, common_w)
-            if not (common_w and ratio.any()):
+            if not common_w:
+                return {}
+            ratio = self._ratio({c: refreshes[c] for c in common_w}, common_w)
+            if not ratio.any():
                 return {}
         return {
             c: self._at_clock(*refreshes[c].equations, ratio, w, self._waiting_spread_w(c)) for c, w in common_w.items()
