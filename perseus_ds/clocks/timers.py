@@ -16,7 +16,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from perseus_ds.clocks.events import CudaEvent, CudaOrigin, DeviceEvent, EventPool, PassedEvent, relax_stream_capture
+from perseus_ds.clocks.events import (
+    CudaEvent,
+    CudaOrigin,
+    DeviceEvent,
+    EventPool,
+    PassedEvent,
+    relax_stream_capture,
+    wait_by_polling,
+)
 from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -146,6 +154,7 @@ class CudaExecution(Execution):
     Args:
         cuda: The module ``torch.cuda``, which makes events and waits for them.
         relax_capture: Lets the calling thread use CUDA while another one captures a graph.
+        wait: Waits for an event.
     """
 
     def __init__(
@@ -154,14 +163,14 @@ class CudaExecution(Execution):
         cuda: Any = torch.cuda,
         timebase: Timebase = REAL_TIME,
         relax_capture: Callable[[], object] = relax_stream_capture,
+        wait: Callable[[Any], object] = wait_by_polling,
     ) -> None:
         super().__init__()
         self._cuda = cuda
         self._relax_capture = relax_capture
         self._time = timebase
         self._device = cuda.current_device() if device.index is None else device.index
-        # Blocking: a thread that waits for it, the clocks' thread, sleeps instead of occupying a core.
-        self._pool = EventPool(lambda: cuda.Event(enable_timing=True, blocking=True))
+        self._pool = EventPool(lambda: cuda.Event(enable_timing=True), wait)
         self._start: CudaOrigin = CudaOrigin(self._pool, None, timebase)
 
     def use_device(self) -> None:

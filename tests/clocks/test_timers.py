@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from virtual.gpu import RecordingGpu, VirtualCuda, set_clock
+from virtual.gpu import RecordingGpu, VirtualCuda, set_clock, wait_for_event
 from virtual.time import VirtualTime
 
 from perseus_ds.clocks.controller import ClockController
@@ -33,7 +33,7 @@ def cuda(now):
 
 @pytest.fixture
 def on_cuda(now, cuda):
-    return CudaExecution(torch.device("cuda"), cuda, now)
+    return CudaExecution(torch.device("cuda"), cuda, now, wait=wait_for_event)
 
 
 def launch(execution, cuda, operation, seconds):
@@ -106,6 +106,14 @@ def test_an_iteration_is_ended_without_waiting_and_read_while_the_next_one_runs(
     assert now.now_s() == pytest.approx(begin_s + 0.4), "nothing was waited for"
     assert second.start_s() == pytest.approx(begin_s + 0.3)
     assert second.time_s() == pytest.approx(0.5)
+
+
+def test_no_event_is_a_blocking_one_because_the_driver_takes_few_launches_after_them(cuda, on_cuda):
+    on_cuda.start_iteration()
+    launch(on_cuda, cuda, FORWARD, 0.1)
+    on_cuda.finish_iteration().spans()
+    assert cuda.events > 0
+    assert cuda.blocking_events == 0
 
 
 def test_waiting_for_cuda_waits_for_all_that_was_launched(now, cuda, on_cuda):
@@ -315,7 +323,9 @@ def test_a_runtime_without_the_function_is_told_apart():
 def test_the_clocks_thread_queries_events_only_in_the_relaxed_mode():
     now, runtime = VirtualTime(), Cuda()
     cuda, queried_in = VirtualCuda(now), []
-    execution = CudaExecution(torch.device("cuda:0"), cuda, now, relax_capture=lambda: relax_stream_capture(runtime))
+    execution = CudaExecution(
+        torch.device("cuda:0"), cuda, now, relax_capture=lambda: relax_stream_capture(runtime), wait=wait_for_event
+    )
     clocks = ClockController(
         SimulatedGpu(DEVICES["a100-sxm"], timebase=now), pytest.fail, on_start=execution.use_device, timebase=now
     )

@@ -188,7 +188,7 @@ class VirtualCuda:
     def __init__(self, time, gpu=None, device=0):
         self.time = time
         self.chosen = []
-        self.events = 0
+        self.events = self.blocking_events = 0
         self.lock_held_s = 0.0
         self._gpu = gpu
         self._device = device
@@ -216,9 +216,9 @@ class VirtualCuda:
             self._queue.append(work)
             self._changed.notify_all()
 
-    def Event(self, *, enable_timing, blocking):  # noqa: N802
+    def Event(self, *, enable_timing, blocking=False):  # noqa: N802
         assert enable_timing, "an event without timing cannot be read"
-        assert blocking, "a thread that waits for it would occupy a core"
+        self.blocking_events += blocking
         self.events += 1
         return _Event(self)
 
@@ -247,6 +247,11 @@ class VirtualCuda:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
+
+
+def wait_for_event(event):
+    """Wait in virtual time, in one step."""
+    event.synchronize()
 
 
 class _Event:

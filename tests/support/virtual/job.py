@@ -32,7 +32,7 @@ from perseus_ds.ranks import Communicator, PipelineTopology
 from perseus_ds.runtime.config import parse_block
 from perseus_ds.runtime.job import Job
 from perseus_ds.runtime.runtime import PerseusRuntime
-from virtual.gpu import OneAtATime, VirtualCuda
+from virtual.gpu import OneAtATime, VirtualCuda, wait_for_event
 from virtual.time import VirtualTime
 
 SLOWER = {"policy": {"name": "slowdown", "max_slowdown": 0.2}}
@@ -237,7 +237,7 @@ class VirtualJob:
     def _timers(self, rank):
         if self._cuda is None:
             return HostExecution(self.time)
-        return CudaExecution(torch.device("cuda", 0), self._cuda[rank], self.time, relax_capture=lambda: True)
+        return CudaExecution(torch.device("cuda", 0), self._cuda[rank], self.time, lambda: True, wait_for_event)
 
     def _iterate(self, rank):
         runtime = self.runtimes[rank]
