@@ -9,9 +9,18 @@ import hypothesis
 import pytest
 from fail_on_skip import FailOnSkip
 from job import ENVIRONMENT, PlainRuns
+from stub_cuda.fixtures import stub_cuda, stub_cuda_library
 from stub_nvml.fixtures import make_stub_nvml, stub_library, stub_nvml, stub_nvml_here, stub_time
 
-__all__ = ["make_stub_nvml", "stub_library", "stub_nvml", "stub_nvml_here", "stub_time"]
+__all__ = [
+    "make_stub_nvml",
+    "stub_cuda",
+    "stub_cuda_library",
+    "stub_library",
+    "stub_nvml",
+    "stub_nvml_here",
+    "stub_time",
+]
 
 
 def pytest_configure(config):

@@ -44,6 +44,7 @@ class Check:
 
 
 CHECKS = {
+    "marks": Check("0. Marks written by the GPU, as another process sees them", "gpu_checks.mark_checks:marks"),
     "spans": Check("1. Spans of operations by CUDA events", "gpu_checks.clock_checks:spans"),
     "requests": Check("2. From an event on the GPU to the request of a clock", "gpu_checks.clock_checks:requests"),
     "step": Check("3. The energy counter's answer to the end of a load", "gpu_checks.energy_checks:step"),

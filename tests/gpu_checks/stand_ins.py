@@ -6,15 +6,19 @@ All that they measure is labelled simulated and says nothing of a GPU.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from gpu_checks.machine import versions
 from gpu_checks.recording import RecordsChanges
-from virtual.gpu import VirtualCuda
+from stub_cuda.controller import Event, Graph, StubCuda
+from virtual.gpu import VirtualCuda, wait_for_event
 from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.evidence import Machine
+from perseus_ds.client.stream_writes import CUDA
 from perseus_ds.clocks.timers import CudaExecution
 from perseus_ds.gpu.device_models import MEMORY_BOUND
 from perseus_ds.gpu.simulated import SimulatedGpu
@@ -48,7 +52,7 @@ class VirtualMachine:
         return wanted_s
 
     def execution(self) -> CudaExecution:
-        return CudaExecution(torch.device("cuda", 0), self.cuda, self.timebase, relax_capture=lambda: True)
+        return CudaExecution(torch.device("cuda", 0), self.cuda, self.timebase, lambda: True, wait_for_event)
 
     def compute(self, seconds: float) -> None:
         self.cuda.launch(seconds)
@@ -76,6 +80,61 @@ class VirtualMachine:
 
     def free_bytes(self) -> int:
         return 0
+
+
+class StubCudaMachine:
+    """The stub of CUDA's driver, whose streams are threads of this process.
+
+    Args:
+        cuda: The stub.
+    """
+
+    simulated = True
+    timebase = REAL_TIME
+    stream_write_names = CUDA
+
+    def __init__(self, cuda: StubCuda) -> None:
+        self._cuda = cuda
+        self._copied = ctypes.c_int64(0)
+
+    def described(self) -> Machine:
+        return Machine(simulated=True, gpu="stub of CUDA's driver", driver=None, versions=versions())
+
+    def turns(self, wanted: int) -> int:
+        return min(wanted, 20)
+
+    def stream_handle(self, stream: int | None = None) -> int:
+        return stream or self._cuda.stream
+
+    def new_stream(self) -> int:
+        return self._cuda.new_stream()
+
+    def using(self, stream: int) -> AbstractContextManager[object]:
+        return self._cuda.using(stream)
+
+    def sleep(self, seconds: float) -> None:
+        self._cuda.delay(seconds)
+
+    compute = sleep
+
+    def launch_small(self) -> None:
+        self._cuda.delay(0.0)
+
+    def timed_event(self, *, blocking: bool = False) -> Event:
+        return self._cuda.event()
+
+    def external_event(self) -> Event:
+        return self._cuda.external_event()
+
+    def copy_to_host(self, value: int) -> Callable[[], int]:
+        self._cuda.store(self._copied, value)
+        return lambda: self._copied.value
+
+    def captured(self, body: Callable[[], None]) -> Graph:
+        return self._cuda.captured(body)
+
+    def synchronize(self) -> None:
+        self._cuda.synchronize()
 
 
 class HostMachine:

@@ -14,7 +14,7 @@ from gpu_checks.checks import CHECKS, collected, made_in_a_process, place_of
 from gpu_checks.machine import why_no_gpu
 from gpu_checks.recording import Change, GuardError, RecordingGpu, guard_nvml
 from gpu_checks.results import performed
-from gpu_checks.stand_ins import HostMachine, VirtualMachine
+from gpu_checks.stand_ins import HostMachine, StubCudaMachine, VirtualMachine
 from gpu_checks.wheels import NAMES, pins_for
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -355,3 +355,12 @@ def test_the_checks_of_training_are_made_with_the_real_engine(tmp_path, name):
     assert not not_made, result.notes
     assert len(result.figures) >= 2, result.reason
     assert result.outcome == "passed" or not result.reason.startswith(("it", "its")), result.reason
+
+
+def test_marks_are_checked_on_the_stub_of_the_driver(stub_cuda):
+    result = made("marks", lambda: StubCudaMachine(stub_cuda))
+    # How many marks another process sees, and how late, depends on how busy this machine is.
+    assert not [figure.name for figure in result.figures if "could be made" in figure.name], result.notes
+    assert value(result, "copies that were not there when their mark was") == 0
+    assert value(result, "external events in a graph: span to length, median") >= 1
+    assert {"idle stream, the call, median", "full queue: a mark, median"} <= {figure.name for figure in result.figures}

@@ -1,0 +1,117 @@
+"""Marks written by the GPU, on the stub of CUDA's driver: in stream order, in graphs, on devices and streams."""
+
+import fcntl
+import mmap
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from perseus_ds.client.memory import SharedMemory
+from perseus_ds.client.stream_writes import HIP, StreamWrites
+from perseus_ds.errors import GpuError
+
+
+@pytest.fixture
+def memory():
+    return SharedMemory(4096)
+
+
+@pytest.fixture
+def words(memory):
+    return np.frombuffer(memory.view, np.uint32)
+
+
+def test_a_mark_follows_the_work_that_was_issued_before_it(stub_cuda, memory, words):
+    writes = StreamWrites(memory)
+    stub_cuda.delay(0.2)
+    writes.write(stub_cuda.stream, 8, 7)
+    assert words[2] == 0, "the kernel has only been launched"
+    stub_cuda.synchronize()
+    assert words[2] == 7
+
+
+def test_each_stream_marks_at_its_own_pace_on_its_own_device(stub_cuda, memory, words):
+    writes = StreamWrites(memory)
+    streams = [stub_cuda.new_stream(0), stub_cuda.new_stream(0), stub_cuda.new_stream(1)]
+    for slot, stream in enumerate(streams):
+        stub_cuda.set_device(slot // 2)
+        with stub_cuda.using(stream):
+            stub_cuda.delay(0.3 * (slot == 0))
+            writes.write(stream, 4 * slot, 1)
+    end_s = time.monotonic() + 60
+    while words[1] == 0 or words[2] == 0:
+        assert time.monotonic() < end_s
+    assert words[0] == 0, "its stream is busy, whatever the others do"
+    stub_cuda.synchronize()
+    assert words[:3].tolist() == [1, 1, 1]
+
+
+def test_a_mark_on_a_stream_of_another_device_than_the_current_one_is_an_error(stub_cuda, memory):
+    writes = StreamWrites(memory)
+    with pytest.raises(GpuError, match="writing a mark failed with CUDA_ERROR_INVALID_HANDLE"):
+        writes.write(stub_cuda.new_stream(1), 0, 1)
+
+
+def test_a_graph_marks_at_each_replay_and_clearing_in_stream_order_separates_iterations(stub_cuda, memory, words):
+    writes = StreamWrites(memory)
+
+    def body():
+        for position in range(3):
+            stub_cuda.delay(0.001)
+            writes.write(stub_cuda.stream, 4 * position, 9)
+
+    graph = stub_cuda.captured(body)
+    assert words[:3].tolist() == [0, 0, 0], "capturing executes nothing"
+    for number in (1, 2):
+        writes.fill(stub_cuda.stream, 0, 3)
+        writes.write(stub_cuda.stream, 400, number)
+        graph.replay()
+    stub_cuda.synchronize()
+    assert words[:3].tolist() == [9, 9, 9]
+    assert words[100] == 2
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        ({"register": 2}, "mapping the shared memory failed with CUDA_ERROR_OUT_OF_MEMORY"),
+        ({"write": 801}, "writing a mark failed with CUDA_ERROR_NOT_SUPPORTED"),
+        ({"write": 12345}, "writing a mark failed with error 12345"),
+    ],
+)
+def test_a_driver_that_refuses_is_named_with_its_error(stub_cuda, memory, fails, message):
+    stub_cuda.fail(**fails)
+    with pytest.raises(GpuError, match=message):
+        StreamWrites(memory).write(stub_cuda.stream, 0, 1)
+
+
+def test_a_missing_library_is_an_error_that_says_what_is_needed(memory):
+    with pytest.raises(GpuError, match=r"CUDA 11\.7 or later, or HIP, is needed"):
+        StreamWrites(memory, HIP)
+
+
+def test_the_memory_is_seen_by_another_process_and_can_be_neither_shrunk_nor_grown(memory, words):
+    words[5] = 17
+    script = "import mmap, sys; print(mmap.mmap(int(sys.argv[1]), 0, prot=mmap.PROT_READ)[20])"
+    command = [sys.executable, "-c", script, str(memory.file)]
+    read = subprocess.run(command, pass_fds=[memory.file], capture_output=True, check=True, text=True)
+    assert read.stdout == "17\n"
+    for length in (0, 2 * memory.length):
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory.file, length)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(memory.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    assert memory.length % mmap.PAGESIZE == 0
+
+
+def test_memory_that_the_system_does_not_have_is_an_error_at_once(monkeypatch):
+    def full(file, offset, length):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(GpuError, match="4 KiB of shared memory: No space left on device"):
+        SharedMemory(100)

@@ -1,0 +1,131 @@
+"""Launches work on the devices of the stub of CUDA's driver; see stub_cuda.c."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).with_name("stub_cuda.c")
+LIBRARY = "libcuda.so.1"
+
+
+def compiled(folder: Path) -> Path:
+    """Compile the library into a folder and return its path."""
+    path = folder / LIBRARY
+    command = ["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread", f"-Wl,-soname,{LIBRARY}"]
+    subprocess.run([*command, "-o", path, SOURCE], check=True)
+    return path
+
+
+class Event:
+    """When a stream reached a point, on the host's monotonic clock."""
+
+    def __init__(self, cuda: StubCuda) -> None:
+        self._cuda = cuda
+        self.at_s = ctypes.c_double(0.0)
+
+    def record(self) -> None:
+        """Record it on the current stream."""
+        self._cuda.check(self._cuda.library.stub_event(self._cuda.stream, ctypes.byref(self.at_s)))
+
+    def elapsed_time(self, end: Event) -> float:
+        """Return the time until another event [ms]."""
+        return (end.at_s.value - self.at_s.value) * 1e3
+
+
+class Graph:
+    """What was captured on a stream."""
+
+    def __init__(self, cuda: StubCuda, handle: int) -> None:
+        self._cuda, self._handle = cuda, handle
+
+    def replay(self, stream: int | None = None) -> None:
+        self._cuda.check(self._cuda.library.stub_replay(self._handle, stream or self._cuda.stream))
+
+
+class StubCuda:
+    """The library in this process, for which ``libcuda.so.1`` then stands.
+
+    Attributes:
+        library: The library itself.
+        stream: The current stream.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # By its name it is found by whatever opens "libcuda.so.1" afterwards.
+        self.library: Any = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        for name in ("stub_stream", "stub_capture_end"):
+            getattr(self.library, name).restype = ctypes.c_void_p
+        arguments = {
+            "stub_delay": (ctypes.c_void_p, ctypes.c_double),
+            "stub_event": (ctypes.c_void_p, ctypes.c_void_p),
+            "stub_store": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
+            "stub_replay": (ctypes.c_void_p, ctypes.c_void_p),
+        }
+        for name, types in arguments.items():
+            getattr(self.library, name).argtypes = types
+        for name in ("stub_synchronize", "stub_capture_begin", "stub_capture_end"):
+            getattr(self.library, name).argtypes = (ctypes.c_void_p,)
+        self._streams: list[int] = []
+        self.set_device(0)
+        self.stream = self.new_stream(0)
+
+    def set_device(self, device: int) -> None:
+        """Make a device current on this thread; -1 for none."""
+        self.library.stub_set_device(device)
+
+    def fail(self, *, register: int = 0, write: int = 0) -> None:
+        """Have the driver refuse with these errors; 0 for none."""
+        self.library.stub_fail(register, write)
+
+    def new_stream(self, device: int = 0) -> int:
+        """Return the handle of another stream."""
+        self._streams.append(self.library.stub_stream(device))
+        return self._streams[-1]
+
+    @contextlib.contextmanager
+    def using(self, stream: int) -> Iterator[None]:
+        """Launch on another stream meanwhile."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def delay(self, seconds: float) -> None:
+        """Launch a kernel that takes that long."""
+        self.check(self.library.stub_delay(self.stream, seconds))
+
+    def event(self) -> Event:
+        """Return an event that was recorded on the current stream."""
+        event = self.external_event()
+        event.record()
+        return event
+
+    def external_event(self) -> Event:
+        """Return an event; what it shows is when it was reached last, in a graph as well."""
+        return Event(self)
+
+    def store(self, where: Any, value: int) -> None:
+        """Launch a store into host memory."""
+        self.check(self.library.stub_store(self.stream, ctypes.byref(where), value))
+
+    def synchronize(self) -> None:
+        """Wait until all streams are done."""
+        for stream in self._streams:
+            self.library.stub_synchronize(stream)
+
+    def captured(self, body: Callable[[], None]) -> Graph:
+        """Return a graph of what a function launches on the current stream."""
+        self.library.stub_capture_begin(self.stream)
+        body()
+        return Graph(self, self.library.stub_capture_end(self.stream))
+
+    def check(self, status: int) -> None:
+        """Raise an error for a status that is one."""
+        if status:
+            raise RuntimeError(f"CUDA error {status}")
