@@ -23,7 +23,7 @@ from perseus_ds.clocks.readback import LatencyTable
 from perseus_ds.engines.deepspeed.contract import REMEDY, deepspeed_problem
 from perseus_ds.errors import ConfigError, GpuError
 from perseus_ds.gpu.energy_counter import counter_period_s
-from perseus_ds.gpu.nvml import NvmlGpu, gpu_count, gpu_uuids, match_uuid
+from perseus_ds.gpu.nvml import NvmlGpu, gpu_count, index_of_uuid
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 
@@ -58,7 +58,7 @@ def _indices(chosen: list[str] | None) -> list[int]:
     if chosen is None:
         return [*range(count)]
     try:
-        indices = [int(gpu) if gpu.isdecimal() else match_uuid(gpu, gpu_uuids()) for gpu in chosen]
+        indices = [int(gpu) if gpu.isdecimal() else index_of_uuid(gpu) for gpu in chosen]
     except GpuError as error:
         raise ConfigError(f"gpus: {error}") from None
     for index in indices:

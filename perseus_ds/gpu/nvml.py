@@ -1,24 +1,20 @@
-"""NVIDIA's GPUs through NVML, by the module pynvml from the package ``nvidia-ml-py``; only this module knows it.
-
-It also finds a process's GPU among those that NVML sees, reading ``CUDA_VISIBLE_DEVICES`` as CUDA does.
-"""
+"""NVIDIA's GPUs through NVML, by the module pynvml from the package ``nvidia-ml-py``; only this module knows it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import pynvml
 
 from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
 from perseus_ds.gpu.base import GpuState
+from perseus_ds.gpu.selection import NodeGpu, by_uuid, nvidia_gpu
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 if TYPE_CHECKING:
@@ -417,16 +413,7 @@ def index_of_uuid(uuid: str) -> int:
     Raises:
         GpuError: No GPU, or more than one, has it.
     """
-    return match_uuid(uuid, gpu_uuids())
-
-
-def gpu_uuids() -> list[str]:
-    """Return the UUIDs of this node's GPUs, by index.
-
-    Raises:
-        GpuError: NVML, the driver or a GPU is missing.
-    """
-    return _of_every_gpu("UUID", "nvmlDeviceGetUUID")
+    return by_uuid(uuid, _node_gpus()).number
 
 
 def index_of_cuda_device(cuda_index: int, uuid: str | None = None) -> int:
@@ -434,98 +421,24 @@ def index_of_cuda_device(cuda_index: int, uuid: str | None = None) -> int:
 
     Args:
         cuda_index: CUDA ordinal, after ``CUDA_VISIBLE_DEVICES``.
-        uuid: The GPU's UUID if CUDA reports it (``torch.cuda.get_device_properties(i).uuid``): the sure way.
-            Without it, NVML's order, by PCI bus, is taken for CUDA's, which is right where all GPUs are alike.
+        uuid: The GPU's UUID if CUDA reports it (``torch.cuda.get_device_properties(i).uuid``).
 
     Raises:
         GpuError: There is no such GPU, it is a MIG device, or the order of unlike GPUs is not certain.
     """
-    if uuid is not None:
-        return index_of_uuid(uuid)
-    value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    index = pick(cuda_index, value, gpu_uuids())
-    if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or (value or "").strip().startswith("GPU-"):
-        return index
-    names = set(_of_every_gpu("name", "nvmlDeviceGetName"))
-    if len(names) > 1:
-        raise GpuError(
-            f"This node has different GPUs ({', '.join(sorted(names))}), which CUDA numbers by speed and NVML by PCI "
-            f"bus. Set CUDA_DEVICE_ORDER=PCI_BUS_ID for the job, so that clocks reach the right GPU."
-        )
-    return index
+    return nvidia_gpu(cuda_index, os.environ, _node_gpus(), uuid).number
 
 
-def _of_every_gpu(what: str, function: str) -> list[str]:
+def _node_gpus() -> list[NodeGpu]:
+    """Return the GPUs that NVML sees; one that is lost keeps its place."""
+
+    def identify(index: int) -> NodeGpu:
+        try:
+            handle = call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index)
+            uuid = str(call(f"Reading the UUID of GPU {index}", "nvmlDeviceGetUUID", handle))
+            return NodeGpu(index, uuid, "", str(call(f"Reading the name of GPU {index}", "nvmlDeviceGetName", handle)))
+        except GpuError as error:
+            return NodeGpu(index, "", "", f"one that NVML cannot open: {error}")
+
     with _nvml():
-        indices = range(gpu_count())
-        handles = [call(f"Opening GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in indices]
-        return [str(call(f"Reading the {what} of GPU {i}", function, handle)) for i, handle in enumerate(handles)]
-
-
-def visible_ids(value: str | None) -> list[int | str] | None:
-    """Read ``CUDA_VISIBLE_DEVICES`` as CUDA does.
-
-    A list is cut off at its first invalid entry, a repeated one makes it empty, and the first entry decides whether
-    it is read as indices or as UUIDs (CUDA programming guide, "CUDA Environment Variables").
-
-    Returns:
-        Indices or (abbreviated) GPU UUIDs in CUDA's order; None if every GPU is visible.
-
-    Raises:
-        GpuError: A MIG device is named; its clock cannot be set on its own.
-    """
-    if value is None:
-        return None
-    entries = [entry.strip() for entry in value.split(",")]
-    if any(entry.startswith("MIG-") for entry in entries):
-        raise GpuError(
-            f"CUDA_VISIBLE_DEVICES={value!r} names a MIG device: clocks belong to the whole GPU and cannot be set for "
-            f'one slice. Use whole GPUs, or set "device": "simulated".'
-        )
-    ids: list[int | str]
-    if entries[0].startswith("GPU-"):
-        ids = [*takewhile(lambda entry: entry.startswith("GPU-"), entries)]
-    else:
-        numbers = (re.match(r"\+?\d+", entry) for entry in entries)
-        ids = [int(number.group()) for number in takewhile(bool, numbers) if number]
-    return ids if len(set(ids)) == len(ids) else []
-
-
-def pick(cuda_index: int, value: str | None, uuids: Sequence[str]) -> int:
-    """Return the position among ``uuids`` of the GPU that CUDA calls ``cuda_index``.
-
-    Args:
-        cuda_index: CUDA ordinal within this process.
-        value: ``CUDA_VISIBLE_DEVICES``, None where it is not set.
-        uuids: UUIDs of the node's GPUs in PCI bus order.
-
-    Raises:
-        GpuError: There is no such GPU, or its abbreviated UUID matches several.
-    """
-    ids = visible_ids(value)
-    visible: Sequence[int | str] = range(len(uuids)) if ids is None else ids
-    chosen = visible[cuda_index] if 0 <= cuda_index < len(visible) else None
-    if isinstance(chosen, str):
-        return match_uuid(chosen, uuids)
-    if chosen is None or chosen >= len(uuids):
-        raise GpuError(
-            f"CUDA device {cuda_index} does not exist: CUDA_VISIBLE_DEVICES={value!r} shows {len(visible)} GPUs (read "
-            f"as {[*visible]}), and NVML sees {len(uuids)}. Show the process a GPU, or start fewer ranks on this node."
-        )
-    return chosen
-
-
-def match_uuid(uuid: str, uuids: Sequence[str]) -> int:
-    """Return the position of the one UUID that begins with ``uuid``; the prefix ``GPU-`` may be left out.
-
-    Raises:
-        GpuError: None or several do.
-    """
-    wanted = uuid.lower().removeprefix("gpu-")
-    found = [position for position, full in enumerate(uuids) if full.lower().removeprefix("gpu-").startswith(wanted)]
-    if len(found) != 1 or not wanted:
-        raise GpuError(
-            f"GPU UUID {uuid!r} fits {len(found)} of the GPUs that NVML sees ({', '.join(uuids) or 'none'}); "
-            f"expected exactly one. Run `nvidia-smi -L` for the UUIDs."
-        )
-    return found[0]
+        return [identify(index) for index in range(gpu_count())]

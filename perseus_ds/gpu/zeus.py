@@ -7,7 +7,7 @@ GPUs are read through NVML, which offers more readings than Zeus does.
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
 from perseus_ds.gpu.base import Gpu, GpuState
 from perseus_ds.gpu.nvml import NvmlGpu, gpu_count, index_of_cuda_device, index_of_uuid
+from perseus_ds.gpu.selection import NodeGpu, amd_gpu, by_pci_address, pci_numbers
 
 _AMD_STEP_MHZ = 25
 """AMD accepts any clock in a range; with this step there are about as many clocks as NVIDIA's GPUs have."""
@@ -42,15 +43,16 @@ def _zeus_errors(what: str) -> Iterator[None]:
         raise kind(f"{what} failed: {error}. Check that zeusd runs and that ZEUSD_SOCK_PATH is its socket.") from error
 
 
-def open_zeus_gpu(cuda_index: int, uuid: str | None = None) -> Gpu:
-    """Open the GPU that CUDA, or HIP, calls ``cuda_index`` in this process.
+def open_zeus_gpu(ordinal: int, uuid: str | None = None, pci_address: str | None = None) -> Gpu:
+    """Open the GPU that CUDA, or HIP, calls ``ordinal`` in this process.
 
     Args:
-        cuda_index: Ordinal after ``CUDA_VISIBLE_DEVICES`` or ``HIP_VISIBLE_DEVICES``.
+        ordinal: Number of the device in this process.
         uuid: An NVIDIA GPU's UUID if CUDA reports it.
+        pci_address: Its PCI address if HIP reports it.
 
     Raises:
-        GpuError: Zeus is not installed, zeusd does not answer, or there is no such GPU.
+        GpuError: Zeus is not installed, zeusd does not answer, there is no such GPU, or the match is not certain.
     """
     with _zeus_errors("Looking for GPUs through Zeus"):
         from zeus.device.gpu.amd import amdsmi_is_available
@@ -59,9 +61,9 @@ def open_zeus_gpu(cuda_index: int, uuid: str | None = None) -> Gpu:
         is_nvidia = nvml_is_available()
         is_amd = not is_nvidia and amdsmi_is_available()
     if is_nvidia:
-        return ZeusNvidiaGpu(index_of_cuda_device(cuda_index, uuid))
+        return ZeusNvidiaGpu(index_of_cuda_device(ordinal, uuid))
     if is_amd:
-        return ZeusAmdGpu(cuda_index)
+        return ZeusAmdGpu(amd_gpu(ordinal, os.environ, _amd_gpus(), pci_address))
     raise GpuError("Zeus finds neither NVIDIA's nor AMD's GPUs. Check nvidia-smi or amd-smi.")
 
 
@@ -71,7 +73,9 @@ def open_address(identity: str) -> Gpu:
     Raises:
         GpuError: As :func:`open_zeus_gpu`.
     """
-    return ZeusNvidiaGpu(index_of_uuid(identity)) if identity.startswith("GPU-") else ZeusAmdGpu(int(identity))
+    if identity.startswith("GPU-"):
+        return ZeusNvidiaGpu(index_of_uuid(identity))
+    return ZeusAmdGpu(by_pci_address(identity, _amd_gpus()))
 
 
 class ZeusNvidiaGpu(NvmlGpu):
@@ -142,7 +146,8 @@ def _number_of(gpu: NvmlGpu, known: Sequence[Mapping[str, Any]]) -> int:
         GpuError: It cannot be told.
     """
     for each in known:
-        if each.get("uuid") == gpu.uuid or _pci(each.get("pci_address")) == _pci(gpu.pci_address):
+        address = each.get("pci_address")
+        if each.get("uuid") == gpu.uuid or (address and pci_numbers(address) == pci_numbers(gpu.pci_address)):
             return int(each["id"])
     tells = any(each.get("uuid") or each.get("pci_address") for each in known)
     # One that tells neither numbers GPUs as NVML does, which is the same here where all of them are visible.
@@ -156,9 +161,31 @@ def _number_of(gpu: NvmlGpu, known: Sequence[Mapping[str, Any]]) -> int:
     )
 
 
-def _pci(address: str | None) -> tuple[int, ...] | None:
-    """Return the numbers of a PCI address, which is written with 4 or 8 digits for the domain."""
-    return tuple(int(part, 16) for part in re.split("[:.]", address)) if address else None
+def _amd_gpus() -> list[NodeGpu]:
+    """Return AMD's GPUs of the node in the order of HIP."""
+    with _zeus_errors("Listing AMD's GPUs"):
+        import amdsmi
+
+        gpus = []
+        for handle in amdsmi.amdsmi_get_processor_handles():
+            known = amdsmi.amdsmi_get_gpu_enumeration_info(handle)
+            address = amdsmi.amdsmi_get_gpu_device_bdf(handle)
+            gpus.append(NodeGpu(int(known["hip_id"]), str(known["hip_uuid"]), str(address)))
+    return sorted(gpus, key=lambda gpu: gpu.number)
+
+
+@contextmanager
+def _shown_to_zeus(gpu: NodeGpu) -> Iterator[None]:
+    """Show Zeus one GPU by HIP's number: it reads HIP_VISIBLE_DEVICES alone, and no UUIDs."""
+    before = os.environ.get("HIP_VISIBLE_DEVICES")
+    os.environ["HIP_VISIBLE_DEVICES"] = str(gpu.number)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HIP_VISIBLE_DEVICES"]
+        else:
+            os.environ["HIP_VISIBLE_DEVICES"] = before
 
 
 class ZeusAmdGpu:
@@ -168,19 +195,17 @@ class ZeusAmdGpu:
     settings = None
     driver: str | None = None
 
-    def __init__(self, index: int) -> None:
-        """Open a GPU by its place among those that are visible.
+    def __init__(self, gpu: NodeGpu) -> None:
+        """Open a GPU of the node.
 
         Raises:
-            GpuError: There is no such GPU.
+            GpuError: Zeus or the driver refuses.
         """
-        with _zeus_errors(f"Opening GPU {index} through Zeus"):
-            from zeus.device.gpu import get_gpus
+        self._gpu = gpu
+        with _zeus_errors(f"Opening GPU {gpu.number} through Zeus"), _shown_to_zeus(gpu):
+            from zeus.device.gpu.amd import AMDGPUs
 
-            gpus = get_gpus().gpus
-            if not 0 <= index < len(gpus):
-                raise GpuError(f"GPU {index} does not exist: Zeus sees {len(gpus)}. Check HIP_VISIBLE_DEVICES.")
-            self._zeus: Any = gpus[index]
+            (self._zeus,) = AMDGPUs().gpus
             self.name = str(self._zeus.get_name())
             fastest_mhz, slowest_mhz = self._zeus.get_supported_graphics_clocks()
         self._clocks_mhz = tuple(reversed(range(int(fastest_mhz), int(slowest_mhz) - 1, -_AMD_STEP_MHZ)))
@@ -188,10 +213,10 @@ class ZeusAmdGpu:
     @property
     def address(self) -> str:
         """By which another process, the guardian, opens this GPU."""
-        return f"zeus:{self._zeus.gpu_index}"
+        return f"zeus:{self._gpu.pci_address}"
 
     def __str__(self) -> str:
-        return f"GPU {self._zeus.gpu_index} ({self.name})"
+        return f"GPU {self._gpu.number} ({self.name})"
 
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         return self._clocks_mhz

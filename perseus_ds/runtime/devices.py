@@ -98,9 +98,10 @@ def driver_of(config: PerseusConfig, device: torch.device, *, rank: int, local_r
     if kind == "zeus":
         from perseus_ds.gpu.zeus import open_zeus_gpu
 
-        return open_zeus_gpu(*_cuda_device(device, local_rank))
+        return open_zeus_gpu(*_device_of(device, local_rank))
     if kind == "nvml":
-        return NvmlGpu(index_of_cuda_device(*_cuda_device(device, local_rank)))
+        ordinal, uuid, _ = _device_of(device, local_rank)
+        return NvmlGpu(index_of_cuda_device(ordinal, uuid))
     settings = config.simulated.model_dump(exclude={"longest_instruction_s", "transfer_s", "tail_s"})
     turn = turn_on_node if "lock-contention" in settings["conditions"] else nullcontext
     return SimulatedGpu.named(settings.pop("gpu"), driver_turn=turn, seed=rank, **settings)
@@ -123,9 +124,14 @@ def _kind_of(device: torch.device) -> Literal["nvml", "zeus", "simulated"]:
     )
 
 
-def _cuda_device(device: torch.device, local_rank: int) -> tuple[int, str | None]:
-    """Return CUDA's index of this rank's GPU, and its UUID where CUDA tells it."""
+def _device_of(device: torch.device, local_rank: int) -> tuple[int, str | None, str | None]:
+    """Return CUDA's or HIP's number of this rank's GPU, and its UUID (CUDA) and PCI address if they are known."""
     if device.type != "cuda":
-        return max(0, local_rank), None
+        return max(0, local_rank), None, None
     index = device.index if device.index is not None else torch.cuda.current_device()
-    return index, str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) or None
+    known = torch.cuda.get_device_properties(index)
+    # What HIP reports as a UUID is not written as amdsmi writes it.
+    uuid = None if torch.version.hip else str(getattr(known, "uuid", "")) or None
+    place = [getattr(known, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    address = None if None in place else "{:04x}:{:02x}:{:02x}.0".format(*place)
+    return index, uuid, address

@@ -10,7 +10,7 @@ import pytest
 from stub_nvml.controller import StubNvml
 
 from perseus_ds.errors import GpuError, GpuPermissionError
-from perseus_ds.gpu.nvml import NvmlGpu, gpu_count, index_of_cuda_device, index_of_uuid, match_uuid, pick, visible_ids
+from perseus_ds.gpu.nvml import NvmlGpu, gpu_count, index_of_cuda_device, index_of_uuid
 
 
 @pytest.fixture
@@ -60,6 +60,15 @@ def test_a_gpu_split_by_mig_is_refused(stub_nvml_here: StubNvml) -> None:
     with pytest.raises(GpuError, match="split into MIG"):
         NvmlGpu(index_of_cuda_device(0))
     assert NvmlGpu(index_of_cuda_device(1)).index == 1
+
+
+@pytest.mark.parametrize("error", ["gpu_is_lost", "no_permission", "unknown"])
+def test_a_gpu_that_is_lost_or_forbidden_does_not_keep_others_from_being_found(
+    stub_nvml_here: StubNvml, error: str
+) -> None:
+    stub_nvml_here.gpus[1].fail("uuid", error)
+    uuid = stub_nvml_here.gpus[2].uuid.decode()
+    assert NvmlGpu(index_of_uuid(uuid)).index == NvmlGpu(index_of_cuda_device(0, uuid)).index == 2
 
 
 def test_a_gpu_that_knows_no_mig_is_fine(stub_nvml_here: StubNvml) -> None:
@@ -204,56 +213,3 @@ def test_a_foreign_pynvml_is_reported(stub_nvml: StubNvml, tmp_path: Path) -> No
     done = stub_nvml.run("-c", OPEN, environment={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1
     assert "is not NVIDIA's binding. Run `pip uninstall pynvml`" in done.stderr
-
-
-UUIDS = ["GPU-8e5f1a2b-0000-4000-8000-000000000000", "GPU-8e77aaaa-0000-4000-8000-000000000001", "GPU-1cafe000-0"]
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, None),
-        ("", []),
-        ("-1", []),
-        ("0,1", [0, 1]),
-        (" 3 , 1 ", [3, 1]),
-        ("2,-1,0", [2]),
-        ("1,none,2", [1]),
-        ("1gpu2,2", [1, 2]),
-        ("0,0", []),
-        ("NoDevFiles", []),
-        ("GPU-8e5f,GPU-1cafe", ["GPU-8e5f", "GPU-1cafe"]),
-        ("GPU-8e5f,1", ["GPU-8e5f"]),
-        ("GPU-8e5f,GPU-8e5f", []),
-    ],
-)
-def test_the_variable_is_read_as_cuda_reads_it(value: str | None, expected: list[int | str] | None) -> None:
-    assert visible_ids(value) == expected
-
-
-@pytest.mark.parametrize("value", ["MIG-1234", "GPU-8e5f,MIG-1234", "MIG-GPU-8e5f/1/0"])
-def test_a_mig_device_is_refused(value: str) -> None:
-    with pytest.raises(GpuError, match=r"MIG device.*whole GPU"):
-        visible_ids(value)
-
-
-@pytest.mark.parametrize(
-    ("cuda_index", "value", "message"),
-    [
-        (3, None, "NVML sees 3"),
-        (-1, None, "does not exist"),
-        (0, "", "shows 0 GPUs"),
-        (2, "0,1", "shows 2 GPUs"),
-        (0, "7", "does not exist"),
-        (0, "GPU-8e", "fits 2 of the GPUs"),
-        (0, "GPU-dead", "fits 0 of the GPUs"),
-    ],
-)
-def test_a_gpu_that_cannot_be_told_is_an_error(cuda_index: int, value: str | None, message: str) -> None:
-    with pytest.raises(GpuError, match=message):
-        pick(cuda_index, value, UUIDS)
-
-
-def test_an_empty_uuid_matches_nothing() -> None:
-    with pytest.raises(GpuError):
-        match_uuid("GPU-", UUIDS[:1])

@@ -6,7 +6,9 @@ Each case runs in a process of its own, because Zeus keeps the GPUs that it foun
 from __future__ import annotations
 
 import json
+import os
 import socketserver
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
@@ -18,7 +20,8 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 from stub_nvml.controller import StubNvml
 
-from perseus_ds.gpu.zeus import ZeusAmdGpu
+from perseus_ds.gpu.selection import amd_gpu
+from perseus_ds.gpu.zeus import ZeusAmdGpu, _amd_gpus, open_address
 
 VISIBLE = {"CUDA_VISIBLE_DEVICES": "2,1"}
 
@@ -151,17 +154,51 @@ def test_a_zeusd_is_only_asked_to_lock_a_gpu_whose_number_is_certain(
     assert all(text in done.stderr for text in refusal)
 
 
-@pytest.mark.parametrize("method", ["reset_locked_clocks", "reset_gpu_locked_clocks"])
-def test_an_amd_gpus_clock_is_reset_by_the_method_that_zeus_has(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Zeus after 0.16 has both, and refuses the one of 0.16."""
-    device = pytest.importorskip("zeus.device.gpu")
-    called = []
+@pytest.fixture
+def amd_node(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Four GPUs of AMD, which HIP does not number as amdsmi does; returns which of them Zeus was asked to reset."""
+    device = pytest.importorskip("zeus.device.gpu.amd")
+    reset: list[tuple[int, str]] = []
 
-    def refuse() -> None:
-        raise AssertionError("not supported on AMD GPUs")
+    class Amdsmi:
+        def amdsmi_get_processor_handles(self) -> list[int]:
+            return [3, 2, 0, 1]  # by the numbers of HIP
 
-    methods = {"reset_gpu_locked_clocks": refuse, method: lambda: called.append(method)}
-    about = {"gpu_index": 0, "get_name": lambda: "MI300X", "get_supported_graphics_clocks": lambda: (2100, 500)}
-    monkeypatch.setattr(device, "get_gpus", lambda: SimpleNamespace(gpus=[SimpleNamespace(**about, **methods)]))
-    ZeusAmdGpu(0).reset_clock()
-    assert called == [method]
+        def amdsmi_get_gpu_enumeration_info(self, handle: int) -> dict[str, Any]:
+            return {"hip_id": handle, "hip_uuid": f"GPU-{handle}00000000000000{handle}"}
+
+        def amdsmi_get_gpu_device_bdf(self, handle: int) -> str:
+            return f"0000:{16 * handle:02x}:00.0"
+
+    class Gpu:
+        def __init__(self, number: int) -> None:
+            self.reset_gpu_locked_clocks = lambda: reset.append((number, "reset_gpu_locked_clocks"))
+
+        def get_name(self) -> str:
+            return "MI300X"
+
+        def get_supported_graphics_clocks(self) -> tuple[int, int]:
+            return 2100, 500
+
+    monkeypatch.setitem(sys.modules, "amdsmi", Amdsmi())
+    monkeypatch.setattr(device, "AMDGPUs", lambda: SimpleNamespace(gpus=[Gpu(int(os.environ["HIP_VISIBLE_DEVICES"]))]))
+    return reset
+
+
+def test_the_gpu_that_hip_means_is_opened_by_its_place_on_the_bus(amd_node: list[tuple[int, str]]) -> None:
+    gpu = ZeusAmdGpu(amd_gpu(1, {"ROCR_VISIBLE_DEVICES": "3,2"}, _amd_gpus()))
+    assert gpu.address == "zeus:0000:20:00.0"
+    assert str(gpu) == "GPU 2 (MI300X)"
+    gpu.reset_clock()
+    open_address("0000:20:00.0").reset_clock()  # as another process does, which sees all of them
+    assert amd_node == 2 * [(2, "reset_gpu_locked_clocks")]
+    assert "HIP_VISIBLE_DEVICES" not in os.environ
+
+
+def test_an_amd_gpus_clock_is_reset_by_the_method_that_newer_versions_of_zeus_have(
+    amd_node: list[tuple[int, str]],
+) -> None:
+    gpu = ZeusAmdGpu(_amd_gpus()[0])
+    gpu._zeus.reset_locked_clocks = lambda: amd_node.append((0, "reset_locked_clocks"))
+    gpu.reset_clock()
+    assert amd_node == [(0, "reset_locked_clocks")]

@@ -1,6 +1,7 @@
 """Which GPU a job opens, and what is said of it; what goes wrong on one rank is raised on all."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,10 +67,11 @@ def test_amds_gpus_are_opened_through_zeus(monkeypatch):
     opened = []
     gpu = open_gpu(parse_block({"device": "simulated"}), torch.device("cpu"), rank=0, local_rank=0)
     monkeypatch.setattr(torch.version, "hip", "6.2")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: object())
+    known = SimpleNamespace(uuid="66306363-3837", pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: known)
     monkeypatch.setattr(zeus, "open_zeus_gpu", lambda *place: opened.append(place) or gpu)
     assert open_gpu(parse_block({}), torch.device("cuda", 3), rank=0, local_rank=0) is gpu
-    assert opened == [(3, None)]
+    assert opened == [(3, None, "0000:c1:00.0")]
 
 
 def test_auto_mode_observes_where_it_may_not_set_clocks(tmp_path, caplog):

@@ -1,0 +1,169 @@
+"""Which of a node's GPUs a process computes on: a pure function of what its framework and its environment say.
+
+The surest source comes first: the UUID or the PCI address that CUDA or HIP reports of the device. Without it, the
+variables that hide and renumber GPUs are read as the runtimes read them. A match that is not certain is an error,
+because it would change the clock of another job's GPU.
+
+Sources: CUDA programming guide, "CUDA Environment Variables"; ROCm documentation, "GPU isolation techniques"; HIP's
+runtime, which reads ``CUDA_VISIBLE_DEVICES`` if ``HIP_VISIBLE_DEVICES`` is empty.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from perseus_ds.errors import GpuError
+
+
+@dataclass(frozen=True)
+class NodeGpu:
+    """A GPU of the node.
+
+    Attributes:
+        number: Its number for its driver: NVML's index, or HIP's if nothing is hidden.
+        uuid: Such as ``GPU-1b2c…``; empty if the driver does not report one.
+        pci_address: Such as ``0000:c1:00.0``; empty likewise.
+        name: Its product name.
+    """
+
+    number: int
+    uuid: str
+    pci_address: str
+    name: str = ""
+
+
+def pci_numbers(address: str) -> tuple[int, ...]:
+    """Return the numbers of a PCI address, which is written with four or eight digits for the domain."""
+    return tuple(int(part, 16) for part in re.split("[:.]", address))
+
+
+def nvidia_gpu(
+    ordinal: int, environment: Mapping[str, str], gpus: Sequence[NodeGpu], uuid: str | None = None
+) -> NodeGpu:
+    """Return the GPU that CUDA calls ``ordinal`` in a process.
+
+    Args:
+        ordinal: CUDA's number of the device.
+        environment: Variables of the process.
+        gpus: GPUs that NVML sees, in its order, which is that of PCI addresses.
+        uuid: What CUDA reports (``torch.cuda.get_device_properties(i).uuid``), if it does.
+
+    Raises:
+        GpuError: There is no such GPU, it is a slice of one, or the match is not certain.
+    """
+    value = environment.get("CUDA_VISIBLE_DEVICES")
+    if value is not None and any(entry.strip().startswith("MIG-") for entry in value.split(",")):
+        raise GpuError(
+            f"CUDA_VISIBLE_DEVICES={value!r} names a MIG device: clocks belong to the whole GPU and cannot be set for "
+            'one slice. Use whole GPUs, or set "device": "simulated".'
+        )
+    if uuid is not None:
+        return by_uuid(uuid, gpus)
+    visible = _listed("CUDA_VISIBLE_DEVICES", value, gpus)
+    chosen = _chosen(ordinal, visible, f"CUDA_VISIBLE_DEVICES={value!r}", len(gpus))
+    names = sorted({gpu.name for gpu in gpus})
+    by_number = value is None or not value.strip().startswith("GPU-")
+    if by_number and len(names) > 1 and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        raise GpuError(
+            f"This node has different GPUs ({', '.join(names)}), which CUDA numbers by speed and NVML by PCI "
+            "bus. Set CUDA_DEVICE_ORDER=PCI_BUS_ID for the job, so that clocks reach the right GPU."
+        )
+    return chosen
+
+
+def amd_gpu(
+    ordinal: int, environment: Mapping[str, str], gpus: Sequence[NodeGpu], pci_address: str | None = None
+) -> NodeGpu:
+    """Return the GPU that HIP calls ``ordinal`` in a process.
+
+    ``ROCR_VISIBLE_DEVICES`` hides GPUs from HIP and renumbers them; ``HIP_VISIBLE_DEVICES`` does so once more.
+
+    Args:
+        ordinal: HIP's number of the device.
+        environment: Variables of the process.
+        gpus: The node's GPUs in the order in which HIP numbers them if nothing is hidden.
+        pci_address: What HIP reports of the device, if it does.
+
+    Raises:
+        GpuError: There is no such GPU, or the match is not certain.
+    """
+    if pci_address is not None:
+        return by_pci_address(pci_address, gpus)
+    read = {name: environment.get(name, "").strip() for name in _OF_HIP}
+    if len({value for value in read.values() if value}) > 1 or read["GPU_DEVICE_ORDINAL"]:
+        shown = ", ".join(f"{name}={value!r}" for name, value in read.items() if value)
+        raise GpuError(
+            f"It is not certain which GPU HIP's device {ordinal} is: {shown}, and this torch does not report its PCI "
+            "address. Set HIP_VISIBLE_DEVICES alone or use a newer torch, or another job's GPU would be changed."
+        )
+    rocr = environment.get("ROCR_VISIBLE_DEVICES")
+    visible = _listed("ROCR_VISIBLE_DEVICES", rocr, gpus)
+    name, value = next(((name, value) for name, value in read.items() if value), ("HIP_VISIBLE_DEVICES", None))
+    visible = _listed(name, value, visible)
+    return _chosen(ordinal, visible, f"ROCR_VISIBLE_DEVICES={rocr!r}, {name}={value!r}", len(gpus))
+
+
+_OF_HIP = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+
+
+def by_uuid(uuid: str, gpus: Sequence[NodeGpu]) -> NodeGpu:
+    """Return the one GPU with a UUID that begins with ``uuid``; the prefix ``GPU-`` may be missing.
+
+    Raises:
+        GpuError: None or several do.
+    """
+    wanted = uuid.lower().removeprefix("gpu-")
+    found = [gpu for gpu in gpus if wanted and gpu.uuid.lower().removeprefix("gpu-").startswith(wanted)]
+    return _the_one(found, f"GPU UUID {uuid!r}", [gpu.uuid for gpu in gpus])
+
+
+def by_pci_address(address: str, gpus: Sequence[NodeGpu]) -> NodeGpu:
+    """Return the GPU at a PCI address.
+
+    Raises:
+        GpuError: There is none.
+    """
+    found = [gpu for gpu in gpus if gpu.pci_address and pci_numbers(gpu.pci_address) == pci_numbers(address)]
+    return _the_one(found, f"PCI address {address}", [gpu.pci_address for gpu in gpus])
+
+
+def _the_one(found: Sequence[NodeGpu], wanted: str, known: Sequence[str]) -> NodeGpu:
+    if len(found) != 1:
+        raise GpuError(
+            f"{wanted} fits {len(found)} of the GPUs that the driver reports ({', '.join(known) or 'none'}); expected "
+            "exactly one. `nvidia-smi -L` or `amd-smi list` shows them."
+        )
+    return found[0]
+
+
+def _listed(name: str, value: str | None, gpus: Sequence[NodeGpu]) -> Sequence[NodeGpu]:
+    """Return the GPUs that a variable shows, in its order.
+
+    A list ends at its first invalid entry, and a repeated one empties it. The first entry decides whether CUDA reads
+    numbers or UUIDs.
+    """
+    if value is None:
+        return gpus
+    entries = [entry.strip() for entry in value.split(",")]
+    names_uuids = entries[0].startswith("GPU-")
+    shown: list[NodeGpu] = []
+    for entry in entries:
+        number = re.match(r"\+?\d+", entry)
+        if names_uuids and entry.startswith("GPU-"):
+            shown.append(by_uuid(entry, gpus))
+        elif number and not names_uuids and int(number.group()) < len(gpus):
+            shown.append(gpus[int(number.group())])
+        else:
+            break
+    return shown if len(set(shown)) == len(shown) else []
+
+
+def _chosen(ordinal: int, visible: Sequence[NodeGpu], shown_by: str, known: int) -> NodeGpu:
+    if not 0 <= ordinal < len(visible):
+        raise GpuError(
+            f"GPU {ordinal} of this process does not exist: {shown_by} shows {len(visible)} of the {known} GPUs that "
+            "the driver reports. Show the process a GPU, or start fewer ranks on this node."
+        )
+    return visible[ordinal]
