@@ -67,6 +67,7 @@ _SIGNATURE = 32  # bytes
 _BARRIERS = 5
 # Beside connections: files of a process.
 _OTHER_FILES = 512
+_THIS_NODE = ("localhost", "127.0.0.1", "::1")
 logger = logging.getLogger("perseus_ds")
 
 
@@ -278,13 +279,15 @@ class Connection:
                 _allow_files(world_size + _OTHER_FILES)
                 host = os.environ.get("MASTER_ADDR") or socket.gethostname()
                 server = _store(host, 0, is_master=True)
-                served = [((host, server.port), secrets.token_bytes())]
+                served = [((host, server.port), secrets.token_bytes(), socket.gethostname())]
             except (RuntimeError, OSError) as error:
                 served = [PerseusError(f"rank 0 cannot serve a key-value store: {_first_line(error)}")]
         dist.broadcast_object_list(served)
         if isinstance(served[0], PerseusError):
             raise served[0]
-        address, secret = served[0]
+        (host, port), secret, node = served[0]
+        # Launchers of one node set MASTER_ADDR to an address that means another node elsewhere.
+        address = (node if host in _THIS_NODE and node != socket.gethostname() else host, port)
         # Before the job's own collectives, which wait for ranks that wait here, end the job.
         longest_wait_s = min(_LONGEST_WAIT_S, _timeout_s() / 2)
         connection = cls(rank, world_size, address, secret, longest_wait_s=longest_wait_s)

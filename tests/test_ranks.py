@@ -289,6 +289,23 @@ def test_ranks_wait_half_as_long_as_collectives_of_the_job_may_take_and_90_s_at_
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1", "10.0.0.7"])
+@pytest.mark.parametrize("node", ["node0", "node1"])
+def test_an_address_that_means_another_node_elsewhere_is_not_imposed_on_other_nodes(monkeypatch, host, node):
+    """Launchers may set MASTER_ADDR to localhost on rank 0's node, and to its address on others."""
+
+    def broadcast(served):
+        served[0] = ((host, 4242), b"secret", "node0")
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(ranks, "_timeout_s", lambda: 60.0)
+    monkeypatch.setattr(socket, "gethostname", lambda: node)
+    expected = "node0" if node == "node1" and host != "10.0.0.7" else host
+    assert Connection.of_job().address == (expected, 4242)
+
+
 def test_a_rank_that_cannot_reach_rank_0_says_what_to_set(monkeypatch):
     monkeypatch.setattr(ranks, "_store", lambda *_: (_ for _ in ()).throw(RuntimeError("timed out\nmore")))
     with pytest.raises(PerseusError, match=r"rank 5 .* rank 0 at node0:4242: timed out\. Set MASTER_ADDR, on every"):

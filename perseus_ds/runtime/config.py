@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -152,9 +152,18 @@ def parse_block(block: object) -> PerseusConfig:
     if not isinstance(block, Mapping):
         raise ConfigError(f'perseus: expected an object such as {{"enabled": true}}, got {block!r}.')
     try:
-        return PerseusConfig.model_validate(dict(block))
+        return PerseusConfig.model_validate(_plain(block))
     except ValidationError as error:
         raise ConfigError(explain(error, PerseusConfig, "perseus.")) from None
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with dictionaries and lists in place of such containers as OmegaConf's."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_plain(each) for each in value]
+    return value
 
 
 def settings_of(block: Any) -> PerseusConfig | None:
@@ -192,6 +201,12 @@ def _from_environment() -> Mapping[str, Any] | None:
     try:
         block = parse_json(text)
     except ValueError as error:
+        if source == VARIABLE and '"' not in text:
+            raise ConfigError(
+                f"{VARIABLE}={text}: this is JSON without its quotes, which a shell has removed, as it does on the way "
+                f"of {VARIABLE} from .deepspeed_env to the ranks. Write the block to a file that all nodes see and set "
+                f"{VARIABLE} to its path."
+            ) from None
         raise ConfigError(f"{source}: this is not JSON: {error}.") from None
     if not isinstance(block, Mapping):
         raise ConfigError(f'{source}: expected an object such as {{"mode": "auto"}}, got {block!r}.')

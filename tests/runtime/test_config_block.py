@@ -1,9 +1,10 @@
 """The ``perseus`` block is validated strictly, and every error says what to write instead."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from perseus_ds.errors import ConfigError
-from perseus_ds.runtime.config import parse_block
+from perseus_ds.runtime.config import parse_block, settings_of
 
 
 def test_enabled_alone_is_a_complete_block():
@@ -51,6 +52,27 @@ def test_a_wrong_block_says_what_to_write_instead(block, message):
     with pytest.raises(ConfigError) as caught:
         parse_block(block)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["{enabled: true}", "{mode: auto, policy: {name: slowdown, max_slowdown: 0.05}}"])
+def test_a_variable_that_lost_its_quotes_is_shown_with_the_remedy(monkeypatch, value):
+    monkeypatch.setenv("PERSEUS", value)
+    with pytest.raises(ConfigError) as caught:
+        settings_of(None)
+    assert value in str(caught.value)
+    assert "JSON without its quotes" in str(caught.value)
+    assert "set PERSEUS to its path" in str(caught.value)
+
+
+def test_a_block_of_omegaconf_is_read_with_all_its_levels(monkeypatch):
+    text = "{mode: auto, policy: {name: slowdown, max_slowdown: 0.05}, simulated: {conditions: ['${oc.env:HARDER}']}}"
+    monkeypatch.setenv("HARDER", "warming")
+    config = parse_block(OmegaConf.create(text))
+    assert config.policy.max_slowdown == 0.05
+    assert config.simulated.conditions == ["warming"]
+    assert settings_of(OmegaConf.create({"profile": {"warm_up": 5}})).profile.warm_up == 5
+    with pytest.raises(ConfigError, match=r"perseus\.policy\.name: expected"):
+        parse_block(OmegaConf.create({"policy": {"name": "fast"}}))
 
 
 def test_a_frontier_that_only_rank_0s_node_has_is_fine_elsewhere():
