@@ -132,6 +132,7 @@ def _device_of(device: torch.device, local_rank: int) -> tuple[int, str | None, 
     known = torch.cuda.get_device_properties(index)
     # What HIP reports as a UUID is not written as amdsmi writes it.
     uuid = None if torch.version.hip else str(getattr(known, "uuid", "")) or None
-    place = [getattr(known, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    address = None if None in place else "{:04x}:{:02x}:{:02x}.0".format(*place)
-    return index, uuid, address
+    domain, bus, slot = (getattr(known, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    if domain is None or bus is None or slot is None:
+        return index, uuid, None
+    return index, uuid, f"{domain:04x}:{bus:02x}:{slot:02x}.0"
