@@ -158,7 +158,7 @@ class _Part:
         args, kwargs = self._arguments
         output = self._module(*args, **kwargs)
         if self._loss is not None:
-            return self._loss(output, self._ids)
+            return self._loss(output, self._ids, num_items_in_batch=self._ids.numel())
         result: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return result
 

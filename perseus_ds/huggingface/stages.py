@@ -18,8 +18,8 @@ import json
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -45,6 +45,8 @@ from perseus_ds.optimizer.partition import uniform_cut
 T = TypeVar("T")
 # Without it, transformers waits for more than 20 s for every file.
 _HUB_ANSWERS_S = 5.0
+# The label of a token that is not learnt.
+_NOT_LEARNT = -100
 
 Source: TypeAlias = str | Path | PretrainedConfig
 """A model of the hub by its name, a folder that ``save_pretrained`` wrote, or a configuration (for new weights)."""
@@ -140,8 +142,19 @@ class Stage(nn.Module):
         return (hidden, *carried) if carried else hidden
 
 
+def trained_tokens(labels: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the number of labels to learn: each is predicted from the tokens before it, so the first is not one."""
+    return torch.stack([labels_of[..., 1:].ne(_NOT_LEARNT).sum() for labels_of in labels]).sum()
+
+
 class CausalLoss:
-    """The model's loss of its logits: of the next tokens, and of its routers where its configuration asks for that."""
+    """The model's loss: of the next tokens, and of its routers if its configuration asks for that.
+
+    Every trained token of a batch has the same weight, in whichever micro-batch and on whichever data-parallel rank it
+    is, as in transformers' ``Trainer``. The mean over micro-batches and ranks is therefore the loss of the whole batch,
+    and the engine's mean gradient is its gradient. :meth:`counting_tokens` counts the trained tokens before the first
+    backward pass; ``perseus_ds.initialize`` and ``perseus_ds.attach`` make engines and schedules call it.
+    """
 
     def __init__(self, config: PretrainedConfig) -> None:
         self._config = config.get_text_config()
@@ -149,14 +162,59 @@ class CausalLoss:
         from transformers.loss.loss_utils import LOSS_MAPPING
 
         self._loss = LOSS_MAPPING["ForCausalLM"]
+        self._tokens: torch.Tensor | None = None
 
-    def __call__(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of what the last stage returned.
+    @contextmanager
+    def counting_tokens(
+        self, labels: Sequence[torch.Tensor], *, group: Any = None, device: Any = None, averaged: bool = True
+    ) -> Iterator[None]:
+        """Weight the losses of one batch's micro-batches by the trained tokens of all of them.
 
-        Labels are the input's token ids, of shape (batch, sequence); -100 where there is nothing to learn.
+        Args:
+            labels: Of all micro-batches of this rank.
+            group: Process group of the ranks that train on other micro-batches of the batch, and average their
+                gradients. All of them must call this method together.
+            device: Of tensors that the group reduces; by default that of the labels.
+            averaged: Whether the mean over micro-batches is the loss; if not, it is their sum.
         """
+        tokens = trained_tokens(labels).to(device or labels[0].device)
+        parts = len(labels) if averaged else 1
+        if group is not None:
+            dist.all_reduce(tokens, group=group)
+            parts *= dist.get_world_size(group)
+        # A batch without trained tokens has a loss of 0.
+        self._tokens = tokens.clamp(min=1) / parts
+        try:
+            yield
+        finally:
+            self._tokens = None
+
+    def __call__(
+        self,
+        outputs: torch.Tensor | tuple[torch.Tensor, ...],
+        labels: torch.Tensor,
+        num_items_in_batch: torch.Tensor | float | None = None,
+    ) -> torch.Tensor:
+        """Return the loss of one micro-batch.
+
+        Args:
+            outputs: What the last stage returned.
+            labels: The input's token ids, of shape (batch, sequence); -100 where there is nothing to learn.
+            num_items_in_batch: What the sum over tokens is divided by, as in transformers; by default, the trained
+                tokens of an average micro-batch, as :meth:`counting_tokens` has counted them.
+
+        Raises:
+            ConfigError: The trained tokens of the batch are not known.
+        """
+        tokens = self._tokens if num_items_in_batch is None else num_items_in_batch
+        if tokens is None:
+            raise ConfigError(
+                "CausalLoss: the number of trained tokens in the whole batch is not known, and the mean over this "
+                "micro-batch alone would give its tokens another weight. Make the engine with perseus_ds.initialize, "
+                "or call perseus_ds.attach with the engine or schedule; otherwise give num_items_in_batch."
+            )
         logits, *routers = outputs if isinstance(outputs, tuple | list) else (outputs,)
-        loss = self._loss(logits=logits, labels=labels, vocab_size=self._config.vocab_size)
+        loss = self._loss(logits=logits, labels=labels, vocab_size=self._config.vocab_size, num_items_in_batch=tokens)
         if routers:
             names = ("num_experts", "num_local_experts", "n_routed_experts")
             experts = next(getattr(self._config, name) for name in names if hasattr(self._config, name))

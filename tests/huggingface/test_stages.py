@@ -11,7 +11,15 @@ from transformers import AutoModelForCausalLM, GPT2Config
 import perseus_ds
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.huggingface import stages
-from perseus_ds.huggingface.stages import CausalLoss, build_stage, read_config, save_pretrained, skeleton, stages_of
+from perseus_ds.huggingface.stages import (
+    CausalLoss,
+    build_stage,
+    read_config,
+    save_pretrained,
+    skeleton,
+    stages_of,
+    trained_tokens,
+)
 from perseus_ds.optimizer.partition import uniform_cut
 
 # Their layers need more from each other than the hidden states that their plans name.
@@ -50,7 +58,7 @@ def assert_same_numbers(config, cut, folder, *others):
     stages = [build_stage(folder, cut, index, inputs=named) for index in range(len(cut))]
     torch.manual_seed(1)
     outputs = through(stages, ids, *others)
-    loss = CausalLoss(config)(outputs, ids)
+    loss = CausalLoss(config)(outputs, ids, num_items_in_batch=trained_tokens([ids]))
     loss.backward()
     assert (outputs[0] - expected.logits).norm() <= 1e-5 * expected.logits.norm()
     assert abs(loss - expected.loss) <= 1e-5 * expected.loss
@@ -84,6 +92,46 @@ def test_a_model_that_cannot_be_cut_is_an_error_when_its_stages_are_built(family
         [build_stage(tiny(family), (1, 1, 1, 1), index) for index in range(4)]
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_every_trained_token_of_a_batch_has_the_same_weight(family, tmp_path):
+    config = tiny(family, output_router_logits=False)
+    whole = whole_model(config)
+    whole.save_pretrained(tmp_path)
+    parts = [(ids, ids.clone()) for ids in token_ids(3).split(2)]
+    for (_, labels), not_learnt in zip(parts, (0, 16, 13), strict=True):
+        labels[:, :not_learnt] = -100
+    trained = 2 * (15 + 0 + 3)
+    expected = sum(whole(ids, labels=labels, num_items_in_batch=trained).loss for ids, labels in parts)
+    expected.backward()
+    stages = [build_stage(tmp_path, (1, 3), index) for index in range(2)]
+    loss = CausalLoss(config)
+    with loss.counting_tokens([labels for _, labels in parts]):
+        losses = [loss(through(stages, ids)[0], labels) for ids, labels in parts]
+    mean = sum(losses) / 3
+    mean.backward()
+    assert losses[1] == 0
+    assert abs(mean - expected) <= 1e-5 * expected
+    gradients = {name: p.grad for stage in stages for name, p in stage.model.named_parameters()}
+    for name, parameter in whole.named_parameters():
+        if parameter.grad is not None:
+            assert (gradients[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
+
+
+def test_the_loss_of_a_batch_without_trained_tokens_is_zero():
+    loss, stage = CausalLoss(tiny("llama")), build_stage(tiny("llama"), (4,), 0)
+    nothing = torch.full((2, 16), -100)
+    with loss.counting_tokens([nothing]):
+        value = loss(stage(token_ids()), nothing)
+    value.backward()
+    assert value == 0
+    assert all(parameter.grad.eq(0).all() for parameter in stage.parameters())
+
+
+def test_a_micro_batch_of_a_batch_that_is_not_known_has_no_loss():
+    with pytest.raises(ConfigError, match=r"trained tokens in the whole batch is not known.*perseus_ds\.attach"):
+        CausalLoss(tiny("llama"))(torch.zeros(2, 16, 96), token_ids())
+
+
 def test_masks_and_positions_reach_every_stage(tmp_path):
     mask = torch.ones(2, 16, dtype=torch.long)
     mask[1, :5] = 0
@@ -113,7 +161,10 @@ def test_gradient_checkpointing_changes_no_gradient():
     def gradients(checkpointing):
         stages = [build_stage(tiny("llama"), (2, 2), i, gradient_checkpointing=checkpointing) for i in range(2)]
         # Two micro-batches are under way at once, as in a pipeline.
-        losses = [CausalLoss(tiny("llama"))(through(stages, token_ids(seed=s)), token_ids(seed=s)) for s in range(2)]
+        loss = CausalLoss(tiny("llama"))
+        parts = [token_ids(seed=seed) for seed in range(2)]
+        with loss.counting_tokens(parts):
+            losses = [loss(through(stages, ids), ids) for ids in parts]
         for loss in losses:
             loss.backward()
         return [p.grad for stage in stages for p in stage.parameters()]

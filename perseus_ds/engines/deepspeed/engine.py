@@ -280,6 +280,7 @@ def attach(engine: E, block: Mapping[str, Any] | None = None) -> E:
     if not isinstance(engine, _PerseusEngine):
         with reported_once():
             settings = settings_of(_block_of(engine) if block is None else block)
+            count_tokens(engine)
             _attach(engine, settings or PerseusConfig.model_validate({}))
     return engine
 
@@ -299,9 +300,40 @@ def _block_of(engine: Any) -> Any:
 def attach_if_asked(engine: Any) -> None:
     """Attach to an engine that was made, if its config has a ``perseus`` block or ``PERSEUS`` is set."""
     with reported_once():
+        count_tokens(engine)
         settings = settings_of(_block_of(engine))
         if settings is not None and not isinstance(engine, _PerseusEngine):
             _attach(engine, settings)
+
+
+def count_tokens(engine: Any) -> None:
+    """Have the loss of a Hugging Face model count the trained tokens of each batch; other losses need nothing.
+
+    It stays when Perseus is detached. The micro-batches of a batch are loaded before the first of them is trained.
+    """
+    loss = getattr(engine.module, "loss_fn", None)
+    if not hasattr(loss, "counting_tokens") or hasattr(vars(engine).get("_exec_schedule"), "counts_tokens"):
+        return
+    own = vars(engine).get("_exec_schedule")
+
+    def execute(pipe_schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        # Looked up now, because attaching and detaching change the class of the engine.
+        method = own or functools.partial(type(engine)._exec_schedule, engine)
+        if not engine.is_last_stage() or not engine._compute_loss:
+            return method(pipe_schedule, *args, **kwargs)
+        batches = [engine._next_batch() for _ in range(pipe_schedule.num_micro_batches)]
+        group = engine.grid.get_data_parallel_group() if engine.grid.data_parallel_size > 1 else None
+        hooks = Hooks()
+        loaded = iter(batches)
+        hooks.surround(engine, "_next_batch", lambda _: next(loaded))
+        try:
+            with loss.counting_tokens([batch[1] for batch in batches], group=group, device=engine.device):
+                return method(pipe_schedule, *args, **kwargs)
+        finally:
+            hooks.remove()
+
+    execute.counts_tokens = True  # type: ignore[attr-defined]
+    engine._exec_schedule = execute
 
 
 def _attach(engine: Any, settings: PerseusConfig) -> None:

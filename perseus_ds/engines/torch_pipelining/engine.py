@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -46,6 +47,7 @@ def attach(
     target: Any = schedule
     with reported_once():
         settings = settings_of(config) or PerseusConfig.model_validate({})
+        count_tokens(target, pipeline, data_parallel)
         if not settings.enabled:
             take_no_part()
         if not settings.enabled or hasattr(target, "perseus"):
@@ -66,6 +68,38 @@ def attach(
             )
         target.perseus = attach_to(TorchSchedule(target, ours, copies), settings)
     return schedule
+
+
+def count_tokens(schedule: Any, pipeline: Any, data_parallel: Any) -> None:
+    """Have the loss of a Hugging Face model count the trained tokens of each batch; other losses need nothing.
+
+    It stays when Perseus is detached.
+
+    Raises:
+        ConfigError: There are several pipelines, and the ranks that share a batch are not given.
+    """
+    loss = getattr(schedule, "_loss_fn", None)
+    if not hasattr(loss, "counting_tokens") or hasattr(schedule._step_microbatches, "counts_tokens"):
+        return
+    ranks = ranks_of(stages_of(schedule)[0].group if pipeline is None else pipeline)
+    if data_parallel is None and dist.get_world_size() > len(ranks):
+        raise ConfigError(
+            f"perseus: the job has {dist.get_world_size()} ranks, the pipeline {len(ranks)}. The loss of a Hugging "
+            "Face model counts the trained tokens of all pipelines that train on one batch: give attach the group of "
+            "ranks that train the same stages, data_parallel=."
+        )
+    group = data_parallel.get_group() if hasattr(data_parallel, "get_group") else data_parallel
+    signature = inspect.signature(schedule._step_microbatches)
+
+    def counted(method: Method, *args: Any, **kwargs: Any) -> Any:
+        labels = signature.bind(*args, **kwargs).arguments.get("target_mbs")
+        if labels is None:
+            return method(*args, **kwargs)
+        with loss.counting_tokens(labels, group=group, averaged=schedule.scale_grads):
+            return method(*args, **kwargs)
+
+    Hooks().surround(schedule, "_step_microbatches", counted)
+    schedule._step_microbatches.counts_tokens = True
 
 
 def detach(schedule: S) -> S:
