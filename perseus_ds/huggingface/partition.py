@@ -100,10 +100,12 @@ def partition(
             memory_gib = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
         device = torch.device("cuda", torch.cuda.current_device())
         measured = open_gpu(PerseusConfig(), device, rank=0, local_rank=torch.cuda.current_device())
-        costs = measured_costs(config, measured, device, shape, dtype=dtype, checkpointing=gradient_checkpointing)
+        with torch.random.fork_rng(devices=[device]):
+            costs = measured_costs(config, measured, device, shape, dtype=dtype, checkpointing=gradient_checkpointing)
         measured.close()
     else:
-        costs = simulated_costs(config, DEVICES[gpu or "a100-sxm"], shape, dtype, gradient_checkpointing)
+        with torch.random.fork_rng(devices=[]):
+            costs = simulated_costs(config, DEVICES[gpu or "a100-sxm"], shape, dtype, gradient_checkpointing)
     return best_partition(costs, order, memory_bytes=None if memory_gib is None else memory_gib * 2**30)
 
 

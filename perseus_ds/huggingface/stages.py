@@ -45,6 +45,7 @@ from perseus_ds.optimizer.partition import uniform_cut
 T = TypeVar("T")
 # Without it, transformers waits for more than 20 s for every file.
 _HUB_ANSWERS_S = 5.0
+_INDEX = "model.safetensors.index.json"
 # The label of a token that is not learnt.
 _NOT_LEARNT = -100
 
@@ -479,11 +480,17 @@ def _initialize(model: PreTrainedModel, seed: int) -> None:
         for index, layer in enumerate(child)
     ]
     of_base = [*layers, *base.named_children(), ("", base)]
-    for owner, parts in ((base, of_base), (model, [*model.named_children(), ("", model)])):
-        for name, part in parts:
-            # A generator of its own for each part, so that weights do not depend on the cut.
-            torch.manual_seed(seed + zlib.crc32(name.encode()))
-            part.apply(owner._initialize_weights)
+    device = model.device
+    on_gpu = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=on_gpu):
+        for owner, parts in ((base, of_base), (model, [*model.named_children(), ("", model)])):
+            for name, part in parts:
+                # A seed for each part, so that weights do not depend on the cut. torch.manual_seed would also seed
+                # GPUs that are not in use here.
+                torch.default_generator.manual_seed(seed + zlib.crc32(name.encode()))
+                if on_gpu:
+                    torch.cuda.manual_seed(seed + zlib.crc32(name.encode()))
+                part.apply(owner._initialize_weights)
     model.tie_weights()
 
 
@@ -491,7 +498,8 @@ def save_pretrained(trained: Any, folder: Path | str) -> None:
     """Write a trained model into a folder, from which ``from_pretrained`` then reads the whole model.
 
     Every rank of the job calls it at once; it returns when the folder is complete. Of ranks that have the same stage
-    (data parallelism), the first one writes. Weights of another model in the folder are removed.
+    (data parallelism), the first one writes. Weights of another model in the folder are removed, once all new ones are
+    written: a job that is killed before leaves the folder as it was.
 
     Args:
         trained: What this rank trains: an engine or module of DeepSpeed, a stage of ``torch.distributed.pipelining``,
@@ -503,13 +511,24 @@ def save_pretrained(trained: Any, folder: Path | str) -> None:
         PerseusError: A rank could not write; raised on all ranks.
     """
     folder = Path(folder)
+    unfinished = folder / ".unfinished"
     rank = dist.get_rank() if dist.is_initialized() else 0
     stages = _stages_in(trained)
-    of_ranks = _on_all_ranks(lambda: [stage.layers.start for stage in stages])
+
+    def begin() -> list[int]:
+        if rank == 0 and unfinished.exists():  # of a job that was killed
+            shutil.rmtree(unfinished)
+        return [stage.layers.start for stage in stages]
+
+    of_ranks = _on_all_ranks(begin)
     others = set(chain(*of_ranks[:rank]))
     own = [stage for stage in stages if stage.layers.start not in others]
-    written = _on_all_ranks(lambda: [(stage.layers.start, _write_stage(stage, folder)) for stage in own])
-    _on_all_ranks(lambda: _finish_folder(sorted(chain(*written)), folder) if rank == 0 else None)
+    try:
+        written = _on_all_ranks(lambda: [(stage.layers.start, _write_stage(stage, unfinished)) for stage in own])
+        _on_all_ranks(lambda: _finish(sorted(chain(*written)), unfinished, folder) if rank == 0 else None)
+    finally:
+        if rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _on_all_ranks(do: Callable[[], T]) -> list[T]:
@@ -559,16 +578,23 @@ def _write_stage(stage: Stage, folder: Path) -> list[tuple[str, str]]:
     return where
 
 
-def _finish_folder(written: Sequence[tuple[int, list[tuple[str, str]]]], folder: Path) -> None:
-    """Write the index of all stages' weights, first stage first, and remove weights that are in none."""
+def _finish(written: Sequence[tuple[int, list[tuple[str, str]]]], unfinished: Path, folder: Path) -> None:
+    """Move all stages' weights into the folder, with their index, in place of those of another model.
+
+    There is no index meanwhile: a folder in which files of two models are mixed is an error when it is read.
+    """
     where: dict[str, str] = {}
     for name, file_name in chain.from_iterable(tensors for _, tensors in written):
         # The head of a tied model is on the last stage too; the first stage's is as good.
         where.setdefault(name, file_name)
+    new = set(where.values())
+    size = sum((unfinished / name).stat().st_size for name in new)
+    index = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2)
+    (unfinished / _INDEX).write_text(index, encoding="utf-8")
+    (folder / _INDEX).unlink(missing_ok=True)
     # A file of the whole model would be read instead of the index.
-    for file in [*folder.glob("model-*.safetensors"), *folder.glob("model.safetensors")]:
-        if file.name not in where.values():
+    for file in [*folder.glob("model.safetensors"), *folder.glob("model-*.safetensors")]:
+        if file.name not in new:
             file.unlink()
-    size = sum((folder / name).stat().st_size for name in set(where.values()))
-    index = {"metadata": {"total_size": size}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    for name in [*new, *(file.name for file in unfinished.glob("*.json") if file.name != _INDEX), _INDEX]:
+        (unfinished / name).replace(folder / name)

@@ -87,14 +87,18 @@ def store(source: Path, cache: Path) -> None:
         OSError: The disk is full, or the folder cannot be written; nothing is left half-made.
     """
     staging = cache.with_name(f"{cache.name}.{os.getpid()}")
-    staging.mkdir(parents=True)
+    outdated = cache.with_name(f"{staging.name}.outdated")
+    staging.mkdir(parents=True, exist_ok=True)
     try:
         for name in _FILES:
             shutil.copyfile(source / name, staging / name)
-        shutil.rmtree(cache, ignore_errors=True)
+        # A job that reads the cache, or is killed here, finds all files or none.
+        with contextlib.suppress(FileNotFoundError):
+            cache.rename(outdated)
         staging.rename(cache)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(outdated, ignore_errors=True)
 
 
 def frontier_of_an_earlier_run(context: ModeContext) -> Frontier | None:

@@ -1,6 +1,10 @@
 """Stages of Hugging Face models compute what the whole model computes."""
 
+import contextlib
+import math
+import shutil
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,6 +155,13 @@ def test_new_weights_are_the_same_for_every_cut():
     assert 0.01 < whole["model.layers.1.mlp.up_proj.weight"].std() < 0.03
 
 
+def test_new_weights_leave_the_random_state_as_it_was():
+    before = torch.random.get_rng_state()
+    build_stage(tiny("llama"), (2, 2), 0)
+    perseus_ds.partition(tiny("llama"), stages=2, micro_batches=2, sequence_length=8, gpu="a40")
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 def test_a_stage_has_storage_for_its_own_layers_only():
     config = tiny("llama")
     names = {name for name, _ in build_stage(config, (1, 2, 1), 1).model.named_parameters()}
@@ -198,6 +209,57 @@ def test_saved_stages_load_as_the_whole_model(family, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = token_ids()
     assert torch.allclose(loaded(ids).logits, through(stages, ids)[0], rtol=1e-5, atol=1e-6)
+
+
+class Killed(BaseException):
+    """The job ends here."""
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["in one file", "in stages"])
+def test_a_job_killed_while_it_saves_leaves_a_folder_that_loads_as_one_model_or_not_at_all(
+    whole, tmp_path, monkeypatch
+):
+    config, ids = tiny("llama"), token_ids()
+    old, new = ([build_stage(config, (1, 3), index, seed=seed) for index in range(2)] for seed in (1, 2))
+    logits = [through(stages, ids)[0] for stages in (old, new)]
+    left = math.inf
+
+    def counted(change):
+        def changed(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return change(*args, **kwargs)
+
+        return changed
+
+    for name in ("replace", "unlink", "write_text"):
+        monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
+    found = []
+    while not found or found[-1] != "new":
+        folder = tmp_path / str(len(found))
+        save_pretrained(old, folder)
+        if whole:
+            one = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            shutil.rmtree(folder)
+            one.save_pretrained(folder)
+        left = len(found)
+        with contextlib.suppress(Killed):
+            save_pretrained(new, folder)
+        left = math.inf
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+        except OSError:
+            found.append("no model")
+            save_pretrained(new, folder)
+            assert torch.allclose(AutoModelForCausalLM.from_pretrained(folder)(ids).logits, logits[1])
+        else:
+            found.append(
+                {logit.allclose(loaded): name for logit, name in zip(logits, ("old", "new"), strict=True)}[True]
+            )
+    assert found[0] == "old"
+    assert found == sorted(found, key=["old", "no model", "new"].index)
 
 
 def test_a_model_that_cannot_be_written_says_which_rank_could_not(tmp_path):
