@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +23,10 @@ from pydantic import ConfigDict, Field, ValidationError
 from perseus_ds.artifacts.io import MOST_JSON_BYTES, FileModel, read_model, read_text, write_together
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.artifacts.validation import (
+    LEAST_GPU_W,
+    MOST_CLOCK_MHZ,
+    MOST_GPU_W,
+    MOST_INSTRUCTION_S,
     Clock,
     Count,
     Duration,
@@ -39,6 +45,8 @@ from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.dag import FixedDurations
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Payload
+
+logger = logging.getLogger("perseus_ds")
 
 
 class GpuSettings(FileModel):
@@ -185,6 +193,71 @@ def combine_ranks(rows: Sequence[Measurement]) -> Measurement:
     return replace(rows[0], time_s=slowest_s, energy_j=mean_j)
 
 
+Key = tuple[int, Kind]
+"""A stage and a kind of its instructions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """A clock that one rank or several were not measured at, although they share the stage."""
+
+    stage: int
+    kind: Kind
+    clock_mhz: int
+    lacking: tuple[str, ...]
+
+
+def incomplete_clocks(measured: Mapping[Key, Mapping[str, Collection[int]]]) -> list[Incomplete]:
+    """Return the clocks that not every rank of a stage has, by stage, kind and clock.
+
+    Args:
+        measured: For each stage and kind, the clocks of each rank by its name. A rank that has any kind of a stage
+            shares that stage.
+    """
+    sharing: dict[int, dict[str, None]] = defaultdict(dict)
+    for (stage, _), by_rank in measured.items():
+        sharing[stage] |= dict.fromkeys(by_rank)
+    found = []
+    for (stage, kind), by_rank in sorted(measured.items()):
+        for clock_mhz in sorted(set(chain.from_iterable(by_rank.values()))):
+            lacking = tuple(rank for rank in sharing[stage] if clock_mhz not in by_rank.get(rank, ()))
+            if lacking:
+                found.append(Incomplete(stage, kind, clock_mhz, lacking))
+    return found
+
+
+def leave_out(incomplete: Sequence[Incomplete], kept: Collection[Key], where: str = "") -> None:
+    """Log which clocks are left out because of which rank.
+
+    Args:
+        incomplete: The clocks.
+        kept: The stages and kinds of which clocks remain.
+        where: The file, with a colon and a space.
+
+    Raises:
+        ProfileError: No clock remains of a stage's forward or backward.
+    """
+    by_key: dict[Key, list[Incomplete]] = defaultdict(list)
+    for one in incomplete:
+        by_key[one.stage, one.kind].append(one)
+    for (stage, kind), clocks in by_key.items():
+        if (stage, kind) not in kept and kind is not Kind.TAIL:
+            first = clocks[0]
+            raise ProfileError(
+                f"{where}stage {stage}, {kind}: no clock was measured on every rank that shares the stage; "
+                f"{first.lacking[0]} lacks {first.clock_mhz} MHz. Measure all of them at the same clocks."
+            )
+    # Most often, it is the same for all kinds of a stage.
+    texts: dict[str, list[str]] = defaultdict(list)
+    for (stage, kind), clocks in by_key.items():
+        lacking = ", ".join(dict.fromkeys(chain.from_iterable(one.lacking for one in clocks)))
+        mhz = ", ".join(str(one.clock_mhz) for one in clocks)
+        texts[f"stage {stage}: {mhz} MHz, which {lacking} lacks"].append(kind)
+    if texts:
+        text = "; ".join(f"{clocks} ({', '.join(kinds)})" for clocks, kinds in texts.items())
+        logger.warning("perseus: %sonly clocks that every rank of a stage has are used. Left out: %s.", where, text)
+
+
 @dataclass(frozen=True)
 class ClockOptions:
     """The clocks measured for one (stage, kind), ascending, with time and energy of a GPU at each: shape (n,)."""
@@ -313,6 +386,12 @@ class StageProfile:
         """
         rows = self._rows.get((stage, kind))
         if rows is None:
+            stages = sorted({stage for stage, _ in self._rows})
+            if stage == 0 and stages[:1] == [1]:
+                raise ProfileError(
+                    f"The profile has stages {stages[0]} to {stages[-1]} and no stage 0: its stages seem to be "
+                    "numbered from 1, and are expected to be from 0. Subtract 1 from the column stage."
+                )
             raise ProfileError(
                 f"The profile has no {kind} rows for stage {stage}. Measure it again, or give fewer stages."
             )
@@ -365,29 +444,87 @@ def _measurement(cells: Mapping[str, Any], where: str) -> Measurement:
     try:
         row = _Row.model_validate(cells)
     except ValidationError as error:
-        raise ProfileError(f"{explain(error, _Row, where)} Measure it again.") from None
+        remedy = _clock_unit(cells["frequency"]) or "Measure it again."
+        raise ProfileError(f"{explain(error, _Row, where)} {remedy}") from None
     return Measurement(row.stage, row.instruction, row.frequency, row.time, row.energy)
+
+
+def _clock_unit(clock: object) -> str:
+    """Return in which unit a clock that is none in MHz probably is, and what to do; nothing if there is none."""
+    try:
+        value = float(str(clock))
+    except ValueError:
+        return ""
+    for unit, in_mhz in (("GHz", 1e3), ("kHz", 1e-3), ("Hz", 1e-6)):
+        if 50 <= value * in_mhz <= 5000 and not 50 <= value <= MOST_CLOCK_MHZ:
+            return f"Clocks are probably in {unit}: {value:g} {unit} are {value * in_mhz:g} MHz."
+    return ""
+
+
+def _check_units(row: Measurement, where: str) -> None:
+    """Check that a GPU can draw the mean power of a row, and that an instruction can take its time.
+
+    Raises:
+        ProfileError: Not so; the message names the unit in which the values probably are.
+    """
+    power_w = row.energy_j / row.time_s
+    drawn = f"{where}{row.energy_j:g} J in {row.time_s:g} s is {power_w:.4g} W, and a GPU draws {LEAST_GPU_W:g} to "
+    drawn += f"{MOST_GPU_W:g} W."
+    for unit, factor in (("millijoules", 1e3), ("microjoules", 1e6)):
+        if power_w > MOST_GPU_W >= power_w / factor >= LEAST_GPU_W:
+            raise ProfileError(f"{drawn} Energies are probably in {unit}: divide the column energy by {factor:.0f}.")
+    for time_unit, energy_unit, factor in (("milliseconds", "kilojoules", 1e3), ("microseconds", "megajoules", 1e6)):
+        if power_w < LEAST_GPU_W <= power_w * factor <= MOST_GPU_W:
+            if row.time_s >= 1:
+                raise ProfileError(
+                    f"{drawn} Times are probably in {time_unit}: divide the column time by {factor:.0f}."
+                )
+            raise ProfileError(
+                f"{drawn} Energies are probably in {energy_unit}: multiply the column energy by {factor:.0f}."
+            )
+    if not LEAST_GPU_W <= power_w <= MOST_GPU_W:
+        raise ProfileError(f"{drawn} Give times in seconds, and energies in joules per GPU.")
+    if row.time_s > MOST_INSTRUCTION_S:
+        raise ProfileError(
+            f"{where}an instruction takes {row.time_s:g} s. Times are probably in milliseconds, and energies in "
+            "millijoules: give seconds and joules."
+        )
+    if unit := _clock_unit(row.clock_mhz):
+        raise ProfileError(f"{where}frequency is {row.clock_mhz}. {unit}")
 
 
 def _read_rows(path: Path) -> list[Measurement]:
     """Read a CSV; rows of different ranks are combined, rows of the same rank are not."""
     # Equal rows count once.
-    combined: dict[tuple[int, Kind, int], dict[tuple[Any, Measurement], None]] = defaultdict(dict)
+    by_rank: dict[Key, dict[str, dict[int, dict[Measurement, None]]]] = defaultdict(lambda: defaultdict(dict))
     try:
         for line, record in _records(path):
             row = _measurement(record, f"{path}, line {line}: ")
-            rank = tuple(record.get(c) or "" for c in ("rank", "dp_rank", "tp_rank"))
-            combined[row.stage, row.kind, row.clock_mhz][rank, row] = None
+            _check_units(row, f"{path}, line {line}: ")
+            own = by_rank[row.stage, row.kind][_rank(record)]
+            own.setdefault(row.clock_mhz, {})[row] = None
     except csv.Error as error:
         raise ProfileError(f"{path}: not a CSV file ({error}).") from None
-    if not combined:
+    if not by_rank:
         raise ProfileError(f'{path}: no rows. Measure a profile with "mode": "profile".')
+    incomplete = incomplete_clocks(by_rank)
+    left_out = {(one.stage, one.kind, one.clock_mhz) for one in incomplete}
     rows: list[Measurement] = []
-    for entries in combined.values():
-        of_key = [row for _, row in entries]
-        is_by_rank = len({rank for rank, _ in entries}) == len(entries)
-        rows += [combine_ranks(of_key)] if is_by_rank else of_key  # which disagree, and are compared
+    for key, ranks in by_rank.items():
+        for clock_mhz in next(iter(ranks.values())):
+            if (*key, clock_mhz) in left_out:
+                continue
+            of_ranks = [list(own[clock_mhz]) for own in ranks.values()]
+            disagreeing = next((own for own in of_ranks if len(own) > 1), None)
+            rows += disagreeing or [combine_ranks([row for (row,) in of_ranks])]
+    leave_out(incomplete, {(row.stage, row.kind) for row in rows}, f"{path}: ")
     return rows
+
+
+def _rank(record: Mapping[str, str]) -> str:
+    """Return the name of the rank that measured a row, for messages."""
+    of_rank = {column: record.get(column) for column in ("rank", "dp_rank", "tp_rank")}
+    return ", ".join(f"{column} {value}" for column, value in of_rank.items() if value) or "a rank without a number"
 
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, str]]]:

@@ -30,6 +30,10 @@ MOST_INSTRUCTIONS = 65_536
 MOST_CLOCK_MHZ = 100_000
 LEAST, MOST_SECONDS, MOST_JOULES, MOST_WATTS = 1e-9, 1e9, 1e15, 1e9
 """Times, energies and powers beyond these are no measurements, and their products could overflow."""
+LEAST_GPU_W, MOST_GPU_W = 5.0, 5000.0
+"""Mean powers beyond these are drawn by no GPU: energies, times or powers are in other units."""
+MOST_INSTRUCTION_S = 1000.0
+"""An instruction of one micro-batch takes no longer."""
 MOST_UNIX_SECONDS = 1e11
 """In the year 5138: later moments are none that a calendar can show."""
 

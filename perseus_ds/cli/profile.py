@@ -24,7 +24,7 @@ class Action(Enum):
     show = "a table, and a picture with out="
     compare = "the differences of another profile, other="
     validate = "whether plans can be computed from it"
-    merge = "the rows of several profiles as one, other= and out="
+    merge = "the rows of several profiles as one, stages that several have as if they were ranks; other= and out="
     convert = "the CSV of Merak or another program as our files, out="
 
 
@@ -149,12 +149,14 @@ def _validate(path: Path, profile: StageProfile, power_w: float | None) -> int:
 
 
 def _merge(paths: Sequence[Path], out: Path) -> None:
-    """Write the rows of several profiles as one.
+    """Write the rows of several profiles as one; of stages that several have, as if they were ranks of one job.
 
     Raises:
         ConfigError: They were measured on different GPUs or in different jobs.
+        ProfileError: A stage that several have was measured at no clock that all of these have.
     """
-    from perseus_ds.artifacts.profile import StageProfile
+    from perseus_ds.artifacts.profile import RowQuality, StageProfile, leave_out
+    from perseus_ds.profiler.online import MeasuredRow, combine_rows
 
     first, *others = profiles = [StageProfile.load(path) for path in paths]
     for path, other in zip(paths[1:], others, strict=True):
@@ -164,8 +166,25 @@ def _merge(paths: Sequence[Path], out: Path) -> None:
                 raise ConfigError(
                     f"{path}: {key} is {found!r}, in {paths[0]} it is {expected!r}; such rows do not go together."
                 )
-    info = first.info.model_copy(update={"rows": [row for profile in profiles for row in profile.info.rows]})
-    _write(StageProfile([row for profile in profiles for row in profile.measurements], info), out)
+
+    def measured(profile: StageProfile) -> list[MeasuredRow]:
+        known = {(row.stage, row.kind, row.clock_mhz): row for row in profile.info.rows}
+        return [
+            MeasuredRow(
+                row,
+                known.get((row.stage, row.kind, row.clock_mhz))
+                or RowQuality(stage=row.stage, kind=row.kind, clock_mhz=row.clock_mhz, samples=1),
+            )
+            for row in profile.measurements
+        ]
+
+    of_profiles = {str(path): measured(profile) for path, profile in zip(paths, profiles, strict=True)}
+    rows, incomplete = combine_rows(of_profiles, first.info.blocking_power_w or 0.0)
+    merged = StageProfile(
+        [row.measurement for row in rows], first.info.model_copy(update={"rows": [row.quality for row in rows]})
+    )
+    leave_out(incomplete, merged.keys)
+    _write(merged, out)
 
 
 def _write(profile: StageProfile, out: Path) -> None:

@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from perseus_ds.artifacts.frontier import Alternative, AlternativePoint, drop_dominated
 from perseus_ds.artifacts.profile import ClockOptions
-from perseus_ds.optimizer.problem import Floats, OptionIndices, Problem
+from perseus_ds.optimizer.problem import Floats, InstructionGroup, OptionIndices, Problem
+from perseus_ds.pipeline.instruction import Kind
 
 THROTTLED = 0.07
 """How much more a board draws at a power cap than at a locked clock of equal throughput, as a fraction."""
@@ -36,15 +37,18 @@ Rows = list[tuple[float, float]]
 
 
 def alternatives(problem: Problem) -> tuple[Alternative, ...]:
-    """Return the alternatives to the plans of a problem, each with its points of rising time and falling energy."""
+    """Return the alternatives to the plans of a problem, each with its points of rising time and falling energy.
+
+    One for which the profile lacks rows, such as one clock where stages share none, is left out.
+    """
     one_clock = list(_one_clock(problem))
     points = {
         "one clock for all GPUs": one_clock,
         "one clock for each stage": [*one_clock, *_one_clock_a_stage(problem)],
-        "one power cap for all GPUs": _one_power_cap(problem),
+        "one power cap for all GPUs": list(_one_power_cap(problem)),
         "EnvPipe's rule": [_envpipe(problem)],
     }
-    return tuple(Alternative(name, tuple(drop_dominated(found))) for name, found in points.items())
+    return tuple(Alternative(name, tuple(drop_dominated(found))) for name, found in points.items() if found)
 
 
 def point_of(problem: Problem, rows: Rows, setting: str) -> AlternativePoint:
@@ -62,13 +66,19 @@ def _nearest(options: ClockOptions, clock_mhz: float) -> int:
     return int(np.abs(options.clock_mhz - clock_mhz).argmin())
 
 
+def _shared_mhz(groups: Iterable[InstructionGroup]) -> list[int]:
+    """Return the clocks at which all groups were measured; tails, which are short, run at the nearest one."""
+    clocks = [set(group.measured.clock_mhz.tolist()) for group in groups if group.kind is not Kind.TAIL]
+    return sorted(set.intersection(*clocks)) if clocks else []
+
+
 def _evenly(values: Iterable[float]) -> list[float]:
     distinct = np.unique(np.fromiter(values, np.float64))
     return [float(v) for v in distinct[np.linspace(0, len(distinct) - 1, min(len(distinct), _MOST_POINTS)).astype(int)]]
 
 
 def _one_clock(problem: Problem) -> Iterator[AlternativePoint]:
-    for clock_mhz in _evenly(clock for group in problem.groups for clock in group.measured.clock_mhz.tolist()):
+    for clock_mhz in _evenly(_shared_mhz(problem.groups)):
         rows = [_row(group.measured, _nearest(group.measured, clock_mhz)) for group in problem.groups]
         yield point_of(problem, rows, f"{clock_mhz:.0f} MHz")
 
@@ -78,6 +88,8 @@ def _one_clock_a_stage(problem: Problem) -> Iterator[AlternativePoint]:
     for number, group in enumerate(problem.groups):
         by_stage.setdefault(group.stage, []).append(number)
     tables = [_stage_table(problem, numbers) for numbers in by_stage.values()]
+    if not all(len(clocks) for clocks, _, _ in tables):
+        return
 
     def point(places: list[int]) -> AlternativePoint:
         clocks = [int(table[0][place]) for table, place in zip(tables, places, strict=True)]
@@ -113,10 +125,8 @@ def _raised_in_turns(
 
 def _stage_table(problem: Problem, numbers: list[int]) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
     """Return a stage's clocks, and by clock how long a micro-batch takes [s] and its effective energy [J]."""
+    clocks = np.array(_shared_mhz(problem.groups[number] for number in numbers), dtype=np.int64)
     groups = [problem.groups[number].measured for number in numbers]
-    clocks = np.array(sorted(set.intersection(*(set(g.clock_mhz.tolist()) for g in groups))), dtype=np.int64)
-    if not len(clocks):
-        clocks = groups[0].clock_mhz
     places = [[_nearest(options, clock) for clock in clocks] for options in groups]
     # A tail runs once an iteration, the other instructions once a micro-batch.
     counts = np.array([(problem.group == number).sum() for number in numbers], dtype=np.float64)
@@ -127,7 +137,10 @@ def _stage_table(problem: Problem, numbers: list[int]) -> tuple[npt.NDArray[np.i
 
 
 def _one_power_cap(problem: Problem) -> Iterator[AlternativePoint]:
-    for cap_w in _evenly(power_w for group in problem.groups for power_w in _power_w(group.measured).tolist()):
+    # A lower cap is one that some instruction is above at all its clocks.
+    least_w = max(float(_power_w(group.measured).min()) for group in problem.groups) * (1 + THROTTLED)
+    powers_w = (power_w for group in problem.groups for power_w in _power_w(group.measured).tolist())
+    for cap_w in _evenly([least_w, *(power_w for power_w in powers_w if power_w > least_w)]):
         yield point_of(problem, [capped(group.measured, cap_w) for group in problem.groups], f"{cap_w:.0f} W")
 
 

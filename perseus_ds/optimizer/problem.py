@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from perseus_ds.artifacts.plan import FrequencyPlan, InstructionStreams, PowerSwing
 from perseus_ds.artifacts.profile import ClockOptions, StageProfile, lower_hull
-from perseus_ds.artifacts.validation import MOST_JOULES, MOST_SECONDS, MOST_WATTS
+from perseus_ds.artifacts.validation import LEAST_GPU_W, MOST_GPU_W, MOST_JOULES, MOST_SECONDS, MOST_WATTS
 from perseus_ds.errors import ConfigError, ProfileError
 from perseus_ds.pipeline.dag import Dag, Seconds
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -448,6 +448,13 @@ def problem_for(
     ):
         if not 0 <= value <= most:
             raise ConfigError(f"{name}={value}: expected a number of {unit} >= 0, at most {most:g}.")
+    if power_w and not LEAST_GPU_W <= power_w <= MOST_GPU_W:
+        other, factor = ("milliwatts", 1e-3) if power_w > MOST_GPU_W else ("kilowatts", 1e3)
+        likely = LEAST_GPU_W <= power_w * factor <= MOST_GPU_W
+        raise ConfigError(
+            f"blocking_power_w={power_w:g}: no waiting GPU draws that; expected {LEAST_GPU_W:g} to {MOST_GPU_W:g} W"
+            + (f". It is probably in {other}: write {power_w * factor:g}." if likely else ", or 0.")
+        )
     if schedule.num_stages > profile.num_stages:
         raise ProfileError(
             f"The schedule has {schedule.num_stages} stages, the profile {profile.num_stages}. "

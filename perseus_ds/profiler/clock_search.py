@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile, lower_hull
+from perseus_ds.artifacts.profile import Incomplete, Measurement, ProfileInfo, StageProfile, leave_out, lower_hull
 from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.profiler.estimates import estimate_all
@@ -124,10 +124,10 @@ class AdaptiveSampler:
 
     def _possible_gains(self, rows: Sequence[Measurement], candidates: Sequence[int]) -> dict[int, float]:
         """Return how much each clock may improve plans, as a fraction of the energy of all instructions."""
-        fitted = estimate_all(StageProfile(rows), candidates)
+        profile = StageProfile(rows)
+        fitted = estimate_all(profile, candidates)
         found = {(row.stage, row.kind, row.clock_mhz): row for row in fitted.info.rows}
-        highest_mhz = max(row.clock_mhz for row in rows)
-        total_j = sum(row.energy_j for row in rows if row.clock_mhz == highest_mhz)
+        total_j = sum(profile.at_highest_clock(*key).energy_j for key in profile.keys)
         gains: dict[int, float] = defaultdict(float)
         for stage, kind in fitted.keys:
             options = fitted.options(stage, kind)
@@ -147,13 +147,20 @@ class AdaptiveSampler:
 
 
 def _sums_by_clock(rows: Iterable[Measurement]) -> dict[int, tuple[float, float]]:
-    """Return, by clock, the summed time [s] and energy [J] of one instruction of each stage and kind, without tails."""
-    sums: dict[int, tuple[float, float]] = {}
+    """Return, by clock, the summed time [s] and energy [J] of one instruction of each stage and kind, without tails.
+
+    A clock at which one of them has no row would seem faster and more frugal than it is, and is left out.
+    """
+    by_clock: dict[int, list[Measurement]] = defaultdict(list)
     for row in rows:
         if row.kind is not Kind.TAIL:
-            time_s, energy_j = sums.get(row.clock_mhz, (0.0, 0.0))
-            sums[row.clock_mhz] = (time_s + row.time_s, energy_j + row.energy_j)
-    return sums
+            by_clock[row.clock_mhz].append(row)
+    keys = {(row.stage, row.kind) for found in by_clock.values() for row in found}
+    return {
+        clock_mhz: (sum(row.time_s for row in found), sum(row.energy_j for row in found))
+        for clock_mhz, found in by_clock.items()
+        if len(found) == len(keys)
+    }
 
 
 class ClockSearch:
@@ -179,6 +186,7 @@ class ClockSearch:
         self._directory = directory
         self._sampler = sampler
         self._rows: dict[tuple[int, Kind, int], MeasuredRow] = {}
+        self._incomplete: list[Incomplete] = []
         self._earlier = self._rows_of_an_interrupted_search() if ranks.is_rank_0 else {}
         self.resumed = 0
 
@@ -195,10 +203,24 @@ class ClockSearch:
         by_rank = self._ranks.gather(rows)
 
         def take() -> None:
-            self._take(combine_rows(chain.from_iterable(by_rank), self._info.blocking_power_w or 0.0))
+            of_ranks = {f"rank {rank}": rows for rank, rows in enumerate(by_rank)}
+            combined, self._incomplete = combine_rows(of_ranks, self._info.blocking_power_w or 0.0)
+            self._take(combined)
+            for one in self._incomplete:
+                self._rows.pop((one.stage, one.kind, one.clock_mhz), None)
             self.measured(self._info).save(self._directory / "measured.csv")
 
         self._ranks.computed_on_rank_0(take)
+
+    def finished(self, info: ProfileInfo) -> StageProfile:
+        """Return the same as :meth:`measured`, and log the clocks without rows because a rank lacks them.
+
+        Raises:
+            ProfileError: There are no rows, or none of a stage's forward or backward.
+        """
+        profile = self.measured(info)
+        leave_out(self._incomplete, profile.keys)
+        return profile
 
     def measured(self, info: ProfileInfo) -> StageProfile:
         """Return the rows as they were measured, with metadata; on rank 0 only.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from perseus_ds.artifacts.profile import Measurement, RowQuality, combine_ranks
+from perseus_ds.artifacts.profile import Incomplete, Key, Measurement, RowQuality, combine_ranks, incomplete_clocks
 from perseus_ds.clocks.timers import Span
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.measures import error_of_median
@@ -26,7 +26,6 @@ from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.profiler.fixed_durations import tails_s
 
-Key = tuple[int, Kind]
 Floats = npt.NDArray[np.float64]
 
 # Error of the moment at which the counter was refreshed [s]; relative variation of power from instruction to
@@ -318,15 +317,27 @@ def _typical(times_s: Sequence[float]) -> tuple[float, float | None]:
     return median_s, error_of_median(deviations_s, len(times_s)) / median_s if len(times_s) > 2 else None
 
 
-def combine_rows(rows: Iterable[MeasuredRow], blocking_power_w: float) -> list[MeasuredRow]:
+def combine_rows(
+    by_rank: Mapping[str, Iterable[MeasuredRow]], blocking_power_w: float
+) -> tuple[list[MeasuredRow], list[Incomplete]]:
     """Combine the rows of ranks that share a stage into one per kind and clock.
 
     Its time is the slowest rank's, for which the others wait, such as those whose experts have fewer tokens; its energy
     is the mean, that of waiting included.
+
+    Returns:
+        The rows, by stage, kind and clock, and the clocks without one because a rank lacks it.
     """
     by_key: dict[tuple[int, Kind, int], list[MeasuredRow]] = defaultdict(list)
-    for row in rows:
-        by_key[row.measurement.stage, row.measurement.kind, row.measurement.clock_mhz].append(row)
+    measured: dict[Key, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for rank, rows in by_rank.items():
+        for row in rows:
+            stage, kind, clock_mhz = row.measurement.stage, row.measurement.kind, row.measurement.clock_mhz
+            by_key[stage, kind, clock_mhz].append(row)
+            measured[stage, kind][rank].add(clock_mhz)
+    incomplete = incomplete_clocks(measured)
+    for one in incomplete:
+        del by_key[one.stage, one.kind, one.clock_mhz]
     combined = []
     for _, shared in sorted(by_key.items()):
         slowest = max(shared, key=lambda row: row.measurement.time_s)
@@ -340,4 +351,4 @@ def combine_rows(rows: Iterable[MeasuredRow], blocking_power_w: float) -> list[M
         waited_s = statistics.mean(measurement.time_s - row.measurement.time_s for row in shared)
         measurement = replace(measurement, energy_j=measurement.energy_j + blocking_power_w * waited_s)
         combined.append(MeasuredRow(measurement, slowest.quality.model_copy(update=quality)))
-    return combined
+    return combined, incomplete

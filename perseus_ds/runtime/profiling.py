@@ -248,7 +248,7 @@ def profile_online(context: ModeContext, baseline: Baseline) -> Phase[None]:
             search.add(rank.communicator.raise_on_all_ranks(partial(measurement.rows, chosen)))
 
     def save() -> None:
-        raw = search.measured(baseline.info)
+        raw = search.finished(baseline.info)
         save_profile(job, baseline, raw, denoise(raw, clocks))
 
     rank.communicator.computed_on_rank_0(save)

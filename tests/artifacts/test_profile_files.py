@@ -66,6 +66,35 @@ def test_bad_rows_name_file_line_and_column(csv_file, text, message):
     assert "profile.csv" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("0,forward,1400,0.05,22000", "22000 J in 0.05 s is 4.4e+05 W, and a GPU draws 5 to 5000 W"),
+        ("0,forward,1400,0.05,22000", "in millijoules: divide the column energy by 1000"),
+        ("0,forward,1400,50,22", "in milliseconds: divide the column time by 1000"),
+        ("0,forward,1400,50000,22", "in microseconds: divide the column time by 1000000"),
+        ("0,forward,1400,0.05,0.022", "in kilojoules: multiply the column energy by 1000"),
+        ("0,forward,1400,1e-9,22", "a GPU draws 5 to 5000 W. Give times in seconds, and energies in joules per GPU"),
+        ("0,forward,1400,1500,660000", "takes 1500 s. Times are probably in milliseconds, and energies in millijoules"),
+        ("0,forward,1400000,0.05,22", "got '1400000'. Clocks are probably in kHz: 1.4e+06 kHz are 1400 MHz"),
+        ("0,forward,1400000000,0.05,22", "Clocks are probably in Hz"),
+        ("0,forward,1.4,0.05,22", "Clocks are probably in GHz: 1.4 GHz are 1400 MHz"),
+        ("0,forward,1,0.05,22", "frequency is 1. Clocks are probably in GHz"),
+    ],
+)
+def test_values_in_other_units_are_refused_with_the_likely_unit(csv_file, row, message):
+    with pytest.raises(ProfileError) as error:
+        StageProfile.load(csv_file(HEADER + row + "\n"))
+    assert "line 2: " in str(error.value)
+    assert message in str(error.value)
+
+
+def test_stages_that_are_numbered_from_1_are_said_to_be(csv_file):
+    profile = StageProfile.load(csv_file(GOOD.replace("\n0,", "\n1,")))
+    with pytest.raises(ProfileError, match=r"stages 1 to 1 and no stage 0: .* Subtract 1 from the column stage"):
+        profile.options(0, Kind.FORWARD)
+
+
 def test_something_else_than_a_csv_is_refused(tmp_path):
     path = tmp_path / "profile.csv"
     path.write_bytes(b"\x93NUMPY\x01\x00\xff\xfe")
@@ -100,6 +129,33 @@ def test_meraks_ranks_are_combined_to_the_slowest_time_and_the_mean_energy(csv_f
     assert profile.at(0, Kind.FORWARD, 1200) == Measurement(0, Kind.FORWARD, 1200, 0.06 + 0.01, 21.5)
     assert profile.at(0, Kind.BACKWARD, 1400) == Measurement(0, Kind.BACKWARD, 1400, 0.05 + 0.01, 31.5)
     assert len(profile.measurements) == 4
+
+
+def ragged(slow_mhz, fast_mhz, kinds=("forward", "backward")):
+    """Merak's rows of a stage on two ranks, of which rank 0 is 40 % slower, and of a second stage on rank 2."""
+    lines = ["rank,dp_rank,pp_rank,tp_rank,stage,instruction,frequency,time,energy"]
+    for rank, stage, slower, clocks in ((0, 0, 1.4, slow_mhz), (1, 0, 1.0, fast_mhz), (2, 1, 1.0, fast_mhz)):
+        lines += [f"{rank},{rank},{stage},0,{stage},{k},{c},{slower * 28 / c},10" for k in kinds for c in clocks]
+    return "\n".join(lines) + "\n"
+
+
+def test_a_stage_has_only_clocks_that_all_its_ranks_have(csv_file, caplog):
+    profile = StageProfile.load(csv_file(ragged((1280, 1400), (920, 1280, 1400))))
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        assert profile.options(0, kind).clock_mhz.tolist() == [1280, 1400]
+        assert profile.options(0, kind).time_s == pytest.approx([1.4 * 28 / 1280, 1.4 * 28 / 1400])
+        assert profile.options(1, kind).clock_mhz.tolist() == [920, 1280, 1400]
+    (record,) = caplog.records
+    assert "stage 0: 920 MHz, which rank 0, dp_rank 0, tp_rank 0 lacks (backward, forward)" in record.getMessage()
+
+
+def test_ranks_without_a_clock_in_common_are_an_error(csv_file):
+    with pytest.raises(ProfileError, match=r"profile\.csv: stage 0, backward: no clock .* rank 0.* lacks 920 MHz"):
+        StageProfile.load(csv_file(ragged((1280, 1400), (920, 1000))))
+    lines = ragged((1280, 1400), (1280, 1400)).splitlines()
+    without = [line for line in lines if not line.startswith("1,1,0,0,0,backward")]
+    with pytest.raises(ProfileError, match=r"stage 0, backward: no clock .* rank 1.* lacks 1280 MHz"):
+        StageProfile.load(csv_file("\n".join(without) + "\n"))
 
 
 def test_rows_of_the_same_rank_that_disagree_are_not_combined(csv_file):

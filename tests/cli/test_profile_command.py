@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from pipelines import synthetic_profile
 
-from perseus_ds.artifacts.profile import StageProfile
+from perseus_ds.artifacts.profile import Measurement, StageProfile
+from perseus_ds.pipeline.instruction import Kind
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,33 @@ def test_merge_joins_rows_and_refuses_those_of_another_gpu(run):
     code, _, err = run("profile", "merge", "profile=y", "other=[x]", "out=z")
     assert code == 2
     assert "gpu is 'another'" in err
+
+
+def test_merge_takes_the_clocks_that_all_profiles_of_a_stage_have(run, caplog):
+    original = StageProfile.load("p")
+    clocks = original.options(0, Kind.FORWARD).clock_mhz.tolist()
+    slower = [
+        Measurement(m.stage, m.kind, m.clock_mhz, 1.4 * m.time_s, 1.4 * m.energy_j)
+        for m in original.measurements
+        if m.stage == 0 and m.clock_mhz >= clocks[2]
+    ]
+    StageProfile(slower, original.info).save("slow/profile.csv")
+    assert run("profile", "merge", "profile=p", "other=[slow]", "out=m")[0] == 0
+    merged = StageProfile.load("m")
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        assert merged.options(0, kind).clock_mhz.tolist() == clocks[2:]
+        assert merged.options(0, kind).time_s == pytest.approx(1.4 * original.options(0, kind).time_s[2:])
+        waited_j = 0.2 * original.options(0, kind).time_s[2:] * 80.0
+        assert merged.options(0, kind).energy_j == pytest.approx(
+            1.2 * original.options(0, kind).energy_j[2:] + waited_j
+        )
+        assert merged.options(1, kind).clock_mhz.tolist() == clocks
+    (record,) = caplog.records
+    assert f"stage 0: {clocks[0]}, {clocks[1]} MHz, which slow lacks" in record.getMessage()
+    StageProfile([m for m in original.measurements if m.clock_mhz < clocks[2]], original.info).save("low/profile.csv")
+    code, _, err = run("profile", "merge", "profile=slow", "other=[low]", "out=n")
+    assert code == 2
+    assert "stage 0, backward: no clock" in err
 
 
 def test_convert_reads_meraks_rows_of_several_ranks(run):

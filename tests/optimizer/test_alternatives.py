@@ -14,6 +14,7 @@ from perseus_ds.artifacts.profile import ClockOptions, StageProfile
 from perseus_ds.optimizer import optimize, with_alternatives
 from perseus_ds.optimizer.alternatives import THROTTLED, alternatives, capped
 from perseus_ds.optimizer.problem import problem_for
+from perseus_ds.pipeline.instruction import Kind
 
 POWER_W = 83.64
 OPTIONS = ClockOptions(np.array([900, 1200, 1410]), np.array([1.5, 1.2, 1.0]), np.array([300.0, 300.0, 400.0]))
@@ -55,6 +56,35 @@ def test_one_clock_is_what_the_same_clocks_take_as_a_plan(frontier):
         clock_mhz = int(point.setting.removesuffix(" MHz"))
         plan = problem.evaluate(tuple((clock_mhz,) * len(stream) for stream in problem.instructions))
         assert (point.time_s, point.energy_j) == pytest.approx((plan.time_s, plan.energy_j))
+
+
+def test_one_clock_is_one_that_all_stages_have():
+    profile = synthetic_profile(2, clocks=6)
+    clocks = profile.options(0, Kind.FORWARD).clock_mhz.tolist()
+
+    def found(*left_out):
+        """The alternatives without some rows (stage, kind, clock), by name."""
+        part = profile.where(lambda *row: row not in left_out)
+        return {one.name: one.points for one in alternatives(problem_for(one_f_one_b(2, 4), part, 40.0))}
+
+    one_clock = "one clock for all GPUs"
+    assert f"{clocks[2]} MHz" in {point.setting for point in found()[one_clock]}
+    part = found((1, Kind.BACKWARD, clocks[2]))
+    assert f"{clocks[2]} MHz" not in {point.setting for point in part[one_clock]}
+    assert {"one clock for each stage", "one power cap for all GPUs"} <= part.keys()
+    halves = [(0, kind, clock) for kind in (Kind.FORWARD, Kind.BACKWARD) for clock in clocks[:3]]
+    halves += [(1, kind, clock) for kind in (Kind.FORWARD, Kind.BACKWARD) for clock in clocks[3:]]
+    assert one_clock not in found(*halves)
+    assert "one clock for each stage" in found(*halves)
+
+
+def test_no_instruction_is_above_the_power_cap():
+    profile = synthetic_profile(2, clocks=6)
+    problem = problem_for(one_f_one_b(2, 4), profile, 40.0)
+    least_w = max(float((g.measured.energy_j / g.measured.time_s).min()) for g in problem.groups)
+    caps = next(one.points for one in alternatives(problem) if one.name == "one power cap for all GPUs")
+    assert caps
+    assert all(float(point.setting.removesuffix(" W")) >= least_w for point in caps)
 
 
 def test_a_clock_for_each_stage_is_never_above_one_for_all(frontier):

@@ -215,6 +215,8 @@ def test_a_profile_that_cannot_be_planned_for_is_refused(profile, words):
         ({"switch_cost_s": 1e10}, "switch_cost_s=10000000000.0"),
         ({"least_dwell_s": 1e10}, "least_dwell_s=10000000000.0"),
         ({"blocking_power_w": 1e10}, "blocking_power_w=10000000000.0"),
+        ({"blocking_power_w": 83640.0}, "blocking_power_w=83640: .* probably in milliwatts: write 83.64"),
+        ({"blocking_power_w": 0.08364}, "blocking_power_w=0.08364: .* probably in kilowatts: write 83.64"),
         ({"plans": 999_999_999}, "plans=999999999: at most 10000 are computed"),
     ],
 )

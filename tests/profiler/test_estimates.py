@@ -128,6 +128,15 @@ def test_a_sweep_stops_when_energy_keeps_rising():
         assert 5 < len(asked) < len(model.clocks_mhz[::stride])
 
 
+def test_a_clock_at_which_an_instruction_has_no_row_does_not_seem_frugal():
+    descending = DEVICES["a100-sxm"].clocks_mhz[::-1][::4]
+    profile = truth("a100-sxm", descending)
+    asked = run(Sweep(descending), profile)
+    part = profile.where(lambda stage, kind, clock: (kind, clock) != (Kind.BACKWARD, asked[-3]))
+    # The clock counts for nothing, so that one more is measured.
+    assert run(Sweep(descending), part) == list(descending[: len(asked) + 1])
+
+
 def test_between_the_highest_clock_and_the_one_that_a_limited_gpu_reaches_nothing_is_measured_first():
     model = DEVICES["h100-sxm"]
     reached = round(model.reached_clock_mhz(model.top_clock_mhz))

@@ -122,10 +122,15 @@ def test_power_that_varies_from_refresh_to_refresh_is_known_less_well():
     assert errors[1] > 2 * errors[0]
 
 
-def row(stage, time_s, energy_j, *, samples=9, error=0.01):
+def row(stage, time_s, energy_j, *, clock_mhz=1200, samples=9, error=0.01):
     errors = {"time_relative_error": 0.002 * samples, "energy_relative_error": error}
-    quality = RowQuality(stage=stage, kind=Kind.FORWARD, clock_mhz=1200, samples=samples, **errors)
-    return MeasuredRow(Measurement(stage, Kind.FORWARD, 1200, time_s, energy_j), quality)
+    quality = RowQuality(stage=stage, kind=Kind.FORWARD, clock_mhz=clock_mhz, samples=samples, **errors)
+    return MeasuredRow(Measurement(stage, Kind.FORWARD, clock_mhz, time_s, energy_j), quality)
+
+
+def of_ranks(*rows):
+    """One row of each rank."""
+    return {f"rank {rank}": [own] for rank, own in enumerate(rows)}
 
 
 def test_ranks_of_a_stage_wait_for_the_slowest_which_is_part_of_their_mean_energy():
@@ -137,7 +142,8 @@ def test_ranks_of_a_stage_wait_for_the_slowest_which_is_part_of_their_mean_energ
         row(0, 0.09, 28.0),
         row(1, 0.2, 50.0),
     ]
-    first, second = combine_rows(ranks, blocking_power_w=80.0)
+    (first, second), incomplete = combine_rows(of_ranks(*ranks), blocking_power_w=80.0)
+    assert not incomplete
     assert first.measurement == Measurement(0, Kind.FORWARD, 1200, 0.11, pytest.approx(31.0 + 80.0 * 0.01))
     assert first.quality.samples == 5
     assert first.quality.time_relative_error == pytest.approx(0.01)  # the slowest rank's
@@ -146,5 +152,12 @@ def test_ranks_of_a_stage_wait_for_the_slowest_which_is_part_of_their_mean_energ
 
 
 def test_the_error_is_unknown_if_it_is_unknown_on_one_rank():
-    (found,) = combine_rows([row(0, 0.1, 30.0), row(0, 0.1, 30.0, error=None)], 80.0)
+    (found,), _ = combine_rows(of_ranks(row(0, 0.1, 30.0), row(0, 0.1, 30.0, error=None)), 80.0)
     assert found.quality.energy_relative_error is None
+
+
+def test_a_clock_at_which_a_rank_has_no_row_has_none():
+    slow, fast = [row(0, 0.14, 30.0)], [row(0, 0.10, 30.0), row(0, 0.12, 25.0, clock_mhz=900)]
+    rows, incomplete = combine_rows({"rank 0": slow, "rank 1": fast}, 80.0)
+    assert [(r.measurement.clock_mhz, r.measurement.time_s) for r in rows] == [(1200, 0.14)]
+    assert [(one.stage, one.clock_mhz, one.lacking) for one in incomplete] == [(0, 900, ("rank 0",))]

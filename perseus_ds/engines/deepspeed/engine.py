@@ -311,7 +311,7 @@ def count_tokens(engine: Any) -> None:
 
     It stays when Perseus is detached. The micro-batches of a batch are loaded before the first of them is trained.
     """
-    loss = getattr(engine.module, "loss_fn", None)
+    loss: Any = getattr(engine.module, "loss_fn", None)
     if not hasattr(loss, "counting_tokens") or hasattr(vars(engine).get("_exec_schedule"), "counts_tokens"):
         return
     own = vars(engine).get("_exec_schedule")

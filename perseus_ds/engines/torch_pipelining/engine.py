@@ -78,7 +78,7 @@ def count_tokens(schedule: Any, pipeline: Any, data_parallel: Any) -> None:
     Raises:
         ConfigError: There are several pipelines, and the ranks that share a batch are not given.
     """
-    loss = getattr(schedule, "_loss_fn", None)
+    loss: Any = getattr(schedule, "_loss_fn", None)
     if not hasattr(loss, "counting_tokens") or hasattr(schedule._step_microbatches, "counts_tokens"):
         return
     ranks = ranks_of(stages_of(schedule)[0].group if pipeline is None else pipeline)
