@@ -27,6 +27,7 @@ from scipy.linalg import cho_factor, cho_solve
 from scipy.linalg.lapack import dpotrf, dpotrs
 
 from perseus_ds.artifacts.profile import Measurement, RowQuality, StageProfile
+from perseus_ds.errors import ProfileError
 from perseus_ds.pipeline.instruction import Kind
 
 Floats = npt.NDArray[np.float64]
@@ -388,9 +389,13 @@ class _ResidualModel:
             unit = _Kernel(1.0, length_scale)(stage, clock, stage, clock)
             for error, amplitude in product(errors, _AMPLITUDES):
                 likelihood = _likelihood(amplitude**2 * unit + np.diag(error**2), residual)
-                if best is None or likelihood > best[0]:
+                if likelihood > (-math.inf if best is None else best[0]):
                     best = likelihood, _Kernel(amplitude, length_scale), error
-        assert best is not None
+        if best is None:
+            raise ProfileError(
+                "The rows of the profile determine no estimates: their values or errors are not finite, or are too "
+                "far from each other. Measure the profile again."
+            )
         _, kernel, error = best
         factor = cho_factor(kernel(stage, clock, stage, clock) + np.diag(error**2), lower=True)
         model = cls(stage, clock, kernel, factor, cho_solve(factor, residual))
@@ -406,9 +411,9 @@ class _ResidualModel:
         mean = np.array([residual[self.clock == clock].mean() for clock in clocks])
         same = np.zeros(len(clocks), dtype=np.intp)
         covariance = self.kernel(same, clocks, same, clocks) + _NOISES[0] ** 2 * np.eye(len(clocks))
-        inverse = np.linalg.inv(covariance)
+        inverse = cho_solve(cho_factor(covariance, lower=True), np.eye(len(clocks)))
         standardised = (inverse @ mean / np.sqrt(np.diag(inverse)))[1:-1]
-        return max(1.0, float(np.sqrt(np.mean(standardised**2)))) if len(standardised) else 1.0
+        return float(np.maximum(1.0, np.sqrt(np.mean(standardised**2)))) if len(standardised) else 1.0
 
     def at(self, stage: int, clock: Floats) -> tuple[Floats, Floats]:
         """Return the relative residual and its standard deviation."""
@@ -421,7 +426,13 @@ class _ResidualModel:
 
 
 def _likelihood(covariance: Floats, residual: Floats) -> float:
-    """Return the logarithm of a likelihood, but for a constant; by LAPACK itself, since it is computed often."""
-    factor, _ = dpotrf(covariance, lower=1, overwrite_a=1)
-    solved, _ = dpotrs(factor, residual, lower=1)
-    return -0.5 * float(residual @ solved) - float(np.log(np.diag(factor)).sum())
+    """Return the logarithm of a likelihood, but for a constant; by LAPACK itself, since it is computed often.
+
+    It is minus infinity where the covariance is singular to working precision, or something is not finite.
+    """
+    factor, failed = dpotrf(covariance, lower=1, overwrite_a=1)
+    if failed:
+        return -math.inf
+    solved, failed = dpotrs(factor, residual, lower=1)
+    likelihood = -0.5 * float(residual @ solved) - float(np.log(np.diag(factor)).sum())
+    return likelihood if not failed and math.isfinite(likelihood) else -math.inf

@@ -102,6 +102,8 @@ class _Refreshes:
         spent_s = np.vstack(self.spent_s)
         used_j = np.concatenate([np.diff(part.energy_j - blocking_power_w * part.moments_s) for part in parts])
         columns = np.column_stack([spent_s[:, :-1].sum(axis=1), spent_s[:, -1]])
+        # If refreshes cannot distinguish computing from waiting, this divides the power among both, and residuals are
+        # larger relative to it.
         power_w = np.linalg.lstsq(columns, used_j, rcond=None)[0]
         self.residuals_s: Floats = (used_j - columns @ power_w) / max(power_w[0], 1e-9)
         self._computed_s, self._power_w = columns[:, 0], float(power_w[0])
@@ -122,7 +124,9 @@ class _Refreshes:
 
     @cached_property
     def power_error(self) -> float:
-        """Relative error of the mean power beyond blocking power."""
+        """Relative error of the mean power beyond blocking power; infinite where that is not above 0."""
+        if self._power_w <= 0:
+            return math.inf
         spent_s = np.vstack(self.spent_s)
         computed_s = float(spent_s[:, :-1].sum())
         return math.sqrt(self.variation_s * spent_s.sum()) / computed_s if computed_s > 0 else math.inf

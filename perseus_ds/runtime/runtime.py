@@ -36,7 +36,7 @@ from perseus_ds.runtime.iterations import EnergyUse, IterationMeasurement, NextI
 from perseus_ds.runtime.job import Job, RankContext
 from perseus_ds.runtime.mode_driver import ModeDriver
 from perseus_ds.runtime.recorder import Monitor, Recorder
-from perseus_ds.runtime.shapes import InputShapes
+from perseus_ds.runtime.shapes import InputShapes, number_of_inputs
 from perseus_ds.runtime.supervision import Fallback, Supervision
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -314,7 +314,7 @@ class PerseusRuntime:
         if self._simulated is not None:
             self._simulated.input_shapes = inputs
         if inputs and isinstance(operation, Compute) and operation.instruction.kind is Kind.FORWARD:
-            shapes = float((hash(inputs) & 0xFFFFFFFF) + 1)
+            shapes = number_of_inputs(inputs)
             # The first ones tell what iterations that begin so run.
             if self._shapes.add(shapes) and self._driver.choose(shapes) and self._has_clocks:
                 self._hooks.change_plan(ClockPlan() if self._fallback.is_in_force else self.next.clocks)

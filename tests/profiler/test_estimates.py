@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from profiles import WORK_S, truth
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, RowQuality, StageProfile
+from perseus_ds.errors import ProfileError
 from perseus_ds.gpu.device_models import DEVICES
 from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.profiler import estimates
 from perseus_ds.profiler.clock_search import AdaptiveSampler, Sweep
 from perseus_ds.profiler.estimates import denoise, estimate_all
 
@@ -97,6 +99,15 @@ def test_where_rows_do_not_tell_the_voltage_error_bars_say_so():
     found = estimate_all(with_a_power_limit(clocks, limit_w=600.0), range(210, 1366, 15))
     error = {row.clock_mhz: row.energy_relative_error for row in found.info.rows}
     assert error[450] < 0.03 < error[1110]
+
+
+@pytest.mark.parametrize("failing", ["dpotrf", "dpotrs"])
+def test_rows_whose_covariance_lapack_cannot_factorise_are_an_error(failing, monkeypatch):
+    clocks = DEVICES["a100-sxm"].clocks_mhz[::8]
+    called = getattr(estimates, failing)
+    monkeypatch.setattr(estimates, failing, lambda *args, **kwargs: (called(*args, **kwargs)[0], 1))
+    with pytest.raises(ProfileError, match="determine no estimates"):
+        denoise(truth("a100-sxm", clocks), clocks)
 
 
 def run(sampler, profile):

@@ -122,6 +122,15 @@ def test_power_that_varies_from_refresh_to_refresh_is_known_less_well():
     assert errors[1] > 2 * errors[0]
 
 
+def test_the_error_of_a_power_that_is_not_above_waiting_is_not_small():
+    spans = [Span(Compute(Instruction(0, Kind.FORWARD, n)), n * 0.1, n * 0.1 + 0.05) for n in range(40)]
+    readings = [(n * 0.1, n * 0.05 * (70.0 + 80.0)) for n in range(41)]
+    profiler = OnlineProfiler(blocking_power_w=80.0)
+    profiler.add(1200, [spans], readings)
+    assert profiler.power_error(1200) == np.inf
+    assert not [r for r in profiler.rows() if r.quality.energy_relative_error is not None]
+
+
 def row(stage, time_s, energy_j, *, clock_mhz=1200, samples=9, error=0.01):
     errors = {"time_relative_error": 0.002 * samples, "energy_relative_error": error}
     quality = RowQuality(stage=stage, kind=Kind.FORWARD, clock_mhz=clock_mhz, samples=samples, **errors)

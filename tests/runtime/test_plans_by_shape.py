@@ -1,7 +1,10 @@
 """Shapes of inputs between which the proportions of instructions differ get profiles and plans of their own."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 from virtual.job import SLOWER, VirtualJob, WorkerAtOnce, in_order
@@ -160,3 +163,22 @@ def test_more_shapes_than_are_kept_make_room_for_each_other_only_when_unused(job
     train(job, [float(number) for number in range(1, 10)] * 8)
     job.close()
     assert len({event.shape for event in job.events(ShapePlanned)}) == 6
+
+
+def test_shapes_of_inputs_have_the_same_number_in_every_process():
+    program = (
+        "from perseus_ds.runtime.shapes import number_of_inputs;"
+        "print(number_of_inputs((8, None, 'a')), number_of_inputs((8, None, 'b')))"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for seed in ("1", "2")
+    ]
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]

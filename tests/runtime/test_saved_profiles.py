@@ -47,7 +47,7 @@ def test_rows_that_noise_has_put_below_waiting_are_left_out_and_said(saved, capl
 
 
 def test_rows_below_waiting_stay_where_fewer_than_two_would_be_left(saved, caplog):
-    profile, _ = saved({1410: 0.3, 1200: 0.2, 930: 0.15})
+    profile, _ = saved({1410: 9.0, 1200: 8.0, 930: 7.0})
     assert len(profile.measurements) == 6
     assert not caplog.text
 

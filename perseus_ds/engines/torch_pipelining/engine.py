@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping
@@ -123,6 +124,10 @@ class TorchSchedule(Engine):
         self._pipeline = pipeline
         self._data_parallel = data_parallel
         self._hooks = Hooks()
+        # The order of a multi-stage schedule that ran last, which is kept so that no other one has its place in
+        # memory, and its digest.
+        self._last_order: Any = None
+        self._digest = ""
         # The loss belongs to the last stage's forward, which ends with it.
         self._until_loss: AbstractContextManager[Any] | None = None
 
@@ -161,13 +166,19 @@ class TorchSchedule(Engine):
             with self._session.paused():
                 return step(*args, **kwargs)
         self._until_loss = None
-        schedule = self._schedule
-        order = schedule._n_microbatches, id(getattr(schedule, "pipeline_order_with_comms", None))
-        with self._session.iteration(order):
+        with self._session.iteration((self._schedule._n_microbatches, self._order_digest())):
             result = step(*args, **kwargs)
             self._end_forward()
             self._session.begin_tail(stages_of(self._schedule)[0].stage_index)
         return result
+
+    def _order_digest(self) -> str:
+        """Return a text that is the same for equal orders of the schedule; empty if its class alone sets the order."""
+        order = getattr(self._schedule, "pipeline_order_with_comms", None)
+        if order is not self._last_order:
+            self._last_order = order
+            self._digest = hashlib.sha256(repr(order).encode()).hexdigest()
+        return self._digest
 
     def _forward(self, stage: Any, method: Method, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as scope:

@@ -1,5 +1,6 @@
 """Perseus attaches to a schedule of torch, and leaves it as it was; what cannot be planned is an error or trains on."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.pipelining.schedules import OVERLAP_F_B, get_schedule_cla
 
 import perseus_ds
 from perseus_ds.clocks.controller import ClockController
-from perseus_ds.engines.engine import sessions
+from perseus_ds.engines.engine import Session, sessions
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 
 WIDTH, ROWS = 8, 2
@@ -172,6 +173,20 @@ def test_other_micro_batches_are_read_again_or_leave_the_plan(make, block):
     train(schedule, steps=2, micro_batches=3)
     perseus_ds.detach(schedule)
     assert len(iterations(block)) == 4
+
+
+def test_orders_are_the_same_by_their_content(make, block, monkeypatch):
+    seen, begin = [], Session.iteration
+    monkeypatch.setattr(Session, "iteration", lambda self, order, *a: seen.append(order) or begin(self, order, *a))
+    schedule = make("LoopedBFS", stages=2)
+    perseus_ds.attach(schedule, block)
+    train(schedule)
+    schedule.pipeline_order_with_comms = copy.deepcopy(schedule.pipeline_order_with_comms)
+    train(schedule)
+    first, second, *others = schedule.pipeline_order_with_comms[0]
+    schedule.pipeline_order_with_comms = {0: [second, first, *others]}
+    train(schedule)
+    assert seen[0] == seen[1] != seen[2]
 
 
 def test_the_variable_perseus_replaces_keys_of_the_block_and_a_disabled_one_changes_nothing(make, block, monkeypatch):
