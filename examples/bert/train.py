@@ -189,12 +189,15 @@ def read_sequences(data: DictConfig, vocabulary: Vocabulary, sequence_length: in
 def masked_dataset(sequences: torch.Tensor, vocabulary: Vocabulary, seed: int) -> TensorDataset:
     """Mask once and for all, so that the first stage's tokens and the last stage's labels agree; shuffle.
 
-    Of 15 % of the tokens, 80 % become the mask, 10 % any token, and 10 % stay; only they have a label.
+    Of 15 % of the tokens of each sequence, 80 % become the mask, 10 % any token, and 10 % stay; only they have a label.
+    All sequences have equally many, so that the mean over micro-batches gives every label the same weight.
     """
     random = torch.Generator().manual_seed(seed)
-    chosen = torch.rand(sequences.shape, generator=random) < MASKED
+    draw = torch.rand(sequences.shape, generator=random)
     for special in (*vocabulary.begin, *vocabulary.end):
-        chosen &= sequences != special
+        draw[sequences == special] = 2.0
+    lowest = draw.topk(round(MASKED * sequences.shape[1]), largest=False).indices
+    chosen = torch.zeros_like(sequences, dtype=torch.bool).scatter(1, lowest, True) & (draw < 1)
     fate = torch.rand(sequences.shape, generator=random)
     anything = torch.randint(vocabulary.size, sequences.shape, generator=random)
     inputs = sequences.where(~chosen | (fate >= REPLACED_BY_MASK), vocabulary.mask)

@@ -77,6 +77,8 @@ class GpuSettings(FileModel):
         return "; ".join(fact for fact in facts if fact)
 
 
+_MOST_NAMED = 8
+"""Ranks or clocks that one message lists."""
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 Floats = npt.NDArray[np.float64]
 RelativeError = Annotated[float, Field(ge=0, le=1e9)]
@@ -199,7 +201,7 @@ Key = tuple[int, Kind]
 
 @dataclass(frozen=True, slots=True)
 class Incomplete:
-    """A clock that one rank or several were not measured at, although they share the stage."""
+    """A clock at which some ranks of a stage were not measured."""
 
     stage: int
     kind: Kind
@@ -208,7 +210,7 @@ class Incomplete:
 
 
 def incomplete_clocks(measured: Mapping[Key, Mapping[str, Collection[int]]]) -> list[Incomplete]:
-    """Return the clocks that not every rank of a stage has, by stage, kind and clock.
+    """Return the clocks that some rank of a stage lacks, by stage, kind and clock.
 
     Args:
         measured: For each stage and kind, the clocks of each rank by its name. A rank that has any kind of a stage
@@ -250,9 +252,12 @@ def leave_out(incomplete: Sequence[Incomplete], kept: Collection[Key], where: st
     # Most often, it is the same for all kinds of a stage.
     texts: dict[str, list[str]] = defaultdict(list)
     for (stage, kind), clocks in by_key.items():
-        lacking = ", ".join(dict.fromkeys(chain.from_iterable(one.lacking for one in clocks)))
+        ranks = list(dict.fromkeys(chain.from_iterable(one.lacking for one in clocks)))
+        lacking = "; ".join(ranks[:_MOST_NAMED]) + (f" and {n} more" if (n := len(ranks) - _MOST_NAMED) > 0 else "")
         mhz = ", ".join(str(one.clock_mhz) for one in clocks)
-        texts[f"stage {stage}: {mhz} MHz, which {lacking} lacks"].append(kind)
+        if len(clocks) > _MOST_NAMED:
+            mhz = f"{len(clocks)} clocks from {clocks[0].clock_mhz} to {clocks[-1].clock_mhz}"
+        texts[f"stage {stage}: {mhz} MHz, missing on {lacking}"].append(kind)
     if texts:
         text = "; ".join(f"{clocks} ({', '.join(kinds)})" for clocks, kinds in texts.items())
         logger.warning("perseus: %sonly clocks that every rank of a stage has are used. Left out: %s.", where, text)
@@ -450,7 +455,7 @@ def _measurement(cells: Mapping[str, Any], where: str) -> Measurement:
 
 
 def _clock_unit(clock: object) -> str:
-    """Return in which unit a clock that is none in MHz probably is, and what to do; nothing if there is none."""
+    """Return the likely unit of a clock that is not in MHz, as a sentence; empty if none is likely."""
     try:
         value = float(str(clock))
     except ValueError:
@@ -465,7 +470,7 @@ def _check_units(row: Measurement, where: str) -> None:
     """Check that a GPU can draw the mean power of a row, and that an instruction can take its time.
 
     Raises:
-        ProfileError: Not so; the message names the unit in which the values probably are.
+        ProfileError: It cannot; the message names the likely unit of the values.
     """
     power_w = row.energy_j / row.time_s
     drawn = f"{where}{row.energy_j:g} J in {row.time_s:g} s is {power_w:.4g} W, and a GPU draws {LEAST_GPU_W:g} to "

@@ -146,7 +146,7 @@ def test_a_stage_has_only_clocks_that_all_its_ranks_have(csv_file, caplog):
         assert profile.options(0, kind).time_s == pytest.approx([1.4 * 28 / 1280, 1.4 * 28 / 1400])
         assert profile.options(1, kind).clock_mhz.tolist() == [920, 1280, 1400]
     (record,) = caplog.records
-    assert "stage 0: 920 MHz, which rank 0, dp_rank 0, tp_rank 0 lacks (backward, forward)" in record.getMessage()
+    assert "stage 0: 920 MHz, missing on rank 0, dp_rank 0, tp_rank 0 (backward, forward)" in record.getMessage()
 
 
 def test_ranks_without_a_clock_in_common_are_an_error(csv_file):

@@ -80,7 +80,7 @@ def test_merge_takes_the_clocks_that_all_profiles_of_a_stage_have(run, caplog):
         )
         assert merged.options(1, kind).clock_mhz.tolist() == clocks
     (record,) = caplog.records
-    assert f"stage 0: {clocks[0]}, {clocks[1]} MHz, which slow lacks" in record.getMessage()
+    assert f"stage 0: {clocks[0]}, {clocks[1]} MHz, missing on slow" in record.getMessage()
     StageProfile([m for m in original.measurements if m.clock_mhz < clocks[2]], original.info).save("low/profile.csv")
     code, _, err = run("profile", "merge", "profile=slow", "other=[low]", "out=n")
     assert code == 2

@@ -58,6 +58,7 @@ def test_of_15_percent_of_the_tokens_80_are_masked_10_random_10_kept(train):
     sequences = torch.randint(256, (400, 512), generator=torch.Generator().manual_seed(1))
     vocabulary = train.read_vocabulary(None, 257)
     inputs, labels = train.masked_dataset(sequences, vocabulary, seed=5).tensors
+    assert set((labels != -100).sum(dim=1).tolist()) == {round(0.15 * 512)}
     chosen = labels != train.NO_LABEL
     share = chosen.sum()
     assert share / labels.numel() == pytest.approx(0.15, abs=0.005)
