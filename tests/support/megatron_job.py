@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ def model_of(job: dict[str, Any]) -> list[Any]:
         masked_softmax_fusion=False,
         attention_dropout=0.1,
         hidden_dropout=0.1,
+        calculate_per_token_loss=job.get("per_token", False),
     )
     parts = []
     for chunk in range(chunks):
@@ -111,6 +113,13 @@ def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]
     return loss, {"loss": loss.detach().clone()}
 
 
+def sum_of_losses(tokens: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Sum the losses of some of the tokens, and count them; micro-batches differ in their number."""
+    is_trained = tokens < VOCABULARY // 2
+    loss = (output.float() * is_trained).sum()
+    return loss, is_trained.sum().int(), {"loss": loss.detach().clone()}
+
+
 def forward_step(data: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
     # Each context parallel rank has its part of a sequence; attention between the parts needs Transformer Engine.
     parts, part = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
@@ -118,7 +127,8 @@ def forward_step(data: Any, model: Any, return_schedule_plan: bool = False) -> t
         whole.chunk(parts, dim=1)[part] for whole in (next(data), torch.arange(LENGTH).expand(ROWS, LENGTH))
     )
     run = model.build_schedule_plan if return_schedule_plan else model  # a plan of combined 1F1B, which runs it
-    return run(tokens, positions, None, labels=tokens.roll(-1, dims=1)), loss_of
+    loss = partial(sum_of_losses, tokens) if model.config.calculate_per_token_loss else loss_of
+    return run(tokens, positions, None, labels=tokens.roll(-1, dims=1)), loss
 
 
 def batches(seed: int) -> Any:
