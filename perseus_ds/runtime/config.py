@@ -201,7 +201,7 @@ def _from_environment() -> Mapping[str, Any] | None:
     try:
         block = parse_json(text)
     except ValueError as error:
-        if source == VARIABLE and '"' not in text:
+        if source == VARIABLE and '"' not in text and ":" in text:
             raise ConfigError(
                 f"{VARIABLE}={text}: this is JSON without its quotes, which a shell has removed, as it does on the way "
                 f"of {VARIABLE} from .deepspeed_env to the ranks. Write the block to a file that all nodes see and set "
