@@ -26,6 +26,7 @@ class Workload:
 COMPUTE_BOUND = Workload(1.0, 1.0)
 # Gradient reduction and the optimizer step are bound by memory and links. Assumed; no measurement was published.
 MEMORY_BOUND = Workload(0.3, 0.5)
+WORKLOADS = (COMPUTE_BOUND, MEMORY_BOUND)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class DeviceModel:
 
     @cached_property
     def _limited_clocks_mhz(self) -> dict[Workload, float]:
-        return {w: self.highest_clock_mhz(self.power_limit_w, w) for w in (COMPUTE_BOUND, MEMORY_BOUND)}
+        return {w: self.highest_clock_mhz(self.power_limit_w, w) for w in WORKLOADS}
 
     def highest_clock_mhz(self, power_w: float, workload: Workload) -> float:
         """Return the highest clock at which the board draws no more than some power [MHz]."""

@@ -3,6 +3,10 @@
 Only the physics is simulated. The rank that owns the GPU computes for real and then waits until the simulated GPU has
 done the same work, at the speed of the clock that it has at each moment. On request, conditions make the GPU as
 unpleasant as a real one may be; their sizes are assumptions, except where a source is given.
+
+What ran and which clock holds are two logs, each with one writer, which different processes may share. Everything else
+(progress, clock reached, power, temperature, energy and its counter) is computed from the logs and the device model,
+and does not depend on who reads it or when.
 """
 
 from __future__ import annotations
@@ -11,11 +15,14 @@ import fcntl
 import math
 import os
 import random
+import struct
 import tempfile
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +32,7 @@ from perseus_ds.artifacts.io import open_without_links
 from perseus_ds.artifacts.validation import StrictModel
 from perseus_ds.errors import ConfigError, GpuError, GpuPermissionError
 from perseus_ds.gpu.base import GpuState
-from perseus_ds.gpu.device_models import COMPUTE_BOUND, DEVICES, DeviceModel, Workload
+from perseus_ds.gpu.device_models import COMPUTE_BOUND, DEVICES, WORKLOADS, DeviceModel, Workload
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 Condition = Literal[
@@ -52,29 +59,277 @@ _SUSTAINED = 0.85
 _GAIN = 4.0
 _STEP_S = 0.02
 
+_DONE_S = 1e-9  # rounding errors of the sum of times
+_LOOK_EVERY_S = 0.005
+_LONGEST_CALL_S = 60.0
+LogKind = Literal["work", "clock"]
+_MAGIC: dict[LogKind, bytes] = {"work": b"PDSSIMwk", "clock": b"PDSSIMck"}
 
-class Board:
-    """Temperature and mean power of a board, which follow its power."""
 
-    def __init__(self, power_w: float) -> None:
-        self.temperature_c = _COLD_C + _C_PER_W * power_w
-        self._mean_w = power_w
+class Log:
+    """A ring of the newest entries, of four numbers each, which one process writes and others read.
 
-    def spend(self, power_w: float, time_s: float) -> None:
-        """Draw some power for some time."""
-        warm_c = _COLD_C + _C_PER_W * power_w
-        self.temperature_c += (warm_c - self.temperature_c) * -math.expm1(-time_s / _WARMS_IN_S)
-        self._mean_w += (power_w - self._mean_w) * -math.expm1(-time_s / _AVERAGED_S)
+    An entry is complete before the counter of entries includes it. An entry that is overwritten before a reader reads
+    it is lost to that reader; the next one still says what holds.
+
+    Attributes:
+        began_s: Time at which the log begins [s].
+        capacity: Number of entries that it holds.
+
+    Args:
+        memory: A buffer that contains a log, such as shared memory.
+        kind: The log that is expected.
+
+    Raises:
+        GpuError: The buffer contains something else.
+    """
+
+    _HEADER = struct.Struct("=8sIIQd")  # magic and kind, version, capacity, entries written, begin
+    _ENTRY = struct.Struct("4d")
+    _VERSION = 1
+    _COUNT = 2
+    capacity: int
+    began_s: float
+
+    def __init__(self, memory: Any, kind: LogKind) -> None:
+        self._bytes = memoryview(memory).cast("B")
+        if self._bytes.nbytes < self._HEADER.size:
+            raise GpuError(f"The log of a simulated GPU has {self._bytes.nbytes} bytes: too few.")
+        found, version, self.capacity, _, self.began_s = self._HEADER.unpack_from(self._bytes)
+        size = self._HEADER.size + self.capacity * self._ENTRY.size
+        if found != _MAGIC[kind] or version != self._VERSION or not self.capacity or size > self._bytes.nbytes:
+            raise GpuError(
+                f"The {kind} log of a simulated GPU is damaged or of another version: expected {_MAGIC[kind]!r}, "
+                f"version {self._VERSION} and at most {self._bytes.nbytes} bytes, got {found!r}, version {version} and "
+                f"{size} bytes. Use the same version of perseus-ds on the whole node."
+            )
+        self._words: memoryview[int] = self._bytes[: self._HEADER.size].cast("Q")
+
+    @classmethod
+    def create(cls, kind: LogKind, began_s: float, memory: Any = None) -> Log:
+        """Write an empty log into a buffer, by default private memory of 32 KiB."""
+        memory = memoryview(bytearray(2**15) if memory is None else memory).cast("B")
+        capacity = (memory.nbytes - cls._HEADER.size) // cls._ENTRY.size
+        cls._HEADER.pack_into(memory, 0, _MAGIC[kind], cls._VERSION, capacity, 0, began_s)
+        return cls(memory, kind)
 
     @property
-    def power_factor(self) -> float:
-        """How much more a warm GPU draws than a cold one."""
-        return 1 + _RISE_PER_C * (self.temperature_c - _COLD_C)
+    def count(self) -> int:
+        """Number of entries written so far."""
+        return self._words[self._COUNT]
 
-    def allowed_w(self, limit_w: float) -> float:
-        """Return the power that a board may draw now which holds its mean power near a part of its limit [W]."""
-        sustained_w = _SUSTAINED * limit_w
-        return min(limit_w, max(0.5 * sustained_w, sustained_w + _GAIN * (sustained_w - self._mean_w)))
+    def append(self, *entry: float) -> None:
+        """Publish an entry. Only one process may do so."""
+        count = self._words[self._COUNT]
+        self._ENTRY.pack_into(self._bytes, self._offset(count), *entry)
+        self._words[self._COUNT] = count + 1  # one aligned store, after the entry
+
+    def since(self, count: int) -> tuple[int, list[tuple[float, ...]]]:
+        """Return the number of entries written, and those after the first ``count`` that are still there."""
+        written = self.count
+        if written == count:
+            return written, []
+        first = max(count, written - self.capacity)
+        entries = [self._ENTRY.unpack_from(self._bytes, self._offset(number)) for number in range(first, written)]
+        overwritten = self.count - self.capacity + 1 - first  # while they were read, including the one in progress
+        return written, entries[max(0, overwritten) :]
+
+    def _offset(self, number: int) -> int:
+        return self._HEADER.size + number % self.capacity * self._ENTRY.size
+
+
+class Physics:
+    """The state of a simulated GPU, as a function of its two logs and its model.
+
+    Time advances in closed form from one entry to the next, so that the result does not depend on when it is read. The
+    state is that of one moment and contains all that earlier entries did: memory does not grow.
+
+    Args:
+        model: The kind of GPU.
+        work_log: What ran: time, number of the workload (0: none), factor of its power, and at its end the amount of
+            work that was done [s at the top clock].
+        clock_log: Which clock holds: time from which on, 0, the clock [MHz]; or the time, 1, the power limit [W] and
+            the highest clock that heat allows [MHz].
+        conditions: See :data:`CONDITIONS`.
+        counter_period_s: Refresh period of the energy counter [s].
+
+    Attributes:
+        at_s: The moment of this state [s].
+        workload: What runs; None if nothing does.
+        progress_s: How much of it is done [s at the top clock].
+        locked_mhz: The clock that is set [MHz].
+        reached_mhz: The clock at which the GPU runs [MHz].
+        coolest_mhz: The highest clock that heat allows [MHz].
+        power_limit_w: The power limit in force [W].
+        energy_j: The energy used [J].
+        counter_j: The energy that the counter shows [J].
+        changes_s: When the clock last changed [s].
+    """
+
+    def __init__(
+        self,
+        model: DeviceModel,
+        work_log: Log,
+        clock_log: Log,
+        conditions: Collection[Condition] = (),
+        counter_period_s: float = 0.1,
+    ) -> None:
+        self._model, self._conditions, self._period_s = model, frozenset(conditions), counter_period_s
+        self._rise_per_c = _RISE_PER_C if "warming" in self._conditions else 0.0
+        self._work_log, self._clock_log = work_log, clock_log
+        self._work_read = self._clocks_read = 0
+        self._coming: list[tuple[float, ...]] = []
+        self.at_s = max(work_log.began_s, clock_log.began_s)
+        self.workload: Workload | None = None
+        self._power_factor = 1.0
+        self.progress_s = self.energy_j = self._counted_j = self.counter_j = 0.0
+        self.locked_mhz, self.coolest_mhz = model.top_clock_mhz, math.inf
+        self.power_limit_w = model.power_limit_w
+        self.changes_s: deque[float] = deque(maxlen=16)
+        self._warmer_c = _C_PER_W * model.blocking_power_w
+        self._mean_w = model.blocking_power_w
+        self._decide()
+
+    @property
+    def power_w(self) -> float:
+        """The power drawn [W]."""
+        return self._cold_w * (1 + self._rise_per_c * self._warmer_c)
+
+    @property
+    def temperature_c(self) -> float:
+        """The temperature of the board [°C]."""
+        return _COLD_C + self._warmer_c
+
+    @property
+    def unread(self) -> int:
+        """Number of entries of a log that are not yet part of the state."""
+        return max(self._work_log.count - self._work_read, self._clock_log.count - self._clocks_read)
+
+    @property
+    def next_change_s(self) -> float:
+        """Until when the present clock holds, as far as is known [s]."""
+        return min(self._decides_again_s, self._coming[0][0] if self._coming else math.inf)
+
+    def remaining_s(self, work_s: float) -> float:
+        """Return how long the rest of some work takes at the present clock [s]."""
+        assert self.workload is not None
+        return (work_s - self.progress_s) * self._model.slowdown(self.reached_mhz, self.workload)
+
+    def advance(self, until_s: float) -> None:
+        """Advance the state to a moment, by all entries up to it.
+
+        An entry that is found later than it says counts from the moment that the state has reached.
+
+        Raises:
+            GpuError: A log contains what cannot be.
+        """
+        # The log of work is read first, so that the clocks at which that work ran are in the other log by then.
+        self._work_read, work = self._work_log.since(self._work_read)
+        self._clocks_read, clocks = self._clock_log.since(self._clocks_read)
+        latest_s = until_s + _LONGEST_CALL_S
+        for entry in clocks:
+            at_s, what, first, second = entry
+            lowest_mhz, top_mhz = self._model.lowest_clock_mhz, self._model.top_clock_mhz
+            is_valid = lowest_mhz <= first <= top_mhz if what == 0 else what == 1 and first > 0 and second > 0
+            _require(is_valid and 0 <= at_s <= latest_s, "clock", entry)
+            insort(self._coming, entry, key=itemgetter(0))
+        for entry in work:
+            at_s, number, factor, _ = entry
+            _require(number in range(len(WORKLOADS) + 1) and 0 <= factor < 100 and 0 <= at_s <= latest_s, "work", entry)
+            self._pass_to(at_s)
+            self.workload = WORKLOADS[int(number) - 1] if number else None
+            self._power_factor = factor
+            self.progress_s = 0.0
+            self._decide()
+        self._pass_to(until_s)
+
+    def _pass_to(self, until_s: float) -> None:
+        while (change_s := self.next_change_s) <= until_s:
+            self._integrate(change_s)
+            while self._coming and self._coming[0][0] <= change_s:
+                _, what, first, second = self._coming.pop(0)
+                if what:
+                    self.power_limit_w, self.coolest_mhz = min(first, self._model.power_limit_w), second
+                else:
+                    self.locked_mhz = int(first)
+                    self.changes_s.append(change_s)
+            self._decide()
+        self._integrate(until_s)
+
+    def _decide(self) -> None:
+        """Set clock and power to those that hold from now on."""
+        model, workload = self._model, self.workload
+        self.reached_mhz = float(self.locked_mhz)
+        self._decides_again_s = math.inf
+        if workload is None:
+            self._cold_w = model.blocking_power_w
+            if "low-clock-waiting" in self._conditions:
+                self._cold_w *= 0.5 + 0.5 * self.locked_mhz / model.top_clock_mhz
+            return
+        self.reached_mhz = min(model.reached_clock_mhz(self.locked_mhz, workload), self.coolest_mhz)
+        allowed_w = self.power_limit_w
+        if "duty-limit" in self._conditions:
+            self._decides_again_s = self.at_s + _STEP_S
+            sustained_w = _SUSTAINED * allowed_w
+            held_w = max(0.5 * sustained_w, sustained_w + _GAIN * (sustained_w - self._mean_w))
+            allowed_w = min(allowed_w, held_w)
+        if allowed_w < model.power_limit_w:
+            self.reached_mhz = min(self.reached_mhz, model.highest_clock_mhz(allowed_w, workload))
+        self._cold_w = model.power_w(self.reached_mhz, workload) * self._power_factor
+
+    def _integrate(self, until_s: float) -> None:
+        """Account for the time up to a moment, at the clock that holds."""
+        time_s, from_s = until_s - self.at_s, self.at_s
+        if time_s <= 0:
+            return
+        energy_j = self._energy_j(time_s)
+        is_sampled = "sampled-counter" in self._conditions
+        refreshed_s = math.floor(until_s / self._period_s) * self._period_s
+        if refreshed_s > from_s:
+            seen = self._sampled(from_s, refreshed_s) if is_sampled else 1
+            self.counter_j = self._counted_j + seen * self._energy_j(refreshed_s - from_s)
+        self._counted_j += energy_j * (self._sampled(from_s, until_s) if is_sampled else 1)
+        self.energy_j += energy_j
+        if self.workload is not None:
+            self.progress_s += time_s / self._model.slowdown(self.reached_mhz, self.workload)
+        final_c, rate = self._warming()
+        cooled = math.exp(-rate * time_s)
+        if "duty-limit" in self._conditions:
+            final_w = self._cold_w * (1 + self._rise_per_c * final_c)
+            part_w = (self.power_w - final_w) / (1 - rate * _AVERAGED_S)
+            forgotten = math.exp(-time_s / _AVERAGED_S)
+            self._mean_w = final_w + part_w * cooled + (self._mean_w - final_w - part_w) * forgotten
+        self._warmer_c = final_c + (self._warmer_c - final_c) * cooled
+        self.at_s = until_s
+
+    def _warming(self) -> tuple[float, float]:
+        """Return what the temperature rises to above a cold board [K], and how fast [1/s].
+
+        Power rises with the temperature, and the temperature with power: an exponential with a rate of its own.
+        """
+        feedback = _C_PER_W * self._cold_w * self._rise_per_c
+        return _C_PER_W * self._cold_w / (1 - feedback), (1 - feedback) / _WARMS_IN_S
+
+    def _energy_j(self, time_s: float) -> float:
+        """Return the energy used in the next seconds at this clock [J]."""
+        if not self._rise_per_c:
+            return self._cold_w * time_s
+        final_c, rate = self._warming()
+        kelvin_s = final_c * time_s + (self._warmer_c - final_c) * -math.expm1(-rate * time_s) / rate
+        return self._cold_w * (time_s + self._rise_per_c * kelvin_s)
+
+    def _sampled(self, from_s: float, until_s: float) -> float:
+        """Return the energy that the counter adds between two moments, relative to the energy used."""
+        return (self._sampled_s(until_s) - self._sampled_s(from_s)) / (until_s - from_s)
+
+    def _sampled_s(self, moment_s: float) -> float:
+        periods, phase = divmod(moment_s / self._period_s, 1.0)
+        return (periods + max(0.0, phase - (1 - _SAMPLED)) / _SAMPLED) * self._period_s
+
+
+def _require(is_valid: bool, kind: LogKind, entry: tuple[float, ...]) -> None:
+    if not is_valid:
+        raise GpuError(f"The {kind} log of a simulated GPU is damaged: it contains {entry}. Restart the job.")
 
 
 @dataclass(frozen=True)
@@ -167,9 +422,9 @@ class SimulatedGpu:
         model: The kind of GPU.
         driver_turn: Surrounds each clock-setting call, such as :func:`turn_on_node`.
         seed: Of the noise. The others are those of :class:`SimulatedConfig`.
-
-    Attributes:
-        locked_clock_mhz: The clock that was set last; the highest one by default [MHz].
+        work_log: What runs, in memory that this process shares with another one; by default in its own memory. Either
+            process may run the work, but only one of them.
+        clock_log: As ``work_log``, of the clocks and limits. Work looks at it every 5 ms, as another process may write.
     """
 
     simulated = True
@@ -191,6 +446,8 @@ class SimulatedGpu:
         may_lock: bool = True,
         seed: int = 0,
         timebase: Timebase = REAL_TIME,
+        work_log: Log | None = None,
+        clock_log: Log | None = None,
     ) -> None:
         self.model = model
         self.name = f"simulated {model.name}"
@@ -200,25 +457,17 @@ class SimulatedGpu:
         self.counter_period_s = counter_period_s
         self._time_noise = time_noise
         self._power_noise = power_noise
-        self._conditions = frozenset(conditions)
+        self._delays_transfers = "slow-transfers" in conditions
         self._driver_turn = driver_turn
-        self._changes_s: deque[float] = deque(maxlen=16)
         self._may_lock = may_lock
         self._random = random.Random(seed)
         self.timebase = timebase
         self._changed = timebase.condition()
-        self.locked_clock_mhz = model.top_clock_mhz
-        self._power_limit_w, self._coolest_mhz = model.power_limit_w, math.inf
-        self._board = Board(model.blocking_power_w)
-        self._reached_mhz = float(model.top_clock_mhz)
-        self._power_w = model.blocking_power_w
-        self._power_factor = 1.0
-        self._workload: Workload | None = None
-        self._progress_s = 0.0
-        self._last_s = self.timebase.now_s()
-        self._energy_j = 0.0
-        self._counted_j = 0.0
-        self._counter_j = 0.0
+        self._look_every_s = math.inf if clock_log is None else _LOOK_EVERY_S
+        began_s = timebase.now_s()
+        self._work_log = work_log or Log.create("work", began_s)
+        self._clock_log = clock_log or Log.create("clock", began_s)
+        self._physics = Physics(model, self._work_log, self._clock_log, conditions, counter_period_s)
 
     @classmethod
     def named(cls, name: str, **settings: Any) -> SimulatedGpu:
@@ -249,23 +498,31 @@ class SimulatedGpu:
                 "Set it to true, or see what a real GPU requires: root, CAP_SYS_ADMIN or zeusd."
             )
 
+    @property
+    def locked_clock_mhz(self) -> int:
+        """The clock that is set, by default the highest one [MHz]."""
+        with self._changed:
+            gpu = self._physics_now()
+            return gpu.locked_mhz
+
     def clock_mhz(self) -> int:
         with self._changed:
-            self._advance()
-            if self._workload is None:
-                return self.locked_clock_mhz
-            return round(self._reached_mhz)
+            gpu = self._physics_now()
+            return gpu.locked_mhz if gpu.workload is None else round(gpu.reached_mhz)
 
     def throttle_reasons(self) -> tuple[str, ...]:
         with self._changed:
-            if self._workload is None:
+            gpu = self._physics_now()
+            if gpu.workload is None:
                 return ("idle",)
-            if self._reached_mhz >= self.locked_clock_mhz:
+            if gpu.reached_mhz >= gpu.locked_mhz:
                 return ()
-            return ("sw_thermal_slowdown",) if self._reached_mhz >= self._coolest_mhz else ("sw_power_cap",)
+            return ("sw_thermal_slowdown",) if gpu.reached_mhz >= gpu.coolest_mhz else ("sw_power_cap",)
 
     def power_limit_w(self) -> float:
-        return self._power_limit_w
+        with self._changed:
+            gpu = self._physics_now()
+            return gpu.power_limit_w
 
     def limit(self, power_w: float | None = None, clock_mhz: float | None = None) -> None:
         """Change what the board may do, as an administrator, a power manager or heat would, from any thread.
@@ -274,44 +531,42 @@ class SimulatedGpu:
             power_w: The power limit; None for the board's own [W].
             clock_mhz: The highest clock that heat allows; None for any [MHz].
         """
-        with self._changed:
-            self._advance()
-            self._power_limit_w = min(power_w or math.inf, self.model.power_limit_w)
-            self._coolest_mhz = clock_mhz or math.inf
-            self._update_power()
-            self._changed.notify_all()
+        self._log_clock(self.timebase.now_s(), 1, power_w or math.inf, clock_mhz or math.inf)
 
     def energy_j(self) -> float:
         with self._changed:
-            self._advance()
-            return math.floor(self._counter_j * 1000) / 1000
+            gpu = self._physics_now()
+            return math.floor(gpu.counter_j * 1000) / 1000
 
     @property
     def true_energy_j(self) -> float:
         """The energy used up to now, whatever the counter shows [J]."""
         with self._changed:
-            self._advance()
-            return self._energy_j
+            gpu = self._physics_now()
+            return gpu.energy_j
 
     @property
     def state(self) -> GpuState:
         """Temperature and performance state now."""
         with self._changed:
-            self._advance()
-            return GpuState(round(self._board.temperature_c), "P0")
+            gpu = self._physics_now()
+            return GpuState(round(gpu.temperature_c), "P0")
 
     @property
     def transfer_delay_s(self) -> float:
         """How much longer than usual a transfer takes that begins now [s]."""
-        if "slow-transfers" not in self._conditions:
+        if not self._delays_transfers:
             return 0.0
         with self._changed:
-            now_s = self.timebase.now_s()
-            return _DELAY_S * sum(now_s - changed_s < _DISTURBED_S for changed_s in self._changes_s)
+            gpu = self._physics_now()
+            ages_s = (gpu.at_s - changed_s for changed_s in gpu.changes_s)
+            # A change at the very moment at which the transfer begins does not delay it.
+            return _DELAY_S * sum(_DONE_S < age_s < _DISTURBED_S for age_s in ages_s)
 
     def power_w(self) -> float:
         with self._changed:
-            return self._power_w
+            gpu = self._physics_now()
+            return gpu.power_w
 
     def close(self) -> None:
         """Nothing to release."""
@@ -319,11 +574,8 @@ class SimulatedGpu:
     def begin_work(self, workload: Workload = COMPUTE_BOUND) -> None:
         """Start computing: from now on power is that of computing."""
         with self._changed:
-            self._advance()
-            self._power_factor = max(0.0, 1 + self._power_noise * self._random.gauss(0, 1))
-            self._workload = workload
-            self._progress_s = 0.0
-            self._update_power()
+            factor = max(0.0, 1 + self._power_noise * self._random.gauss(0, 1))
+            self._append(self._work_log, self.timebase.now_s(), 1 + WORKLOADS.index(workload), factor, 0.0)
 
     def finish_work(self, top_clock_time_s: float) -> None:
         """Wait until the work begun is done.
@@ -334,70 +586,31 @@ class SimulatedGpu:
         """
         work_s = top_clock_time_s * max(0.0, 1 + self._time_noise * self._random.gauss(0, 1))
         with self._changed:
-            while True:
-                self._advance()
-                assert self._workload is not None
-                remaining_s = (work_s - self._progress_s) * self.model.slowdown(self._reached_mhz, self._workload)
-                if remaining_s <= 1e-9:  # rounding errors of the sum of times
-                    break
-                self._changed.wait(min(remaining_s, _STEP_S) if "duty-limit" in self._conditions else remaining_s)
-            self._workload = None
-            self._update_power()
+            gpu = self._physics_now()
+            while (remaining_s := gpu.remaining_s(work_s)) > _DONE_S:
+                self._changed.wait(min(remaining_s, max(0.0, gpu.next_change_s - gpu.at_s), self._look_every_s))
+                gpu.advance(self.timebase.now_s())
+            self._append(self._work_log, gpu.at_s, 0, 1.0, work_s)
 
     def _set_clock(self, clock_mhz: int) -> None:
         self.check_lock_permission()
         lowest_mhz, top_mhz = self.model.lowest_clock_mhz, self.model.top_clock_mhz
         target = (clock_mhz - lowest_mhz) / (top_mhz - lowest_mhz)
         with self._driver_turn():
-            self.timebase.sleep(self._lock_latency.sample_s(target, self._latency_random))
+            latency_s = self._lock_latency.sample_s(target, self._latency_random)
+            self._log_clock(self.timebase.now_s() + latency_s, 0, clock_mhz, 0.0)
+            self.timebase.sleep(latency_s)
+
+    def _log_clock(self, at_s: float, what: int, first: float, second: float) -> None:
         with self._changed:
-            self._advance()
-            self.locked_clock_mhz = clock_mhz
-            self._changes_s.append(self.timebase.now_s())
-            self._update_power()
+            self._append(self._clock_log, at_s, what, first, second)
             self._changed.notify_all()
 
-    def _update_power(self) -> None:
-        """Set power and clock to those that hold from now on."""
-        model, workload = self.model, self._workload
-        self._reached_mhz = float(self.locked_clock_mhz)
-        if workload is None:
-            self._power_w = model.blocking_power_w
-            if "low-clock-waiting" in self._conditions:
-                self._power_w *= 0.5 + 0.5 * self.locked_clock_mhz / model.top_clock_mhz
-        else:
-            self._reached_mhz = model.reached_clock_mhz(self.locked_clock_mhz, workload)
-            self._reached_mhz = min(self._reached_mhz, self._coolest_mhz)
-            allowed_w = self._power_limit_w
-            if "duty-limit" in self._conditions:
-                allowed_w = self._board.allowed_w(allowed_w)
-            if allowed_w < model.power_limit_w:
-                self._reached_mhz = min(self._reached_mhz, model.highest_clock_mhz(allowed_w, workload))
-            self._power_w = model.power_w(self._reached_mhz, workload) * self._power_factor
-        if "warming" in self._conditions:
-            self._power_w *= self._board.power_factor
+    def _append(self, log: Log, *entry: float) -> None:
+        if self._physics.unread > log.capacity // 2:  # before they are overwritten
+            self._physics.advance(self.timebase.now_s())
+        log.append(*entry)
 
-    def _advance(self) -> None:
-        """Account for the time since the last change, at the power and speed that held."""
-        now_s, last_s = self.timebase.now_s(), self._last_s
-        refreshed_s = math.floor(now_s / self.counter_period_s) * self.counter_period_s
-        if refreshed_s > last_s:
-            self._counter_j = self._counted_j + self._power_w * self._counted_s(last_s, refreshed_s)
-        self._counted_j += self._power_w * self._counted_s(last_s, now_s)
-        self._energy_j += self._power_w * (now_s - last_s)
-        self._board.spend(self._power_w, now_s - last_s)
-        if self._workload:
-            self._progress_s += (now_s - last_s) / self.model.slowdown(self._reached_mhz, self._workload)
-        self._last_s = now_s
-        if self._conditions and now_s > last_s:
-            self._update_power()
-
-    def _counted_s(self, from_s: float, until_s: float) -> float:
-        """Return how much of some time the counter accounts for; a sample stands for the whole period [s]."""
-        if "sampled-counter" not in self._conditions:
-            return until_s - from_s
-        return self._sampled_s(until_s) - self._sampled_s(from_s)
-
-    def _sampled_s(self, moment_s: float) -> float:
-        periods, phase = divmod(moment_s / self.counter_period_s, 1.0)
-        return (periods + max(0.0, phase - (1 - _SAMPLED)) / _SAMPLED) * self.counter_period_s
+    def _physics_now(self) -> Physics:
+        self._physics.advance(self.timebase.now_s())
+        return self._physics

@@ -200,6 +200,7 @@ def test_transfers_are_delayed_for_a_while_after_changes_of_the_clock():
     assert gpu.transfer_delay_s == 0
     gpu.lock_clock(1200)
     gpu.lock_clock(1305)
+    now.sleep(0.001)
     assert gpu.transfer_delay_s == pytest.approx(0.02)
     now.sleep(0.06)
     assert gpu.transfer_delay_s == 0
