@@ -6,8 +6,9 @@ READY := $(VENV)/.ready
 OLDEST_DEEPSPEED := 0.14.4
 PYTHONS := 3.10 3.13
 DOCS := .venv-docs
+NEWEST := .venv-newest
 
-.PHONY: demo test test-unit test-busy test-extended test-oldest test-pythons test-gpu wheels fuzz lint docs clean
+.PHONY: demo test test-unit test-busy test-extended test-oldest test-newest test-pythons test-gpu wheels fuzz lint docs clean
 
 demo: $(READY)  ## Profile, optimise and train GPT-3 (tiny) on four pipeline stages with simulated GPUs.
 	$(BIN)/python examples/gpt3/demo.py
@@ -55,6 +56,18 @@ test-oldest: .deepspeed-$(OLDEST_DEEPSPEED)/.ready  ## The oldest DeepSpeed that
 		--upgrade --target $(@D) deepspeed==$(OLDEST_DEEPSPEED)
 	touch $@
 
+# Others than the newest: make test-newest TORCH=2.14.1 DEEPSPEED=0.19.8 MEGATRON=0.19.2; some of the tests: TESTS=tests/engines.
+test-newest: export OMP_NUM_THREADS ?= 1
+test-newest:  ## Tests of engines and integration tests with the newest torch, DeepSpeed and Megatron-Core, on Python 3.12.
+	@python=$$(tests/support/find_python.sh 3.12) || { echo "Python 3.12 is not installed. Install it, or add it to the PATH."; exit 1; }; \
+	$$python -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade torch$(addprefix ==,$(TORCH)) deepspeed$(addprefix ==,$(DEEPSPEED)) \
+		megatron-core$(addprefix ==,$(MEGATRON)) --editable ".[examples,zeus]" --group dev
+	$(NEWEST)/bin/python -m pip list | grep -E "^(torch|deepspeed|megatron-core) "
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/$(NEWEST)/extensions $(NEWEST)/bin/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 \
+		$(or $(TESTS),tests/engines tests/integration)
+
 test-pythons: $(PYTHONS:%=test-python-%)  ## Unit tests that need no torch, on the oldest and the newest Python, where they are there.
 
 test-python-%:
@@ -87,7 +100,7 @@ $(DOCS)/.ready: requirements-docs.lock
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS) $(PYTHONS:%=.venv-%) .deepspeed-* .site-gpu wheels runs site
+	rm -rf $(VENV) $(DOCS) $(NEWEST) $(PYTHONS:%=.venv-%) .deepspeed-* .site-gpu wheels runs site
 
 # Made again when the pins or the package's metadata change; otherwise targets start at once.
 $(READY): requirements.lock pyproject.toml
