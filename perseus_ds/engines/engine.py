@@ -85,6 +85,9 @@ class Engine(ABC):
     def check(self, schedule: Schedule) -> None:  # noqa: B027  # most engines have nothing to add
         """Check the schedule that all ranks of the pipeline have read; a ``ScheduleError`` if it cannot be planned."""
 
+    def check_order(self) -> None:  # noqa: B027  # most engines know it later
+        """Check that the order can be read, before training; a ``ScheduleError`` if it cannot."""
+
     @abstractmethod
     def surround(self, session: Session) -> None:
         """Begin to report iterations and operations to a session."""
@@ -425,6 +428,7 @@ def _checked_by_all(number: int, own: Mapping[str, Any]) -> Iterator[None]:
 
 def _check_gpu_and_frontier(engine: Engine, config: PerseusConfig) -> None:
     """Check this rank's GPU, and the frontier of ``run`` mode, which only rank 0's node need have."""
+    engine.check_order()
     with ExitStack() as opened:
         gpu = None
         if (device := engine.device()) is not None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -30,13 +31,23 @@ from perseus_ds.engines.engine import (
     take_no_part,
     topology_of,
 )
-from perseus_ds.engines.torch_pipelining.order import REDUCE_GRAD, computes_input_gradients, read_order, stages_of
-from perseus_ds.errors import ConfigError, VersionError
+from perseus_ds.engines.torch_pipelining.order import (
+    KINDS,
+    OF_STAGES,
+    REDUCTIONS,
+    computes_input_gradients,
+    instruction_of,
+    read_order,
+    received,
+    stages_of,
+)
+from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Other, Schedule
 from perseus_ds.runtime.config import PerseusConfig, settings_of
 from perseus_ds.runtime.runtime import RankFacts
 
+logger = logging.getLogger("perseus_ds")
 S = TypeVar("S")
 Method = Callable[..., Any]
 
@@ -54,7 +65,6 @@ def attach(
         if not settings.enabled or hasattr(target, "perseus"):
             return schedule
         check_schedule(target)
-        read_order(target)
         stage = stages_of(target)[0]
         rank, ours = dist.get_rank(), ranks_of(stage.group if pipeline is None else pipeline)
         copies = None if data_parallel is None else ranks_of(data_parallel)
@@ -67,7 +77,16 @@ def attach(
                 f"perseus: the pipeline has ranks {ours}, expected the {stage.group_size} ranks of the "
                 "process group of its stages."
             )
-        target.perseus = attach_to(TorchSchedule(target, ours, copies), settings)
+        engine = TorchSchedule(target, ours, copies)
+        try:
+            target.perseus = attach_to(engine, settings)
+        except ScheduleError as error:  # on all ranks, if on one
+            if settings.mode != "auto" or settings.required:
+                raise
+            if rank == 0:
+                logger.warning("perseus: %s This job is observed only: no plan is made.", error)
+            engine.order_is_known = False
+            target.perseus = attach_to(engine, settings.model_copy(update={"mode": "observe"}))
     return schedule
 
 
@@ -123,7 +142,12 @@ class TorchSchedule(Engine):
         self._schedule = schedule
         self._pipeline = pipeline
         self._data_parallel = data_parallel
+        self.order_is_known = True
         self._hooks = Hooks()
+        # Functions of register_custom_function by their actions, as they were before they were surrounded.
+        self._custom: dict[Any, Method] = {}
+        # Whether a function of the user's runs a whole pass, or torch a whole reduction.
+        self._is_inside = False
         # The order of a multi-stage schedule that ran last, which is kept so that no other one has its place in
         # memory, and its digest.
         self._last_order: Any = None
@@ -143,22 +167,38 @@ class TorchSchedule(Engine):
             fingerprint=fingerprint([stage.submod for stage in stages], [stage.stage_index for stage in stages]),
         )
 
+    def check_order(self) -> None:
+        if self.order_is_known:
+            read_order(self._schedule)
+
     def read(self) -> Schedule:
+        if not self.order_is_known:
+            tail = Compute(Instruction(stages_of(self._schedule)[0].stage_index, Kind.TAIL, 0))
+            return Schedule(type(self._schedule).__name__, int(self._schedule._n_microbatches), ((tail,),))
         order = read_order(self._schedule)
         return replace(order, ranks=(order.ranks[self._pipeline.index(dist.get_rank())],))
 
     def surround(self, session: Session) -> None:
         self._session = session
         self._hooks.surround(self._schedule, "step", self._step)
+        if not self.order_is_known:
+            return
         self._hooks.surround(self._schedule, "_maybe_compute_loss", self._compute_loss)
         for stage in stages_of(self._schedule):
             self._hooks.surround(stage, "forward_one_chunk", partial(self._forward, stage))
             self._hooks.surround(stage, "backward_one_chunk", partial(self._backward, stage))
-            self._hooks.surround(stage, "backward_weight_one_chunk", partial(self._backward_weight, stage))
-            self._hooks.surround(stage, REDUCE_GRAD, partial(self._reduce_grad, stage))
+            for name, around in (
+                ("backward_weight_one_chunk", partial(self._backward_weight, stage)),
+                *((command, partial(self._reduce, command, stage)) for command in OF_STAGES),
+            ):
+                if hasattr(stage, name):
+                    self._hooks.surround(stage, name, around)
 
     def release(self) -> None:
         self._hooks.remove()
+        for action, function in self._custom.items():
+            self._schedule._comp_type_to_function_map[action] = function
+        self._custom.clear()
 
     def _step(self, step: Method, *args: Any, **kwargs: Any) -> Any:
         if not self._schedule._has_backward:  # eval()
@@ -166,6 +206,7 @@ class TorchSchedule(Engine):
             with self._session.paused():
                 return step(*args, **kwargs)
         self._until_loss = None
+        self._surround_custom_functions()
         with self._session.iteration((self._schedule._n_microbatches, self._order_digest())):
             result = step(*args, **kwargs)
             self._end_forward()
@@ -195,29 +236,62 @@ class TorchSchedule(Engine):
             if stage.is_last:
                 self._end_forward()
 
-    def _backward(
-        self, stage: Any, method: Method, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
-    ) -> Any:
+    def _backward(self, stage: Any, method: Method, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        full_backward = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
         kind = Kind.BACKWARD if full_backward else Kind.BACKWARD_INPUT
         if not full_backward and not computes_input_gradients(stage):
-            return method(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
+            return method(bwd_chunk_id, *args, **kwargs)
         with self._pass(stage, kind, bwd_chunk_id):
-            return method(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
+            return method(bwd_chunk_id, *args, **kwargs)
 
     def _backward_weight(self, stage: Any, method: Method, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._pass(stage, Kind.BACKWARD_WEIGHT, bwd_chunk_id):
             return method(bwd_chunk_id, *args, **kwargs)
 
-    def _reduce_grad(self, stage: Any, method: Method, *args: Any, **kwargs: Any) -> Any:
-        with self._surround(Other(REDUCE_GRAD, stage.stage_index, 0)):
+    def _reduce(self, command: str, stage: Any, method: Method, *args: Any, **kwargs: Any) -> Any:
+        with self._whole(Other(command, stage.stage_index, 0)):  # torch calls one such method by another
             return method(*args, **kwargs)
+
+    def _surround_custom_functions(self) -> None:
+        """Surround functions of ``register_custom_function``, also those that were registered since the last step."""
+        registered = getattr(self._schedule, "_comp_type_to_function_map", {})
+        for action, function in registered.items():
+            is_new = self._custom.get(action) is None or not hasattr(function, "is_of_perseus")
+            if is_new and (action.name in KINDS or action.name in REDUCTIONS):
+                self._custom[action] = function
+                registered[action] = self._around_custom(function)
+
+    def _around_custom(self, function: Method) -> Method:
+        def surrounded(action: Any, context: Any) -> Any:
+            name = action.computation_type.name
+            if name in REDUCTIONS:
+                operation: Operation = Other(REDUCTIONS[name], action.stage_index, 0)
+            else:
+                operation = Compute(instruction_of(action))
+            for work in received(self._schedule, action):
+                work.wait()  # before the pass, as torch does; the function waits for nothing then
+            with self._whole(operation):
+                return function(action, context)
+
+        surrounded.is_of_perseus = True  # type: ignore[attr-defined]
+        return surrounded
+
+    @contextmanager
+    def _whole(self, operation: Operation) -> Iterator[None]:
+        """Surround an operation, but none of those of which it consists."""
+        with self._surround(operation):
+            was_inside, self._is_inside = self._is_inside, True
+            try:
+                yield
+            finally:
+                self._is_inside = was_inside
 
     def _pass(self, stage: Any, kind: Kind, micro_batch: int) -> AbstractContextManager[Any]:
         return self._surround(Compute(Instruction(stage.stage_index, kind, micro_batch)))
 
     def _surround(self, operation: Operation) -> AbstractContextManager[Any]:
         self._end_forward()
-        return self._session.operation(operation)
+        return nullcontext() if self._is_inside else self._session.operation(operation)
 
     def _end_forward(self) -> None:
         scope, self._until_loss = self._until_loss, None
@@ -225,18 +299,18 @@ class TorchSchedule(Engine):
             scope.__exit__(None, None, None)
 
 
-OLDEST_TORCH = "2.13"
-"""The first whose schedules were tried, and the newest at that time."""
+OLDEST_TORCH, NEWEST_TORCH = "2.4", "2.15"
+"""Versions of torch with schedules that were tried."""
 
 SCHEDULE = (
     *("step", "_step_microbatches", "_maybe_compute_loss", "_maybe_get_loss", "_has_backward", "_n_microbatches"),
     *("_internal_losses", "_num_stages"),
 )
-SINGLE = ("_initialize_stage",)
-MULTI = ("stage_index_to_group_rank", "pp_group_size", "_initialize_stages")
+SINGLE = ("_stage",)
+MULTI = ("pp_group_size",)
 STAGE = (
-    *("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk", "perform_reduce_grad", "stage_index"),
-    *("is_first", "is_last", "submod", "device", "dw_builder", "group", "group_size"),
+    *("forward_one_chunk", "backward_one_chunk", "stage_index"),
+    *("is_first", "is_last", "submod", "device", "group", "group_size"),
 )
 
 
@@ -256,6 +330,10 @@ def check_schedule(schedule: Any) -> None:
         raise VersionError(
             f"torch {found}: perseus-ds attaches to pipeline schedules of torch>={OLDEST_TORCH}. "
             f'Run: pip install "torch>={OLDEST_TORCH}"'
+        )
+    if Version(found).release[:2] > Version(NEWEST_TORCH).release and dist.get_rank() == 0:
+        logger.warning(
+            "perseus: torch %s is newer than %s, the newest whose schedules were tried.", found, NEWEST_TORCH
         )
     own = MULTI if isinstance(schedule, PipelineScheduleMulti) else SINGLE
     require("torch", found, OLDEST_TORCH, {type(schedule).__name__: (schedule, (*SCHEDULE, *own))})

@@ -1,8 +1,10 @@
 """Reads what a schedule of ``torch.distributed.pipelining`` executes on each rank.
 
-The schedule's own code runs, on stages that compute nothing and write down what is asked of them, and with transfers
-that are written down when they are launched and when they are waited for. So the order is never derived again, and it
-is known for every rank without any process group.
+The schedule's own code runs on stages that compute nothing and record each call, and with transfers that are recorded
+when they are launched and when they are waited for. So the order is never derived again, it is known for every rank
+without any process group, and it follows torch from release to release: a method of torch's stages that this module
+does not know computes nothing here either. Functions of ``register_custom_function`` do not run; each is recorded as
+the action that it replaces.
 """
 
 from __future__ import annotations
@@ -15,13 +17,26 @@ from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import torch
+
 from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Operation, Other, Schedule, Transfer, Wait
 
-_PASSES = ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B")
-REDUCE_GRAD = "perform_reduce_grad"
-"""The command, as it is named in streams, that reduces and scales the gradients of a stage."""
+KINDS = {
+    "FORWARD": Kind.FORWARD,
+    "FULL_BACKWARD": Kind.BACKWARD,
+    "BACKWARD_INPUT": Kind.BACKWARD_INPUT,
+    "BACKWARD_WEIGHT": Kind.BACKWARD_WEIGHT,
+    "OVERLAP_F_B": Kind.FORWARD_BACKWARD,
+}
+"""The passes among torch's actions."""
+REDUCTIONS = {"REDUCE_GRAD": "perform_reduce_grad", "WAIT_REDUCE_GRAD": "wait_for_gradient_reduction"}
+"""By action, the command, as it is named in streams, that reduces and scales the gradients of a stage."""
+_RECEIVES = {"FORWARD": "fwd_recv_ops", "FULL_BACKWARD": "bwd_recv_ops", "BACKWARD_INPUT": "bwd_recv_ops"}
+"""The attributes of a schedule that hold the receives that such an action waits for."""
+OF_STAGES = ("perform_reduce_grad", "start_gradient_reduction", "wait_for_gradient_reduction")
+"""Such commands by the names of the stage's methods; torch before 2.15 has the first one alone."""
 
 
 def read_order(schedule: Any) -> Schedule:
@@ -34,19 +49,19 @@ def read_order(schedule: Any) -> Schedule:
     try:
         if not schedule._has_backward:
             raise ScheduleError("it has no loss_fn, so it trains nothing")
-        replaced = [kind.name for kind in getattr(schedule, "_comp_type_to_function_map", {}) if kind.name in _PASSES]
-        if replaced:
-            raise ScheduleError(f"register_custom_function has replaced how it runs {', '.join(replaced)}")
-        if hasattr(schedule, "_stages"):
-            rank_of_stage = dict(schedule.stage_index_to_group_rank)
-        else:
+        if not hasattr(schedule, "_stages"):
             rank_of_stage = {stage: stage for stage in range(schedule._num_stages)}
+        elif hasattr(schedule, "stage_index_to_group_rank"):
+            rank_of_stage = dict(schedule.stage_index_to_group_rank)
+        else:  # torch 2.4
+            rank_of_stage = {stage: stage % schedule.pp_group_size for stage in range(schedule._num_stages)}
         streams = [_stream_of(schedule, rank, rank_of_stage) for rank in range(1 + max(rank_of_stage.values()))]
         return Schedule(name=name, micro_batches=int(schedule._n_microbatches), ranks=tuple(streams))
     except Exception as error:
         raise ScheduleError(
-            f"The order of {name} is not known: {type(error).__name__}: {error}. Expected a schedule of "
-            "torch.distributed.pipelining, or one derived from it that executes its order with torch's own functions."
+            f"The order of {name} is not known, with torch {torch.__version__}: {type(error).__name__}: {error}. "
+            "Expected a schedule of torch.distributed.pipelining, or one derived from it that executes its order with "
+            "torch's own functions."
         ) from error
 
 
@@ -92,7 +107,7 @@ def computes_input_gradients(stage: Any) -> bool:
 
     Torch leaves the whole backward of the first stage to the second part, but for that of a ``dw_builder``.
     """
-    return not stage.is_first or stage.dw_builder is not None
+    return not stage.is_first or getattr(stage, "dw_builder", None) is not None
 
 
 def _stream_of(schedule: Any, rank: int, rank_of_stage: dict[int, int]) -> tuple[Operation, ...]:
@@ -110,7 +125,10 @@ def _stream_of(schedule: Any, rank: int, rank_of_stage: dict[int, int]) -> tuple
 def _for_reading(schedule: Any, rank: int, stages: list[_Stage]) -> Any:
     """Return a copy of a schedule that belongs to another rank, with that rank's stages and nothing in flight."""
     copied = copy.copy(schedule)
-    copied._internal_losses = []
+    for name, value in vars(schedule).items():
+        if isinstance(value, (dict, list, set)):  # what it changes as it runs
+            setattr(copied, name, copy.copy(value))
+    copied._internal_losses, copied._finalize_gradients, copied._deferred_stages = [], True, set()
     copied._maybe_compute_loss = copied._maybe_get_loss = _nothing
     if not hasattr(schedule, "_stages"):
         copied._stage, copied._initialize_stage = stages[0], _nothing
@@ -119,9 +137,39 @@ def _for_reading(schedule: Any, rank: int, stages: list[_Stage]) -> Any:
     copied.backward_counter = Counter()
     copied.fwd_recv_ops, copied.bwd_recv_ops = {}, {}
     copied.unshard_ops, copied.unsharded_stages = defaultdict(list), set()
-    # A function of the user's for sharding parameters or reducing gradients runs no passes.
-    copied._comp_type_to_function_map = {}
+    registered = getattr(schedule, "_comp_type_to_function_map", {})
+    copied._comp_type_to_function_map = {
+        action: partial(_custom, stages[0].operations)
+        for action in registered
+        if action.name == "OVERLAP_F_B" or action.name in REDUCTIONS
+    }
     return copied
+
+
+def _custom(operations: list[Operation], action: Any, context: Any) -> None:
+    """Record an action that one function of the user's runs: a forward and a backward as one, or a reduction."""
+    if action.computation_type.name in REDUCTIONS:
+        operations.append(Other(REDUCTIONS[action.computation_type.name], action.stage_index, 0))
+        return
+    for work in received(context.schedule_ref, action):
+        work.wait()
+    operations.append(Compute(instruction_of(action)))
+
+
+def received(schedule: Any, action: Any) -> list[Any]:
+    """Return the receives that an action needs and that torch has launched."""
+    works: list[Any] = []
+    for part in action.sub_actions or (action,):
+        kept = getattr(schedule, _RECEIVES.get(part.computation_type.name, ""), {})
+        works += kept.get((part.stage_index, part.microbatch_index), ())
+    return works
+
+
+def instruction_of(action: Any) -> Instruction:
+    """Return the pass that an action runs; a combined one has the stage and micro-batch of its forward."""
+    parts = action.sub_actions or (action,)
+    first = next((part for part in parts if part.computation_type.name == "FORWARD"), parts[0])
+    return Instruction(first.stage_index, KINDS[action.computation_type.name], first.microbatch_index)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -129,10 +177,13 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _rebound(function: Any, **names: Any) -> Callable[..., Any]:
-    """Return a function that sees other objects under some global names, as do the functions of torch that it calls."""
-    variables = {**function.__globals__, **names}
-    if "_sorted_batch_p2p" in variables:
-        variables["_sorted_batch_p2p"] = _with_globals(variables["_sorted_batch_p2p"], variables)
+    """Return a function that sees other objects under some global names, and the functions of its module do too."""
+    own = function.__globals__
+    variables = dict(own)
+    for name, value in own.items():
+        if isinstance(value, FunctionType) and value.__globals__ is own:
+            variables[name] = _with_globals(value, variables)
+    variables.update(names)
     return _with_globals(function, variables)
 
 
@@ -142,14 +193,22 @@ def _with_globals(function: Any, variables: dict[str, Any]) -> FunctionType:
     return new
 
 
-def _launch(operations: list[Operation], batch: Sequence[_P2POp], desc: str | None = None) -> list[SimpleNamespace]:
+class _Works(list[Any]):
+    """What torch waits for: a list of works, or in torch 2.4 one work."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+
+def _launch(operations: list[Operation], batch: Sequence[_P2POp], desc: str | None = None) -> _Works:
     """Stand in for torch's ``_batch_p2p``, on a rank that has done these operations."""
     if not batch:
-        return []
+        return _Works()
     sends = tuple(op.transfer for op in batch if op.sends)
     receives = tuple(op.transfer for op in batch if not op.sends)
     operations.append(Launch(sends, receives))
-    return [SimpleNamespace(wait=lambda: operations.append(Wait(sends + receives)))]
+    return _Works([SimpleNamespace(wait=lambda: operations.append(Wait(sends + receives)))])
 
 
 @dataclass(frozen=True)
@@ -161,16 +220,40 @@ class _P2POp:
     peer: int
 
 
-class _Stage:
-    """A stage that computes nothing and writes down what is asked of it, with the methods of torch's stages."""
+class _Sharded:
+    """Parameters that FSDP shards: gathering and freeing them computes nothing here."""
 
-    submod = None
+    def __init__(self) -> None:
+        self.__class__ = type("_Sharded", (_Sharded, _fsdp_module()), {})
+
+    def modules(self) -> list[Any]:
+        return [self]
+
+    def unshard(self, *_: Any, **__: Any) -> SimpleNamespace:
+        return SimpleNamespace(wait=_nothing)
+
+    def reshard(self) -> None:
+        """Nothing is kept."""
+
+
+def _fsdp_module() -> type:
+    """Return the class by which torch recognises a stage that FSDP shards."""
+    from torch.distributed.pipelining import schedules
+
+    return getattr(schedules, "FSDPModule", type("_NoFsdp", (), {}))
+
+
+class _Stage:
+    """A stage that computes nothing and records each call, with the methods of torch's stages."""
+
     has_backward = True
+    p2p_per_edge = False
 
     def __init__(
         self, stage_index: int, rank_of_stage: dict[int, int], operations: list[Operation], original: Any = None
     ) -> None:
         # Only its own rank knows a stage.
+        self.submod = _Sharded() if isinstance(getattr(original, "submod", None), _fsdp_module()) else None
         self.dw_builder = getattr(original, "dw_builder", None)
         self.stage_index = stage_index
         self.num_stages = len(rank_of_stage)
@@ -179,7 +262,15 @@ class _Stage:
         self.is_first = stage_index == 0
         self.is_last = stage_index == self.num_stages - 1
         self.stage_index_to_group_rank = rank_of_stage
-        self._operations = operations
+        self.operations = operations
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Accept whatever method torch's stages have."""
+        from torch.distributed.pipelining.stage import _PipelineStageBase
+
+        if name.startswith("__") or not callable(getattr(_PipelineStageBase, name, None)):
+            raise AttributeError(f"a schedule uses {name!r} of a stage, which perseus-ds does not know")
+        return _nothing
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> None:
         self._compute(Kind.FORWARD, fwd_chunk_id)
@@ -194,7 +285,13 @@ class _Stage:
         self._compute(Kind.BACKWARD_WEIGHT, bwd_chunk_id)
 
     def perform_reduce_grad(self, *_: Any) -> None:
-        self._operations.append(Other(REDUCE_GRAD, self.stage_index, 0))
+        self.operations.append(Other("perform_reduce_grad", self.stage_index, 0))
+
+    def start_gradient_reduction(self) -> None:
+        self.operations.append(Other("start_gradient_reduction", self.stage_index, 0))
+
+    def wait_for_gradient_reduction(self, *_: Any) -> None:
+        self.operations.append(Other("wait_for_gradient_reduction", self.stage_index, 0))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[_P2POp]:
         return self._transfer(Transfer("activation", self.stage_index - 1, self.stage_index, fwd_chunk_id), False)
@@ -208,10 +305,8 @@ class _Stage:
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[_P2POp]:
         return self._transfer(Transfer("grad", self.stage_index, self.stage_index - 1, bwd_chunk_id), True)
 
-    scale_grads = set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = _nothing
-
     def _compute(self, kind: Kind, micro_batch: int) -> None:
-        self._operations.append(Compute(Instruction(self.stage_index, kind, micro_batch)))
+        self.operations.append(Compute(Instruction(self.stage_index, kind, micro_batch)))
 
     def _transfer(self, transfer: Transfer, sends: bool) -> list[_P2POp]:
         """Return the send or receive; nothing before the first stage and after the last one."""

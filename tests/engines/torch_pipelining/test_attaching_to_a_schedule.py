@@ -1,6 +1,7 @@
 """Perseus attaches to a schedule of torch, and leaves it as it was; what cannot be planned is an error or trains on."""
 
 import copy
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,21 @@ import run_log
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import OVERLAP_F_B, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    FORWARD,
+    FULL_BACKWARD,
+    OVERLAP_F_B,
+    ScheduleGPipe,
+    get_schedule_class,
+)
 
 import perseus_ds
 from perseus_ds.clocks.controller import ClockController
 from perseus_ds.engines.engine import Session, sessions
+from perseus_ds.engines.torch_pipelining.engine import NEWEST_TORCH
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
+from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.schedule import Compute
 
 WIDTH, ROWS = 8, 2
 
@@ -203,27 +213,11 @@ class NoStage(nn.Linear):
     stage_index, num_stages, group_size, group_rank = 0, 1, 1, 0
 
 
-def with_an_overlapping_function(schedule):
-    schedule.register_custom_function(OVERLAP_F_B, print)
-    return schedule
-
-
-def without_reducing_gradients(schedule):
-    del schedule._stage.dw_builder
-    return schedule
-
-
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [
         (lambda make: get_schedule_class("GPipe")(NoStage(1, 1), 2, loss_fn=abs), ConfigError, "has a NoStage as a st"),
         (lambda make: make(loss_fn=None), ScheduleError, "it has no loss_fn, so it trains nothing"),
-        (
-            lambda make: with_an_overlapping_function(make("Interleaved1F1B", stages=2)),
-            ScheduleError,
-            "register_custom_function has replaced how it runs OVERLAP_F_B",
-        ),
-        (lambda make: without_reducing_gradients(make()), VersionError, r"there is no PipelineStage\.dw_builder"),
     ],
 )
 def test_what_cannot_be_planned_is_an_error_before_training(make, block, bad, error, message):
@@ -233,10 +227,112 @@ def test_what_cannot_be_planned_is_an_error_before_training(make, block, bad, er
     assert "step" not in vars(schedule)
 
 
+def test_a_torch_that_is_newer_than_those_that_were_tried_is_one_warning(make, block, monkeypatch, caplog):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "9.1.0")
+    perseus_ds.attach(make(), block)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"perseus: torch 9.1.0 is newer than {NEWEST_TORCH}, the newest whose schedules were tried."
+    ]
+
+
 def test_an_older_torch_is_an_error_that_says_what_to_install(make, block, monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.12.1+cpu")
-    with pytest.raises(VersionError, match=r"torch 2\.12\.1\+cpu: .*torch>=2\.13.*pip install"):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.3.1+cpu")
+    with pytest.raises(VersionError, match=r"torch 2\.3\.1\+cpu: .*torch>=2\.4.*pip install"):
         perseus_ds.attach(make(), block)
+
+
+class OwnOrder(ScheduleGPipe):
+    """A schedule whose code calls what no stage of torch has, so that its order cannot be read."""
+
+    def _step_microbatches(self, *args, **kwargs):
+        self._stage.prepare()
+        return super()._step_microbatches(*args, **kwargs)
+
+
+@pytest.fixture
+def of_unknown_order(make):
+    stage = make()._stage
+    stage.prepare = lambda: None
+    return OwnOrder(stage, 2, loss_fn=nn.functional.mse_loss)
+
+
+def test_a_job_whose_order_cannot_be_read_is_observed_with_one_warning(of_unknown_order, block, caplog):
+    perseus_ds.attach(of_unknown_order, {**block, "mode": "auto"})
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert f"not known, with torch {torch.__version__}" in warning
+    assert "'prepare' of a stage, which perseus-ds does not know" in warning
+    train(of_unknown_order, steps=4)
+    perseus_ds.detach(of_unknown_order)
+    observed = iterations(block)
+    assert [record["phase"] for record in observed] == ["calibrate", "observe", "observe", "observe"]
+    assert all(record["time_s"] > 0 for record in observed)
+
+
+@pytest.mark.parametrize("more", [{"mode": "auto", "required": True}, {"mode": "profile"}, {"mode": "observe"}])
+def test_an_order_that_cannot_be_read_is_an_error_if_the_job_asks_for_more(of_unknown_order, block, more):
+    with pytest.raises(ScheduleError, match="'prepare' of a stage, which perseus-ds does not know"):
+        perseus_ds.attach(of_unknown_order, {**block, **more})
+    train(of_unknown_order)  # without Perseus
+
+
+def run_pass(action, context):
+    """What torch does for an action, by a function of the user's."""
+    schedule, number = context.schedule_ref, action.microbatch_index
+    stages = {stage.stage_index: stage for stage in schedule._stages}
+    stage = stages[action.stage_index]
+    before, after = (stages.get(stage.stage_index + step) for step in (-1, 1))
+    if action.computation_type is FORWARD:
+        output = stage.forward_one_chunk(number, context.arg_mbs[number], context.kwarg_mbs[number])
+        schedule._maybe_compute_loss(stage, output, context.target_mbs, number)
+        if after:
+            after.set_local_fwd_input(output, number)
+    else:
+        schedule.backward_counter[stage.stage_index] += 1
+        loss = schedule._maybe_get_loss(stage, number)
+        stage.backward_one_chunk(number, loss=loss, full_backward=True, last_backward=False)
+        if before:
+            before.set_local_bwd_input(stage.get_local_bwd_output(number), number)
+
+
+def run_both(action, context):
+    for part in action.sub_actions:
+        run_pass(part, context)
+
+
+@pytest.mark.parametrize(
+    ("name", "action", "function", "expected"),
+    [
+        ("Interleaved1F1B", FORWARD, run_pass, (Kind.FORWARD, 8)),
+        ("Interleaved1F1B", FULL_BACKWARD, run_pass, (Kind.BACKWARD, 8)),
+        ("DualPipeV", OVERLAP_F_B, run_both, (Kind.FORWARD_BACKWARD, 5)),
+    ],
+    ids=["forward", "backward", "forward and backward in one"],
+)
+def test_functions_that_the_user_registers_are_passes_of_their_kind(make, block, name, action, function, expected):  # noqa: PLR0917
+    losses = []
+    for registers, attaches in ((False, False), (True, False), (True, True), ("later", True)):
+        schedule = make(name, micro_batches=4, stages=2)
+        if registers is True:
+            schedule.register_custom_function(action, function)
+        if attaches:
+            perseus_ds.attach(schedule, block)
+        if registers == "later":
+            schedule.register_custom_function(action, function)
+        losses.append([])
+        for _ in range(2):
+            schedule.step(torch.ones(8, WIDTH), target=torch.ones(8, WIDTH), losses=losses[-1])
+        if attaches:
+            spans = schedule.perseus.runtime.rank.timers.finish_iteration().spans()
+            kinds = Counter(s.operation.instruction.kind for s in spans if isinstance(s.operation, Compute))
+            assert kinds[expected[0]] == expected[1]
+            order = schedule.perseus.engine.read()
+            planned = Counter(i.kind for i in order.instructions[0])
+            assert {of: count for of, count in kinds.items() if of is not Kind.TAIL} == {
+                of: count for of, count in planned.items() if of is not Kind.TAIL
+            }
+            perseus_ds.detach(schedule)
+            assert schedule._comp_type_to_function_map == {action: function}
+    assert losses[1:] == losses[:1] * 3
 
 
 def test_a_wrong_block_and_groups_of_an_engine_are_errors(make, block):
