@@ -60,7 +60,8 @@ def hash_of(*modules: Iterable[tuple[str, torch.Tensor]]) -> str:
     found = hashlib.sha256()
     for tensors in modules:
         for _, tensor in sorted(tensors):
-            found.update(tensor.detach().float().numpy().tobytes())  # which represents every bf16 and fp16
+            own = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP shards parameters
+            found.update(own.detach().float().numpy().tobytes())  # which represents every bf16 and fp16
     return found.hexdigest()
 
 

@@ -12,9 +12,15 @@ import torch
 import torch.distributed as dist
 from job_parts import WIDTH, Block, hash_of, next_random_number, train_jobs
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+try:
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+except ImportError:  # torch 2.4
+    _PipelineScheduleRuntime = None
 
 import perseus_ds
 from perseus_ds.engines.torch_pipelining.order import read_class
@@ -38,8 +44,9 @@ def main() -> None:
     train_jobs(train)
 
 
-def schedule_of(job: dict[str, Any], group: dist.ProcessGroup) -> tuple[Any, list[nn.Module]]:
+def schedule_of(job: dict[str, Any], mesh: DeviceMesh) -> tuple[Any, list[nn.Module]]:
     """Return a schedule for this rank and its layers, by stage."""
+    group = mesh["pp"].get_group()
     schedule_class = get_schedule_class(job["schedule"])
     single = issubclass(schedule_class, PipelineScheduleSingle)
     ranks, here = dist.get_world_size(group), dist.get_rank(group)
@@ -53,20 +60,41 @@ def schedule_of(job: dict[str, Any], group: dist.ProcessGroup) -> tuple[Any, lis
         torch.manual_seed(stage)
         block = Block(repeat)
         if stage in mine:
-            layers.append(block)
+            layers.append(fully_shard(block, mesh=mesh["dp"]) if job.get("fsdp") else block)
     stages = [
         PipelineStage(block, stage, len(work), torch.device("cpu"), group=group)
         for stage, block in zip(mine, layers, strict=True)
     ]
     made = schedule_class(stages[0] if single else stages, job["micro_batches"], loss_fn=nn.MSELoss())
+    if "runtime" in job:  # options that the classes of torch 2.15 do not pass on
+        order = made.pipeline_order
+        made = _PipelineScheduleRuntime(stages, job["micro_batches"], loss_fn=nn.MSELoss(), **job["runtime"])
+        made._prepare_schedule_with_comms(order)
     return made, layers
+
+
+def step_by(schedule: Any, job: dict[str, Any], step: int, inputs: tuple[Any, ...], targets: dict[str, Any]) -> bool:
+    """Call the schedule as the job does; return whether gradients are complete."""
+    is_final = (step + 1) % job.get("calls_per_step", 1) == 0
+    more: dict[str, Any] = {"finalize_gradients": is_final} if "calls_per_step" in job else {}
+    count = job["micro_batches"]
+    if not job.get("split"):
+        schedule.step(*inputs, **targets, **more)
+        return is_final
+    # By the caller, with torch 2.14.1 and later.
+    more["arg_mbs"] = [*zip(*(each.chunk(count) for each in inputs), strict=True)] or [()] * count
+    more["kwarg_mbs"] = [{} for _ in range(count)]
+    if targets:
+        more |= {"target_mbs": [*targets["target"].chunk(count)], "losses": targets["losses"]}
+    schedule.step(**more)
+    return is_final
 
 
 def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
     """Train by one schedule; return what to report."""
     pipelines = job.get("pipelines", 1)
     mesh = init_device_mesh("cpu", (pipelines, dist.get_world_size() // pipelines), mesh_dim_names=("dp", "pp"))
-    schedule, layers = schedule_of(job, mesh["pp"].get_group())
+    schedule, layers = schedule_of(job, mesh)
     optimizer = torch.optim.Adam([p for block in layers for p in block.parameters()], lr=1e-2)
     if job.get("perseus") is not None:
         perseus_ds.attach(schedule, job["perseus"], pipeline=mesh["pp"], data_parallel=mesh["dp"])
@@ -93,11 +121,12 @@ def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
             losses = []
         arguments = (inputs,) if any(stage.is_first for stage in stages) else ()
         targets = {"target": inputs.roll(1, dims=1), "losses": losses} if any(s.is_last for s in stages) else {}
-        schedule.step(*arguments, **targets)
-        for parameter in optimizer.param_groups[0]["params"] if pipelines > 1 else ():
-            dist.all_reduce(parameter.grad, group=mesh["dp"].get_group())
-        optimizer.step()
-        optimizer.zero_grad()
+        is_final = step_by(schedule, job, step, arguments, targets)
+        if is_final:
+            for parameter in optimizer.param_groups[0]["params"] if pipelines > 1 and not job.get("fsdp") else ():
+                dist.all_reduce(parameter.grad, group=mesh["dp"].get_group())
+            optimizer.step()
+            optimizer.zero_grad()
         report["losses"].append([repr(loss.item()) for loss in losses])
         report["weights"].append(hash_of(*(block.named_parameters() for block in layers)))
         if step == job.get("evaluate_after"):
@@ -109,7 +138,7 @@ def train(job: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
     report["random_after"][-1] = next_random_number()
     report["left"] = [
         sorted({"step", "eval", "_maybe_compute_loss", "perseus"} & vars(schedule).keys()),
-        [name for stage in stages for name in vars(stage) if name.endswith("_chunk") or name == "perform_reduce_grad"],
+        [name for stage in stages for name in vars(stage) if name.endswith(("_chunk", "_grad", "_reduction"))],
     ]
     return report
 
