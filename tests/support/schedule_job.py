@@ -6,6 +6,7 @@ each step, what Perseus says of itself, and what it leaves at the end.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -13,14 +14,8 @@ import torch.distributed as dist
 from job_parts import WIDTH, Block, hash_of, next_random_number, train_jobs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-
-try:
-    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-except ImportError:  # torch 2.4
-    _PipelineScheduleRuntime = None
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 import perseus_ds
 from perseus_ds.engines.torch_pipelining.order import read_class
@@ -44,10 +39,15 @@ def main() -> None:
     train_jobs(train)
 
 
+def needs_shapes() -> bool:
+    """Return whether torch is told the shapes of a stage's inputs, as in 2.4."""
+    return inspect.signature(PipelineStage).parameters["input_args"].default is inspect.Parameter.empty
+
+
 def schedule_of(job: dict[str, Any], mesh: DeviceMesh) -> tuple[Any, list[nn.Module]]:
     """Return a schedule for this rank and its layers, by stage."""
     group = mesh["pp"].get_group()
-    schedule_class = get_schedule_class(job["schedule"])
+    schedule_class = getattr(schedules, f"Schedule{job['schedule']}")
     single = issubclass(schedule_class, PipelineScheduleSingle)
     ranks, here = dist.get_world_size(group), dist.get_rank(group)
     work = job.get("work", [3, 2] if single else [3, 1, 2, 2])
@@ -60,15 +60,20 @@ def schedule_of(job: dict[str, Any], mesh: DeviceMesh) -> tuple[Any, list[nn.Mod
         torch.manual_seed(stage)
         block = Block(repeat)
         if stage in mine:
-            layers.append(fully_shard(block, mesh=mesh["dp"]) if job.get("fsdp") else block)
+            if job.get("fsdp"):
+                from torch.distributed.fsdp import fully_shard  # torch 2.6 and later
+
+                fully_shard(block, mesh=mesh["dp"])
+            layers.append(block)
+    shapes = {"input_args": torch.empty(ROWS, WIDTH)} if needs_shapes() else {}
     stages = [
-        PipelineStage(block, stage, len(work), torch.device("cpu"), group=group)
+        PipelineStage(block, stage, len(work), torch.device("cpu"), group=group, **shapes)
         for stage, block in zip(mine, layers, strict=True)
     ]
     made = schedule_class(stages[0] if single else stages, job["micro_batches"], loss_fn=nn.MSELoss())
     if "runtime" in job:  # options that the classes of torch 2.15 do not pass on
         order = made.pipeline_order
-        made = _PipelineScheduleRuntime(stages, job["micro_batches"], loss_fn=nn.MSELoss(), **job["runtime"])
+        made = schedules._PipelineScheduleRuntime(stages, job["micro_batches"], loss_fn=nn.MSELoss(), **job["runtime"])
         made._prepare_schedule_with_comms(order)
     return made, layers
 

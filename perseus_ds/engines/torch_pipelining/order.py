@@ -247,6 +247,7 @@ class _Stage:
     """A stage that computes nothing and records each call, with the methods of torch's stages."""
 
     has_backward = True
+    group = None
     p2p_per_edge = False
 
     def __init__(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
 from packaging.version import Version
 from virtual.job import predicted_over_used
 
@@ -126,7 +127,7 @@ def train(rank, ranks, micro_batches, chunks=1, overlap=True, *, communicator=Co
         seq_length=LENGTH,
         micro_batch_size=ROWS,
         p2p_communicator=communicator(own, config),
-        pg_collection=SimpleNamespace(tp=one, cp=one, embd=None, pos_embd=None, pp=own, dp_cp=one),
+        pg_collection=ProcessGroupCollection(tp=one, cp=one, embd=None, pos_embd=None, pp=own, dp_cp=one),
     )
 
 

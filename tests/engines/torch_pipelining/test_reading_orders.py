@@ -53,6 +53,8 @@ def test_the_order_is_that_of_the_schedule_itself_with_its_communication(name, r
         assert list(written(stream)) == list(written_by_torch(name, rank, ranks, micro_batches))
 
 
+# What is no pass, send or receive.
+NEITHER = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD", "WAIT_SEND_F", "WAIT_SEND_B")
 LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
 
 
@@ -78,7 +80,7 @@ def written_by_torch(name, rank, ranks, micro_batches):
     for action in schedule.pipeline_order_with_comms[rank]:
         for part in action.sub_actions or (action,):
             computes_nothing = part.computation_type.name == "BACKWARD_INPUT" and part.stage_index == 0
-            if not computes_nothing and part.computation_type.name not in ("UNSHARD", "RESHARD", "REDUCE_GRAD"):
+            if not computes_nothing and part.computation_type.name not in NEITHER:
                 yield str(part)
 
 
