@@ -5,12 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 from schedule_job import STAGES_PER_RANK
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+from virtual.job import predicted_over_used
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.cli.inputs import schedule_for
-from perseus_ds.engines.torch_pipelining.order import read_class
+from perseus_ds.engines.torch_pipelining.order import read_class, read_order
 from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
@@ -45,43 +47,98 @@ def test_each_stage_computes_each_micro_batch_once_on_one_rank_and_nothing_deadl
     assert sum(len(nodes) for nodes in Dag.build(schedule).compute_nodes) == sum(counts.values())
 
 
-@pytest.mark.parametrize("name", [n for n, stages in STAGES_PER_RANK.items() if stages == 2])
+WAITS_ARE_ACTIONS = hasattr(schedules, "WAIT_SEND_F")
+"""Whether a schedule says when it waits for a send, as since torch 2.15."""
+LIMITS = (None, 1, 3) if WAITS_ARE_ACTIONS else (None,)
+"""How many sends of a rank may be outstanding; None: no limit."""
+SEVERAL = [name for name, stages in STAGES_PER_RANK.items() if stages == 2]
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize(("ranks", "micro_batches"), SHAPES)
-def test_the_order_is_that_of_the_schedule_itself_with_its_communication(name, ranks, micro_batches):
-    executed = order_of(name, ranks, micro_batches)
+def test_the_order_is_that_of_the_schedule_itself_with_its_communication(name, ranks, micro_batches, limit):
+    executed = read_order(multi_stage(name, 0, ranks, micro_batches, limit))
     for rank, stream in enumerate(executed.ranks):
-        assert list(written(stream)) == list(written_by_torch(name, rank, ranks, micro_batches))
+        theirs = list(written_by_torch(multi_stage(name, rank, ranks, micro_batches, limit), rank))
+        assert list(written(stream)) == theirs
+        if limit is not None:
+            assert most_outstanding(stream) <= limit
+    Dag.build(executed)
 
 
-# What is no pass, send or receive.
-NEITHER = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD", "WAIT_SEND_F", "WAIT_SEND_B")
+def multi_stage(name, rank, ranks, micro_batches, limit=None):
+    of_rank = {"submod": None, "num_stages": 2 * ranks, "group_size": ranks, "group_rank": rank}
+    stages = [SimpleNamespace(stage_index=rank + ranks * number, **of_rank) for number in range(2)]
+    options = {} if limit is None else {"max_outstanding_sends": limit}
+    return get_schedule_class(name)(stages, micro_batches, loss_fn=abs, **options)
+
+
+def most_outstanding(stream):
+    """The largest number of sends that a rank has launched and not waited for."""
+    sends, most = set(), 0
+    for operation in stream:
+        if isinstance(operation, Launch | Exchange):
+            sends.update(operation.sends)
+            most = max(most, len(sends))
+        if isinstance(operation, Wait | Exchange):
+            sends.difference_update(operation.transfers)
+    assert not sends
+    return most
+
+
 LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
 
 
 def written(stream):
-    """What a rank launches and computes, as torch writes it."""
+    """What a rank launches and computes, and which of its sends it waits for, as torch writes it."""
+    launched = set()
     for operation in stream:
         if isinstance(operation, Compute) and operation.instruction.kind is not Kind.TAIL:
             i = operation.instruction
             yield f"{i.stage}{LETTERS[i.kind]}{i.micro_batch}"
-        elif isinstance(operation, Launch | Exchange):
+        if isinstance(operation, Launch | Exchange):
+            launched.update(operation.sends)
             for transfer in operation.transfers:
                 letter = "F" if transfer.payload == "activation" else "B"
                 if transfer in operation.sends:
                     yield f"{transfer.source}SEND_{letter}{transfer.micro_batch}"
                 else:
                     yield f"{transfer.target}RECV_{letter}{transfer.micro_batch}"
+        if isinstance(operation, Wait | Exchange) and WAITS_ARE_ACTIONS:
+            for transfer in operation.transfers:
+                if transfer in launched:
+                    letter = "F" if transfer.payload == "activation" else "B"
+                    yield f"{transfer.source}WAIT_SEND_{letter}{transfer.micro_batch}"
 
 
-def written_by_torch(name, rank, ranks, micro_batches):
-    of_rank = {"submod": None, "num_stages": 2 * ranks, "group_size": ranks, "group_rank": rank}
-    stages = [SimpleNamespace(stage_index=rank + ranks * number, **of_rank) for number in range(2)]
-    schedule = get_schedule_class(name)(stages, micro_batches, loss_fn=abs)
+def written_by_torch(schedule, rank):
     for action in schedule.pipeline_order_with_comms[rank]:
         for part in action.sub_actions or (action,):
-            computes_nothing = part.computation_type.name == "BACKWARD_INPUT" and part.stage_index == 0
-            if not computes_nothing and part.computation_type.name not in NEITHER:
+            name = part.computation_type.name
+            computes_nothing = name == "BACKWARD_INPUT" and part.stage_index == 0
+            if not computes_nothing and name not in ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD"):
                 yield str(part)
+
+
+PREDICTED = [(name, None) for name in STAGES_PER_RANK] + [
+    (name, n) for name in SEVERAL for n in LIMITS if n is not None
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        pytest.param(*case, marks=() if case in (("1F1B", None), ("ZBVZeroBubble", 1)) else pytest.mark.extended)
+        for case in PREDICTED
+    ],
+)
+def test_a_profile_predicts_what_plans_of_the_order_take(tmp_path, name, limit):
+    order = order_of(name, 2, 4) if STAGES_PER_RANK[name] == 1 else read_order(multi_stage(name, 0, 2, 4, limit))
+    stages_s = [0.02 + 0.004 * stage for stage in range(order.num_stages)]
+    time, energy = predicted_over_used(tmp_path, order, stages_s)
+    assert abs(time) < 0.005
+    assert abs(energy) < 0.005
 
 
 def test_1f1b_waits_for_what_it_sends_before_the_next_pass_and_gpipe_only_when_all_forwards_are_done():

@@ -88,7 +88,11 @@ class VirtualJob:
         """
         self.time = time or VirtualTime()
         self.folder = folder
-        self.work_s = [work_s or {Kind.FORWARD: s, Kind.BACKWARD: 2 * s, Kind.TAIL: tail_s} for s in stages_s]
+        halves = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+        self.work_s = [
+            work_s or {Kind.FORWARD: s, Kind.BACKWARD: 2 * s, **dict.fromkeys(halves, s), Kind.TAIL: tail_s}
+            for s in stages_s
+        ]
         self.schedule = schedule or one_f_one_b(ranks=len(stages_s), micro_batches=micro_batches)
         ranks = pipelines * len(self.schedule.ranks)
         self.slowdowns = [1.0] * ranks
