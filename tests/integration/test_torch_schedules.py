@@ -12,6 +12,7 @@ from run_log import iterations, records
 from schedule_job import STAGES_PER_RANK
 from schedule_job import __file__ as script
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch_jobs import JOBS
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.timeline import TimelineFile
@@ -55,6 +56,16 @@ def test_every_mode_leaves_losses_weights_and_random_numbers_as_they_are(tmp_pat
     assert kinds <= set(StageProfile.load(tmp_path / "profile").keys)
     phases = [phase for phase, _ in groupby(r["phase"] for r in iterations(records(tmp_path / "auto")))]
     assert phases[:4] == ["calibrate", "warm-up", "profile", "optimizing"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", JOBS)
+def test_sharded_stages_and_newer_arguments_leave_training_as_it_is_and_reach_a_plan(tmp_path, name):
+    job = {"micro_batches": MICRO_BATCHES, **JOBS[name]}
+    jobs = in_modes(tmp_path, ["observe", "auto"], tmp_path / "auto", **job)
+    for of_rank in run_jobs(tmp_path, 2, script, jobs):
+        assert_untouched(of_rank)
+        assert of_rank["auto"]["phases"][-1] == "run"
 
 
 def assert_kept(folder, plan):

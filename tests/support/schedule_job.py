@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch_jobs import with_options
 
 import perseus_ds
 from perseus_ds.engines.torch_pipelining.order import read_class
@@ -70,12 +71,8 @@ def schedule_of(job: dict[str, Any], mesh: DeviceMesh) -> tuple[Any, list[nn.Mod
         PipelineStage(block, stage, len(work), torch.device("cpu"), group=group, **shapes)
         for stage, block in zip(mine, layers, strict=True)
     ]
-    made = schedule_class(stages[0] if single else stages, job["micro_batches"], loss_fn=nn.MSELoss())
-    if "runtime" in job:  # options that the classes of torch 2.15 do not pass on
-        order = made.pipeline_order
-        made = schedules._PipelineScheduleRuntime(stages, job["micro_batches"], loss_fn=nn.MSELoss(), **job["runtime"])
-        made._prepare_schedule_with_comms(order)
-    return made, layers
+    make = with_options(job["schedule"], **job.get("runtime", {}))
+    return make(stages[0] if single else stages, job["micro_batches"], loss_fn=nn.MSELoss()), layers
 
 
 def step_by(schedule: Any, job: dict[str, Any], step: int, inputs: tuple[Any, ...], targets: dict[str, Any]) -> bool:
