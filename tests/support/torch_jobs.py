@@ -36,7 +36,6 @@ _SINCE: dict[str, dict[str, dict[str, Any]]] = {
 }
 JOBS = {name: job for since, jobs in _SINCE.items() if Version(since) <= TORCH for name, job in jobs.items()}
 """Those that the installed torch knows, by name."""
-OPTIONS: list[dict[str, Any]] = [{"max_outstanding_sends": each} for each in (None, 1, 2)]
 
 
 def with_options(name: str, **options: Any) -> Callable[..., Any]:

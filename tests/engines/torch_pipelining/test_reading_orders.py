@@ -4,9 +4,11 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 from schedule_job import STAGES_PER_RANK
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+from torch_jobs import with_options
 from virtual.job import predicted_over_used
 
 from perseus_ds.artifacts.profile import Measurement, ProfileInfo, StageProfile
@@ -16,7 +18,7 @@ from perseus_ds.engines.torch_pipelining.order import read_class, read_order
 from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Wait
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
 
 SHAPES = [(1, 4), (2, 4), (2, 8), (4, 8), (4, 16)]
 
@@ -153,6 +155,33 @@ def test_1f1b_waits_for_what_it_sends_before_the_next_pass_and_gpipe_only_when_a
 def test_streams_survive_being_written(name):
     schedule = order_of(name, 2, 4)
     assert ScheduleStreams.model_validate_json(ScheduleStreams.of(schedule).model_dump_json()).to_schedule() == schedule
+
+
+def sharded(make):
+    """Return a schedule of stages that FSDP shards, as their own rank knows them."""
+
+    class Sharded(schedules.FSDPModule, torch.nn.Module):
+        def __new__(cls):
+            return torch.nn.Module.__new__(cls)
+
+    def made(stages, micro_batches, loss_fn):
+        for stage in stages:
+            stage.submod = Sharded()
+        return make(stages, micro_batches, loss_fn)
+
+    return made
+
+
+def test_gradients_that_fsdp_reduces_are_measured_by_themselves_however_torch_spells_it(tmp_path):
+    order = read_class(sharded(with_options("Interleaved1F1B")), ranks=1, stages_per_rank=2, micro_batches=4)
+    commands = [operation.command for operation in order.ranks[0] if isinstance(operation, Other)]
+    of_stage = ["perform_reduce_grad"]
+    if WAITS_ARE_ACTIONS:
+        of_stage = ["start_gradient_reduction", "wait_for_gradient_reduction"]
+    assert commands == 2 * of_stage
+    time, energy = predicted_over_used(tmp_path, order, (0.02, 0.012), other_s=0.004)
+    assert abs(time) < 0.01
+    assert abs(energy) < 0.01
 
 
 class StepsAsItLikes(PipelineScheduleSingle):

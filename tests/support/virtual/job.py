@@ -26,7 +26,7 @@ from perseus_ds.gpu.simulated import SimulatedGpu
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.worker import OptimizeResult
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Wait
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
 from perseus_ds.policy.reports import JobReport, RankReport, RankReports
 from perseus_ds.ranks import Communicator, PipelineTopology
 from perseus_ds.runtime.config import parse_block
@@ -59,6 +59,7 @@ class VirtualJob:
         tail_s=0.01,
         work_s=None,
         wait_s=0.0,
+        other_s=0.0,
         transfer_s=0.0,
         micro_batches=3,
         pipelines=1,
@@ -77,6 +78,7 @@ class VirtualJob:
             tail_s: Time of the tail at the top clock [s].
             work_s: By kind, in the place of both, of a job of one rank [s].
             wait_s: Time in which the GPU waits after each pass [s].
+            other_s: Time of a command that is none of the known ones [s].
             transfer_s: Time of a transfer [s].
             micro_batches: Of an iteration.
             pipelines: Data-parallel ones, whose ranks wait for each other at the end of an iteration.
@@ -100,7 +102,7 @@ class VirtualJob:
         self.worker = WorkerAtOnce
         self.taken = []
         self.runtimes = [None] * ranks
-        self.wait_s, self._transfer_s = wait_s, transfer_s
+        self.wait_s, self._transfer_s, self._other_s = wait_s, transfer_s, other_s
         settings = {"counter_period_s": 0.1, "lock_latency_s": 0.015, **(gpu or {})}
         if "lock-contention" in settings.get("conditions", ()):
             settings["driver_turn"] = OneAtATime(self.time)
@@ -255,6 +257,8 @@ class VirtualJob:
                 with runtime.operation(operation, next(shapes) if kind is Kind.FORWARD else 0.0):
                     if kind is not None:
                         self.work(rank, operation.instruction)
+                    if isinstance(operation, Other) and self._other_s:
+                        self.idle(rank, self._other_s)
                     if isinstance(operation, Exchange | Launch):
                         self._launch(rank, operation)
                     if isinstance(operation, Exchange | Wait):
