@@ -1,13 +1,9 @@
-"""``perseus-ds watch``, ``control`` and ``share``: jobs while they run."""
+"""``perseus-ds watch`` and ``control``: jobs while they run."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
 import sys
-import time
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,8 +13,6 @@ from perseus_ds.cli.arguments import argument, read_amount, require
 from perseus_ds.errors import ConfigError
 
 _TIMES = "a time such as 90s, 30min, 3h or 1h30m", {"h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0}
-_POWERS = "a power such as 40kW, 40000W or 40000", {"MW": 1e6, "kW": 1e3, "W": 1.0}
-_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,65 +139,3 @@ def _print_status(status: dict[str, Any], *, as_json: bool) -> None:
     except ValidationError:
         raise ConfigError("the job runs another version of Perseus; write json=true for its answer.") from None
     Console(file=terminal()).print(JobScreen(facts))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """Divide a power limit among jobs, so that the weighted sum of their speeds is highest.
-
-    Each job follows the file power_cap in its output folder, by "policy": {"name": "power_cap", "signal":
-    "OUTPUT_DIR/power_cap"} in its perseus block. This command writes these files, wherever the folders can be written
-    to, until it is interrupted; jobs then stay at their last caps, and it may be started again at any time. Start it
-    before the jobs, which need the file. A job without plans has its power at default clocks reserved.
-    """
-
-    examples = (
-        "perseus-ds share limit=40kW jobs=[runs/gpt3,runs/bert,runs/t5]",
-        "perseus-ds share limit=40kW jobs=[runs/gpt3,runs/bert] weights=[2,1]",
-    )
-
-    limit: str = argument("power of all GPUs of the jobs together: 40kW, 40000W or 40000")
-    jobs: list[Path] = argument("output folders of the jobs, those that have not begun too")
-    weights: list[float] = argument(
-        "what the speed of each job counts, relative to its own default clocks; by default 1 for each", [], at_least=0
-    )
-
-    def execute(self) -> int:
-        from perseus_ds.policy.share import Share as Sharing
-        from perseus_ds.policy.share import SharingJob
-
-        is_number = self.limit.replace(".", "", 1).isdigit()
-        limit_w = read_amount("limit", f"{self.limit}W" if is_number else self.limit, *_POWERS)
-        if not limit_w:
-            raise ConfigError(f"limit={self.limit}: expected a power above 0.")
-        weights = self.weights or [1.0] * len(self.jobs)
-        if len(weights) != len(self.jobs) or 0 in weights:
-            raise ConfigError(
-                f"weights: expected a number above 0 for each of the {len(self.jobs)} jobs, got {weights}."
-            )
-        if len({folder.resolve() for folder in self.jobs}) < len(self.jobs):
-            raise ConfigError("jobs: a folder is named twice. Give each job an output_dir of its own.")
-        for folder in self.jobs:
-            if folder.exists() and not folder.is_dir():
-                raise ConfigError(f"jobs: {folder} is a file; expected the output_dir of a training run.")
-        for folder in self.jobs:
-            _lock(folder)
-        jobs = [SharingJob(folder, weight) for folder, weight in zip(self.jobs, weights, strict=True)]
-        share = Sharing(jobs, limit_w, say=lambda text: print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True))
-        while True:
-            share.step()
-            time.sleep(_PERIOD_S)
-
-
-def _lock(folder: Path) -> None:
-    """Lock a job's folder while this process lives, where its disk can do that: no two processes write its cap.
-
-    Raises:
-        ConfigError: Another process shares with this job.
-    """
-    with contextlib.suppress(OSError):  # what cannot be written is said, as at any time later
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"jobs: another perseus-ds share gives {folder} its cap. End that one first.") from None

@@ -32,10 +32,14 @@ COMMANDS = {
     "import": "frontiers",
     "watch": "jobs",
     "control": "jobs",
-    "share": "jobs",
     "reset": "gpus",
     "doctor": "gpus",
     "completion": "completion",
+}
+# What to use instead of commands that version 0.2.0 no longer has.
+REMOVED = {
+    "share": 'Give each job a cap of its own: "policy": {"name": "power_cap", "watts": …}, or the path of a file as '
+    '"signal", which may change while the job runs.',
 }
 _HELP = ("-h", "--help")
 
@@ -86,6 +90,8 @@ def _run(words: list[str]) -> int:
         if printable(word) != word:
             raise ConfigError(f"{word!r}: expected text without control characters, in UTF-8.")
     command, *rest = words
+    if command in REMOVED:
+        raise ConfigError(f"this command was removed in version 0.2.0. {REMOVED[command]}")
     if command not in COMMANDS:
         from perseus_ds.artifacts.validation import did_you_mean
 

@@ -73,6 +73,10 @@ def test_help_imports_nothing_heavy():
     ("words", "message"),
     [
         (["nonsense"], "perseus-ds nonsense: there is no such command; commands are optimize,"),
+        (
+            ["share", "limit=40kW"],
+            "perseus-ds share: this command was removed in version 0.2.0. Give each job a cap of",
+        ),
         (["optimse"], "perseus-ds optimse: there is no such command; did you mean 'optimize'?"),
         (["optimize"], "profile and out are missing: write profile=… out=…"),
         (["control"], 'command and run are missing: write command=… run=… (see "perseus-ds control --help").'),

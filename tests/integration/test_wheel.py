@@ -72,4 +72,4 @@ def test_commands_work_from_an_empty_folder(installed, tmp_path):
     assert "commands:" in run(installed, tmp_path, "perseus-ds", "--help")[1]
     assert "  micro_batches " in run(installed, tmp_path, "perseus-ds", "optimize", "--help")[1]
     assert "profile is missing" in run(installed, tmp_path, "perseus-ds", "optimize", "out=x")[1]
-    assert "perseus-ds    0.1.0" in run(installed, tmp_path, "perseus-ds", "doctor")[1].replace("  ok", "")
+    assert "perseus-ds    0.2.0" in run(installed, tmp_path, "perseus-ds", "doctor")[1].replace("  ok", "")
