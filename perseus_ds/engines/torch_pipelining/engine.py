@@ -207,7 +207,8 @@ class TorchSchedule(Engine):
                 return step(*args, **kwargs)
         self._until_loss = None
         self._surround_custom_functions()
-        with self._session.iteration((self._schedule._n_microbatches, self._order_digest())):
+        functions = tuple(sorted(action.name for action in self._custom))  # some make one pass of two
+        with self._session.iteration((self._schedule._n_microbatches, self._order_digest(), functions)):
             result = step(*args, **kwargs)
             self._end_forward()
             self._session.begin_tail(stages_of(self._schedule)[0].stage_index)
@@ -336,11 +337,11 @@ def check_schedule(schedule: Any) -> None:
             "perseus: torch %s is newer than %s, the newest whose schedules were tried.", found, NEWEST_TORCH
         )
     own = MULTI if isinstance(schedule, PipelineScheduleMulti) else SINGLE
-    require("torch", found, OLDEST_TORCH, {type(schedule).__name__: (schedule, (*SCHEDULE, *own))})
+    require("torch", found, NEWEST_TORCH, {type(schedule).__name__: (schedule, (*SCHEDULE, *own))})
     for stage in stages_of(schedule):
         if not isinstance(stage, _PipelineStageBase):
             raise ConfigError(
                 f"perseus: {type(schedule).__name__} has a {type(stage).__name__} as a stage, expected a PipelineStage "
                 "of torch.distributed.pipelining."
             )
-        require("torch", found, OLDEST_TORCH, {type(stage).__name__: (stage, STAGE)})
+        require("torch", found, NEWEST_TORCH, {type(stage).__name__: (stage, STAGE)})
