@@ -13,7 +13,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedMemory:
-    """Anonymous memory of a fixed size, which another process can map by its file descriptor.
+    """Anonymous memory of a fixed size that another process can map by its file descriptor.
 
     It stays mapped as long as the process lives: GPUs write into it, and captured graphs hold its address.
 

@@ -1,4 +1,4 @@
-"""Words that a GPU writes into host memory in the order of a stream, which is how it marks its progress.
+"""Lets a GPU write words into host memory in the order of a stream, as marks of its progress.
 
 A write follows all work that was issued to its stream before, after a system-wide memory fence. It may be captured into
 a graph, and then happens at each replay. Sources: ``cuStreamWriteValue32_v2`` and ``cuMemHostRegister`` in the CUDA
@@ -77,7 +77,7 @@ class StreamWrites:
         self.base: int = base.value
 
     def write(self, stream: int, offset: int, value: int) -> None:
-        """Write a word once the stream has done what was issued to it so far; returns immediately.
+        """Write a word when the stream has executed all work that was issued before, and return immediately.
 
         Args:
             stream: Handle of the stream; of the current context's device.
@@ -91,7 +91,7 @@ class StreamWrites:
             self._check(self._write(stream, self.base + offset, value, 0), "writing a mark")
 
     def fill(self, stream: int, offset: int, words: int, value: int = 0) -> None:
-        """Set a range of words to one value in the order of the stream; returns immediately.
+        """Set a range of words to one value in the order of the stream, and return immediately.
 
         Raises:
             GpuError: The driver refuses.

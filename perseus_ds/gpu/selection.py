@@ -1,4 +1,4 @@
-"""Which of a node's GPUs a process computes on: a pure function of what its framework and its environment say.
+"""Finds the GPU that a process computes on among the GPUs of its node.
 
 The surest source comes first: the UUID or the PCI address that CUDA or HIP reports of the device. Without it, the
 variables that hide and renumber GPUs are read as the runtimes read them. A match that is not certain is an error,
@@ -109,7 +109,7 @@ _OF_HIP = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
 def by_uuid(uuid: str, gpus: Sequence[NodeGpu]) -> NodeGpu:
-    """Return the one GPU with a UUID that begins with ``uuid``; the prefix ``GPU-`` may be missing.
+    """Return the one GPU with a UUID that begins with ``uuid``, with or without the prefix ``GPU-``.
 
     Raises:
         GpuError: None or several do.
