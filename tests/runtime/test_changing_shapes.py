@@ -4,6 +4,7 @@ import pytest
 from virtual.job import SLOWER
 
 from perseus_ds.artifacts.run_records import Drifted, PlanJudged, ProfileWritten
+from perseus_ds.pipeline.instruction import Kind
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def job(start):
 def lengthen(job, factors, shapes=2.0):
     """Make the inputs of the next iterations longer."""
     job.shapes = shapes
-    for kind, factor in zip(job.work_s[0], factors, strict=True):
+    for kind, factor in zip((Kind.FORWARD, Kind.BACKWARD, Kind.TAIL), factors, strict=True):
         job.work_s[0][kind] *= factor
 
 
