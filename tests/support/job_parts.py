@@ -60,8 +60,9 @@ def hash_of(*modules: Iterable[tuple[str, torch.Tensor]]) -> str:
     found = hashlib.sha256()
     for tensors in modules:
         for _, tensor in sorted(tensors):
-            own = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP shards parameters
-            found.update(own.detach().float().numpy().tobytes())  # which represents every bf16 and fp16
+            # FSDP shards parameters, and frees them, which it cannot once numpy has seen them.
+            own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            found.update(own.detach().float().clone().numpy().tobytes())  # which represents every bf16 and fp16
     return found.hexdigest()
 
 
