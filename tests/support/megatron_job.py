@@ -17,6 +17,8 @@ from typing import Any
 import megatron.core
 
 # Imported late otherwise, after the stand-ins.
+import megatron.core.dist_checkpointing.strategies.filesystem_async
+import megatron.core.dist_checkpointing.strategies.state_dict_saver
 import megatron.core.dist_checkpointing.strategies.torch
 import megatron.core.models.common.model_chunk_schedule_plan
 import megatron.core.models.gpt.fine_grained_callables
