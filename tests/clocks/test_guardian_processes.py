@@ -19,7 +19,7 @@ from perseus_ds.clocks import guardian
 from perseus_ds.clocks.guardian import Guardian
 from perseus_ds.gpu.nvml import NvmlGpu
 
-RANK = """
+RANK = f"GIVE_UP_S = {GIVE_UP_S}" + """
 import signal, sys, time
 from perseus_ds.gpu.nvml import NvmlGpu
 from perseus_ds.clocks.guardian import Guardian
@@ -30,13 +30,13 @@ for gpu in gpus:
     gpu.lock_clock(1200)
 print(guardian.pid, flush=True)
 if end == "close":
-    print(guardian.close(), guardian.close(), flush=True)
+    print(guardian.close(GIVE_UP_S), guardian.close(GIVE_UP_S), flush=True)
 if end == "register again":
     before = guardian.pid
     while guardian.pid in (before, None):
         time.sleep(0.01)
     print(guardian.pid, guardian.alive, flush=True)
-    print(guardian.close(), flush=True)
+    print(guardian.close(GIVE_UP_S), flush=True)
 if end == "watch":
     sys.executable = "/bin/false"  # so that no other guardian can be started
     while guardian.alive:
@@ -231,7 +231,7 @@ def test_the_guardian_gets_a_scope_of_systemd_where_the_user_may_have_one_and_el
     is_stuck = "sleep 600" in others
     monkeypatch.setattr(guardian, "SCOPE_TIMEOUT_S", 0.5 if is_stuck else GIVE_UP_S)
     started = Guardian([address], str(tmp_path))
-    assert started.close()
+    assert started.close(GIVE_UP_S)
     wait_until(lambda: started.pid is None, "the end of the guardian")
     if not is_stuck:  # one that is may be killed before it has noted anything
         assert asked.read_text().startswith("--user --scope ") if others else not asked.exists()
@@ -243,7 +243,7 @@ def test_a_guardian_is_of_the_package_that_starts_it(
     (tmp_path / "perseus_ds").mkdir()
     (tmp_path / "perseus_ds" / "__init__.py").write_text("raise ImportError('another version')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert Guardian([address], str(tmp_path)).close()
+    assert Guardian([address], str(tmp_path)).close(GIVE_UP_S)
 
 
 def test_jobs_do_not_share_a_guardian(node: Node, stub_nvml: StubNvml, tmp_path: Path) -> None:
