@@ -13,9 +13,6 @@ InstructionStreams = tuple[tuple[Instruction, ...], ...]
 ClockTimes = Mapping[tuple[int, Kind, int], float]
 """Duration of an instruction, by stage, kind and clock [s]."""
 
-NEARLY = 0.001
-"""By so large a fraction may energy be higher where a smaller swing of power is asked for."""
-
 
 @dataclass(frozen=True)
 class PowerSwing:

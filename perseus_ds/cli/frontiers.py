@@ -43,9 +43,6 @@ class Optimize:
     )
     switch_cost_s: float = argument("delay that exact assumes for what follows a change of clock [s]", 0.0, at_least=0)
     least_dwell_s: float = argument("shortest time at one clock in plans of exact [s]", 0.0, at_least=0)
-    least_swing: bool = argument(
-        "true: plans may use 0.1 % more energy to change their power less from one second to the next", False
-    )
     certificates: bool = argument(
         "true: write certificates.npz too, the proofs of the lower bounds, for perseus-ds verify", False
     )
@@ -72,7 +69,6 @@ class Optimize:
                 switch_cost_j=self.switch_cost_j,
                 switch_cost_s=self.switch_cost_s,
                 least_dwell_s=self.least_dwell_s,
-                least_swing=self.least_swing,
                 progress=progress,
                 solver=cast("Solver", self.solver.name),
             )

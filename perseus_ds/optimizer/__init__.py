@@ -17,7 +17,6 @@ from perseus_ds.optimizer.alternatives import alternatives
 from perseus_ds.optimizer.lowtime import solve_lowtime
 from perseus_ds.optimizer.problem import DwellTimes, Problem, Progress, power_swing, problem_for
 from perseus_ds.optimizer.solver import solve_exact
-from perseus_ds.optimizer.steady import steadied
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
 
@@ -34,7 +33,6 @@ def optimize(
     switch_cost_j: float = 0.0,
     switch_cost_s: float = 0.0,
     least_dwell_s: DwellTimes = 0.0,
-    least_swing: bool = False,
     progress: Progress | None = None,
 ) -> Frontier:
     """Return the frontier of frequency plans from ``T_min`` to ``T*``.
@@ -48,7 +46,6 @@ def optimize(
         switch_cost_j: What a change of clock is taken to cost when ``exact`` chooses between clocks [J].
         switch_cost_s: By how much it is then taken to delay what follows [s].
         least_dwell_s: The shortest time at one clock in plans of ``exact``, for all clocks or by clock in MHz [s].
-        least_swing: Whether plans may use 0.1 % more energy to change their power less from one second to the next.
         progress: Called with what is being done and how much of it is done.
 
     Returns:
@@ -77,8 +74,6 @@ def optimize(
     else:
         found, bounds = solve_exact(problem, plans=plans, progress=report)
     found = drop_dominated(found)
-    if least_swing:
-        found = drop_dominated(steadied(problem, plan) for plan in found)
     found, certificates = bounds.certify(found) if bounds else (found, None)
     return replace(frontier_of(problem, found, solver), certificates=certificates)
 

@@ -362,61 +362,35 @@ class OptionTable:
         return result
 
 
-@dataclass(frozen=True)
-class PowerSeconds:
-    """Power over each second of an iteration that repeats, at which the extremes may lie, and over the one after it.
-
-    Attributes:
-        first_s: When each second begins, from the iteration's start, shape (seconds,) [s].
-        mean_w: Power over it [W].
-        changes_w: By how much the power over the one that follows it differs [W].
-        begin_s: When each instruction begins, of one rank after the other, shape (instructions,) [s].
-        end_s: When it ends [s].
-    """
-
-    first_s: Floats
-    mean_w: Floats
-    changes_w: Floats
-    begin_s: Floats
-    end_s: Floats
-
-    @classmethod
-    def of(cls, problem: Problem, plan: FrequencyPlan) -> PowerSeconds:
-        """Return that of a plan.
-
-        An instruction draws its energy evenly, and a rank that waits draws blocking power. The energy used so far is
-        then linear between the begins and ends of instructions: extremes lie where a second begins or ends at one.
-        """
-        decisions = np.concatenate(problem.rank_decisions)
-        nodes = problem.node[decisions]
-        time_s, energy_j = (values[decisions] for values in problem.rows(plan.clocks_mhz))
-        beyond_w = energy_j / time_s - problem.blocking_power_w
-        durations = problem.fixed_s + problem.delays_s(plan.clocks_mhz)
-        durations[nodes] += time_s
-        end_s = problem.dag.finish_s(durations)[nodes]
-        begin_s = end_s - time_s
-        # At each begin the power rises by what the instruction draws beyond waiting; at each end it falls by that.
-        at_s = np.concatenate([[0.0], begin_s, end_s, [plan.time_s]])
-        step_w = np.concatenate([[problem.waiting_power_w], beyond_w, -beyond_w, [0.0]])
-        order = np.argsort(at_s, kind="stable")
-        at_s, power_w = at_s[order], np.cumsum(step_w[order])
-        used_j = np.concatenate([[0.0], np.cumsum(power_w[:-1] * np.diff(at_s))])
-
-        def until_j(moment_s: Floats) -> Floats:
-            iterations, rest_s = np.divmod(moment_s, plan.time_s)
-            energy_j: Floats = iterations * used_j[-1] + np.interp(rest_s, at_s, used_j)
-            return energy_j
-
-        first_s = np.concatenate([at_s, at_s - _SECOND_S, at_s - 2 * _SECOND_S])
-        begin_j, middle_j, end_j = (until_j(first_s + seconds * _SECOND_S) for seconds in range(3))
-        mean_w, next_w = (middle_j - begin_j) / _SECOND_S, (end_j - middle_j) / _SECOND_S
-        return cls(first_s, mean_w, np.abs(next_w - mean_w), begin_s, end_s)
-
-
 def power_swing(problem: Problem, plan: FrequencyPlan) -> PowerSwing:
-    """Return the highest and the lowest power over any second of an iteration that repeats, and its largest change."""
-    power = PowerSeconds.of(problem, plan)
-    return PowerSwing(float(power.mean_w.max()), float(power.mean_w.min()), float(power.changes_w.max()))
+    """Return the highest and the lowest power over any second of an iteration that repeats, and its largest change.
+
+    An instruction draws its energy evenly, and a rank that waits draws blocking power. The energy used so far is then
+    linear between the begins and ends of instructions: extremes lie where a second begins or ends at one.
+    """
+    decisions = np.concatenate(problem.rank_decisions)
+    nodes = problem.node[decisions]
+    time_s, energy_j = (values[decisions] for values in problem.rows(plan.clocks_mhz))
+    beyond_w = energy_j / time_s - problem.blocking_power_w
+    durations = problem.fixed_s + problem.delays_s(plan.clocks_mhz)
+    durations[nodes] += time_s
+    end_s = problem.dag.finish_s(durations)[nodes]
+    # At each begin the power rises by what the instruction draws beyond waiting; at each end it falls by that.
+    at_s = np.concatenate([[0.0], end_s - time_s, end_s, [plan.time_s]])
+    step_w = np.concatenate([[problem.waiting_power_w], beyond_w, -beyond_w, [0.0]])
+    order = np.argsort(at_s, kind="stable")
+    at_s, power_w = at_s[order], np.cumsum(step_w[order])
+    used_j = np.concatenate([[0.0], np.cumsum(power_w[:-1] * np.diff(at_s))])
+
+    def until_j(moment_s: Floats) -> Floats:
+        iterations, rest_s = np.divmod(moment_s, plan.time_s)
+        energy_j: Floats = iterations * used_j[-1] + np.interp(rest_s, at_s, used_j)
+        return energy_j
+
+    first_s = np.concatenate([at_s, at_s - _SECOND_S, at_s - 2 * _SECOND_S])
+    begin_j, middle_j, end_j = (until_j(first_s + seconds * _SECOND_S) for seconds in range(3))
+    mean_w, next_w = (middle_j - begin_j) / _SECOND_S, (end_j - middle_j) / _SECOND_S
+    return PowerSwing(float(mean_w.max()), float(mean_w.min()), float(np.abs(next_w - mean_w).max()))
 
 
 def problem_for(

@@ -53,7 +53,6 @@ class OptimizeRequest:
     switch_cost_j: float = 0.0
     switch_cost_s: float = 0.0
     least_dwell_s: DwellTimes = 0.0
-    least_swing: bool = False
     plans: int = 120
 
 
@@ -147,7 +146,6 @@ def _optimize(request: OptimizeRequest) -> None:
         switch_cost_j=request.switch_cost_j,
         switch_cost_s=request.switch_cost_s,
         least_dwell_s=request.least_dwell_s,
-        least_swing=request.least_swing,
         progress=_write_progress,
     )
     provenance = frontier.provenance.model_copy(update={"profile": str(request.profile)})

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.io import FileModel
-from perseus_ds.artifacts.plan import NEARLY, FrequencyPlan
+from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.policy.hourly_programme import HALT, Option, Timetable, cheapest
 from perseus_ds.policy.policies import (
     CheapestPolicy,
@@ -256,11 +256,10 @@ class Assignment:
 def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> Decision:
     """Return the plan that a policy asks for now."""
     policy = in_force(policy, situation.now)
-    if isinstance(policy, SlowdownPolicy | EnergyOptimalPolicy):
-        plan = len(frontier.plans) - 1
-        if isinstance(policy, SlowdownPolicy):
-            plan = frontier.plans.index(frontier.within(policy.max_slowdown))
-        return Decision(steadiest(frontier, plan) if policy.least_swing else plan)
+    if isinstance(policy, SlowdownPolicy):
+        return Decision(frontier.plans.index(frontier.within(policy.max_slowdown)))
+    if isinstance(policy, EnergyOptimalPolicy):
+        return Decision(len(frontier.plans) - 1)
     if isinstance(policy, DeadlinePolicy):
         return _by_deadline(policy, frontier, situation)
     if isinstance(policy, CheapestPolicy):
@@ -325,14 +324,6 @@ def stretched_plan(frontier: Frontier, plan: int, factor: float, own: Frontier |
     if own is None and factor >= 1 and deadline_s <= frontier.plans[plan].time_s:
         return plan
     return _slowest(own or frontier, deadline_s)
-
-
-def steadiest(frontier: Frontier, plan: int) -> int:
-    """Return the plan whose power changes least over a second, of those as fast with nearly as little energy."""
-    most_j = (1 + NEARLY) * frontier.plans[plan].energy_j
-    near = [(n, other) for n, other in enumerate(frontier.plans[: plan + 1]) if other.energy_j <= most_j]
-    changes_w = [(other.power.change_w, -n) for n, other in near if other.power]
-    return -min(changes_w, default=(0.0, -plan))[1]
 
 
 def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situation) -> Decision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime, time
 from functools import cached_property
 from typing import Annotated, Literal
@@ -26,12 +27,18 @@ class _Policy(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class _SteadyPolicy(_Policy):
-    least_swing: bool = Field(
-        False,
-        description="Make plans, and take one, whose power changes less from one second to the next, in the same time "
-        "with 0.1 to 0.2 % more energy.",
-    )
+REMOVED = {
+    "least_swing": "removed in 0.2.0; leave it out: plans without it use 0.1 to 0.2 % less energy",
+}
+"""Names and keys of policies that earlier versions had: since when they are gone, and what to write instead."""
+
+
+def _of_this_version(policy: object) -> object:
+    if isinstance(policy, Mapping):
+        for word, what_to_do in REMOVED.items():
+            if word in policy or policy.get("name") == word:
+                raise ValueError(f'"{word}" was {what_to_do}')
+    return policy
 
 
 def fraction_not_percentage(value: object) -> object:
@@ -54,7 +61,7 @@ def _slowdown(value: float) -> float:
     return value
 
 
-class SlowdownPolicy(_SteadyPolicy):
+class SlowdownPolicy(_Policy):
     """At most so much slower than the fastest iteration."""
 
     name: Literal["slowdown"] = "slowdown"
@@ -95,14 +102,14 @@ class PowerCapPolicy(_Policy):
         return self
 
 
-class EnergyOptimalPolicy(_SteadyPolicy):
+class EnergyOptimalPolicy(_Policy):
     """The least energy, however long it takes: T*."""
 
     name: Literal["energy_optimal"]
 
 
 _Simple = SlowdownPolicy | DeadlinePolicy | PowerCapPolicy | EnergyOptimalPolicy
-SimplePolicy = Annotated[_Simple, Field(discriminator="name")]
+SimplePolicy = Annotated[_Simple, Field(discriminator="name"), BeforeValidator(_of_this_version)]
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 _DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
@@ -172,9 +179,7 @@ class CheapestPolicy(_TimelyPolicy):
 
 
 _Lasting = _Simple | SchedulePolicy | CheapestPolicy
-
-
-LastingPolicy = Annotated[_Lasting, Field(discriminator="name")]
+LastingPolicy = Annotated[_Lasting, Field(discriminator="name"), BeforeValidator(_of_this_version)]
 
 
 class ReducePolicy(_Policy):
@@ -208,7 +213,7 @@ class ReducePolicy(_Policy):
         return 1.0 if self.power_fraction is None or self.until is None or now >= self.until else self.power_fraction
 
 
-PolicyConfig = Annotated[_Lasting | ReducePolicy, Field(discriminator="name")]
+PolicyConfig = Annotated[_Lasting | ReducePolicy, Field(discriminator="name"), BeforeValidator(_of_this_version)]
 POLICY: TypeAdapter[PolicyConfig] = TypeAdapter(PolicyConfig)
 """Checks a policy that is given as plain values."""
 PolicyInForce = SimplePolicy | CheapestPolicy | ReducePolicy
@@ -241,11 +246,6 @@ def parts_of(policy: PolicyConfig) -> list[SimplePolicy | CheapestPolicy]:
     if isinstance(policy, SchedulePolicy):
         return [policy.default, *(window.policy for window in policy.windows)]
     return [policy]
-
-
-def asks_for_least_swing(policy: PolicyConfig) -> bool:
-    """Whether a policy wants plans whose power changes little."""
-    return any(isinstance(part, _SteadyPolicy) and part.least_swing for part in parts_of(policy))
 
 
 def check_deadline(policy: PolicyConfig, now: datetime) -> None:

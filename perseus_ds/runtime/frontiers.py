@@ -18,7 +18,6 @@ from perseus_ds.clocks.transitions import ClockPlan
 from perseus_ds.errors import ConfigError, PerseusError, PlanError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
-from perseus_ds.policy.policies import asks_for_least_swing
 from perseus_ds.runtime.default_clocks import DefaultIterations, run_at_default_clocks
 from perseus_ds.runtime.iterations import IterationMeasurement, NextPhase, Phase
 from perseus_ds.runtime.job import ModeContext
@@ -180,7 +179,6 @@ def optimise(
                 clock_mhz: max(table.dwell_s(clock_mhz) for table in latencies)
                 for clock_mhz in job.config.profile.clocks_of(rank.gpu)
             },
-            least_swing=asks_for_least_swing(job.config.policy),
         )
         worker = OptimizeWorker(request, job.output_dir / "optimize.log")
         rank.beside_training.callback(worker.stop)

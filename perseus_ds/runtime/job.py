@@ -19,7 +19,6 @@ from perseus_ds.clocks.timers import Execution
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.policy.policies import asks_for_least_swing
 from perseus_ds.ranks import Communicator
 from perseus_ds.runtime.config import PerseusConfig
 from perseus_ds.runtime.recorder import Recorder
@@ -76,8 +75,7 @@ class Job:
         Every rank must ask at the same time.
         """
         settings = communicator.gather(self.info.settings and self.info.settings.model_dump())
-        steady = {"least_swing": True} if asks_for_least_swing(self.config.policy) else {}
-        return self._key(communicator, {"profile": self.config.profile.model_dump(), "settings": settings, **steady})
+        return self._key(communicator, {"profile": self.config.profile.model_dump(), "settings": settings})
 
     def _key(self, communicator: Communicator, settings: dict[str, object]) -> str:
         """Return a name of job, simulated GPUs, every rank's share of the model, and settings."""

@@ -32,16 +32,15 @@ def result_of(worker):
     return wait_until(worker.poll, "the result")
 
 
-@pytest.mark.parametrize("asked", [{"switch_cost_j": 0.5}, {"least_swing": True}])
-def test_it_writes_the_frontier_that_optimize_returns(tmp_path, asked):
+def test_it_writes_the_frontier_that_optimize_returns(tmp_path):
     schedule = dual_pipe_v(2, 4)
-    worker = OptimizeWorker(request(tmp_path, schedule, **asked), tmp_path / "optimize.log")
+    worker = OptimizeWorker(request(tmp_path, schedule, switch_cost_j=0.5), tmp_path / "optimize.log")
     result = result_of(worker)
     worker.stop()
     assert result.error is None
     assert worker.poll() is result
     frontier = Frontier.load(tmp_path / "f")
-    expected = optimize(schedule, synthetic_profile(4), blocking_power_w=80.0, plans=8, **asked)
+    expected = optimize(schedule, synthetic_profile(4), blocking_power_w=80.0, plans=8, switch_cost_j=0.5)
     assert frontier.plans == expected.plans
     assert frontier.provenance.schedule == schedule.name
     assert frontier.provenance.profile == str(tmp_path / "p" / "profile.csv")

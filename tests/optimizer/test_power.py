@@ -1,7 +1,5 @@
 """Power over a second of an iteration that repeats."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,9 +9,7 @@ from pipelines import one_f_one_b, scaled, synthetic_profile
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import Measurement, StageProfile
 from perseus_ds.optimizer import optimize
-from perseus_ds.optimizer.bounds import verify
 from perseus_ds.optimizer.problem import power_swing, problem_for
-from perseus_ds.optimizer.steady import steadied
 from perseus_ds.pipeline.instruction import Kind
 
 
@@ -64,38 +60,6 @@ def test_no_second_of_a_fine_simulation_is_beyond_the_extremes(ranks, micro_batc
     assert mean_w.max() <= swing.highest_w * 1.01 + 0.01 * power_w.max()
     assert mean_w.min() >= swing.lowest_w * 0.99 - 0.01 * power_w.max()
     assert swing.lowest_w * (1 - 1e-9) <= plan.mean_power_w <= swing.highest_w * (1 + 1e-9)
-
-
-def shortest_s(problem, plan):
-    """For how long the clock is held that is held for the shortest time, waits not counted."""
-    ranks = zip(problem.instructions, plan.clocks_mhz, strict=True)
-    runs = (itertools.groupby(zip(*rank, strict=True), key=lambda one: one[1]) for rank in ranks)
-    return min(sum(problem.profile.at(i.stage, i.kind, c).time_s for i, c in run) for of in runs for _, run in of)
-
-
-@pytest.mark.parametrize(("least_dwell_s", "smaller"), [(0.0, 0.03), (0.1, 0.03), (5.0, 0.0)])
-def test_steadier_plans_are_as_fast_with_nearly_as_little_energy_and_change_less(least_dwell_s, smaller):
-    schedule, profile = one_f_one_b(4, 6), scaled(synthetic_profile(4), time=40, energy=40)
-    asked = {"blocking_power_w": 40.0, "plans": 8, "least_dwell_s": least_dwell_s}
-    problem = problem_for(schedule, profile, 40.0, least_dwell_s=least_dwell_s)
-    usual = optimize(schedule, profile, **asked).plans
-    for plan in usual:
-        steady = steadied(problem, plan)
-        assert steady.time_s <= plan.time_s * (1 + 1e-8)
-        assert plan.lower_bound_j <= steady.energy_j <= 1.001 * plan.energy_j
-        assert power_swing(problem, steady).change_w <= 1.001 * plan.power.change_w
-        assert shortest_s(problem, steady) >= min(least_dwell_s, shortest_s(problem, plan)) * (1 - 1e-9)
-    steady = optimize(schedule, profile, least_swing=True, **asked).plans
-    changes_w = [np.mean([plan.power.change_w for plan in plans]) for plans in (steady, usual)]
-    assert changes_w[0] <= (1 - smaller) * changes_w[1]
-
-
-def test_bounds_of_steadier_plans_are_proven_where_one_is_no_longer_better_than_its_neighbour():
-    profile = scaled(synthetic_profile(4), time=40, energy=40)
-    asked = {"blocking_power_w": 40.0, "plans": 60}
-    usual, steady = (optimize(one_f_one_b(4, 6), profile, **asked, least_swing=swing) for swing in (False, True))
-    assert len(steady.plans) < len(usual.plans)
-    verify(steady, steady.certificates, profile)
 
 
 def test_a_frontier_keeps_the_power_of_its_plans(tmp_path):

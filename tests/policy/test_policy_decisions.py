@@ -1,7 +1,6 @@
 """Which plan each policy asks for, hour by hour."""
 
 import random
-from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from zoneinfo import ZoneInfo
 
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from lone_selector import FRONTIER, PLANS
 from pydantic import ValidationError
 
-from perseus_ds.artifacts.plan import PowerSwing
 from perseus_ds.policy.decisions import MARGIN, Decision, PowerCap, RunStatistics, Situation, decide, stretched_plan
 from perseus_ds.policy.policies import (
     POLICY,
@@ -31,25 +29,6 @@ def test_slowdown_and_energy_optimal():
     assert decide(SlowdownPolicy(), FRONTIER, situation).plan == 0
     assert decide(SlowdownPolicy(max_slowdown=0.05), FRONTIER, situation).plan == 5
     assert decide(EnergyOptimalPolicy(name="energy_optimal"), FRONTIER, situation).plan == 29
-
-
-def test_the_least_swing_is_that_of_a_plan_as_fast_with_nearly_as_little_energy():
-    energies_j, changes_w = (110.0, 100.09, 100.05, 100.0, 90.0), (10.0, 60.0, 50.0, 50.0, 5.0)
-    plans = tuple(
-        replace(plan, energy_j=energy_j, power=PowerSwing(200.0, 100.0, change_w))
-        for plan, energy_j, change_w in zip(PLANS[:5], energies_j, changes_w, strict=True)
-    )
-
-    def asked(*changed_w):
-        new = zip(plans, changed_w or changes_w, strict=True)
-        frontier = replace(FRONTIER, plans=tuple(replace(p, power=PowerSwing(200.0, 100.0, w)) for p, w in new))
-        return decide(SlowdownPolicy(max_slowdown=0.03, least_swing=True), frontier, Situation(step=0, now=NOW)).plan
-
-    assert asked() == 3  # none is better, and it uses least
-    assert asked(10.0, 20.0, 30.0, 50.0, 5.0) == 1  # plan 0 uses too much, plan 4 is too slow
-    unknown = replace(FRONTIER, plans=tuple(replace(plan, power=None) for plan in plans))
-    policy = EnergyOptimalPolicy(name="energy_optimal", least_swing=True)
-    assert decide(policy, unknown, Situation(step=0, now=NOW)).plan == 4
 
 
 @given(st.integers(0, 99), st.floats(0.5, 3.0), st.floats(0.9, 1.3), st.floats(0, 0.3))

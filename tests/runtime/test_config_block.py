@@ -30,6 +30,10 @@ def test_enabled_alone_is_a_complete_block():
             {"policy": {"name": "schedule", "timezone": "UTC", "windows": [{"begin": "17", "end": "18:00"}]}},
             "perseus.policy.windows.0.begin: expected a time of day such as 17:00, got '17'.",
         ),
+        (
+            {"policy": {"name": "slowdown", "least_swing": False}},
+            'perseus.policy: "least_swing" was removed in 0.2.0; leave it out: plans without it use 0.1 to 0.2 % less',
+        ),
         ({"policy": {"name": "power_cap"}}, 'perseus.policy: expected either "watts" or "signal"'),
         ({"policy": {"name": "power_cap", "watts": 1, "signal": "cap"}}, 'expected either "watts" or "signal"'),
         ({"policy": {"max_slowdown": 0.1}}, "perseus.policy.name: missing."),

@@ -25,7 +25,6 @@ from perseus_ds.artifacts.run_records import (
 )
 from perseus_ds.errors import ConfigError
 from perseus_ds.gpu.device_models import COMPUTE_BOUND
-from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.policy.decisions import decide
 from perseus_ds.report.live import JobFollower
@@ -47,7 +46,6 @@ def first(start, monkeypatch, tmp_path):
 
 
 CACHED = {"mode": "auto", "cache": True, **SLOWER}
-WHOLE_DAY = {"begin": "00:00", "end": "00:00", "policy": {"name": "energy_optimal", "least_swing": True}}
 
 
 def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start, capsys):
@@ -80,17 +78,6 @@ def test_auto_mode_profiles_optimises_and_runs_on_less_energy(start, capsys):
     assert written.iterations == phases.count("profile")
     assert job.events(Predicted) == []
     assert "differ from the profile" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("least_swing", [False, True])
-def test_plans_are_made_steadier_where_the_policy_asks_for_it(start, monkeypatch, least_swing):
-    asked = []
-    monkeypatch.setattr("virtual.job.optimize", lambda *a, **k: asked.append(k["least_swing"]) or optimize(*a, **k))
-    policy = {"name": "schedule", "timezone": "UTC", "windows": [WHOLE_DAY]} if least_swing else {"name": "slowdown"}
-    job = start(mode="auto", policy=policy)
-    job.train_until("run")
-    job.close()
-    assert asked == [least_swing]
 
 
 def test_waiting_is_measured_after_a_counter_that_averages_has_forgotten_the_load(start):

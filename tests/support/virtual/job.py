@@ -352,7 +352,6 @@ class WorkerAtOnce:
                 switch_cost_j=request.switch_cost_j,
                 switch_cost_s=request.switch_cost_s,
                 least_dwell_s=request.least_dwell_s,
-                least_swing=request.least_swing,
             )
             frontier.save(request.out)
             self._result = OptimizeResult()
