@@ -63,7 +63,7 @@ test-newest:  ## Tests of engines and integration tests with the newest torch, D
 	$$python -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade torch$(addprefix ==,$(TORCH)) deepspeed$(addprefix ==,$(DEEPSPEED)) \
-		megatron-core$(addprefix ==,$(MEGATRON)) --editable ".[examples,zeus]" --group dev
+		megatron-core$(addprefix ==,$(MEGATRON)) --editable ".[examples,zeus]" --group dev hatchling
 	$(NEWEST)/bin/python -m pip list | grep -E "^(torch|deepspeed|megatron-core) "
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/$(NEWEST)/extensions $(NEWEST)/bin/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 \
 		$(or $(TESTS),tests/engines tests/integration)
