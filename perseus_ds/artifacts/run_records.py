@@ -166,14 +166,13 @@ class PlanChosen(Event):
     straggler: int | None = None
     slowdown: float = 1.0
     paused: bool = False
-    halts: bool = False
 
     def in_words(self) -> str:
         if self.paused:
             return "paused"
         late = f", pipeline {self.straggler} is {self.slowdown:g} times as slow" if self.straggler is not None else ""
         others = f", pipelines run {', '.join(map(str, self.plans))}" if len(set(self.plans)) > 1 else ""
-        return f"{'standing still, then ' if self.halts else ''}plan {self.plan}{late}{others}"
+        return f"plan {self.plan}{late}{others}"
 
 
 class PlanJudged(Event):
@@ -244,7 +243,6 @@ class PolicyChanged(Event):
 
     event: Literal["policy"] = "policy"
     policy: dict[str, Any] | None = None
-    by_schedule: bool = False
     problem: str | None = None
 
     def in_words(self) -> str:
@@ -342,56 +340,6 @@ class Recovered(Event):
 
     def in_words(self) -> str:
         return f"rank {self.rank} runs under plans again"
-
-
-class TimetableMade(Event):
-    """A cheapest policy has decided which plan runs when; costs are values of its signal times kWh."""
-
-    event: Literal["timetable"] = "timetable"
-    cost: float = 0.0
-    bound: float = 0.0
-    fastest_cost: float = 0.0
-    unit: str = ""
-    entries: tuple[tuple[float, int], ...] = ()
-    ends: float = 0.0
-    mean_from: float | None = None
-
-    def in_words(self) -> str:
-        above = f", {percent(self.cost / self.bound - 1)} above the bound" if self.bound > 0 else ""
-        return f"timetable: {_cost_in_words(self.cost, self.fastest_cost)} for the steps left{above}"
-
-
-class CostsSoFar(Event):
-    """What the energy has cost since a cheapest policy began, in values of its signal times kWh."""
-
-    event: Literal["costs"] = "costs"
-    iterations: int = 0
-    cost: float = 0.0
-    fastest_cost: float = 0.0
-    bound: float | None = None
-    halted_s: float = 0.0
-    done: bool = False
-
-    def in_words(self) -> str:
-        cost = _cost_in_words(self.cost, self.fastest_cost) if self.done else "not done yet"
-        return f"{self.iterations} iterations by the hour, {cost}"
-
-
-def _cost_in_words(cost: float, fastest_cost: float) -> str:
-    if fastest_cost <= 0:
-        return "at no cost"
-    return f"{percent(cost / fastest_cost - 1)} cost against the plan of slowdown 0"
-
-
-class Halted(Event):
-    """All ranks waited before an iteration."""
-
-    event: Literal["halt"] = "halt"
-    time_s: float = 0.0
-    energy_j: float | None = None
-
-    def in_words(self) -> str:
-        return f"training stood still for {duration(self.time_s)}"
 
 
 class PlanSummary(BaseModel):

@@ -25,7 +25,6 @@ COMMANDS = {
     "compare": "pages",
     "trace": "pages",
     "plot": "pages",
-    "emulate": "emulate",
     "schedules": "schedules",
     "partition": "partition",
     "export": "frontiers",
@@ -38,6 +37,7 @@ COMMANDS = {
 }
 # What to use instead of commands that version 0.2.0 no longer has.
 REMOVED = {
+    "emulate": "benchmarks/emulation.py of the repository computes the same tables.",
     "share": 'Give each job a cap of its own: "policy": {"name": "power_cap", "watts": …}, or the path of a file as '
     '"signal", which may change while the job runs.',
 }

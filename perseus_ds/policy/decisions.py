@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
@@ -14,18 +14,14 @@ from pydantic import Field
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.policy.hourly_programme import HALT, Option, Timetable, cheapest
 from perseus_ds.policy.policies import (
-    CheapestPolicy,
     DeadlinePolicy,
     EnergyOptimalPolicy,
     PolicyConfig,
     ReducePolicy,
     SlowdownPolicy,
-    in_force,
 )
 from perseus_ds.policy.signals import Signal
-from perseus_ds.units import J_PER_KWH
 
 # Times and powers are known this well; of what there is to use up, this much is left.
 MARGIN = 0.005
@@ -61,16 +57,12 @@ class Decision:
         plan: Place on the frontier.
         problem: The condition of the policy that cannot be met; empty if it is met.
         failed: Whether nothing could be decided; then the job runs at default clocks.
-        halts: Whether training stands still before it.
-        timetable: What a cheapest policy has decided for the time until the job ends.
         cap: The power cap in force; None for none, or where it cannot be read.
     """
 
     plan: int
     problem: str = ""
     failed: bool = False
-    halts: bool = False
-    timetable: Timetable | None = None
     cap: PowerCap | None = None
 
 
@@ -84,8 +76,6 @@ class Situation:
         power_ratio: Measured over predicted power.
         stopped_s: Time between iterations [s].
         gpus_per_rank: GPUs of the job for each pipeline rank of a plan.
-        iterations_ahead: Iterations that will have run before the one that is decided on.
-        idle_power_w: What all GPUs of the job draw while they wait [W].
         default_power_w: What they draw at default clocks: as measured in the job, or by the profile [W].
         signals: Last good values of the signals, by file.
         before: What was decided last; None at the start.
@@ -97,8 +87,6 @@ class Situation:
     power_ratio: float = 1.0
     stopped_s: float = 0.0
     gpus_per_rank: int = 1
-    iterations_ahead: int = 1
-    idle_power_w: float = 0.0
     default_power_w: float = 0.0
     signals: Mapping[str, Signal] = field(default_factory=dict)
     before: Decision | None = None
@@ -174,7 +162,6 @@ class Assignment:
     Attributes:
         plan: What the policy asks for, as a place on the frontier.
         paused: Whether to run at default clocks.
-        halts: Whether all ranks wait before that iteration.
         capped: Whether default clocks would draw more than the power cap in force: then all iterations run under plans.
         stretch_factors: Of each pipeline: how many times as long as the policy's plan its plan may take.
         plans: Of each pipeline.
@@ -185,7 +172,6 @@ class Assignment:
 
     plan: int = 0
     paused: bool = False
-    halts: bool = False
     capped: bool = False
     stretch_factors: tuple[float, ...] = ()
     plans: tuple[int, ...] = ()
@@ -213,7 +199,7 @@ class Assignment:
             others: The frontiers of pipelines that have others.
             lateness: How much longer than promised plans take in this job, as a fraction: plans are faster by that, to
                 keep what the policy's plan promises.
-            decided: Whether it is ``paused``, ``halts`` and ``capped``.
+            decided: Whether it is ``paused`` and ``capped``.
         """
 
         def with_factors(factors: tuple[float, ...]) -> Assignment:
@@ -255,15 +241,12 @@ class Assignment:
 
 def decide(policy: PolicyConfig, frontier: Frontier, situation: Situation) -> Decision:
     """Return the plan that a policy asks for now."""
-    policy = in_force(policy, situation.now)
     if isinstance(policy, SlowdownPolicy):
         return Decision(frontier.plans.index(frontier.within(policy.max_slowdown)))
     if isinstance(policy, EnergyOptimalPolicy):
         return Decision(len(frontier.plans) - 1)
     if isinstance(policy, DeadlinePolicy):
         return _by_deadline(policy, frontier, situation)
-    if isinstance(policy, CheapestPolicy):
-        return by_hours(policy, frontier, situation)
     if isinstance(policy, ReducePolicy):
         return _reduced(policy, frontier, situation)
     signal = situation.signals.get(policy.signal or "")
@@ -343,7 +326,7 @@ def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situatio
     return Decision(0, "" if needed_s <= seconds else _too_late(policy, situation, needed_s))
 
 
-def _too_late(policy: DeadlinePolicy | CheapestPolicy, situation: Situation, needed_s: float) -> str:
+def _too_late(policy: DeadlinePolicy, situation: Situation, needed_s: float) -> str:
     left_s = max(0.0, (policy.finish_by - situation.now).total_seconds())
     return (
         f"the deadline {policy.finish_by.isoformat()} cannot be met: {policy.total_steps - situation.step} steps take "
@@ -385,97 +368,3 @@ def _under_cap(watts: float, signal: str, frontier: Frontier, situation: Situati
 
 def _slowest(frontier: Frontier, deadline_s: float) -> int:
     return frontier.plans.index(frontier.lookup(max(deadline_s, frontier.plans[0].time_s)))
-
-
-_NO_SIGNAL = Signal((-math.inf,), (1.0,), math.inf)
-# A timetable holds until the job is this many steps before or behind it.
-_LEAST_STEPS_OFF = 2.0
-
-
-def by_hours(policy: CheapestPolicy, frontier: Frontier, situation: Situation) -> Decision:
-    """Return the plan that a policy asks for by the hour, or that training stands still."""
-    left = policy.total_steps - situation.step
-    if left <= 0:
-        return Decision(len(frontier.plans) - 1)
-    now_s = situation.now.timestamp()
-    signal = situation.signals.get(policy.signal, _NO_SIGNAL)
-    timetable, running = (situation.before.timetable, situation.before.plan) if situation.before else (None, 0)
-    if timetable is None or not _still_holds(timetable, policy, signal, situation):
-        options = options_of(policy, frontier, situation)
-        timetable = make_timetable(policy, signal, options, situation)
-    if timetable is None:
-        return Decision(0, _too_late(policy, situation, left / options[0].rate))
-    # The iteration that is decided on lasts from half an iteration before this moment to half of one after it.
-    decides_for_s = now_s + (situation.iterations_ahead + 0.5) / timetable.rates[running]
-    plan, halts = timetable.at(decides_for_s)
-    return Decision(plan, _assumption(policy, signal, timetable), halts=halts, timetable=timetable)
-
-
-def options_of(policy: CheapestPolicy, frontier: Frontier, situation: Situation) -> list[Option]:
-    """Return rate and power of each plan as measured in this run, the fastest first, and of standing still."""
-    options = []
-    for number, plan in enumerate(frontier.plans):
-        time_s = plan.time_s * situation.time_ratio
-        power_w = plan.energy_j / plan.time_s * situation.power_ratio * situation.gpus_per_rank
-        period_s = time_s + situation.stopped_s
-        energy_j = power_w * time_s + situation.idle_power_w * situation.stopped_s
-        options.append(Option(number, 1 / period_s, energy_j / period_s))
-    if policy.may_pause:
-        options.append(Option(HALT, 0.0, situation.idle_power_w))
-    return options
-
-
-def make_timetable(
-    policy: CheapestPolicy, signal: Signal, options: Sequence[Option], situation: Situation
-) -> Timetable | None:
-    """Return the cheapest timetable that ends in time; None if there is none.
-
-    It keeps one step and half a percent of the time in reserve, as long as that is possible.
-    """
-    begin_s, end_s = situation.now.timestamp(), policy.finish_by.timestamp()
-    left = policy.total_steps - situation.step
-    if end_s <= begin_s:
-        return None
-    edges_s, values = signal.between(begin_s, end_s)
-    bound = cheapest(options, edges_s, values, left)
-    if bound is None:
-        return None
-    in_reserve = cheapest(options, *signal.between(begin_s, end_s - MARGIN * (end_s - begin_s)), left + 1, near=bound)
-    solution, fastest_s = in_reserve or bound, left / options[0].rate
-    edges_s, plans = solution.parts()
-    return Timetable(
-        policy=policy,
-        signal=signal,
-        edges_s=edges_s,
-        plans=plans,
-        rates={option.plan: option.rate for option in options},
-        step=situation.step,
-        valid_until_s=min(signal.next_change_s(begin_s), float(edges_s[-1])),
-        cost=solution.cost / J_PER_KWH,
-        bound=bound.cost / J_PER_KWH,
-        fastest_cost=fastest_s * options[0].power_w * signal.mean_between(begin_s, begin_s + fastest_s) / J_PER_KWH,
-        mean_from_s=signal.end_s if signal.end_s < end_s else None,
-    )
-
-
-def _still_holds(timetable: Timetable, policy: CheapestPolicy, signal: Signal, situation: Situation) -> bool:
-    now_s = situation.now.timestamp()
-    allowed = max(_LEAST_STEPS_OFF, MARGIN / 2 * (policy.total_steps - timetable.step))
-    return (
-        timetable.policy == policy
-        and timetable.signal is signal
-        and now_s < timetable.valid_until_s
-        and abs(timetable.steps_at(now_s) - situation.step) <= allowed
-    )
-
-
-def _assumption(policy: CheapestPolicy, signal: Signal, timetable: Timetable) -> str:
-    if signal is _NO_SIGNAL:
-        return f"the signal cannot be read from {policy.signal}: every hour is taken to cost the same"
-    if timetable.mean_from_s is None:
-        return ""
-    end = datetime.fromtimestamp(timetable.mean_from_s, timezone.utc)
-    return (
-        f"the signal {policy.signal} ends at {end:%FT%TZ}, before the deadline: of the time after it, its mean "
-        f"{signal.mean:.4g} is assumed"
-    )

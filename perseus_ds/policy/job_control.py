@@ -15,8 +15,7 @@ from pydantic import ConfigDict, Field
 from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.run_records import Event, OrderGiven, PolicyChanged
 from perseus_ds.policy.control_socket import AnyOrder, Pause, Reduce, Resume, SetPolicy, SetStraggler, Status
-from perseus_ds.policy.hourly_programme import CostAccount
-from perseus_ds.policy.policies import PolicyConfig, check_deadline, reduced
+from perseus_ds.policy.policies import PolicyConfig, ReducePolicy, check_deadline, reduced
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.timebase import REAL_TIME, Timebase
 from perseus_ds.units import duration, percent, watts
@@ -94,7 +93,6 @@ class JobControl:
         own_steps: Steps that this process has done.
         progress: What a checkpoint, or the plans before these, kept of the progress under plans, until plans are run.
         signals: The signals of the policy; None but on rank 0.
-        costs: What the job's energy has cost by a signal.
         effect_of: Returns what a policy would do now; from any thread. Nothing is known of it until plans are run.
     """
 
@@ -119,7 +117,6 @@ class JobControl:
         self.steps = self.own_steps = 0
         self.progress: Mapping[str, Any] = {}
         self.signals: SignalWatch | None = None
-        self.costs = CostAccount()
         self.on_order: Callable[[OrderGiven], None] = lambda order: None
         self.effect_of: Callable[[PolicyConfig], Effect | None] = _not_known
         self._pipelines = pipelines
@@ -131,6 +128,13 @@ class JobControl:
     def plans_are_dropped(self, progress: Mapping[str, Any]) -> None:
         """Keep the progress under plans for those of another profile, until which no effect is known."""
         self.progress, self.effect_of = progress, _not_known
+
+    def policy_now(self) -> PolicyConfig:
+        """Return the policy; that beside a reduction replaces it when its time is over."""
+        with self._lock:
+            if isinstance(self.policy, ReducePolicy) and self.policy.is_over(self._timebase.date()):
+                self.policy = self.policy.policy
+            return self.policy
 
     def record_policy(self, record: Callable[[Event], None]) -> None:
         """Record the policy if the job's records name another one, from an order or a checkpoint."""
@@ -191,7 +195,8 @@ class JobControl:
             check_deadline(order.policy, self._timebase.date())
             if self.signals is not None:
                 self.signals.follow(order.policy)
-            self.policy = order.policy
+            with self._lock:
+                self.policy = order.policy
             effect = self.effect_of(order.policy)
             but = f"; but {effect.problem}" if effect is not None and effect.problem else ""
             return f"policy {order.policy.name} from the next iterations on{but}"
@@ -211,7 +216,8 @@ class JobControl:
         until = self._timebase.date() + timedelta(seconds=order.duration_s)
         policy = reduced(self.policy, order.power_fraction, until)
         effect = self.effect_of(policy)
-        self.policy = policy
+        with self._lock:
+            self.policy = policy
         cost = cost_in_words(effect, order.power_fraction, order.duration_s, until.timestamp(), order.within_s)
         return cost + ("; but it is paused, and runs at default clocks until it is resumed" if self.paused else "")
 
@@ -225,8 +231,6 @@ class JobControl:
             paused=self.paused,
             steps=self.steps,
             stragglers=reported,
-            costs=self.costs,
-            saved_at=self._timebase.date().timestamp(),
         ).model_dump(mode="json")
 
     def restore(self, state: Mapping[str, Any], steps: int | None = None) -> bool:
@@ -256,9 +260,7 @@ class JobControl:
             self.paused, self.steps = kept.paused, kept.steps
             if kept.configured != self._configured:
                 return False
-            self.policy, self.costs = kept.policy, kept.costs
-        if self.costs.fastest_at_s is not None:  # the time in which the job did not run is lost under any plan
-            self.costs.fastest_at_s += self._timebase.date().timestamp() - kept.saved_at
+            self.policy = kept.policy
         if self.signals is not None:
             self.signals.follow_if_possible(self.policy)
         return True
@@ -273,8 +275,6 @@ class _Kept(FileModel):
     paused: bool
     steps: int = Field(ge=0, le=10**12)
     stragglers: dict[int, tuple[int, Annotated[float, Field(ge=1)]]]
-    costs: CostAccount
-    saved_at: float
 
 
 def _not_known(policy: PolicyConfig) -> Effect | None:

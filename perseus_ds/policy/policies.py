@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime, time
-from functools import cached_property
+from datetime import datetime
 from typing import Annotated, Literal
-from zoneinfo import ZoneInfo
 
 from pydantic import (
     AfterValidator,
@@ -28,6 +26,9 @@ class _Policy(BaseModel):
 
 
 REMOVED = {
+    "schedule": 'removed in 0.2.0; have cron call "perseus-ds control policy" at the times of day (docs/policies.md)',
+    "cheapest": 'removed in 0.2.0; use {"name": "deadline", ...} to finish by a time, or {"name": "power_cap", '
+    '"signal": ...} for less power in the hours in which it is dear (docs/policies.md)',
     "least_swing": "removed in 0.2.0; leave it out: plans without it use 0.1 to 0.2 % less energy",
 }
 """Names and keys of policies that earlier versions had: since when they are gone, and what to write instead."""
@@ -70,18 +71,14 @@ class SlowdownPolicy(_Policy):
     )
 
 
-class _TimelyPolicy(_Policy):
-    name: str
+class DeadlinePolicy(_Policy):
+    """Finish by a time, with the least energy that allows it."""
+
+    name: Literal["deadline"]
     finish_by: AwareDatetime = Field(description="When the last step must be done, such as 2030-01-31T08:00:00+00:00.")
     total_steps: int = Field(
         gt=0, le=10**12, description="Steps of the whole training, those before a checkpoint included."
     )
-
-
-class DeadlinePolicy(_TimelyPolicy):
-    """Finish by a time, with the least energy that allows it."""
-
-    name: Literal["deadline"]
 
 
 class PowerCapPolicy(_Policy):
@@ -109,77 +106,7 @@ class EnergyOptimalPolicy(_Policy):
 
 
 _Simple = SlowdownPolicy | DeadlinePolicy | PowerCapPolicy | EnergyOptimalPolicy
-SimplePolicy = Annotated[_Simple, Field(discriminator="name"), BeforeValidator(_of_this_version)]
-Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
-_DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
-
-
-def _local(value: time) -> time:
-    if value.tzinfo is not None:
-        raise ValueError('expected a time without zone, such as 17:00; the zone is that of "timezone"')
-    return value
-
-
-def _name_of_a_zone(value: str) -> str:
-    try:
-        ZoneInfo(value)
-    except (KeyError, OSError, ValueError):
-        raise ValueError(f"expected the name of a time zone such as Europe/Berlin, got {value!r}") from None
-    return value
-
-
-class Window(_Policy):
-    """A time of day, on some days of the week, with a policy of its own."""
-
-    begin: Annotated[time, AfterValidator(_local)] = Field(description="Local time, such as 17:00.")
-    end: Annotated[time, AfterValidator(_local)] = Field(
-        description="Local time. One that is not after begin is of the next day: 22:00 to 06:00; 00:00 to 00:00 is a "
-        "whole day."
-    )
-    days: tuple[Day, ...] = Field(_DAYS, min_length=1, description="The days on which it begins.")
-    policy: SimplePolicy = Field(description="As above: slowdown, deadline, power_cap or energy_optimal.")
-
-    def contains(self, local: datetime) -> bool:
-        """Whether a local time is within the window."""
-        day, clock = local.weekday(), local.time()
-        begins_today, began_yesterday = _DAYS[day] in self.days, _DAYS[day - 1] in self.days
-        if self.begin < self.end:
-            return begins_today and self.begin <= clock < self.end
-        return (begins_today and clock >= self.begin) or (began_yesterday and clock < self.end)
-
-
-class SchedulePolicy(_Policy):
-    """Other policies by time of day and day of the week; the first window that contains the present counts."""
-
-    name: Literal["schedule"]
-    timezone: Annotated[str, AfterValidator(_name_of_a_zone)] = Field(
-        description="Time zone of the windows, such as Europe/Berlin; daylight saving is followed."
-    )
-    windows: tuple[Window, ...] = Field(min_length=1, description="Times with a policy of their own.")
-    default: SimplePolicy = Field(default_factory=SlowdownPolicy, description="Outside of all windows.")
-
-    @cached_property
-    def _zone(self) -> ZoneInfo:
-        return ZoneInfo(self.timezone)
-
-    def at(self, now: datetime) -> SimplePolicy:
-        """Return the policy that is in force at a time."""
-        local = now.astimezone(self._zone)
-        return next((window.policy for window in self.windows if window.contains(local)), self.default)
-
-
-class CheapestPolicy(_TimelyPolicy):
-    """Finish by a time at the least cost or carbon, by the hours of a price or a carbon intensity."""
-
-    name: Literal["cheapest"]
-    signal: str = Field(
-        description="File with the price or carbon intensity over time, CSV or JSON; read again when it changes."
-    )
-    may_pause: bool = Field(False, description="Whether training may stand still for as long as that is cheaper.")
-
-
-_Lasting = _Simple | SchedulePolicy | CheapestPolicy
-LastingPolicy = Annotated[_Lasting, Field(discriminator="name"), BeforeValidator(_of_this_version)]
+Policy = Annotated[_Simple, Field(discriminator="name"), BeforeValidator(_of_this_version)]
 
 
 class ReducePolicy(_Policy):
@@ -198,7 +125,7 @@ class ReducePolicy(_Policy):
         description="File with such fractions over time, or with one, 1 for no reduction; read again when it changes. "
         "Where both ask for one, the smaller counts.",
     )
-    policy: LastingPolicy = Field(default_factory=SlowdownPolicy, description="Any other policy.")
+    policy: Policy = Field(default_factory=SlowdownPolicy, description="Any other policy.")
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> Self:
@@ -208,44 +135,31 @@ class ReducePolicy(_Policy):
             raise ValueError('expected "power_fraction" and "until", or "signal", the file of a fraction that changes')
         return self
 
+    def is_over(self, now: datetime) -> bool:
+        """Whether nothing asks for less power any more."""
+        return self.signal is None and self.until is not None and now >= self.until
+
     def fraction_until(self, now: datetime) -> float:
         """Return the fraction that is asked for without a file; 1 for none."""
         return 1.0 if self.power_fraction is None or self.until is None or now >= self.until else self.power_fraction
 
 
-PolicyConfig = Annotated[_Lasting | ReducePolicy, Field(discriminator="name"), BeforeValidator(_of_this_version)]
+PolicyConfig = Annotated[_Simple | ReducePolicy, Field(discriminator="name"), BeforeValidator(_of_this_version)]
 POLICY: TypeAdapter[PolicyConfig] = TypeAdapter(PolicyConfig)
 """Checks a policy that is given as plain values."""
-PolicyInForce = SimplePolicy | CheapestPolicy | ReducePolicy
 
 
 def reduced(policy: PolicyConfig, power_fraction: float, until: datetime) -> ReducePolicy:
     """Return a policy with less power beside it until some time; a file that asks for less is followed as before."""
     signal = policy.signal if isinstance(policy, ReducePolicy) else None
     return ReducePolicy(
-        name="reduce", power_fraction=power_fraction, until=until, signal=signal, policy=lasting(policy)
+        name="reduce", power_fraction=power_fraction, until=until, signal=signal, policy=without_reduction(policy)
     )
 
 
-def lasting(policy: PolicyConfig) -> LastingPolicy:
+def without_reduction(policy: PolicyConfig) -> Policy:
     """Return the policy beside which power is reduced, or the policy itself."""
     return policy.policy if isinstance(policy, ReducePolicy) else policy
-
-
-def in_force(policy: PolicyConfig, now: datetime) -> PolicyInForce:
-    """Return the policy that decides at a time: that of a schedule's window, or a reduction until it ends."""
-    if isinstance(policy, ReducePolicy) and (policy.signal is not None or policy.fraction_until(now) < 1):
-        return policy
-    policy = lasting(policy)
-    return policy.at(now) if isinstance(policy, SchedulePolicy) else policy
-
-
-def parts_of(policy: PolicyConfig) -> list[SimplePolicy | CheapestPolicy]:
-    """Return the policies that decide: those of a schedule's windows and its default, or the policy itself."""
-    policy = lasting(policy)
-    if isinstance(policy, SchedulePolicy):
-        return [policy.default, *(window.policy for window in policy.windows)]
-    return [policy]
 
 
 def check_deadline(policy: PolicyConfig, now: datetime) -> None:
@@ -254,25 +168,23 @@ def check_deadline(policy: PolicyConfig, now: datetime) -> None:
     Raises:
         ConfigError: It has passed.
     """
-    for part in parts_of(policy):
-        if isinstance(part, _TimelyPolicy) and part.finish_by <= now:
-            raise ConfigError(
-                f"policy.finish_by: {part.finish_by.isoformat()} has passed; it is "
-                f"{now.isoformat(timespec='seconds')}. Give a time to come."
-            )
+    policy = without_reduction(policy)
+    if isinstance(policy, DeadlinePolicy) and policy.finish_by <= now:
+        raise ConfigError(
+            f"policy.finish_by: {policy.finish_by.isoformat()} has passed; it is "
+            f"{now.isoformat(timespec='seconds')}. Give a time to come."
+        )
 
 
-SignalUse = Literal["price", "cap", "fraction"]
+SignalUse = Literal["cap", "fraction"]
 
 
 def signal_files(policy: PolicyConfig) -> dict[str, SignalUse]:
     """Return the files of the signals that a policy is decided by, and what their values are."""
     uses: dict[str, SignalUse] = {}
-    for part in parts_of(policy):
-        if isinstance(part, PowerCapPolicy) and part.signal is not None:
-            uses[part.signal] = "cap"
-        elif isinstance(part, CheapestPolicy):
-            uses[part.signal] = "price"
+    main = without_reduction(policy)
+    if isinstance(main, PowerCapPolicy) and main.signal is not None:
+        uses[main.signal] = "cap"
     if isinstance(policy, ReducePolicy) and policy.signal is not None:
         uses[policy.signal] = "fraction"
     return uses

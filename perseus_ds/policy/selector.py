@@ -13,7 +13,6 @@ When a job begins, or goes on from a checkpoint, the first assignment is broadca
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from pydantic import Field
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.io import FileModel
-from perseus_ds.artifacts.run_records import Event, Halted, PlanChosen, PolicyChanged, PowerCapChanged, TimetableMade
+from perseus_ds.artifacts.run_records import Event, PlanChosen, PolicyChanged, PowerCapChanged
 from perseus_ds.policy.decisions import (
     MARGIN,
     NO_OTHERS,
@@ -36,26 +35,14 @@ from perseus_ds.policy.decisions import (
     decide,
     reduction_of,
 )
-from perseus_ds.policy.hourly_programme import Timetable
 from perseus_ds.policy.job_control import Effect, JobControl, Straggler, cost_in_words
-from perseus_ds.policy.policies import (
-    CheapestPolicy,
-    PolicyConfig,
-    PolicyInForce,
-    PowerCapPolicy,
-    ReducePolicy,
-    SchedulePolicy,
-    in_force,
-    lasting,
-)
+from perseus_ds.policy.policies import PolicyConfig, PowerCapPolicy, ReducePolicy, without_reduction
 from perseus_ds.policy.reports import JobReport, RankReports
 from perseus_ds.policy.signals import Signal
 from perseus_ds.ranks import Communicator
 from perseus_ds.timebase import Timebase
 
 logger = logging.getLogger("perseus_ds")
-# A timetable is recorded at each value of the signal, and later ones replace what is far ahead.
-_MOST_ENTRIES = 200
 _APART = 1.06
 _TOGETHER = 1.03
 _IN_A_ROW = 2
@@ -180,7 +167,6 @@ class PlanSelector:
         self._record = record
         self._say = say
         self._gpus_per_rank = communicator.world_size // communicator.topology.pipeline_ranks
-        self._idle_power_w = frontier.provenance.blocking_power_w * communicator.world_size
         self._stragglers = StragglerWatch(int(communicator.pipeline_of_rank.max(initial=-1)) + 1)
         self.statistics = RunStatistics()
         self.default_power_w: float | None = None
@@ -188,10 +174,8 @@ class PlanSelector:
         self._lateness = 0.0
         self._numbers = 0
         self._ordered: PolicyConfig = control.policy
-        self._window: PolicyInForce | None = None
         self._problem = ""
         self._decision: Decision | None = None
-        self._ended_s = math.nan
         self.in_force = self.decided = Assignment()
         self.resume(after_others=True)
 
@@ -212,7 +196,7 @@ class PlanSelector:
 
         def decide_first() -> Assignment:
             if plan is None:
-                return self._numbered(self._choose(iterations_ahead=0))
+                return self._numbered(self._choose())
             capped = self.would_be_capped()
             return self._numbered(self._assign(plan, paused=self._control.paused, capped=capped))
 
@@ -236,7 +220,6 @@ class PlanSelector:
                 self._learn(reports, ranks, ran)
             self.in_force = reports.decided or self.in_force
         if self._communicator.is_rank_0:
-            self._add_cost(reports, ran)
             self.decided = self._numbered(self._choose())
         return self._announce(before)
 
@@ -261,37 +244,29 @@ class PlanSelector:
             "straggler": straggler.pipeline if straggler else None,
             "slowdown": round(straggler.slowdown, 3) if straggler else 1.0,
             "paused": now.paused,
-            "halts": now.halts,
         }
 
     def plan_of_this_rank(self) -> int:
         """Return the plan in force of this rank's pipeline, as a place on its frontier."""
         return self.in_force.plans[self._communicator.topology.data_parallel_rank]
 
-    def may_go_on(self) -> bool:
-        """Whether training that stands still goes on; on rank 0."""
-        return not self._choose(iterations_ahead=0).halts
-
     def effect_of(self, policy: PolicyConfig) -> Effect:
         """Return what a policy would do now; from any thread."""
         decision = self._decide(policy)
         time_s, energy_j = self._expected(decision.plan)
         time_now_s, _ = self._expected(self.in_force.plan)
-        without_s, _ = self._expected(self._decide(lasting(policy)).plan)
+        without_s, _ = self._expected(self._decide(without_reduction(policy)).plan)
         default_w = self.unlimited_power_w or self._power_at_default_clocks_w
         return Effect(time_s, time_now_s, without_s, energy_j / time_s, default_w, decision.problem)
 
-    def _choose(self, iterations_ahead: int = 1) -> Assignment:
-        """Return what rank 0 decides on the iteration before which so many will have run, without a number."""
+    def _choose(self) -> Assignment:
+        """Return what rank 0 decides on a later iteration, without a number."""
         control = self._control
-        policy = in_force(control.policy, self._timebase.date())
-        if control.policy != self._ordered:
-            self._ordered, self._window, self._problem, self._lateness = control.policy, None, "", 0.0
+        policy = control.policy_now()
+        if policy != self._ordered:
+            self._ordered, self._problem, self._lateness = policy, "", 0.0
         control.record_policy(self._record)
-        if isinstance(control.policy, SchedulePolicy | ReducePolicy) and policy != self._window:
-            self._window, self._problem, self._lateness = policy, "", 0.0
-            self._record(PolicyChanged(policy=policy.model_dump(mode="json"), by_schedule=True))
-        before, self._decision = self._decision, self._decide(policy, iterations_ahead)
+        before, self._decision = self._decision, self._decide(policy)
         decision = self._decision
         self._record_cap(policy, decision.cap, before.cap if before is not None else None)
         # Before the first colon a problem has no figures that change at every iteration.
@@ -299,12 +274,9 @@ class PlanSelector:
             self._problem = decision.problem
             self._record(PolicyChanged(problem=decision.problem))
             self._say(decision.problem)
-        if decision.timetable is not None and (before is None or decision.timetable is not before.timetable):
-            self._record_timetable(decision.timetable)
         return self._assign(
             decision.plan,
             paused=control.paused or decision.failed,
-            halts=decision.halts and not control.paused,
             capped=self._is_capped(decision),
         )
 
@@ -334,10 +306,10 @@ class PlanSelector:
 
     def would_be_capped(self) -> bool:
         """Whether default clocks would draw more than the cap of the policy that is asked for now; on rank 0."""
-        policy = in_force(self._control.policy, self._timebase.date())
+        policy = self._control.policy_now()
         return isinstance(policy, PowerCapPolicy | ReducePolicy) and self._is_capped(self._decide(policy))
 
-    def _decide(self, policy: PolicyConfig, iterations_ahead: int = 1) -> Decision:
+    def _decide(self, policy: PolicyConfig) -> Decision:
         situation = Situation(
             step=self._control.steps,
             now=self._timebase.date(),
@@ -345,8 +317,6 @@ class PlanSelector:
             power_ratio=self.statistics.power_ratio,
             stopped_s=self.statistics.stopped_s,
             gpus_per_rank=self._gpus_per_rank,
-            iterations_ahead=iterations_ahead,
-            idle_power_w=self._idle_power_w,
             default_power_w=self.unlimited_power_w or self._power_at_default_clocks_w,
             signals=self._signals,
             before=self._decision,
@@ -420,54 +390,6 @@ class PlanSelector:
     def _signals(self) -> Mapping[str, Signal]:
         watch = self._control.signals
         return {} if watch is None else watch.signals
-
-    def _prices(self) -> Signal | None:
-        """Return the prices that count now, if a cheapest policy is in force."""
-        policy = lasting(self._ordered)
-        return self._signals.get(policy.signal) if isinstance(policy, CheapestPolicy) else None
-
-    def _add_cost(self, reports: JobReport | None, ran: Assignment | None) -> None:
-        """Add the cost of the iteration before the one that has just ended."""
-        ended_s, self._ended_s = self._ended_s, self._timebase.date().timestamp()
-        signal = self._prices()
-        if reports is None or signal is None or math.isnan(ended_s):
-            return
-        fastest_time_s, fastest_energy_j = self._expected(0)
-        expected_j = fastest_energy_j if ran is None else self._expected(ran.plan)[1]
-        self._control.costs.add_iteration(
-            signal,
-            ended_s=ended_s,
-            time_s=reports.time_s,
-            energy_j=reports.energy_j if math.isfinite(reports.energy_j) else expected_j,
-            fastest_time_s=fastest_time_s + self.statistics.stopped_s,
-            fastest_energy_j=fastest_energy_j,
-        )
-
-    def add_halt(self, time_s: float, energy_j: float) -> None:
-        """Record and add the cost of a time in which training stood still [s, J], NaN if not known; on rank 0."""
-        end_s = self._timebase.date().timestamp()
-        self._record(Halted(time_s=round(time_s, 3), energy_j=round(energy_j, 3)))
-        signal = self._prices()
-        if signal is not None:
-            known_j = energy_j if math.isfinite(energy_j) else self._idle_power_w * time_s
-            self._control.costs.add_halt(signal, begin_s=end_s - time_s, end_s=end_s, energy_j=known_j)
-
-    def _record_timetable(self, timetable: Timetable) -> None:
-        costs = self._control.costs
-        costs.bound = timetable.bound if costs.bound is None else costs.bound
-        begins_s = timetable.edges_s[:-1][:_MOST_ENTRIES]
-        self._record(
-            TimetableMade(
-                cost=timetable.cost,
-                bound=timetable.bound,
-                fastest_cost=timetable.fastest_cost,
-                unit=timetable.signal.unit,
-                entries=tuple(zip(begins_s.round(1).tolist(), timetable.plans.tolist(), strict=False)),
-                ends=round(float(timetable.edges_s[-1]), 1),
-                mean_from=timetable.mean_from_s,
-            )
-        )
-        self._record(costs.so_far())
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as plain values."""

@@ -21,7 +21,6 @@ from perseus_ds.artifacts.frontier import SLOWDOWNS, Frontier
 from perseus_ds.artifacts.io import write_atomically
 from perseus_ds.artifacts.plan import PowerSwing
 from perseus_ds.artifacts.run_records import FILE_NAME as RECORDS
-from perseus_ds.artifacts.run_records import CostsSoFar, Event
 from perseus_ds.artifacts.timeline import MeasuredIteration
 from perseus_ds.errors import ConfigError
 from perseus_ds.measures import PowerBySecond
@@ -129,19 +128,9 @@ def tiles(found: Sources, job: ReportedJob | None, factors: Factors) -> list[Til
     if found.frontier is not None:
         shown.append(_plan(found.frontier, found.plan_used, job))
     if job is not None:
-        shown += by_the_hour([occurrence.event for occurrence in job.history.occurrences])
         shown += _run(job.history.total, found, factors)
         shown += _power(job.history)
     return shown
-
-
-def by_the_hour(events: Sequence[Event]) -> Iterator[Tile]:
-    """Yield what a job that is done cost by the signal of a cheapest policy."""
-    costs = [event for event in events if isinstance(event, CostsSoFar)]
-    if costs and costs[-1].done and costs[-1].fastest_cost > 0:
-        note = f"against the plan of slowdown 0 throughout, by the policy's signal; {costs[-1].iterations} iterations"
-        halted = f", training stood still for {duration(costs[-1].halted_s)}" if costs[-1].halted_s else ""
-        yield Tile("Cost by the hour", percent(costs[-1].cost / costs[-1].fastest_cost - 1), note + halted)
 
 
 def as_text(shown: Sequence[Tile], *, simulated: bool) -> str:

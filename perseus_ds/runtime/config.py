@@ -110,11 +110,8 @@ class PerseusConfig(StrictModel):
         description='Plan to run. {"name": "slowdown", "max_slowdown": 0.05}: 5 % above T_min at most (default 0); '
         '{"name": "deadline", "finish_by": "2030-01-31T08:00:00+00:00", "total_steps": 1000}; '
         '{"name": "power_cap", "watts": 5000}: of all GPUs together; {"name": "energy_optimal"}; '
-        '{"name": "schedule", "timezone": "Europe/Berlin", "windows": [{"begin": "17:00", "end": "21:00", '
-        '"policy": {"name": "power_cap", "watts": 5000}}]}; {"name": "cheapest", "finish_by": …, "total_steps": …, '
-        '"signal": "prices.csv"}: by the hours of a price or a carbon intensity; {"name": "reduce", '
-        '"power_fraction": 0.75, "until": …, "policy": …}: less power for a while, beside another policy; with '
-        '"signal": "power.csv", as that file asks for it.',
+        '{"name": "reduce", "power_fraction": 0.75, "until": …, "policy": …}: less power for a while, beside another '
+        'policy; with "signal": "power.csv", as that file asks for it.',
     )
     cache: bool = Field(True, description="auto mode: start under the plan of an earlier run of the same job.")
     max_drift: float = Field(

@@ -20,7 +20,6 @@ from perseus_ds.errors import GpuBusyError, GpuError
 from perseus_ds.pipeline.instruction import Instruction
 from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.reports import JobReport, RankReports
-from perseus_ds.policy.selector import PlanSelector
 
 T = TypeVar("T")
 Times: TypeAlias = Literal["all", "passes", "none"]
@@ -60,7 +59,6 @@ class NextIteration:
         decided: Rank 0's decision, which it sends with that report; None in phases without plans.
         status: What the next iteration runs, for ``perseus-ds control status``.
         progress: Returns what a checkpoint keeps of the phase, as plain values.
-        halted_by: Decides for how long all ranks wait before the iteration; None where they do not.
     """
 
     phase: str
@@ -78,7 +76,6 @@ class NextIteration:
     decided: Assignment | None = None
     status: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[], dict[str, Any]] = dict
-    halted_by: PlanSelector | None = None
 
     @property
     def follows_operations(self) -> bool:
@@ -103,7 +100,7 @@ class IterationMeasurement:
         failed: Whether this rank has fallen back to default clocks.
         shapes: Numbers that tell the inputs' shapes from others: of the first forward, and of all; 0 if not known.
         number: Of the iteration in the job.
-        stopped_s: How long before it began the one before had ended, without a halt that the policy asked for [s].
+        stopped_s: How long before it began the one before had ended [s].
         reports: What all ranks have reported of the iteration before; None where there was none, or it was cut off by a
             checkpoint.
         ranks: On rank 0, the reports of which that was made; None elsewhere.

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from perseus_ds.artifacts.run_records import FILE_NAME, Failed
-from perseus_ds.errors import ConfigError, ConnectionLostError, GpuError
+from perseus_ds.errors import ConfigError, ConnectionLostError
 from perseus_ds.policy.decisions import Assignment
 from perseus_ds.policy.job_control import JobControl
-from perseus_ds.policy.policies import CheapestPolicy, check_deadline, lasting
+from perseus_ds.policy.policies import check_deadline
 from perseus_ds.policy.reports import JobReport, RankReport, ReportExchange, shapes_number
-from perseus_ds.policy.selector import PlanSelector
 from perseus_ds.policy.signals import SignalWatch
 from perseus_ds.runtime.default_clocks import BackOff, after_a_fault, observe
 from perseus_ds.runtime.iterations import UNPLANNED, IterationMeasurement, NextIteration, NextPhase, Times
@@ -27,14 +22,11 @@ from perseus_ds.runtime.job import Job, ModeContext, RankContext
 from perseus_ds.runtime.modes import mode_of
 from perseus_ds.runtime.recorder import IterationContext, Recorder, TimelineLog
 from perseus_ds.runtime.supervision import may_pass
-from perseus_ds.units import less_or_more, plain
 
 logger = logging.getLogger("perseus_ds")
 _LAST_REPORTS_S = 2.0
 _POLL_S = 0.002
 _BACK_OFF = 10
-# Short, since a rank that is told to end must be able to tell the others so within the time that a scheduler gives.
-_LOOK_EVERY_S = 1.0
 
 
 class ModeDriver:
@@ -72,7 +64,6 @@ class ModeDriver:
         )
         self._ended: IterationContext | None = None
         self._ended_s: float | None = None
-        self._halted_s = 0.0
         self.unsent: Callable[[], tuple[RankReport, Assignment | None]] | None = None
         self._is_known: Callable[[], bool] = bool
         self._keep: Callable[[], None] | None = None
@@ -94,21 +85,6 @@ class ModeDriver:
         )
         return "all" if self._keeps_timeline or self.next.by_shape else self.next.times
 
-    def halt(self) -> None:
-        """Wait with all ranks before an iteration, for as long as the mode asks; errors never end training."""
-        self._halted_s = 0.0
-        if self.next.halted_by is None:
-            return
-        self.send_report()
-        try:
-            waited_s = _wait_for(self.next.halted_by, self._rank, lambda: self._is_closed)
-            if waited_s is None:
-                self.observe()
-            self._halted_s = waited_s or 0.0
-        except Exception as error:  # such as the connection to a rank that is gone
-            logger.debug("perseus: waiting failed", exc_info=True)
-            self._leave(error)
-
     def end_iteration(
         self, seen: IterationMeasurement, own: Mapping[str, Any], samples: int, *, is_last: bool = False
     ) -> None:
@@ -127,7 +103,7 @@ class ModeDriver:
         self._control.count_step()
         ran, ended = self.next, time.time()
         begun_s, ended_s = seen.host_s
-        stopped_s = 0.0 if self._ended_s is None else begun_s - self._ended_s - self._halted_s
+        stopped_s = 0.0 if self._ended_s is None else begun_s - self._ended_s
         self._ended_s = ended_s
         seen.number, seen.stopped_s, seen.reports = self._control.steps, stopped_s, reports
         seen.ranks = self._exchange.ranks if reports is not None else None
@@ -262,47 +238,6 @@ class ModeDriver:
                 self.next = next(self._mode)
 
 
-def _wait_for(selector: PlanSelector, rank: RankContext, is_closed: Callable[[], bool]) -> float | None:
-    """Wait until rank 0 says that it is over, or a rank is closed; every rank must do so at the same boundary.
-
-    No collective of the job is under way meanwhile, and none of Perseus for longer than the ranks are apart. The thread
-    sleeps, so that handlers of signals run. GPUs are idle, soon at default clocks.
-
-    Returns how long [s], 0 if they went on at once; None where a rank has been closed, so that all leave the mode.
-    """
-    begin_s, begin_j = rank.timebase.now_s(), _energy_j(rank)
-    has_waited = False
-    while True:
-        is_over_here = rank.communicator.is_rank_0 and selector.may_go_on()
-        spent_j = _energy_j(rank) - begin_j
-        numbers = [float(is_over_here), float(is_closed()), spent_j]
-        answer = rank.communicator.start_exchange(numbers, _of_job).result()
-        is_over, closed, energy_j = answer or (1.0, 1.0, math.nan)
-        if is_over or closed:
-            break
-        has_waited = True
-        rank.timebase.sleep(_LOOK_EVERY_S)
-    if closed or not has_waited:
-        return None if closed else 0.0
-    time_s = rank.timebase.now_s() - begin_s
-    if rank.communicator.is_rank_0:
-        selector.add_halt(time_s, energy_j)
-    return time_s
-
-
-def _of_job(numbers: npt.NDArray[np.float64]) -> tuple[float, float, float]:
-    """Return for all ranks whether it is over, whether one is closed, and the energy of all."""
-    is_over, is_closed = numbers[:, :2].max(axis=0).tolist()
-    return is_over, is_closed, float(numbers[:, 2].sum())
-
-
-def _energy_j(rank: RankContext) -> float:
-    try:
-        return rank.clocks.call(rank.gpu.energy_j).value()
-    except GpuError:
-        return math.nan
-
-
 def _check_deadline(context: ModeContext) -> None:
     """Check that the policy's deadline lies ahead; every rank must call it. Records in the folder mean a resumed job.
 
@@ -338,18 +273,5 @@ def _follow_signals(context: ModeContext) -> None:
         control.signals = SignalWatch(rank.timebase, report)
         rank.beside_training.callback(control.signals.close)
         control.signals.follow(control.policy)
-        rank.beside_training.callback(lambda: _summarise_costs(control, recorder))
 
     rank.communicator.computed_on_rank_0(begin)
-
-
-def _summarise_costs(control: JobControl, recorder: Recorder) -> None:
-    """Record what the job has cost, at its end, and print what that saved."""
-    costs, policy = control.costs, lasting(control.policy)
-    if not costs.iterations:
-        return
-    is_done = isinstance(policy, CheapestPolicy) and control.steps >= policy.total_steps
-    recorder.event(costs.so_far(done=is_done))
-    if is_done and costs.saved is not None:
-        compared = plain(less_or_more(-costs.saved))
-        recorder.say(f"by the signal, energy cost {compared} than under the plan of slowdown 0 throughout")

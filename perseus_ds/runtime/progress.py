@@ -26,7 +26,6 @@ from perseus_ds.artifacts.run_records import (
     ProfileWritten,
     Record,
     Started,
-    TimetableMade,
     policy_in_words,
     trains,
 )
@@ -41,7 +40,6 @@ PHASES: Mapping[str, str] = {
     "verdict": "comparing plan and default clocks",
     "run": "running under plans",
     "pause": "paused: default clocks",
-    "halt": "standing still until a cheaper hour",
     "observe": "default clocks",
 }
 """What a job does in each phase; a verdict is none of its own, but what comes next while plans run."""
@@ -148,7 +146,7 @@ class JobFacts(_Facts):
     @property
     def is_silent(self) -> bool:
         """Whether the job has been silent for long, and has not said that it ended."""
-        if self.ended or self.silent_s is None or self.phase == "halt":
+        if self.ended or self.silent_s is None:
             return False
         expected_s = max(_LONG_ITERATIONS * (self.iteration_s or 0.0), self.next_in_s or 0.0, _LONG_S)
         return self.silent_s > expected_s
@@ -249,7 +247,6 @@ class JobProgress:
             self._ordered_pause = self._ordered_pause if event.paused is None else event.paused
         elif isinstance(event, PolicyChanged) and event.policy:
             self._policy = event.policy
-            self._latest.pop(TimetableMade, None)
             if event.policy == self._ordered_policy:  # it is in force, whatever it hands over to later
                 self._ordered_policy = None
         self._latest[type(event)] = event
@@ -331,11 +328,9 @@ class JobProgress:
         return found if isinstance(found, kind) else None
 
     def _phase(self, now: float) -> dict[str, Any]:
-        last, chosen = self._last, self._of(PlanChosen)
+        last = self._last
         if self._ended or last is None:
             return {"phase": None, "next_phase": None, "next_in_s": None}
-        if chosen is not None and chosen.halts:
-            return {"phase": "halt", "next_phase": "run", "next_in_s": None}
         in_s = last.next_in_s
         if in_s is not None and last.ended is not None:
             in_s = max(0.0, last.ended + in_s - now)
@@ -346,8 +341,6 @@ class JobProgress:
             return None
         if self._ended:
             return 0.0 if self._last.iteration >= total_steps else None
-        if (timetable := self._of(TimetableMade)) is not None:
-            return max(0.0, timetable.ends - now)
         # From end to end: evaluations and checkpoints between iterations take time, too.
         ends = [record.ended for record in self._recent if record.ended is not None]
         between_s = [later - earlier for earlier, later in itertools.pairwise(ends)]

@@ -242,7 +242,6 @@ class PerseusRuntime:
     @contextmanager
     def iteration(self, samples: int = 0) -> Iterator[None]:
         """Surround one training iteration, after which the job has seen so many samples."""
-        self._driver.halt()
         clocks = self.rank.clocks
         changes, overtaken = clocks.changes, clocks.overtaken
         self._has_clocks = self._check()

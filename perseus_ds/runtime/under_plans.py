@@ -465,7 +465,6 @@ class PlanRunner:
             forecast=self._forecast(assignment) if self._is_first else None,
             status=status,
             progress=selector.state,
-            halted_by=selector if assignment.halts else None,
         )
 
     def _forecast(self, assignment: Assignment) -> Forecast:

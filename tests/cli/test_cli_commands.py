@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 from live_records import auto_job, write
 from pipelines import synthetic_profile
-from profiles import lowtime_frontier, stage_profile
 
 from perseus_ds.artifacts.frontier import Frontier
 
@@ -81,32 +80,6 @@ def test_export_and_import_return_the_same_plans(run, profile, tmp_path):
     assert [p.clocks_mhz for p in ours.plans] == [p.clocks_mhz for p in back.plans]
 
 
-def test_emulate_takes_what_it_needs_from_the_frontier(run, profile):
-    assert run("optimize", f"profile={profile}", "out=f")[0] == 0
-    code, out, _ = run("emulate", "frontier=f", f"profile={profile}", "pipelines=4", "straggler=1.2")
-    assert code == 0
-    assert "saved with a straggler 1.2x" in out
-    assert "SIMULATED" in out
-
-
-def test_emulate_shows_the_published_figures_beside_ours(run):
-    published, profile = lowtime_frontier("a100-sxm", 96), stage_profile("a100-sxm")
-    code, out, _ = run(
-        *("emulate", f"frontier=[{published},{published}]", f"profile={profile}", "pipelines=16", "straggler=[1.2]"),
-        *("gpus_per_stage=8", "time_scale=10", "micro_batches=96", "blocking_power_w=83.64"),
-    )
-    assert code == 0
-    rows = {line[:32].strip(): line[32:].split() for line in out.splitlines()}
-    assert rows["saved without a straggler"] == ["13.32%", "13.32%"]
-    assert rows["saved with a straggler 1.2x"] == ["27.01%", "27.01%"]
-
-
-def test_emulate_names_all_that_a_csv_lacks(run, profile, tmp_path):
-    (tmp_path / "curve.csv").write_text("time,energy\n1,2\n")
-    code, _, err = run("emulate", "curve.csv", f"profile={profile}", "pipelines=2")
-    assert (code, "micro_batches and blocking_power_w are missing" in err) == (2, True), err
-
-
 def test_plot_finds_what_belongs_to_a_folder(run, profile, tmp_path):
     assert run("optimize", "p", "out=p/f", "plans=10")[0] == 0
     assert run("plot", "p/f")[0] == 0
@@ -116,24 +89,6 @@ def test_plot_finds_what_belongs_to_a_folder(run, profile, tmp_path):
     (tmp_path / "empty").mkdir()
     code, _, err = run("plot", "empty")
     assert (code, "no run.jsonl, profile.csv or frontier.json" in err) == (2, True), err
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("time,joules\n1,2\n", "curve.csv: column 'energy' is missing"),
-        ("time,energy\n1,lots\n", "curve.csv, line 2: expected numbers"),
-        ("time,energy\n1\n", "curve.csv, line 2: expected numbers"),
-        ("time,energy\n", "curve.csv: a frontier needs at least one plan"),
-        ("time,energy\nnan,3\n", "curve.csv: a frontier needs at least one plan, with positive times"),
-    ],
-)
-def test_emulate_names_a_bad_csv(run, profile, tmp_path, text, message):
-    (tmp_path / "curve.csv").write_text(text)
-    code, _, err = run(
-        "emulate", "frontier=curve.csv", f"profile={profile}", "pipelines=2", "micro_batches=3", "blocking_power_w=80"
-    )
-    assert (code, message in err) == (2, True), err
 
 
 @pytest.mark.parametrize("command", ["report", "trace"])

@@ -45,7 +45,6 @@ def test_every_command_uses_the_streams_of_the_files(run, tmp_path):
         assert "Timelines of the plans" not in text
     assert run("export", "p/f", "out=plans")[0] == 0
     assert run("import", "plans", "profile=p", "out=back")[0] == 0
-    assert run("emulate", "p/f", "profile=p", "pipelines=2")[0] == 0
 
 
 @pytest.mark.parametrize("words", [["streams"], ["micro_batches=5"], ["stages=1"]])

@@ -19,7 +19,9 @@ from perseus_ds.clocks import guardian
 from perseus_ds.clocks.guardian import Guardian
 from perseus_ds.gpu.nvml import NvmlGpu
 
-RANK = f"GIVE_UP_S = {GIVE_UP_S}" + """
+RANK = (
+    f"GIVE_UP_S = {GIVE_UP_S}"
+    + """
 import signal, sys, time
 from perseus_ds.gpu.nvml import NvmlGpu
 from perseus_ds.clocks.guardian import Guardian
@@ -44,6 +46,7 @@ if end == "watch":
     print("dead", gpus[0].clock_mhz(), flush=True)
 signal.pause()
 """
+)
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
 
 

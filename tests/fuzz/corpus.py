@@ -13,14 +13,14 @@ from run_folders import PLANS, make_evidence, make_job, write_auto_run
 from perseus_ds.artifacts.certificates import FILE_NAME
 from perseus_ds.artifacts.frontier import export_zeus
 
-FOLDER, CURVE, PLAN, CONTROL = "run", "curve.csv", "plans/freqs_pipeline_00003.py", "run/control.json"
+FOLDER, PLAN, CONTROL = "run", "plans/freqs_pipeline_00003.py", "run/control.json"
 SIGNAL, EVIDENCE = "signal.csv", "evidence/evidence.json"
 FILES = (
     *(
         f"run/{name}"
         for name in ("profile.csv", "profile.json", "frontier.json", FILE_NAME, "run.jsonl", "timeline.json")
     ),
-    *(CURVE, PLAN, CONTROL, SIGNAL, EVIDENCE),
+    *(PLAN, CONTROL, SIGNAL, EVIDENCE),
 )
 
 # What has ended in a traceback, or did not end, in some program that reads files.
@@ -56,11 +56,9 @@ def write_corpus(folder: Path) -> None:
     assert len(job.frontier.plans) > PLANS // 2
     (folder / FOLDER / FILE_NAME).write_bytes(job.frontier.certificates.to_bytes())
     export_zeus(job.frontier, folder / "plans")
-    lines = [f"{plan.time_s!r},{plan.energy_j!r}" for plan in job.frontier.plans]
-    (folder / CURVE).write_text("\n".join(["time,energy", *lines]) + "\n")
     (folder / CONTROL).write_text(json.dumps({"socket": str(folder / "nobody.sock"), "pid": 1}) + "\n")
     hours = [f"2026-11-22T{hour:02}:00:00+00:00,{40 + hour}" for hour in range(24)]
-    (folder / SIGNAL).write_text("\n".join(["time,value [EUR/MWh]", *hours]) + "\n")
+    (folder / SIGNAL).write_text("\n".join(["time,value", *hours]) + "\n")
     (folder / EVIDENCE).parent.mkdir()
     make_evidence().save((folder / EVIDENCE).parent)
 

@@ -15,13 +15,13 @@ import corpus
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from perseus_ds.cli.emulate import read_curve
 
 from perseus_ds.artifacts.certificates import Certificates
 from perseus_ds.artifacts.evidence import Evidence
 from perseus_ds.artifacts.frontier import Frontier, read_zeus
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.timeline import TimelineFile
-from perseus_ds.cli.emulate import read_curve
 from perseus_ds.cli.jobs import Order
 from perseus_ds.cli.main import command_of
 from perseus_ds.cli.profile import Action
@@ -47,15 +47,7 @@ _OPTIMIZE = ("optimize", {"profile": PROFILE, "out": OUT, "plans": 4, "certifica
 _VERIFY = ("verify", {"frontier": FRONTIER})
 _REPORT = ("report", {"run": RUN, "out": OUT / "report.html"})
 _TRACE = ("trace", {"run": RUN, "out": OUT / "trace.json"})
-_EMULATE = ("emulate", {"frontier": [FRONTIER], "profile": PROFILE, "pipelines": 4})
 _IMPORT = ("import", {"plans": Path("plans"), "profile": PROFILE, "out": OUT})
-_CURVE = {
-    "frontier": [Path(corpus.CURVE)],
-    "profile": PROFILE,
-    "pipelines": 4,
-    "micro_batches": 4,
-    "blocking_power_w": 80.0,
-}
 _PROFILE = [
     ("profile", {"action": Action[name], "profile": PROFILE, "other": [PROFILE], "out": out})
     for name, out in (("show", None), ("compare", None), ("validate", None), ("merge", OUT), ("convert", OUT))
@@ -63,13 +55,12 @@ _PROFILE = [
 _STATUS = ("control", {"command": Order.status, "run": RUN})
 _WATCH = [("watch", {"run": RUN, "once": True, "json": as_json}) for as_json in (False, True)]
 COMMANDS = {
-    "run/profile.csv": [_OPTIMIZE, *_PROFILE, _VERIFY, _EMULATE, _IMPORT, _REPORT],
+    "run/profile.csv": [_OPTIMIZE, *_PROFILE, _VERIFY, _IMPORT, _REPORT],
     "run/profile.json": [_OPTIMIZE, *_PROFILE, _VERIFY, _IMPORT, _REPORT],
-    "run/frontier.json": [("export", {"frontier": FRONTIER, "out": OUT}), _VERIFY, _EMULATE, _REPORT, _TRACE],
+    "run/frontier.json": [("export", {"frontier": FRONTIER, "out": OUT}), _VERIFY, _REPORT, _TRACE],
     "run/certificates.npz": [_VERIFY],
     "run/run.jsonl": [_REPORT, _TRACE, *_WATCH, ("compare", {"runs": [RUN], "out": OUT / "comparison.html"})],
     "run/timeline.json": [_REPORT, _TRACE],
-    corpus.CURVE: [("emulate", _CURVE)],
     corpus.PLAN: [_IMPORT],
     corpus.CONTROL: [_STATUS],
     corpus.EVIDENCE: [("report", {"run": Path("evidence"), "out": OUT / "evidence.html"})],

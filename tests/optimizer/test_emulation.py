@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
+from emulation import emulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import lowtime_frontier, stage_profile
 
 from perseus_ds.artifacts.profile import Measurement, StageProfile
-from perseus_ds.optimizer.emulation import emulate
 from perseus_ds.pipeline.instruction import Instruction, Kind
 
 STAGES = 8

@@ -95,11 +95,9 @@ def test_no_order_is_given_to_a_process_of_another_user(folder, monkeypatch):
         send_order(folder, {"command": "status"})
 
 
-WINDOW = {"begin": "22:00", "end": "06:00", "days": ["fri", "sat"], "policy": {"name": "energy_optimal"}}
 POLICIES = [
     {"name": "energy_optimal"},
     {"name": "reduce", "power_fraction": 0.8, "until": "2030-01-31T18:00:00+01:00"},
-    {"name": "schedule", "timezone": "Europe/Berlin", "windows": [WINDOW]},
 ]
 
 
@@ -122,7 +120,6 @@ DAMAGED = {
     "steps": [MISSING, math.inf, 10**400, -1],
     "stragglers": [None, {"x": [1, 2]}, {"0": [1, math.inf]}, {"0": [1, 0.5]}],
     "policy": [MISSING, {"name": "nothing"}],
-    "costs": [None, 5, {"cost": math.nan}, {"iterations": 1e400}],
 }
 
 

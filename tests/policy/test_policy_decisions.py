@@ -2,14 +2,13 @@
 
 import random
 from datetime import datetime, timedelta, timezone
-from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lone_selector import FRONTIER, PLANS
-from pydantic import ValidationError
 
+from perseus_ds.errors import ConfigError
 from perseus_ds.policy.decisions import MARGIN, Decision, PowerCap, RunStatistics, Situation, decide, stretched_plan
 from perseus_ds.policy.policies import (
     POLICY,
@@ -17,9 +16,9 @@ from perseus_ds.policy.policies import (
     EnergyOptimalPolicy,
     PowerCapPolicy,
     SlowdownPolicy,
-    in_force,
     signal_files,
 )
+from perseus_ds.runtime.config import parse_block
 
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
 
@@ -108,83 +107,15 @@ def test_others_run_as_slow_as_a_straggler_but_never_slower_than_is_worth_it():
     assert stretched_plan(FRONTIER, 3, 9.0) == 29
 
 
-OPTIMAL = {"name": "energy_optimal"}
+@pytest.mark.parametrize("name", ["schedule", "cheapest"])
+def test_a_policy_that_was_removed_is_named_with_what_to_use_instead(name):
+    for block in ({"name": name, "windows": []}, {"name": "reduce", "signal": "power", "policy": {"name": name}}):
+        with pytest.raises(ConfigError, match=rf'perseus\.policy.*: "{name}" was removed in 0\.2\.0; .*docs/policies'):
+            parse_block({"policy": block})
 
 
-def schedule(*windows, zone="Europe/Berlin", **more):
-    windows = [{"policy": OPTIMAL, **window} for window in windows]
-    return POLICY.validate_python({"name": "schedule", "timezone": zone, "windows": windows, **more})
-
-
-def is_within(policy, text, utc=False):
-    now = datetime.fromisoformat(text).replace(tzinfo=timezone.utc if utc else ZoneInfo(policy.timezone))
-    return in_force(policy, now) == EnergyOptimalPolicy(name="energy_optimal")
-
-
-EVENING = {"begin": "17:00", "end": "21:00"}
-CAP = {"begin": "08:00", "end": "20:00", "policy": {"name": "power_cap", "watts": 500}}
-NIGHT, WHOLE_DAY = {"begin": "22:00", "end": "06:00"}, {"begin": "00:00", "end": "00:00"}
-
-
-@pytest.mark.parametrize(
-    ("windows", "inside", "outside"),  # 2026-11-27 is a Friday
-    [
-        ([EVENING], ["23T17:00:00", "23T20:59:59"], ["23T16:59:59", "23T21:00:00"]),
-        ([{**NIGHT, "days": ["fri"]}], ["27T22:00", "28T05:59"], ["27T05:00", "28T06:00", "28T23:00"]),
-        ([{**NIGHT, "days": ["sun"]}], ["30T01:00"], ["29T01:00"]),
-        ([{**WHOLE_DAY, "days": ["sat", "sun"]}], ["28T00:30", "29T23:30"], ["27T23:30", "30T00:30"]),
-        ([CAP, {"begin": "10:00", "end": "22:00"}], ["23T21:00"], ["23T11:00"]),  # the first one counts
-    ],
-    ids=["a day", "over midnight", "over midnight into the next week", "whole days", "overlapping"],
-)
-def test_a_window_counts_from_its_begin_until_its_end_on_the_days_on_which_it_begins(windows, inside, outside):
-    policy = schedule(*windows)
-    assert all(is_within(policy, f"2026-11-{time}") for time in inside)
-    assert not any(is_within(policy, f"2026-11-{time}") for time in outside)
-
-
-def test_outside_of_all_windows_the_default_counts_and_the_zone_is_that_of_the_schedule():
-    policy = schedule(EVENING, zone="America/New_York")
-    assert is_within(policy, "2026-11-23T22:00:00", utc=True)
-    assert in_force(policy, datetime(2026, 11, 23, 17, tzinfo=timezone.utc)) == SlowdownPolicy()
-
-
-def hours_within(policy, day):
-    """How many hours of a local day, by the clock of the universe, the window is in force."""
-    begin = datetime.fromisoformat(day).replace(tzinfo=ZoneInfo(policy.timezone)).astimezone(timezone.utc)
-    return sum(is_within(policy, (begin + timedelta(minutes=15 * n)).isoformat()[:19], utc=True) for n in range(96)) / 4
-
-
-def test_windows_follow_local_clocks_when_daylight_saving_begins_and_ends():
-    night = schedule({"begin": "01:00", "end": "04:00"})
-    assert hours_within(night, "2026-03-28") == 3
-    assert hours_within(night, "2026-03-29") == 2, "02:00 to 03:00 does not exist"
-    assert hours_within(night, "2026-10-25") == 4, "02:00 to 03:00 comes twice"
-    assert hours_within(schedule({"begin": "02:00", "end": "03:00"}), "2026-03-29") == 0
-    assert hours_within(schedule({"begin": "02:00", "end": "03:00"}), "2026-10-25") == 2
-    assert hours_within(schedule({"begin": "17:00", "end": "21:00"}), "2026-03-29") == 4
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"timezone": "Europe/Atlantis"}, "name of a time zone such as Europe/Berlin, got 'Europe/Atlantis'"),
-        ({"timezone": "/etc/passwd"}, "name of a time zone"),
-        ({"windows": []}, "windows"),
-        ({"windows": [{"begin": "17:00+01:00", "end": "18:00", "policy": OPTIMAL}]}, "a time without zone"),
-        ({"windows": [{"begin": "17:00", "end": "25:00", "policy": OPTIMAL}]}, "windows.0.end"),
-        ({"windows": [{"begin": "17:00", "end": "18:00", "days": [], "policy": OPTIMAL}]}, "days"),
-        ({"windows": [{"begin": "17:00", "end": "18:00", "policy": {"name": "schedule"}}]}, "policy"),
-    ],
-)
-def test_what_is_wrong_with_a_schedule_is_said(wrong, message):
-    windows = [{"begin": "01:00", "end": "02:00", "policy": OPTIMAL}]
-    with pytest.raises(ValidationError, match=f"(?s){message}"):
-        POLICY.validate_python({"name": "schedule", "timezone": "UTC", "windows": windows, **wrong})
-
-
-def test_the_signals_of_all_windows_are_known():
+def test_the_signals_of_a_reduction_and_of_the_policy_beside_it_are_known():
     cap = {"name": "power_cap", "signal": "cap.csv"}
-    policy = schedule({"begin": "08:00", "end": "20:00", "policy": cap}, default={**cap, "signal": "night.csv"})
-    assert signal_files(policy) == {"cap.csv": "cap", "night.csv": "cap"}
+    policy = POLICY.validate_python({"name": "reduce", "signal": "fraction.csv", "policy": cap})
+    assert signal_files(policy) == {"cap.csv": "cap", "fraction.csv": "fraction"}
     assert not signal_files(SlowdownPolicy())

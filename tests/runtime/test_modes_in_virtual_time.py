@@ -575,14 +575,10 @@ def test_the_measurement_of_default_clocks_is_announced_with_its_length(start, f
     assert least <= len(phases) <= most + 3
 
 
-@pytest.mark.parametrize("policy", [
-    {"name": "deadline", "finish_by": "2020-01-01T00:00:00Z", "total_steps": 10},
-    {"name": "schedule", "timezone": "UTC", "windows": [{"begin": "08:00", "end": "09:00", "policy": {
-        "name": "deadline", "finish_by": "2020-01-01T00:00:00Z", "total_steps": 10}}]},
-])  # fmt: skip
 def test_a_deadline_in_the_past_is_an_error_in_a_new_job_and_in_an_order_and_not_in_a_resumed_job(
-    start, frontier, capsys, policy
+    start, frontier, capsys
 ):
+    policy = {"name": "deadline", "finish_by": "2020-01-01T00:00:00Z", "total_steps": 10}
     with pytest.raises(ConfigError, match=r"2020-01-01T00:00:00.* has passed"):
         start("new", mode="run", frontier=frontier, policy=policy)
     job = start("known", mode="run", frontier=frontier)

@@ -8,17 +8,14 @@ from live_records import BEGIN, auto_job, default_iteration, planned_iteration, 
 from rich.console import Console
 
 from perseus_ds.artifacts.run_records import (
-    CostsSoFar,
     Ended,
     OrderGiven,
     PlanChosen,
     PolicyChanged,
     PowerCapChanged,
-    TimetableMade,
 )
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.live import JobFollower, Jobs, JobScreen
-from perseus_ds.report.page import by_the_hour
 from perseus_ds.runtime.progress import JobFacts, JobLog
 
 
@@ -86,17 +83,6 @@ def test_a_job_that_has_said_nothing_for_long_is_silent_and_one_that_ended_is_no
     assert facts_of(auto_job(), after_s=61.0).is_silent
     ended = facts_of([*auto_job(), Ended(time=BEGIN + 30)], after_s=1000.0)
     assert (ended.ended, ended.is_silent, ended.phase) == (True, False, None)
-
-
-def test_a_timetable_says_when_the_job_ends_and_that_it_stands_still():
-    policy = {"name": "cheapest", "total_steps": 126}
-    timetable = TimetableMade(time=BEGIN, cost=8.0, fastest_cost=10.0, entries=((BEGIN, 3),), ends=BEGIN + 4000)
-    records = [*auto_job(policy=policy), timetable, PlanChosen(time=BEGIN + 26, plan=3, halts=True)]
-    facts = facts_of(records, after_s=974.0)
-    assert (facts.phase, facts.next_phase, facts.is_silent) == ("halt", "run", False)
-    assert facts.remaining_s == pytest.approx(3000.0)
-    text = "\n".join(event.text for event in facts.events)
-    assert "timetable: \N{MINUS SIGN}20.0\N{NARROW NO-BREAK SPACE}% cost against the plan of slowdown 0" in text
 
 
 def test_clocks_and_stragglers_are_those_of_now():
@@ -184,7 +170,7 @@ def test_an_order_is_pending_until_iterations_run_by_it():
 def test_an_order_that_was_in_force_is_pending_no_more_when_another_policy_takes_its_place():
     ordered = {"name": "reduce", "power_fraction": 0.8, "until": "2030-01-01T00:00:00Z", "policy": {"name": "slowdown"}}
     records = [*auto_job(), OrderGiven(time=BEGIN + 26, policy=ordered), PolicyChanged(time=BEGIN + 27, policy=ordered)]
-    records += [PolicyChanged(time=BEGIN + 90, policy={"name": "slowdown"}, by_schedule=True), planned_iteration(91)]
+    records += [PolicyChanged(time=BEGIN + 90, policy={"name": "slowdown"}), planned_iteration(91)]
     assert facts_of(records).pending is None
 
 
@@ -195,12 +181,3 @@ def test_present_power_stands_beside_the_mean_and_the_cap_with_its_source():
     assert (facts.present_power_w, facts.cap_w, facts.cap_source) == (pytest.approx(90.0), 90.0, "/caps/now")
     assert "now 90.00 W, cap 90.00 W by /caps/now" in told(facts)
     assert facts_of([*records, PowerCapChanged(time=BEGIN)]).cap_w is None
-
-
-def test_the_report_says_what_a_job_that_is_done_cost_by_its_signal():
-    costs = CostsSoFar(iterations=50, cost=90.0, fastest_cost=100.0, halted_s=3600.0, done=True)
-    (tile,) = by_the_hour([costs])
-    assert tile.value.startswith("\N{MINUS SIGN}10")
-    assert "50 iterations" in tile.note
-    assert "1" in tile.note.partition("stood still for")[2]
-    assert list(by_the_hour([costs.model_copy(update={"done": False})])) == list(by_the_hour([])) == []

@@ -1,20 +1,37 @@
-"""The saving of a frontier in an emulated job of many pipelines, one of them a straggler.
+"""What frontiers save in an emulated job of many pipelines, one of them a straggler.
 
-The accounting is that of the Perseus paper's large-scale emulation, so that its published figures
-come out of its published frontiers. All data-parallel pipelines synchronise at the end of an
-iteration, so all wait for the slowest.
+    python benchmarks/emulation.py
+
+GPT-3 175B in eight stages of eight GPUs, 1F1B, as in the paper's strong scaling: for each number of micro-batches, the
+savings of the frontier published with the paper and of ours, from the same published profile. The accounting is that of
+the paper's large-scale emulation, so its published figures come out of its published frontiers. All data-parallel
+pipelines synchronise at the end of an iteration, so all wait for the slowest.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.pipeline.instruction import Instruction
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from perseus_ds.artifacts.profile import StageProfile  # noqa: E402
+from perseus_ds.optimizer import optimize  # noqa: E402
+from perseus_ds.pipeline.commands import read_schedule, schedule_class  # noqa: E402
+from perseus_ds.pipeline.instruction import Instruction, Kind  # noqa: E402
+
+DATA = ROOT / "tests" / "data" / "sosp24"
+BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}
+PIPELINES = {12: 128, 24: 64, 48: 32, 96: 16}
+SLOWDOWNS = (1.05, 1.1, 1.2, 1.3, 1.4, 1.5)
+# The published profiles are of a tenth of each stage's layers.
+SCALE = 10
 
 Floats = npt.NDArray[np.float64]
 
@@ -101,3 +118,37 @@ def emulate(
         intrinsic=1 - fastest_j / baseline_j,
         with_straggler={slowdown: saving(slowdown) for slowdown in slowdowns},
     )
+
+
+def main() -> None:
+    for gpu, power_w in BLOCKING_POWER_W.items():
+        profile = StageProfile.load(DATA / "stage_profile" / f"gpt3-175b_{gpu}.csv")
+        print(
+            f"{gpu}: saved without a straggler, and with one that takes {', '.join(map(str, SLOWDOWNS))} times as long"
+        )
+        for micro_batches, pipelines in PIPELINES.items():
+            schedule = read_schedule(schedule_class("1f1b"), ranks=8, micro_batches=micro_batches)
+            streams = [[i for i in stream if i.kind is not Kind.TAIL] for stream in schedule.instructions]
+            ours = optimize(schedule, profile, blocking_power_w=power_w)
+            published = np.loadtxt(
+                DATA / "lowtime_frontier" / f"gpt3-175b_{gpu}_mb{micro_batches}.csv", delimiter=",", skiprows=1
+            )
+            plans = {"published": published, "ours": np.array([(plan.time_s, plan.energy_j) for plan in ours.plans])}
+            for whose, of_frontier in plans.items():
+                found = emulate(
+                    of_frontier,
+                    profile,
+                    streams,
+                    blocking_power_w=power_w,
+                    pipelines=pipelines,
+                    gpus_per_stage=8,
+                    slowdowns=SLOWDOWNS,
+                    time_scale=SCALE,
+                    energy_scale=SCALE,
+                )
+                savings = " ".join(f"{saved:7.1%}" for saved in (found.intrinsic, *found.with_straggler.values()))
+                print(f"  {micro_batches:3d} micro-batches, {pipelines:3d} pipelines, {whose:9} {savings}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
