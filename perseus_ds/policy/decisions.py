@@ -29,7 +29,6 @@ _REMEMBERED = 10
 _LEAST_POWERS = 4
 _LARGEST = 10**18
 _Positive = Annotated[float, Field(gt=0, le=_LARGEST)]
-NO_OTHERS: Mapping[int, Frontier] = {}
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,6 @@ class Assignment:
         plan: int,
         stretch_factors: Sequence[float],
         *,
-        others: Mapping[int, Frontier] = NO_OTHERS,
         lateness: float = 0.0,
         **decided: bool,
     ) -> Assignment:
@@ -196,38 +194,33 @@ class Assignment:
             frontier: The plans.
             plan: The policy's.
             stretch_factors: Of every pipeline.
-            others: The frontiers of pipelines that have others.
             lateness: How much longer than promised plans take in this job, as a fraction: plans are faster by that, to
                 keep what the policy's plan promises.
             decided: Whether it is ``paused`` and ``capped``.
         """
 
         def with_factors(factors: tuple[float, ...]) -> Assignment:
-            plans = tuple(
-                stretched_plan(frontier, plan, factor, others.get(pipeline)) for pipeline, factor in enumerate(factors)
-            )
+            plans = tuple(stretched_plan(frontier, plan, factor) for factor in factors)
             return cls(plan=plan, stretch_factors=factors, plans=plans, **decided)
 
         assignment = with_factors(tuple(stretch_factors))
-        promised = forecast = assignment.forecast(frontier, 1, others)
+        promised = forecast = assignment.forecast(frontier, 1)
         if lateness > 0:
             assignment = with_factors(tuple(factor / (1 + lateness) for factor in stretch_factors))
-            forecast = assignment.forecast(frontier, 1, others)
+            forecast = assignment.forecast(frontier, 1)
         time_ratio = promised.time_s / promised.default_time_s
         power = forecast.energy_j / forecast.default_energy_j / time_ratio
         return replace(assignment, promised_slowdown=time_ratio - 1, promised_power=power)
 
-    def forecast(self, frontier: Frontier, gpus_per_stage: int, others: Mapping[int, Frontier] = NO_OTHERS) -> Forecast:
+    def forecast(self, frontier: Frontier, gpus_per_stage: int) -> Forecast:
         """Return time and energy of the job's iteration, under these plans and at default clocks.
 
         A pipeline that takes ``s`` times as long is charged ``s`` times its plan's energy, and the
         others wait for the slowest at blocking power: the accounting of the paper's emulation. ``gpus_per_stage`` GPUs
-        of one pipeline share a stage; ``others`` are the frontiers of pipelines that have others.
+        of one pipeline share a stage.
         """
-        own = [others.get(pipeline, frontier) for pipeline in range(len(self.plans))]
-        plans = [its.plans[number] for its, number in zip(own, self.plans, strict=True)]
-        time_s, energy_j = self._of_job(plans, frontier)
-        default_time_s, default_energy_j = self._of_job([its.baseline for its in own], frontier)
+        time_s, energy_j = self._of_job([frontier.plans[number] for number in self.plans], frontier)
+        default_time_s, default_energy_j = self._of_job([frontier.baseline] * len(self.plans), frontier)
         return Forecast(time_s, gpus_per_stage * energy_j, default_time_s, gpus_per_stage * default_energy_j)
 
     def _of_job(self, plans: Sequence[FrequencyPlan], frontier: Frontier) -> tuple[float, float]:
@@ -294,19 +287,18 @@ def _reduced(policy: ReducePolicy, frontier: Frontier, situation: Situation) -> 
     return replace(asked, plan=max(asked.plan, capped.plan), problem=capped.problem or asked.problem, cap=cap)
 
 
-def stretched_plan(frontier: Frontier, plan: int, factor: float, own: Frontier | None = None) -> int:
+def stretched_plan(frontier: Frontier, plan: int, factor: float) -> int:
     """Return the plan of a pipeline that may take so many times as long as a plan: that of min(T', T*).
 
     Args:
         frontier: The plans.
         plan: The policy's.
         factor: Below 1, the plan is a faster one, or the fastest.
-        own: The pipeline's plans, where they are others.
     """
     deadline_s = frontier.plans[plan].time_s * factor * (1 - MARGIN)
-    if own is None and factor >= 1 and deadline_s <= frontier.plans[plan].time_s:
+    if factor >= 1 and deadline_s <= frontier.plans[plan].time_s:
         return plan
-    return _slowest(own or frontier, deadline_s)
+    return _slowest(frontier, deadline_s)
 
 
 def _by_deadline(policy: DeadlinePolicy, frontier: Frontier, situation: Situation) -> Decision:

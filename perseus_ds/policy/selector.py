@@ -26,7 +26,6 @@ from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.run_records import Event, PlanChosen, PolicyChanged, PowerCapChanged
 from perseus_ds.policy.decisions import (
     MARGIN,
-    NO_OTHERS,
     Assignment,
     Decision,
     PowerCap,
@@ -131,8 +130,6 @@ class PlanSelector:
         decided: On rank 0, its last decision; elsewhere what was in force at the beginning.
         statistics: Measured over predicted time and power of the last iterations.
         default_power_w: Of all GPUs at default clocks, as measured in this job; None where it is not known [W].
-        unlimited_power_w: The same without the limits that the plans allow for: a reduction is a fraction of that; None
-            where there are none [W].
     """
 
     def __init__(
@@ -141,7 +138,6 @@ class PlanSelector:
         frontier: Frontier,
         control: JobControl,
         *,
-        others: Mapping[int, Frontier] = NO_OTHERS,
         timebase: Timebase,
         record: Callable[[Event], None],
         say: Callable[[str], None],
@@ -150,8 +146,7 @@ class PlanSelector:
 
         Args:
             communicator: All ranks.
-            frontier: The plans; where pipelines have different ones, those of the slowest, on which the policy decides.
-            others: The frontiers of pipelines that have others: they are as slow as the slowest lets them be.
+            frontier: The plans.
             control: What the user asks for; the progress that a checkpoint kept is taken from it.
             timebase: Of the rank.
             record: Records an event of the job, on rank 0.
@@ -159,7 +154,6 @@ class PlanSelector:
         """
         self._communicator = communicator
         self._frontier = frontier
-        self._others = others
         self._asked: tuple[Any, ...] = ()
         self._assigned = Assignment()
         self._control = control
@@ -170,7 +164,6 @@ class PlanSelector:
         self._stragglers = StragglerWatch(int(communicator.pipeline_of_rank.max(initial=-1)) + 1)
         self.statistics = RunStatistics()
         self.default_power_w: float | None = None
-        self.unlimited_power_w: float | None = None
         self._lateness = 0.0
         self._numbers = 0
         self._ordered: PolicyConfig = control.policy
@@ -234,10 +227,6 @@ class PlanSelector:
         """Return the assignment in force as plain values; on rank 0."""
         now = self.in_force
         straggler = straggler_of(now.stretch_factors)
-        if straggler is None and self._others:
-            slowest = next(pipeline for pipeline in range(len(now.plans)) if pipeline not in self._others)
-            fastest_s = min(frontier.t_min_s for frontier in self._others.values())
-            straggler = Straggler(slowest, self._frontier.t_min_s / fastest_s)
         return {
             "plan": now.plan,
             "plans": list(now.plans),
@@ -256,7 +245,7 @@ class PlanSelector:
         time_s, energy_j = self._expected(decision.plan)
         time_now_s, _ = self._expected(self.in_force.plan)
         without_s, _ = self._expected(self._decide(without_reduction(policy)).plan)
-        default_w = self.unlimited_power_w or self._power_at_default_clocks_w
+        default_w = self._power_at_default_clocks_w
         return Effect(time_s, time_now_s, without_s, energy_j / time_s, default_w, decision.problem)
 
     def _choose(self) -> Assignment:
@@ -317,7 +306,7 @@ class PlanSelector:
             power_ratio=self.statistics.power_ratio,
             stopped_s=self.statistics.stopped_s,
             gpus_per_rank=self._gpus_per_rank,
-            default_power_w=self.unlimited_power_w or self._power_at_default_clocks_w,
+            default_power_w=self._power_at_default_clocks_w,
             signals=self._signals,
             before=self._decision,
         )
@@ -331,15 +320,13 @@ class PlanSelector:
         asked = plan, factors, self._lateness, decided
         if asked != self._asked:  # most iterations decide as the one before
             self._asked = asked
-            self._assigned = Assignment.of(
-                self._frontier, plan, factors, others=self._others, lateness=self._lateness, **decided
-            )
+            self._assigned = Assignment.of(self._frontier, plan, factors, lateness=self._lateness, **decided)
         return self._assigned
 
     def hurry(self, late: float) -> bool:
         """Run plans that are faster by the fraction by which the present ones are late, if there are any; on rank 0."""
         now = self.in_force
-        hurried = Assignment.of(self._frontier, now.plan, now.stretch_factors, others=self._others, lateness=late)
+        hurried = Assignment.of(self._frontier, now.plan, now.stretch_factors, lateness=late)
         if hurried.plans == now.plans:
             return False
         self._lateness = (1 + self._lateness) * (1 + late) - 1
@@ -373,7 +360,7 @@ class PlanSelector:
             tail_s = float(ranks.column("tail_s").min())
             self._stragglers.update(
                 [
-                    (own_s + tail_s) / self._others.get(pipeline, self._frontier).plans[plan].time_s
+                    (own_s + tail_s) / self._frontier.plans[plan].time_s
                     for pipeline, (own_s, plan) in enumerate(
                         zip(ranks.by_pipeline(computed_s).tolist(), ran.plans, strict=True)
                     )

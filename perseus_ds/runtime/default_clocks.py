@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from perseus_ds.clocks.timers import SimulatedExecution, Span
 from perseus_ds.policy.plan_proof import MOST_BLOCKS, IterationSample
+from perseus_ds.policy.reports import GpuLimit
 from perseus_ds.profiler.fixed_durations import without_gaps
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase, one_iteration
 from perseus_ds.runtime.job import ModeContext
@@ -32,12 +33,14 @@ class DefaultIterations:
     device, which iterations under a plan do not.
 
     Attributes:
-        sample: Time and energy of the whole job.
+        sample: Time and energy of the whole job, under the limits that its GPUs have now.
+        limits: GPUs that may do less than when the profile was measured, by the reports received last.
         last_s: Time of the last one that all ranks have reported [s].
     """
 
     def __init__(self, counter_period_s: float) -> None:
         self.sample = IterationSample(counter_period_s)
+        self.limits: tuple[GpuLimit, ...] = ()
         self._latest: deque[IterationMeasurement] = deque(maxlen=_KEPT)
         self._iterations = 0
         self.last_s: float | None = None
@@ -53,7 +56,11 @@ class DefaultIterations:
         return [without_gaps(seen.spans(), seen.time_s) for seen in self._latest]
 
     def add(self, seen: IterationMeasurement) -> None:
-        """Add an iteration, and the reports of the one before it."""
+        """Add an iteration, and the reports of the one before it; those under other limits of GPUs count no more."""
+        if seen.reports is not None and seen.reports.limits != self.limits:
+            self.limits, self.sample = seen.reports.limits, IterationSample(self.sample.counter_period_s)
+            self._iterations = 0
+            self._latest.clear()
         self._iterations += 1
         if self._iterations >= SETTLED:
             self._latest.append(seen)
@@ -83,7 +90,7 @@ def measure_default(
         return NextPhase("run", default.remaining_s())
 
     return run_at_default_clocks(
-        "default", default, goes_on=lambda _: not default.sample.is_enough, next_phase=next_phase, stops=stops
+        "default", default, goes_on=lambda: not default.sample.is_enough, next_phase=next_phase, stops=stops
     )
 
 
@@ -91,7 +98,7 @@ def run_at_default_clocks(
     phase: str,
     default: DefaultIterations,
     *,
-    goes_on: Callable[[IterationMeasurement | None], bool],
+    goes_on: Callable[[], bool],
     next_phase: Callable[[], NextPhase],
     stops: Callable[[], bool],
 ) -> Phase[None]:
@@ -100,12 +107,12 @@ def run_at_default_clocks(
     Args:
         phase: As it is called in ``run.jsonl``.
         default: The iterations are added to it.
-        goes_on: Returns whether to run one more, from what was seen of the last one, if any; the same on all ranks.
+        goes_on: Returns whether to run one more; the same on all ranks.
         next_phase: Returns what follows.
         stops: Returns whether to stop before that; rank 0's answer counts.
     """
     seen: IterationMeasurement | None = None
-    while goes_on(seen) and not _is_stopped(seen):
+    while goes_on() and not _is_stopped(seen):
         seen = yield from _one_iteration(NextIteration(phase, next_phase=next_phase()), stops=stops())
         default.add(seen)
 
@@ -174,19 +181,16 @@ class BackOff:
         return self._last
 
 
-def back_off_for(
-    iterations: int,
-    stops: Callable[[], bool],
-    goes_on: Callable[[IterationMeasurement], bool] = lambda seen: True,
-) -> Phase[int]:
-    """Train at default clocks for so many iterations, unless these stop as above; return how many are left."""
-    while iterations:
+def back_off_for(iterations: int, stops: Callable[[], bool]) -> Phase[None]:
+    """Train at default clocks for so many iterations, unless these stop as above or the limits of GPUs change."""
+    limits: tuple[GpuLimit, ...] | None = None
+    for _ in range(iterations):
         wanted = NextIteration("observe", times="none", next_phase=NextPhase("default"))
         seen = yield from _one_iteration(wanted, stops=stops())
-        iterations -= 1
-        if not goes_on(seen) or _is_stopped(seen):
-            break
-    return iterations
+        if seen.reports is not None:
+            if _is_stopped(seen) or limits not in (None, seen.reports.limits):
+                break
+            limits = seen.reports.limits
 
 
 def after_a_fault(start: Callable[[], Phase[None]], iterations: int) -> Phase[None]:

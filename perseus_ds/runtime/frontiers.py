@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -19,7 +18,7 @@ from perseus_ds.errors import ConfigError, PerseusError, PlanError
 from perseus_ds.gpu.base import Gpu
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
 from perseus_ds.runtime.default_clocks import DefaultIterations, run_at_default_clocks
-from perseus_ds.runtime.iterations import IterationMeasurement, NextPhase, Phase
+from perseus_ds.runtime.iterations import NextPhase, Phase
 from perseus_ds.runtime.job import ModeContext
 
 # A clock changes about 15 ms after its request; until then instructions run at another clock than planned.
@@ -146,16 +145,13 @@ def optimise(
     context: ModeContext,
     default: DefaultIterations,
     switch_cost_s: float,
-    is_wanted: Callable[[IterationMeasurement | None], bool] = lambda seen: True,
-) -> Phase[Frontier | None]:
+) -> Phase[Frontier]:
     """Make the frontier of the job's profile; rank 0's node does it, with low priority.
 
     Args:
         context: Of the mode.
         default: The iterations meanwhile are added, which run at default clocks.
         switch_cost_s: By how much a change of clock delays what follows it [s].
-        is_wanted: Whether the frontier still is, the same on all ranks; None is returned once it is not. Asked with
-            what was seen of an iteration, and at any time without that.
 
     Raises:
         PerseusError: On all ranks: it cannot be made, or does not fit this job.
@@ -193,12 +189,10 @@ def optimise(
         yield from run_at_default_clocks(
             "optimizing",
             default,
-            goes_on=is_wanted,
+            goes_on=lambda: True,
             stops=lambda: worker is not None and worker.poll() is not None,
             next_phase=lambda: NextPhase("default", worker.remaining_s() if worker is not None else None),
         )
-        if not is_wanted(None):
-            return None
         rank.communicator.computed_on_rank_0(check)
     finally:
         if worker is not None:

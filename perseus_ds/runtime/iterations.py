@@ -50,7 +50,6 @@ class NextIteration:
         aligns_tail: Whether all ranks begin the tail together, to tell it from waiting.
         times: Which operations are timed: what nobody asks for costs training nothing.
         shape: Number of the shape of its inputs, where shapes have plans of their own.
-        limited: Whether its plan, or its default clocks, are those of GPUs under limits.
         by_shape: What to run instead, by the number of the shape of the first inputs; an iteration with others runs at
             default clocks. Empty where all shapes run alike.
         tell_shapes: Told the numbers of the shapes of its inputs as soon as they are known; None where nobody asks.
@@ -68,7 +67,6 @@ class NextIteration:
     aligns_tail: bool = False
     times: Times = "all"
     shape: int | None = None
-    limited: bool = False
     by_shape: Mapping[float, NextIteration] = field(default_factory=dict)
     tell_shapes: Callable[[float, float], None] | None = None
     next_phase: NextPhase | None = None

@@ -80,9 +80,7 @@ class ModeDriver:
 
     def times(self) -> Times:
         """Which operations of the next iteration are to be timed; asked for once, when it begins."""
-        self._keeps_timeline = not (self.next.by_shape or self.next.limited) and self._timelines.wants(
-            self.next.phase, self.next.plan
-        )
+        self._keeps_timeline = not self.next.by_shape and self._timelines.wants(self.next.phase, self.next.plan)
         return "all" if self._keeps_timeline or self.next.by_shape else self.next.times
 
     def end_iteration(
@@ -119,7 +117,7 @@ class ModeDriver:
         next_phase = NextPhase(self.next.phase, 0.0) if is_over else self.next.next_phase
         # Records wait to be written together: until then none may keep the events of its iteration from the pool.
         self._ended = IterationContext(
-            seen.number, samples, ran.phase, ran.plan, ran.forecast, ran.shape, ran.limited, ended, next_phase
+            seen.number, samples, ran.phase, ran.plan, ran.forecast, ran.shape, ended, next_phase
         )
         self.unsent = partial(self._report, seen, own, self.next)
         self._is_known = seen.is_known

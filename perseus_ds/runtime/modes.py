@@ -26,7 +26,6 @@ from perseus_ds.runtime.frontiers import (
 )
 from perseus_ds.runtime.iterations import Phase
 from perseus_ds.runtime.job import ModeContext
-from perseus_ds.runtime.limited_plans import LimitedPlans
 from perseus_ds.runtime.prediction import correct_profile, is_predicted
 from perseus_ds.runtime.profiling import Baseline, counter_period_s, profile_online, warm_up
 from perseus_ds.runtime.shapes import Shape, ShapePhases
@@ -70,8 +69,7 @@ def _run(context: ModeContext) -> Phase[None]:
         rank.clocks.readback.limits.profiled_w = made.power_limit_w
     runner = PlanRunner(context, frontier)
     yield from runner.try_out()
-    period_s, profile = counter_period_s(rank), frontier.provenance.profile
-    limited = LimitedPlans(context, frontier, Path(profile) if profile else None, period_s)
+    period_s = counter_period_s(rank)
     compared = False
     back_off = BackOff(DROPPED_FOR)
     while True:
@@ -80,7 +78,7 @@ def _run(context: ModeContext) -> Phase[None]:
         if not compared and default.sample.is_enough:
             correct_profile(context, frontier, default)
             compared = True
-        result = yield from limited.run_while_kept(runner)
+        result = yield from runner.run_while_kept()
         if isinstance(result, Verdict) and not runner.hurry(result):
             iterations = back_off.next(context.control.steps)
             runner.drop(result, f"training goes on at default clocks, tried again in {iterations} iterations")
@@ -128,7 +126,6 @@ def _profile_and_run(
     """
     rank, recorder, control = context.rank, context.recorder, context.control
     runner: PlanRunner | None = None
-    limited: LimitedPlans
     baseline: Baseline | None = None
     period_s, profiles = 0.0, 0
     begun = control.own_steps
@@ -146,16 +143,13 @@ def _profile_and_run(
         yield from _measure_again(context, runner, default) if runner else measure_default(default, recorder.say)
         if default.sample.mixes_shapes:
             return None
-        assert frontier is not None, "plans are wanted until there are some"
         if runner is None:
             if correct_profile(context, frontier, default, before=baseline):
-                frontier = (yield from optimise(context, default, switch_cost.time_s)) or frontier
-            runner = PlanRunner(context, frontier, default=default.sample)
-            limited = LimitedPlans(context, frontier, context.job.profile_path, period_s, switch_cost.time_s)
+                frontier = yield from optimise(context, default, switch_cost.time_s)
+            runner = PlanRunner(context, frontier, default=default)
         may_profile = profiles < _MOST_PROFILES + (control.own_steps - begun) // _PROFILED_AGAIN_EVERY
         runner.profiles_again = may_profile
-        limited.has_run = False
-        result = yield from limited.run_while_kept(runner, lambda: keep_for_later_runs(context))
+        result = yield from runner.run_while_kept(lambda: keep_for_later_runs(context))
         if isinstance(result, Verdict):
             if profiles and _has_other_switch_cost(context, runner, result, switch_cost):
                 frontier = yield from optimise(context, default, switch_cost.time_s)
@@ -163,7 +157,7 @@ def _profile_and_run(
                 continue
             if runner.hurry(result):
                 continue
-            measured = default.sample if default.sample.is_enough and not limited.has_run else runner.default
+            measured = default.sample if default.sample.is_enough else runner.default
             is_stale = _is_stale(context, frontier, measured)
             explains = is_stale and (not profiles or runner.has_drifted)  # another profile is worth its iterations
             iterations = 0 if explains and may_profile else back_off.next(control.steps)
@@ -183,7 +177,7 @@ def _measure_again(context: ModeContext, runner: PlanRunner, default: DefaultIte
     while not (default.sample.is_enough or runner.becomes_capped()):
         yield from measure_default(default, context.recorder.say, runner.would_be_capped)
     if default.sample.is_enough:
-        runner.compare_with(default.sample)
+        runner.compare_with(default)
 
 
 def _is_stale(context: ModeContext, frontier: Frontier, default: IterationSample) -> bool:

@@ -395,7 +395,7 @@ class JobProgress:
         last = self._last
         if last is None or last.plan is None or last.phase != "run":
             return None
-        plan = None if last.shape or last.limited else last.plan
+        plan = None if last.shape else last.plan
         measured, baseline = self.measures.plan(plan), self.measures.baseline(plan)
         return PlanFacts(
             plan=last.plan,

@@ -79,7 +79,6 @@ class IterationContext(NamedTuple):
         plan: Its plan; None without one.
         forecast: What the plan promised; None without one.
         shape: Number of the shape of its inputs, where shapes have plans of their own.
-        limited: Whether its plan, or its default clocks, are those of GPUs under limits.
         ended: When it ended [Unix seconds].
         next_phase: What follows its phase.
     """
@@ -90,7 +89,6 @@ class IterationContext(NamedTuple):
     plan: int | None = None
     forecast: Forecast | None = None
     shape: int | None = None
-    limited: bool = False
     ended: float = 0.0
     next_phase: NextPhase | None = None
 
@@ -247,7 +245,7 @@ class Recorder:
             phase=iteration.phase,
             plan=iteration.plan,
             shape=iteration.shape,
-            limited=iteration.limited,
+            limited=bool(self._limits),
             time_s=_rounded(reports.column("time_s").max()),
             energy_j=_rounded(energy_j) if has_energy else None,
             energy_by_pipeline_j=tuple(map(_rounded, np.bincount(reports.pipeline_of_rank, energies_j)))

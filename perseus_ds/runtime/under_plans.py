@@ -18,6 +18,7 @@ from perseus_ds.policy.decisions import Assignment, Forecast
 from perseus_ds.policy.plan_proof import ANALYSES, IterationSample, PlanComparison, Verdict, certainty
 from perseus_ds.policy.reports import DriftWatch, GpuLimit, JobReport, computed_and_tail_s, reported_drift
 from perseus_ds.policy.selector import PlanSelector
+from perseus_ds.runtime.default_clocks import DefaultIterations
 from perseus_ds.runtime.iterations import IterationMeasurement, NextIteration, NextPhase, Phase
 from perseus_ds.runtime.job import ModeContext
 from perseus_ds.units import plain
@@ -41,13 +42,11 @@ class Outcome(Enum):
 
     Attributes:
         PROFILE_OUTDATED: Instructions take longer or shorter than profiled, and no comparison can tell what that means.
-        DEFAULT_OUTDATED: Inputs have other shapes than those with which default clocks were measured.
-        LIMITS_CHANGED: GPUs may do less, or more, than what the plans were made for.
+        DEFAULT_OUTDATED: Since default clocks were measured, inputs have other shapes, or GPUs may do less or more.
     """
 
     PROFILE_OUTDATED = "profile outdated"
     DEFAULT_OUTDATED = "default outdated"
-    LIMITS_CHANGED = "limits changed"
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,6 @@ class PlanRunner:
             and no comparison tells what that means; otherwise the job trains on and only says so.
         has_drifted: Whether instructions were found to take longer or shorter than profiled.
         drifts_by_shape: Whether that is because inputs have other shapes.
-        limits_seen: GPUs that may do less than when the profile was measured, by the reports received last.
     """
 
     def __init__(
@@ -80,20 +78,14 @@ class PlanRunner:
         context: ModeContext,
         frontier: Frontier,
         *,
-        others: Mapping[int, Frontier] | None = None,
-        default: IterationSample | None = None,
-        limits: tuple[GpuLimit, ...] = (),
-        unlimited_power_w: float | None = None,
+        default: DefaultIterations | None = None,
     ) -> None:
         """Decide on the first plan; every rank must do so at once.
 
         Args:
             context: Of the mode.
-            frontier: The plans; where pipelines have different ones, those of the slowest.
-            others: The plans of pipelines that have others.
+            frontier: The plans.
             default: Iterations of this job at default clocks; None where savings are relative to the profile.
-            limits: GPUs that may do less than when the profile was measured, which the plans allow for.
-            unlimited_power_w: Of all GPUs at default clocks without these limits, where it was measured [W].
         """
         self._communicator = context.rank.communicator
         self._topology = self._communicator.topology
@@ -101,20 +93,17 @@ class PlanRunner:
         self._recorder = context.recorder
         self._control = context.control
         self._frontier = frontier
-        self._others = others or {}
-        self._own = self._others.get(self._topology.data_parallel_rank, frontier)
         self.profiles_again = False
         # Whether the last comparison has kept the plan, and another one is not due yet; then after so many iterations.
         self._is_kept, self._again_in = False, _COMPARED_AGAIN_AFTER
-        self.limits_seen = self._limits = limits
+        # The limits of GPUs under which default clocks were measured.
+        self._limits: tuple[GpuLimit, ...] = () if default is None else default.limits
         self._drift = DriftWatch(context.job.config.max_drift)
         self.has_drifted = False
         self.drifts_by_shape = False
         self._iterations = 0
-        self._default = default
+        self._default = None if default is None else default.sample
         self._comparisons = context.comparisons
-        # Of a comparison that was interrupted by other limits, its blocks so far.
-        self._blocks: list[IterationSample] = []
         self._sure: float | None = None
         # Whether default clocks have just been measured.
         self._is_fresh = default is not None
@@ -129,14 +118,12 @@ class PlanRunner:
             self._communicator,
             frontier,
             self._control,
-            others=self._others,
             timebase=context.rank.timebase,
             record=self._recorder.event,
             say=self._recorder.say,
         )
-        self.selector.unlimited_power_w = unlimited_power_w
         if default is not None:
-            self.selector.default_power_w = default.power_w
+            self.selector.default_power_w = default.sample.power_w
         self._planned = self._under_assignment()
         self._reported = self._report()
         beginning = f"running under plan {self.selector.in_force.plan} of the frontier's {len(frontier.plans)}"
@@ -156,21 +143,12 @@ class PlanRunner:
         assert self._default is not None, "default clocks are measured first"
         return self._default
 
-    def take_over(self, limits: tuple[GpuLimit, ...]) -> None:
-        """Go on under these plans after others; every rank must do so at once.
-
-        The limits are those that these plans allow for.
-        """
-        self.limits_seen = self._limits = limits
-        self._ran, self._incomparable = _Ran(), 0
-        self.selector.resume(after_others=True)
-        self._run_assignment()
-
-    def compare_with(self, default: IterationSample) -> None:
+    def compare_with(self, default: DefaultIterations) -> None:
         """Compare iterations from now on with others at default clocks, which have just been measured."""
         self._is_fresh = True
         self._ran, self._incomparable = _Ran(), 0
-        self._set_default(default)
+        self._limits = default.limits
+        self._set_default(default.sample)
 
     def _set_default(self, default: IterationSample) -> None:
         self._default, self.selector.default_power_w = default, default.power_w
@@ -227,9 +205,8 @@ class PlanRunner:
                 result = (yield from self._run(math.inf, capped=True)) or Outcome.DEFAULT_OUTDATED
             elif self._is_kept:
                 result = yield from self._run(self._again_in)
-                if result is not Outcome.LIMITS_CHANGED:
-                    self._is_kept = False
-                    self._again_in *= 2
+                self._is_kept = False
+                self._again_in *= 2
             else:
                 result = yield from self._compare()
                 if isinstance(result, Verdict) and result.kept:
@@ -239,8 +216,7 @@ class PlanRunner:
                     self._is_kept = True
                     continue
             if result is not None:
-                if result is not Outcome.LIMITS_CHANGED:
-                    self._again_in = _COMPARED_AGAIN_AFTER
+                self._again_in = _COMPARED_AGAIN_AFTER
                 return result
 
     def _compare(self) -> Phase[Verdict | Outcome | None]:
@@ -249,15 +225,13 @@ class PlanRunner:
         There is no verdict where something has to be measured again, or default clocks would draw more than a cap.
         """
         self._sure = sure = self._sure or certainty(next(self._comparisons))
-        blocks, self._blocks = self._blocks or ([self.default] if self._is_fresh else []), []
+        blocks = [self.default] if self._is_fresh else []
         self._is_fresh = False
         while not self._is_capped:
             is_planned, assignment = len(blocks) % 2 == 1, self.selector.in_force
             block = self._sample_of_plans() if is_planned else IterationSample(self.default.counter_period_s)
             outcome = yield from self._add_block(len(blocks), block, is_planned=is_planned)
             if outcome is not None:
-                # The first block was measured before, perhaps under the limits that are noticed only now.
-                self._blocks = blocks if outcome is Outcome.LIMITS_CHANGED and len(blocks) > 1 else []
                 return outcome
             if is_planned and self.selector.in_force.number != assignment.number:
                 continue  # these iterations ran under several plans
@@ -396,10 +370,8 @@ class PlanRunner:
         reports = seen.reports
         if reports is None:
             return None
-        self.limits_seen = reports.limits
-        # Other plans cannot be made under a power cap that default clocks exceed; those without limits are there.
-        if self.limits_seen != self._limits and not (self._is_capped and self.limits_seen):
-            return Outcome.LIMITS_CHANGED
+        if reports.limits != self._limits and not self._is_capped:
+            return Outcome.DEFAULT_OUTDATED
         if self._ran.assignment is None or math.isnan(reports.drift):
             return None
         typical, most = self._drift_and_most(reports)
@@ -459,7 +431,7 @@ class PlanRunner:
         return NextIteration(
             "run",
             ClockPlan.of_rank(
-                self._own.plans[number], self._topology.pipeline_rank, self._own.instruction_times_s, self._dag
+                frontier.plans[number], self._topology.pipeline_rank, frontier.instruction_times_s, self._dag
             ),
             plan=number,
             forecast=self._forecast(assignment) if self._is_first else None,
@@ -472,7 +444,7 @@ class PlanRunner:
 
         They promise a slowdown and a power relative to default clocks; that is the same whether these were measured.
         """
-        forecast = assignment.forecast(self._frontier, self._topology.tensor_parallel, self._others)
+        forecast = assignment.forecast(self._frontier, self._topology.tensor_parallel)
         default_s, default_j = forecast.default_time_s, forecast.default_energy_j
         if self._default is not None:
             default_s, default_j = self._scale * self._default.time_s, self._scale * self._default.energy_j
@@ -507,5 +479,5 @@ class PlanRunner:
         reported = computed_and_tail_s(spans)
         if looks_for_drift:
             follows = not (seen.failed or ran is None or ran.paused)  # else clocks are not the plan's
-            reported |= reported_drift(spans, seen.clock_mhz if follows else {}, self._own.instruction_times_s)
+            reported |= reported_drift(spans, seen.clock_mhz if follows else {}, self._frontier.instruction_times_s)
         return reported

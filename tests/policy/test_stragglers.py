@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -99,17 +98,3 @@ def test_the_forecast_accounts_as_the_papers_emulation_does():
     assert forecast.energy_j == pytest.approx(4 * (plan.energy_j + 1.2 * 100 + 10 * 2 * (1.2 - plan.time_s)))
     default_j = FRONTIER.baseline.energy_j
     assert forecast.default_energy_j == pytest.approx(4 * (default_j + 1.2 * default_j + 10 * 2 * 0.2))
-
-
-def test_pipelines_with_other_plans_are_as_slow_as_the_slowest_lets_them_be():
-    slower = [replace(plan, time_s=1.1 * plan.time_s, energy_j=0.9 * plan.energy_j) for plan in PLANS]
-    limited = replace(FRONTIER, plans=tuple(slower), t_min_s=1.1 * FRONTIER.t_min_s, baseline=slower[0])
-    assignment = Assignment.of(limited, 0, (1.0, 1.0), others={0: FRONTIER})
-    others, own = assignment.plans
-    assert own == 0
-    assert 1.08 < PLANS[others].time_s / slower[0].time_s * 1.1 < 1.1
-    forecast = assignment.forecast(limited, 1, {0: FRONTIER})
-    assert forecast.time_s == pytest.approx(slower[0].time_s)
-    waiting_s = slower[0].time_s - PLANS[others].time_s
-    assert forecast.energy_j == pytest.approx(slower[0].energy_j + PLANS[others].energy_j + 10 * 2 * waiting_s)
-    assert forecast.default_time_s == pytest.approx(slower[0].time_s)

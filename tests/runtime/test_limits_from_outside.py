@@ -7,15 +7,13 @@ more than 1 %, and uses no more energy.
 import functools
 import re
 from dataclasses import replace
-from datetime import timedelta
-from statistics import median
 
 import pytest
 from prometheus_client import generate_latest
-from virtual.job import SLOWER, VirtualJob, WorkerAtOnce, in_order
+from virtual.job import SLOWER, VirtualJob
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.run_records import LimitsChanged, PlanChosen, PlanJudged, PowerCapChanged, ProfileWritten
+from perseus_ds.artifacts.run_records import IterationRecord, LimitsChanged, PlanJudged, ProfileWritten
 from perseus_ds.runtime.metrics import registry_of
 from perseus_ds.runtime.progress import JobFacts
 
@@ -176,67 +174,7 @@ def test_under_limits_that_others_set_a_job_is_not_slower_than_at_default_clocks
     assert slower < 0.01
     assert more < 0.0
     assert limits(job)[-1] == ()
-    assert job.runtime.next.phase == "run"
-    assert not job.runtime.next.limited, "what ran before is back"
-
-
-def test_limits_that_come_again_are_planned_for_and_compared_once(run):
-    job, _ = run([at(60 * n, (1,), power_w=None if n % 2 else 300.0) for n in range(8)], TWO)
-    phases = in_order(phase for phase, _, _ in job.taken)
-    assert phases.count("optimizing") == 1
-    assert [judged.kept for judged in job.events(PlanJudged)] == [True, True], "without limits, and under them"
-    assert job.events(ProfileWritten) == []
-
-
-def test_a_plan_that_is_late_under_a_limit_is_dropped_and_the_former_one_returns_when_the_limit_goes(start_compared):
-    job = start_compared()
-    job.gpus[1].limit(power_w=300.0)
-    job.train_while(lambda: not job.runtime.next.limited)
-    in_time = job.work
-    job.late_under_plans()
-    job.train_while(lambda: "training goes on at default clocks" not in job.events(PlanJudged)[-1].then)
-    job.work = in_time
-    judged = len(job.events(PlanJudged))
-    assert set(job.train(20)) == {"observe"}
-    job.gpus[1].limit()
-    job.train(2)
-    assert set(job.train(20)) == {"run"}
-    assert not job.runtime.next.limited
-    assert len(job.events(PlanJudged)) == judged, "it was kept before, and is not compared again"
-
-
-def test_under_a_power_cap_that_default_clocks_exceed_no_iteration_runs_at_them_whatever_limits_come(start_compared):
-    job = start_compared()
-    job.runtime.set_policy({"name": "power_cap", "watts": 450.0})
-    job.train(4)
-    job.gpus[1].limit(power_w=300.0)
-    assert set(job.train(20)) == {"run"}
-    job.runtime.set_policy({"name": "slowdown"})
-    job.train_while(lambda: not job.runtime.next.limited)
     job.train_until("run")
-    job.runtime.set_policy({"name": "power_cap", "watts": 350.0})
-    job.train(4)
-    assert set(job.train(20)) == {"run"}
-    job.gpus[1].limit()
-    job.train(2)
-    assert set(job.train(20)) == {"run"}
-    assert not job.runtime.next.limited
-
-
-def test_default_clocks_measured_under_a_limit_are_not_compared_with_plans_without_it(start, frontiers):
-    judged = []
-    for is_limited in (False, True):
-        job = start(str(is_limited), mode="run", frontier=frontiers(**TWO), **TWO)
-        job.train(2)
-        if is_limited:
-            job.gpus[1].limit(power_w=250.0)
-            job.train_until_compared()
-            job.gpus[1].limit()
-            job.train_while(lambda job=job: job.runtime.next.limited)
-        judged.append(job.train_until_compared(1 + is_limited)[-1])
-    without, after = judged
-    assert after.kept
-    assert (after.slowdown, after.saved) == pytest.approx((without.slowdown, without.saved), abs=0.01)
 
 
 def test_a_profile_that_is_wrong_since_a_limit_came_meanwhile_is_measured_again_when_that_has_gone(start):
@@ -251,82 +189,47 @@ def test_a_profile_that_is_wrong_since_a_limit_came_meanwhile_is_measured_again_
     assert job.train_until_compared(len(job.events(PlanJudged)) + 1)[-1].kept
 
 
-def test_under_limits_a_reduction_is_of_the_power_without_them(start_compared):
+def test_a_plan_is_compared_again_under_a_limit_and_when_it_has_gone(start_compared):
     job = start_compared()
-    caps_w = []
-    for number, limit in enumerate(({}, {"power_w": 300.0}), start=1):
-        job.train_until_compared(number)
+    for number, limit in enumerate(({"power_w": 380.0}, {}), start=2):
         job.gpus[1].limit(**limit)
-        job.train_while(lambda limit=limit: job.runtime.next.phase != "run" or job.runtime.next.limited != bool(limit))
-        until = job.time.date() + timedelta(seconds=20)
-        job.runtime.set_policy({"name": "reduce", "power_fraction": 0.8, "until": until.isoformat()})
-        job.train(6)
-        caps_w.append(job.events(PowerCapChanged)[-1].watts)
-        job.train_while(lambda: job.events(PowerCapChanged)[-1].watts is not None)
-    assert caps_w[1] == pytest.approx(caps_w[0], rel=0.01)
+        job.train(3)
+        assert job.runtime.next.phase == "default", "default clocks are measured under the same limit"
+        job.train_until_compared(number)
+    assert len(limits(job)) == 2
+    records = [record for record in job.events(IterationRecord) if record.limited]
+    assert {record.phase for record in records} >= {"default", "run"}
 
 
-def test_clocks_above_a_limit_are_left_out_for_that_gpu_alone(run):
-    job, _ = run([at(10, (1,), power_w=300.0), at(40, (1,))], TWO)
-    frontier = Frontier.load(job.folder / "limits" / "0")
-    others, limited = ({clock for plan in frontier.plans for clock in plan.clocks_mhz[rank]} for rank in (0, 1))
-    assert all(clock <= 1110 or clock == 1410 for clock in limited), "1410 MHz: as fast as it may, like default clocks"
-    assert any(1110 < clock < 1410 for clock in others)
-
-
-@pytest.mark.parametrize("ranks", [pytest.param((3,), marks=pytest.mark.extended), (2, 3)], ids=["one GPU", "a node"])
-def test_pipelines_wait_at_once_for_one_whose_gpus_are_limited(compared, ranks):
-    scenario = [at(10, ranks, power_w=300.0), at(70, ranks)]
-    job, slower, more = compared(scenario, shape=TWO, pipelines=2)
-    assert slower < 0.01
-    assert more < 0.0
-    first, limited, *_ = job.events(PlanChosen)
-    assert (first.straggler, limited.straggler) == (None, 1)
-    assert limited.slowdown > 1.1
-    assert limited.plans[0] > limited.plans[1], "from its frontier, before an iteration under a plan has shown it"
-
-
-class SlowWorker(WorkerAtOnce):
-    """Takes twenty iterations."""
-
-    polls = 0
-
-    def poll(self):
-        self.polls += 1
-        return super().poll() if self.polls > 20 else None
-
-
-def test_while_plans_for_a_pipeline_under_limits_are_made_the_others_are_as_slow_as_it_lets_them_be(start_compared):
-    job = start_compared(pipelines=2)
-    job.worker = SlowWorker
-    job.gpus[3].limit(power_w=300.0)
-    begun = len(job.taken)
-    job.train_while(lambda: job.runtime.next.phase != "optimizing")
-    default = [(time_s, energy_j) for phase, time_s, energy_j in job.taken[begun:] if phase == "default"]
-    job.train(3)
-    assert set(job.train(10)) == {"optimizing"}
-    optimizing = [(time_s, energy_j) for _, time_s, energy_j in job.taken[-10:]]
-    (time_s, energy_j), (default_s, default_j) = (
-        map(median, zip(*taken, strict=True)) for taken in (optimizing, default)
-    )
-    assert time_s == pytest.approx(default_s, rel=0.002)
-    assert energy_j < 0.9 * default_j
-
-
-def test_where_plans_under_limits_cannot_be_made_the_former_ones_stay(start_compared, capsys):
-    job = start_compared(pipelines=2)
-    job.worker = type("FailingWorker", (WorkerAtOnce,), {"problem": "no memory"})
-    job.gpus[3].limit(power_w=300.0)
-    assert job.train_until_compared(2)
-    assert "plans for these limits cannot be made (optimising failed: no memory)" in capsys.readouterr().out
-    assert job.runtime.next.limited
-
-
-def test_without_its_profile_a_plan_stays_and_is_compared_under_the_limit(tmp_path, start, frontiers):
-    made = Frontier.load(frontiers(**TWO))
-    without = replace(made, provenance=made.provenance.model_copy(update={"profile": None})).save(tmp_path)
-    job = start(mode="run", frontier=str(without), **TWO)
-    job.train_until_compared()
+def test_a_plan_that_is_late_under_a_limit_is_dropped(start_compared):
+    job = start_compared()
     job.gpus[1].limit(power_w=300.0)
-    assert len(job.train_until_compared(2)) == 2
-    assert "optimizing" not in {phase for phase, _, _ in job.taken}
+    job.late_under_plans()
+    job.train_while(lambda: "training goes on at default clocks" not in job.events(PlanJudged)[-1].then)
+    assert set(job.train(20)) == {"observe"}
+
+
+def test_under_a_power_cap_that_default_clocks_exceed_no_iteration_runs_at_them_whatever_limits_come(start_compared):
+    job = start_compared()
+    job.runtime.set_policy({"name": "power_cap", "watts": 450.0})
+    job.train(4)
+    job.gpus[1].limit(power_w=300.0)
+    assert set(job.train(20)) == {"run"}
+    job.gpus[1].limit()
+    assert set(job.train(20)) == {"run"}
+
+
+def test_default_clocks_measured_under_a_limit_are_not_compared_with_plans_without_it(start, frontiers):
+    judged = []
+    for is_limited in (False, True):
+        job = start(str(is_limited), mode="run", frontier=frontiers(**TWO), **TWO)
+        job.train(2)
+        if is_limited:
+            job.gpus[1].limit(power_w=250.0)
+            job.train_while(lambda job=job: job.runtime.next.phase != "default")
+            job.train(8)
+            job.gpus[1].limit()
+        judged.append(job.train_until_compared(1)[-1])
+    without, after = judged
+    assert after.kept
+    assert (after.slowdown, after.saved) == pytest.approx((without.slowdown, without.saved), abs=0.01)
