@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
-from datetime import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -14,14 +13,20 @@ from pydantic_core import PydanticUndefined
 
 from perseus_ds.cli.arguments import Argument, arguments_of
 from perseus_ds.cli.main import COMMANDS, command_of, description_of, usage
-from perseus_ds.runtime.config import PerseusConfig
+from perseus_ds.gpu.simulated import SimulatedConfig
+from perseus_ds.runtime.config import MetricsConfig, PerseusConfig, ProfileConfig
 
 FOLDER = Path(__file__).parent
 NOTE = "<!-- Made by docs/reference.py (make docs) from the code: change it there. -->\n"
 
 
+ADVANCED = ("device", "cache", "max_drift", "profile", "simulated")
+
+
 def configuration() -> str:
-    """Return the page on the ``perseus`` block."""
+    """Return the page on the ``perseus`` block: what most jobs need first, then everything else."""
+    fields = PerseusConfig.model_fields
+    policies = _models(fields["policy"])
     lines = [
         NOTE,
         "# Configuration\n",
@@ -29,15 +34,22 @@ def configuration() -> str:
         "`PERSEUS` (JSON, or the path of a JSON file), whose keys replace those of the others. All keys may be left",
         "out. An unknown key or a wrong value is an error that names the key, before training starts.\n",
         '```json\n{"train_micro_batch_size_per_gpu": 8, "perseus": {"enabled": true}}\n```\n',
-        "## `perseus`\n",
-        *_table(PerseusConfig),
+        *_table(PerseusConfig, [name for name in fields if name not in ADVANCED]),
+        "\n## `policy`\n",
+        'The rule that chooses a plan, with its keys, such as `{"name": "slowdown", "max_slowdown": 0.05}`. What each',
+        "does in detail: [policies](policies.md).\n",
+        "| `name` | meaning |\n|---|---|",
+        *(f"| `{_name_of(policy)}` | {_sentence(policy.__doc__ or '')} |" for policy in policies),
+        "",
+        "| key | value | default | meaning |\n|---|---|---|---|",
     ]
-    explained = set()
-    for key, model in _blocks(PerseusConfig, "perseus"):
-        if model in explained:
-            continue
-        explained.add(model)
-        lines += [f"\n## `{key}`\n", f"{(model.__doc__ or '').strip()}\n", *_table(model)]
+    for policy in policies:
+        keys = [name for name in policy.model_fields if name != "name"]
+        lines += [row.replace("| `", f"| {_name_of(policy)}: `", 1) for row in _table(policy, keys)[2:]]
+    lines += ["\n## `metrics`\n", f"{MetricsConfig.__doc__}\n", *_table(MetricsConfig)]
+    lines += ["\n## Advanced\n", "Most jobs need none of these keys.\n", *_table(PerseusConfig, ADVANCED)]
+    for key, model in (("profile", ProfileConfig), ("simulated", SimulatedConfig)):
+        lines += [f"\n### `{key}`\n", f"{(model.__doc__ or '').strip()}\n", *_table(model)]
     return "\n".join(lines) + "\n"
 
 
@@ -73,16 +85,9 @@ def _argument_default(argument: Argument) -> str:
     return f"`{argument.default_text}`" if argument.default_text else ""
 
 
-def _blocks(model: type[BaseModel], key: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield every model within a model, with the key it is found at."""
-    for name, field in model.model_fields.items():
-        for inner in _models(field):
-            label = f"{key}.{name}"
-            chosen = inner.model_fields.get("name")
-            if chosen is not None:
-                label += f": {get_args(chosen.annotation)[0]}"
-            yield label, inner
-            yield from _blocks(inner, f"{key}.{name}")
+def _name_of(policy: type[BaseModel]) -> str:
+    (name,) = get_args(policy.model_fields["name"].annotation)
+    return str(name)
 
 
 def _models(field: FieldInfo) -> list[type[BaseModel]]:
@@ -95,9 +100,10 @@ def _is_union(annotation: object) -> bool:
     return get_origin(annotation) in (Union, types.UnionType)
 
 
-def _table(model: type[BaseModel]) -> list[str]:
+def _table(model: type[BaseModel], names: Iterable[str] | None = None) -> list[str]:
     rows = []
-    for name, field in model.model_fields.items():
+    for name in names or model.model_fields:
+        field = model.model_fields[name]
         inner = _models(field)
         meaning = field.description or (inner[0].__doc__ or "" if inner else "")
         rows.append([f"`{name}`", _type(field), _default(field), meaning.strip()])
@@ -130,7 +136,7 @@ def _name(annotation: Any) -> str:
         return " or ".join(_name(part) for part in get_args(annotation) if part is not type(None))
     if get_origin(annotation) in (list, tuple):
         return f"list of {_name(get_args(annotation)[0])}"
-    names = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text", time: "time of day"}
+    names = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text"}
     return names.get(annotation, "time with a time zone")
 
 

@@ -107,11 +107,7 @@ class PerseusConfig(StrictModel):
     frontier: str | None = Field(None, description="frontier.json (or its folder), for run mode.")
     policy: PolicyConfig = Field(
         default_factory=SlowdownPolicy,
-        description='Plan to run. {"name": "slowdown", "max_slowdown": 0.05}: 5 % above T_min at most (default 0); '
-        '{"name": "deadline", "finish_by": "2030-01-31T08:00:00+00:00", "total_steps": 1000}; '
-        '{"name": "power_cap", "watts": 5000}: of all GPUs together; {"name": "energy_optimal"}; '
-        '{"name": "reduce", "power_fraction": 0.75, "until": …, "policy": …}: less power for a while, beside another '
-        'policy; with "signal": "power.csv", as that file asks for it.',
+        description="The rule that chooses a plan.",
     )
     cache: bool = Field(True, description="auto mode: start under the plan of an earlier run of the same job.")
     max_drift: float = Field(
