@@ -36,8 +36,8 @@ def configuration() -> str:
         '```json\n{"train_micro_batch_size_per_gpu": 8, "perseus": {"enabled": true}}\n```\n',
         *_table(PerseusConfig, [name for name in fields if name not in ADVANCED]),
         "\n## `policy`\n",
-        'The rule that chooses a plan, with its keys, such as `{"name": "slowdown", "max_slowdown": 0.05}`. What each',
-        "does in detail: [policies](policies.md).\n",
+        "The rule that chooses a plan, with its keys. What each does in detail: [policies](policies.md).\n",
+        '```json\n{"policy": {"name": "slowdown", "max_slowdown": 0.05}}\n```\n',
         "| `name` | meaning |\n|---|---|",
         *(f"| `{_name_of(policy)}` | {_sentence(policy.__doc__ or '')} |" for policy in policies),
         "",
@@ -102,7 +102,7 @@ def _is_union(annotation: object) -> bool:
 
 def _table(model: type[BaseModel], names: Iterable[str] | None = None) -> list[str]:
     rows = []
-    for name in names or model.model_fields:
+    for name in model.model_fields if names is None else names:
         field = model.model_fields[name]
         inner = _models(field)
         meaning = field.description or (inner[0].__doc__ or "" if inner else "")
