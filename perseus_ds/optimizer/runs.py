@@ -62,7 +62,7 @@ _EXCHANGES, _MOST_PAIRS = 8, 2000
 _MOST_RUNS, _MOST_SEARCHED = 64, 256
 """Of more runs, no pairs are tried; of still more, the clocks stay as they are."""
 _SEARCHED = 8
-"""For so many deadlines, plans are searched for from the beginning, for others from the plans of their neighbours."""
+"""For so many deadlines, plans are searched for from the beginning, for others from the plans for shorter ones too."""
 _MANY = 20_000
 """The runs found for other deadlines are tried at the first one, that of most jobs, unless instructions are so many."""
 _MOST_PATHS, _MORE_PATHS = 40, 16
@@ -246,7 +246,7 @@ class RunSearch:
             progress(0.5 + 0.5 * number / len(deadline_s))
             best = _cheapest(plan for plan in known if plan.time_s <= limit_s * _FITS)
             near = begun[int(np.abs(time_s - limit_s).argmin())]
-            starts = [near, best] if number in searched else [near]
+            starts = [near, best]
             if number == 0 and self._network.decisions < _MANY:
                 starts += [plan for plans in found for plan in plans]
             own = {id(plan): plan for plan in starts if plan is not None}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from operator import attrgetter
 
 import numpy as np
@@ -65,7 +66,11 @@ def solve_exact(problem: Problem, *, plans: int, progress: Progress) -> tuple[li
     else:
         # Plans whose clocks are held need those of free clocks at some deadlines only.
         own_s = deadline_s[searched_of(len(deadline_s))] if is_held else deadline_s
-        event_s = _round(network, _between(target_s, time_s, own_s), own_s, progress)
+        targets_s = [_between(target_s, time_s, own_s)]
+        # Runs of instructions at one clock do not alternate.
+        if not is_held:
+            targets_s.append(_between(_alternating_s(network, time_s), time_s, own_s))
+        event_s = _round(network, targets_s, own_s, progress)
     options = choose_clocks(network, event_s)
     if is_held:
         return _held(network, event_s, options, deadline_s, progress), bounds
@@ -181,14 +186,29 @@ def _between(values: Floats, known_s: Floats, wanted_s: Floats) -> Floats:
     return values[:, right - 1] * (1 - share) + values[:, right] * share
 
 
-def _round(network: Network, target_s: Floats, deadline_s: Floats, progress: Progress) -> Floats:
-    """Return event times of good plans with measured clocks, shape (events, plans) [s]."""
+def _alternating_s(network: Network, deadline_s: Floats) -> Floats:
+    """Return event times of relaxed optima that alternate, shape (events, deadlines) [s]."""
+    relaxation, earliest_s = Relaxation(network, alternating=True), network.problem.t_min_s * (1 + _NEAR)
+    return np.stack([relaxation.solve(max(time_s, earliest_s)).event_s for time_s in deadline_s.tolist()], axis=1)
+
+
+def _round(network: Network, targets_s: Sequence[Floats], deadline_s: Floats, progress: Progress) -> Floats:
+    """Return event times of good plans with measured clocks, shape (events, plans) [s].
+
+    Args:
+        network: The events.
+        targets_s: Relaxed optima, each of shape (events, plans) [s].
+        deadline_s: Shape (plans,) [s].
+        progress: Called with how much is done.
+    """
     descent = Descent(network)
+    hull = OptionTable(network.problem.groups, hull_only=True)
+    starts = [(network.problem.table, targets_s[0]), *((hull, target_s) for target_s in targets_s)]
     rounded_s = []
-    for number, table in enumerate((OptionTable(network.problem.groups, hull_only=True), network.problem.table)):
-        progress("clocks", number / 4)
+    for number, (table, target_s) in enumerate(starts):
+        progress("clocks", number / (2 * len(starts)))
         rounded_s.append(descent.run(round_late(network, table, target_s, deadline_s), _FIRST_SWEEPS))
-    best_s = _better(descent, rounded_s[1], rounded_s[0])
+    best_s = reduce(partial(_better, descent), reversed(rounded_s))
     mixed_s = mixed_into(network, best_s, deadline_s)
     best_s = _better(descent, descent.run(mixed_s, _LATER_SWEEPS), best_s)
     for number, slow_first in enumerate((True, False)):

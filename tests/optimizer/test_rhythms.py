@@ -1,7 +1,7 @@
-"""Rhythms keep their period in the DAG and are the best of their kind; plans made of them meet their deadlines."""
+"""Where plans are searched from: rhythms, and relaxed optima that alternate."""
 
 import itertools
-from functools import cache
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,89 +14,31 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.optimizer.network import Network
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.optimizer.relaxation import Relaxation
-from perseus_ds.optimizer.rhythms import RhythmSearch, Work, least_period_s, mixed_into
+from perseus_ds.optimizer.rhythms import joint_options, mixed_into
 from perseus_ds.optimizer.search import Descent, durations_at, options_at, round_late
 from perseus_ds.pipeline.commands import read_schedule
-from perseus_ds.pipeline.dag import Dag
-from perseus_ds.pipeline.instruction import Kind
-
-
-@st.composite
-def works(draw, most_options):
-    """An instruction whose times differ by a few percent, and whose energies lie on a hull."""
-    times = sorted(draw(st.sets(st.integers(0, 15), min_size=1, max_size=most_options)))
-    return Work(1.0 + np.array(times) / 1000, 5.0 - np.sqrt(np.array(times)))
-
-
-def pipelines(most_ranks, most_options):
-    return st.lists(st.tuples(works(most_options), works(most_options)), min_size=1, max_size=most_ranks)
-
-
-@cache
-def dag_of(ranks, micro_batches):
-    return Dag.build(one_f_one_b(ranks, micro_batches))
-
-
-def makespan_s(ranks, found, micro_batches):
-    """How long an iteration takes whose middle has the clocks of an alternation, by its DAG."""
-    dag = dag_of(len(ranks), micro_batches)
-    time_s = np.zeros(len(dag.nodes))
-    for rank, nodes in enumerate(dag.compute_nodes):
-        (forward, backward), parity = ranks[rank], 0
-        for node in reversed(nodes):
-            work = dag.nodes[node].work
-            if work.kind is Kind.BACKWARD:
-                parity = work.micro_batch % 2
-                time_s[node] = backward.time_s[found.backwards[rank, parity]]
-            elif work.kind is Kind.FORWARD:
-                time_s[node] = forward.time_s[found.forwards[rank, parity]]
-    return dag.finish_s(time_s).max()
 
 
 @settings(deadline=None, max_examples=40)
-@given(pipelines(4, 3))
-def test_its_period_is_by_how_much_a_micro_batch_more_delays_the_end(ranks):
-    for found in filter(None, map(RhythmSearch(ranks).alternating, np.linspace(2.0, 2.03, 6))):
-        longer_s, shorter_s = (makespan_s(ranks, found, micro_batches) for micro_batches in (60, 40))
-        np.testing.assert_allclose((longer_s - shorter_s) / 20, found.period_s, rtol=1e-9)
-
-
-def least_cost_j(ranks, period_s):
-    """The least energy of any clocks, by trying all of them."""
-    least_j = np.inf
-    clocks = [itertools.product(*[range(len(work.time_s)) for work in (f, f, b, b)]) for f, b in ranks]
-    for chosen in itertools.product(*map(list, clocks)):
-        forwards, backwards = np.array(chosen)[:, :2], np.array(chosen)[:, 2:]
-        forward_s = np.array([work.time_s[own] for (work, _), own in zip(ranks, forwards, strict=True)])
-        backward_s = np.array([work.time_s[own] for (_, work), own in zip(ranks, backwards, strict=True)])
-        if least_period_s(forward_s, backward_s) <= period_s:
-            of_ranks = zip(ranks, forwards, backwards, strict=True)
-            cost_j = sum(f.cost_j[own].sum() + b.cost_j[theirs].sum() for (f, b), own, theirs in of_ranks)
-            least_j = min(least_j, cost_j / 2)
-    return least_j
-
-
-@settings(deadline=None, max_examples=40)
-@given(pipelines(2, 3), st.floats(1.0, 1.02))
-def test_no_clocks_of_its_period_need_less(ranks, slowdown):
-    """But for what the differences between two values of d may hide: half of 0.05 % of a period."""
-    period_s = slowdown * max(forward.time_s[0] + backward.time_s[0] for forward, backward in ranks)
-    found = RhythmSearch(ranks).alternating(period_s)
-    cost_j = found.cost_j if found else np.inf
-    assert least_cost_j(ranks, period_s * (1 + 1e-9)) <= cost_j + 1e-9
-    assert cost_j <= least_cost_j(ranks, period_s * (1 - 0.0003)) + 1e-9
-
-
-def test_ranks_that_alternate_use_less_on_a_gpu_whose_energy_drops_at_one_clock():
-    """The published A40: at 1.25 % above the fastest period no single clocks fit well, and two in turns do."""
-    problem = problem_for(one_f_one_b(8, 8), StageProfile.load(stage_profile("a40")), 70.38)
-    groups = {(group.stage, group.kind): Work(group.options.time_s, group.cost_j) for group in problem.groups}
-    ranks = [(groups[stage, Kind.FORWARD], groups[stage, Kind.BACKWARD]) for stage in range(8)]
-    fastest_s = max(forward.time_s[0] + backward.time_s[0] for forward, backward in ranks)
-    period_s = 1.0125 * fastest_s
-    search, waiting_j = RhythmSearch(ranks), 8 * 70.38 * period_s
-    single_j, two_j = (one(period_s).cost_j + waiting_j for one in (search.repeating, search.alternating))
-    assert two_j < 0.99 * single_j
+@given(st.integers(0, 10_000), st.integers(1, 3))
+def test_no_choice_of_options_that_is_as_fast_needs_less(seed, count):
+    rows = [
+        replace(m, time_s=m.time_s * factor)
+        for m, factor in zip(
+            synthetic_profile(2, clocks=4).measurements, np.random.default_rng(seed).uniform(0.7, 1.3, 16), strict=True
+        )
+    ]
+    groups = problem_for(one_f_one_b(2, 2), StageProfile(rows), 0.0).groups[:count]
+    time_s, cost_j, chosen = joint_options(groups)
+    assert np.all(np.diff(time_s) > 0)
+    assert np.all(np.diff(cost_j) < 0)
+    for options in itertools.product(*[range(len(group.cost_j)) for group in groups]):
+        own_s = sum(group.options.time_s[own] for group, own in zip(groups, options, strict=True))
+        own_j = sum(group.cost_j[own] for group, own in zip(groups, options, strict=True))
+        assert cost_j[time_s <= own_s * (1 + 1e-12)].min() <= own_j * (1 + 1e-12)
+    for found_s, found_j, options in zip(time_s, cost_j, chosen, strict=True):
+        assert found_s == pytest.approx(sum(g.options.time_s[own] for g, own in zip(groups, options, strict=True)))
+        assert found_j == pytest.approx(sum(g.cost_j[own] for g, own in zip(groups, options, strict=True)))
 
 
 def rounded(problem, deadline_s):
@@ -129,12 +71,24 @@ def test_rhythms_save_energy_on_a_gpu_whose_energy_drops_at_one_clock():
     assert ((descent.cost_j(without_s) - descent.cost_j(with_s)) / energy_j).max() > 0.001
 
 
+def test_relaxed_optima_that_alternate_lead_to_less_energy_where_no_single_clock_fits():
+    """The published A40: at 1 % above T_min, half of the backwards at the clock at which energy drops."""
+    problem = problem_for(one_f_one_b(8, 24), StageProfile.load(stage_profile("a40")), 70.38)
+    deadline_s = np.array([1.01 * problem.t_min_s])
+    network = Network(problem)
+    descent = Descent(network)
+    targets_s = [Relaxation(network, alternating=own).solve(deadline_s[0]).event_s[:, None] for own in (False, True)]
+    starts_s = [round_late(network, problem.table, target_s, deadline_s) for target_s in targets_s]
+    usual_j, alternating_j = (descent.cost_j(descent.run(start_s, 4))[0] for start_s in starts_s)
+    assert usual_j - alternating_j > 0.002 * problem.plan(problem.fastest).energy_j
+
+
 @pytest.mark.parametrize(
     "schedule",
-    [read_schedule(GPipe, ranks=4, micro_batches=12), dual_pipe_v(4, 12), one_f_one_b(2, 1)],
-    ids=["gpipe", "dualpipev", "one micro-batch"],
+    [read_schedule(GPipe, ranks=4, micro_batches=12), one_f_one_b(2, 1)],
+    ids=["gpipe", "one micro-batch"],
 )
-def test_where_ranks_do_not_run_forward_and_backward_in_turns_plans_stay_as_they_are(schedule):
+def test_where_ranks_repeat_nothing_in_turns_plans_stay_as_they_are(schedule):
     problem = problem_for(schedule, synthetic_profile(schedule.num_stages), 80.0)
     deadline_s = np.array([problem.t_min_s * 1.1])
     network, event_s = rounded(problem, deadline_s)
