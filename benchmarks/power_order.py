@@ -71,7 +71,7 @@ def watch(job: Running, ordered: float, title: str) -> None:
 def by_command(job: Running, fraction: float) -> str:
     """Give an order by the command; return its answer."""
     command = [sys.executable, "-m", "perseus_ds", "control", "reduce", str(job.folder / "perseus")]
-    arguments = [f"power_fraction={fraction}", f"duration={LASTS_S}s", "within=5s"]
+    arguments = ["--power-fraction", f"{fraction}", "--duration", f"{LASTS_S}s", "--within", "5s"]
     return subprocess.run([*command, *arguments], check=True, capture_output=True, text=True).stdout.strip()
 
 

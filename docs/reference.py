@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
+from unittest import mock
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from perseus_ds.cli.arguments import Argument, arguments_of
-from perseus_ds.cli.main import COMMANDS, command_of, description_of, usage
+from perseus_ds.cli.main import COMMANDS, command_of, description_of
+from perseus_ds.cli.main import main as main_of_commands
 from perseus_ds.gpu.simulated import SimulatedConfig
 from perseus_ds.runtime.config import MetricsConfig, PerseusConfig, ProfileConfig
 
@@ -54,35 +58,34 @@ def configuration() -> str:
 
 
 def commands() -> str:
-    """Return the page on the commands and their arguments."""
+    """Return the page on the commands, with what ``--help`` prints."""
     lines = [
         NOTE,
         "# Commands\n",
-        "`perseus-ds COMMAND key=value …`; a list is `[a,b]`, an object `{key: value}`, as in YAML. Words in capitals",
-        "may be given without their key. `perseus-ds help COMMAND` prints a part of this page; with",
-        '`eval "$(perseus-ds completion bash)"` the shell completes commands, arguments and paths.\n',
+        "`perseus-ds COMMAND --help` prints a part of this page. What a command is about, such as PROFILE, may also be",
+        "given by name: `--profile PROFILE`. Options with `...` take several values: `--schedules 1f1b zbv`.\n",
+        "`perseus-ds --tyro-write-completion bash FILE` writes a script with which the shell completes commands and",
+        "options; so with `zsh`, `fish` and `tcsh`:\n",
+        "```bash",
+        "perseus-ds --tyro-write-completion bash ~/.local/share/bash-completion/completions/perseus-ds",
+        "```\n",
         "Exit status 0 is success, and 2 an error: arguments, files, a driver or a permission that is missing. Three",
         "commands answer a question, `doctor`, `verify` and `profile validate`: they return 1 where the answer is no.",
     ]
     for command in COMMANDS:
-        declaration = command_of(command)
-        declared = arguments_of(declaration).values()
+        usage, _, text = _help(command).partition("\n\n")
         lines += [f"\n## `perseus-ds {command}`\n", f"{description_of(command)}\n"]
-        lines += ["```bash", usage(command), "", *declaration.examples, "```\n"]
-        lines += _rows(
-            "argument", [[f"`{each.name}`", each.kind, _argument_default(each), each.description] for each in declared]
-        )
-        for each in declared:
-            if any(each.choices.values()):
-                lines += [f"\n`{each.name}` is one of\n"]
-                lines += [f"- `{choice}`: {_sentence(meaning)}" for choice, meaning in each.choices.items()]
+        lines += ["```bash", *command_of(command).examples, "```\n"]
+        lines += ["```text", usage, "", f"╭{text.partition('╭')[2]}".strip(), "```"]
     return "\n".join(lines) + "\n"
 
 
-def _argument_default(argument: Argument) -> str:
-    if argument.required:
-        return "required"
-    return f"`{argument.default_text}`" if argument.default_text else ""
+def _help(command: str) -> str:
+    written = io.BytesIO()
+    printed = io.TextIOWrapper(written, encoding="utf-8")
+    with mock.patch.dict(os.environ, {"COLUMNS": "110"}), contextlib.redirect_stdout(printed):
+        main_of_commands([*command.split(), "--help"])
+    return written.getvalue().decode()
 
 
 def _name_of(policy: type[BaseModel]) -> str:

@@ -106,7 +106,7 @@ def main() -> None:
     )
     run(
         "2. Optimise: compute the frontier of frequency plans",
-        [perseus_ds, "optimize", f"profile={profile}", f"out={frontier_dir}", "least_dwell_s=0.03"],
+        [perseus_ds, "optimize", str(profile), "--out", str(frontier_dir), "--least-dwell-s", "0.03"],
         OUT / "optimize.log",
     )
     run(

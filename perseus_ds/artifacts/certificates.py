@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 FILE_NAME = "certificates.npz"
 SCHEMA_VERSION = 1
 _MOST_BYTES = 256 * MIB
-_REMEDY = 'Run "perseus-ds optimize" with certificates=true again.'
+_REMEDY = 'Run "perseus-ds optimize" with --certificates again.'
 # Name -> type and number of dimensions of each array.
 _ARRAYS = {
     "schema_version": ("int64", 0),

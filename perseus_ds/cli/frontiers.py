@@ -3,49 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import Literal
 
-from perseus_ds.cli.arguments import argument, blocking_power_argument, schedule_argument
+from tyro.conf import Positional
+
+from perseus_ds.cli.values import (
+    Amount,
+    BlockingPower,
+    OptionalCount,
+    OptionalPath,
+    Plans,
+    ProfilePath,
+    ScheduleName,
+    Text,
+)
 from perseus_ds.errors import ConfigError, FrontierError
-
-if TYPE_CHECKING:
-    from perseus_ds.optimizer import Solver
-
-
-class SolverChoice(Enum):
-    """Which solver computes the plans."""
-
-    exact = "with a lower bound for each plan (default)"
-    lowtime = "the published one"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimize:
     """Compute the frontier of frequency plans from a profile."""
 
-    examples = ("perseus-ds optimize perseus out=perseus/frontier",)
+    examples = ("perseus-ds optimize perseus --out perseus/frontier",)
 
-    profile: Path = argument("profile.csv, or the folder it is in; profile.json is read beside it", word=True)
-    out: Path = argument("folder for frontier.json and frontier.csv")
-    micro_batches: int | None = argument(
-        "micro-batches per iteration; by default what profile.json says", None, at_least=1
-    )
-    stages: int | None = argument("stages of the model; by default as many as the profile has", None, at_least=1)
-    blocking_power_w: float | None = blocking_power_argument()
-    schedule: str | None = schedule_argument()
-    solver: SolverChoice = argument("which solver computes the plans", SolverChoice.exact)
-    plans: int = argument("number of deadlines, from T_min to T*, for which exact computes a plan", 120, at_least=2)
-    switch_cost_j: float = argument(
-        "energy that exact assumes for a change of clock when it chooses clocks [J]", 0.0, at_least=0
-    )
-    switch_cost_s: float = argument("delay that exact assumes for what follows a change of clock [s]", 0.0, at_least=0)
-    least_dwell_s: float = argument("shortest time at one clock in plans of exact [s]", 0.0, at_least=0)
-    certificates: bool = argument(
-        "true: write certificates.npz too, the proofs of the lower bounds, for perseus-ds verify", False
-    )
+    profile: Positional[ProfilePath]
+    out: Path
+    """folder for frontier.json and frontier.csv"""
+    micro_batches: OptionalCount = None
+    """micro-batches per iteration; by default what profile.json says"""
+    stages: OptionalCount = None
+    """stages of the model; by default as many as the profile has"""
+    blocking_power_w: BlockingPower = None
+    schedule: ScheduleName = None
+    solver: Literal["exact", "lowtime"] = "exact"
+    """exact gives a lower bound for each plan, lowtime is the published solver"""
+    plans: Plans = 120
+    """number of deadlines, from T_min to T*, for which exact computes a plan"""
+    switch_cost_j: Amount = 0.0
+    """energy that exact assumes for a change of clock when it chooses clocks [J]"""
+    switch_cost_s: Amount = 0.0
+    """delay that exact assumes for what follows a change of clock [s]"""
+    least_dwell_s: Amount = 0.0
+    """shortest time at one clock in plans of exact [s]"""
+    certificates: bool = False
+    """write certificates.npz too, the proofs of the lower bounds, for perseus-ds verify"""
 
     def execute(self) -> int:
         from perseus_ds.artifacts.profile import StageProfile
@@ -53,10 +56,8 @@ class Optimize:
         from perseus_ds.cli.output import check_folder, progress_bar, save_and_summarise
         from perseus_ds.optimizer import optimize, with_alternatives
 
-        if self.certificates and self.solver is not SolverChoice.exact:
-            raise ConfigError(
-                "certificates=true: only solver=exact proves bounds. Leave solver out, or certificates=true."
-            )
+        if self.certificates and self.solver != "exact":
+            raise ConfigError("--certificates: only --solver exact proves bounds. Leave one of the two out.")
         profile = StageProfile.load(self.profile)
         schedule = schedule_for(profile, schedule=self.schedule, stages=self.stages, micro_batches=self.micro_batches)
         out = check_folder(self.out)
@@ -70,7 +71,7 @@ class Optimize:
                 switch_cost_s=self.switch_cost_s,
                 least_dwell_s=self.least_dwell_s,
                 progress=progress,
-                solver=cast("Solver", self.solver.name),
+                solver=self.solver,
             )
             frontier = with_alternatives(frontier, schedule, profile)
         print(save_and_summarise(frontier, self.profile, out, certificates=self.certificates))
@@ -81,19 +82,19 @@ class Optimize:
 class Verify:
     """Recompute time, energy and lower bound of every plan of a frontier, without the solver.
 
-    It needs the certificates that "perseus-ds optimize" writes with certificates=true.
+    It needs the certificates that "perseus-ds optimize" writes with --certificates.
     """
 
     examples = ("perseus-ds verify perseus/frontier",)
 
-    frontier: Path = argument("frontier.json, or the folder it is in", word=True)
-    profile: Path | None = argument(
-        "profile.csv or its folder; by default beside the frontier, or where the frontier says it came from", None
-    )
-    certificates: Path | None = argument("certificates.npz; by default the one beside frontier.json", None)
-    schedule: str | None = argument(
-        "1f1b, dualpipev or package.module:Class, to compare with the schedule in the certificates", None
-    )
+    frontier: Positional[Path]
+    """frontier.json, or the folder it is in"""
+    profile: OptionalPath = None
+    """profile.csv or its folder; by default beside the frontier, or where the frontier says it came from"""
+    certificates: OptionalPath = None
+    """certificates.npz; by default the one beside frontier.json"""
+    schedule: Text = None
+    """1f1b, dualpipev or package.module:Class, to compare with the schedule in the certificates"""
 
     def execute(self) -> int:
         from perseus_ds.artifacts.certificates import FILE_NAME, Certificates
@@ -115,7 +116,7 @@ class Verify:
                 profile, schedule=self.schedule, stages=made.stages, micro_batches=made.micro_batches
             )
             if expected.ranks != certificates.schedule.ranks:
-                return answer_no("verify", f"{path}: its schedule is not that of schedule={self.schedule}.")
+                return answer_no("verify", f"{path}: its schedule is not that of --schedule {self.schedule}.")
         with naming(self.profile or folder):
             try:
                 worst_gap = verify(frontier, certificates, profile)
@@ -127,7 +128,7 @@ class Verify:
         )
         if self.schedule is None:
             print(
-                f"The schedule is the one in {path.name} ({certificates.schedule.name}); give schedule=… to compare it."
+                f"The schedule is the one in {path.name} ({certificates.schedule.name}); give --schedule to compare it."
             )
         return 0
 
@@ -136,10 +137,12 @@ class Verify:
 class Export:
     """Write the plans of a frontier for the server of Zeus's pipeline frequency optimizer."""
 
-    examples = ("perseus-ds export perseus/frontier out=plans",)
+    examples = ("perseus-ds export perseus/frontier --out plans",)
 
-    frontier: Path = argument("frontier.json, or the folder it is in", word=True)
-    out: Path = argument("folder for freqs_pipeline_00000.py (the fastest plan), freqs_pipeline_00001.py, …")
+    frontier: Positional[Path]
+    """frontier.json, or the folder it is in"""
+    out: Path
+    """folder for freqs_pipeline_00000.py (the fastest plan), freqs_pipeline_00001.py, …"""
 
     def execute(self) -> int:
         from perseus_ds.artifacts.frontier import Frontier, export_zeus
@@ -158,13 +161,15 @@ class Import:
     The files of plans are parsed and never executed.
     """
 
-    examples = ("perseus-ds import plans profile=perseus out=perseus/frontier",)
+    examples = ("perseus-ds import plans --profile perseus --out perseus/frontier",)
 
-    plans: Path = argument("folder of freqs_pipeline_*.py", word=True)
-    profile: Path = argument("profile.csv, or the folder it is in; profile.json is read beside it")
-    out: Path = argument("folder for frontier.json and frontier.csv")
-    blocking_power_w: float | None = blocking_power_argument()
-    schedule: str | None = schedule_argument()
+    plans: Positional[Path]
+    """folder of freqs_pipeline_*.py"""
+    profile: ProfilePath
+    out: Path
+    """folder for frontier.json and frontier.csv"""
+    blocking_power_w: BlockingPower = None
+    schedule: ScheduleName = None
 
     def execute(self) -> int:
         from perseus_ds.artifacts.frontier import read_plans

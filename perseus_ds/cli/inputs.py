@@ -6,16 +6,19 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perseus_ds.artifacts.frontier import Pairs
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.validation import MOST_INSTRUCTIONS, MOST_STAGES
-from perseus_ds.cli.arguments import RunArguments
 from perseus_ds.errors import ConfigError, ProfileError
 from perseus_ds.pipeline.commands import KNOWN, OF_TORCH, is_of_torch, read_schedule, schedule_class, stages_per_rank
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.report.sources import Sources, connect, find_sources
+
+if TYPE_CHECKING:
+    from perseus_ds.cli.values import RunArguments
 
 
 def schedule_for(
@@ -50,7 +53,7 @@ def schedule_for(
     per_rank = stages_per_rank(found)
     if stages % per_rank:
         raise ConfigError(
-            f"stages={stages}: {name} puts {per_rank} stages on every rank. Give a multiple of {per_rank}."
+            f"--stages {stages}: {name} puts {per_rank} stages on every rank. Give a multiple of {per_rank}."
         )
     return read_schedule(found, ranks=stages // per_rank, micro_batches=micro_batches)
 
@@ -62,9 +65,7 @@ def micro_batches_of(profile: StageProfile) -> int:
         ConfigError: Its files do not say.
     """
     if profile.info.micro_batches is None:
-        raise ConfigError(
-            "micro_batches is missing: the profile has no profile.json that holds it. Write micro_batches=…."
-        )
+        raise ConfigError("--micro-batches is missing: the profile has no profile.json that says how many there are.")
     return profile.info.micro_batches
 
 
@@ -101,7 +102,7 @@ def find_schedule(label: str | None, schedule: str | None) -> tuple[str, type]:
     if schedule is None and name not in KNOWN and not name.startswith(OF_TORCH):
         raise ConfigError(
             f"The file names the schedule {name!r}, and holds no instructions of it for these stages and "
-            f"micro-batches. Classes that files name are not imported; if you trust it, write schedule={name} with "
+            f"micro-batches. Classes that files name are not imported; if you trust it, write --schedule {name} with "
             '"perseus-ds optimize".'
         )
     # DeepSpeed warns on import that it finds no accelerator; planning needs none.
@@ -120,7 +121,7 @@ def check_size(stages: int, micro_batches: int) -> None:
     """
     if stages * micro_batches > MOST_INSTRUCTIONS or stages > MOST_STAGES:
         raise ConfigError(
-            f"stages={stages} and micro_batches={micro_batches}: at most {MOST_STAGES} stages, and {MOST_INSTRUCTIONS} "
+            f"{stages} stages and {micro_batches} micro-batches: at most {MOST_STAGES} stages, and {MOST_INSTRUCTIONS} "
             "stages times micro-batches."
         )
 
@@ -152,7 +153,7 @@ def sources_for(arguments: RunArguments) -> Sources:
     if len(jobs) > 1 and not arguments.runs and arguments.run not in folders:
         raise ConfigError(
             f"{arguments.run}: the runs in it are of {len(jobs)} different jobs. Give the folder of one: "
-            f"{', '.join(map(str, folders))}; or those that belong together, runs=[…]."
+            f"{', '.join(map(str, folders))}; or those that belong together, --runs RUN RUN."
         )
     connect(found)
     return found

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from perseus_ds.cli.arguments import argument, read_amount, require
+from tyro.conf import Positional
+
+from perseus_ds.cli.values import Amount, Number, OptionalCount, OptionalSeconds, Seconds, Text, one
 from perseus_ds.errors import ConfigError
-
-_TIMES = "a time such as 90s, 30min, 3h or 1h30m", {"h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,12 @@ class Watch:
         "perseus-ds watch perseus --json",
     )
 
-    run: Path = argument("the job's output folder, or a folder of several", word=True)
-    once: bool = argument("print how it goes now and leave; so does output that is no terminal's", False)
-    json: bool = argument("print a JSON object for each job in a line, at each change", False)
+    run: Positional[Path]
+    """the job's output folder, or a folder of several"""
+    once: bool = False
+    """print how it goes now and leave; so does output that is no terminal's"""
+    json: bool = False
+    """print a JSON object for each job in a line, at each change"""
 
     def execute(self) -> int:
         from rich.console import Console
@@ -49,78 +52,132 @@ class Watch:
         return 0
 
 
-class Order(Enum):
-    """What is ordered."""
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Which job is ordered."""
 
-    status = "print how the job goes"
-    policy = "run under another policy, policy="
-    straggler = "one pipeline takes longer, pipeline= and slowdown="
-    reduce = "draw less power for a while, power_fraction= and duration="
-    pause = "run at default clocks"
-    resume = "run under plans again"
-
-
-_KEYS = {
-    Order.policy: ("policy",),
-    Order.straggler: ("pipeline", "slowdown", "after_iterations"),
-    Order.reduce: ("power_fraction", "duration"),
-}
+    run: Positional[Path]
+    """the job's output folder, output_dir of its perseus block"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Control:
-    """Give a running job an order, or ask how it goes. Run it on the node of rank 0."""
+class Status(Job):
+    """Print how the job goes."""
 
-    examples = (
-        "perseus-ds control status perseus",
-        "perseus-ds control status perseus json=true",
-        "perseus-ds control policy perseus policy.name=slowdown policy.max_slowdown=0.05",
-        "perseus-ds control straggler perseus pipeline=1 slowdown=1.2",
-        "perseus-ds control reduce perseus power_fraction=0.75 duration=3h within=30s",
-    )
+    examples = ("perseus-ds control status perseus", "perseus-ds control status perseus --json")
 
-    command: Order = argument("what is ordered", word=True)
-    run: Path = argument("the job's output folder, output_dir of its perseus block", word=True)
-    policy: dict[str, Any] = argument(
-        "policy: the keys of the policy, such as policy.name=energy_optimal, or policy.name=power_cap "
-        "policy.watts=5000; the others are on the page on policies",
-        {},
-    )
-    pipeline: int | None = argument("straggler: which data-parallel pipeline", None, at_least=0)
-    slowdown: float | None = argument(
-        "straggler: how many times as long its iterations take; 1 when it has recovered", None, at_least=1
-    )
-    after_iterations: int = argument("straggler: number of iterations until then", 0, at_least=0)
-    power_fraction: float | None = argument(
-        "reduce: of the job's average power at default clocks, such as 0.75; above 0, at most 1", None, at_least=0
-    )
-    duration: str | None = argument("reduce: for how long, such as 90s, 30min, 3h or 1h30m", None)
-    within: str | None = argument(
-        "reduce: how soon it is needed, such as 30s; the answer says so if the job takes longer", None
-    )
-    json: bool = argument("status: print it as a JSON object", False)
+    json: bool = False
+    """print it as a JSON object"""
 
     def execute(self) -> int:
-        from perseus_ds.policy.control_socket import parse_order, send_order
+        return _order(self.run, {"command": "status"}, as_json=self.json)
 
-        if self.command is Order.policy and not self.policy:
-            raise ConfigError(
-                "policy.name is missing: write policy.name=energy_optimal, or another policy with its keys "
-                '(see "perseus-ds control --help").'
-            )
-        keys = _KEYS.get(self.command, ())
-        require("control", vars(self), keys)
-        order = {"command": self.command.name, **{key: getattr(self, key) for key in keys}}
-        if self.command is Order.reduce:
-            order["duration_s"] = read_amount("duration", order.pop("duration"), *_TIMES)
-            order["within_s"] = None if self.within is None else read_amount("within", self.within, *_TIMES)
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(Job):
+    """Run under another policy, with the keys that it has in the perseus block."""
+
+    examples = (
+        "perseus-ds control policy perseus --name energy_optimal",
+        "perseus-ds control policy perseus --name slowdown --max-slowdown 0.05",
+        "perseus-ds control policy perseus --name power_cap --watts 5000",
+    )
+
+    name: str
+    """slowdown, deadline, power_cap, energy_optimal or reduce"""
+    max_slowdown: Number = None
+    """slowdown: as a fraction of the fastest iteration, such as 0.05"""
+    finish_by: Text = None
+    """deadline: when the last step must be done, such as 2030-01-31T08:00:00+00:00"""
+    total_steps: OptionalCount = None
+    """deadline: steps of the whole training"""
+    watts: Number = None
+    """power_cap: of all GPUs of the job together [W]"""
+    signal: Text = None
+    """power_cap, reduce: file with watts or fractions over time, or with one number"""
+    power_fraction: Number = None
+    """reduce: of the job's average power at default clocks, such as 0.75; until --until"""
+    until: Text = None
+    """reduce: when that ends, such as 2030-01-31T08:00:00+00:00"""
+
+    def execute(self) -> int:
+        keys = {key: value for key, value in vars(self).items() if key != "run" and value is not None}
+        return _order(self.run, {"command": "policy", "policy": keys})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler(Job):
+    """Say that one pipeline takes longer, so that the others need not wait for it at full speed."""
+
+    examples = ("perseus-ds control straggler perseus --pipeline 1 --slowdown 1.2",)
+
+    pipeline: Annotated[int, one(int, at_least=0)]
+    """which data-parallel pipeline"""
+    slowdown: Annotated[float, one(float, at_least=1)]
+    """how many times as long its iterations take; 1 when it has recovered"""
+    after_iterations: Annotated[int, one(int, at_least=0)] = 0
+    """number of iterations until then"""
+
+    def execute(self) -> int:
+        order = {key: value for key, value in vars(self).items() if key != "run"}
+        return _order(self.run, {"command": "straggler", **order})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduce(Job):
+    """Draw less power for a while."""
+
+    examples = ("perseus-ds control reduce perseus --power-fraction 0.75 --duration 3h --within 30s",)
+
+    power_fraction: Amount
+    """of the job's average power at default clocks, such as 0.75; above 0, at most 1"""
+    duration: Seconds
+    """for how long, such as 90s, 30min, 3h or 1h30m"""
+    within: OptionalSeconds = None
+    """how soon it is needed, such as 30s; the answer says so if the job takes longer"""
+
+    def execute(self) -> int:
+        order = {"power_fraction": self.power_fraction, "duration_s": self.duration, "within_s": self.within}
+        return _order(self.run, {"command": "reduce", **order})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pause(Job):
+    """Run at default clocks."""
+
+    examples = ("perseus-ds control pause perseus",)
+
+    def execute(self) -> int:
+        return _order(self.run, {"command": "pause"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume(Job):
+    """Run under plans again."""
+
+    examples = ("perseus-ds control resume perseus",)
+
+    def execute(self) -> int:
+        return _order(self.run, {"command": "resume"})
+
+
+def _order(run: Path, order: dict[str, Any], *, as_json: bool = False) -> int:
+    from perseus_ds.policy.control_socket import parse_order, send_order
+
+    try:
         parse_order(order)
-        answer = send_order(self.run, order)
-        if "status" in answer:
-            _print_status(answer["status"], as_json=self.json)
-        if "done" in answer:
-            print(answer["done"])
-        return 0
+    except ConfigError as error:  # it names keys of the order
+        raise ConfigError(re.sub(r"(?m)^order: (?:policy\.)?([a-z_]+):", _flag, str(error))) from None
+    answer = send_order(run, order)
+    if "status" in answer:
+        _print_status(answer["status"], as_json=as_json)
+    if "done" in answer:
+        print(answer["done"])
+    return 0
+
+
+def _flag(key: re.Match[str]) -> str:
+    return f"--{key[1].replace('_', '-')}:"
 
 
 def _print_status(status: dict[str, Any], *, as_json: bool) -> None:
@@ -137,5 +194,5 @@ def _print_status(status: dict[str, Any], *, as_json: bool) -> None:
     try:
         facts = JobFacts.model_validate(status)
     except ValidationError:
-        raise ConfigError("the job runs another version of Perseus; write json=true for its answer.") from None
+        raise ConfigError("the job runs another version of Perseus; write --json for its answer.") from None
     Console(file=terminal()).print(JobScreen(facts))

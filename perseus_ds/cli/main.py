@@ -1,4 +1,4 @@
-"""The entry point of ``perseus-ds``: finds the command, imports it and turns errors into messages; and the help."""
+"""The entry point of ``perseus-ds``: finds the command, imports it and turns errors into messages."""
 
 from __future__ import annotations
 
@@ -6,42 +6,67 @@ import contextlib
 import importlib
 import inspect
 import os
-import shutil
+import re
 import sys
-import textwrap
+import typing
 from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
 
-from perseus_ds.cli.arguments import Command, arguments_of, parse
 from perseus_ds.cli.output import PrintableText
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.units import printable
 
-# The module of each command; its class has its name.
+
+class Command(Protocol):
+    """A command: a dataclass of its arguments, which tyro reads, and whose docstring is its help."""
+
+    examples: ClassVar[tuple[str, ...]]
+
+    def execute(self) -> int:
+        """Do it, and return the exit code."""
+
+
+# The module and the class of each command.
 COMMANDS = {
-    "optimize": "frontiers",
-    "verify": "frontiers",
-    "profile": "profile",
-    "report": "pages",
-    "compare": "pages",
-    "trace": "pages",
-    "plot": "pages",
-    "schedules": "schedules",
-    "partition": "partition",
-    "export": "frontiers",
-    "import": "frontiers",
-    "watch": "jobs",
-    "control": "jobs",
-    "reset": "gpus",
-    "doctor": "gpus",
-    "completion": "completion",
+    "optimize": "frontiers:Optimize",
+    "verify": "frontiers:Verify",
+    "profile show": "profile:Show",
+    "profile compare": "profile:Compare",
+    "profile validate": "profile:Validate",
+    "profile merge": "profile:Merge",
+    "profile convert": "profile:Convert",
+    "report": "pages:Report",
+    "compare": "pages:Compare",
+    "trace": "pages:Trace",
+    "plot": "pages:Plot",
+    "schedules": "schedules:Schedules",
+    "partition": "partition:Partition",
+    "export": "frontiers:Export",
+    "import": "frontiers:Import",
+    "watch": "jobs:Watch",
+    "control status": "jobs:Status",
+    "control policy": "jobs:Policy",
+    "control straggler": "jobs:Straggler",
+    "control reduce": "jobs:Reduce",
+    "control pause": "jobs:Pause",
+    "control resume": "jobs:Resume",
+    "reset": "gpus:Reset",
+    "doctor": "gpus:Doctor",
 }
+GROUPS = {
+    "": "Train pipeline-parallel models on less energy: plan, watch and judge it.",
+    "profile": "Show, compare, validate, merge or convert a profile.\n\nThey measure nothing. A training job measures "
+    'a profile: write "mode": "profile" in the perseus block of its DeepSpeed config.',
+    "control": "Give a running job an order, or ask how it goes. Run it on the node of rank 0.",
+}
+"""What the commands with the same first word have in common; at first, all commands."""
 # What to use instead of commands that version 0.2.0 no longer has.
 REMOVED = {
+    "completion": 'Write "perseus-ds --tyro-write-completion bash FILE", or zsh, fish or tcsh in place of bash.',
     "emulate": "benchmarks/emulation.py of the repository computes the same tables.",
     "share": 'Give each job a cap of its own: "policy": {"name": "power_cap", "watts": …}, or the path of a file as '
     '"signal", which may change while the job runs.',
 }
-_HELP = ("-h", "--help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,14 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["help"]:
-        words = [*words[1:2], "--help"]
-    program = " ".join(["perseus-ds", *words[:1]])
+        words = [*words[1:3], "--help"]
+    program = " ".join(["perseus-ds", *words[: 2 if words and words[0] in GROUPS else 1]])
 
     try:
-        with contextlib.redirect_stdout(PrintableText(sys.stdout)):
-            code = _run(words)
-            sys.stdout.flush()
-            return code
+        code = _run(words)
+        sys.stdout.flush()
+        return code
     except PerseusError as error:
         print(printable(f"{program}: {error}"), file=sys.stderr)
         return 2
@@ -83,76 +107,112 @@ def _run(words: list[str]) -> int:
 
         print(f"perseus-ds {importlib.metadata.version('perseus-ds')}")
         return 0
-    if not words or words[0] in _HELP:
-        print(overview())
-        return 0 if words else 2
     for word in words:
         if printable(word) != word:
             raise ConfigError(f"{word!r}: expected text without control characters, in UTF-8.")
-    command, *rest = words
-    if command in REMOVED:
-        raise ConfigError(f"this command was removed in version 0.2.0. {REMOVED[command]}")
-    if command not in COMMANDS:
-        from perseus_ds.artifacts.validation import did_you_mean
+    try:
+        command = parse(words or ["--help"])
+    except SystemExit as end:  # tyro has printed the help, or what is wrong
+        return int(end.code or 0) if words else 2
+    with contextlib.redirect_stdout(PrintableText(sys.stdout)):
+        return command.execute()
 
-        hint = did_you_mean(command, COMMANDS) or f"commands are {', '.join(COMMANDS)}."
-        raise ConfigError(f"there is no such command; {hint}")
-    if any(word in _HELP for word in rest):
-        print(command_help(command))
-        return 0
-    return parse(command, command_of(command), rest).execute()
+
+def parse(words: Sequence[str]) -> Command:
+    """Return the command that the words of a command line mean.
+
+    Raises:
+        ConfigError: There is no such command, or its arguments are written as before version 0.2.0.
+        SystemExit: tyro has printed a help page (0), or which argument is wrong (2).
+    """
+    import tyro
+    from tyro import conf
+
+    name, rest = "", list(words)
+    while name in GROUPS and rest and not rest[0].startswith("-"):
+        name = f"{name} {_known(rest.pop(0), name)}".strip()
+    program = f"perseus-ds {name}".strip()
+    config = (
+        conf.DisallowNone,
+        conf.FlagCreatePairsOff,
+        conf.HelptextFromCommentsOff,
+        conf.PositionalMetavarFromFieldName,
+    )
+    if name in GROUPS:
+        found: Command = _application(name).cli(prog=program, description=GROUPS[name], args=rest, config=config)
+        return found
+    command = command_of(name)
+    _refuse_assignments(command, rest)
+    examples = "\n".join(["examples:", *(f"  {example}" for example in command.examples)])
+    description = f"{description_of(name)}\n\n{examples}"
+    rest = _positional_first(command, rest)
+    return tyro.cli(command, prog=program, description=description, args=rest, config=config)
 
 
 def command_of(name: str) -> type[Command]:
     """Return the class of a command; importing it is cheap, executing it imports what it needs."""
-    found: type[Command] = getattr(importlib.import_module(f"perseus_ds.cli.{COMMANDS[name]}"), name.capitalize())
+    module, _, class_name = COMMANDS[name].partition(":")
+    found: type[Command] = getattr(importlib.import_module(f"perseus_ds.cli.{module}"), class_name)
     return found
 
 
-def description_of(command: str) -> str:
-    """Return what a command does; the first line says it in short."""
-    return inspect.getdoc(command_of(command)) or ""
+def description_of(name: str) -> str:
+    """Return what a command or a group is for; the first line says it in short."""
+    return GROUPS[name] if name in GROUPS else inspect.getdoc(command_of(name)) or ""
 
 
-def overview() -> str:
-    """Return the list of commands."""
-    lines = [
-        "usage: perseus-ds COMMAND [key=value ...]",
-        "       perseus-ds help COMMAND",
-        "       perseus-ds --version",
-    ]
-    lines += ["", "commands:"]
-    for command in COMMANDS:
-        lines += _entry(command, description_of(command).splitlines()[0], indent=14)
-    return "\n".join(lines)
+def _known(word: str, group: str) -> str:
+    if not group and word in REMOVED:
+        raise ConfigError(f"this command was removed in version 0.2.0. {REMOVED[word]}")
+    known = _members(group)
+    if word not in known:
+        from perseus_ds.artifacts.validation import did_you_mean
+
+        hint = did_you_mean(word, known) or f"commands are {', '.join(known)}."
+        raise ConfigError(f"there is no such command; {hint}")
+    return word
 
 
-def command_help(command: str) -> str:
-    """Return what a command does, its actions, its arguments with types and defaults, and examples."""
-    declared = arguments_of(command_of(command)).values()
-    lines = [f"usage: {usage(command)}", "", description_of(command)]
-    for each in declared:
-        if any(each.choices.values()):
-            lines += ["", f"{each.name}:"]
-            for choice, meaning in each.choices.items():
-                lines += _entry(choice, meaning)
-    lines += ["", "arguments:"]
-    for each in declared:
-        kind = f"{each.kind}, or --{each.name}" if each.is_switch else each.kind
-        default = "; required" if each.required else f"; default: {each.default_text}" if each.default_text else ""
-        lines += _entry(each.name, f"{each.description} ({kind}{default})")
-    return "\n".join([*lines, "", "examples:", *(f"  {example}" for example in command_of(command).examples)])
+def _members(group: str) -> list[str]:
+    prefix = f"{group} ".lstrip()
+    return list(dict.fromkeys(name.removeprefix(prefix).split()[0] for name in COMMANDS if name.startswith(prefix)))
 
 
-def usage(command: str) -> str:
-    """Return how a command is written."""
-    declared = arguments_of(command_of(command)).values()
-    words = [each.name.upper() for each in declared if each.word]
-    given = [f"{each.name}=…" for each in declared if each.required and not each.word]
-    return " ".join(["perseus-ds", command, *words, *given, "[key=value ...]"])
+def _application(group: str) -> Any:
+    """Return the commands of a group for tyro, which makes the overview and the completion of them."""
+    from tyro.extras import SubcommandApp
+
+    application = SubcommandApp()
+    for member in _members(group):
+        name = f"{group} {member}".strip()
+        target: Any = _application(name) if name in GROUPS else command_of(name)
+        application.command(target, name=member, help=description_of(name).splitlines()[0])
+    return application
 
 
-def _entry(name: str, text: str, *, indent: int = 25) -> list[str]:
-    width = max(60, min(shutil.get_terminal_size().columns, 120))
-    lines = textwrap.wrap(text, width - indent, break_long_words=False, break_on_hyphens=False)
-    return [f"  {name:{indent - 2}}{lines[0]}", *(" " * indent + line for line in lines[1:])]
+def _refuse_assignments(command: type[Command], words: Sequence[str]) -> None:
+    """Check that no argument is written as ``key=value``, as before version 0.2.0.
+
+    Raises:
+        ConfigError: One is; the message has the new spelling.
+    """
+    for before, word in zip(["", *words], words, strict=False):
+        match = re.fullmatch(r"(?:\w+\.)?([a-z_]+)=(.*)", word)
+        if match and not before.startswith("-") and match[1] in typing.get_type_hints(command):
+            value = " ".join(match[2].strip("[]").split(",")) if match[2].startswith("[") else match[2]
+            spelling = f"--{match[1].replace('_', '-')} {value if value != 'true' else ''}".strip()
+            raise ConfigError(f"{word}: since version 0.2.0 this is written {spelling}")
+
+
+def _positional_first(command: type[Command], words: list[str]) -> list[str]:
+    """Return words with the positional argument in front where it was given by name, as in ``--profile perseus``."""
+    from tyro.conf import Positional
+
+    hints = typing.get_type_hints(command, include_extras=True)
+    for flag in (f"--{name}" for name, hint in hints.items() if Positional in getattr(hint, "__metadata__", ())):
+        for index, word in enumerate(words):
+            if word.startswith(f"{flag}="):
+                return [word.partition("=")[2], *words[:index], *words[index + 1 :]]
+            if word == flag and index + 1 < len(words):
+                return [words[index + 1], *words[:index], *words[index + 2 :]]
+    return words

@@ -71,9 +71,9 @@ def check_folder(out: Path) -> Path:
     """
     existing = next(path for path in (out, *out.parents) if path.exists())
     if not existing.is_dir():
-        raise ConfigError(f"{out}: cannot be a folder ({existing} is a file). Give another one, out=….")
+        raise ConfigError(f"{out}: cannot be a folder ({existing} is a file). Give another one, --out PATH.")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"{out}: nothing can be written to {existing}. Give another folder, out=….")
+        raise ConfigError(f"{out}: nothing can be written to {existing}. Give another folder, --out PATH.")
     return out
 
 

@@ -6,9 +6,11 @@ import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from perseus_ds.cli.arguments import RunArguments, argument
+from tyro.conf import Positional
+
+from perseus_ds.cli.values import Amount, OptionalCount, OptionalIndex, OptionalPath, Paths, RunArguments, Text, one
 from perseus_ds.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,20 +24,19 @@ class Report(RunArguments):
 
     examples = (
         "perseus-ds report perseus",
-        "perseus-ds report perseus price_per_kwh=0.25 currency=EUR",
+        "perseus-ds report perseus --price-per-kwh 0.25 --currency EUR",
     )
 
-    carbon_g_per_kwh: float = argument(
-        "emissions of electricity [g CO2 equivalent per kWh]; the default is the world's mean in 2022 (Ember, 2023)",
-        436.0,
-        at_least=0,
-    )
-    price_per_kwh: float = argument("price of electricity; the default is an example", 0.10, at_least=0)
-    currency: str = argument("currency of the price", "USD")
-    pue: float = argument(
-        "energy of the data centre per energy of its GPUs (PUE); 1 counts the GPUs alone", 1.0, at_least=1
-    )
-    tokens_per_sample: int | None = argument("sequence length, for the energy of a token", None, at_least=1)
+    carbon_g_per_kwh: Amount = 436.0
+    """emissions of electricity [g CO2 equivalent per kWh]; the default is the world's mean in 2022 (Ember, 2023)"""
+    price_per_kwh: Amount = 0.1
+    """price of electricity; the default is an example"""
+    currency: str = "USD"
+    """currency of the price"""
+    pue: Annotated[float, one(float, at_least=1)] = 1.0
+    """energy of the data centre per energy of its GPUs (PUE); 1 counts the GPUs alone"""
+    tokens_per_sample: OptionalCount = None
+    """sequence length, for the energy of a token"""
 
     def execute(self) -> int:
         from perseus_ds.artifacts.evidence import FILE_NAME
@@ -75,14 +76,15 @@ class Compare:
 
     examples = (
         "perseus-ds compare runs/default runs/plan",
-        "perseus-ds compare a b baseline=b out=ab.html",
+        "perseus-ds compare a b --baseline b --out ab.html",
     )
 
-    runs: list[Path] = argument("output folders of training runs", word=True)
-    baseline: str | None = argument(
-        "name of the run to compare with; by default the one with the most iterations at default clocks", None
-    )
-    out: Path | None = argument("file to write, or an existing folder for it; by default in this folder", None)
+    runs: Positional[Paths]
+    """output folders of training runs"""
+    baseline: Text = None
+    """name of the run to compare with; by default the one with the most iterations at default clocks"""
+    out: OptionalPath = None
+    """file to write, or an existing folder for it; by default in this folder"""
 
     def execute(self) -> int:
         from perseus_ds.report.comparison import compare, comparison_page, comparison_text
@@ -102,9 +104,8 @@ class Trace(RunArguments):
 
     examples = ("perseus-ds trace perseus",)
 
-    plan: int | None = argument(
-        "which plan of the frontier, 0 is the fastest; by default the one in use", None, at_least=0
-    )
+    plan: OptionalIndex = None
+    """which plan of the frontier, 0 is the fastest; by default the one in use"""
 
     def execute(self) -> int:
         from perseus_ds.cli.inputs import sources_for
@@ -137,7 +138,7 @@ def _predicted(found: Sources, number: int | None) -> dict[str, Timeline]:
     plans = found.frontier.plans
     number = (found.plan_used or 0) if number is None else number
     if number >= len(plans):
-        raise ConfigError(f"plan={number}: the frontier has plans 0 to {len(plans) - 1}.")
+        raise ConfigError(f"--plan {number}: the frontier has plans 0 to {len(plans) - 1}.")
     return {
         "highest clock": timeline(found.dag, found.profile, found.frontier.baseline),
         f"plan {number}": timeline(found.dag, found.profile, plans[number]),
@@ -150,13 +151,13 @@ class Plot(RunArguments):
 
     examples = (
         "perseus-ds plot perseus",
-        "perseus-ds plot perseus/frontier profile=perseus out=pictures max_slowdown=0.05",
+        "perseus-ds plot perseus/frontier --profile perseus --out pictures --max-slowdown 0.05",
     )
 
-    out: Path | None = argument("folder for frontier.png and timeline.png; by default that of the run", None)
-    max_slowdown: float = argument(
-        "draw the plan that a job with this setting runs, or the fastest if none is that fast", 0.0, at_least=0
-    )
+    out: OptionalPath = None
+    """folder for frontier.png and timeline.png; by default that of the run"""
+    max_slowdown: Amount = 0.0
+    """draw the plan that a job with this setting runs, or the fastest if none is that fast"""
 
     def execute(self) -> int:
         from perseus_ds.cli.inputs import sources_for
@@ -171,7 +172,7 @@ class Plot(RunArguments):
         measured = measured_points(found.histories, pipelines=found.pipelines)
         if self.runs and not measured:
             raise ConfigError(
-                "runs: no iterations at default clocks or under a plan in any. Train for some steps more."
+                "--runs: no iterations at default clocks or under a plan in any. Train for some steps more."
             )
         plan = found.frontier.within(self.max_slowdown)
         before, after = (timeline(found.dag, found.profile, each) for each in (found.frontier.baseline, plan))

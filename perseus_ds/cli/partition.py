@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from perseus_ds.cli.arguments import argument
+from tyro.conf import Positional
+
+from perseus_ds.cli.values import Count, OptionalAmount, OptionalCount, Text
 
 if TYPE_CHECKING:
     from perseus_ds.optimizer.partition import Partition as Cuts
@@ -16,29 +18,32 @@ class Partition:
     """Find where to cut a Hugging Face model into stages: the fastest cut, and the most frugal of those as fast.
 
     Each layer is measured alone on this machine's GPU, the embedding and the head included. Without a GPU, or with
-    gpu=, one is simulated, and the work of a layer follows from its floating-point operations.
+    --gpu, one is simulated, and the work of a layer follows from its floating-point operations.
     """
 
     examples = (
-        "perseus-ds partition Qwen/Qwen3-0.6B stages=8 micro_batches=32",
-        "perseus-ds partition my-model stages=4 micro_batches=16 gpu=h100-sxm memory_gib=80",
+        "perseus-ds partition Qwen/Qwen3-0.6B --stages 8 --micro-batches 32",
+        "perseus-ds partition my-model --stages 4 --micro-batches 16 --gpu h100-sxm --memory-gib 80",
     )
 
-    model: str = argument("name on the hub, or a folder with config.json", word=True)
-    stages: int = argument("stages of the pipeline", at_least=1)
-    micro_batches: int = argument("micro-batches per iteration", at_least=1)
-    schedule: str = argument("1f1b, dualpipev or package.module:Class, which is imported", "1f1b")
-    micro_batch_size: int = argument("sequences in a micro-batch", 1, at_least=1)
-    sequence_length: int | None = argument(
-        "tokens in a sequence; by default 2048, or as many as the model takes", None, at_least=1
-    )
-    gradient_checkpointing: bool = argument("true: activations are computed again in the backward pass", False)
-    memory_gib: float | None = argument(
-        "what a stage may need at most [GiB]; by default the GPU's memory, no limit if it is simulated",
-        None,
-        at_least=0,
-    )
-    gpu: str | None = argument("GPU to simulate: a100-sxm, a40, h100-sxm or h200", None)
+    model: Positional[str]
+    """name on the hub, or a folder with config.json"""
+    stages: Count
+    """stages of the pipeline"""
+    micro_batches: Count
+    """micro-batches per iteration"""
+    schedule: str = "1f1b"
+    """1f1b, dualpipev or package.module:Class, which is imported"""
+    micro_batch_size: Count = 1
+    """sequences in a micro-batch"""
+    sequence_length: OptionalCount = None
+    """tokens in a sequence; by default 2048, or as many as the model takes"""
+    gradient_checkpointing: bool = False
+    """activations are computed again in the backward pass"""
+    memory_gib: OptionalAmount = None
+    """what a stage may need at most [GiB]; by default the GPU's memory, no limit if it is simulated"""
+    gpu: Text = None
+    """GPU to simulate: a100-sxm, a40, h100-sxm or h200"""
 
     def execute(self) -> int:
         from perseus_ds.cli.inputs import check_size, find_schedule

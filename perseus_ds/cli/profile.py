@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perseus_ds.cli.arguments import argument, blocking_power_argument, require
+from tyro.conf import Positional
+
+from perseus_ds.cli.values import BlockingPower, OptionalPath, Paths, ProfilePath
 from perseus_ds.errors import ConfigError, ProfileError
 
 if TYPE_CHECKING:
@@ -18,61 +19,92 @@ if TYPE_CHECKING:
     from perseus_ds.artifacts.profile import StageProfile
 
 
-class Action(Enum):
-    """What to do with the profile."""
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """Print a profile as a table, and draw it."""
 
-    show = "a table, and a picture with out="
-    compare = "the differences of another profile, other="
-    validate = "whether plans can be computed from it"
-    merge = "the rows of several profiles as one, stages that several have as if they were ranks; other= and out="
-    convert = "the CSV of Merak or another program as our files, out="
+    examples = ("perseus-ds profile show perseus --out profile.png",)
+
+    profile: Positional[ProfilePath]
+    out: OptionalPath = None
+    """picture to write; by default none is drawn"""
+    blocking_power_w: BlockingPower = None
+
+    def execute(self) -> int:
+        profile, power_w = _load(self.profile, self.blocking_power_w)
+        _show(profile, power_w, self.out)
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
-    """Show, compare, validate, merge or convert a profile.
+class Compare:
+    """Print the differences of a second profile from a first one."""
 
-    This command measures nothing. A training job measures a profile: write "mode": "profile" in the perseus
-    block of its DeepSpeed config.
-    """
+    examples = ("perseus-ds profile compare monday tuesday",)
 
-    examples = (
-        "perseus-ds profile show perseus out=profile.png",
-        "perseus-ds profile merge monday other=[tuesday,wednesday] out=merged",
-    )
-
-    action: Action = argument("what to do", word=True)
-    profile: Path = argument("profile.csv, or the folder it is in", word=True)
-    other: list[Path] = argument("compare: the other profile; merge: the other profiles", [])
-    out: Path | None = argument(
-        "show: the picture to write; merge, convert: folder for profile.csv and profile.json", None
-    )
-    blocking_power_w: float | None = blocking_power_argument()
+    profile: Positional[ProfilePath]
+    other: Positional[ProfilePath]
 
     def execute(self) -> int:
-        from perseus_ds.artifacts.profile import StageProfile
-
-        needed = {Action.compare: ("other",), Action.merge: ("other", "out"), Action.convert: ("out",)}
-        require("profile", vars(self), needed.get(self.action, ()))
-        path, out = self.profile, self.out or Path()
-        profile = StageProfile.load(path)
-        power_w = profile.info.blocking_power_w if self.blocking_power_w is None else self.blocking_power_w
-        match self.action:
-            case Action.show:
-                _show(profile, power_w, self.out)
-            case Action.compare:
-                if len(self.other) > 1:
-                    raise ConfigError(f"other: compare takes one other profile, got {len(self.other)}.")
-                _compare(path, profile, self.other[0])
-            case Action.validate:
-                return _validate(path, profile, power_w)
-            case Action.merge:
-                _merge([path, *self.other], out)
-            case Action.convert:
-                # The CSV of another program says neither.
-                update = {"blocking_power_w": power_w, "stages": profile.info.stages or profile.num_stages}
-                _write(StageProfile(profile.measurements, profile.info.model_copy(update=update)), out)
+        _compare(self.profile, _load(self.profile)[0], self.other)
         return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validate:
+    """Say whether plans can be computed from a profile."""
+
+    examples = ("perseus-ds profile validate perseus",)
+
+    profile: Positional[ProfilePath]
+    blocking_power_w: BlockingPower = None
+
+    def execute(self) -> int:
+        return _validate(self.profile, *_load(self.profile, self.blocking_power_w))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """Write the rows of several profiles as one; a stage that several have, as if they were ranks of one job."""
+
+    examples = ("perseus-ds profile merge monday tuesday wednesday --out merged",)
+
+    profiles: Positional[Paths]
+    """profile.csv of each, or the folder it is in"""
+    out: Path
+    """folder for profile.csv and profile.json"""
+
+    def execute(self) -> int:
+        _merge(self.profiles, self.out)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Write the CSV of Merak or another program as profile.csv and profile.json."""
+
+    examples = ("perseus-ds profile convert merak.csv --out perseus --blocking-power-w 70",)
+
+    profile: Positional[Path]
+    """CSV to read"""
+    out: Path
+    """folder for profile.csv and profile.json"""
+    blocking_power_w: BlockingPower = None
+
+    def execute(self) -> int:
+        profile, power_w = _load(self.profile, self.blocking_power_w)
+        # The CSV of another program says neither.
+        update = {"blocking_power_w": power_w, "stages": profile.info.stages or profile.num_stages}
+        _write(type(profile)(profile.measurements, profile.info.model_copy(update=update)), self.out)
+        return 0
+
+
+def _load(path: Path, power_w: float | None = None) -> tuple[StageProfile, float | None]:
+    """Return a profile, and the power of a waiting GPU if it is known [W]."""
+    from perseus_ds.artifacts.profile import StageProfile
+
+    profile = StageProfile.load(path)
+    return profile, profile.info.blocking_power_w if power_w is None else power_w
 
 
 def _show(profile: StageProfile, power_w: float | None, picture: Path | None) -> None:
@@ -132,7 +164,7 @@ def _validate(path: Path, profile: StageProfile, power_w: float | None) -> int:
     try:
         problem = problem_for(schedule, profile, power_w)
     except ProfileError as error:
-        return answer_no("profile", f"{path}: {error}")
+        return answer_no("profile validate", f"{path}: {error}")
     print(_heading(profile))
     for key in itertools.product(range(profile.num_stages), (Kind.FORWARD, Kind.BACKWARD)):
         if key not in profile.keys:

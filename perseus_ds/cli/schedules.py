@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from perseus_ds.cli.arguments import argument, blocking_power_argument
+from tyro.conf import Positional, arg
+
+from perseus_ds.cli.values import (
+    OPTIONAL,
+    BlockingPower,
+    OptionalCount,
+    OptionalPath,
+    Plans,
+    ProfilePath,
+    Texts,
+    one,
+    several,
+)
 from perseus_ds.errors import ConfigError
 from perseus_ds.units import number, percent
 
@@ -28,6 +39,10 @@ _OF_TORCH: dict[str, tuple[str, int | None]] = {
     "dualpipev": ("DualPipeV", 2),
 }
 _OF_DEEPSPEED = {"deepspeed_1f1b": "1f1b", "deepspeed_dualpipev": "dualpipev"}
+_NAMES = (
+    f"of torch.distributed.pipelining: {', '.join(_OF_TORCH)}; of DeepSpeed: {', '.join(_OF_DEEPSPEED)}; or "
+    "package.module:Class of a PipeSchedule"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,30 +55,26 @@ class Schedules:
 
     examples = (
         "perseus-ds schedules perseus",
-        "perseus-ds schedules perseus schedules=[1f1b,interleaved,zbv,dualpipev] micro_batches=[8,16] out=schedules",
+        "perseus-ds schedules perseus --schedules 1f1b interleaved zbv dualpipev --micro-batches 8 16 --out schedules",
     )
 
-    profile: Path = argument("profile.csv, or the folder it is in; profile.json is read beside it", word=True)
-    schedules: list[str] = argument(
-        "of torch.distributed.pipelining: gpipe, 1f1b, interleaved, looped_bfs, interleaved_zero_bubble, zbv, "
-        "dualpipev; of DeepSpeed: deepspeed_1f1b, deepspeed_dualpipev; or package.module:Class of a PipeSchedule",
-        ["1f1b", "interleaved", "zbv", "dualpipev"],
+    profile: Positional[ProfilePath]
+    schedules: Annotated[Texts, arg(help=_NAMES)] = field(
+        default_factory=lambda: ["1f1b", "interleaved", "zbv", "dualpipev"]
     )
-    micro_batches: list[int] = argument(
-        "micro-batches per iteration; by default what profile.json says", [], at_least=1
-    )
-    ranks: int | None = argument(
-        "pipeline ranks; by default what profile.json says, else a rank a stage", None, at_least=1
-    )
-    stages_per_rank: int = argument("stages on each rank, for the interleaved schedules and looped_bfs", 2, at_least=2)
-    weight_share: float = argument(
-        "the part of a backward's time and energy that the gradients of the weights take, where it is split and was "
-        "measured as a whole; above 0 and below 1",
-        0.5,
-    )
-    blocking_power_w: float | None = blocking_power_argument()
-    plans: int = argument("number of deadlines, from T_min to T*, for which a plan is computed", 40, at_least=2)
-    out: Path | None = argument("folder for schedules.json and schedules.png; by default that of the profile", None)
+    micro_batches: Annotated[list[int], several(int, at_least=1), OPTIONAL] = field(default_factory=list)
+    """micro-batches per iteration; by default what profile.json says"""
+    ranks: OptionalCount = None
+    """pipeline ranks; by default what profile.json says, else a rank a stage"""
+    stages_per_rank: Annotated[int, one(int, at_least=2)] = 2
+    """stages on each rank, for the interleaved schedules and looped_bfs"""
+    weight_share: Annotated[float, one(float)] = 0.5
+    """part of a backward that computes gradients of weights, where it is split but was measured as a whole; 0 to 1"""
+    blocking_power_w: BlockingPower = None
+    plans: Plans = 40
+    """number of deadlines, from T_min to T*, for which a plan is computed"""
+    out: OptionalPath = None
+    """folder for schedules.json and schedules.png; by default that of the profile"""
 
     def execute(self) -> int:
         from perseus_ds.artifacts.profile import StageProfile
@@ -74,7 +85,7 @@ class Schedules:
         from perseus_ds.report.pictures import schedules_picture
 
         if not 0 < self.weight_share < 1:
-            raise ConfigError(f"weight_share={self.weight_share}: expected a number above 0 and below 1, such as 0.5.")
+            raise ConfigError(f"--weight-share: expected a number above 0 and below 1, got {self.weight_share:g}.")
         profile = StageProfile.load(self.profile)
         chosen = choose_schedules(
             self.schedules,
@@ -129,7 +140,7 @@ def choose_schedules(
         else:
             known = (*_OF_TORCH, *_OF_DEEPSPEED)
             hint = did_you_mean(name, known) or f"known are {', '.join(known)}, and package.module:Class."
-            raise ConfigError(f"schedules: no schedule is called {name!r}; {hint}")
+            raise ConfigError(f"--schedules: no schedule is called {name!r}; {hint}")
         chosen += [(name, read(micro_batches=count)) for count in micro_batches]
     return chosen
 

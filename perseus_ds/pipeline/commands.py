@@ -268,7 +268,7 @@ def schedule_class(name: str) -> type:
 
         found = getattr(deepspeed_schedule, KNOWN[name], None)
         if found is None:
-            raise ConfigError(f"schedule={name}: the installed DeepSpeed has no {KNOWN[name]}. Upgrade DeepSpeed.")
+            raise ConfigError(f"schedule {name}: the installed DeepSpeed has no {KNOWN[name]}. Upgrade DeepSpeed.")
         return found  # type: ignore[no-any-return]
     module_name, colon, class_name = name.partition(":")
     try:
@@ -277,11 +277,11 @@ def schedule_class(name: str) -> type:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"schedule={name}: not found ({error}). Write 1f1b, dualpipev, or package.module:Class of a class "
+            f"schedule {name}: not found ({error}). Write 1f1b, dualpipev, or package.module:Class of a class "
             "that can be imported here."
         ) from error
     if not hasattr(found, "steps") and not is_of_torch(found):
-        raise ConfigError(f"schedule={name}: not a PipeSchedule, it has no steps().")
+        raise ConfigError(f"schedule {name}: not a PipeSchedule, it has no steps().")
     return found  # type: ignore[no-any-return]
 
 

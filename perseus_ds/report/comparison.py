@@ -147,7 +147,7 @@ def _baseline(rows: Sequence[Row], wanted: str | None) -> tuple[Row, str]:
     if wanted is not None:
         of_run = [row for row in rows if wanted in (row.history.name, row.name)]
         if not of_run:
-            raise ConfigError(f"baseline={wanted}: expected one of {', '.join(row.name for row in rows)}.")
+            raise ConfigError(f"--baseline {wanted}: expected one of {', '.join(row.name for row in rows)}.")
         return next((row for row in of_run if row.point.plan is None), of_run[0]), "as asked for"
     default = [row for row in rows if row.point.plan is None]
     if not default:

@@ -355,5 +355,5 @@ def write_output(content: str, out: Path | None, folder: Path, name: str) -> Pat
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}). Give another file, out=….") from None
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}). Give another file, --out PATH.") from None
     return path

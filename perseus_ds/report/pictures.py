@@ -203,7 +203,7 @@ def _save(figure: Figure, path: Path | str, dpi: int) -> None:
     except ValueError as error:
         raise ConfigError(f"{path}: {error}. Give another suffix, such as .png.") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}). Give another one, out=….") from None
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}). Give another one, --out PATH.") from None
 
 
 def profile_picture(profile: StageProfile, path: Path, *, blocking_power_w: float) -> None:

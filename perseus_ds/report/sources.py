@@ -245,7 +245,7 @@ def find_sources(
     else:
         found.missing.append(
             "The frontier of plans, and what they save: there is no frontier.json. Write one with "
-            '"perseus-ds optimize profile=… out=…", or give frontier=….'
+            '"perseus-ds optimize PROFILE --out DIR", or give --frontier PATH.'
         )
     profile = profile or _find_profile(folders, frontier, found.frontier)
     if profile is not None:
@@ -254,12 +254,12 @@ def find_sources(
     else:
         found.missing.append(
             "The profile, and the timelines that follow from it: there is no profile.csv. Give the one that the "
-            "frontier was made from, profile=…."
+            "frontier was made from, --profile PATH."
         )
     if not found.files:
         raise ConfigError(
             f"{folder}: no run.jsonl, profile.csv or frontier.json in it or in a folder of it. Give the output_dir of "
-            "a training run, or frontier=… and profile=…."
+            "a training run, or --frontier PATH and --profile PATH."
         )
     return found
 
@@ -326,6 +326,6 @@ def _read_histories(found: Sources, folders: Sequence[Path]) -> None:
         if history.left_out
     ]
     if not found.histories:
-        found.missing.append("The run itself: there is no run.jsonl. Train with a perseus block, or give runs=[…].")
+        found.missing.append("The run itself: there is no run.jsonl. Train with a perseus block, or give --runs PATH.")
     elif not found.measured:
         found.missing.append("Measured timelines: there is no timeline.json. Train for three iterations or more.")

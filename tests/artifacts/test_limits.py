@@ -210,7 +210,7 @@ def test_outputs_replace_links_of_others(tmp_path, monkeypatch, capsys, command)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").write_text("mine")
     synthetic_profile(2, blocking_power_w=80.0, micro_batches=3).save(tmp_path / "run/profile.csv")
-    assert main(["optimize", "run", "out=run", "plans=4"]) == 0
+    assert main(["optimize", "run", "--out", "run", "--plans", "4"]) == 0
     names = {"report": ["report.html"], "trace": ["trace.json"], "plot": ["frontier.png", "timeline.png"]}[command]
     for name in names:
         (tmp_path / "run" / name).symlink_to(tmp_path / "mine")
@@ -224,7 +224,7 @@ def test_names_from_files_are_printed_without_control_characters(tmp_path, monke
     folder = tmp_path / "\x1b[2J\u202erun"
     synthetic_profile(2, blocking_power_w=80.0, micro_batches=3).save(folder / "profile.csv")
     (folder / "run.jsonl").write_text('{"iteration": 1, "phase": "observe", "time_s": 1.0}\n')
-    assert main(["optimize", "profile=*.csv", "out=f"]) == 2
+    assert main(["optimize", "--profile", "*.csv", "--out", "f"]) == 2
     monkeypatch.chdir(folder)
     assert main(["report", "."]) == 0
     (folder / "x\x1b[2J").mkdir()
@@ -233,7 +233,7 @@ def test_names_from_files_are_printed_without_control_characters(tmp_path, monke
     assert not set("\x1b\x07\u202e") & set(out + err)
 
 
-@pytest.mark.parametrize("word", ["\ud800", "profile=\udcff", "out=\x1b[2J"])
+@pytest.mark.parametrize("word", ["\ud800", "--profile=\udcff", "--out=\x1b[2J"])
 def test_arguments_that_are_no_text_are_named(capsys, word):
     assert main(["optimize", word]) == 2
     assert "expected text without control characters, in UTF-8" in capsys.readouterr().err

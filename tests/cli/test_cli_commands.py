@@ -15,13 +15,13 @@ def profile(tmp_path):
 
 
 def test_a_missing_profile_exits_with_2(run):
-    code, _, err = run("optimize", "profile=nowhere.csv", "out=y")
+    code, _, err = run("optimize", "--profile", "nowhere.csv", "--out", "y")
     assert code == 2
     assert "nowhere.csv: no such profile" in err
 
 
 def test_what_profile_json_holds_is_optional(run, profile, tmp_path):
-    code, out, _ = run("optimize", f"profile={profile}", "out=f")
+    code, out, _ = run("optimize", "--profile", f"{profile}", "--out", "f")
     assert code == 0
     assert "for 2 stages and 3 micro-batches" in out
     assert "SIMULATED" in out
@@ -34,46 +34,46 @@ def test_what_profile_json_holds_is_optional(run, profile, tmp_path):
 
 
 def test_arguments_override_profile_json(run, profile, tmp_path):
-    words = ["micro_batches=5", "blocking_power_w=70", "solver=lowtime", "schedule=1f1b"]
-    assert run("optimize", f"profile={profile}", "out=f", *words)[0] == 0
+    words = ["--micro-batches", "5", "--blocking-power-w", "70", "--solver", "lowtime", "--schedule", "1f1b"]
+    assert run("optimize", "--profile", f"{profile}", "--out", "f", *words)[0] == 0
     provenance = Frontier.load(tmp_path / "f").provenance
     assert (provenance.micro_batches, provenance.blocking_power_w, provenance.solver) == (5, 70.0, "lowtime")
 
 
 def test_dual_pipe_v_holds_two_stages_a_rank(run, profile, tmp_path):
-    assert run("optimize", f"profile={profile}", "out=f", "schedule=dualpipev")[0] == 0
+    assert run("optimize", "--profile", f"{profile}", "--out", "f", "--schedule", "dualpipev")[0] == 0
     assert len(Frontier.load(tmp_path / "f").instructions) == 1
 
 
 def test_what_profile_json_does_not_hold_must_be_given(run, tmp_path):
     synthetic_profile(2).save(tmp_path / "profile.csv")
-    code, _, err = run("optimize", "profile.csv", "out=f")
-    assert (code, "micro_batches is missing" in err) == (2, True)
-    code, _, err = run("optimize", "profile=profile.csv", "out=f", "micro_batches=2")
+    code, _, err = run("optimize", "profile.csv", "--out", "f")
+    assert (code, "--micro-batches is missing" in err) == (2, True)
+    code, _, err = run("optimize", "--profile", "profile.csv", "--out", "f", "--micro-batches", "2")
     assert (code, "blocking_power_w is missing" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["stages=3"], "p/profile.csv: The schedule has 3 stages, the profile 2"),
-        (["blocking_power_w=400"], "p/profile.csv: stage 0, forward, 900 MHz"),
-        (["schedule=dualpipev", "stages=1"], "stages=1: dualpipev puts 2 stages on every rank"),
-        (["schedule=dualpipev", "micro_batches=1"], "cannot schedule 1 micro-batches"),
-        (["schedule=nonsense"], "schedule=nonsense: not found"),
+        (["--stages", "3"], "p/profile.csv: The schedule has 3 stages, the profile 2"),
+        (["--blocking-power-w", "400"], "p/profile.csv: stage 0, forward, 900 MHz"),
+        (["--schedule", "dualpipev", "--stages", "1"], "--stages 1: dualpipev puts 2 stages on every rank"),
+        (["--schedule", "dualpipev", "--micro-batches", "1"], "cannot schedule 1 micro-batches"),
+        (["--schedule", "nonsense"], "schedule nonsense: not found"),
     ],
 )
 def test_a_profile_that_does_not_fit_is_named(run, profile, words, message):
-    code, _, err = run("optimize", f"profile={profile}", "out=f", *words)
+    code, _, err = run("optimize", "--profile", f"{profile}", "--out", "f", *words)
     assert code == 2
     assert message in err
     assert not Path("f").exists()
 
 
 def test_export_and_import_return_the_same_plans(run, profile, tmp_path):
-    assert run("optimize", f"profile={profile}", "out=f", "solver=lowtime")[0] == 0
-    assert run("export", "frontier=f", "out=plans")[0] == 0
-    code, out, _ = run("import", "plans=plans", f"profile={profile}", "out=back")
+    assert run("optimize", "--profile", f"{profile}", "--out", "f", "--solver", "lowtime")[0] == 0
+    assert run("export", "--frontier", "f", "--out", "plans")[0] == 0
+    code, out, _ = run("import", "plans", "--profile", f"{profile}", "--out", "back")
     assert code == 0
     assert "solver imported" in out
     ours, back = Frontier.load(tmp_path / "f"), Frontier.load(tmp_path / "back")
@@ -81,10 +81,10 @@ def test_export_and_import_return_the_same_plans(run, profile, tmp_path):
 
 
 def test_plot_finds_what_belongs_to_a_folder(run, profile, tmp_path):
-    assert run("optimize", "p", "out=p/f", "plans=10")[0] == 0
+    assert run("optimize", "p", "--out", "p/f", "--plans", "10")[0] == 0
     assert run("plot", "p/f")[0] == 0
     assert (tmp_path / "p/f/timeline.png").is_file()
-    code, _, err = run("plot", "p", f"profile={profile}", "out=pictures")
+    code, _, err = run("plot", "p", "--profile", f"{profile}", "--out", "pictures")
     assert (code, (tmp_path / "pictures/frontier.png").is_file()) == (0, True), err
     (tmp_path / "empty").mkdir()
     code, _, err = run("plot", "empty")
@@ -107,5 +107,5 @@ def test_runs_of_one_job_make_one_report(run, tmp_path):
         write(tmp_path / "runs" / name, auto_job())
     assert run("report", "runs")[0] == 0
     write(tmp_path / "runs" / "bert", auto_job(job="bert"))
-    assert run("report", "runs", "runs=[runs/gpt3,runs/bert]")[0] == 0
+    assert run("report", "runs", "--runs", "runs/gpt3", "runs/bert")[0] == 0
     assert run("report", "runs/bert")[0] == 0

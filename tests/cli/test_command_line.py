@@ -4,108 +4,158 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus_ds.cli.arguments import arguments_of, parse
-from perseus_ds.cli.main import COMMANDS, command_of, description_of
+from perseus_ds.cli.jobs import Policy
+from perseus_ds.cli.main import COMMANDS, GROUPS, command_of, description_of, parse
+from perseus_ds.policy.policies import PolicyConfig
 
 
-def composed(command, *words):
-    return parse(command, command_of(command), words)
+def in_words(text):
+    """Return a text as one line, without the boxes around it."""
+    return " ".join(word for word in text.split() if word.strip("│╭╮╰╯─|+-"))
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"]])
 def test_help_lists_every_command(run, words):
     code, out, _ = run(*words)
     assert code == 0
-    assert all(f"  {command} " in out and description_of(command).splitlines()[0][:40] in out for command in COMMANDS)
+    for command in COMMANDS:
+        name = command.split()[0]
+        assert f" {name} {description_of(name).splitlines()[0]}" in in_words(out)
+
+
+@pytest.mark.parametrize("group", [group for group in GROUPS if group])
+def test_help_of_a_group_lists_its_commands(run, group):
+    code, out, _ = run(group, "--help")
+    assert (code, out) == run("help", group)[:2]
+    assert code == 0
+    for command in COMMANDS:
+        if command.startswith(f"{group} "):
+            assert f" {command.split()[1]} {description_of(command).splitlines()[0]}" in in_words(out)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_tells_its_actions_arguments_and_examples(run, command):
-    code, out, _ = run(command, "--help")
-    assert (code, out) == run("help", command)[:2]
+def test_help_of_a_command_tells_its_arguments_and_examples(run, command):
+    code, out, _ = run(*command.split(), "--help")
+    assert (code, out) == run("help", *command.split())[:2]
     assert code == 0
-    assert f"usage: perseus-ds {command}" in out
-    text = " ".join(out.split())
-    for argument in arguments_of(command_of(command)).values():
-        assert f"  {argument.name} " in out
-        assert argument.description in text
-        assert argument.kind in text
-        assert not argument.default_text or f"default: {argument.default_text}" in text
-        assert all(f"  {choice} " in out for choice, meaning in argument.choices.items() if meaning)
-    assert "\nexamples:\n" in out
+    assert out.startswith(f"usage: perseus-ds {command} [-h]")
+    assert in_words(description_of(command)) in in_words(out)
+    for name in command_of(command).__dataclass_fields__:
+        assert f" --{name.replace('_', '-')}" in out or name.upper().replace("_", "-") in out
+    # Each argument says what it is, and what it is if it is left out.
+    described = in_words(out.partition("show this help message and exit")[2])
+    assert not any(f"{kind} (" in described for kind in ("PATH", "INT", "FLOAT", "STR", "TIME"))
     assert all(f"\n  {example}" in out for example in command_of(command).examples)
+
+
+def test_help_tells_units_and_defaults(run):
+    text = in_words(run("optimize", "--help")[1])
+    assert "power of a GPU that waits for its neighbour [W]" in text
+    assert "--plans INT number of deadlines, from T_min to T*, for which exact computes a plan (default: 120)" in text
+    assert "--out PATH folder for frontier.json and frontier.csv (required)" in text
 
 
 @pytest.mark.parametrize(
     ("command", "example"), [(command, e) for command in COMMANDS for e in command_of(command).examples]
 )
 def test_examples_of_the_help_are_right(command, example):
-    words = shlex.split(example.removeprefix('eval "$(').replace(')"', ""), comments=True)
-    assert words[:2] == ["perseus-ds", command]
-    composed(command, *words[2:])
+    program, *words = shlex.split(example)
+    assert program == "perseus-ds"
+    assert isinstance(parse(words), command_of(command))
+
+
+def test_every_key_of_a_policy_is_an_argument():
+    union, *_ = get_args(PolicyConfig)
+    keys = {key for policy in get_args(union) for key in policy.model_fields}
+    assert set(Policy.__dataclass_fields__) - {"run"} == keys - {"policy"}
 
 
 def test_the_version_is_the_packages(run):
     assert run("--version")[1].startswith("perseus-ds 0.")
 
 
-def test_without_a_command_the_usage_is_an_error(run):
+def test_without_a_command_the_help_is_an_error(run):
     code, out, _ = run()
-    assert (code, out.startswith("usage: perseus-ds COMMAND")) == (2, True)
+    assert (code, out) == (2, run("--help")[1])
 
 
 def test_help_imports_nothing_heavy():
     script = (
         "import sys\nfrom perseus_ds.cli.main import COMMANDS\nfrom perseus_ds.cli.main import main\n"
-        "main(['--help'])\nfor command in COMMANDS:\n    main(['help', command])\n"
-        "heavy = {'torch', 'deepspeed', 'numpy', 'scipy', 'matplotlib', 'pydantic', 'yaml'} & set(sys.modules)\n"
+        "main(['--version'])\nassert 'tyro' not in sys.modules\n"
+        "main(['--help'])\nfor command in COMMANDS:\n    main(['help', *command.split()])\n"
+        "heavy = {'torch', 'deepspeed', 'numpy', 'matplotlib', 'pydantic', 'pynvml', 'yaml'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+OPTIMIZE = ["optimize", "p", "--out", "y"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["nonsense"], "perseus-ds nonsense: there is no such command; commands are optimize,"),
+        (["optimse"], "perseus-ds optimse: there is no such command; did you mean 'optimize'?"),
+        (["control", "statu", "r"], "perseus-ds control statu: there is no such command; did you mean 'status'?"),
+        (["control"], "Expected one of {status, policy, straggler, reduce, pause, resume}."),
         (
             ["share", "limit=40kW"],
             "perseus-ds share: this command was removed in version 0.2.0. Give each job a cap of",
         ),
-        (["optimse"], "perseus-ds optimse: there is no such command; did you mean 'optimize'?"),
-        (["optimize"], "profile and out are missing: write profile=… out=…"),
-        (["control"], 'command and run are missing: write command=… run=… (see "perseus-ds control --help").'),
-        (["optimize", "profle=x"], "profle: there is no such argument; did you mean 'profile'?"),
-        (["optimize", "zzz=x"], "zzz: there is no such argument; arguments are profile, out,"),
-        (["optimize", "p", "out"], "'out': expected key=value; did you mean 'out'?"),
-        (["optimize", "p", "out=y", "--plans=3"], "'--plans=3': expected key=value; did you mean 'plans'?"),
-        (["optimize", "p", "out=y", "stages=many"], "stages: expected a whole number, at least 1, got 'many'."),
-        (["optimize", "p", "out=y", "stages=1.5"], "stages: expected a whole number, at least 1, got '1.5'."),
-        (["optimize", "p", "out=y", "plans=1"], "plans: expected a whole number, at least 2, got '1'."),
         (
-            ["optimize", "p", "out=y", "blocking_power_w=inf"],
-            "blocking_power_w: expected a number, at least 0, got 'inf'",
+            ["completion", "bash"],
+            'this command was removed in version 0.2.0. Write "perseus-ds --tyro-write-completion',
         ),
-        (["optimize", "p", "out=y", "switch_cost_j=nan"], "switch_cost_j: expected a number, at least 0, got 'nan'"),
-        (["optimize", "p", "out=y", "solver=exat"], "expected exact or lowtime, got 'exat'; did you mean 'exact'?"),
-        (["control", "policy", "run", "policy=slow"], "policy: expected a {key: value, …}, got 'slow'."),
+        (["optimize"], "Missing from perseus-ds optimize: PROFILE profile.csv, or the folder it is in;"),
+        (["optimize", "p"], "Missing from perseus-ds optimize: --out PATH folder for frontier.json and frontier.csv"),
+        ([*OPTIMIZE, "--stagse", "8"], "Unrecognized options: --stagse, 8 Perhaps you meant: --stages INT"),
+        (["optimize", "p", "q", "--out", "y"], "Unrecognized options: q"),
+        ([*OPTIMIZE, "--stages"], "Missing value for argument '--stages'."),
+        ([*OPTIMIZE, "--stages", "many"], "parsing --stages: expected a whole number, at least 1, got 'many'."),
+        ([*OPTIMIZE, "--stages=1.5"], "parsing --stages: expected a whole number, at least 1, got '1.5'."),
+        ([*OPTIMIZE, "--plans", "1"], "parsing --plans: expected a whole number, at least 2, got '1'."),
+        ([*OPTIMIZE, "--plans", "9" * 400], "parsing --plans: expected a whole number, at least 2, got '9999"),
+        ([*OPTIMIZE, "--blocking-power-w", "inf"], "--blocking-power-w: expected a number, at least 0, got 'inf'."),
+        ([*OPTIMIZE, "--switch-cost-j", "nan"], "parsing --switch-cost-j: expected a number, at least 0, got 'nan'."),
+        ([*OPTIMIZE, "--switch-cost-s", "1e300"], "--switch-cost-s: expected a number, at least 0, got '1e300'."),
+        ([*OPTIMIZE, "--solver", "exat"], "invalid choice 'exat' for argument '--solver'. Expected one of ('exact',"),
         (
-            ["control", "statu", "run"],
-            "expected one of status, policy, straggler, reduce, pause, resume, got 'statu'; did you",
+            ["schedules", "p", "--micro-batches", "8", "0"],
+            "--micro-batches: expected a whole number, at least 1, got '0'.",
         ),
-        (["completion", "fish"], "shell: expected bash or zsh, got 'fish'."),
+        (["schedules", "p", "--schedules"], "parsing --schedules: expected at least one value, got none."),
+        (["compare"], "RUNS]: expected at least one value, got none."),
     ],
 )
 def test_wrong_arguments_say_what_to_write_and_exit_with_2(run, words, message):
     code, out, err = run(*words)
     assert (code, out) == (2, "")
-    assert message in err
+    assert message in in_words(err)
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "spelling"),
+    [
+        (["optimize", "profile=x"], "perseus-ds optimize: profile=x: since version 0.2.0 this is written --profile x"),
+        (["optimize", "x", "out=y", "plans=3"], "out=y: since version 0.2.0 this is written --out y"),
+        (["optimize", "x", "certificates=true"], "this is written --certificates"),
+        (["schedules", "x", "micro_batches=[8,16]"], "this is written --micro-batches 8 16"),
+        (["control", "policy", "r", "policy.max_slowdown=0.05"], "this is written --max-slowdown 0.05"),
+    ],
+)
+def test_the_spelling_of_earlier_versions_gets_a_sentence_with_the_new_one(run, words, spelling):
+    code, out, err = run(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.endswith(f"{spelling}\n")
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["help", "optimize"], []])
@@ -119,90 +169,55 @@ def test_text_that_cannot_be_printed_is_an_error_in_words(words):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_path_may_be_the_first_word_whatever_its_name_is():
-    for name in ("runs/demo", "3", "null", "a b", "it's", "runs/a=b,c", "[x"):
-        assert str(composed("optimize", name, "out=y").profile) == name
-
-
-@given(st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1))
+@pytest.mark.parametrize("name", ["runs/demo", "3", "null", "None", "a b", "it's", "runs/a=b,c", "[x"])
 def test_a_path_may_have_any_name(name):
-    assert composed("report", f"run={name}").run == Path(name)
+    assert parse(["report", name]).run == Path(name)
+    assert parse(["report", "r", "--out", name]).out == Path(name)
 
 
-def test_an_order_and_the_folder_of_its_job_may_stand_in_any_order():
-    for words in (["status", "perseus"], ["perseus", "status"], ["run=perseus", "status"], ["status", "run=perseus"]):
-        arguments = composed("control", *words)
-        assert (arguments.command.name, str(arguments.run)) == ("status", "perseus")
+@given(st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1).filter(lambda name: name[0] != "-"))
+def test_a_path_may_be_any_text(name):
+    assert parse(["report", f"--run={name}"]).run == Path(name)
 
 
-def test_one_value_is_a_list_of_one():
-    assert composed("report", "r", "runs=a").runs == composed("report", "r", "runs=[a]").runs == [Path("a")]
-    assert composed("report", "r", "runs=[1,a b]").runs == [Path("1"), Path("a b")]
+@pytest.mark.parametrize("given", [["p"], ["--profile", "p"], ["--profile=p"]])
+def test_what_a_command_is_about_may_be_given_by_name_and_anywhere(given):
+    others = ["--schedules", "1f1b", "zbv", "--plans", "4"]
+    for words in ([*given, *others], [*others, *given]):
+        arguments = parse(["schedules", *words])
+        assert (arguments.profile, arguments.schedules, arguments.plans) == (Path("p"), ["1f1b", "zbv"], 4)
 
 
-@pytest.mark.parametrize(
-    "words", [["policy.name=power_cap", "policy.watts=900"], ["policy={name: power_cap, watts: 900}"]]
-)
-def test_a_policy_may_be_given_key_by_key(words):
-    assert composed("control", "policy", "perseus", *words).policy == {"name": "power_cap", "watts": 900}
-
-
-def test_times_of_day_in_a_policy_are_texts():
-    policy = composed("control", "policy", "p", "policy={windows: [{begin: 17:00, end: 9:30}, {begin: 22:00}]}").policy
-    assert policy == {"windows": [{"begin": "17:00", "end": "9:30"}, {"begin": "22:00"}]}
-
-
-# Fills in what bash fills in before it calls a completion function; = ends a word there.
-CALL = """
-COMP_LINE={line}; COMP_POINT=${{#COMP_LINE}}
-read -ra COMP_WORDS <<< "${{COMP_LINE//=/ = }}"
-[[ $COMP_LINE == *" " ]] && COMP_WORDS+=("")
-COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
-_perseus_ds
-printf '%s\\n' "${{COMPREPLY[@]}}"
-"""
+def test_a_run_may_have_a_profile_and_a_frontier_beside_it():
+    arguments = parse(["plot", "--profile", "p", "--frontier", "f", "--run", "r"])
+    assert (arguments.run, arguments.profile, arguments.frontier) == (Path("r"), Path("p"), Path("f"))
 
 
 @pytest.fixture
 def complete(run, tmp_path):
-    (tmp_path / "perseus").mkdir()
-    (tmp_path / "profile.csv").touch()
-    code, script, _ = run("completion", "bash")
-    assert code == 0
+    """Return what bash completes a line to."""
+    assert run("--tyro-write-completion", "bash", "completion.sh")[0] == 0
 
-    def complete(line, before=""):
-        text = f"{script}{before}\n{CALL.format(line=shlex.quote(line))}"
-        finished = subprocess.run(["bash", "-c", text], cwd=tmp_path, check=True, capture_output=True, text=True)
-        return finished.stdout.split()
+    def complete(line):
+        call = (
+            f"source completion.sh; COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); "
+            "$(complete -p perseus-ds | sed -E 's/.*-F ([^ ]+).*/\\1/'); printf '%s\\n' \"${COMPREPLY[@]}\""
+        )
+        done = subprocess.run(["bash", "-c", call], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.split()
 
     return complete
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "word"),
     [
-        ("perseus-ds op", ["optimize"]),
-        ("perseus-ds help rep", ["report"]),
-        ("perseus-ds profile sh", ["show"]),
-        ("perseus-ds optimize so", ["solver="]),
-        ("perseus-ds optimize solver=", ["exact", "lowtime"]),
-        ("perseus-ds optimize perseus solver=l", ["lowtime"]),
-        ("perseus-ds optimize profile=pr", ["profile.csv"]),
-        ("perseus-ds report pers", ["perseus"]),
-        ("perseus-ds optimize plans=", []),
-        ("perseus-ds doctor lock=t", ["true"]),
-        ("perseus-ds watch runs --o", ["--once"]),
-        ("perseus-ds nonsense zz", []),
+        ("perseus-ds op", "optimize"),
+        ("perseus-ds profile sh", "show"),
+        ("perseus-ds optimize --so", "--solver"),
+        ("perseus-ds optimize --solver ex", "exact"),
+        ("perseus-ds control policy --max", "--max-slowdown"),
     ],
 )
-def test_words_are_completed(complete, line, words):
-    assert complete(line) == words
-
-
-def test_where_an_equals_sign_does_not_end_a_word_the_key_is_kept(complete):
-    assert complete("perseus-ds optimize solver=e", before="COMP_WORDBREAKS=' '") == ["solver=exact"]
-
-
-def test_zsh_gets_the_same_function(run):
-    bash, zsh = (run("completion", shell)[1] for shell in ("bash", "zsh"))
-    assert zsh == f"autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n{bash}"
+def test_words_are_completed(complete, line, word):
+    assert word in complete(line)

@@ -35,7 +35,7 @@ def save(folder, name="of_a_file:Schedule", *, streams=True, **info):
 
 def test_every_command_uses_the_streams_of_the_files(run, tmp_path):
     save(tmp_path)
-    assert run("optimize", "p", "out=p/f", "plans=6", "certificates=true")[0] == 0
+    assert run("optimize", "p", "--out", "p/f", "--plans", "6", "--certificates")[0] == 0
     frontier = Frontier.load(tmp_path / "p/f")
     assert frontier.schedule.ranks == GPIPE.ranks
     assert frontier.provenance.schedule == "of_a_file:Schedule"
@@ -43,22 +43,22 @@ def test_every_command_uses_the_streams_of_the_files(run, tmp_path):
         code, text = run(*words)
         assert code == 0, text
         assert "Timelines of the plans" not in text
-    assert run("export", "p/f", "out=plans")[0] == 0
-    assert run("import", "plans", "profile=p", "out=back")[0] == 0
+    assert run("export", "p/f", "--out", "plans")[0] == 0
+    assert run("import", "plans", "--profile", "p", "--out", "back")[0] == 0
 
 
-@pytest.mark.parametrize("words", [["streams"], ["micro_batches=5"], ["stages=1"]])
+@pytest.mark.parametrize("words", [["streams"], ["--micro-batches", "5"], ["--stages", "1"]])
 def test_a_name_without_fitting_streams_is_an_error_that_says_what_to_write(run, tmp_path, words):
     save(tmp_path, streams=words != ["streams"])
-    code, text = run("optimize", "p", "out=p/f", *(word for word in words if "=" in word))
+    code, text = run("optimize", "p", "--out", "p/f", *(words if words != ["streams"] else []))
     assert code == 2
     assert "Classes that files name are not imported" in text
-    assert "schedule=of_a_file:Schedule" in text
+    assert "--schedule of_a_file:Schedule" in text
 
 
 def test_a_frontier_without_its_schedule_is_shown_without_timelines(run, tmp_path):
     save(tmp_path)
-    run("optimize", "p", "out=p/f", "plans=6")
+    run("optimize", "p", "--out", "p/f", "--plans", "6")
     raw = json.loads((tmp_path / "p/f/frontier.json").read_text())
     (tmp_path / "p/f/frontier.json").write_text(json.dumps({**raw, "streams": None}))
     code, text = run("report", "p")
@@ -68,18 +68,21 @@ def test_a_frontier_without_its_schedule_is_shown_without_timelines(run, tmp_pat
 
 def test_known_names_need_no_streams(run, tmp_path):
     save(tmp_path, "deepspeed.runtime.pipe.schedule:TrainSchedule", streams=False)
-    assert run("optimize", "p", "out=p/f", "plans=6", "micro_batches=5")[0] == 0
+    assert run("optimize", "p", "--out", "p/f", "--plans", "6", "--micro-batches", "5")[0] == 0
     assert run("plot", "p/f")[0] == 0
 
 
 def test_what_the_user_names_is_imported(run, tmp_path):
     save(tmp_path)
-    assert run("optimize", "p", "out=p/f", "plans=6", "micro_batches=4", "schedule=pipelines:GPipe")[0] == 0
+    assert (
+        run("optimize", "p", "--out", "p/f", "--plans", "6", "--micro-batches", "4", "--schedule", "pipelines:GPipe")[0]
+        == 0
+    )
     assert run("plot", "p/f")[0] == 0
 
 
 @pytest.mark.parametrize("name", [":x", "..:x", "x:", "a b:c", "1f1b:", "os:path.join", "\N{SNOWMAN}:x"])
 def test_a_name_that_is_no_class_is_an_error(run, tmp_path, name):
     save(tmp_path)
-    code, text = run("optimize", "p", "out=p/f", f"schedule='{name}'")
+    code, text = run("optimize", "p", "--out", "p/f", "--schedule", name)
     assert (code, "not found" in text) == (2, True), text

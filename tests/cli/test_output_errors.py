@@ -4,11 +4,11 @@ import pytest
 from pipelines import synthetic_profile
 
 COMMANDS = {
-    "optimize": ["optimize", "run", "plans=4"],
+    "optimize": ["optimize", "run", "--plans", "4"],
     "export": ["export", "run"],
-    "import": ["import", "plans", "profile=run"],
-    "schedules": ["schedules", "run", "schedules=[1f1b]", "micro_batches=[3]", "plans=4"],
-    "profile merge": ["profile", "merge", "run", "other=run"],
+    "import": ["import", "plans", "--profile", "run"],
+    "schedules": ["schedules", "run", "--schedules", "1f1b", "--micro-batches", "3", "--plans", "4"],
+    "profile merge": ["profile", "merge", "run", "run"],
     "profile convert": ["profile", "convert", "run"],
     "plot": ["plot", "run"],
 }
@@ -18,14 +18,14 @@ COMMANDS = {
 def files(run):
     """In the current folder, a profile, a frontier and its plans for Zeus."""
     synthetic_profile(2, blocking_power_w=80.0, micro_batches=3).save("run/profile.csv")
-    assert run("optimize", "run", "out=run", "plans=4")[0] == 0
-    assert run("export", "run", "out=plans")[0] == 0
+    assert run("optimize", "run", "--out", "run", "--plans", "4")[0] == 0
+    assert run("export", "run", "--out", "plans")[0] == 0
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_output_folder_that_cannot_be_one_is_named(run, command):
     for out in ("run/profile.csv", "run/profile.csv/below"):
-        code, _, err = run(*COMMANDS[command], f"out={out}")
+        code, _, err = run(*COMMANDS[command], "--out", f"{out}")
         assert code == 2
         assert f"{out}: cannot be a folder (run/profile.csv is a file)" in err
 
@@ -35,12 +35,12 @@ def test_an_output_folder_that_cannot_be_one_is_named(run, command):
 )
 def test_an_output_folder_that_cannot_be_one_is_an_error_before_planning(run, monkeypatch, command, planning):
     monkeypatch.setattr(f"perseus_ds.optimizer.{planning}", None)
-    assert run(*COMMANDS[command], "out=run/profile.csv")[0] == 2
+    assert run(*COMMANDS[command], "--out", "run/profile.csv")[0] == 2
 
 
 def test_a_folder_without_permission_to_write_is_an_error_before_planning(run, monkeypatch):
     monkeypatch.setattr("perseus_ds.cli.output.os.access", lambda path, how: str(path) != "run")
-    code, _, err = run(*COMMANDS["optimize"], "out=run/out")
+    code, _, err = run(*COMMANDS["optimize"], "--out", "run/out")
     assert code == 2
     assert "run/out: nothing can be written to run. Give another folder" in err
 
@@ -48,8 +48,8 @@ def test_a_folder_without_permission_to_write_is_an_error_before_planning(run, m
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_full_disk_is_an_error_that_names_the_file(run, tmp_path, disk_with, command):
     with disk_with(0):
-        code, _, err = run(*COMMANDS[command], "out=out")
+        code, _, err = run(*COMMANDS[command], "--out", "out")
     assert code == 2
-    assert f"perseus-ds {command.split()[0]}: out/" in err
+    assert f"perseus-ds {command}: out/" in err
     assert "File too large" in err
     assert not list((tmp_path / "out").iterdir())

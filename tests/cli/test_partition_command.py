@@ -10,7 +10,9 @@ def model(run):
 
 
 def test_cuts_are_printed_side_by_side_and_the_one_to_train_with(run):
-    code, out, err = run("partition", "llama", "stages=2", "micro_batches=3", "sequence_length=16", "gpu=h100-sxm")
+    code, out, err = run(
+        "partition", "llama", "--stages", "2", "--micro-batches", "3", "--sequence-length", "16", "--gpu", "h100-sxm"
+    )
     assert (code, err) == (0, "")
     lines = out.splitlines()
     rows = {line[:12].strip(): line for line in lines if "GiB" in line}
@@ -25,9 +27,20 @@ def test_cuts_are_printed_side_by_side_and_the_one_to_train_with(run):
 
 
 def test_a_model_that_does_not_fit_says_what_to_do(run):
-    code, _, err = run("partition", "llama", "stages=3", "micro_batches=4", "sequence_length=16", "memory_gib=0.0001")
+    code, _, err = run(
+        "partition",
+        "llama",
+        "--stages",
+        "3",
+        "--micro-batches",
+        "4",
+        "--sequence-length",
+        "16",
+        "--memory-gib",
+        "0.0001",
+    )
     assert code == 2
     assert "GiB are allowed. Give more stages" in err
-    code, _, err = run("partition", "llama", "stages=7", "micro_batches=4")
+    code, _, err = run("partition", "llama", "--stages", "7", "--micro-batches", "4")
     assert code == 2
     assert "6 layers, so 1 to 6 stages, not 7" in err

@@ -6,7 +6,7 @@ import socket
 import pynvml
 import pytest
 
-from perseus_ds.cli.gpus import examine_gpus
+from perseus_ds.cli.machine import examine_gpus
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def locked(gpus):
 
 @pytest.mark.parametrize(
     ("chosen", "left"),
-    [([], [0, 0, 0, 0]), (["gpus=[1,3]"], [900, 0, 900, 0]), (["gpus=[GPU-1b6,3]"], [900, 0, 900, 0])],
+    [([], [0, 0, 0, 0]), (["--gpus", "1", "3"], [900, 0, 900, 0]), (["--gpus", "GPU-1b6", "3"], [900, 0, 900, 0])],
 )
 def test_reset_restores_the_chosen_gpus_or_all(run, gpus, chosen, left):
     code, out, _ = run("reset", *chosen)
@@ -41,17 +41,17 @@ def test_reset_goes_on_after_a_gpu_that_refuses(run, gpus):
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("words", "message"),
     [
-        ("gpus=9", "there is no GPU 9 on this node, which has 4"),
-        ("gpus=GPU-dead", "fits 0 of the GPUs"),
-        ("gpus=[]", "at least one GPU"),
-        ("gpus=1.5", "gpus"),
-        ("gpu=1", "no such argument"),
+        (["--gpus", "9"], "there is no GPU 9 on this node, which has 4"),
+        (["--gpus", "GPU-dead"], "fits 0 of the GPUs"),
+        (["--gpus"], "--gpus: expected at least one value"),
+        (["--gpus", "1.5"], "--gpus: "),
+        (["--gpu", "1"], "--gpus NAME"),
     ],
 )
-def test_reset_says_which_gpu_it_cannot_find(run, gpus, argument, message):
-    code, _, err = run("reset", argument)
+def test_reset_says_which_gpu_it_cannot_find(run, gpus, words, message):
+    code, _, err = run("reset", *words)
     assert (code, locked(gpus)) == (2, [900] * 4)
     assert message in err
 
@@ -108,7 +108,7 @@ def test_doctor_measures_the_lock_when_asked_and_resets(stub_nvml_here, stub_tim
     latencies_ms = [float(ms) for ms in re.findall(r"after (\S+) ms", text)]
     assert latencies_ms == [pytest.approx(55.0, abs=0.6)] * len(latencies_ms)
     assert {"from below", "from above"} <= set(re.findall(r"from \w+", text))
-    assert float(re.search(r"least_dwell_s=([\d.]+)", text)[1]) == pytest.approx(0.110, abs=0.0015)
+    assert float(re.search(r"--least-dwell-s ([\d.]+)", text)[1]) == pytest.approx(0.110, abs=0.0015)
     assert stub_nvml_here.locked_clocks_mhz() == [0, 0, 0, 0]
     assert len(set(gpu.changes_mhz())) > 3
 
@@ -153,16 +153,16 @@ def test_doctor_without_a_driver_says_that_simulated_gpus_will_do_and_what_real_
 
 def test_doctor_for_simulated_gpus_looks_at_no_real_one(run, stub_nvml_here):
     stub_nvml_here.fail("init", "driver_not_loaded")
-    code, page, _ = run("doctor", "device=simulated")
+    code, page, _ = run("doctor", "--device", "simulated")
     assert code == 0
     assert "NVML" not in page
     assert page.endswith("\nThis machine is ready for simulated GPUs.\n")
 
 
 def test_doctor_prints_the_same_page_on_a_terminal(run, stub_nvml_here, monkeypatch):
-    page = run("doctor", "device=simulated")[1]
+    page = run("doctor", "--device", "simulated")[1]
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert run("doctor", "device=simulated")[1] == page
+    assert run("doctor", "--device", "simulated")[1] == page
 
 
 def test_doctor_for_zeusd_needs_zeusd_but_not_the_permission_to_lock(run, stub_nvml_here, monkeypatch, tmp_path):
@@ -170,7 +170,7 @@ def test_doctor_for_zeusd_needs_zeusd_but_not_the_permission_to_lock(run, stub_n
         gpu.fail("set_locked", "no_permission")
     monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
     for device, to_solve in (("zeus", "zeusd"), ("nvml", "lock")):
-        code, page, _ = run("doctor", f"device={device}", "lock=true")
+        code, page, _ = run("doctor", "--device", f"{device}", "--lock")
         assert code == 1
         assert page.endswith(f"for real ones solve: {to_solve}.\n")
 

@@ -15,7 +15,7 @@ def profile(run):
 
 def test_every_schedule_of_torch_is_compared_with_its_assumptions(run, tmp_path):
     names = ["gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
-    code, out, _ = run("schedules", "p", f"schedules=[{','.join(names)}]", "plans=4", "weight_share=0.4")
+    code, out, _ = run("schedules", "p", "--schedules", *names, "--plans", "4", "--weight-share", "0.4")
     assert code == 0
     table = ScheduleTable.model_validate_json((tmp_path / "p" / "schedules.json").read_text())
     assert [one.name for one in table.schedules] == names
@@ -31,14 +31,15 @@ def test_every_schedule_of_torch_is_compared_with_its_assumptions(run, tmp_path)
 
 
 def test_a_bubble_filled_with_weight_gradients_shortens_the_iteration(run, tmp_path):
-    assert run("schedules", "p", "schedules=[1f1b,zbv]", "plans=4")[0] == 0
+    assert run("schedules", "p", "--schedules", "1f1b", "zbv", "--plans", "4")[0] == 0
     one_f_one_b, zbv = json.loads((tmp_path / "p" / "schedules.json").read_text())["schedules"]
     assert zbv["t_min_s"] < one_f_one_b["t_min_s"]
 
 
 def test_deepspeeds_schedules_and_several_micro_batches(run, tmp_path):
-    code, out, _ = run("schedules", "p/profile.csv", "schedules=[deepspeed_1f1b,deepspeed_dualpipev]", "ranks=2",
-                       "micro_batches=[4,8]", "plans=4", "out=x")  # fmt: skip
+    names = ["deepspeed_1f1b", "deepspeed_dualpipev"]
+    words = ["--ranks", "2", "--micro-batches", "4", "8", "--plans", "4", "--out", "x"]
+    code, out, _ = run("schedules", "p/profile.csv", "--schedules", *names, *words)
     assert code == 0
     table = ScheduleTable.model_validate_json((tmp_path / "x" / "schedules.json").read_text())
     assert [(one.stages, one.micro_batches) for one in table.schedules] == [(2, 4), (2, 8), (4, 4), (4, 8)]
@@ -46,15 +47,15 @@ def test_deepspeeds_schedules_and_several_micro_batches(run, tmp_path):
 
 
 def test_an_unknown_schedule_gets_a_suggestion(run):
-    code, _, err = run("schedules", "p", "schedules=[1f1b,zvb]")
+    code, _, err = run("schedules", "p", "--schedules", "1f1b", "zvb")
     assert code == 2
     assert "no schedule is called 'zvb'; did you mean 'zbv'?" in err
 
 
 def test_numbers_that_a_schedule_does_not_allow_are_named(run):
-    code, _, err = run("schedules", "p", "schedules=[interleaved]", "micro_batches=[5]")
+    code, _, err = run("schedules", "p", "--schedules", "interleaved", "--micro-batches", "5")
     assert code == 2
     assert "5 micro-batches" in err
-    code, _, err = run("schedules", "p", "weight_share=1")
+    code, _, err = run("schedules", "p", "--weight-share", "1")
     assert code == 2
-    assert "weight_share=1.0: expected a number above 0 and below 1" in err
+    assert "--weight-share: expected a number above 0 and below 1, got 1." in err

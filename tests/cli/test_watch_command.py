@@ -134,7 +134,7 @@ def test_json_follows_until_the_job_ends(run, tmp_path, monkeypatch):
     write(tmp_path, auto_job(2))
     longer = [auto_job(3), [*auto_job(3), Ended(time=BEGIN + 30)]]
     monkeypatch.setattr("perseus_ds.report.live.time.sleep", lambda s: write(tmp_path, longer.pop(0)))
-    code, out, _ = run("watch", ".", "json=true")
+    code, out, _ = run("watch", ".", "--json")
     assert code == 0
     lines = [json.loads(line) for line in out.splitlines()]
     assert [(line["planned"], line["ended"]) for line in lines] == [(2, False), (3, False), (3, True)]

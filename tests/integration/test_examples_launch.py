@@ -58,7 +58,7 @@ def test_a_plan_from_the_examples_own_profile_changes_no_loss(example, overrides
     common = [*overrides, "steps=20", "micro_batches=4"]
     profile, frontier = tmp_path / "profile", tmp_path / "frontier"
     train(example, 2, profile, "--profile", *QUICK_PROFILE, *overrides, "steps=100000", "micro_batches=4")
-    optimize = [str(BIN / "perseus-ds"), "optimize", f"profile={profile}/perseus", f"out={frontier}"]
+    optimize = [str(BIN / "perseus-ds"), "optimize", f"{profile}/perseus", "--out", str(frontier)]
     optimized = subprocess.run(optimize, check=False, capture_output=True, text=True)
     assert optimized.returncode == 0, optimized.stderr + (profile / "output.log").read_text()[-4000:]
     default_losses, _ = train(example, 2, tmp_path / "default", "perseus.mode=observe", *common)

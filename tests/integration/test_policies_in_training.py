@@ -35,7 +35,7 @@ def test_other_pipelines_follow_a_straggler_that_was_announced_or_noticed_and_co
         return [r for r in straggles(records) if r["slowdown"] > 2]
 
     def control(slowdown):
-        assert main(["control", "straggler", f"run={output}", "pipeline=1", f"slowdown={slowdown}"]) == 0
+        assert main(["control", "straggler", "--run", f"{output}", "--pipeline", "1", "--slowdown", f"{slowdown}"]) == 0
 
     def during(job):
         job.wait_for(lambda records: len(iterations(records, "run")) >= 3)
@@ -72,10 +72,10 @@ def test_a_running_job_takes_orders_and_a_checkpoint_keeps_them(tmp_path):
         assert send_order(output, {"command": "status"})["status"]["last"]["simulated"] is True
         with pytest.raises(ConfigError, match="no pipeline 7"):
             send_order(output, {"command": "straggler", "pipeline": 7, "slowdown": 1.2})
-        assert main(["control", "pause", f"run={output}"]) == 0
+        assert main(["control", "pause", "--run", f"{output}"]) == 0
         running.wait_for(lambda records: records[-1].get("phase") == "pause")
-        assert main(["control", "resume", f"run={output}"]) == 0
-        assert main(["control", "policy", f"run={output}", "policy={name: energy_optimal}"]) == 0
+        assert main(["control", "resume", "--run", f"{output}"]) == 0
+        assert main(["control", "policy", "--run", f"{output}", "--name", "energy_optimal"]) == 0
         running.wait_for(lambda records: [r for r in iterations(records, "run") if r["plan"] == last])
 
     first = run_while(during, tmp_path / "job", 2, save_at_end=True, **job)

@@ -35,7 +35,7 @@ def test_two_pipelines_of_two_stages_are_profiled_as_one_and_then_run_under_one_
         assert clocks[0] == clocks[1], "a heavy tail is measured at every clock"
 
     out = tmp_path / "frontier"
-    assert main(["optimize", f"profile={tmp_path}/profile/perseus/profile.csv", f"out={out}"]) == 0
+    assert main(["optimize", "--profile", f"{tmp_path}/profile/perseus/profile.csv", "--out", f"{out}"]) == 0
     block = {
         "mode": "run",
         "frontier": str(out),

@@ -60,7 +60,9 @@ def test_the_quick_start_runs_from_an_empty_folder(installed, tmp_path):
     assert records[-1]["planned"] > 0
     page = (ROOT / "docs/file-formats.md").read_text()
     assert not [key for record in records if "phase" in record for key in record if f"`{key}`" not in page]
-    code, output = run(installed, tmp_path, "perseus-ds", "optimize", "profile=perseus", "out=frontier", "plans=20")
+    code, output = run(
+        installed, tmp_path, "perseus-ds", "optimize", "--profile", "perseus", "--out", "frontier", "--plans", "20"
+    )
     assert code == 0, output
     assert (tmp_path / "frontier/frontier.json").is_file()
     code, output = run(installed, tmp_path, "perseus-ds", "report", "perseus")
@@ -71,5 +73,5 @@ def test_the_quick_start_runs_from_an_empty_folder(installed, tmp_path):
 def test_commands_work_from_an_empty_folder(installed, tmp_path):
     assert "commands:" in run(installed, tmp_path, "perseus-ds", "--help")[1]
     assert "  micro_batches " in run(installed, tmp_path, "perseus-ds", "optimize", "--help")[1]
-    assert "profile is missing" in run(installed, tmp_path, "perseus-ds", "optimize", "out=x")[1]
+    assert "PROFILE" in run(installed, tmp_path, "perseus-ds", "optimize", "--out", "x")[1]
     assert "perseus-ds    0.2.0" in run(installed, tmp_path, "perseus-ds", "doctor")[1].replace("  ok", "")

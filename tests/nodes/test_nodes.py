@@ -222,8 +222,19 @@ def test_less_power_is_asked_of_the_whole_job_and_all_ranks_change_at_the_same_i
 
     wait_for(knows_default_clocks, "iterations under the plan, after those at default clocks", started)
     ran = count("run")
-    run = f"run={first.variables['DISK']}/perseus"
-    order = [sys.executable, "-m", "perseus_ds", "control", "reduce", run, "power_fraction=0.85", "duration=1h"]
+    run = f"{first.variables['DISK']}/perseus"
+    order = [
+        sys.executable,
+        "-m",
+        "perseus_ds",
+        "control",
+        "reduce",
+        run,
+        "--power-fraction",
+        "0.85",
+        "--duration",
+        "1h",
+    ]
     assert "at most 85% of the power" in finished(first.start(*order))
     wait_for(lambda: len(caps()) == 1 and count("run") > ran + 10, "less power by the order", started)
     request.write_text("0.8\n")

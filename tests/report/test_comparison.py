@@ -68,7 +68,9 @@ def test_the_baseline_can_be_chosen_by_its_run(runs):
     found = compared(runs, "planned", "capped", baseline="capped")
     assert (found.baseline.name, found.why) == ("capped: default clocks", "as asked for")
     assert found.energy(found.rows[0]) == pytest.approx(850 / 900 - 1)
-    with pytest.raises(ConfigError, match=r"baseline=nobody: expected one of planned: plan 4, capped: default clocks"):
+    with pytest.raises(
+        ConfigError, match=r"--baseline nobody: expected one of planned: plan 4, capped: default clocks"
+    ):
         compared(runs, "planned", "capped", baseline="nobody")
 
 
@@ -96,7 +98,7 @@ def test_a_run_without_energies_is_named(runs):
 
 def test_the_command_prints_a_table_and_writes_the_page(runs, capsys):
     folders = [str(runs / name) for name in ("default", "planned", "capped")]
-    assert main(["compare", *folders, f"out={runs}"]) == 0
+    assert main(["compare", *folders, "--out", f"{runs}"]) == 0
     lines = capsys.readouterr().out.replace("\N{NARROW NO-BREAK SPACE}", " ").splitlines()
     assert lines[0].split() == ["run", "iterations", "time", "energy", "power", "a", "sample"]
     assert lines[1].split()[:3] == ["default:", "default", "clocks"]

@@ -66,7 +66,7 @@ def test_all_surfaces_say_the_same(tmp_path, capsys, records, named):
     assert (facts.slowdown, facts.saved) == (pytest.approx(measured.slowdown), pytest.approx(measured.saved))
 
     # `control status` prints the same.
-    assert main(["watch", str(tmp_path / "gpt3"), "once=true"]) == 0
+    assert main(["watch", str(tmp_path / "gpt3"), "--once"]) == 0
     watched = " ".join(capsys.readouterr().out.split())
     assert f"against {named}" in watched
     assert f"real {time} time, {energy} energy" in watched
@@ -85,7 +85,7 @@ def test_all_surfaces_say_the_same(tmp_path, capsys, records, named):
     assert f"Iteration time under plan 3 {time}" in reported
     assert named in reported
 
-    assert main(["compare", str(tmp_path / "gpt3"), f"out={tmp_path}"]) == 0
+    assert main(["compare", str(tmp_path / "gpt3"), "--out", f"{tmp_path}"]) == 0
     out = capsys.readouterr().out
     row = next(plain(line) for line in out.splitlines() if line.startswith("gpt3: plan 3"))
     assert re.findall(r"[+-]\d+\.\d %", row) == [time, energy]

@@ -54,16 +54,16 @@ def test_a_picture_of_simulated_gpus_says_so(tmp_path, job):
 def test_plot_draws_from_files(tmp_path, job, capsys):
     job.profile.save(tmp_path / "profile.csv")
     job.frontier.save(tmp_path)
-    arguments = [f"run={tmp_path}", f"profile={tmp_path}", f"out={tmp_path / 'out'}"]
+    arguments = ["--run", f"{tmp_path}", "--profile", f"{tmp_path}", "--out", f"{tmp_path / 'out'}"]
     assert main(["plot", *arguments]) == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"frontier.png", "timeline.png"}
-    assert main(["plot", *arguments, f"runs=[{tmp_path / 'none'}]"]) == 2
+    assert main(["plot", *arguments, "--runs", f"{tmp_path / 'none'}"]) == 2
     assert "no such folder" in capsys.readouterr().err
     (tmp_path / "file").write_text("in the way")
-    assert main(["plot", *arguments[:2], f"out={tmp_path / 'file'}"]) == 2
+    assert main(["plot", *arguments[:4], "--out", f"{tmp_path / 'file'}"]) == 2
     assert "cannot be a folder" in capsys.readouterr().err
     write_log(tmp_path / "empty", [{"event": "start", "mode": "observe"}])
-    assert main(["plot", *arguments, f"runs=[{tmp_path / 'empty'}]"]) == 2
+    assert main(["plot", *arguments, "--runs", f"{tmp_path / 'empty'}"]) == 2
     assert "no iterations at default clocks" in capsys.readouterr().err
 
 

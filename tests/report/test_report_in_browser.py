@@ -285,7 +285,7 @@ def test_a_comparison_fits_every_screen_and_is_accessible(browser, tmp_path, wid
 
     for name, phase, energy_j, plan in (("default", "observe", 100.0, None), ("planned", "run", 85.0, 0)):
         write_log(tmp_path / name, [{"event": "start"}, *(record(n, phase, 1.0, energy_j, plan=plan) for n in (1, 2))])
-    assert main(["compare", str(tmp_path / "default"), str(tmp_path / "planned"), f"out={tmp_path}"]) == 0
+    assert main(["compare", str(tmp_path / "default"), str(tmp_path / "planned"), "--out", f"{tmp_path}"]) == 0
     with browser.default_screen():
         browser.prefer(scheme)
         browser.resize(width)

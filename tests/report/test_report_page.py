@@ -133,10 +133,10 @@ def start(job, mode, frontier=None):
 
 
 def test_factors_are_the_users(folder):
-    words = text_of(report(folder, "carbon_g_per_kwh=100", "price_per_kwh=2.5", "currency=EUR"))
+    words = text_of(report(folder, "--carbon-g-per-kwh", "100", "--price-per-kwh", "2.5", "--currency", "EUR"))
     assert "100 g CO" in words
     assert "2.50 EUR a kWh" in words
-    assert main(["report", str(folder), "price_per_kwh=-1"]) == 2
+    assert main(["report", str(folder), "--price-per-kwh", "-1"]) == 2
 
 
 def test_a_run_whose_frontier_lies_elsewhere_finds_it_and_its_profile(tmp_path, folder, job):

@@ -112,16 +112,16 @@ def test_slices_have_short_names_and_say_clock_power_and_energy(trace, job):
 def test_out_may_be_a_folder_and_what_cannot_be_written_is_named(tmp_path, job, command, name, capsys):
     write_auto_run(tmp_path / "run", job)
     (tmp_path / "there").mkdir()
-    assert main([command, str(tmp_path / "run"), f"out={tmp_path / 'there'}"]) == 0
+    assert main([command, str(tmp_path / "run"), "--out", f"{tmp_path / 'there'}"]) == 0
     assert (tmp_path / "there" / name).stat().st_size > 1000
     (tmp_path / "file").write_text("in the way")
-    assert main([command, str(tmp_path / "run"), f"out={tmp_path / 'file' / 'deeper'}"]) == 2
+    assert main([command, str(tmp_path / "run"), "--out", f"{tmp_path / 'file' / 'deeper'}"]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 
 def test_any_plan_can_be_asked_for(tmp_path, job, capsys):
     write_auto_run(tmp_path, job)
-    assert main(["trace", str(tmp_path), "plan=5", f"out={tmp_path / 'five.json'}"]) == 0
+    assert main(["trace", str(tmp_path), "--plan", "5", "--out", f"{tmp_path / 'five.json'}"]) == 0
     assert "predicted: plan 5" in (tmp_path / "five.json").read_text()
-    assert main(["trace", str(tmp_path), "plan=500"]) == 2
+    assert main(["trace", str(tmp_path), "--plan", "500"]) == 2
     assert f"the frontier has plans 0 to {len(job.frontier.plans) - 1}." in capsys.readouterr().err

@@ -1,0 +1,314 @@
+"""What ``perseus-ds doctor`` and ``reset`` do: examine this machine, and set its GPUs to default clocks again."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+import statistics
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Literal
+
+from perseus_ds.clocks.lock_records import left_locks
+from perseus_ds.clocks.readback import LatencyTable
+from perseus_ds.engines.deepspeed.contract import REMEDY, deepspeed_problem
+from perseus_ds.errors import ConfigError, GpuError
+from perseus_ds.gpu.energy_counter import counter_period_s
+from perseus_ds.gpu.nvml import NvmlGpu, gpu_count, index_of_uuid
+from perseus_ds.timebase import REAL_TIME, Timebase
+
+
+def reset_gpus(chosen: list[str]) -> int:
+    """Reset the chosen GPUs, or all; return the exit code."""
+    results = [_reset(index) for index in _indices(chosen)]
+    return 0 if all(results) else 2
+
+
+def _indices(chosen: list[str]) -> list[int]:
+    """Return the indices of the chosen GPUs.
+
+    Raises:
+        ConfigError: One of them is not on this node.
+        GpuError: NVML or the driver is missing.
+    """
+    count = gpu_count()
+    if not chosen:
+        return [*range(count)]
+    try:
+        indices = [int(gpu) if gpu.isdecimal() else index_of_uuid(gpu) for gpu in chosen]
+    except GpuError as error:
+        raise ConfigError(f"--gpus: {error}") from None
+    for index in indices:
+        if not 0 <= index < count:
+            raise ConfigError(f"--gpus: there is no GPU {index} on this node, which has {count}; see `nvidia-smi -L`.")
+    return indices
+
+
+def _reset(index: int) -> bool:
+    try:
+        gpu = NvmlGpu(index)
+        try:
+            gpu.reset_clock()
+            for left in left_locks():
+                if left.address == gpu.address:
+                    left.forget()
+            print(f"{gpu}: clock reset to the driver's default; {gpu.clock_mhz()} MHz now.")
+        finally:
+            gpu.close()
+    except GpuError as error:
+        print(f"GPU {index}: NOT reset. {error}", file=sys.stderr)
+        return False
+    return True
+
+
+_PACKAGES = ("perseus-ds", "torch", "nvidia-ml-py")
+_CAP_SYS_ADMIN = 21
+_SETTLE_TIMEOUT_S = 1.0
+_CLOCKS_TRIED = 5
+_POLL_S = 5e-4
+
+# Findings that only matter to some devices; all others matter to all.
+_ONLY_FOR: dict[str, set[str]] = {
+    "nvidia-ml-py": {"nvml", "zeus"},
+    "zeusd": {"zeus"},
+    "lock": {"nvml"},
+}
+
+
+def examine(device: str, *, lock: bool) -> int:
+    """Print what was found, and whether a machine is ready for a device; return the exit code."""
+    software = examine_software()
+    gpus = [] if device == "simulated" else examine_gpus(lock=lock)
+    print(f"perseus-ds on {platform.node() or 'this node'} ({platform.system()} {platform.release()})")
+    for findings in [software, *gpus]:
+        print()
+        for finding in findings:
+            print(f"{finding.level:4}  {finding.what:13} {finding.text}")
+            if finding.remedy:
+                print(f"{'':20} -> {finding.remedy}")
+    to_solve = _failures(chain(software, *gpus), device)
+    if not to_solve:
+        print(f"\nThis machine is ready{'' if gpus else ' for simulated GPUs'}.")
+    elif _failures(software, "simulated"):
+        print(f"\nTo solve: {to_solve}.")
+    else:
+        print(f"\nThis machine is ready for simulated GPUs; for real ones solve: {to_solve}.")
+    return 1 if to_solve else 0
+
+
+def _failures(findings: Iterable[Finding], device: str) -> str:
+    """Return the names of the failures that matter to a device, each once."""
+    failed = [each.what for each in findings if each.level == "fail" and device in _ONLY_FOR.get(each.what, {device})]
+    return ", ".join(dict.fromkeys(failed))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the page that ``perseus-ds doctor`` prints.
+
+    Attributes:
+        level: ``fail``: Perseus cannot change clocks here; ``warn``: results are less accurate or a feature is
+            missing; ``info`` and ``ok``: nothing is to be done.
+    """
+
+    level: Literal["ok", "info", "warn", "fail"]
+    what: str
+    text: str
+    remedy: str = ""
+
+
+def examine_software() -> list[Finding]:
+    """Examine Python's packages, CUDA as torch sees it, and zeusd."""
+    python = Finding("ok", "Python", platform.python_version())
+    return [python, *map(_package, _PACKAGES), _deepspeed(), _torch_devices(), _zeusd()]
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding("ok", name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("fail", name, "not installed", f"pip install {name}")
+
+
+def _deepspeed() -> Finding:
+    problem = deepspeed_problem()
+    if problem:
+        return Finding("fail", "deepspeed", problem, REMEDY)
+    return _package("deepspeed")
+
+
+def _torch_devices() -> Finding:
+    try:
+        import torch
+    except Exception as error:
+        return Finding("fail", "torch", f"cannot be imported: {error}", "Install torch again.")
+    if torch.cuda.is_available():
+        return Finding("ok", "CUDA", f"torch sees {torch.cuda.device_count()} GPUs (CUDA {torch.version.cuda})")
+    build = f"torch was built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch was built without CUDA"
+    return Finding(
+        "warn", "CUDA", f"torch sees no GPU; {build}", "Training runs on the CPU, with simulated GPUs, until it does."
+    )
+
+
+def _zeusd() -> Finding:
+    path = os.environ.get("ZEUSD_SOCK_PATH")
+    if path is None:
+        return Finding("info", "zeusd", "ZEUSD_SOCK_PATH is not set; only needed to change clocks without privileges")
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(path)
+    except OSError as error:
+        return Finding("fail", "zeusd", f"{path}: {error.strerror or error}", "Start zeusd, or unset ZEUSD_SOCK_PATH.")
+    zeus = _package("zeus")
+    if zeus.level == "fail":
+        text = f"{path} answers, but the package zeus is missing"
+        return Finding("fail", "zeusd", text, "pip install perseus-ds[zeus]")
+    return Finding("ok", "zeusd", f'{path} answers; zeus {zeus.text}: "device": "zeus" can be used')
+
+
+def examine_gpus(*, lock: bool, timebase: Timebase = REAL_TIME) -> list[list[Finding]]:
+    """Examine every GPU of this node, all of them at once; with ``lock``, clocks are changed to measure their latency.
+
+    Returns:
+        The findings of each GPU; one list with one failure where there is no NVML.
+    """
+    try:
+        count = gpu_count()
+    except GpuError as error:
+        return [[Finding("fail", "NVML", str(error))]]
+    if count == 0:
+        remedy = "Check nvidia-smi; in a container, start it with --gpus all."
+        return [[Finding("fail", "NVML", "finds no GPU", remedy)]]
+    findings: list[list[Finding]] = [[] for _ in range(count)]
+    threads = [
+        timebase.thread(partial(found.extend, _examine_gpu(index, lock, timebase)), f"perseus-gpu-{index}")
+        for index, found in enumerate(findings)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return findings
+
+
+def _examine_gpu(index: int, lock: bool, timebase: Timebase) -> Iterator[Finding]:
+    try:
+        gpu = NvmlGpu(index, timebase)
+    except GpuError as error:
+        yield Finding("fail", f"GPU {index}", str(error))
+        return
+    with closing(gpu):
+        yield Finding("ok", f"GPU {index}", f"{gpu.name}, {gpu.uuid}, driver {gpu.driver}")
+        for what, examine in (("clocks", _clocks), ("default", _settings), ("power", _power)):
+            yield from _guarded(what, examine(gpu))
+        yield from _guarded("energy", _energy(gpu, timebase))
+        yield from _guarded("lock", _lock(gpu, timebase) if lock else _capability())
+
+
+def _guarded(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Yield findings until the driver refuses to answer, and then that."""
+    try:
+        yield from findings
+    except GpuError as error:
+        yield Finding("fail", what, str(error))
+
+
+def _clocks(gpu: NvmlGpu) -> Iterator[Finding]:
+    clocks = gpu.supported_clocks_mhz()
+    yield Finding("ok", "clocks", f"{len(clocks)} from {clocks[0]} to {clocks[-1]} MHz, now {gpu.clock_mhz()} MHz")
+
+
+def _settings(gpu: NvmlGpu) -> Iterator[Finding]:
+    """Find what is set, and what of it changes default clocks or what the GPU draws."""
+    yield Finding("ok", "settings", str(gpu.settings))
+    for setting in gpu.administrator_settings:
+        text, _, remedy = setting.partition(". ")
+        yield Finding("warn", "default", text, remedy)
+
+
+def _power(gpu: NvmlGpu) -> Iterator[Finding]:
+    reasons = [reason for reason in gpu.throttle_reasons() if reason not in ("idle", "applications_clocks_setting")]
+    power = f"{gpu.power_w():.0f} W now"
+    if reasons:
+        text = f"{power}, clock held down by {', '.join(reasons)}"
+        yield Finding("warn", "power", text, "A profile measured now would not be valid later.")
+    else:
+        yield Finding("ok", "power", f"{power}, nothing holds the clock down")
+
+
+def _energy(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
+    if not gpu.has_energy_counter:
+        remedy = "Energies are summed up from the power that the driver tells, which is less exact."
+        yield Finding("warn", "energy", "no energy counter", remedy)
+    elif (period_s := counter_period_s(gpu, timebase=timebase)) is None:
+        text = "the counter did not change in 1 s"
+        yield Finding("warn", "energy", text, "Check nvidia-smi; energies would be wrong.")
+    else:
+        refreshed = f"counter refreshed every {period_s * 1e3:.0f} ms"
+        if gpu.settings.whole_module:
+            remedy = "Savings are parts of the module's energy: what its CPU uses does not follow the GPU's clock."
+            yield Finding("warn", "energy", f"{refreshed}; it covers the whole module", remedy)
+        else:
+            yield Finding("ok", "energy", refreshed)
+
+
+def _lock(gpu: NvmlGpu, timebase: Timebase) -> Iterator[Finding]:
+    """Lock a few clocks of the upper half, one higher than the other and back, and return to the default clock."""
+    clocks = gpu.supported_clocks_mhz()
+    upper = clocks[len(clocks) // 2 :]
+    rising = upper[:: max(1, len(upper) // _CLOCKS_TRIED)][-_CLOCKS_TRIED:]
+    calls_s: list[float] = []
+    latencies_s: dict[tuple[int, bool], list[float]] = {}
+    before_mhz = clocks[-1]
+    try:
+        for clock_mhz in (*rising, *rising[-2::-1]):
+            began_s = timebase.now_s()
+            gpu.lock_clock(clock_mhz)
+            calls_s.append(timebase.now_s() - began_s)
+            settle_s = _wait_for_clock(gpu, clock_mhz, began_s, timebase)
+            if settle_s is None:
+                break
+            latencies_s[clock_mhz, clock_mhz > before_mhz] = [settle_s]
+            before_mhz = clock_mhz
+    finally:
+        gpu.reset_clock()
+    call = f"permitted; the call takes {statistics.median(calls_s) * 1e3:.1f} ms"
+    if settle_s is None:
+        text = f"{call}, but {clock_mhz} MHz did not follow within {_SETTLE_TIMEOUT_S:g} s"
+        yield Finding("warn", "lock", text, "Try again under load; see the line on power.")
+        return
+    found = LatencyTable(latencies_s)
+    each = ", ".join(
+        f"{clock_mhz} MHz after {1e3 * latency_s:.1f} ms from {'below' if rises else 'above'}"
+        for (clock_mhz, rises), (latency_s,) in sorted(latencies_s.items())
+    )
+    dwell_s = max(found.dwell_s(clock_mhz) for clock_mhz in rising)
+    yield Finding("ok", "lock", f"{call}; in effect: {each}; plans need --least-dwell-s {dwell_s:.3f}; clock reset")
+
+
+def _wait_for_clock(gpu: NvmlGpu, clock_mhz: int, began_s: float, timebase: Timebase) -> float | None:
+    """Return how long after its request the clock is in effect [s]; None if it is not within a second."""
+    while (passed_s := timebase.now_s() - began_s) < _SETTLE_TIMEOUT_S:
+        if gpu.clock_mhz() == clock_mhz:
+            return passed_s
+        timebase.sleep(_POLL_S)
+    return None
+
+
+def _capability() -> Iterator[Finding]:
+    """Check the permission without calling the driver, because a training job may be setting clocks now."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
+    if effective >> _CAP_SYS_ADMIN & 1:
+        text = "this process has CAP_SYS_ADMIN; not tried (--lock tries, and changes clocks)"
+        yield Finding("ok", "lock", text)
+    else:
+        remedy = 'Run as root, add `--cap-add SYS_ADMIN` to docker run, or run zeusd and set "device": "zeus".'
+        yield Finding("fail", "lock", "this process has no CAP_SYS_ADMIN", remedy)

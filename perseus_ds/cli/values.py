@@ -1,0 +1,116 @@
+"""Types of the values on the command line: numbers with their limits, several values, times, and shared arguments."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+# Beyond it, products of numbers could overflow.
+_LARGEST = 1e18
+_SECONDS = {"h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0}
+
+OPTIONAL = tyro.conf.arg(help_behavior_hint="(optional)")
+"""For arguments whose description says what happens without them."""
+
+
+def one(kind: type[float], at_least: float | None = None) -> PrimitiveConstructorSpec[Any]:
+    """Return how a number within limits is read."""
+    return _spec(kind.__name__.upper(), lambda words: _number(kind, at_least, words[0]))
+
+
+def several(kind: type[float], at_least: float | None = None) -> PrimitiveConstructorSpec[Any]:
+    """Return how one or more numbers within limits are read."""
+    return _several(kind.__name__.upper(), lambda word: _number(kind, at_least, word))
+
+
+def _number(kind: type[float], at_least: float | None, word: str) -> float:
+    try:
+        value = kind(word)
+        if (-_LARGEST if at_least is None else at_least) <= value <= _LARGEST:
+            return value
+    except ValueError:
+        pass
+    limit = "" if at_least is None else f", at least {at_least:g}"
+    raise ValueError(f"expected a {'whole ' * (kind is int)}number{limit}, got {reprlib.repr(word)}.")
+
+
+def _seconds(words: list[str]) -> float:
+    part = rf"(\d{{1,12}}(?:\.\d{{1,9}})?) ?({'|'.join(_SECONDS)})"
+    if re.fullmatch(f"(?:{part})+", words[0]) is None:
+        raise ValueError(f"expected a time such as 90s, 30min, 3h or 1h30m, got {reprlib.repr(words[0])}.")
+    return sum(float(count) * _SECONDS[unit] for count, unit in re.findall(part, words[0]))
+
+
+def _several(metavar: str, read: Callable[[str], Any]) -> PrimitiveConstructorSpec[Any]:
+    def read_all(words: list[str]) -> list[Any]:
+        if not words:
+            raise ValueError("expected at least one value, got none.")
+        return [read(word) for word in words]
+
+    return _spec(f"{metavar} [{metavar} ...]", read_all, nargs="*")
+
+
+def _spec(metavar: str, read: Callable[[list[str]], Any], nargs: Any = 1) -> PrimitiveConstructorSpec[Any]:
+    def written(value: Any) -> list[str]:
+        values = value if isinstance(value, list) else [value]
+        return [f"{each:g}" if isinstance(each, float) else str(each) for each in values]
+
+    return PrimitiveConstructorSpec(
+        nargs=nargs, metavar=metavar, instance_from_str=read, is_instance=lambda _: True, str_from_instance=written
+    )
+
+
+Count = Annotated[int, one(int, at_least=1)]
+OptionalCount = Annotated[int | None, one(int, at_least=1), OPTIONAL]
+OptionalIndex = Annotated[int | None, one(int, at_least=0), OPTIONAL]
+Amount = Annotated[float, one(float, at_least=0)]
+OptionalAmount = Annotated[float | None, one(float, at_least=0), OPTIONAL]
+Plans = Annotated[int, one(int, at_least=2)]
+Number = Annotated[float | None, one(float), OPTIONAL]
+Seconds = Annotated[float, _spec("TIME", _seconds)]
+OptionalSeconds = Annotated[float | None, _spec("TIME", _seconds), OPTIONAL]
+Text = Annotated[str | None, OPTIONAL]
+OptionalPath = Annotated[Path | None, OPTIONAL]
+Texts = Annotated[list[str], _several("NAME", str)]
+Paths = Annotated[list[Path], _several("PATH", Path), OPTIONAL]
+
+ProfilePath = Annotated[Path, tyro.conf.arg(help="profile.csv, or the folder it is in; profile.json is read beside it")]
+BlockingPower = Annotated[
+    float | None,
+    one(float, at_least=0),
+    tyro.conf.arg(
+        help="power of a GPU that waits for its neighbour [W]; by default what profile.json says",
+        help_behavior_hint="(optional)",
+    ),
+]
+ScheduleName = Annotated[
+    str | None,
+    tyro.conf.arg(
+        help="1f1b, dualpipev or package.module:Class, which is imported; by default what profile.json holds, "
+        "else 1f1b",
+        help_behavior_hint="(optional)",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArguments:
+    """Which run, and which files belong to it."""
+
+    run: tyro.conf.Positional[Path]
+    """output_dir of a training run, or a folder of several with their profile and frontier"""
+    out: OptionalPath = None
+    """file to write, or an existing folder for it; by default in the folder of the run"""
+    frontier: OptionalPath = None
+    """frontier.json or its folder; by default in the folder of the run, or where the run says it took it from"""
+    profile: OptionalPath = None
+    """profile.csv or its folder; by default in the folder of the run, or where the frontier says it came from"""
+    runs: Paths = field(default_factory=list)
+    """output folders of training runs, instead of those in the folder of the run"""
